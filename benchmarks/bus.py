@@ -1,6 +1,8 @@
-"""Our bus beside TransferQueue and Redis streams, on the same samples: rates, latencies, processor time, and what a kill loses.
+"""Our bus beside TransferQueue and Redis streams, on the same samples: rates, latencies, processor
+time, and what a kill loses.
 
-The sides take turns within each round, so that whatever else the machine does falls on all of them; ratios are of one round.
+The sides take turns within each round, so that whatever else the machine does falls on all of them;
+ratios are of one round.
 """
 
 from __future__ import annotations
@@ -30,9 +32,14 @@ from benchmarks.planes.transfer_queue import TransferQueueServer
 OURS, TRANSFER_QUEUE = "Relax Events", "TransferQueue"
 SIZES = {"7 KB": 512, "53 KB": 4096, "0.5 MB": 40_960}
 ONE_BY_ONE = "one by one"
-CELL_BYTES = 256 * 1024 * 1024  # what one measurement moves at the most, unless its two batches are more
+CELL_BYTES = (
+    256 * 1024 * 1024
+)  # what one measurement moves at the most, unless its two batches are more
 RATE_AIM, P99_AIM_MS, BATCH_AIM = 20.0, 10.0, 1.5
-PACED_PER_SECOND, PACED_SECONDS = 50.0, 6.0  # so many that its p99 is not the very first one, whose topic nobody has met yet
+PACED_PER_SECOND, PACED_SECONDS = (
+    50.0,
+    6.0,
+)  # so many that its p99 is not the very first one, whose topic nobody has met yet
 
 Results = dict[str, list[Result]]
 
@@ -53,7 +60,8 @@ QUICK = Effort(num_rounds=1, seconds=0.3, warm_seconds=0.5, sizes=("7 KB",))
 
 @dataclass
 class Measured:
-    """Everything that came out: per size and cell the results of each side by round, and what each side lost."""
+    """Everything that came out: per size and cell the results of each side by round, and what each
+    side lost."""
 
     cells: dict[str, dict[str, Results]] = field(default_factory=dict)
     losses: dict[str, Losses] = field(default_factory=dict)
@@ -75,15 +83,33 @@ def sides(folder: Path) -> Iterator[Side]:
     """Make the sides; none runs yet."""
     bench = environment.python()
     if shutil.which("redis-server") is None:
-        raise SystemExit("redis-server is not on PATH; install it (Debian: redis-server) and run again")
-    yield Side(OURS, plane="kafka", python=Path(sys.executable), server=KafkaServer(folder / "broker"))
-    yield Side(TRANSFER_QUEUE, plane="transfer_queue", python=bench, server=TransferQueueServer(bench, folder / "ray"))
-    for name, is_durable in {"Redis, log synced every second": True, "Redis, memory only": False}.items():
-        yield Side(name, plane="redis", python=bench, server=RedisServer(folder / f"redis-{is_durable}", is_durable=is_durable))
+        raise SystemExit(
+            "redis-server is not on PATH; install it (Debian: redis-server) and run again"
+        )
+    yield Side(
+        OURS, plane="kafka", python=Path(sys.executable), server=KafkaServer(folder / "broker")
+    )
+    yield Side(
+        TRANSFER_QUEUE,
+        plane="transfer_queue",
+        python=bench,
+        server=TransferQueueServer(bench, folder / "ray"),
+    )
+    for name, is_durable in {
+        "Redis, log synced every second": True,
+        "Redis, memory only": False,
+    }.items():
+        yield Side(
+            name,
+            plane="redis",
+            python=bench,
+            server=RedisServer(folder / f"redis-{is_durable}", is_durable=is_durable),
+        )
 
 
 def num_samples(cell: Cell, *, per_second: float, seconds: float) -> int:
-    """Return how many samples fill the time at this rate: whole batches, two at the least, and not more bytes than allowed."""
+    """Return how many samples fill the time at this rate: whole batches, two at the least, and not
+    more bytes than allowed."""
     if cell.per_second:
         return int(cell.per_second * PACED_SECONDS)
     most = CELL_BYTES // (cell.num_tokens * BYTES_PER_TOKEN)
@@ -92,7 +118,8 @@ def num_samples(cell: Cell, *, per_second: float, seconds: float) -> int:
 
 
 def measure_cell(running: Sequence[Side], cell: Cell, effort: Effort) -> Results:
-    """Run a cell on all sides, round by round, each round beginning with another side; a first, short round warms and sets the counts."""
+    """Run a cell on all sides, round by round, each round beginning with another side; a first,
+    short round warms and sets the counts."""
     results: Results = {side.name: [] for side in running}
     warm = 20 if cell.per_second else max(cell.read_batch, 32)
     rates = {side.name: side.run(cell, warm).samples_per_second for side in running}
@@ -103,12 +130,20 @@ def measure_cell(running: Sequence[Side], cell: Cell, effort: Effort) -> Results
             result = side.run(cell, count)
             rates[side.name] = result.samples_per_second
             results[side.name].append(result)
-            print(f"{cell.name}: {side.name}: {result.samples_per_second:.0f} samples/s, p99 {result.p99_ms:.1f} ms", file=sys.stderr, flush=True)
+            print(
+                (
+                    f"{cell.name}: {side.name}: {result.samples_per_second:.0f} samples/s, p99 "
+                    f"{result.p99_ms:.1f} ms"
+                ),
+                file=sys.stderr,
+                flush=True,
+            )
     return results
 
 
 def warm(running: Sequence[Side], seconds: float) -> None:
-    """Use each side for a while: a broker's first thousands of requests run code that isn't compiled yet, three times as slow."""
+    """Use each side for a while: a broker's first thousands of requests run code that isn't
+    compiled yet, three times as slow."""
     for cell in cells("7 KB")[:2]:
         for side in running:
             rate = side.run(cell, 64).samples_per_second
@@ -120,7 +155,9 @@ def measure(running: Sequence[Side], effort: Effort) -> Measured:
     measured = Measured()
     warm(running, effort.warm_seconds)
     for size in effort.sizes:
-        measured.cells[size] = {cell.name: measure_cell(running, cell, effort) for cell in cells(size)}
+        measured.cells[size] = {
+            cell.name: measure_cell(running, cell, effort) for cell in cells(size)
+        }
     for side in running:
         measured.losses[side.name] = losses.measure(side)
     return measured
@@ -128,7 +165,10 @@ def measure(running: Sequence[Side], effort: Effort) -> Measured:
 
 def ratios(ours: Sequence[Result], theirs: Sequence[Result]) -> list[float]:
     """Return how many times our rate was theirs, round by round."""
-    return [mine.samples_per_second / other.samples_per_second for mine, other in zip(ours, theirs, strict=True)]
+    return [
+        mine.samples_per_second / other.samples_per_second
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
 
 
 def row_of(cell: str, side: str, results: Results, num_bytes: int) -> dict[str, str]:
@@ -144,7 +184,9 @@ def row_of(cell: str, side: str, results: Results, num_bytes: int) -> dict[str, 
         "p50 ms": f"{statistics.median(one.p50_ms for one in own):,.1f}",
         "p99 ms": f"{statistics.median(one.p99_ms for one in own):,.1f}",
         "CPU s per 1,000": f"{statistics.median(one.cpu_seconds_per_1000 for one in own):.2f}",
-        "our rate is": "" if side == OURS else f"{statistics.median(times):.2f}x ({min(times):.2f} to {max(times):.2f})",
+        "our rate is": ""
+        if side == OURS
+        else f"{statistics.median(times):.2f}x ({min(times):.2f} to {max(times):.2f})",
     }
 
 
@@ -153,11 +195,17 @@ def tables(measured: Measured) -> dict[str, list[dict[str, str]]]:
     found = {}
     for size, by_cell in measured.cells.items():
         num_bytes = SIZES[size] * BYTES_PER_TOKEN
-        found[f"Samples of {size}"] = [row_of(cell, side, results, num_bytes) for cell, results in by_cell.items() for side in results]
+        found[f"Samples of {size}"] = [
+            row_of(cell, side, results, num_bytes)
+            for cell, results in by_cell.items()
+            for side in results
+        ]
     found["Acknowledged samples lost when something is killed"] = [
         {
             "side": side,
-            f"consumer killed holding {lost.num_taken} of {lost.num_samples}": str(lost.consumer_killed),
+            f"consumer killed holding {lost.num_taken} of {lost.num_samples}": str(
+                lost.consumer_killed
+            ),
             f"storage killed holding {lost.num_samples}": str(lost.storage_killed),
         }
         for side, lost in measured.losses.items()
@@ -173,14 +221,31 @@ def aims(measured: Measured) -> list[str]:
             times = statistics.median(ratios(results[OURS], results[TRANSFER_QUEUE]))
             p99 = statistics.median(one.p99_ms for one in results[OURS])
             if cell == ONE_BY_ONE or cell.startswith("streamed"):
-                said.append(f"{size}, {cell}: {times:.1f}x the rate of {TRANSFER_QUEUE}; aim {RATE_AIM:g}x: {verdict(times >= RATE_AIM)}")
+                said.append(
+                    f"{size}, {cell}: {times:.1f}x the rate of {TRANSFER_QUEUE}; aim "
+                    f"{RATE_AIM:g}x: {verdict(times >= RATE_AIM)}"
+                )
             elif cell.startswith(ONE_BY_ONE):
-                said.append(f"{size}, {cell}: p99 {p99:.1f} ms; aim below {P99_AIM_MS:g} ms: {verdict(p99 < P99_AIM_MS)}")
+                said.append(
+                    f"{size}, {cell}: p99 {p99:.1f} ms; aim below {P99_AIM_MS:g} ms: "
+                    f"{verdict(p99 < P99_AIM_MS)}"
+                )
             elif cell.startswith("batches"):
-                said.append(f"{size}, {cell}: {times:.1f}x the rate of {TRANSFER_QUEUE}; aim {BATCH_AIM:g}x: {verdict(times >= BATCH_AIM)}")
+                said.append(
+                    f"{size}, {cell}: {times:.1f}x the rate of {TRANSFER_QUEUE}; aim "
+                    f"{BATCH_AIM:g}x: {verdict(times >= BATCH_AIM)}"
+                )
     lost = [measured.losses[OURS].consumer_killed, measured.losses[OURS].storage_killed]
-    unread = sum(one.num_lost for by_cell in measured.cells.values() for results in by_cell.values() for one in results[OURS])
-    said.append(f"lost by us in all runs and kills: {sum(lost) + unread}; aim none: {verdict(sum(lost) + unread == 0)}")
+    unread = sum(
+        one.num_lost
+        for by_cell in measured.cells.values()
+        for results in by_cell.values()
+        for one in results[OURS]
+    )
+    said.append(
+        f"lost by us in all runs and kills: {sum(lost) + unread}; aim none: "
+        f"{verdict(sum(lost) + unread == 0)}"
+    )
     return said
 
 
@@ -206,12 +271,17 @@ rounds ({rounds}), after a warm-up."""
 def main(arguments: Sequence[str] = ()) -> None:
     """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    quick = "one short round of the smallest samples, about a minute; the page goes to a new temporary folder"
+    quick = (
+        "one short round of the smallest samples, about a minute; the page goes to a new "
+        "temporary folder"
+    )
     parser.add_argument("--quick", action="store_true", help=quick)
     options = parser.parse_args(arguments)
     effort = QUICK if options.quick else FULL
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the servers end with us
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that the servers end with us
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         running = [stack.enter_context(side) for side in sides(Path(scratch))]
         measured = measure(running, effort)

@@ -1,4 +1,5 @@
-"""What a machine pays for a piece of media, in CPU time: decode the file, or fetch the array that another one made of it. Prints a line for each.
+"""What a machine pays for a piece of media, in CPU time: decode the file, or fetch the array that
+another one made of it. Prints a line for each.
 
 python -m benchmarks.claimed_media
 """
@@ -20,12 +21,12 @@ import numpy as np
 from PIL import Image
 
 from relax_events.config import MediaConfig
-from relax_events.data.clips import encoded as clip_of
-from relax_events.data.tones import encoded as sound_of
 from relax_events.events.parts import MediaRef, Modality, ObjectRef
+from relax_events.examples.audio import encoded as sound_of
+from relax_events.examples.videos import encoded as clip_of
 from relax_events.media.decoder_child import INSPECTORS, decode
-from relax_events.models.media_layout import OmniLayout
-from relax_events.models.showing import Plan
+from relax_events.media.preprocessing import Plan
+from relax_events.media.token_layout import OmniLayout
 from relax_events.objects.store import ObjectStore
 
 NUM_ROUNDS = 5
@@ -50,7 +51,9 @@ PROCESSOR = {
 def photo(width: int, height: int, *, seed: int = 0) -> Image.Image:
     """Draw something whose files are as large as photographs': coarse shapes, fine grain."""
     generator = np.random.default_rng(seed)
-    shapes = Image.fromarray(generator.integers(0, 255, (height // 32, width // 32, 3)).astype(np.uint8))
+    shapes = Image.fromarray(
+        generator.integers(0, 255, (height // 32, width // 32, 3)).astype(np.uint8)
+    )
     coarse = shapes.resize((width, height), Image.Resampling.BICUBIC)
     grain = generator.normal(0, 6, (height, width, 1))
     return Image.fromarray(np.clip(np.asarray(coarse) + grain, 0, 255).astype(np.uint8))
@@ -71,20 +74,26 @@ def pieces() -> Iterator[tuple[str, Modality, bytes]]:
     yield "picture 4032 x 3024, JPEG", Modality.IMAGE, written(photo(4032, 3024), "JPEG")
     for seconds in (10, 30):
         still = np.asarray(photo(1280, 736))
-        frames = [np.ascontiguousarray(still[:720, shift % 32 * 2 :][:, :1216]) for shift in range(4 * seconds)]
+        frames = [
+            np.ascontiguousarray(still[:720, shift % 32 * 2 :][:, :1216])
+            for shift in range(4 * seconds)
+        ]
         yield f"clip 1216 x 720, {seconds} s, MPEG-4", Modality.VIDEO, clip_of(frames)
     tone = np.sin(np.arange(30 * 16_000) / 7).astype(np.float32)
     yield "sound 30 s, WAV", Modality.AUDIO, sound_of(tone)
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Return the CPU seconds that an action takes, on all threads: a machine with other work does not change them."""
+    """Return the CPU seconds that an action takes, on all threads: a machine with other work does
+    not change them."""
     started = time.process_time()
     action()
     return time.process_time() - started
 
 
-def processed(store: ObjectStore, stored: ObjectRef, modality: Modality, plan: Plan, limits: MediaConfig) -> None:
+def processed(
+    store: ObjectStore, stored: ObjectRef, modality: Modality, plan: Plan, limits: MediaConfig
+) -> None:
     """Fetch a file, check it and decode it, as the decoding child does."""
     data = store.get(stored)
     INSPECTORS[modality](data, limits=limits, place="piece")
@@ -98,13 +107,26 @@ def main() -> None:
     for name, modality, file in pieces():
         with TemporaryDirectory() as folder:
             store = ObjectStore.open(f"file://{folder}")
-            reference = MediaRef("piece", sha256(file).digest(), num_bytes=len(file), **asdict(INSPECTORS[modality](file, limits=limits, place=name)))
+            reference = MediaRef(
+                "piece",
+                sha256(file).digest(),
+                num_bytes=len(file),
+                **asdict(INSPECTORS[modality](file, limits=limits, place=name)),
+            )
             plan = layout.showing(reference).plan(reference)
-            array = np.concatenate([part.ravel().view(np.uint8) for part in decode(file, modality, plan=plan, limits=limits, place=name)]).tobytes()
+            array = np.concatenate(
+                [
+                    part.ravel().view(np.uint8)
+                    for part in decode(file, modality, plan=plan, limits=limits, place=name)
+                ]
+            ).tobytes()
             stored_file, stored_array = store.put(file), store.put(array)
 
             processing = partial(processed, store, stored_file, modality, plan, limits)
-            rounds = [(timed(processing), timed(partial(store.get, stored_array))) for _ in range(NUM_ROUNDS)]
+            rounds = [
+                (timed(processing), timed(partial(store.get, stored_array)))
+                for _ in range(NUM_ROUNDS)
+            ]
         decoding, fetching = (statistics.median(times) for times in zip(*rounds, strict=True))
         more = len(array) - len(file)
         found = {
@@ -113,9 +135,17 @@ def main() -> None:
             "array_bytes": len(array),
             "decode_seconds": round(decoding, 4),
             "fetch_seconds": round(fetching, 4),
-            "worth_above_bytes_per_second": round(more / (decoding - fetching)) if decoding > fetching and more > 0 else None,
+            "worth_above_bytes_per_second": round(more / (decoding - fetching))
+            if decoding > fetching and more > 0
+            else None,
         }
-        print(f"{name:32} {len(file):>12,} {len(array):>12,} B  decode {decoding * 1e3:8.1f} ms  fetch {fetching * 1e3:8.1f} ms", file=sys.stderr)
+        print(
+            (
+                f"{name:32} {len(file):>12,} {len(array):>12,} B  decode {decoding * 1e3:8.1f} "
+                f"ms  fetch {fetching * 1e3:8.1f} ms"
+            ),
+            file=sys.stderr,
+        )
         print(json.dumps(found), flush=True)
 
 

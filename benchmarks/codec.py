@@ -53,17 +53,36 @@ def main() -> None:
     codec, event = EventCodec(), sample()
     encoded = codec.encode(event)
     seconds: dict[str, list[float]] = {"encode": [], "decode": [], "both": []}
-    actions = {"encode": lambda: codec.encode(event), "decode": lambda: codec.decode(encoded), "both": lambda: codec.decode(codec.encode(event))}
+    actions = {
+        "encode": lambda: codec.encode(event),
+        "decode": lambda: codec.decode(encoded),
+        "both": lambda: codec.decode(codec.encode(event)),
+    }
     for _ in range(NUM_ROUNDS):
         for name, action in actions.items():
             started = time.perf_counter()
             for _ in range(NUM_EVENTS):
                 action()
             seconds[name].append(time.perf_counter() - started)
-    rates = {f"{name}_per_second": round(NUM_EVENTS / statistics.median(times)) for name, times in seconds.items()}
+    rates = {
+        f"{name}_per_second": round(NUM_EVENTS / statistics.median(times))
+        for name, times in seconds.items()
+    }
     reached = "reached" if rates["both_per_second"] >= GOAL_PER_SECOND else "missed"
-    print(f"{len(encoded)} bytes a sample: {rates['both_per_second']:,} encoded and decoded a second; the goal of {GOAL_PER_SECOND:,} is {reached}")
-    print(json.dumps({"num_tokens": NUM_TOKENS, "event_bytes": len(encoded), **rates, "goal_per_second": GOAL_PER_SECOND}))
+    print(
+        f"{len(encoded)} bytes a sample: {rates['both_per_second']:,} encoded and decoded a "
+        f"second; the goal of {GOAL_PER_SECOND:,} is {reached}"
+    )
+    print(
+        json.dumps(
+            {
+                "num_tokens": NUM_TOKENS,
+                "event_bytes": len(encoded),
+                **rates,
+                "goal_per_second": GOAL_PER_SECOND,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

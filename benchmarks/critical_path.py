@@ -1,8 +1,10 @@
-"""The shortest time in which a schedule can run: a discrete-event calculation in which moving data costs nothing.
+"""The shortest time in which a schedule can run: a discrete-event calculation in which moving data
+costs nothing.
 
-It knows the rules (admission by staleness, lanes, what an engine does with a new version, steps in order, training as prompt groups
-come) and the stand-ins' speeds, and nothing of the pipeline: no bus, no records, no micro-batches. Each prompt group goes to the engine
-with the fewest running samples.
+It knows the rules (admission by staleness, lanes, what an engine does with a new version, steps in
+order, training as prompt groups come) and the stand-ins' speeds, and nothing of the pipeline: no
+bus, no records, no micro-batches. Each prompt group goes to the engine with the fewest running
+samples.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class EnginePath:
-    """One engine: all its samples advance alike, `done` counts the tokens that each has got since the beginning."""
+    """One engine: all its samples advance alike, `done` counts the tokens that each has got since
+    the beginning."""
 
     running: list[tuple[float, int, Group]] = field(default_factory=list)
     done: float = 0.0
@@ -52,7 +55,9 @@ class EnginePath:
 class CriticalPath:
     """Runs the events of one schedule in order."""
 
-    def __init__(self, timing: Timing, schedule: Schedule, steps: Sequence[Sequence[Sequence[int]]]) -> None:
+    def __init__(
+        self, timing: Timing, schedule: Schedule, steps: Sequence[Sequence[Sequence[int]]]
+    ) -> None:
         """Set the stage.
 
         Args:
@@ -61,8 +66,13 @@ class CriticalPath:
             steps: Completion tokens by train step, prompt group and sample.
         """
         self._timing, self._schedule = timing, schedule
-        self._steps = [[Group(step, index, lengths) for index, lengths in enumerate(groups)] for step, groups in enumerate(steps)]
-        self._engines = [EnginePath(free_lanes=schedule.lanes_per_engine) for _ in range(timing.num_engines)]
+        self._steps = [
+            [Group(step, index, lengths) for index, lengths in enumerate(groups)]
+            for step, groups in enumerate(steps)
+        ]
+        self._engines = [
+            EnginePath(free_lanes=schedule.lanes_per_engine) for _ in range(timing.num_engines)
+        ]
         self._queue: list[Group] = []
         self._ready: list[tuple[int, int, Group]] = []
         self._num_trained = self._version = self._num_issued = 0
@@ -99,7 +109,9 @@ class CriticalPath:
 
     def _renew(self, engine: EnginePath) -> None:
         """Load the newest version if it is this engine's time to."""
-        if engine.version == self._version or (self._schedule.on_new_version == "finish" and engine.running):
+        if engine.version == self._version or (
+            self._schedule.on_new_version == "finish" and engine.running
+        ):
             return
         self._advance(engine)
         engine.version, engine.loading_until = self._version, self._now + self._timing.load_seconds
@@ -111,7 +123,11 @@ class CriticalPath:
         while self._queue:
             group = self._queue[0]
             oldest = group.train_step - self._schedule.max_staleness
-            fit = [engine for engine in self._engines if engine.free_lanes and engine.version >= oldest and not self._must_finish(engine)]
+            fit = [
+                engine
+                for engine in self._engines
+                if engine.free_lanes and engine.version >= oldest and not self._must_finish(engine)
+            ]
             if not fit:
                 return
             self._queue.pop(0)
@@ -132,15 +148,22 @@ class CriticalPath:
     def _advance(self, engine: EnginePath) -> None:
         if self._now > engine.at:
             if engine.running:
-                engine.done += (self._now - engine.at) * self._timing.tokens_per_second(len(engine.running))
+                engine.done += (self._now - engine.at) * self._timing.tokens_per_second(
+                    len(engine.running)
+                )
             engine.at = self._now
 
     def _await_completion(self, engine: EnginePath) -> None:
         engine.epoch += 1
         if engine.running:
             epoch = engine.epoch
-            seconds = (engine.running[0][0] - engine.done) / self._timing.tokens_per_second(len(engine.running))
-            self._after(max(engine.at - self._now, 0.0) + max(seconds, 0.0), lambda: self._complete(engine, epoch))
+            seconds = (engine.running[0][0] - engine.done) / self._timing.tokens_per_second(
+                len(engine.running)
+            )
+            self._after(
+                max(engine.at - self._now, 0.0) + max(seconds, 0.0),
+                lambda: self._complete(engine, epoch),
+            )
 
     def _complete(self, engine: EnginePath, epoch: int) -> None:
         if epoch != engine.epoch:
@@ -157,8 +180,12 @@ class CriticalPath:
         self._await_completion(engine)
 
     def _forward(self, group: Group) -> None:
-        """Pass through reference and actor-forward, which are equally fast, work side by side and serve in order of arrival."""
-        self._forward_free = max(self._forward_free, self._now) + sum(group.lengths) * self._timing.forward_token_seconds
+        """Pass through reference and actor-forward, which are equally fast, work side by side and
+        serve in order of arrival."""
+        self._forward_free = (
+            max(self._forward_free, self._now)
+            + sum(group.lengths) * self._timing.forward_token_seconds
+        )
         self._after(self._forward_free - self._now, lambda: self._arrive(group))
 
     def _arrive(self, group: Group) -> None:
@@ -166,11 +193,16 @@ class CriticalPath:
         self._train()
 
     def _train(self) -> None:
-        """Start on the next prompt group of the step, as soon as there is one; colocated, only when all are there."""
+        """Start on the next prompt group of the step, as soon as there is one; colocated, only when
+        all are there."""
         groups_per_step = len(self._steps[0])
         if self._trainer_busy or not self._ready or self._ready[0][0] > self._version:
             return
-        if self._schedule.colocated and not self._num_trained and len(self._ready) < groups_per_step:
+        if (
+            self._schedule.colocated
+            and not self._num_trained
+            and len(self._ready) < groups_per_step
+        ):
             return
         seconds = self._timing.to_train_seconds if self._num_trained == 0 else 0.0
         group = heapq.heappop(self._ready)[2]

@@ -1,4 +1,5 @@
-"""What the learning curves start from: one model for all of them, a teacher, pairs of answers. Each is made when it is first asked for, and kept."""
+"""What the learning curves start from: one model for all of them, a teacher, pairs of answers. Each
+is made when it is first asked for, and kept."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import numpy as np
 
 from benchmarks import quickstart
 from relax_events.config import RunConfig, load_run_config
-from relax_events.control.defaults import settled
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_stream
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
+from relax_events.session.defaults import settled
 
 PLACE = "{materials}"
 PREPARE_SECONDS = 900.0
@@ -42,7 +43,16 @@ def provide(settings: Iterable[str], folder: Path) -> list[str]:
 
 def make_model(path: Path, overrides: Iterable[str] = ()) -> None:
     """Make the quickstart's model, with its supervised start."""
-    command = [sys.executable, "-m", "relax_events.cli", "models", "prepare", str(quickstart.CONFIG), f"model.path={path}", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "relax_events.cli",
+        "models",
+        "prepare",
+        str(quickstart.CONFIG),
+        f"model.path={path}",
+        *overrides,
+    ]
     subprocess.run(command, check=True, timeout=PREPARE_SECONDS, stdout=subprocess.DEVNULL)
 
 
@@ -52,8 +62,15 @@ def make_teacher(path: Path) -> None:
 
 
 def make_pairs(path: Path) -> None:
-    """Write prompts of the quickstart, each with the right answer and a wrong one that the starting model gave itself."""
-    config, _ = settled(load_run_config(quickstart.CONFIG, [f"model.path={path.parent / 'model'}", "model.device=cpu"], environment={}))
+    """Write prompts of the quickstart, each with the right answer and a wrong one that the starting
+    model gave itself."""
+    config, _ = settled(
+        load_run_config(
+            quickstart.CONFIG,
+            [f"model.path={path.parent / 'model'}", "model.device=cpu"],
+            environment={},
+        )
+    )
     stream = open_stream(config.data, seed=0)
     rows = [stream[number] for number in range(NUM_PROMPTS)]
     pairs = []
@@ -72,7 +89,9 @@ def drawn_answers(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
     engine = TransformersEngine(config.model.path, config=config.engine, model=config.model)
     none, no_logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
     for number, row in enumerate(rows):
-        sample = SampleRequest(sample_id=str(number), seed=number, tokens=none, logprobs=no_logprobs, segments=())
+        sample = SampleRequest(
+            sample_id=str(number), seed=number, tokens=none, logprobs=no_logprobs, segments=()
+        )
         request = GenerationRequest(
             prompt_group_id=str(number),
             prompt_tokens=renderer.prompt_tokens(row.messages),
@@ -83,9 +102,16 @@ def drawn_answers(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
         engine.submit(request)
     answers: dict[int, str] = {}
     while engine.num_running:
-        answers |= {int(sample.sample_id): renderer.completion_text(sample.tokens) for sample in engine.poll(timeout_seconds=1.0)}
+        answers |= {
+            int(sample.sample_id): renderer.completion_text(sample.tokens)
+            for sample in engine.poll(timeout_seconds=1.0)
+        }
     engine.close()
     return [answers[number] for number in range(len(rows))]
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {"model": make_model, "teacher": make_teacher, "pairs.jsonl": make_pairs}
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "model": make_model,
+    "teacher": make_teacher,
+    "pairs.jsonl": make_pairs,
+}

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from relax_events.control.report.charts import HEIGHT, LEFT, WIDTH, Frame, path
-from relax_events.control.report.scales import bucketed, smoothed
+from relax_events.reports.chart_scales import bucketed, smoothed
+from relax_events.reports.charts import HEIGHT, LEFT, WIDTH, Frame, path
 
 NUM_COLUMNS = 3
 CELL_WIDTH, HEAD_HEIGHT, GAP = 320, 26, 14
@@ -34,26 +34,41 @@ class Curve:
     rewards: Sequence[float | None]
 
 
-def small_multiples(panels: Mapping[str, Sequence[Curve]], *, title: str, own_axes: bool = False) -> str:
+def small_multiples(
+    panels: Mapping[str, Sequence[Curve]], *, title: str, own_axes: bool = False
+) -> str:
     """Draw a panel for each name: its runs pale, their moving mean strong, all on the same axes.
 
     Args:
         panels: The runs of each, at least one panel and one run in each.
         title: Of the whole, for readers that do not see it.
-        own_axes: Let each panel begin at 0 and end a little above its own values, for panels of different things.
+        own_axes: Let each panel begin at 0 and end a little above its own values, for panels of
+            different things.
     Returns:
         An SVG file that needs nothing else.
     """
     last = max(curve.steps[-1] for curves in panels.values() for curve in curves)
-    known = {name: [reward for curve in curves for reward in curve.rewards if reward is not None] for name, curves in panels.items()}
+    known = {
+        name: [reward for curve in curves for reward in curve.rewards if reward is not None]
+        for name, curves in panels.items()
+    }
     rewards = [0.0, 1.0, *(reward for values in known.values() for reward in values)]
     common = Frame(0, last, min(rewards), max(rewards))
-    frames = {name: Frame(0, last, min(0.0, *values), HEADROOM * max(values) or 1.0) if own_axes else common for name, values in known.items()}
+    frames = {
+        name: Frame(0, last, min(0.0, *values), HEADROOM * max(values) or 1.0)
+        if own_axes
+        else common
+        for name, values in known.items()
+    }
     num_rows = -(-len(panels) // NUM_COLUMNS)
     width, height = NUM_COLUMNS * (CELL_WIDTH + GAP) + GAP, num_rows * (CELL_HEIGHT + GAP) + GAP
-    cells = "".join(cell(place, name, curves, frames[name]) for place, (name, curves) in enumerate(panels.items()))
+    cells = "".join(
+        cell(place, name, curves, frames[name])
+        for place, (name, curves) in enumerate(panels.items())
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"><title>{escape(title)}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'role="img"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style>{cells}</svg>\n"
     )
 
@@ -65,7 +80,10 @@ def cell(place: int, name: str, curves: Sequence[Curve], frame: Frame) -> str:
     pale = "".join(f'<path class="line pale" d="{drawn(frame, curve)}"/>' for curve in curves)
     strong = f'<path class="line" d="{drawn(frame, mean_curve(curves))}"/>'
     inner = f"{frame.vertical()}{frame.horizontal('train step')}{pale}{strong}"
-    head = f'<text class="name" x="{left + CELL_WIDTH * LEFT / WIDTH:.1f}" y="{top + 18}">{escape(name)}</text>'
+    head = (
+        f'<text class="name" x="{left + CELL_WIDTH * LEFT / WIDTH:.1f}" '
+        f'y="{top + 18}">{escape(name)}</text>'
+    )
     body_height = CELL_HEIGHT - HEAD_HEIGHT
     size = f'width="{CELL_WIDTH}" height="{body_height}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     return f'{head}<svg x="{left}" y="{top + HEAD_HEIGHT}" {size}>{inner}</svg>'

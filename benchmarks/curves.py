@@ -1,6 +1,8 @@
-"""Every algorithm learns the quickstart task: a run of each with the same steps and seeds, the rewards side by side in one picture.
+"""Every algorithm learns the quickstart task: a run of each with the same steps and seeds, the
+rewards side by side in one picture.
 
-A run takes a minute or two. What is there already is kept, so the command goes on where it was stopped: `python -m benchmarks.curves`.
+A run takes a minute or two. What is there already is kept, so the command goes on where it was
+stopped: `python -m benchmarks.curves`.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ from typing import Any
 from benchmarks import environment, quickstart, report
 from benchmarks.curve_materials import provide
 from benchmarks.curve_plot import Curve, small_multiples
-from relax_events.algorithms.describing import installed_algorithms
+from relax_events.algorithms.description import installed_algorithms
 
 FOLDER = environment.ROOT / ".relax" / "curves"
 NUM_STEPS, NUM_SEEDS = 60, 2
 NUM_EDGE_STEPS, REWARD_AIM = 10, 0.8
 START = "model.path={materials}/model"
 WITHOUT_SAMPLES = ("algorithm.kl_coefficient=0", "algorithm.old_logprobs=trainer")
-HELD_OUT = 'name = "held-out", source = "reasoning_gym:string_insertion", size = 256, options = {min_string_length = 5, max_string_length = 5}'
+HELD_OUT = (
+    'name = "held-out", source = "reasoning_gym:string_insertion", size = 256, options = '
+    "{min_string_length = 5, max_string_length = 5}"
+)
 EVALUATED = ("evaluation.every=3", f"evaluation.datasets=[{{{HELD_OUT}}}]")
 """For algorithms that draw no samples, so that there are rewards to be drawn."""
 OF_PAIRS = (
@@ -41,7 +46,8 @@ OF_PAIRS = (
 SETTINGS: dict[str, tuple[str, ...]] = {
     # Right answers have up to 7 of 8 tokens: the penalty would fall on them alone.
     "dapo": ("algorithm.overlong_ratio=0",),
-    # The papers' ranges are for large models at small learning rates; here a version moves a whole sample's ratio by several percent.
+    # The papers' ranges are for large models at small learning rates; here a version moves a whole
+    # sample's ratio by several percent.
     "gspo": ("algorithm.clip_low=0.1", "algorithm.clip_high=0.1"),
     "gspo_token": ("algorithm.clip_low=0.1", "algorithm.clip_high=0.1"),
     # Without a ratio in the loss, samples of older versions need a correction.
@@ -49,11 +55,13 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "gdpo": ("reward.function=benchmarks/curve_rewards.py:in_parts",),
     "opd": ("teacher.model_path={materials}/teacher",),
     "sft": ("run.samples_per_prompt=1", *WITHOUT_SAMPLES, *EVALUATED),
-    # A larger beta and smaller steps keep the policy near the reference, without which it forgets the right answers with the wrong ones.
+    # A larger beta and smaller steps keep the policy near the reference, without which it forgets
+    # the right answers with the wrong ones.
     "dpo": ("algorithm.beta=1", "trainer.learning_rate=1e-3", *OF_PAIRS),
     "ipo": ("trainer.learning_rate=1e-3", *OF_PAIRS),
 }
-"""What an algorithm needs besides its name, over the quickstart's run file; of what is not installed it is not asked."""
+"""What an algorithm needs besides its name, over the quickstart's run file; of what is not
+installed it is not asked."""
 QUESTION = """\
 The quickstart task (configs/quickstart.toml: asynchronous, at most 2 versions stale, KL 0.001) by every installed algorithm, {num_steps} steps of 32
 prompts with 8 samples, {seeds}, all from the same weights. What an algorithm has besides its own settings stands in the table. In the
@@ -92,7 +100,8 @@ class Learnt:
 
 
 def learnt_of(data: Mapping[str, Any], algorithm: str, seed: int) -> Learnt:
-    """Read a run's report: the rewards of its evaluations where it has any, else those of its steps.
+    """Read a run's report: the rewards of its evaluations where it has any, else those of its
+    steps.
 
     Raises:
         ValueError: It has neither.
@@ -103,7 +112,10 @@ def learnt_of(data: Mapping[str, Any], algorithm: str, seed: int) -> Learnt:
         steps = [row["policy_version"] for row in data["evaluations"]]
         rewards = [row["reward_mean"] for row in data["evaluations"]]
     if not any(reward is not None for reward in rewards):
-        raise ValueError(f"the run of {algorithm} with seed {seed} reports neither rewards nor evaluations; give it a dataset to be evaluated on")
+        raise ValueError(
+            f"the run of {algorithm} with seed {seed} reports neither rewards nor "
+            "evaluations; give it a dataset to be evaluated on"
+        )
     return Learnt(algorithm, seed, Curve(steps, rewards))
 
 
@@ -113,13 +125,20 @@ def result_of(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) 
 
 
 def run(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Learnt:
-    """Run an algorithm, or read the report of its run that is there; one that was stopped is taken up again.
+    """Run an algorithm, or read the report of its run that is there; one that was stopped is taken
+    up again.
 
     Raises:
         CalledProcessError: The run did not reach its goal, or a model could not be made.
     """
     result = result_of(algorithm, seed, num_steps, folder)
-    settings = [START, f"algorithm.name={algorithm}", *SETTINGS.get(algorithm, ()), f"run.num_steps={num_steps}", f"run.seed={seed}"]
+    settings = [
+        START,
+        f"algorithm.name={algorithm}",
+        *SETTINGS.get(algorithm, ()),
+        f"run.num_steps={num_steps}",
+        f"run.seed={seed}",
+    ]
     wanted = provide(settings, folder / "materials")
     if result.exists() and (kept := json.loads(result.read_text()))["overrides"] == wanted:
         return learnt_of(kept["report"], algorithm, seed)
@@ -141,7 +160,11 @@ def rows_of(learnt: Iterable[Learnt]) -> list[dict[str, str]]:
 def row_of(name: str, runs: Sequence[Learnt]) -> dict[str, str]:
     """Write those of one algorithm."""
     steps = [str(one.num_steps_to_aim or "never") for one in runs]
-    settings = ", ".join(f"`{setting.removeprefix('algorithm.')}`" for setting in SETTINGS.get(name, ()) if not setting.startswith("evaluation."))
+    settings = ", ".join(
+        f"`{setting.removeprefix('algorithm.')}`"
+        for setting in SETTINGS.get(name, ())
+        if not setting.startswith("evaluation.")
+    )
     return {
         "algorithm": name,
         "reward of the first step": ", ".join(f"{one.first:.2f}" for one in runs),
@@ -155,34 +178,61 @@ def conclusion_of(learnt: Sequence[Learnt]) -> str:
     """Say which algorithms learnt the task."""
     names = dict.fromkeys(one.algorithm for one in learnt)
     slow = sorted({one.algorithm for one in learnt if one.num_steps_to_aim is None})
-    text = f"{len(names) - len(slow)} of {len(names)} algorithms reach a reward of {REWARD_AIM:g} with every seed"
+    text = (
+        f"{len(names) - len(slow)} of {len(names)} algorithms reach a reward of {REWARD_AIM:g} "
+        "with every seed"
+    )
     return f"{text}; not so {', '.join(slow)}." if slow else f"{text}."
 
 
-def publish(learnt: Sequence[Learnt], *, num_steps: int, num_seeds: int, folder: Path = report.FOLDER) -> None:
+def publish(
+    learnt: Sequence[Learnt], *, num_steps: int, num_seeds: int, folder: Path = report.FOLDER
+) -> None:
     """Write the picture, then the page."""
     panels: dict[str, list[Curve]] = {}
     for one in learnt:
         panels.setdefault(one.algorithm, []).append(one.curve)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "curves.svg").write_text(small_multiples(panels, title="Reward by train step, a panel for each algorithm"))
+    (folder / "curves.svg").write_text(
+        small_multiples(panels, title="Reward by train step, a panel for each algorithm")
+    )
     report.write(
         "curves",
         title="Every algorithm on the quickstart task",
-        question=QUESTION.format(num_steps=num_steps, seeds=f"seeds 0 to {num_seeds - 1}" if num_seeds > 1 else "seed 0"),
-        command="python -m benchmarks.curves" if num_seeds == NUM_SEEDS else f"python -m benchmarks.curves --seeds {num_seeds}",
+        question=QUESTION.format(
+            num_steps=num_steps, seeds=f"seeds 0 to {num_seeds - 1}" if num_seeds > 1 else "seed 0"
+        ),
+        command="python -m benchmarks.curves"
+        if num_seeds == NUM_SEEDS
+        else f"python -m benchmarks.curves --seeds {num_seeds}",
         rows=rows_of(learnt),
         conclusion=conclusion_of(learnt),
-        data=[{"algorithm": one.algorithm, "seed": one.seed, "steps": list(one.curve.steps), "rewards": list(one.curve.rewards)} for one in learnt],
+        data=[
+            {
+                "algorithm": one.algorithm,
+                "seed": one.seed,
+                "steps": list(one.curve.steps),
+                "rewards": list(one.curve.rewards),
+            }
+            for one in learnt
+        ],
         folder=folder,
     )
 
 
 def main() -> None:
-    """Run what is not there yet, and write the page of all; exit with 1 after the rest if a run failed."""
+    """Run what is not there yet, and write the page of all; exit with 1 after the rest if a run
+    failed."""
     names = [spec.name for spec in installed_algorithms()]
-    parser = argparse.ArgumentParser(description="A learning curve of every installed algorithm on the quickstart task.")
-    parser.add_argument("--algorithm", choices=names, action="append", help="only this one, or these; writes no page")
+    parser = argparse.ArgumentParser(
+        description="A learning curve of every installed algorithm on the quickstart task."
+    )
+    parser.add_argument(
+        "--algorithm",
+        choices=names,
+        action="append",
+        help="only this one, or these; writes no page",
+    )
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="train steps of a run")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="runs of each algorithm")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that are there")
@@ -203,7 +253,10 @@ def main() -> None:
     elif learnt:
         print(report.table_of(rows_of(learnt)))
     if failed:
-        raise SystemExit(f"no curve of {', '.join(dict.fromkeys(failed))}; what was said stands above, settings stand in benchmarks/curves.py")
+        raise SystemExit(
+            f"no curve of {', '.join(dict.fromkeys(failed))}; what was said stands above, "
+            "settings stand in benchmarks/curves.py"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""How fast rollout workers come and go while a run trains, and what it costs: `python -m benchmarks.elastic`.
+"""How fast rollout workers come and go while a run trains, and what it costs: `python -m
+benchmarks.elastic`.
 
-The quickstart, with one rollout worker; another is called for, serves for a while, and is sent away again, several times over.
+The quickstart, with one rollout worker; another is called for, serves for a while, and is sent away
+again, several times over.
 """
 
 from __future__ import annotations
@@ -20,14 +22,13 @@ import orjson
 
 from benchmarks import quickstart, report
 from benchmarks.timed_run import Stage, open_stage
-from relax_events.broker.connection import Connection
 from relax_events.config import BrokerConfig, load_run_config
-from relax_events.control.scaling import ScaleState, Status
-from relax_events.control.scaling.requests import rank
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import Event, WorkerBeat
-from relax_events.pipeline.control import ControlFollower
+from relax_events.kafka.connection import Connection
+from relax_events.projections.scaling import ScaleState, Status, rank
+from relax_events.runtime.control_view import ControlFollower
 from relax_events.topics import TopicPlan
 
 ROUNDS = 5
@@ -49,8 +50,17 @@ class Watched:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        places = {"run.id": RUN_ID, "run.directory": stage.folder, "model.path": stage.folder / "quickstart-model", "run.num_steps": 1_000_000}
-        settings = {"broker.bootstrap_servers": stage.bootstrap_servers, "workers.beat_seconds": BEAT_SECONDS, "scaling.api": "on"}
+        places = {
+            "run.id": RUN_ID,
+            "run.directory": stage.folder,
+            "model.path": stage.folder / "quickstart-model",
+            "run.num_steps": 1_000_000,
+        }
+        settings = {
+            "broker.bootstrap_servers": stage.bootstrap_servers,
+            "workers.beat_seconds": BEAT_SECONDS,
+            "scaling.api": "on",
+        }
         self._settings = [f"{key}={value}" for key, value in (places | settings).items()]
         self.run_file = stage.folder / "runs" / RUN_ID / "run.json"
         self.scaling, self.beats = ScaleState(), dict[str, WorkerBeat]()
@@ -59,16 +69,33 @@ class Watched:
     @contextmanager
     def started(self) -> Iterator[None]:
         """Have the run go on, and end it in peace."""
-        command = [sys.executable, "-m", "relax_events.cli", "run", str(quickstart.CONFIG), *self._settings]
-        process = subprocess.Popen(command, cwd=quickstart.CONFIG.parent.parent, stdout=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "relax_events.cli",
+            "run",
+            str(quickstart.CONFIG),
+            *self._settings,
+        ]
+        process = subprocess.Popen(
+            command, cwd=quickstart.CONFIG.parent.parent, stdout=subprocess.DEVNULL
+        )
         try:
-            while not self.run_file.exists() or not (self.run_file.parent / "logs" / "trainer-0.log").exists():
+            while (
+                not self.run_file.exists()
+                or not (self.run_file.parent / "logs" / "trainer-0.log").exists()
+            ):
                 if process.poll() is not None:
                     raise SystemExit("the run did not start; what it said stands above")
                 time.sleep(1.0)
             config = load_run_config(self.run_file)
-            connection = Connection.of(BrokerConfig(bootstrap_servers=self._stage.bootstrap_servers), client_id=f"{RUN_ID}.watch")
-            follower = ControlFollower(connection, TopicPlan.of(config), EventCodec(), also=("control.heartbeats.rollout",))
+            connection = Connection.of(
+                BrokerConfig(bootstrap_servers=self._stage.bootstrap_servers),
+                client_id=f"{RUN_ID}.watch",
+            )
+            follower = ControlFollower(
+                connection, TopicPlan.of(config), EventCodec(), also=("control.heartbeats.rollout",)
+            )
             follower.start(self._inbox.put)
             yield
             follower.close()
@@ -77,7 +104,8 @@ class Watched:
             process.wait(BOUND_SECONDS)
 
     def until(self, condition: Callable[[], bool], what: str) -> float:
-        """Follow the control log until something holds; return when that was, in seconds since the epoch."""
+        """Follow the control log until something holds; return when that was, in seconds since the
+        epoch."""
         deadline = time.monotonic() + BOUND_SECONDS
         while not condition():
             if time.monotonic() > deadline:
@@ -92,8 +120,20 @@ class Watched:
     def call(self, *words: str) -> tuple[float, str, str]:
         """Call `relax scale`; return when, the request, and the worker that comes or goes."""
         called = time.time()
-        line = [sys.executable, "-m", "relax_events.cli", "scale", words[0], str(self.run_file), *words[1:], "--output", "json"]
-        answer = orjson.loads(subprocess.run(line, check=True, capture_output=True, timeout=BOUND_SECONDS).stdout)
+        line = [
+            sys.executable,
+            "-m",
+            "relax_events.cli",
+            "scale",
+            words[0],
+            str(self.run_file),
+            *words[1:],
+            "--output",
+            "json",
+        ]
+        answer = orjson.loads(
+            subprocess.run(line, check=True, capture_output=True, timeout=BOUND_SECONDS).stdout
+        )
         (worker_id,) = answer["selected_engines"]
         return called, answer["request_id"], worker_id
 
@@ -102,7 +142,9 @@ class Watched:
 
         def has_come() -> bool:
             request = self.scaling.requests.get(request_id)
-            return request is not None and (request.status is status or request.rank > rank(request.kind, status))
+            return request is not None and (
+                request.status is status or request.rank > rank(request.kind, status)
+            )
 
         return self.until(has_come, f"{request_id} is {status}")
 
@@ -113,8 +155,19 @@ class Watched:
 
     def ledger(self) -> dict[str, Any]:
         """Check the run's books."""
-        line = [sys.executable, "-m", "relax_events.cli", "ledger", "check", str(self.run_file), "--output", "json"]
-        found: dict[str, Any] = orjson.loads(subprocess.run(line, check=True, capture_output=True, timeout=BOUND_SECONDS).stdout)
+        line = [
+            sys.executable,
+            "-m",
+            "relax_events.cli",
+            "ledger",
+            "check",
+            str(self.run_file),
+            "--output",
+            "json",
+        ]
+        found: dict[str, Any] = orjson.loads(
+            subprocess.run(line, check=True, capture_output=True, timeout=BOUND_SECONDS).stdout
+        )
         return found
 
 
@@ -124,7 +177,10 @@ def measure_round(run: Watched) -> dict[str, float]:
     called, request_id, worker_id = run.call("out", "--to", "2")
     times = {name: run.reaches(request_id, status) - called for name, status in OUT.items()}
     serving, serving_version = time.time(), run.num_versions
-    has_written = run.until(lambda: worker_id in run.beats and run.beats[worker_id].num_processed > 0, f"{worker_id} has written samples")
+    has_written = run.until(
+        lambda: worker_id in run.beats and run.beats[worker_id].num_processed > 0,
+        f"{worker_id} has written samples",
+    )
     times["first samples"] = has_written - called
     ends = time.monotonic() + SERVES_SECONDS
     run.until(lambda: time.monotonic() > ends, "it works for a while")
@@ -148,7 +204,12 @@ def main(rounds: int = ROUNDS) -> None:
             measured = [measure_round(run) for _ in range(rounds)]
         ledger = run.ledger()
     rows = [
-        {"": name, "median": f"{statistics.median(values):.2f}", "least": f"{min(values):.2f}", "most": f"{max(values):.2f}"}
+        {
+            "": name,
+            "median": f"{statistics.median(values):.2f}",
+            "least": f"{min(values):.2f}",
+            "most": f"{max(values):.2f}",
+        }
         for name in measured[0]
         if (values := [one[name] for one in measured])
     ]
@@ -159,7 +220,8 @@ def main(rounds: int = ROUNDS) -> None:
         question=QUESTION,
         command=shown_command(rounds),
         rows=rows,
-        conclusion=f"{rounds} workers came and went in {ledger['steps']} train steps: {lost} samples were lost, {regenerated} generated again "
+        conclusion=f"{rounds} workers came and went in {ledger['steps']} train steps: {lost} samples "
+        f"were lost, {regenerated} generated again "
         f"(aim: 0 both). The machine's load average before was {load:.1f}.",
         data={"rounds": measured, "ledger": ledger},
     )
@@ -171,6 +233,8 @@ def shown_command(rounds: int) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     main(parser.parse_args().rounds)

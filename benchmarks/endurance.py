@@ -1,4 +1,5 @@
-"""Does a long run on clips wear out? Thousands of steps, watched from outside: reward, time, memory, disk and lag by step."""
+"""Does a long run on clips wear out? Thousands of steps, watched from outside: reward, time,
+memory, disk and lag by step."""
 
 from __future__ import annotations
 
@@ -48,20 +49,40 @@ records as the workers' `/metrics` say. Steps take as long as other work on the 
 
 
 def run(folder: Path, num_steps: int) -> None:
-    """Run it on a broker of its own, and leave what was seen in `looks.json`, beside the run's files."""
+    """Run it on a broker of its own, and leave what was seen in `looks.json`, beside the run's
+    files."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    places = [f"run.id={RUN_ID}", f"run.directory={folder}", f"model.path={folder / 'model'}", f"run.num_steps={num_steps}"]
-    command = [sys.executable, "-m", "relax_events.cli", "run", str(ROOT / "configs" / "motion.toml"), *places, *SETTINGS]
+    places = [
+        f"run.id={RUN_ID}",
+        f"run.directory={folder}",
+        f"model.path={folder / 'model'}",
+        f"run.num_steps={num_steps}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "relax_events.cli",
+        "run",
+        str(ROOT / "configs" / "motion.toml"),
+        *places,
+        *SETTINGS,
+    ]
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
     try:
-        looks = watch(process, RunEye(process, directory=folder, run_id=RUN_ID).look, every_seconds=LOOK_EVERY_SECONDS)
+        looks = watch(
+            process,
+            RunEye(process, directory=folder, run_id=RUN_ID).look,
+            every_seconds=LOOK_EVERY_SECONDS,
+        )
     finally:
         process.terminate()
         process.wait()
     if process.returncode:
-        raise SystemExit(f"the run ended with {process.returncode}:\n{(folder / 'output').read_text()[-2000:]}")
+        raise SystemExit(
+            f"the run ended with {process.returncode}:\n{(folder / 'output').read_text()[-2000:]}"
+        )
     (folder / "looks.json").write_text(json.dumps([asdict(look) for look in looks]))
 
 
@@ -73,9 +94,12 @@ def read(folder: Path) -> tuple[list[Look], dict[str, Any]]:
 
 
 def growth(looks: Sequence[Look], value: Callable[[Look], float]) -> float:
-    """Return the slope of a value over steps, by least squares over those from `SETTLED_STEP` on."""
+    """Return the slope of a value over steps, by least squares over those from `SETTLED_STEP`
+    on."""
     settled = [look for look in looks if look.train_step >= SETTLED_STEP]
-    slope, _ = np.polyfit([look.train_step for look in settled], [value(look) for look in settled], 1)
+    slope, _ = np.polyfit(
+        [look.train_step for look in settled], [value(look) for look in settled], 1
+    )
     return float(slope)
 
 
@@ -84,11 +108,17 @@ def sized_row(name: str, looks: Sequence[Look], value: Callable[[Look], float]) 
     settled = [look for look in looks if look.train_step >= SETTLED_STEP]
     picked = [settled[place * (len(settled) - 1) // (STAGES - 1)] for place in range(STAGES)]
     at = {f"step {look.train_step:,}": f"{value(look) / MIB:,.1f}" for look in picked}
-    return {"MiB of": name, **at, "most": f"{max(map(value, settled)) / MIB:,.1f}", "growth a step": f"{growth(looks, value) / KIB:+.2f} KiB"}
+    return {
+        "MiB of": name,
+        **at,
+        "most": f"{max(map(value, settled)) / MIB:,.1f}",
+        "growth a step": f"{growth(looks, value) / KIB:+.2f} KiB",
+    }
 
 
 def parts_of(looks: Sequence[Look], kind: str) -> Iterator[tuple[str, Callable[[Look], float]]]:
-    """Give each part that takes memory or disk, the largest at the end first, with what reads it off a look."""
+    """Give each part that takes memory or disk, the largest at the end first, with what reads it
+    off a look."""
     last = getattr(looks[-1], kind)
     for name in sorted(last, key=lambda part: -last[part]):
         yield name, lambda look, name=name: getattr(look, kind).get(name, 0)
@@ -116,11 +146,27 @@ def stage_rows(looks: Sequence[Look], curves: dict[str, Any]) -> list[dict[str, 
 def panels_of(looks: Sequence[Look], curves: dict[str, Any]) -> dict[str, list[Curve]]:
     """Return what is drawn."""
     steps = [look.train_step for look in looks]
-    log = [sum(size for name, size in look.disk_bytes.items() if name.startswith("log, ")) / MIB for look in looks]
-    rest = [sum(size for name, size in look.disk_bytes.items() if not name.startswith("log, ")) / MIB for look in looks]
-    panels = {"reward": Curve(curves["train_step"], curves["reward_mean"]), "seconds a step": Curve(curves["train_step"], curves["step_seconds"])}
-    panels |= {"unread records": Curve(steps, [float(sum(look.lag_records.values())) for look in looks])}
-    panels |= {f"memory of {role}, MiB": Curve(steps, [look.memory_bytes.get(role, 0) / MIB for look in looks]) for role in DRAWN_ROLES}
+    log = [
+        sum(size for name, size in look.disk_bytes.items() if name.startswith("log, ")) / MIB
+        for look in looks
+    ]
+    rest = [
+        sum(size for name, size in look.disk_bytes.items() if not name.startswith("log, ")) / MIB
+        for look in looks
+    ]
+    panels = {
+        "reward": Curve(curves["train_step"], curves["reward_mean"]),
+        "seconds a step": Curve(curves["train_step"], curves["step_seconds"]),
+    }
+    panels |= {
+        "unread records": Curve(steps, [float(sum(look.lag_records.values())) for look in looks])
+    }
+    panels |= {
+        f"memory of {role}, MiB": Curve(
+            steps, [look.memory_bytes.get(role, 0) / MIB for look in looks]
+        )
+        for role in DRAWN_ROLES
+    }
     panels |= {"broker's disk, MiB": Curve(steps, log), "run's disk, MiB": Curve(steps, rest)}
     return {name: [curve] for name, curve in panels.items()}
 
@@ -134,14 +180,21 @@ def conclusion_of(looks: Sequence[Look], found: dict[str, Any]) -> str:
     first, *_, last = stage_rows(looks, found["curves"])
     rest = max(slope for name, slope in memory.items() if name not in (BROKER, RUN, "controller"))
     return (
-        f"Mean reward {statistics.mean(rewards[:3]):.2f} in the first three steps, {statistics.mean(rewards[SETTLED_STEP:]):.3f} from step "
-        f"{SETTLED_STEP} on and {statistics.mean(rewards[-200:]):.3f} in the last 200; {found['samples_lost']} samples lost, "
-        f"{len(found['ledger_problems'])} broken promises. A step took {first['seconds a step, median']} s in the first fifth and "
-        f"{last['seconds a step, median']} s in the last, with {first['unread records, median']} and {last['unread records, median']} unread "
-        f"records.\n\nMemory: the broker's Java heap, which may have 512 MiB, fills by {memory[BROKER]:.1f} KiB a step; controller and "
+        f"Mean reward {statistics.mean(rewards[:3]):.2f} in the first three steps, "
+        f"{statistics.mean(rewards[SETTLED_STEP:]):.3f} from step "
+        f"{SETTLED_STEP} on and {statistics.mean(rewards[-200:]):.3f} in the last 200; "
+        f"{found['samples_lost']} samples lost, "
+        f"{len(found['ledger_problems'])} broken promises. A step took "
+        f"{first['seconds a step, median']} s in the first fifth and "
+        f"{last['seconds a step, median']} s in the last, with "
+        f"{first['unread records, median']} and {last['unread records, median']} unread "
+        "records.\n\nMemory: the broker's Java heap, which may have 512 MiB, fills by "
+        f"{memory[BROKER]:.1f} KiB a step; controller and "
         f"`relax run` keep the figures of each step and the end of each prompt group, "
-        f"{memory['controller']:.1f} and {memory[RUN]:.1f} KiB a step; the others {rest:.1f} KiB at most.\n\nDisk: what is purged, evicted or "
-        f"replaced grows by {most:.1f} KiB a step at most ({named}); what a run keeps for good, its control log, logs and figures, by "
+        f"{memory['controller']:.1f} and {memory[RUN]:.1f} KiB a step; the others {rest:.1f} "
+        "KiB at most.\n\nDisk: what is purged, evicted or "
+        f"replaced grows by {most:.1f} KiB a step at most ({named}); what a run keeps for "
+        "good, its control log, logs and figures, by "
         f"{sum(disk[name] for name in KEPT):.1f} KiB."
     )
 
@@ -150,28 +203,43 @@ def publish(folder: Path, *, to: Path = report.FOLDER) -> None:
     """Write the picture and the page from what a run has left."""
     looks, found = read(folder)
     title = "Reward, time, memory, disk and lag by train step, a panel for each"
-    (to / "media-endurance.svg").write_text(small_multiples(panels_of(looks, found["curves"]), title=title, own_axes=True))
+    (to / "media-endurance.svg").write_text(
+        small_multiples(panels_of(looks, found["curves"]), title=title, own_axes=True)
+    )
     report.write(
         "media-endurance",
         title="A long run on clips",
-        question=QUESTION.format(num_steps=len(found["curves"]["train_step"]), every=LOOK_EVERY_SECONDS),
+        question=QUESTION.format(
+            num_steps=len(found["curves"]["train_step"]), every=LOOK_EVERY_SECONDS
+        ),
         command="python -m benchmarks.endurance",
         tables={
             "By fifths of the run": stage_rows(looks, found["curves"]),
-            "Memory": [sized_row(name, looks, value) for name, value in parts_of(looks, "memory_bytes")],
-            "Disk": [sized_row(name, looks, value) for name, value in parts_of(looks, "disk_bytes")],
+            "Memory": [
+                sized_row(name, looks, value) for name, value in parts_of(looks, "memory_bytes")
+            ],
+            "Disk": [
+                sized_row(name, looks, value) for name, value in parts_of(looks, "disk_bytes")
+            ],
         },
         conclusion=conclusion_of(looks, found),
-        data={"looks": [asdict(look) for look in looks[::6]], "wall_seconds": found["wall_seconds"]},
+        data={
+            "looks": [asdict(look) for look in looks[::6]],
+            "wall_seconds": found["wall_seconds"],
+        },
         folder=to,
     )
 
 
 def main() -> None:
     """Run it and write the page; some forty minutes."""
-    parser = argparse.ArgumentParser(description="A long run on clips: reward, time, memory, disk and lag.")
+    parser = argparse.ArgumentParser(
+        description="A long run on clips: reward, time, memory, disk and lag."
+    )
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="train steps")
-    parser.add_argument("--page-only", action="store_true", help="write the page of the run that is there")
+    parser.add_argument(
+        "--page-only", action="store_true", help="write the page of the run that is there"
+    )
     arguments = parser.parse_args()
     if not arguments.page_only:
         run(FOLDER, arguments.steps)

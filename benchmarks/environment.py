@@ -1,4 +1,5 @@
-"""Virtual environments of what we are measured beside: Ray, TRL and their companions stay out of ours."""
+"""Virtual environments of what we are measured beside: Ray, TRL and their companions stay out of
+ours."""
 
 from __future__ import annotations
 
@@ -13,11 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RUN_SECONDS = 900.0
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def python(name: str = "bench") -> Path:
-    """Return the interpreter that has what `requirements/<name>.txt` pins; the first call on a machine installs it into `.relax/<name>`.
+    """Return the interpreter that has what `requirements/<name>.txt` pins; the first call on a
+    machine installs it into `.relax/<name>`.
 
     What our own environment has at the pinned version, torch above all, is taken from there.
     """
@@ -27,10 +33,24 @@ def python(name: str = "bench") -> Path:
     if not (stamp.exists() and stamp.read_text() == requirements.read_text()):
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, with_pip=True)
-        purelib = subprocess.run([made, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True)
+        purelib = subprocess.run(
+            [made, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         (Path(purelib.stdout.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
         print(f"installing {requirements.name} into {folder.relative_to(ROOT)}", file=sys.stderr)
-        install = ["pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes", "-r", str(requirements)]
+        install = [
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--require-hashes",
+            "-r",
+            str(requirements),
+        ]
         subprocess.run([made, "-m", *install], check=True, timeout=900)
         shutil.copyfile(requirements, stamp)
     return made
@@ -49,7 +69,15 @@ def run(name: str, *arguments: str, settings: Mapping[str, str] | None = None) -
     """
     variables = {**os.environ, **OFFLINE, **(settings or {})}
     command = [str(python(name)), *arguments]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=RUN_SECONDS, cwd=ROOT, env=variables)
+    done = subprocess.run(
+        command,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=RUN_SECONDS,
+        cwd=ROOT,
+        env=variables,
+    )
     printed: str = done.stdout
     return printed
 

@@ -1,4 +1,5 @@
-"""What a run costs in processor time and memory: the quickstart, watched from outside, per 1,000 samples and by role."""
+"""What a run costs in processor time and memory: the quickstart, watched from outside, per 1,000
+samples and by role."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ processes share are divided among them; what stands here is the median of all lo
 
 @dataclass
 class Watch:
-    """Adds up what the processes of each role used, by the last look at each, and keeps how much memory they had at every one."""
+    """Adds up what the processes of each role used, by the last look at each, and keeps how much
+    memory they had at every one."""
 
     seconds: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     memory: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -57,7 +59,9 @@ def run(folder: Path) -> tuple[Watch, dict[str, Any]]:
     while not has_ended(process):
         watch.look(root)
     if process.returncode:
-        raise SystemExit(f"the run ended with {process.returncode}:\n{(folder / 'output').read_text()[-2000:]}")
+        raise SystemExit(
+            f"the run ended with {process.returncode}:\n{(folder / 'output').read_text()[-2000:]}"
+        )
     return watch, json.loads((folder / "runs" / "footprint" / "report.json").read_text())
 
 
@@ -97,7 +101,10 @@ def main() -> None:
         question=QUESTION.format(num_samples=num_samples),
         command="python -m benchmarks.footprint",
         rows=table,
-        conclusion=f"The broker takes {bus['CPU s per 1,000 samples']} s of processor time per 1,000 samples and {bus['memory, MiB']} MiB.",
+        conclusion=(
+            f"The broker takes {bus['CPU s per 1,000 samples']} s of processor time per 1,000 "
+            f"samples and {bus['memory, MiB']} MiB."
+        ),
         data={"samples_trained": num_samples, "wall_seconds": found["wall_seconds"]},
     )
 

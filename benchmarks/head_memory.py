@@ -1,7 +1,8 @@
-"""Log-probabilities of many tokens over a large vocabulary: time and peak memory of one way, in a process of its own.
+"""Log-probabilities of many tokens over a large vocabulary: time and peak memory of one way, in a
+process of its own.
 
-`python -m benchmarks.head_memory MODEL` makes the model that `python -m benchmarks.head_memory MODEL SIDE NUM_TOKENS` measures; in TRL's
-environment. The latter prints JSON.
+`python -m benchmarks.head_memory MODEL` makes the model that `python -m benchmarks.head_memory
+MODEL SIDE NUM_TOKENS` measures; in TRL's environment. The latter prints JSON.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from relax_events.config import ModelConfig
-from relax_events.training.packing import pack
-from relax_events.training.policy_model import PolicyModel
+from relax_events.training.backend.policy_model import PolicyModel
+from relax_events.training.batch.packing import pack
 
 VOCAB_SIZE, HIDDEN_SIZE, ROW_TOKENS = 151_936, 64, 512
 FORWARD, BACKWARD = "forward", "forward and backward"
@@ -64,7 +65,11 @@ def make_model(folder: Path, *, vocab_size: int = VOCAB_SIZE) -> Path:
 def token_rows(num_tokens: int, *, vocab_size: int = VOCAB_SIZE) -> NDArray[np.int32]:
     """Draw rows with so many trained tokens in all, and one before them each."""
     rows = max(1, num_tokens // ROW_TOKENS)
-    drawn: NDArray[np.int32] = np.random.default_rng(0).integers(0, vocab_size, (rows, num_tokens // rows + 1)).astype(np.int32)
+    drawn: NDArray[np.int32] = (
+        np.random.default_rng(0)
+        .integers(0, vocab_size, (rows, num_tokens // rows + 1))
+        .astype(np.int32)
+    )
     return drawn
 
 
@@ -72,7 +77,10 @@ def ours(model: PolicyModel, tokens: NDArray[np.int32]) -> Tensor:
     """As the trainer does, with entropies."""
     mask = np.ones(tokens.shape[1], np.uint8)
     mask[0] = 0
-    batch = pack([Row(str(number), row, mask) for number, row in enumerate(tokens)], vocab_size=model.vocab_size)
+    batch = pack(
+        [Row(str(number), row, mask) for number, row in enumerate(tokens)],
+        vocab_size=model.vocab_size,
+    )
     logprobs: Tensor = model.token_logprobs(batch).logprobs
     return logprobs
 
@@ -88,16 +96,26 @@ def full(model: PolicyModel, tokens: NDArray[np.int32]) -> Tensor:
 def fused(model: PolicyModel, tokens: NDArray[np.int32]) -> Tensor:
     """By the head that TRL puts on a model, with entropies, as its trainer does."""
     ids = torch.from_numpy(tokens).long()
-    logprobs: Tensor = model.module(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True).log_probs
+    logprobs: Tensor = model.module(
+        input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True
+    ).log_probs
     return logprobs.flatten()
 
 
-SIDES: dict[str, Callable[[PolicyModel, NDArray[np.int32]], Tensor]] = {"full log-softmax": full, "TRL": fused, "ours": ours}
+SIDES: dict[str, Callable[[PolicyModel, NDArray[np.int32]], Tensor]] = {
+    "full log-softmax": full,
+    "TRL": fused,
+    "ours": ours,
+}
 
 
 def opened(folder: Path, side: str) -> PolicyModel:
     """Load the model, with TRL's head where that is measured."""
-    model = PolicyModel(folder, config=ModelConfig(dtype="float32", path=folder, device="cpu"), device=torch.device("cpu"))
+    model = PolicyModel(
+        folder,
+        config=ModelConfig(dtype="float32", path=folder, device="cpu"),
+        device=torch.device("cpu"),
+    )
     if side == "TRL":
         from trl.trainer.utils import add_fused_lm_head  # the only side that needs TRL
 
@@ -107,7 +125,11 @@ def opened(folder: Path, side: str) -> PolicyModel:
 
 def peak_bytes() -> int:
     """Return the most memory that was resident since the peak was cleared."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -133,7 +155,10 @@ def measure(folder: Path, side: str, num_tokens: int) -> dict[str, dict[str, flo
 
     forward(WARM_TOKENS)
     backward(WARM_TOKENS)
-    return {FORWARD: measured(lambda: forward(num_tokens)), BACKWARD: measured(lambda: backward(num_tokens))}
+    return {
+        FORWARD: measured(lambda: forward(num_tokens)),
+        BACKWARD: measured(lambda: backward(num_tokens)),
+    }
 
 
 if __name__ == "__main__":

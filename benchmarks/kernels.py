@@ -1,4 +1,5 @@
-"""The trainer's kernels beside TRL's on the same numbers: losses, advantages, and log-probabilities over a large vocabulary.
+"""The trainer's kernels beside TRL's on the same numbers: losses, advantages, and log-probabilities
+over a large vocabulary.
 
 All run in TRL's environment, which shares our torch, so that both sides have the same one.
 """
@@ -40,8 +41,15 @@ def measure_heads(num_rounds: int, num_tokens: Sequence[int] = NUM_TOKENS) -> li
         for _ in range(num_rounds):
             for number in num_tokens:
                 for side in SIDES:
-                    passes = json.loads(environment.run("trl", "-m", "benchmarks.head_memory", folder, side, str(number)))
-                    found += [{"side": side, "num_tokens": number, "pass": name, **figures} for name, figures in passes.items()]
+                    passes = json.loads(
+                        environment.run(
+                            "trl", "-m", "benchmarks.head_memory", folder, side, str(number)
+                        )
+                    )
+                    found += [
+                        {"side": side, "num_tokens": number, "pass": name, **figures}
+                        for name, figures in passes.items()
+                    ]
                     print(f"{number} tokens, {side}: {passes}", file=sys.stderr, flush=True)
     return found
 
@@ -66,10 +74,18 @@ def head_rows(heads: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return rows
 
 
-def medians_of(heads: Sequence[Mapping[str, Any]], side: str, num_tokens: int, name: str) -> tuple[float, float]:
+def medians_of(
+    heads: Sequence[Mapping[str, Any]], side: str, num_tokens: int, name: str
+) -> tuple[float, float]:
     """Return the median seconds and bytes of a side."""
-    own = [one for one in heads if (one["side"], one["num_tokens"], one["pass"]) == (side, num_tokens, name)]
-    return statistics.median(one["seconds"] for one in own), statistics.median(one["bytes"] for one in own)
+    own = [
+        one
+        for one in heads
+        if (one["side"], one["num_tokens"], one["pass"]) == (side, num_tokens, name)
+    ]
+    return statistics.median(one["seconds"] for one in own), statistics.median(
+        one["bytes"] for one in own
+    )
 
 
 def milliseconds(seconds: Sequence[float]) -> float:
@@ -112,28 +128,43 @@ def advantage_rows(advantages: Sequence[Mapping[str, Any]]) -> list[dict[str, st
 
 def ratio_of(one: Mapping[str, Any], other: str) -> float:
     """Return how many times longer than ours another side took: the median over turns."""
-    return statistics.median(theirs / ours for ours, theirs in zip(one["seconds"]["ours"], one["seconds"][other], strict=True))
+    return statistics.median(
+        theirs / ours
+        for ours, theirs in zip(one["seconds"]["ours"], one["seconds"][other], strict=True)
+    )
 
 
 def conclusion_of(losses: Sequence[Mapping[str, Any]], heads: Sequence[Mapping[str, Any]]) -> str:
     """Say what the figures say."""
     by_lengths = {
-        name: [ratio_of(one, "TRL") for one in losses if one["lengths"] == name] for name in dict.fromkeys(one["lengths"] for one in losses)
+        name: [ratio_of(one, "TRL") for one in losses if one["lengths"] == name]
+        for name in dict.fromkeys(one["lengths"] for one in losses)
     }
-    ranges = " and ".join(f"{min(ratios):.2f} to {max(ratios):.2f} times (lengths {name})" for name, ratios in by_lengths.items())
+    ranges = " and ".join(
+        f"{min(ratios):.2f} to {max(ratios):.2f} times (lengths {name})"
+        for name, ratios in by_lengths.items()
+    )
     apart = max(max(one["loss_apart"], one["gradient_apart"]) for one in losses)
     name = [one["pass"] for one in heads][-1]
     few, many = min(one["num_tokens"] for one in heads), max(one["num_tokens"] for one in heads)
-    growth = {side: medians_of(heads, side, many, name)[1] / medians_of(heads, side, few, name)[1] for side in SIDES}
+    growth = {
+        side: medians_of(heads, side, many, name)[1] / medians_of(heads, side, few, name)[1]
+        for side in SIDES
+    }
     peaks = {side: medians_of(heads, side, many, name)[1] / 2**20 for side in SIDES}
     return (
-        f"TRL's losses take {ranges} as long as ours; losses and gradients agree to {apart:.0e} of their size. "
-        f"From {few:,} to {many:,} tokens the peak of {name} grows {growth['ours']:.2f} times in ours, {growth['TRL']:.2f} times in TRL and "
-        f"{growth[FULL]:.2f} times with all logits; at {many:,} it is {peaks['ours']:,.0f}, {peaks['TRL']:,.0f} and {peaks[FULL]:,.0f} MiB."
+        f"TRL's losses take {ranges} as long as ours; losses and gradients agree to "
+        f"{apart:.0e} of their size. "
+        f"From {few:,} to {many:,} tokens the peak of {name} grows {growth['ours']:.2f} "
+        f"times in ours, {growth['TRL']:.2f} times in TRL and "
+        f"{growth[FULL]:.2f} times with all logits; at {many:,} it is {peaks['ours']:,.0f}, "
+        f"{peaks['TRL']:,.0f} and {peaks[FULL]:,.0f} MiB."
     )
 
 
-def publish(kernels: Mapping[str, Any], heads: Sequence[Mapping[str, Any]], folder: Path = report.FOLDER) -> None:
+def publish(
+    kernels: Mapping[str, Any], heads: Sequence[Mapping[str, Any]], folder: Path = report.FOLDER
+) -> None:
     """Write the page."""
     losses = kernels["losses"]
     report.write(
@@ -154,15 +185,25 @@ def publish(kernels: Mapping[str, Any], heads: Sequence[Mapping[str, Any]], fold
 
 def main() -> None:
     """Measure everything and write the page."""
-    parser = argparse.ArgumentParser(description="Losses, advantages and log-probabilities beside TRL's, on the same numbers.")
-    parser.add_argument("--quick", action="store_true", help="one round of few tokens; prints the figures, writes no page")
+    parser = argparse.ArgumentParser(
+        description="Losses, advantages and log-probabilities beside TRL's, on the same numbers."
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one round of few tokens; prints the figures, writes no page",
+    )
     arguments = parser.parse_args()
     kernels = json.loads(environment.run("trl", "-m", "benchmarks.loss_kernels"))
     if not arguments.quick:
         publish(kernels, measure_heads(NUM_ROUNDS))
         return
     heads = measure_heads(1, (512, 1024))
-    for rows in (loss_rows(kernels["losses"]), advantage_rows(kernels["advantages"]), head_rows(heads)):
+    for rows in (
+        loss_rows(kernels["losses"]),
+        advantage_rows(kernels["advantages"]),
+        head_rows(heads),
+    ):
         print(report.table_of(rows))
     print(conclusion_of(kernels["losses"], heads))
 

@@ -1,4 +1,5 @@
-"""How much disk does a run's log take? The records of a sample at every stage, written to a real broker, by length and compression."""
+"""How much disk does a run's log take? The records of a sample at every stage, written to a real
+broker, by length and compression."""
 
 from __future__ import annotations
 
@@ -15,15 +16,21 @@ import numpy as np
 from benchmarks import report
 from benchmarks.planes.samples import arrays, copy_of
 from benchmarks.planes.samples import sample as ready_sample
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.embedded import EmbeddedBroker
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import BrokerConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, VersionSegment
-from relax_events.events.types import Event, SampleEvaluated, SampleReady, SampleRolledOut, SampleScored
+from relax_events.events.types import (
+    Event,
+    SampleEvaluated,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
+)
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.topics import TopicPlan
 
 LENGTHS = (256, 2_048, 8_192, 32_768)
@@ -37,42 +44,82 @@ below 150,000 and log-probabilities random, so real ones may compress better."""
 
 def events_of(num_tokens: int) -> Iterator[tuple[str, Event]]:
     """Give every event of the samples, and its entity."""
-    words = ["".join(letters) for letters in np.random.default_rng(1).choice(list("abcdefghijklmnopqrstuvwxyz"), (VOCABULARY, 4))]
-    chooser, pattern = random.Random(0), dataclasses.replace(ready_sample(num_tokens), num_prompt_tokens=num_tokens // 10)
+    words = [
+        "".join(letters)
+        for letters in np.random.default_rng(1).choice(
+            list("abcdefghijklmnopqrstuvwxyz"), (VOCABULARY, 4)
+        )
+    ]
+    chooser, pattern = (
+        random.Random(0),
+        dataclasses.replace(ready_sample(num_tokens), num_prompt_tokens=num_tokens // 10),
+    )
     for row in range(NUM_SAMPLES):
         content = arrays(num_tokens, seed=row)
         logprobs = content["rollout_logprobs"]
-        ready = dataclasses.replace(copy_of(pattern, row, 0), **content, ref_logprobs=logprobs, actor_logprobs=logprobs)
+        ready = dataclasses.replace(
+            copy_of(pattern, row, 0), **content, ref_logprobs=logprobs, actor_logprobs=logprobs
+        )
         text = " ".join(chooser.choices(words, k=num_tokens))
         yield "rollout.samples", _rolled_out(ready, text)
-        names = {"sample_id": ready.sample_id, "prompt_group_id": ready.prompt_group_id, "policy_version": 0}
-        yield "reward.scores", SampleScored(**names, reward=1.0, reward_name="math", reward_digest=32 * "d")
+        names = {
+            "sample_id": ready.sample_id,
+            "prompt_group_id": ready.prompt_group_id,
+            "policy_version": 0,
+        }
+        yield (
+            "reward.scores",
+            SampleScored(**names, reward=1.0, reward_name="math", reward_digest=32 * "d"),
+        )
         for entity, evaluator in (("reference.logprobs", "reference"), ("actor.logprobs", "actor")):
-            yield entity, SampleEvaluated(**names, evaluator=evaluator, evaluator_version=0, values=ready.rollout_logprobs)
+            yield (
+                entity,
+                SampleEvaluated(
+                    **names, evaluator=evaluator, evaluator_version=0, values=ready.rollout_logprobs
+                ),
+            )
         yield "advantage.samples", ready
 
 
 def _rolled_out(ready: SampleReady, text: str) -> SampleRolledOut:
-    fields = {field.name for field in dataclasses.fields(SampleRolledOut)} & {field.name for field in dataclasses.fields(SampleReady)}
+    fields = {field.name for field in dataclasses.fields(SampleRolledOut)} & {
+        field.name for field in dataclasses.fields(SampleReady)
+    }
     at = len(text) // 10
     return SampleRolledOut(
         **{name: getattr(ready, name) for name in fields},
-        version_segments=[VersionSegment(policy_version=0, num_tokens=len(ready.tokens) - ready.num_prompt_tokens)],
+        version_segments=[
+            VersionSegment(policy_version=0, num_tokens=len(ready.tokens) - ready.num_prompt_tokens)
+        ],
         completion=text[at:],
         messages=[ChatMessage.of_text("user", text[:at])],
         worker_id="rollout-0",
     )
 
 
-def bytes_on_disk(broker: EmbeddedBroker, data: Path, num_tokens: int, compression: str) -> dict[str, int]:
+def bytes_on_disk(
+    broker: EmbeddedBroker, data: Path, num_tokens: int, compression: str
+) -> dict[str, int]:
     """Write the samples as a run of their own, and return the bytes of each topic's segments."""
     settings = BrokerConfig()
-    plan = TopicPlan(f"size-{uuid.uuid4().hex[:8]}", 1, settings.shards, settings.queue_partitions, 1, compression)
+    plan = TopicPlan(
+        f"size-{uuid.uuid4().hex[:8]}",
+        1,
+        settings.shards,
+        settings.queue_partitions,
+        1,
+        compression,
+    )
     connection = Connection(broker.bootstrap_servers, client_id="bench.size")
     Admin(connection).create(plan.specs())
     producer, codec = RecordProducer(connection, linger_ms=settings.linger_ms), EventCodec()
     producer.write(
-        OutRecord(plan.topic(entity), codec.encode(event), key=event.prompt_group_id, partition=plan.partition(event.prompt_group_id, 0))
+        OutRecord(
+            plan.topic(entity),
+            codec.encode(event),
+            key=event.prompt_group_id,
+            partition=plan.partition(event.prompt_group_id, 0),
+        )
         for entity, event in events_of(num_tokens)
     )
     producer.close()
@@ -80,30 +127,48 @@ def bytes_on_disk(broker: EmbeddedBroker, data: Path, num_tokens: int, compressi
     for file in data.rglob("*.log"):
         topic = file.parent.name.rpartition("-")[0]
         if topic.startswith(plan.topic("")) and file.stat().st_size:
-            sizes[TopicPlan.entity(topic)] = sizes.get(TopicPlan.entity(topic), 0) + file.stat().st_size
+            sizes[TopicPlan.entity(topic)] = (
+                sizes.get(TopicPlan.entity(topic), 0) + file.stat().st_size
+            )
     return sizes
 
 
 def main() -> None:
     """Measure, and write docs/benchmarks/log-size.md."""
-    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder), has_password=False) as broker:
-        found = {(length, kind): bytes_on_disk(broker, Path(folder), length, kind) for length in LENGTHS for kind in COMPRESSIONS}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EmbeddedBroker(Path(folder), has_password=False) as broker,
+    ):
+        found = {
+            (length, kind): bytes_on_disk(broker, Path(folder), length, kind)
+            for length in LENGTHS
+            for kind in COMPRESSIONS
+        }
     rows = [
         {
             "tokens of a sample": f"{length:,}",
-            **{f"{kind}, MB per 1,000 samples": f"{sum(found[length, kind].values()) / NUM_SAMPLES / 1e3:,.1f}" for kind in COMPRESSIONS},
+            **{
+                f"{kind}, MB per 1,000 samples": f"{sum(found[length, kind].values()) / NUM_SAMPLES / 1e3:,.1f}"
+                for kind in COMPRESSIONS
+            },
             "bytes a token, none": f"{sum(found[length, 'none'].values()) / NUM_SAMPLES / length:.0f}",
         }
         for length in LENGTHS
     ]
     longest = found[LENGTHS[-1], "none"]
-    shares = ", ".join(f"{entity} {size / sum(longest.values()):.0%}" for entity, size in sorted(longest.items(), key=lambda item: -item[1]))
+    shares = ", ".join(
+        f"{entity} {size / sum(longest.values()):.0%}"
+        for entity, size in sorted(longest.items(), key=lambda item: -item[1])
+    )
     report.write(
         "log-size",
         title="What a run's log takes of the disk",
         question=QUESTION,
         command="python -m benchmarks.log_size",
-        conclusion=f"Of the longest samples' bytes: {shares}. Replicas multiply it; `run.retain_versions` bounds it.",
+        conclusion=(
+            f"Of the longest samples' bytes: {shares}. Replicas multiply it; "
+            "`run.retain_versions` bounds it."
+        ),
         rows=rows,
         data={f"{length}, {kind}": sizes for (length, kind), sizes in found.items()},
     )

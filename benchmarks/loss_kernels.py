@@ -1,6 +1,8 @@
-"""Losses and advantages on the same numbers, ours and TRL's own functions: `python -m benchmarks.loss_kernels`, in TRL's environment.
+"""Losses and advantages on the same numbers, ours and TRL's own functions: `python -m
+benchmarks.loss_kernels`, in TRL's environment.
 
-Prints JSON: for each kernel the seconds of either side by repetition, and how far the results lie apart.
+Prints JSON: for each kernel the seconds of either side by repetition, and how far the results lie
+    apart.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from trl import GRPOTrainer
 from relax_events.algorithms.advantages import GroupRewards, centred_and_scaled, group_advantages
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
-from relax_events.training.step_sums import sum_micro_batch
+from relax_events.training.backend.step_sums import sum_micro_batch
 
 NUM_SAMPLES, MEDIAN_TOKENS, MAX_TOKENS = 256, 300, 2048
 LENGTHS = {"equal": 0.0, "with a tail": 1.0}
@@ -43,13 +45,22 @@ class LossKernel:
 
 LOSSES = (
     LossKernel("grpo, token mean", {"name": "grpo"}, {"loss_type": "dapo"}),
-    LossKernel("grpo, sample mean", {"name": "grpo", "aggregation": "sample_mean"}, {"loss_type": "grpo"}),
+    LossKernel(
+        "grpo, sample mean", {"name": "grpo", "aggregation": "sample_mean"}, {"loss_type": "grpo"}
+    ),
     LossKernel("dapo", {"name": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
-    LossKernel("dr_grpo", {"name": "dr_grpo", "length_normaliser": MAX_TOKENS}, {"loss_type": "dr_grpo"}),
+    LossKernel(
+        "dr_grpo", {"name": "dr_grpo", "length_normaliser": MAX_TOKENS}, {"loss_type": "dr_grpo"}
+    ),
     LossKernel(
         "gspo",
         {"name": "gspo", "clip_low": 0.01, "clip_high": 0.01},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.01, "epsilon_high": 0.01},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 0.01,
+            "epsilon_high": 0.01,
+        },
     ),
     LossKernel("sapo", {"name": "sapo"}, {"loss_type": "sapo"}),
     LossKernel("cispo", {"name": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
@@ -72,13 +83,21 @@ class Numbers:
 
     @classmethod
     def drawn(cls, sigma: float) -> Numbers:
-        """Draw lengths, all equal or with a tail, and policies that are a little apart; the same each time."""
+        """Draw lengths, all equal or with a tail, and policies that are a little apart; the same
+        each time."""
         chance = np.random.default_rng(0)
-        lengths = np.clip(chance.lognormal(np.log(MEDIAN_TOKENS), sigma, NUM_SAMPLES), 8, MAX_TOKENS).astype(np.int64)
+        lengths = np.clip(
+            chance.lognormal(np.log(MEDIAN_TOKENS), sigma, NUM_SAMPLES), 8, MAX_TOKENS
+        ).astype(np.int64)
         logprobs = -chance.exponential(1.0, lengths.sum()).astype(np.float32)
         old = logprobs + chance.normal(0, 0.15, len(logprobs)).astype(np.float32)
-        entropies, advantages = chance.uniform(0, 2, len(logprobs)).astype(np.float32), chance.normal(0, 1, NUM_SAMPLES).astype(np.float32)
-        return cls(*(torch.from_numpy(array) for array in (lengths, logprobs, old, entropies, advantages)))
+        entropies, advantages = (
+            chance.uniform(0, 2, len(logprobs)).astype(np.float32),
+            chance.normal(0, 1, NUM_SAMPLES).astype(np.float32),
+        )
+        return cls(
+            *(torch.from_numpy(array) for array in (lengths, logprobs, old, entropies, advantages))
+        )
 
     def padded(self, values: Tensor) -> Tensor:
         """Put packed values side by side."""
@@ -102,14 +121,28 @@ class Numbers:
 
 
 class TrlLoss(GRPOTrainer):
-    """TRL's loss without its trainer: as much of the latter's state as the loss reads, and log-probabilities that are there already."""
+    """TRL's loss without its trainer: as much of the latter's state as the loss reads, and
+    log-probabilities that are there already."""
 
-    def __init__(self, numbers: Numbers, settings: Mapping[str, Any]) -> None:  # TRL's own would load a model
+    def __init__(
+        self, numbers: Numbers, settings: Mapping[str, Any]
+    ) -> None:  # TRL's own would load a model
         chosen = {"loss_type": "dapo", **CLIP, **settings}
         for name, value in chosen.items():
             setattr(self, name, value)
-        self.args = SimpleNamespace(delta=None, steps_per_generation=1, report_to=[], sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
-        self.accelerator = SimpleNamespace(num_processes=1, is_main_process=False, reduce=lambda values, **_: values, gather=lambda values: values)
+        self.args = SimpleNamespace(
+            delta=None,
+            steps_per_generation=1,
+            report_to=[],
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+        )
+        self.accelerator = SimpleNamespace(
+            num_processes=1,
+            is_main_process=False,
+            reduce=lambda values, **_: values,
+            gather=lambda values: values,
+        )
         self.model, self.state = SimpleNamespace(training=True), SimpleNamespace(global_step=0)
         self.aux_loss_enabled = self.use_vllm = self._entropy_bonus_enabled = False
         self.top_entropy_quantile, self.off_policy_mask_threshold, self.beta = 1.0, None, 0.0
@@ -123,7 +156,8 @@ class TrlLoss(GRPOTrainer):
 
 
 def our_loss(numbers: Numbers, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Give loss and gradient of packed tokens as the trainer computes them, its figures included."""
+    """Give loss and gradient of packed tokens as the trainer computes them, its figures
+    included."""
     algorithm = AlgorithmConfig.model_validate(settings)
     objective = Objective(algorithm, max_new_tokens=MAX_TOKENS)
     logprobs = numbers.logprobs.clone().requires_grad_()
@@ -165,12 +199,17 @@ def timed(sides: Mapping[str, Callable[[], Any]], num_repeats: int) -> dict[str,
     return seconds
 
 
-def measure_loss(kernel: LossKernel, numbers: Numbers, num_repeats: int, *, lengths: str) -> dict[str, Any]:
+def measure_loss(
+    kernel: LossKernel, numbers: Numbers, num_repeats: int, *, lengths: str
+) -> dict[str, Any]:
     """Time a loss on both sides, and say how far loss and gradients lie apart."""
     ours, our_gradient = our_loss(numbers, kernel.ours)
     theirs, their_gradient = trl_loss(numbers, kernel.theirs)
     apart = (our_gradient - their_gradient[numbers.mask]).abs().max() / our_gradient.abs().max()
-    sides = {"ours": partial(our_loss, numbers, kernel.ours), "TRL": partial(trl_loss, numbers, kernel.theirs)}
+    sides = {
+        "ours": partial(our_loss, numbers, kernel.ours),
+        "TRL": partial(trl_loss, numbers, kernel.theirs),
+    }
     return {
         "kernel": kernel.name,
         "lengths": lengths,
@@ -183,23 +222,51 @@ def measure_loss(kernel: LossKernel, numbers: Numbers, num_repeats: int, *, leng
 
 
 def plain_advantages(rewards: Tensor) -> Tensor:
-    """Centre and scale rewards that lie end to end, with plain torch operations on the whole step."""
+    """Centre and scale rewards that lie end to end, with plain torch operations on the whole
+    step."""
     grouped = rewards.view(-1, SAMPLES_PER_PROMPT)
-    means, deviations = grouped.mean(dim=1).repeat_interleave(SAMPLES_PER_PROMPT), grouped.std(dim=1).repeat_interleave(SAMPLES_PER_PROMPT)
+    means, deviations = (
+        grouped.mean(dim=1).repeat_interleave(SAMPLES_PER_PROMPT),
+        grouped.std(dim=1).repeat_interleave(SAMPLES_PER_PROMPT),
+    )
     return (rewards - means) / (deviations + 1e-6)
 
 
 def measure_advantages(num_groups: int, num_repeats: int) -> list[dict[str, Any]]:
-    """Time the advantages of many prompt groups: all at once, and one after the other as the advantage role does."""
-    rewards = np.random.default_rng(0).integers(0, 2, (num_groups, SAMPLES_PER_PROMPT)).astype(np.float32)
+    """Time the advantages of many prompt groups: all at once, and one after the other as the
+    advantage role does."""
+    rewards = (
+        np.random.default_rng(0).integers(0, 2, (num_groups, SAMPLES_PER_PROMPT)).astype(np.float32)
+    )
     flat = torch.from_numpy(rewards).flatten()
     single = rewards[:NUM_SINGLE_GROUPS].astype(np.float64)
-    apart = float((torch.from_numpy(group_advantages(rewards)).flatten() - plain_advantages(flat)).abs().max())
-    at_once = timed({"ours": lambda: group_advantages(rewards), "plain torch": lambda: plain_advantages(flat)}, num_repeats)
-    one_by_one = timed({"ours": lambda: [centred_and_scaled(GroupRewards(row), normalise_std=True) for row in single]}, num_repeats)
+    apart = float(
+        (torch.from_numpy(group_advantages(rewards)).flatten() - plain_advantages(flat)).abs().max()
+    )
+    at_once = timed(
+        {"ours": lambda: group_advantages(rewards), "plain torch": lambda: plain_advantages(flat)},
+        num_repeats,
+    )
+    one_by_one = timed(
+        {
+            "ours": lambda: [
+                centred_and_scaled(GroupRewards(row), normalise_std=True) for row in single
+            ]
+        },
+        num_repeats,
+    )
     return [
-        {"kernel": "advantages, all prompt groups at once", "num_items": num_groups, "seconds": at_once, "gradient_apart": apart},
-        {"kernel": "advantages, a prompt group a call", "num_items": len(single), "seconds": one_by_one},
+        {
+            "kernel": "advantages, all prompt groups at once",
+            "num_items": num_groups,
+            "seconds": at_once,
+            "gradient_apart": apart,
+        },
+        {
+            "kernel": "advantages, a prompt group a call",
+            "num_items": len(single),
+            "seconds": one_by_one,
+        },
     ]
 
 
@@ -207,7 +274,11 @@ def main() -> None:
     """Measure everything on one thread and print it."""
     torch.set_num_threads(1)
     drawn = {name: Numbers.drawn(sigma) for name, sigma in LENGTHS.items()}
-    losses = [measure_loss(kernel, numbers, NUM_REPEATS, lengths=name) for kernel in LOSSES for name, numbers in drawn.items()]
+    losses = [
+        measure_loss(kernel, numbers, NUM_REPEATS, lengths=name)
+        for kernel in LOSSES
+        for name, numbers in drawn.items()
+    ]
     print(json.dumps({"losses": losses, "advantages": measure_advantages(NUM_GROUPS, NUM_REPEATS)}))
 
 

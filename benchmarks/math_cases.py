@@ -24,14 +24,24 @@ from benchmarks import report
 from relax_events.errors import RewardError
 from relax_events.rewards.verifiers.math_answers import math
 
-MODULES = ("test_all", "test_boxed", "test_numina_cases", "test_open_thoughts", "test_strict", "test_yujianll")
+MODULES = (
+    "test_all",
+    "test_boxed",
+    "test_numina_cases",
+    "test_open_thoughts",
+    "test_strict",
+    "test_yujianll",
+)
 UNTRUE = {(r"$1 - \frac{1}{\mathrm{e}}$", r"$1 + \frac{1}{\mathrm{e}}$")}
 """Asserted to be equal, and not equal in mathematics."""
 REFUSED = "refused"
 QUESTION = (
-    "The {num_cases} pairs of texts in the tests of math-verify {version}, each judged by `verify(parse(reference), parse(completion))` and by the"
-    " reward `math`; options of `verify` that a test sets are left at their defaults on both sides. A verdict is right when it is what the test"
-    " asserts; the assertions that are untrue in mathematics (pairs: {num_untrue}) count the other way round."
+    "The {num_cases} pairs of texts in the tests of math-verify {version}, each judged by "
+    "`verify(parse(reference), parse(completion))` and by the"
+    " reward `math`; options of `verify` that a test sets are left at their defaults on both "
+    "sides. A verdict is right when it is what the test"
+    " asserts; the assertions that are untrue in mathematics (pairs: {num_untrue}) count the "
+    "other way round."
 )
 
 
@@ -50,17 +60,27 @@ class Case:
 
 
 def cases(folder: Path) -> Iterator[Case]:
-    """Read the cases from the parameters of math-verify's tests; options of `verify` that a case sets are left out."""
+    """Read the cases from the parameters of math-verify's tests; options of `verify` that a case
+    sets are left out."""
     sys.path.insert(0, str(folder))
     for module in MODULES:
         tests = importlib.import_module(f"tests.{module}")
         for name, test in vars(tests).items():
-            marks = getattr(test, "pytestmark", ()) if getattr(test, "__module__", "") == tests.__name__ else ()
+            marks = (
+                getattr(test, "pytestmark", ())
+                if getattr(test, "__module__", "") == tests.__name__
+                else ()
+            )
             for mark in marks:
                 names = [part.strip() for part in mark.args[0].split(",")]
                 for row in mark.args[1]:
                     case = dict(zip(names, row, strict=True))
-                    yield Case(name, case["gold"], case["pred"], bool(case.get("expected", case.get("result"))))
+                    yield Case(
+                        name,
+                        case["gold"],
+                        case["pred"],
+                        bool(case.get("expected", case.get("result"))),
+                    )
 
 
 def bare(case: Case) -> str:
@@ -82,9 +102,25 @@ def is_right(verdict: str, *, wanted: bool) -> bool:
 
 
 def unpacked(folder: str) -> Path:
-    """Download math-verify's source distribution, of the version that is installed, into a folder."""
+    """Download math-verify's source distribution, of the version that is installed, into a
+    folder."""
     wanted = f"math-verify=={version('math-verify')}"
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder, wanted], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "-d",
+            folder,
+            wanted,
+        ],
+        check=True,
+    )
     archive = next(Path(folder).glob("*.tar.gz"))
     with tarfile.open(archive) as opened:
         opened.extractall(folder, filter="data")
@@ -106,9 +142,15 @@ def main() -> None:
     total = Counter[str]()
     for row in numbers.values():
         total.update(row)
-    rows: list[dict[str, Any]] = [{"test": name, **row} for name, row in [*numbers.items(), ("all", total)]]
+    rows: list[dict[str, Any]] = [
+        {"test": name, **row} for name, row in [*numbers.items(), ("all", total)]
+    ]
     apart = [
-        {"reference": f"`{case.reference[-60:]}`", "completion": f"`{case.completion[-60:]}`", "asserted": int(case.is_asserted)}
+        {
+            "reference": f"`{case.reference[-60:]}`",
+            "completion": f"`{case.completion[-60:]}`",
+            "asserted": int(case.is_asserted),
+        }
         | {"math-verify": theirs, "ours": mine}
         for case, theirs, mine in judged
         if theirs != mine
@@ -116,10 +158,13 @@ def main() -> None:
     report.write(
         "math-cases",
         title="The reward `math` on math-verify's own tests",
-        question=QUESTION.format(num_cases=len(found), version=version("math-verify"), num_untrue=len(UNTRUE)),
+        question=QUESTION.format(
+            num_cases=len(found), version=version("math-verify"), num_untrue=len(UNTRUE)
+        ),
         command="python -m benchmarks.math_cases",
         tables={"Right verdicts": rows, "Where the verdicts differ": apart},
-        conclusion=f"Of {total['cases']} verdicts bare math-verify has {total['math-verify']} right, the reward `math` {total['ours']};"
+        conclusion=f"Of {total['cases']} verdicts bare math-verify has {total['math-verify']} right, "
+        f"the reward `math` {total['ours']};"
         f" {len(apart)} differ. [The reference](../reference/rewards.md) says why.",
     )
 

@@ -1,9 +1,10 @@
-"""How large a store grows over a long run whose large arrays are purged with their versions. Prints a line of JSON.
+"""How large a store grows over a long run whose large arrays are purged with their versions. Prints
+a line of JSON.
 
 python -m benchmarks.object_retention
 
-Each step writes the routed experts of its samples as a role does; at each checkpoint what `run.retain_versions` lets go is purged, as the controller
-does.
+Each step writes the routed experts of its samples as a role does; at each checkpoint what
+`run.retain_versions` lets go is purged, as the controller does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def main() -> None:
         references = [store.put(image, suffix=".png") for image in images]
         for step in range(NUM_STEPS):
             for _ in range(SAMPLES_PER_STEP):
-                store_array(drawn.integers(0, 128, ARRAY_SHAPE, dtype=np.uint8), store, folder=folder_of(step))
+                store_array(
+                    drawn.integers(0, 128, ARRAY_SHAPE, dtype=np.uint8),
+                    store,
+                    folder=folder_of(step),
+                )
             store.put(images[step % NUM_IMAGES], suffix=".png")
             if (step + 1) % CHECKPOINT_EVERY == 0:
                 largest = max(largest, num_bytes_in(folder))

@@ -10,7 +10,8 @@ BROKER, RUN, DECODER = "broker", "relax run", "decoder"
 
 
 def role_of(process: psutil.Process, known: dict[psutil.Process, str]) -> str:
-    """Tell a process's role by its command line; what a worker starts counts to its role, but for the decoder of media.
+    """Tell a process's role by its command line; what a worker starts counts to its role, but for
+    the decoder of media.
 
     Args:
         process: Of a run.
@@ -26,12 +27,16 @@ def role_of(process: psutil.Process, known: dict[psutil.Process, str]) -> str:
     return known.get(process.parent() or process, RUN)
 
 
-def roles_below(root: psutil.Process, known: dict[psutil.Process, str]) -> dict[psutil.Process, str]:
-    """Return the roles of a process and of all below it that live, the parents before their children.
+def roles_below(
+    root: psutil.Process, known: dict[psutil.Process, str]
+) -> dict[psutil.Process, str]:
+    """Return the roles of a process and of all below it that live, the parents before their
+    children.
 
     Args:
         root: The process.
-        known: Keeps them for the next call, but for those of processes that were just forked: they have their parent's command line still.
+        known: Keeps them for the next call, but for those of processes that were just forked: they
+            have their parent's command line still.
     """
     living, passing = [root, *root.children(recursive=True)], dict[psutil.Process, str]()
     for process in living:
@@ -52,7 +57,8 @@ def is_as_forked(process: psutil.Process) -> bool:
 
 
 def memory_of(roles: dict[psutil.Process, str]) -> dict[str, int]:
-    """Return the memory of each role; pages that processes share are divided among them, as those of forked workers are."""
+    """Return the memory of each role; pages that processes share are divided among them, as those
+    of forked workers are."""
     shares: dict[str, int] = defaultdict(int)
     for process, role in roles.items():
         try:

@@ -1,14 +1,17 @@
-"""The paper's two workloads in numbers: lengths, device pools, and what each phase costs. All times are in the paper's seconds.
+"""The paper's two workloads in numbers: lengths, device pools, and what each phase costs. All times
+are in the paper's seconds.
 
 How a pool's size changes its times, which is all that is assumed:
 
-- An engine on d devices with n samples running gives each of them `d * peak / (n + d * half_load)` tokens per second: alone a sample
-  is bound by latency (`peak / half_load`), many share the devices' peak rate.
+- An engine on d devices with n samples running gives each of them `d * peak / (n + d * half_load)`
+  tokens per second: alone a sample is bound by latency (`peak / half_load`), many share the
+  devices' peak rate.
 - Training and the two forward roles are compute: device seconds per token, divided by the devices.
-- Colocated, engine and trainer take turns on all devices and pay for each switch. Apart, a publication stops an engine for `load_seconds`.
+- Colocated, engine and trainer take turns on all devices and pay for each switch. Apart, a
+  publication stops an engine for `load_seconds`.
 
-Only `peak`, `half_load` and the device seconds per token were fitted, to the paper's colocated step and the share of rollout in it; the
-asynchronous figures follow from them.
+Only `peak`, `half_load` and the device seconds per token were fitted, to the paper's colocated step
+and the share of rollout in it; the asynchronous figures follow from them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from pathlib import Path
 from statistics import NormalDist
 
 FILE = "workload.json"
-"""Lies in the model folder of a benchmark run: engine, backend and scorer read their speed from it."""
+"""Lies in the model folder of a benchmark run: engine, backend and scorer read their speed from
+it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +36,17 @@ class Lengths:
     sigma: float
     cap_tokens: int
     record_divisor: int
-    """The record of a sample holds one token for so many: the bus carries its share of bytes per scaled second."""
+    """The record of a sample holds one token for so many: the bus carries its share of bytes per
+    scaled second."""
 
     def record_tokens(self, seed: int) -> int:
         """Return how many tokens the record of the sample with this seed holds."""
-        uniform = (int.from_bytes(blake2b(f"length/{seed}".encode(), digest_size=8).digest()) + 0.5) / 2**64
-        tokens = min(self.median_tokens * exp(self.sigma * NormalDist().inv_cdf(uniform)), self.cap_tokens)
+        uniform = (
+            int.from_bytes(blake2b(f"length/{seed}".encode(), digest_size=8).digest()) + 0.5
+        ) / 2**64
+        tokens = min(
+            self.median_tokens * exp(self.sigma * NormalDist().inv_cdf(uniform)), self.cap_tokens
+        )
         return max(1, round(tokens / self.record_divisor))
 
     @property
@@ -65,7 +74,8 @@ class Mode:
     max_staleness: int
     num_steps: int
     first_step: int
-    """The first that is measured: those before carry the workers' start and the pipeline's filling."""
+    """The first that is measured: those before carry the workers' start and the pipeline's
+    filling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +89,8 @@ class Workload:
     lengths: Lengths
     num_engines: int
     lanes_per_engine: int
-    """Prompt groups that an engine holds at a time; all engines together stay below a share group's 200 members."""
+    """Prompt groups that an engine holds at a time; all engines together stay below a share group's
+    200 members."""
     peak_tokens_per_second: float
     half_load: float
     train_device_seconds: float
@@ -92,7 +103,8 @@ class Workload:
     colocated: Pools
     split: Pools
     time_scale: float
-    """Real seconds for one of the paper's, so that the records of a step are a fraction of what two cores carry."""
+    """Real seconds for one of the paper's, so that the records of a step are a fraction of what two
+    cores carry."""
     paper_step_seconds: dict[str, float]
     goal_speedup: float
 
@@ -116,7 +128,11 @@ class Timing:
 
     def tokens_per_second(self, num_running: int) -> float:
         """Return the speed of each sample while so many run on one engine."""
-        return self.devices_per_engine * self.peak_tokens_per_second / (num_running + self.devices_per_engine * self.half_load)
+        return (
+            self.devices_per_engine
+            * self.peak_tokens_per_second
+            / (num_running + self.devices_per_engine * self.half_load)
+        )
 
     def write(self, folder: Path) -> None:
         """Leave it in a model folder."""
@@ -130,7 +146,8 @@ class Timing:
 
 
 def timing_of(workload: Workload, *, colocated: bool) -> Timing:
-    """Put a workload on its pools. Colocated, the forward passes of reference and actor take their turn on the trainer's devices."""
+    """Put a workload on its pools. Colocated, the forward passes of reference and actor take their
+    turn on the trainer's devices."""
     pools = workload.colocated if colocated else workload.split
     shared_forward = 0.0 if pools.forward else 2 * workload.forward_device_seconds
     return Timing(
@@ -141,7 +158,9 @@ def timing_of(workload: Workload, *, colocated: bool) -> Timing:
         peak_tokens_per_second=workload.peak_tokens_per_second,
         half_load=workload.half_load,
         train_token_seconds=(workload.train_device_seconds + shared_forward) / pools.train,
-        forward_token_seconds=workload.forward_device_seconds / pools.forward if pools.forward else 0.0,
+        forward_token_seconds=workload.forward_device_seconds / pools.forward
+        if pools.forward
+        else 0.0,
         update_seconds=workload.update_seconds * workload.colocated.train / pools.train,
         to_train_seconds=workload.switch_seconds[0] if colocated else 0.0,
         load_seconds=workload.switch_seconds[1] if colocated else workload.load_seconds,
@@ -171,7 +190,10 @@ QWEN3_4B = Workload(
 )
 OMNI_30B = Workload(
     name="qwen3-omni-30b",
-    title="Qwen3-Omni-30B, image and audio, 16 devices (8 train, 4 rollout, 2 + 2 forward when apart), responses to 1,024 tokens, half the batch",
+    title=(
+        "Qwen3-Omni-30B, image and audio, 16 devices (8 train, 4 rollout, 2 + 2 forward when "
+        "apart), responses to 1,024 tokens, half the batch"
+    ),
     groups_per_step=32,
     samples_per_prompt=8,
     lengths=Lengths(median_tokens=100, sigma=1.0, cap_tokens=1024, record_divisor=1),

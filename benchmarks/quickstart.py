@@ -1,4 +1,5 @@
-"""Runs the quickstart, or another run file, as a user does, by `relax run` with settings of one's own, and returns the run's report."""
+"""Runs the quickstart, or another run file, as a user does, by `relax run` with settings of one's
+own, and returns the run's report."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 RUN_SECONDS = 900.0
 
 
-def run(folder: Path, run_id: str, overrides: Sequence[str], *, run_file: Path = CONFIG) -> dict[str, Any]:
-    """Run it once, with all that it writes below a folder; runs of one folder share the model, which the first of them makes.
+def run(
+    folder: Path, run_id: str, overrides: Sequence[str], *, run_file: Path = CONFIG
+) -> dict[str, Any]:
+    """Run it once, with all that it writes below a folder; runs of one folder share the model,
+    which the first of them makes.
 
     Args:
         folder: For the model, the broker and the runs.

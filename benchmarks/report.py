@@ -15,7 +15,10 @@ FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks"
 def machine() -> str:
     """Name the machine by what matters: cores, processor, Python."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
     return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
 
 
@@ -49,12 +52,24 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = {heading: list(table) for heading, table in (tables or {}).items()}
-    document = {"title": title, "machine": machine(), "command": command, "rows": list(rows), "tables": named, "conclusion": conclusion, "data": data}
+    document = {
+        "title": title,
+        "machine": machine(),
+        "command": command,
+        "rows": list(rows),
+        "tables": named,
+        "conclusion": conclusion,
+        "data": data,
+    }
     (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     parts = [f"# {title}", question, *([table_of(rows)] if rows else [])]
     for heading, table in named.items():
         parts += [f"## {heading}", table_of(table)]
-    parts += [*(["## What follows"] if named else []), conclusion, f"Machine: {machine()}. Command: `{command}`."]
+    parts += [
+        *(["## What follows"] if named else []),
+        conclusion,
+        f"Machine: {machine()}. Command: `{command}`.",
+    ]
     text = "\n\n".join(parts) + "\n"
     (folder / f"{name}.md").write_text(text)
     print(text)

@@ -1,4 +1,5 @@
-"""How many mathematical answers are judged in a second, killable each, and beside math-verify as it is called without a pool.
+"""How many mathematical answers are judged in a second, killable each, and beside math-verify as it
+is called without a pool.
 
 python -m benchmarks.rewards
 """
@@ -42,7 +43,10 @@ STATED = {
 }
 """How an integer may be stated; math-verify searches for the last two."""
 NUM_STATED = 1000
-STARTED = "import sys\nfrom math_verify import parse, verify\nprint(verify(parse(sys.argv[1]), parse(sys.stdin.read())))"
+STARTED = (
+    "import sys\nfrom math_verify import parse, verify\nprint(verify(parse(sys.argv[1]), "
+    "parse(sys.stdin.read())))"
+)
 
 
 def answers(seed: int = 0) -> list[RewardItem]:
@@ -53,7 +57,13 @@ def answers(seed: int = 0) -> list[RewardItem]:
         wanted, same, other = problem(prompt % 8, chance.randint(2, 99))
         for sample in range(SAMPLES_PER_PROMPT):
             given = same if chance.random() < 0.5 else other
-            items.append(RewardItem(f"{prompt}/{sample}", rf"{THINKING}So the answer is $\boxed{{{given}}}$.", f"${wanted}$"))
+            items.append(
+                RewardItem(
+                    f"{prompt}/{sample}",
+                    rf"{THINKING}So the answer is $\boxed{{{given}}}$.",
+                    f"${wanted}$",
+                )
+            )
     return items
 
 
@@ -62,7 +72,11 @@ def problem(kind: int, n: int) -> tuple[str, str, str]:
     if kind < 4:
         return str(n), str(n), str(n + 1)
     if kind == 4:
-        return rf"\frac{{{n}}}{{{n + 1}}}", rf"\dfrac{{{2 * n}}}{{{2 * n + 2}}}", rf"\frac{{{n}}}{{{n + 2}}}"
+        return (
+            rf"\frac{{{n}}}{{{n + 1}}}",
+            rf"\dfrac{{{2 * n}}}{{{2 * n + 2}}}",
+            rf"\frac{{{n}}}{{{n + 2}}}",
+        )
     if kind == 5:
         return f"{n / 4}", rf"\frac{{{n}}}{{4}}", f"{n / 5}"
     if kind == 6:
@@ -87,7 +101,10 @@ def main() -> None:
         for name, measure in sides.items():
             rate, verdicts[name] = measure()
             rates[name].append(rate)
-    ours, theirs = verdicts["ours, 2 child processes"], verdicts["math-verify in the caller's process"]
+    ours, theirs = (
+        verdicts["ours, 2 child processes"],
+        verdicts["math-verify in the caller's process"],
+    )
     num_apart = sum(mine != other for mine, other in zip(ours, theirs, strict=True))
     best = statistics.median(rates["ours, 2 child processes"])
     reached = "reached" if best >= GOAL_PER_SECOND else "missed"
@@ -98,14 +115,20 @@ def main() -> None:
         command="python -m benchmarks.rewards",
         tables={
             "Answers in boxes": [
-                {"side": name, "answers/s": f"{statistics.median(found):,.1f}", "can be killed": "no" if "caller" in name else "yes"}
+                {
+                    "side": name,
+                    "answers/s": f"{statistics.median(found):,.1f}",
+                    "can be killed": "no" if "caller" in name else "yes",
+                }
                 for name, found in rates.items()
             ],
             "Integers, ours, by the way they are stated": [
-                {"stated": name, "answers a CPU second": f"{stated_rate(ending):,.0f}"} for name, ending in STATED.items()
+                {"stated": name, "answers a CPU second": f"{stated_rate(ending):,.0f}"}
+                for name, ending in STATED.items()
             ],
         },
-        conclusion=f"Other programs gave the machine a load average of {load:.0f} before the first round. "
+        conclusion=f"Other programs gave the machine a load average of {load:.0f} before the first "
+        "round. "
         f"The goal of {GOAL_PER_SECOND} answers a second on two cores is {reached}: {best:.0f}. "
         f"Of {len(ours)} verdicts {num_apart} differ from math-verify's.",
         data=rates,
@@ -113,7 +136,8 @@ def main() -> None:
 
 
 def stated_rate(ending: str) -> float:
-    """Return how many integers, half of them right, are judged in a second of the processor, in this process; the best of the rounds."""
+    """Return how many integers, half of them right, are judged in a second of the processor, in
+    this process; the best of the rounds."""
     best = 0.0
     for turn in range(NUM_ROUNDS):
         numbers = range(turn * NUM_STATED, (turn + 1) * NUM_STATED)  # no answer is judged twice
@@ -131,7 +155,9 @@ def pooled(items: list[RewardItem], num_processes: int) -> tuple[float, list[flo
         started_at = time.perf_counter()
         results = pool.score_batch(items)
         seconds = time.perf_counter() - started_at
-    return len(items) / seconds, [result.reward if isinstance(result, Score) else float("nan") for result in results]
+    return len(items) / seconds, [
+        result.reward if isinstance(result, Score) else float("nan") for result in results
+    ]
 
 
 def in_process(items: list[RewardItem]) -> tuple[float, list[float]]:
@@ -159,7 +185,9 @@ def started(items: list[RewardItem]) -> tuple[float, list[float]]:
     verdicts = []
     for item in items:
         command: list[Any] = [sys.executable, "-c", STARTED, item.answer]
-        done = subprocess.run(command, input=item.completion, capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run(
+            command, input=item.completion, capture_output=True, text=True, check=True, timeout=120
+        )
         verdicts.append(float(done.stdout.strip() == "True"))
     return len(items) / (time.perf_counter() - started_at), verdicts
 

@@ -1,4 +1,5 @@
-"""What a sample costs in CPU time and in latency, with 1 to 64 rollout workers that each have the same work to do."""
+"""What a sample costs in CPU time and in latency, with 1 to 64 rollout workers that each have the
+same work to do."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ FLAT_RATIO = 1.1
 
 
 def workload_of(num_workers: int) -> Workload:
-    """Give each worker the same speed, and a step as many prompts as come in `STEP_SECONDS`; the trainer costs nothing."""
+    """Give each worker the same speed, and a step as many prompts as come in `STEP_SECONDS`; the
+    trainer costs nothing."""
     tokens_per_second = RECORD_TOKENS * SAMPLES_PER_SECOND / (LANES * SAMPLES_PER_PROMPT)
     half_load = 1e6  # so that the speed of a sample does not depend on its neighbours
     return Workload(
@@ -38,7 +40,9 @@ def workload_of(num_workers: int) -> Workload:
         title="",
         groups_per_step=round(num_workers * SAMPLES_PER_SECOND * STEP_SECONDS / SAMPLES_PER_PROMPT),
         samples_per_prompt=SAMPLES_PER_PROMPT,
-        lengths=Lengths(median_tokens=RECORD_TOKENS, sigma=0.3, cap_tokens=4 * RECORD_TOKENS, record_divisor=1),
+        lengths=Lengths(
+            median_tokens=RECORD_TOKENS, sigma=0.3, cap_tokens=4 * RECORD_TOKENS, record_divisor=1
+        ),
         num_engines=num_workers,
         lanes_per_engine=LANES,
         peak_tokens_per_second=tokens_per_second * half_load,
@@ -58,7 +62,8 @@ def workload_of(num_workers: int) -> Workload:
 
 @dataclass(slots=True)
 class CpuTimes:
-    """CPU seconds and memory of a run's processes by role, read twice a second until the run ends."""
+    """CPU seconds and memory of a run's processes by role, read twice a second until the run
+    ends."""
 
     broker_pid: int | None
     seconds: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
@@ -117,15 +122,22 @@ def measure(stage: Stage, num_workers: int) -> dict[str, Any]:
         watcher.join()
     timeline = run.timeline()
     start, end = timeline.published[MODE.first_step], timeline.published[MODE.num_steps]
-    num_samples = (MODE.num_steps - MODE.first_step) * run.workload.groups_per_step * SAMPLES_PER_PROMPT
-    per_sample = {role: 1000 * times.between(role, start, end) / num_samples for role in times.seconds}
+    num_samples = (
+        (MODE.num_steps - MODE.first_step) * run.workload.groups_per_step * SAMPLES_PER_PROMPT
+    )
+    per_sample = {
+        role: 1000 * times.between(role, start, end) / num_samples for role in times.seconds
+    }
     joins = timeline.join_seconds(start, end)
     return {
         "num_workers": num_workers,
         "samples_per_second": num_samples / (end - start),
         "cpu_milliseconds_per_sample": per_sample,
         "rollout_memory_bytes": statistics.median(times.memory_bytes["rollout"]),
-        "latency_milliseconds": {"median": 1000 * joins[len(joins) // 2], "p99": 1000 * joins[len(joins) * 99 // 100]},
+        "latency_milliseconds": {
+            "median": 1000 * joins[len(joins) // 2],
+            "p99": 1000 * joins[len(joins) * 99 // 100],
+        },
     }
 
 
@@ -158,12 +170,16 @@ def measure_all(stage: Stage, *, quick: bool = False) -> None:
     report.write(
         "scaling",
         title="Cost of a sample by the number of rollout workers",
-        question=f"Each rollout worker is a process with an engine that finishes {SAMPLES_PER_SECOND:g} samples of {RECORD_TOKENS} tokens a second, "
-        "so the load grows with the workers; every other role is one process. Latency: from a prompt group's last sample on the log to the "
+        question="Each rollout worker is a process with an engine that finishes "
+        f"{SAMPLES_PER_SECOND:g} samples of {RECORD_TOKENS} tokens a second, "
+        "so the load grows with the workers; every other role is one process. Latency: from "
+        "a prompt group's last sample on the log to the "
         "trainer's input.",
         command="python -m benchmarks.workloads",
         rows=[row_of(one) for one in measured],
-        conclusion=f"A rollout worker's cost per sample at {measured[-1]['num_workers']} workers is {costs[-1] / costs[0]:.2f} times that of one: "
-        f"{flat} within 10 %. The other roles' fixed work (beats, commits) is shared by more samples the more workers there are.",
+        conclusion=f"A rollout worker's cost per sample at {measured[-1]['num_workers']} workers is "
+        f"{costs[-1] / costs[0]:.2f} times that of one: "
+        f"{flat} within 10 %. The other roles' fixed work (beats, commits) is shared by more "
+        "samples the more workers there are.",
         data=measured,
     )

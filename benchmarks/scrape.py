@@ -1,4 +1,5 @@
-"""What does it cost a process to be scraped? The exposition of a worker, and of a controller that knows a large and long run."""
+"""What does it cost a process to be scraped? The exposition of a worker, and of a controller that
+knows a large and long run."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from prometheus_client import generate_latest
 
 from benchmarks import report
 from relax_events.config import load_run_config
-from relax_events.control.run_metrics import RunMetrics
-from relax_events.control.run_state import RunState
+from relax_events.controller.metrics import RunMetrics
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import TrainStepCommitted, WorkerBeat
+from relax_events.projections.run_state import RunState
 from relax_events.telemetry.metrics import WorkerMetrics
 
 NUM_WORKERS, NUM_STEPS, NUM_ROUNDS = 200, 2_000, 50
@@ -32,7 +33,14 @@ steps, of which none has left a checkpoint."""
 def worker() -> WorkerMetrics:
     """Return the metrics of a worker that has done all that one does."""
     metrics = WorkerMetrics("rollout")
-    metrics.consumer_lag({(topic, partition): partition for topic in ("rollout.samples", "reward.scores") for partition in range(24)}, shards=8)
+    metrics.consumer_lag(
+        {
+            (topic, partition): partition
+            for topic in ("rollout.samples", "reward.scores")
+            for partition in range(24)
+        },
+        shards=8,
+    )
     metrics.processed(8, seconds=0.1)
     metrics.tokens(4096)
     for outcome in ("trained", "filtered", "expired", "failed"):
@@ -48,8 +56,22 @@ def controller() -> WorkerMetrics:
         state.note(committed(step, figures))
     now = now_micros()
     for index in range(NUM_WORKERS):
-        counts = {"num_processed": 0, "num_in_flight": 0, "policy_version": index, "last_progress_at": now}
-        state.note(WorkerBeat(worker_id=f"rollout-{index}", role="rollout", host="h", pid=1, state=WorkerState.WORKING, **counts))
+        counts = {
+            "num_processed": 0,
+            "num_in_flight": 0,
+            "policy_version": index,
+            "last_progress_at": now,
+        }
+        state.note(
+            WorkerBeat(
+                worker_id=f"rollout-{index}",
+                role="rollout",
+                host="h",
+                pid=1,
+                state=WorkerState.WORKING,
+                **counts,
+            )
+        )
     metrics.registry.register(RunMetrics(load_run_config(RUN_FILE), state))
     return metrics
 
@@ -58,10 +80,21 @@ def committed(step: int, figures: dict[str, float]) -> TrainStepCommitted:
     """Return a step's record, without what nobody serves."""
     nothing = np.zeros(0, np.int32)
     arrays = {"partitions": nothing, "offsets": nothing, "ranks": nothing, "micro_batches": nothing}
-    lists: dict[str, list[Any]] = {"prompt_group_ids": [], "sample_ids": [], "consumed": [], "staleness_counts": [1, 1]}
+    lists: dict[str, list[Any]] = {
+        "prompt_group_ids": [],
+        "sample_ids": [],
+        "consumed": [],
+        "staleness_counts": [1, 1],
+    }
     phases = {"wait": 1.0, "forward": 2.0}
     return TrainStepCommitted(
-        train_step=step, policy_version=step + 1, figures=figures, phase_seconds=phases, weights_digest=b"", **arrays, **lists
+        train_step=step,
+        policy_version=step + 1,
+        figures=figures,
+        phase_seconds=phases,
+        weights_digest=b"",
+        **arrays,
+        **lists,
     )
 
 
@@ -79,9 +112,19 @@ def main() -> None:
     """Measure, and write docs/benchmarks/scrape.md."""
     rows, shares = [], []
     for name, metrics in (("worker", worker()), ("controller", controller())):
-        seconds, size = seconds_of(lambda metrics=metrics: generate_latest(metrics.registry)), len(metrics.exposition())
+        seconds, size = (
+            seconds_of(lambda metrics=metrics: generate_latest(metrics.registry)),
+            len(metrics.exposition()),
+        )
         shares.append(seconds / EVERY_SECONDS)
-        rows.append({"process": name, "a scrape, ms": f"{seconds * 1e3:.2f}", "bytes": f"{size:,}", "share of a core": f"{shares[-1]:.3%}"})
+        rows.append(
+            {
+                "process": name,
+                "a scrape, ms": f"{seconds * 1e3:.2f}",
+                "bytes": f"{size:,}",
+                "share of a core": f"{shares[-1]:.3%}",
+            }
+        )
     verdict = "within" if max(shares) < BOUND else "above"
     report.write(
         "scrape",

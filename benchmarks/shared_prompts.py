@@ -1,4 +1,5 @@
-"""What a train step saves by computing each prompt once: the trainer's forward and backward, with and without, sides in turn."""
+"""What a train step saves by computing each prompt once: the trainer's forward and backward, with
+and without, sides in turn."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from benchmarks import report
 from relax_events.config import RunConfig
 from relax_events.events.parts import FinishReason
 from relax_events.events.types import SampleReady
-from relax_events.models.tiny import make_tiny
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
 
 SAMPLES_PER_PROMPT, NUM_GROUPS = 8, 8
 PROMPTS, COMPLETIONS = (16, 64, 256), (8, 32, 128)
@@ -33,7 +34,8 @@ Both sides in turn, medians of {NUM_ROUNDS} rounds; the gradient's norms are com
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Both sides at one pair of lengths: seconds by round, and how far the gradient's norms lie apart, relative to them."""
+    """Both sides at one pair of lengths: seconds by round, and how far the gradient's norms lie
+    apart, relative to them."""
 
     prompt: int
     completion: int
@@ -44,7 +46,9 @@ class Measured:
     @property
     def ratio(self) -> float:
         """How many times longer samples apart took."""
-        return statistics.median(apart / shared for apart, shared in zip(self.apart, self.shared, strict=True))
+        return statistics.median(
+            apart / shared for apart, shared in zip(self.apart, self.shared, strict=True)
+        )
 
 
 def samples_of(prompt: int, completion: int) -> list[SampleReady]:
@@ -55,13 +59,17 @@ def samples_of(prompt: int, completion: int) -> list[SampleReady]:
         given = generator.integers(0, VOCAB_SIZE, prompt).astype(np.int32)
         for index in range(SAMPLES_PER_PROMPT):
             own = int(generator.integers(completion // 2, completion * 3 // 2 + 1))
-            tokens = np.concatenate([given, generator.integers(0, VOCAB_SIZE, own).astype(np.int32)])
+            tokens = np.concatenate(
+                [given, generator.integers(0, VOCAB_SIZE, own).astype(np.int32)]
+            )
             mask = (np.arange(len(tokens)) >= prompt).astype(np.uint8)
             samples.append(_sample(group, index, tokens, mask, prompt))
     return samples
 
 
-def _sample(group: int, index: int, tokens: np.ndarray, mask: np.ndarray, prompt: int) -> SampleReady:
+def _sample(
+    group: int, index: int, tokens: np.ndarray, mask: np.ndarray, prompt: int
+) -> SampleReady:
     logprobs = np.where(mask, -np.log(VOCAB_SIZE), 0).astype(np.float32)
     return SampleReady(
         sample_id=f"000000-{group:04d}-0/{index}",
@@ -94,7 +102,12 @@ def backend_of(model: Path, *, share_prompts: bool) -> TorchBackend:
         "data": {"source": "jsonl:unused"},
         "algorithm": {"old_logprobs": "rollout"},
         "engine": {"sampling": {"max_new_tokens": 32}},
-        "trainer": {"share_prompts": share_prompts, "learning_rate": 1e-12, "threads": 1, "max_tokens_per_micro_batch": 8192},
+        "trainer": {
+            "share_prompts": share_prompts,
+            "learning_rate": 1e-12,
+            "threads": 1,
+            "max_tokens_per_micro_batch": 8192,
+        },
     }
     return TorchBackend(RunConfig.model_validate(config), ranks=SingleRank())
 
@@ -110,14 +123,28 @@ def step(backend: TorchBackend, samples: Sequence[SampleReady]) -> tuple[float, 
 def measure(model: Path, prompt: int, completion: int, num_rounds: int = NUM_ROUNDS) -> Measured:
     """Measure both sides at one pair of lengths."""
     samples = samples_of(prompt, completion)
-    backends = {name: backend_of(model, share_prompts=name == "shared") for name in ("apart", "shared")}
-    norms = {name: step(backend, samples)[1] for name, backend in backends.items()}  # and a round to get warm
+    backends = {
+        name: backend_of(model, share_prompts=name == "shared") for name in ("apart", "shared")
+    }
+    norms = {
+        name: step(backend, samples)[1] for name, backend in backends.items()
+    }  # and a round to get warm
     seconds: dict[str, list[float]] = {name: [] for name in backends}
     for _ in range(num_rounds):
         for name, backend in backends.items():
             seconds[name].append(step(backend, samples)[0])
-    measured = Measured(prompt, completion, seconds["apart"], seconds["shared"], abs(norms["shared"] / norms["apart"] - 1))
-    print(f"prompt {prompt}, completions {completion}: {measured.ratio:.2f}x", file=sys.stderr, flush=True)
+    measured = Measured(
+        prompt,
+        completion,
+        seconds["apart"],
+        seconds["shared"],
+        abs(norms["shared"] / norms["apart"] - 1),
+    )
+    print(
+        f"prompt {prompt}, completions {completion}: {measured.ratio:.2f}x",
+        file=sys.stderr,
+        flush=True,
+    )
     return measured
 
 
@@ -138,26 +165,42 @@ def conclusion_of(found: Sequence[Measured]) -> str:
     ordered = sorted(found, key=lambda one: one.ratio)
     least, most = ordered[0], ordered[-1]
     return (
-        f"A step takes {least.ratio:.2f} (prompt {least.prompt}, completions {least.completion}) to {most.ratio:.2f} times (prompt {most.prompt:,}, "
-        f"completions {most.completion}) as long when every sample brings its own prompt. Around 1 the trainer has kept the samples apart."
+        f"A step takes {least.ratio:.2f} (prompt {least.prompt}, completions "
+        f"{least.completion}) to {most.ratio:.2f} times (prompt {most.prompt:,}, "
+        f"completions {most.completion}) as long when every sample brings its own prompt. "
+        "Around 1 the trainer has kept the samples apart."
     )
 
 
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description="What sharing prompts saves in the trainer.")
-    parser.add_argument("--quick", action="store_true", help="short ones alone, one round; prints the figures, writes no page")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="short ones alone, one round; prints the figures, writes no page",
+    )
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory(prefix="relax-shared-") as folder:
         model = make_tiny(Path(folder) / "model", corpus=["12=21"], hidden_size=128, num_layers=4)
         pairs = [(prompt, completion) for prompt in PROMPTS for completion in COMPLETIONS]
-        found = [measure(model, *pair, num_rounds=1 if quick else NUM_ROUNDS) for pair in (pairs[:2] if quick else pairs)]
+        found = [
+            measure(model, *pair, num_rounds=1 if quick else NUM_ROUNDS)
+            for pair in (pairs[:2] if quick else pairs)
+        ]
     rows = [row_of(one) for one in found]
     if quick:
         print(report.table_of(rows))
         return
     title, command = "Prompts that are computed once", "python -m benchmarks.shared_prompts"
-    report.write("shared-prompts", title=title, question=QUESTION, command=command, rows=rows, conclusion=conclusion_of(found))
+    report.write(
+        "shared-prompts",
+        title=title,
+        question=QUESTION,
+        command=command,
+        rows=rows,
+        conclusion=conclusion_of(found),
+    )
 
 
 if __name__ == "__main__":

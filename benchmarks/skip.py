@@ -1,4 +1,5 @@
-"""Does a long log cost anything? Passing stale records, and writing, reading and asking for positions, from a thousand records to a million.
+"""Does a long log cost anything? Passing stale records, and writing, reading and asking for
+positions, from a thousand records to a million.
 
 Records are small, so that what is measured is the log and not the bytes; nobody's decode is in it.
 """
@@ -18,15 +19,15 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.planes.kafka import ENTITY, plan_of
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer
-from relax_events.broker.deadline import Deadline
-from relax_events.broker.embedded import EmbeddedBroker
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
+from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
-from relax_events.policy.window import is_expired, skip_targets
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import POLICY_VERSION_HEADER, OutRecord, Record
+from relax_events.staleness.window import is_expired, skip_targets
 
 LENGTHS = (1_000, 10_000, 100_000, 1_000_000)
 NUM_ROUNDS = 9
@@ -45,7 +46,8 @@ the end; asking for the ends and the committed positions of all partitions. Medi
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds, each the median of its rounds, at one length of the log; reading everything is done once."""
+    """Milliseconds, each the median of its rounds, at one length of the log; reading everything is
+    done once."""
 
     num_stale: int
     skip_ms: float
@@ -59,12 +61,18 @@ class Log:
     """A sample topic of which one partition grows; a member of a consumer group reads it."""
 
     def __init__(self, address: str, *, run_id: str, partition: int = 0) -> None:
-        self._connection, self._plan, self._partition = Connection(address, client_id="bench.skip"), plan_of(run_id), partition
+        self._connection, self._plan, self._partition = (
+            Connection(address, client_id="bench.skip"),
+            plan_of(run_id),
+            partition,
+        )
         self.topic = self._plan.topic(ENTITY)
         self._admin, self._producer = Admin(self._connection), RecordProducer(self._connection)
         self._admin.create([spec for spec in self._plan.specs() if spec.name == self.topic])
         self._group = self._plan.consumer_group("reader")
-        self._consumer = GroupConsumer(self._connection, consumer_group=self._group, topics=[self.topic])
+        self._consumer = GroupConsumer(
+            self._connection, consumer_group=self._group, topics=[self.topic]
+        )
         while not self._consumer.positions:
             self._consumer.fetch(timeout_seconds=0.1)
         self.length = 0
@@ -72,7 +80,10 @@ class Log:
     def append(self, count: int, *, policy_version: int = STALE) -> None:
         """Write records and return when they are acknowledged."""
         headers = {POLICY_VERSION_HEADER: str(policy_version)}
-        self._producer.write(OutRecord(self.topic, VALUE, partition=self._partition, headers=headers) for _ in range(count))
+        self._producer.write(
+            OutRecord(self.topic, VALUE, partition=self._partition, headers=headers)
+            for _ in range(count)
+        )
         self.length += count
 
     def go_to(self, offset: int) -> None:
@@ -81,23 +92,31 @@ class Log:
         self._read(lambda version: True)
 
     def skip(self) -> None:
-        """Do what a map role does when a version takes over its slot: go to where its records begin, and read the first."""
-        positions = {partition: position for (_, partition), position in self._consumer.positions.items()}
-        for partition, offset in skip_targets(positions, [(self._partition, self.length - 1)]).items():
+        """Do what a map role does when a version takes over its slot: go to where its records
+        begin, and read the first."""
+        positions = {
+            partition: position for (_, partition), position in self._consumer.positions.items()
+        }
+        for partition, offset in skip_targets(
+            positions, [(self._partition, self.length - 1)]
+        ).items():
             self._consumer.seek(self.topic, partition, offset)
         self._read(lambda version: version == FRESH)
 
     def read_all(self) -> None:
         """Do without skipping: read from the beginning, look at the header, pass over."""
         self._seek(0)
-        self._read_to_end(lambda version: is_expired(version, trainer_version=FRESH, max_staleness=1))
+        self._read_to_end(
+            lambda version: is_expired(version, trainer_version=FRESH, max_staleness=1)
+        )
 
     def follow(self) -> None:
         """Read what was written since."""
         self._read_to_end(lambda _: True)
 
     def positions(self) -> None:
-        """Ask where the log ends and where the consumer group stands, as lag is told and a purge is planned."""
+        """Ask where the log ends and where the consumer group stands, as lag is told and a purge is
+        planned."""
         places = [(self.topic, partition) for partition in range(self._plan.num_sample_partitions)]
         self._admin.end_offsets(places)
         self._admin.committed(self._group, places)
@@ -125,7 +144,10 @@ class Log:
             TimeoutError: The deadline has passed.
         """
         if deadline.passed:
-            raise TimeoutError(f"{self.topic}[{self._partition}] of {self.length} records was not read within {DEADLINE_SECONDS:g} s")
+            raise TimeoutError(
+                f"{self.topic}[{self._partition}] of {self.length} records was not read "
+                f"within {DEADLINE_SECONDS:g} s"
+            )
         return self._consumer.fetch(timeout_seconds=1.0)
 
     def _seek(self, offset: int) -> None:
@@ -201,8 +223,10 @@ def publish(found: Sequence[Costs], *, folder: Path) -> None:
         question=QUESTION,
         command="python -m benchmarks.skip",
         rows=[row_of(one) for one in found],
-        conclusion=f"{span[0].upper()}{span[1:]}, skipping takes {growth(found, 'skip_ms')}. {later[0].upper()}{later[1:]}, a write takes "
-        f"{growth(grown, 'write_us')}, a read {growth(grown, 'read_us')}, asking for positions {growth(grown, 'positions_ms')} of the time; "
+        conclusion=f"{span[0].upper()}{span[1:]}, skipping takes {growth(found, 'skip_ms')}. "
+        f"{later[0].upper()}{later[1:]}, a write takes "
+        f"{growth(grown, 'write_us')}, a read {growth(grown, 'read_us')}, asking for "
+        f"positions {growth(grown, 'positions_ms')} of the time; "
         f"flat means within {FLAT_RATIO - 1:.0%}.",
         data=[vars(one) for one in found],
         folder=folder,
@@ -224,10 +248,21 @@ def measure(address: str, lengths: Sequence[int]) -> list[Costs]:
 def main(arguments: Sequence[str] = ()) -> None:
     """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="numbers of stale records, growing")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=list(LENGTHS),
+        help="numbers of stale records, growing",
+    )
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the broker ends with us
-    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder), has_password=False) as broker:
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that the broker ends with us
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EmbeddedBroker(Path(folder), has_password=False) as broker,
+    ):
         found = measure(broker.bootstrap_servers, options.lengths)
     publish(found, folder=report.FOLDER)
 

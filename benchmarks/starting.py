@@ -1,4 +1,5 @@
-"""What it saves to fork workers from a process that has imported what they need: `python -m benchmarks.starting`."""
+"""What it saves to fork workers from a process that has imported what they need: `python -m
+benchmarks.starting`."""
 
 from __future__ import annotations
 
@@ -19,10 +20,9 @@ import psutil
 from benchmarks import report
 from benchmarks.timed_run import show
 from relax_events.config import load_run_config
-from relax_events.control.starting.environment import worker_environment
-from relax_events.control.starting.imports import modules_of
-from relax_events.control.starting.order import Order
-from relax_events.control.starting.starter import Starter
+from relax_events.launcher.fork_client import Starter
+from relax_events.launcher.fork_protocol import Order, worker_environment
+from relax_events.launcher.worker_imports import modules_of
 
 NUM_ROUNDS = 5
 RUN_FILE = Path("configs/quickstart.toml")
@@ -45,14 +45,20 @@ Start = Callable[[str, Path], int]
 """Starts a role's process with a log, and returns its id."""
 
 
-def by_itself(modules: Mapping[str, Sequence[str]], folder: Path) -> tuple[Start, Callable[[], None]]:
+def by_itself(
+    modules: Mapping[str, Sequence[str]], folder: Path
+) -> tuple[Start, Callable[[], None]]:
     """Return what starts a process as a shell does, and what ends all of them."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(role: str, log: Path) -> int:
         with log.open("wb") as file:
             command = [sys.executable, "-m", PROGRAM, *modules[role]]
-            started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, env=worker_environment()))
+            started.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=file, env=worker_environment()
+                )
+            )
         return started[-1].pid
 
     def end() -> None:
@@ -92,7 +98,10 @@ def measure(way: str, modules: Mapping[str, Sequence[str]]) -> dict[str, float]:
         spent, began = _children_seconds(), time.perf_counter()
         start, end = WAYS[way](modules, folder)
         try:
-            pids = {role: start(role, folder / f"{role}.log") for role in sorted(modules, key=lambda role: len(modules[role]))}
+            pids = {
+                role: start(role, folder / f"{role}.log")
+                for role in sorted(modules, key=lambda role: len(modules[role]))
+            }
             for role in modules:
                 _await(folder / f"{role}.log")
             all_seconds, began = time.perf_counter() - began, time.perf_counter()
@@ -102,7 +111,12 @@ def measure(way: str, modules: Mapping[str, Sequence[str]]) -> dict[str, float]:
             memory = sum(psutil.Process(pid).memory_full_info().pss for pid in pids.values())
         finally:
             end()
-        return {"all": all_seconds, "again": again_seconds, "cpu": _children_seconds() - spent, "memory": memory / 2**20}
+        return {
+            "all": all_seconds,
+            "again": again_seconds,
+            "cpu": _children_seconds() - spent,
+            "memory": memory / 2**20,
+        }
 
 
 def _await(log: Path) -> None:
@@ -121,7 +135,12 @@ def row(figure: str, rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dic
     """Write a figure for people."""
     values = {way: [one[way][figure] for one in rounds] for way in WAYS}
     ratio = statistics.median(a / b for a, b in zip(*values.values(), strict=True))
-    medians = {way: f"{statistics.median(found):.2f}" if figure != "memory" else f"{statistics.median(found):.0f}" for way, found in values.items()}
+    medians = {
+        way: f"{statistics.median(found):.2f}"
+        if figure != "memory"
+        else f"{statistics.median(found):.0f}"
+        for way, found in values.items()
+    }
     return {"what": WHAT[figure], **medians, "median of the paired ratios": f"{ratio:.1f}"}
 
 
@@ -135,19 +154,31 @@ def main(arguments: Sequence[str] = ()) -> None:
     rounds: list[dict[str, Any]] = []
     for number in range(options.rounds):
         rounds.append({way: measure(way, modules) for way in WAYS})
-        show({"round": str(number + 1), **{way: f"{found['all']:.1f} s" for way, found in rounds[-1].items()}})
+        show(
+            {
+                "round": str(number + 1),
+                **{way: f"{found['all']:.1f} s" for way, found in rounds[-1].items()},
+            }
+        )
     rows = [row(figure, rounds) for figure in WHAT]
     for one in rows:
         show(one)
-    ratios = {figure: one["median of the paired ratios"] for figure, one in zip(WHAT, rows, strict=True)}
+    ratios = {
+        figure: one["median of the paired ratios"] for figure, one in zip(WHAT, rows, strict=True)
+    }
     report.write(
         "starting",
         title="How fast workers are there",
-        question=QUESTION.format(num=len(modules), cores=os.cpu_count(), rounds=options.rounds, load=load),
+        question=QUESTION.format(
+            num=len(modules), cores=os.cpu_count(), rounds=options.rounds, load=load
+        ),
         command="python -m benchmarks.starting",
-        conclusion=f"Forked, the workers of a run are there {ratios['all']} times as soon, and one that is started again {ratios['again']} times; "
-        f"each by itself they take {ratios['cpu']} times the CPU seconds and {ratios['memory']} times the memory. What a worker does after its "
-        "imports (connecting, reading its model and the log) is the same both ways and not in these figures.",
+        conclusion=f"Forked, the workers of a run are there {ratios['all']} times as soon, and one that "
+        f"is started again {ratios['again']} times; "
+        f"each by itself they take {ratios['cpu']} times the CPU seconds and "
+        f"{ratios['memory']} times the memory. What a worker does after its "
+        "imports (connecting, reading its model and the log) is the same both ways and not "
+        "in these figures.",
         rows=rows,
         data={"rounds": rounds, "load": load},
     )

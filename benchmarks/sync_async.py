@@ -1,4 +1,5 @@
-"""Does overlapping rollout and training pay, and does it cost reward? The quickstart, sync and async in turn, same seeds."""
+"""Does overlapping rollout and training pay, and does it cost reward? The quickstart, sync and
+async in turn, same seeds."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from typing import Any
 
 from benchmarks import quickstart, report
 
-SIDES = {"sync": ["run.mode=sync", "run.max_staleness=0"], "async": ["run.mode=async", "run.max_staleness=2"]}
+SIDES = {
+    "sync": ["run.mode=sync", "run.max_staleness=0"],
+    "async": ["run.mode=async", "run.max_staleness=2"],
+}
 STEPS_LEFT_OUT = 2  # the first steps carry the workers' start
 
 
@@ -19,14 +23,25 @@ def main(repeats: int = 3) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(repeats):
             for side, overrides in SIDES.items():
-                measured[side].append(run(Path(folder), f"{side}-{seed}", [*overrides, f"run.seed={seed}"]))
+                measured[side].append(
+                    run(Path(folder), f"{side}-{seed}", [*overrides, f"run.seed={seed}"])
+                )
     rows = [row_of(side, runs) for side, runs in measured.items()]
-    ratios = [one["step_seconds"] / other["step_seconds"] for one, other in zip(measured["sync"], measured["async"], strict=True)]
-    rewards = [abs(one["reward"] - other["reward"]) for one, other in zip(measured["sync"], measured["async"], strict=True)]
+    ratios = [
+        one["step_seconds"] / other["step_seconds"]
+        for one, other in zip(measured["sync"], measured["async"], strict=True)
+    ]
+    rewards = [
+        abs(one["reward"] - other["reward"])
+        for one, other in zip(measured["sync"], measured["async"], strict=True)
+    ]
     report.write(
         "sync-async",
         title="Synchronous against asynchronous",
-        question=f"The quickstart task, {repeats} seeds, each run in both modes one after the other on the same machine.",
+        question=(
+            f"The quickstart task, {repeats} seeds, each run in both modes one after the other "
+            "on the same machine."
+        ),
         command="python -m benchmarks.sync_async",
         rows=rows,
         conclusion=f"Async takes 1/{statistics.median(ratios):.2f} of the time of sync "
@@ -39,7 +54,9 @@ def main(repeats: int = 3) -> None:
 def run(folder: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     """Run the quickstart once; return its figures."""
     data = quickstart.run(folder, name, overrides)
-    seconds = [value for value in data["curves"]["step_seconds"][STEPS_LEFT_OUT:] if value is not None]
+    seconds = [
+        value for value in data["curves"]["step_seconds"][STEPS_LEFT_OUT:] if value is not None
+    ]
     return {
         "step_seconds": statistics.median(seconds),
         "reward": data["reward_last_10"],

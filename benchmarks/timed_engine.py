@@ -1,7 +1,9 @@
-"""An inference engine that takes the time of the paper's and computes nothing: it sleeps on a timer and hands out dummy tokens.
+"""An inference engine that takes the time of the paper's and computes nothing: it sleeps on a timer
+and hands out dummy tokens.
 
-It runs beside its worker, as an engine with devices of its own does: what the worker does between two polls costs it no time. All
-running samples advance alike, slower the more there are; `done` counts the tokens that each has got since the beginning.
+It runs beside its worker, as an engine with devices of its own does: what the worker does between
+two polls costs it no time. All running samples advance alike, slower the more there are; `done`
+counts the tokens that each has got since the beginning.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ import numpy as np
 
 from benchmarks.profiles import Timing
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.engines.protocol import (
+    EngineUsage,
+    GeneratedSample,
+    GenerationRequest,
+    SampleRequest,
+)
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
@@ -82,8 +89,15 @@ class TimedEngine:
     @property
     def usage(self) -> EngineUsage:
         """What runs, and the tokens that it and what ended have got."""
-        drawn = sum(self._num_generated(sample) - len(sample.request.tokens) for _, _, sample in self._running)
-        return EngineUsage(num_decoding=len(self._running), num_waiting=len(self._waiting), num_drawn=self._num_ended_tokens + drawn)
+        drawn = sum(
+            self._num_generated(sample) - len(sample.request.tokens)
+            for _, _, sample in self._running
+        )
+        return EngineUsage(
+            num_decoding=len(self._running),
+            num_waiting=len(self._waiting),
+            num_drawn=self._num_ended_tokens + drawn,
+        )
 
     def submit(self, request: GenerationRequest) -> None:
         """Let a prompt group's samples join, or queue where `max_running_samples` are running.
@@ -93,7 +107,10 @@ class TimedEngine:
         """
         room = self._config.max_context_tokens - len(request.prompt_tokens)
         if not len(request.prompt_tokens) or room <= 0:
-            raise PoisonSample(f"prompt group {request.prompt_group_id}: the prompt has {len(request.prompt_tokens)} tokens, which leaves no room")
+            raise PoisonSample(
+                f"prompt group {request.prompt_group_id}: the prompt has "
+                f"{len(request.prompt_tokens)} tokens, which leaves no room"
+            )
         self._advance()
         limit = min(request.sampling.max_new_tokens, room)
         for sample in request.samples:
@@ -101,7 +118,15 @@ class TimedEngine:
             stops = wanted < limit and bool(request.stop_token_ids)
             stop_token_id = request.stop_token_ids[0] if stops else None
             segments = list(sample.segments)
-            self._waiting.append(TimedSample(sample, request.prompt_group_id, min(wanted, limit), stop_token_id, segments=segments))
+            self._waiting.append(
+                TimedSample(
+                    sample,
+                    request.prompt_group_id,
+                    min(wanted, limit),
+                    stop_token_id,
+                    segments=segments,
+                )
+            )
         self._join()
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
@@ -126,20 +151,37 @@ class TimedEngine:
         """Take samples out and give them back with the tokens so far."""
         self._advance()
         everyone = [*(sample for _, _, sample in self._running), *self._waiting]
-        wanted = [sample for sample in everyone if sample_ids is None or sample.request.sample_id in sample_ids]
-        ended = [self._ended(sample, self._num_generated(sample), FinishReason.ABORT) for sample in wanted]
+        wanted = [
+            sample
+            for sample in everyone
+            if sample_ids is None or sample.request.sample_id in sample_ids
+        ]
+        ended = [
+            self._ended(sample, self._num_generated(sample), FinishReason.ABORT)
+            for sample in wanted
+        ]
         self._running = [item for item in self._running if item[2] not in wanted]
         heapq.heapify(self._running)
         self._waiting = deque(sample for sample in self._waiting if sample not in wanted)
         self._join()
         return ended
 
-    def load_weights(self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart") -> None:
+    def load_weights(
+        self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
+    ) -> None:
         """Stand still for as long as loading takes; running samples go on under the new version."""
         self._advance()
         for _, _, sample in self._running:
-            sample.note(self.policy_version, self._num_generated(sample), kept_cache=sample.request.sample_id in self._kept_cache)
-        self._kept_cache = {sample.request.sample_id for _, _, sample in self._running} if on_running == "swap" else set()
+            sample.note(
+                self.policy_version,
+                self._num_generated(sample),
+                kept_cache=sample.request.sample_id in self._kept_cache,
+            )
+        self._kept_cache = (
+            {sample.request.sample_id for _, _, sample in self._running}
+            if on_running == "swap"
+            else set()
+        )
         time.sleep(self._timing.load_seconds * self._timing.time_scale)
         self._at = time.monotonic()
         self.policy_version = weights.policy_version
@@ -165,10 +207,15 @@ class TimedEngine:
         return self._timing.tokens_per_second(len(self._running)) / self._timing.time_scale
 
     def _next_end(self) -> float:
-        return self._at + (self._running[0][0] - self._done) / self._speed() if self._running else self._at
+        return (
+            self._at + (self._running[0][0] - self._done) / self._speed()
+            if self._running
+            else self._at
+        )
 
     def _advance(self) -> None:
-        """Bring everything up to now, one ending after the other: each changes the speed of the rest."""
+        """Bring everything up to now, one ending after the other: each changes the speed of the
+        rest."""
         now = time.monotonic()
         while self._running and not self._asleep:
             if (end := self._next_end()) > now:
@@ -188,7 +235,10 @@ class TimedEngine:
             prefix = len(sample.request.tokens)
             sample.start = self._done - prefix * self._divisor
             self._order += 1
-            heapq.heappush(self._running, (self._done + (sample.num_tokens - prefix) * self._divisor, self._order, sample))
+            heapq.heappush(
+                self._running,
+                (self._done + (sample.num_tokens - prefix) * self._divisor, self._order, sample),
+            )
 
     def _num_generated(self, sample: TimedSample) -> int:
         if sample in self._waiting:
@@ -196,7 +246,9 @@ class TimedEngine:
         return min(int((self._done - sample.start) / self._divisor), sample.num_tokens - 1)
 
     def _ended(self, sample: TimedSample, num_tokens: int, reason: FinishReason) -> GeneratedSample:
-        sample.note(self.policy_version, num_tokens, kept_cache=sample.request.sample_id in self._kept_cache)
+        sample.note(
+            self.policy_version, num_tokens, kept_cache=sample.request.sample_id in self._kept_cache
+        )
         first = sample.request.seed % (NUM_DRAWN - num_tokens)
         tokens = self._tokens[first : first + num_tokens].copy()
         if reason is FinishReason.STOP and sample.stop_token_id is not None:

@@ -1,4 +1,5 @@
-"""Starts whole runs, every role a process of its own, with the timed engine, the timed trainer and a broker that the runs share."""
+"""Starts whole runs, every role a process of its own, with the timed engine, the timed trainer and
+a broker that the runs share."""
 
 from __future__ import annotations
 
@@ -16,20 +17,30 @@ from uuid import uuid4
 
 from benchmarks.profiles import Mode, Timing, Workload, timing_of
 from benchmarks.timeline import Timeline
-from relax_events.broker.embedded import EmbeddedBroker
-from relax_events.models.tiny import make_tiny
-from relax_events.policy import IssuedGroup, Place
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.staleness import IssuedGroup, Place
 from relax_events.topics import num_slots
 from workers.prompter import seed_of
 from workers.rollout import sample_seed
 
 FOLDER = Path(__file__).parent
-PROMPTS = [f"How many ways lead from one corner of a {number} by {number} board to the other, entering no field twice?" for number in range(3, 35)]
-REWARD = "import zlib\n\n\ndef score(completion, *, answer, metadata, prompt):\n    return zlib.crc32(completion.encode()) % 1000 / 1000\n"
+PROMPTS = [
+    (
+        f"How many ways lead from one corner of a {number} by {number} board to the other, "
+        "entering no field twice?"
+    )
+    for number in range(3, 35)
+]
+REWARD = (
+    "import zlib\n\n\ndef score(completion, *, answer, metadata, prompt):\n    return "
+    "zlib.crc32(completion.encode()) % 1000 / 1000\n"
+)
 PROMPT_TOKENS = 256
 RUN_SECONDS = 300.0
 START_SECONDS = 120.0
-"""Deadline of a call to the broker: seventy processes that start at once on two cores keep it waiting."""
+"""Deadline of a call to the broker: seventy processes that start at once on two cores keep it
+waiting."""
 NUM_SHARDS = 2
 
 
@@ -48,7 +59,9 @@ def open_stage(bootstrap_servers: str | None) -> Iterator[Stage]:
     with tempfile.TemporaryDirectory(prefix="relax-workloads-") as name:
         folder = Path(name)
         make_tiny(folder / "model", corpus=PROMPTS, hidden_size=32, num_layers=1)
-        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt, "answer": ""}) + "\n" for prompt in PROMPTS))
+        (folder / "prompts.jsonl").write_text(
+            "".join(json.dumps({"prompt": prompt, "answer": ""}) + "\n" for prompt in PROMPTS)
+        )
         (folder / "reward.py").write_text(REWARD)
         if bootstrap_servers is not None:
             yield Stage(folder, bootstrap_servers, None)
@@ -86,26 +99,36 @@ class TimedRun:
         """Wait for the end and return the run's report."""
         try:
             if code := process.wait(RUN_SECONDS):
-                raise SystemExit(f"run {self.run_id} ended with code {code}; what it said stands above")
+                raise SystemExit(
+                    f"run {self.run_id} ended with code {code}; what it said stands above"
+                )
         finally:
             process.terminate()  # does nothing to one that has ended
             process.wait(60)
-        report: dict[str, Any] = json.loads((self.stage.folder / "runs" / self.run_id / "report.json").read_text())
+        report: dict[str, Any] = json.loads(
+            (self.stage.folder / "runs" / self.run_id / "report.json").read_text()
+        )
         return report
 
     def timeline(self) -> Timeline:
         """Read from the log when everything happened."""
         partitions = num_slots(self.mode.max_staleness) * NUM_SHARDS
-        return Timeline.read(self.stage.bootstrap_servers, run_id=self.run_id, num_sample_partitions=partitions)
+        return Timeline.read(
+            self.stage.bootstrap_servers, run_id=self.run_id, num_sample_partitions=partitions
+        )
 
     def drawn_lengths(self) -> list[list[list[int]]]:
-        """Return the completion tokens that the run's seeds stand for, by step, prompt group and sample."""
+        """Return the completion tokens that the run's seeds stand for, by step, prompt group and
+        sample."""
         steps, groups = range(self.mode.num_steps), range(self.workload.groups_per_step)
         return [[self._group_lengths(Place(step, index)) for index in groups] for step in steps]
 
     def _group_lengths(self, place: Place) -> list[int]:
         lengths, seed = self.workload.lengths, seed_of(0, IssuedGroup(place, 0, 0))
-        return [lengths.record_tokens(sample_seed(seed, index)) * lengths.record_divisor for index in range(self.workload.samples_per_prompt)]
+        return [
+            lengths.record_tokens(sample_seed(seed, index)) * lengths.record_divisor
+            for index in range(self.workload.samples_per_prompt)
+        ]
 
     def _settings(self) -> dict[str, Any]:
         stage, workload, mode = self.stage, self.workload, self.mode

@@ -1,4 +1,5 @@
-"""A trainer backend that takes the time of the paper's and learns nothing, and the scorer that goes with it."""
+"""A trainer backend that takes the time of the paper's and learns nothing, and the scorer that goes
+with it."""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ from torch import Tensor
 from benchmarks.profiles import Timing
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady, SampleRolledOut
-from relax_events.training.protocol import SampleScores, StepFigures, TrainerState
+from relax_events.training.backend.protocol import SampleScores, StepFigures, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.weights.manifest import Weights
 
 VOCAB_SIZE = 1 << 20
 NUM_WEIGHTS = 1 << 12
-MEANS = tuple(item.name for item in fields(StepFigures) if item.name != "own" and not item.name.startswith("num_"))
+MEANS = tuple(
+    item.name
+    for item in fields(StepFigures)
+    if item.name != "own" and not item.name.startswith("num_")
+)
 
 
 class TimedBackend:
@@ -45,11 +50,14 @@ class TimedBackend:
         """Nothing: no token is sent anywhere."""
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
-        """Queue forward and backward on the devices, as kernels are, and return once all but this are done."""
+        """Queue forward and backward on the devices, as kernels are, and return once all but this
+        are done."""
         tokens = sum(num_completion_tokens(sample) for sample in micro_batch)
         switch = 0.0 if self._num_samples else self._timing.to_train_seconds
         self._await_device()
-        self._occupy(switch + tokens * self._timing.lengths.record_divisor * self._timing.train_token_seconds)
+        self._occupy(
+            switch + tokens * self._timing.lengths.record_divisor * self._timing.train_token_seconds
+        )
         self._num_samples += len(micro_batch)
         self._num_loss_tokens += tokens
         self._num_tokens += sum(len(np.asarray(sample.tokens)) for sample in micro_batch)
@@ -84,7 +92,9 @@ class TimedBackend:
         return figures
 
     def _occupy(self, seconds: float) -> None:
-        self._device_free_at = max(self._device_free_at, time.monotonic()) + seconds * self._timing.time_scale
+        self._device_free_at = (
+            max(self._device_free_at, time.monotonic()) + seconds * self._timing.time_scale
+        )
 
     def _await_device(self) -> None:
         time.sleep(max(self._device_free_at - time.monotonic(), 0.0))
@@ -95,7 +105,9 @@ class TimedBackend:
 
     def state(self) -> TrainerState:
         """Show the same."""
-        return TrainerState(policy_version=self.policy_version, tensors={"model.weight": self._weights})
+        return TrainerState(
+            policy_version=self.policy_version, tensors={"model.weight": self._weights}
+        )
 
     def load_state(self, state: TrainerState) -> None:
         """Go on from a state."""
@@ -120,15 +132,24 @@ class TimedScorer:
     def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
         """Sleep for as long as the forward passes take."""
         tokens = sum(num_completion_tokens(sample) for sample in samples)
-        time.sleep(tokens * self._timing.lengths.record_divisor * self._timing.forward_token_seconds * self._timing.time_scale)
+        time.sleep(
+            tokens
+            * self._timing.lengths.record_divisor
+            * self._timing.forward_token_seconds
+            * self._timing.time_scale
+        )
         return [np.zeros(len(np.asarray(sample.tokens)), np.float32) for sample in samples]
 
-    def score_topk(self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool) -> list[SampleScores]:
+    def score_topk(
+        self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool
+    ) -> list[SampleScores]:
         """Sleep as long: the ids come off the same logits."""
         scores = []
         for sample, logprobs in zip(samples, self.score(samples), strict=True):
             ids = np.zeros((int(np.asarray(sample.loss_mask).sum()), num_ids), np.int32)
-            scores.append(SampleScores(logprobs, ids if choose_own else None, ids.astype(np.float32)))
+            scores.append(
+                SampleScores(logprobs, ids if choose_own else None, ids.astype(np.float32))
+            )
         return scores
 
     def load_weights(self, weights: Weights) -> None:

@@ -1,4 +1,5 @@
-"""Reads from a run's log where the time of its steps went: when prompts were issued, samples written and joined, steps committed."""
+"""Reads from a run's log where the time of its steps went: when prompts were issued, samples
+written and joined, steps committed."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
 from relax_events.config import BrokerConfig
-from relax_events.policy import IssuedGroup
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.staleness import IssuedGroup
 
 STAGES = ("prompt.groups", "rollout.samples", "advantage.samples")
 
@@ -27,10 +28,18 @@ class Timeline:
     def read(cls, bootstrap_servers: str, *, run_id: str, num_sample_partitions: int) -> Timeline:
         """Read a whole run; values are not decoded."""
         timeline = cls()
-        connection = Connection.of(BrokerConfig(bootstrap_servers=bootstrap_servers), client_id=f"{run_id}.timeline")
+        connection = Connection.of(
+            BrokerConfig(bootstrap_servers=bootstrap_servers), client_id=f"{run_id}.timeline"
+        )
         partitions = {"prompt.groups": 1, "control.policy-versions": 1}
-        entities = {f"relax.{run_id}.{entity}": entity for entity in (*STAGES, "control.policy-versions")}
-        places = [(topic, partition) for topic, entity in entities.items() for partition in range(partitions.get(entity, num_sample_partitions))]
+        entities = {
+            f"relax.{run_id}.{entity}": entity for entity in (*STAGES, "control.policy-versions")
+        }
+        places = [
+            (topic, partition)
+            for topic, entity in entities.items()
+            for partition in range(partitions.get(entity, num_sample_partitions))
+        ]
         reader = LogReader(connection)
         for record in reader.read_to_end(places):
             entity, seconds = entities[record.topic], record.timestamp_ms / 1000
@@ -38,7 +47,9 @@ class Timeline:
                 if record.key.isdigit():  # the topic has the lists of engines, too
                     timeline.published[int(record.key)] = seconds
             else:
-                timeline.groups[entity][record.key] = max(seconds, timeline.groups[entity].get(record.key, 0.0))
+                timeline.groups[entity][record.key] = max(
+                    seconds, timeline.groups[entity].get(record.key, 0.0)
+                )
         reader.close()
         return timeline
 
@@ -51,17 +62,25 @@ class Timeline:
         return ends
 
     def stage_seconds(self, steps: Sequence[int], *, max_staleness: int) -> dict[str, float]:
-        """Return the mean seconds between the marks of a step, from the publication that admitted it to the one that it makes."""
+        """Return the mean seconds between the marks of a step, from the publication that admitted
+        it to the one that it makes."""
         issued, generated, joined = (self.ends(stage) for stage in STAGES)
         parts: dict[str, list[float]] = defaultdict(list)
         for step in steps:
-            parts["published to issued"].append(issued[step] - self.published[max(step - max_staleness, 0)])
+            parts["published to issued"].append(
+                issued[step] - self.published[max(step - max_staleness, 0)]
+            )
             parts["issued to generated"].append(generated[step] - issued[step])
             parts["generated to joined"].append(joined[step] - generated[step])
             parts["joined to published"].append(self.published[step + 1] - joined[step])
         return {name: statistics.mean(values) for name, values in parts.items()}
 
     def join_seconds(self, start: float = 0.0, end: float = float("inf")) -> list[float]:
-        """Return how long each prompt group took from its last sample on the log to the trainer's input, sorted; those sampled in an interval."""
+        """Return how long each prompt group took from its last sample on the log to the trainer's
+        input, sorted; those sampled in an interval."""
         joined, sampled = self.groups["advantage.samples"], self.groups["rollout.samples"]
-        return sorted(joined[group] - seconds for group, seconds in sampled.items() if group in joined and start <= seconds <= end)
+        return sorted(
+            joined[group] - seconds
+            for group, seconds in sampled.items()
+            if group in joined and start <= seconds <= end
+        )

@@ -1,6 +1,8 @@
-"""Whole runs beside TRL's GRPOTrainer: the same model, prompts, batch, objective, optimizer and two cores; throughput, time to a reward, reward.
+"""Whole runs beside TRL's GRPOTrainer: the same model, prompts, batch, objective, optimizer and two
+cores; throughput, time to a reward, reward.
 
-Sides take turns, each round another seed; ratios are of one round. TRL runs in an environment of its own (`benchmarks.trl_run`).
+Sides take turns, each round another seed; ratios are of one round. TRL runs in an environment of
+its own (`benchmarks.trl_run`).
 """
 
 from __future__ import annotations
@@ -114,7 +116,8 @@ class Outcome:
 
 Outcomes = dict[str, list[Outcome]]
 COLOCATED, STREAMING, ASYNC = (
-    (f"run.mode={mode}", f"run.max_staleness={staleness}") for mode, staleness in (("sync", 0), ("async", 0), ("async", 1))
+    (f"run.mode={mode}", f"run.max_staleness={staleness}")
+    for mode, staleness in (("sync", 0), ("async", 0), ("async", 1))
 )
 TWO_THREADS = ("engine.threads=2", "trainer.threads=2")
 SIDES = (
@@ -136,21 +139,34 @@ def overrides_of(task: Task, side: Side, seed: int) -> list[str]:
 
 def run_ours(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
     """Run the task by `relax run`."""
-    found = quickstart.run(folder, f"{task.slug}-{side.slug}-{seed}", overrides_of(task, side, seed), run_file=task.run_file)
+    found = quickstart.run(
+        folder,
+        f"{task.slug}-{side.slug}-{seed}",
+        overrides_of(task, side, seed),
+        run_file=task.run_file,
+    )
     curves = found["curves"]
     return Outcome(
         step_seconds=curves["step_seconds"],
         rewards=curves["reward_mean"],
         completion_tokens=curves["completion_tokens_mean"],
-        parts={name: statistics.mean(seconds[FIRST_STEADY_STEP:]) for name, seconds in curves["phase_seconds"].items()},
+        parts={
+            name: statistics.mean(seconds[FIRST_STEADY_STEP:])
+            for name, seconds in curves["phase_seconds"].items()
+        },
         wall_seconds=found["wall_seconds"],
-        samples_per_step=found["config"]["run"]["groups_per_step"] * found["config"]["run"]["samples_per_prompt"],
+        samples_per_step=found["config"]["run"]["groups_per_step"]
+        * found["config"]["run"]["samples_per_prompt"],
     )
 
 
 def run_trl(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
     """Run the task by TRL, in a process of its own environment."""
-    config = load_run_config(task.run_file, [f"model.path={folder / 'model'}", *overrides_of(task, side, seed)], environment={})
+    config = load_run_config(
+        task.run_file,
+        [f"model.path={folder / 'model'}", *overrides_of(task, side, seed)],
+        environment={},
+    )
     run_file, result = folder / "trl-run.json", folder / "trl-result.json"
     run_file.write_text(config.model_dump_json())
     threads = {"OMP_NUM_THREADS": str(side.threads), "MKL_NUM_THREADS": str(side.threads)}
@@ -172,7 +188,15 @@ def run_trl(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
 def measure(folder: Path, task: Task, sides: Sequence[Side], num_rounds: int) -> Outcomes:
     """Run all sides in turn, each round beginning with another one."""
     folder.mkdir()
-    prepare = [sys.executable, "-m", "relax_events.cli", "models", "prepare", str(task.run_file), f"model.path={folder / 'model'}"]
+    prepare = [
+        sys.executable,
+        "-m",
+        "relax_events.cli",
+        "models",
+        "prepare",
+        str(task.run_file),
+        f"model.path={folder / 'model'}",
+    ]
     subprocess.run(prepare, check=True, timeout=PREPARE_SECONDS, stdout=subprocess.DEVNULL)
     outcomes: Outcomes = {side.name: [] for side in sides}
     for seed in range(num_rounds):
@@ -180,7 +204,13 @@ def measure(folder: Path, task: Task, sides: Sequence[Side], num_rounds: int) ->
         for side in (*sides[first:], *sides[:first]):
             outcome = (run_trl if side.kind == "trl" else run_ours)(folder, task, side, seed)
             outcomes[side.name].append(outcome)
-            print(f"{task.name}, {side.name}: {outcome.completions_per_second:.0f} completions/s, reward {outcome.last_reward:.3f}", file=sys.stderr)
+            print(
+                (
+                    f"{task.name}, {side.name}: {outcome.completions_per_second:.0f} "
+                    f"completions/s, reward {outcome.last_reward:.3f}"
+                ),
+                file=sys.stderr,
+            )
     return outcomes
 
 
@@ -191,7 +221,10 @@ def rate_of(outcomes: Sequence[Outcome]) -> float:
 
 def best_of(outcomes: Outcomes, kind: str, sides: Sequence[Side] = SIDES) -> str:
     """Return the fastest side of a kind."""
-    return max((side.name for side in sides if side.kind == kind and side.name in outcomes), key=lambda name: rate_of(outcomes[name]))
+    return max(
+        (side.name for side in sides if side.kind == kind and side.name in outcomes),
+        key=lambda name: rate_of(outcomes[name]),
+    )
 
 
 def ratios(outcomes: Outcomes, side: str, other: str) -> list[float]:
@@ -217,13 +250,18 @@ def row_of(outcomes: Outcomes, side: str) -> dict[str, str]:
         else f"in {len(seconds)} of {len(own)}",
         f"reward of the last {NUM_LAST_STEPS} steps": f"{statistics.median(outcome.last_reward for outcome in own):.3f}",
         "start and end, s": f"{statistics.median(outcome.wall_seconds - sum(outcome.step_seconds) for outcome in own):.1f}",
-        "a step by its parts, ms": ", ".join(f"{name} {1000 * second:.0f}" for name, second in mean_parts(own).items()),
+        "a step by its parts, ms": ", ".join(
+            f"{name} {1000 * second:.0f}" for name, second in mean_parts(own).items()
+        ),
     }
 
 
 def mean_parts(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Return where the time of a step went, largest part first."""
-    means = {name: statistics.mean(outcome.parts[name] for outcome in outcomes) for name in outcomes[0].parts}
+    means = {
+        name: statistics.mean(outcome.parts[name] for outcome in outcomes)
+        for name in outcomes[0].parts
+    }
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
@@ -234,10 +272,18 @@ def conclusion_of(task: Task, outcomes: Outcomes) -> str:
     for kind, aim in (("on-policy", ON_POLICY_AIM), ("async", ASYNC_AIM)):
         side = best_of(outcomes, kind)
         times = statistics.median(ratios(outcomes, side, trl))
-        sentences.append(f"{side}: {times:.2f}x the throughput of {trl}; aim {aim:g}x: {verdict(times >= aim)}.")
-        mine, theirs = (statistics.median(outcome.last_reward for outcome in outcomes[name]) for name in (side, trl))
+        sentences.append(
+            f"{side}: {times:.2f}x the throughput of {trl}; aim {aim:g}x: {verdict(times >= aim)}."
+        )
+        mine, theirs = (
+            statistics.median(outcome.last_reward for outcome in outcomes[name])
+            for name in (side, trl)
+        )
         reached = verdict(mine >= theirs - REWARD_MARGIN)
-        sentences.append(f"Its final reward is {mine:.3f}, TRL's {theirs:.3f}; aim no more than {REWARD_MARGIN:g} below: {reached}.")
+        sentences.append(
+            f"Its final reward is {mine:.3f}, TRL's {theirs:.3f}; aim no more than "
+            f"{REWARD_MARGIN:g} below: {reached}."
+        )
     return f"{task.name}: " + " ".join(sentences)
 
 
@@ -255,23 +301,47 @@ def publish(measured: Mapping[str, Outcomes], folder: Path = report.FOLDER) -> N
         title="Whole runs beside TRL",
         question=QUESTION.format(version=environment.pinned("trl", "trl")),
         command=f"python -m benchmarks.trl --rounds {num_rounds}",
-        tables={f"{task.name}, {task.num_steps} steps": [row_of(measured[task.name], side) for side in measured[task.name]] for task in tasks},
+        tables={
+            f"{task.name}, {task.num_steps} steps": [
+                row_of(measured[task.name], side) for side in measured[task.name]
+            ]
+            for task in tasks
+        },
         conclusion="\n".join(f"- {conclusion_of(task, measured[task.name])}" for task in tasks),
-        data={name: {side: [asdict(one) for one in own] for side, own in outcomes.items()} for name, outcomes in measured.items()},
+        data={
+            name: {side: [asdict(one) for one in own] for side, own in outcomes.items()}
+            for name, outcomes in measured.items()
+        },
         folder=folder,
     )
 
 
 def main() -> None:
     """Measure all tasks and write the page."""
-    parser = argparse.ArgumentParser(description="Whole runs beside TRL's GRPOTrainer, on the same two cores.")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, each with another seed")
-    parser.add_argument("--task", choices=[task.name for task in TASKS], help="measure this alone, print the figures, write no page")
-    parser.add_argument("--quick", action="store_true", help="one round of a few steps; prints the figures, writes no page")
+    parser = argparse.ArgumentParser(
+        description="Whole runs beside TRL's GRPOTrainer, on the same two cores."
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="runs of each side, each with another seed"
+    )
+    parser.add_argument(
+        "--task",
+        choices=[task.name for task in TASKS],
+        help="measure this alone, print the figures, write no page",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one round of a few steps; prints the figures, writes no page",
+    )
     arguments = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     num_rounds = 1 if arguments.quick else arguments.rounds
-    tasks = [replace(task, num_steps=FIRST_STEADY_STEP + 3) if arguments.quick else task for task in TASKS if arguments.task in (None, task.name)]
+    tasks = [
+        replace(task, num_steps=FIRST_STEADY_STEP + 3) if arguments.quick else task
+        for task in TASKS
+        if arguments.task in (None, task.name)
+    ]
     measured: dict[str, Outcomes] = {}
     with tempfile.TemporaryDirectory(prefix="relax-trl-") as folder:
         for task in tasks:

@@ -1,6 +1,8 @@
-"""One run of TRL's GRPOTrainer on the task of a run file, in TRL's own environment: `python -m benchmarks.trl_run RUN_FILE RESULT`.
+"""One run of TRL's GRPOTrainer on the task of a run file, in TRL's own environment: `python -m
+benchmarks.trl_run RUN_FILE RESULT`.
 
-The prompts are those that our prompter issues, step by step; the reward is the same function, called in the trainer's process.
+The prompts are those that our prompter issues, step by step; the reward is the same function,
+called in the trainer's process.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from trl import GRPOConfig, GRPOTrainer
 from relax_events.config import RunConfig, load_run_config
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sources import open_stream
-from relax_events.rewards.verifiers.generated import reasoning_gym
-from relax_events.training.torch_backend import scheduled_learning_rate
+from relax_events.rewards.verifiers.reasoning_gym import reasoning_gym
+from relax_events.training.backend.torch_backend import scheduled_learning_rate
 
 
 class Recorder:
@@ -57,10 +59,20 @@ class Recorder:
         self.parts.append({**self.seconds, "training": spent - sum(self.seconds.values())})
         self.seconds.clear()
 
-    def score(self, completions: Sequence[str], metadata: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """Score a step's completions by the task's own verifier; TRL calls this with all of them at once."""
+    def score(
+        self,
+        completions: Sequence[str],
+        metadata: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        **_: Any,
+    ) -> list[float]:
+        """Score a step's completions by the task's own verifier; TRL calls this with all of them at
+        once."""
         with self.part("rewards"):
-            rewards = [reasoning_gym(text, answer="", metadata=orjson.loads(of), prompt="") for text, of in zip(completions, metadata, strict=True)]
+            rewards = [
+                reasoning_gym(text, answer="", metadata=orjson.loads(of), prompt="")
+                for text, of in zip(completions, metadata, strict=True)
+            ]
         self.rewards.append(sum(rewards) / len(rewards))
         self.completion_tokens.append(sum(map(len, completion_ids)) / len(completion_ids))
         return rewards
@@ -107,7 +119,10 @@ def prompts(config: RunConfig) -> Dataset:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ours = renderer.prompt_tokens(row.messages).tolist()
         if (theirs := tokenizer(text)["input_ids"]) != ours:
-            raise ValueError(f"prompt {number} has other tokens in TRL: {theirs}, ours are {ours}; the sides would not train on the same")
+            raise ValueError(
+                f"prompt {number} has other tokens in TRL: {theirs}, ours are {ours}; the "
+                "sides would not train on the same"
+            )
         rows.append({"prompt": text, "metadata": row.metadata})
     return Dataset.from_list(rows)
 
@@ -118,7 +133,8 @@ def settings(config: RunConfig, folder: Path) -> GRPOConfig:
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=run.num_steps,
-        per_device_train_batch_size=run.groups_per_step * run.samples_per_prompt,  # a step is one forward and backward pass
+        per_device_train_batch_size=run.groups_per_step
+        * run.samples_per_prompt,  # a step is one forward and backward pass
         num_generations=run.samples_per_prompt,
         max_completion_length=sampling.max_new_tokens,
         temperature=sampling.temperature,
@@ -146,9 +162,21 @@ def settings(config: RunConfig, folder: Path) -> GRPOConfig:
 def trainer_of(config: RunConfig, recorder: Recorder, folder: Path) -> TimedTrainer:
     """Put together TRL's trainer with our model, optimizer settings and schedule."""
     own = config.trainer
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32, attn_implementation=config.model.attention)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=own.betas, eps=own.eps, weight_decay=own.weight_decay, fused=True)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: scheduled_learning_rate(own, step=step, num_steps=config.run.num_steps))
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32, attn_implementation=config.model.attention
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=1.0,
+        betas=own.betas,
+        eps=own.eps,
+        weight_decay=own.weight_decay,
+        fused=True,
+    )
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: scheduled_learning_rate(own, step=step, num_steps=config.run.num_steps),
+    )
     trainer = TimedTrainer(
         model=model,
         reward_funcs=recorder.score,

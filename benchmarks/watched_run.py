@@ -1,4 +1,5 @@
-"""A run watched from outside until it ends: memory and disk of its parts, and what its workers say of their lag."""
+"""A run watched from outside until it ends: memory and disk of its parts, and what its workers say
+of their lag."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class Look:
     lag_records: dict[str, int]
 
 
-def watch(process: subprocess.Popen[bytes], look: Callable[[float], Look], *, every_seconds: float) -> list[Look]:
+def watch(
+    process: subprocess.Popen[bytes], look: Callable[[float], Look], *, every_seconds: float
+) -> list[Look]:
     """Look at regular intervals until the process ends."""
     began, looks = time.monotonic(), []
     while process.poll() is None:
@@ -82,12 +85,23 @@ class RunEye:
 
     def _disk(self) -> dict[str, int]:
         run = self._run
-        parts = {"media": run / "objects/sha256", "weights": run / "objects/weights", "checkpoints": run / "objects/checkpoints"}
-        parts |= {"logs": run / "logs", "figures": run / "metrics.jsonl", "media cache": self._directory / "media-cache"}
+        parts = {
+            "media": run / "objects/sha256",
+            "weights": run / "objects/weights",
+            "checkpoints": run / "objects/checkpoints",
+        }
+        parts |= {
+            "logs": run / "logs",
+            "figures": run / "metrics.jsonl",
+            "media cache": self._directory / "media-cache",
+        }
         sizes = {name: blocks_of(path) for name, path in parts.items()}
         for folder in (self._directory / "broker" / "data").glob("*"):
             entity = folder.name.split(".", 2)[-1] if folder.name.startswith("relax.") else INTERNAL
-            part = f"log, {CONTROL if entity.startswith(CONTROL) else INTERNAL if entity == INTERNAL else 'samples and prompts'}"
+            part = (
+                "log, "
+                f"{CONTROL if entity.startswith(CONTROL) else INTERNAL if entity == INTERNAL else 'samples and prompts'}"
+            )
             sizes[part] = sizes.get(part, 0) + blocks_of(folder)
         return sizes
 
@@ -98,12 +112,18 @@ class RunEye:
             if port is None:
                 continue
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=ANSWER_SECONDS) as answer:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{port}/metrics", timeout=ANSWER_SECONDS
+                ) as answer:
                     text = answer.read().decode()
             except OSError:
                 continue
             role = path.stem.rpartition("-")[0]
-            yield from ((role, sample.name, sample.value) for family in text_string_to_metric_families(text) for sample in family.samples)
+            yield from (
+                (role, sample.name, sample.value)
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            )
 
 
 def port_of(log: Path) -> int | None:
@@ -114,7 +134,8 @@ def port_of(log: Path) -> int | None:
 
 
 def blocks_of(path: Path) -> int:
-    """Return the bytes on disk of a file, or of a folder and all below it; what goes meanwhile counts for nothing."""
+    """Return the bytes on disk of a file, or of a folder and all below it; what goes meanwhile
+    counts for nothing."""
     if not path.is_dir():
         return path.stat().st_blocks * BLOCK_BYTES if path.exists() else 0
     total = 0

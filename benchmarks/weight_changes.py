@@ -1,4 +1,5 @@
-"""What it saves to write only the values that a train step has changed: `python -m benchmarks.weight_changes`."""
+"""What it saves to write only the values that a train step has changed: `python -m
+benchmarks.weight_changes`."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class Way:
 
     def __init__(self, folder: Path, full_every: int) -> None:
         self._store = ObjectStore.open(folder.as_uri())
-        self._writer, self._reader = (StoreTransport(self._store, full_every=full_every) for _ in range(2))
+        self._writer, self._reader = (
+            StoreTransport(self._store, full_every=full_every) for _ in range(2)
+        )
 
     def send(self, tensors: Mapping[str, Tensor], version: int) -> tuple[float, int]:
         """Write a version and read it; return the seconds and the bytes of its files."""
@@ -59,14 +62,24 @@ class Way:
 
         def both() -> None:
             artifact.append(self._writer.publish(tensors, policy_version=version)[0])
-            self._reader.fetch(PolicyVersionPublished(policy_version=version, artifact=artifact[0], transports=["store"], start_offsets=[]))
+            self._reader.fetch(
+                PolicyVersionPublished(
+                    policy_version=version,
+                    artifact=artifact[0],
+                    transports=["store"],
+                    start_offsets=[],
+                )
+            )
 
         seconds = timed(both)
-        return seconds, sum(file.num_bytes for file in WeightManifest.from_json(self._store.get(artifact[0])).files)
+        return seconds, sum(
+            file.num_bytes for file in WeightManifest.from_json(self._store.get(artifact[0])).files
+        )
 
 
 def measure(learning_rate: float, num_rounds: int) -> dict[str, Any]:
-    """Send versions by both ways in turn; the first one, which is whole either way, is not counted."""
+    """Send versions by both ways in turn; the first one, which is whole either way, is not
+    counted."""
     changed, rounds, former = [], [], None
     with tempfile.TemporaryDirectory() as folder:
         ways = {name: Way(Path(folder) / name, full_every) for name, full_every in SIDES.items()}
@@ -77,7 +90,12 @@ def measure(learning_rate: float, num_rounds: int) -> dict[str, Any]:
             former = tensors
     seconds = {name: [one[name][0] for one in rounds[1:]] for name in SIDES}
     num_bytes = {name: statistics.median(one[name][1] for one in rounds[1:]) for name in SIDES}
-    return {"learning_rate": learning_rate, "changed": statistics.median(changed), "seconds": seconds, "bytes": num_bytes}
+    return {
+        "learning_rate": learning_rate,
+        "changed": statistics.median(changed),
+        "seconds": seconds,
+        "bytes": num_bytes,
+    }
 
 
 def _share(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> float:
@@ -115,10 +133,14 @@ def main(arguments: Sequence[str] = ()) -> None:
     report.write(
         "weight-changes",
         title="Only what a step has changed",
-        question=QUESTION.format(mebibytes=mebibytes, std=WEIGHT_STD, rounds=options.rounds, load=load),
+        question=QUESTION.format(
+            mebibytes=mebibytes, std=WEIGHT_STD, rounds=options.rounds, load=load
+        ),
         command="python -m benchmarks.weight_changes",
-        conclusion=f"At a learning rate of {rows[0]['learning rate']} a version is {rows[0]['smaller by']} times smaller on its way and "
-        f"{rows[0]['faster by, median of the paired ratios']} times faster from disk to disk on one machine, where the digests over all weights "
+        conclusion=f"At a learning rate of {rows[0]['learning rate']} a version is "
+        f"{rows[0]['smaller by']} times smaller on its way and "
+        f"{rows[0]['faster by, median of the paired ratios']} times faster from disk to disk "
+        "on one machine, where the digests over all weights "
         "take most of the time; what a slower way between clusters gains is the bytes.",
         rows=rows,
         data={"measured": measured, "load": load},

@@ -1,4 +1,5 @@
-"""How fast a policy version is sent to an engine, and what of it the trainer's step waits for: `python -m benchmarks.weights`."""
+"""How fast a policy version is sent to an engine, and what of it the trainer's step waits for:
+`python -m benchmarks.weights`."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ from relax_events.config import WeightsConfig
 from relax_events.events.types import EnginesEnlisted
 from relax_events.objects import ObjectStore
 from relax_events.telemetry.metrics import WorkerMetrics
-from relax_events.weights.artifacts import delete_weights, transit_digest, write_weights
+from relax_events.weights.artifact_reader import read_weights
+from relax_events.weights.artifact_writer import delete_weights, transit_digest, write_weights
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
-from relax_events.weights.reading import read_weights
 
 NUM_ROUNDS = 9
 NUM_LAYERS, HIDDEN = 16, 1024
@@ -56,14 +57,27 @@ of the processor, which is the proof."""
 def tensors_of(seed: int) -> dict[str, Tensor]:
     """Make the weights of a transformer without its head."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"q_proj": (HIDDEN, HIDDEN), "o_proj": (HIDDEN, HIDDEN), "up_proj": (2 * HIDDEN, HIDDEN), "norm": (HIDDEN,)}
-    names = {f"model.layers.{layer}.{name}.weight": shape for layer in range(NUM_LAYERS) for name, shape in shapes.items()}
+    shapes = {
+        "q_proj": (HIDDEN, HIDDEN),
+        "o_proj": (HIDDEN, HIDDEN),
+        "up_proj": (2 * HIDDEN, HIDDEN),
+        "norm": (HIDDEN,),
+    }
+    names = {
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(NUM_LAYERS)
+        for name, shape in shapes.items()
+    }
     return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
 
 
 def receive(told: Connection, first: Mapping[str, Tensor], shares_memory: bool) -> None:
     """Be an engine's worker: join whoever the parent names, and say when a version has come."""
-    receiver = Receiver("rollout-0", WeightsConfig(shares_memory=shares_memory), metrics=WorkerMetrics("rollout").weights)
+    receiver = Receiver(
+        "rollout-0",
+        WeightsConfig(shares_memory=shares_memory),
+        metrics=WorkerMetrics("rollout").weights,
+    )
     receiver.served(0, first)
     receiver.note(told.recv())
     receiver.start(lambda: told.send("arrived"))
@@ -73,7 +87,13 @@ def receive(told: Connection, first: Mapping[str, Tensor], shares_memory: bool) 
 
 def receive_plainly(told: Connection, port: int, num_bytes: int) -> None:
     """Be the other rank of a plain group, and say when a tensor has come."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=timedelta(seconds=PATIENCE_SECONDS))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=1,
+        world_size=2,
+        timeout=timedelta(seconds=PATIENCE_SECONDS),
+    )
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
     while told.recv() == "next":
         dist.broadcast(flat, src=0)
@@ -96,12 +116,16 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[Connection
         started.kill()
 
 
-def broadcasting(stack: ExitStack, tensors: Mapping[str, Tensor], *, shares_memory: bool) -> Callable[[int], None]:
+def broadcasting(
+    stack: ExitStack, tensors: Mapping[str, Tensor], *, shares_memory: bool
+) -> Callable[[int], None]:
     """Open a trainer's side and an engine's, and give a function that broadcasts a version."""
     digest = transit_digest(tensors)
     lists: list[EnginesEnlisted] = []
     config = WeightsConfig(transport="gloo", shares_memory=shares_memory)
-    broadcaster = stack.enter_context(closing(Broadcaster(config, metrics=WorkerMetrics("t").weights, announce=lists.append)))
+    broadcaster = stack.enter_context(
+        closing(Broadcaster(config, metrics=WorkerMetrics("t").weights, announce=lists.append))
+    )
     engine = stack.enter_context(process(receive, tensors, shares_memory))
     engine.send(lists[0])
     while not broadcaster.engines:
@@ -117,14 +141,26 @@ def broadcasting(stack: ExitStack, tensors: Mapping[str, Tensor], *, shares_memo
     return broadcast
 
 
-def ways(stack: ExitStack, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Callable[[int], float]]:
+def ways(
+    stack: ExitStack, tensors: Mapping[str, Tensor], folder: Path
+) -> dict[str, Callable[[int], float]]:
     """Open every way, and give functions that send a version by it and return the seconds."""
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    broadcast, broadcast_sent = (broadcasting(stack, tensors, shares_memory=shares_memory) for shares_memory in (True, False))
+    broadcast, broadcast_sent = (
+        broadcasting(stack, tensors, shares_memory=shares_memory) for shares_memory in (True, False)
+    )
     flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
-    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # free once it is dropped
+    port = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    ).port  # free once it is dropped
     plain = stack.enter_context(process(receive_plainly, port, num_bytes))
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2, timeout=timedelta(seconds=PATIENCE_SECONDS))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=0,
+        world_size=2,
+        timeout=timedelta(seconds=PATIENCE_SECONDS),
+    )
     stack.callback(dist.destroy_process_group)
     store = ObjectStore.open((folder / "objects").as_uri())
     source = folder / "source"
@@ -151,12 +187,18 @@ def ways(stack: ExitStack, tensors: Mapping[str, Tensor], folder: Path) -> dict[
 
 
 def measure_ways(num_rounds: int) -> tuple[int, dict[str, list[float]]]:
-    """Send versions by every way in turn; return their bytes, and the seconds by way. A first round warms up."""
+    """Send versions by every way in turn; return their bytes, and the seconds by way. A first round
+    warms up."""
     tensors = tensors_of(0)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         functions = ways(stack, tensors, Path(folder))
-        rounds = [{name: function(version) for name, function in functions.items()} for version in range(1, num_rounds + 2)]
-    return sum(tensor.nbytes for tensor in tensors.values()), {name: [one[name] for one in rounds[1:]] for name in rounds[0]}
+        rounds = [
+            {name: function(version) for name, function in functions.items()}
+            for version in range(1, num_rounds + 2)
+        ]
+    return sum(tensor.nbytes for tensor in tensors.values()), {
+        name: [one[name] for one in rounds[1:]] for name in rounds[0]
+    }
 
 
 def speed_rows(num_bytes: int, seconds: Mapping[str, Sequence[float]]) -> list[dict[str, str]]:
@@ -177,13 +219,18 @@ def run_rows(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     rows = []
     for side in weights_runs.SIDES:
         runs = [one for one in measured if one["side"] == side]
-        median = {key: statistics.median(run[key] for run in runs) for key in ("step_seconds", "exposed_seconds", "served_seconds")}
+        median = {
+            key: statistics.median(run[key] for run in runs)
+            for key in ("step_seconds", "exposed_seconds", "served_seconds")
+        }
         rows.append(
             {
                 "weights": side,
                 "step, s": f"{median['step_seconds']:.2f}",
                 "exposed, s": f"{median['exposed_seconds']:.3f}",
-                "of a step, each run": ", ".join(f"{run['exposed_seconds'] / run['step_seconds']:.1%}" for run in runs),
+                "of a step, each run": ", ".join(
+                    f"{run['exposed_seconds'] / run['step_seconds']:.1%}" for run in runs
+                ),
                 "served after, s": f"{median['served_seconds']:.3f}",
             }
         )
@@ -201,27 +248,50 @@ def publish(
 ) -> None:
     """Write the page."""
     ours = seconds["broadcast"]
-    ratios = {name: statistics.median(b / a for a, b in zip(ours, taken, strict=True)) for name, taken in seconds.items()}
-    shares = [run["exposed_seconds"] / run["step_seconds"] for run in measured if run["side"] == "gloo, overlap"]
-    plain, copy, lost = ratios["plain gloo"], ratios["file copy"], sum(one["lost"] for one in updates)
-    sent = statistics.median(b / a for a, b in zip(seconds["broadcast, sent"], seconds["plain gloo"], strict=True))
+    ratios = {
+        name: statistics.median(b / a for a, b in zip(ours, taken, strict=True))
+        for name, taken in seconds.items()
+    }
+    shares = [
+        run["exposed_seconds"] / run["step_seconds"]
+        for run in measured
+        if run["side"] == "gloo, overlap"
+    ]
+    plain, copy, lost = (
+        ratios["plain gloo"],
+        ratios["file copy"],
+        sum(one["lost"] for one in updates),
+    )
+    sent = statistics.median(
+        b / a for a, b in zip(seconds["broadcast, sent"], seconds["plain gloo"], strict=True)
+    )
     report.write(
         "weights",
         title="Weights on their way to the engines",
         question=QUESTION.format(
-            mebibytes=num_bytes >> 20, rounds=NUM_ROUNDS, runs=weights_runs.DESCRIPTION, updates=weights_updates.DESCRIPTION, load=load
+            mebibytes=num_bytes >> 20,
+            rounds=NUM_ROUNDS,
+            runs=weights_runs.DESCRIPTION,
+            updates=weights_updates.DESCRIPTION,
+            load=load,
         ),
         command=f"python -m benchmarks.weights --repeats {repeats}",
         tables={
             "How fast": speed_rows(num_bytes, seconds),
             "What a step waits for": run_rows(measured),
-            "What becomes of tokens": [{**one, "seconds": f"{one['seconds']:.3f}"} for one in updates],
+            "What becomes of tokens": [
+                {**one, "seconds": f"{one['seconds']:.3f}"} for one in updates
+            ],
         },
-        conclusion=f"A broadcast with its proof has {plain:.0%} of the speed of torch's plain one and {copy:.0%} of that of a file copy "
-        f"(aim: {GOAL_RATIO:.0%} of both; {aim(min(plain, copy), GOAL_RATIO)}); one that is sent over TCP within the machine has {sent:.0%} of the "
-        f"plain one's, which alone keeps both cores busy. With overlap a step waits for its weights for at most "
+        conclusion=f"A broadcast with its proof has {plain:.0%} of the speed of torch's plain one and "
+        f"{copy:.0%} of that of a file copy "
+        f"(aim: {GOAL_RATIO:.0%} of both; {aim(min(plain, copy), GOAL_RATIO)}); one that is "
+        f"sent over TCP within the machine has {sent:.0%} of the "
+        "plain one's, which alone keeps both cores busy. With overlap a step waits for its "
+        "weights for at most "
         f"{max(shares):.1%} of its time (aim: {GOAL_SHARE:.0%}; {aim(-max(shares), -GOAL_SHARE)}). "
-        f"{sum(one['updates'] for one in updates)} versions that came while samples ran cost {lost} of "
+        f"{sum(one['updates'] for one in updates)} versions that came while samples ran cost "
+        f"{lost} of "
         f"{sum(one['drawn'] for one in updates):,} tokens "
         f"(aim: 0; {aim(-lost, 0)}).",
         data={"seconds": seconds, "runs": measured, "updates": updates, "load": load},

@@ -1,4 +1,5 @@
-"""Whole runs whose trainer takes a given time and has weights of a real size: what a step waits for, and when engines serve the version."""
+"""Whole runs whose trainer takes a given time and has weights of a real size: what a step waits
+for, and when engines serve the version."""
 
 from __future__ import annotations
 
@@ -55,9 +56,19 @@ class WeightsRun(TimedRun):
         """Return, for each version and engine, how long after its publication the engine had it."""
         published, found = self.timeline().published, []
         for path in (self.stage.folder / "runs" / self.run_id / "logs").glob("rollout-*.log"):
-            lines = [orjson.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
-            loads = [line for line in lines if line["event"] == "weights.loaded" and line["policy_version"] >= MODE.first_step]
-            found += [datetime.fromisoformat(line["timestamp"]).timestamp() - published[line["policy_version"]] for line in loads]
+            lines = [
+                orjson.loads(line) for line in path.read_text().splitlines() if line.startswith("{")
+            ]
+            loads = [
+                line
+                for line in lines
+                if line["event"] == "weights.loaded" and line["policy_version"] >= MODE.first_step
+            ]
+            found += [
+                datetime.fromisoformat(line["timestamp"]).timestamp()
+                - published[line["policy_version"]]
+                for line in loads
+            ]
         return found
 
 

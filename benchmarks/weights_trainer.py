@@ -1,4 +1,5 @@
-"""A trainer that takes a given time for a step, as the timed one does, and has weights of a real size."""
+"""A trainer that takes a given time for a step, as the timed one does, and has weights of a real
+size."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.timed_trainer import TimedBackend
 from relax_events.config import RunConfig
-from relax_events.training.protocol import StepFigures
+from relax_events.training.backend.protocol import StepFigures
 from relax_events.training.ranks import Ranks
 
 NUM_TENSORS, NUM_VALUES = 16, 1 << 20
@@ -18,7 +19,9 @@ class HeavyBackend(TimedBackend):
 
     def __init__(self, config: RunConfig, *, ranks: Ranks) -> None:
         super().__init__(config, ranks=ranks)
-        self._tensors = {f"layers.{number}.weight": torch.zeros(NUM_VALUES) for number in range(NUM_TENSORS)}
+        self._tensors = {
+            f"layers.{number}.weight": torch.zeros(NUM_VALUES) for number in range(NUM_TENSORS)
+        }
 
     def step(self) -> StepFigures:
         """Wait for the devices, and change the weights."""

@@ -1,6 +1,8 @@
-"""The paper's workloads on the real bus and the real roles, with engine and trainer that take the paper's time (scaled) and compute nothing.
+"""The paper's workloads on the real bus and the real roles, with engine and trainer that take the
+paper's time (scaled) and compute nothing.
 
-Each mode is a `relax run`; beside its step time stands the shortest that the schedule allows (`benchmarks.critical_path`).
+Each mode is a `relax run`; beside its step time stands the shortest that the schedule allows
+(`benchmarks.critical_path`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ Step and bound are in the paper's seconds; the steps that carry the start are le
 
 
 def measure(stage: Stage, workload: Workload, mode: Mode) -> dict[str, Any]:
-    """Run one mode and set its step beside the bound, both in the paper's seconds, over the same steps."""
+    """Run one mode and set its step beside the bound, both in the paper's seconds, over the same
+    steps."""
     run, time_scale = TimedRun(stage, workload, mode), workload.time_scale
     data = run.finish(run.start())
     timeline = run.timeline()
@@ -49,16 +52,23 @@ def measure(stage: Stage, workload: Workload, mode: Mode) -> dict[str, Any]:
         "bound_seconds": bound,
         "lost_real_milliseconds": (step - bound) * time_scale * 1000,
         "paper_step_seconds": workload.paper_step_seconds.get(mode.name),
-        "real_phase_seconds": {name: statistics.mean(values[mode.first_step :]) for name, values in data["curves"]["phase_seconds"].items()},
+        "real_phase_seconds": {
+            name: statistics.mean(values[mode.first_step :])
+            for name, values in data["curves"]["phase_seconds"].items()
+        },
         "real_stage_seconds": timeline.stage_seconds(steps, max_staleness=mode.max_staleness),
-        "real_join_milliseconds": {"median": 1000 * joins[len(joins) // 2], "p99": 1000 * joins[len(joins) * 99 // 100]},
+        "real_join_milliseconds": {
+            "median": 1000 * joins[len(joins) // 2],
+            "p99": 1000 * joins[len(joins) * 99 // 100],
+        },
         "staleness_mean": data["staleness_mean"],
         "outcomes": data["outcomes"],
     }
 
 
 def bound_seconds(run: TimedRun) -> float:
-    """Return the shortest time of a step, in the paper's seconds, over the steps that are measured."""
+    """Return the shortest time of a step, in the paper's seconds, over the steps that are
+    measured."""
     mode = run.mode
     schedule = Schedule(
         num_steps=mode.num_steps,
@@ -99,8 +109,15 @@ def row_of(one: dict[str, Any], colocated: dict[str, Any]) -> dict[str, str]:
 
 def stage_row_of(one: dict[str, Any]) -> dict[str, str]:
     """Write where the time of a step went, in real milliseconds."""
-    spent = {**one["real_stage_seconds"], **{f"trainer: {name}": seconds for name, seconds in one["real_phase_seconds"].items()}}
-    return {"workload": one["workload"], "mode": one["mode"], **{name: f"{1000 * seconds:.0f}" for name, seconds in spent.items()}}
+    spent = {
+        **one["real_stage_seconds"],
+        **{f"trainer: {name}": seconds for name, seconds in one["real_phase_seconds"].items()},
+    }
+    return {
+        "workload": one["workload"],
+        "mode": one["mode"],
+        **{name: f"{1000 * seconds:.0f}" for name, seconds in spent.items()},
+    }
 
 
 def conclusion_of(measured: Sequence[dict[str, Any]]) -> str:
@@ -111,17 +128,32 @@ def conclusion_of(measured: Sequence[dict[str, Any]]) -> str:
         fastest = min((seconds, mode) for mode, seconds in runs.items() if mode.startswith("async"))
         speedup = runs["colocate"] / fastest[0]
         reached = "reached" if speedup >= workload.goal_speedup else "missed"
-        others = ", ".join(f"{runs['colocate'] / seconds:.2f}x at {mode.removeprefix('async ')}" for mode, seconds in runs.items() if "K=" in mode)
-        sentences.append(f"{name}: async over colocate {others}; the aim of {workload.goal_speedup}x is {reached}.")
+        others = ", ".join(
+            f"{runs['colocate'] / seconds:.2f}x at {mode.removeprefix('async ')}"
+            for mode, seconds in runs.items()
+            if "K=" in mode
+        )
+        sentences.append(
+            f"{name}: async over colocate {others}; the aim of {workload.goal_speedup}x is "
+            f"{reached}."
+        )
     worst = min(measured, key=lambda one: one["bound_seconds"] / one["step_seconds"])
     ratio = worst["bound_seconds"] / worst["step_seconds"]
     verdict = "reached" if ratio >= EFFICIENCY_GOAL else "missed"
-    sentences.append(f"The least efficient mode ({worst['workload']}, {worst['mode']}) is at {ratio:.1%} of its bound; the aim of 95 % is {verdict}.")
-    lost = max(one["lost_real_milliseconds"] for one in measured)
-    real = min(one["bound_seconds"] / (one["bound_seconds"] + one["lost_real_milliseconds"] / 1000) for one in measured)
     sentences.append(
-        f"What a step loses is the pipeline's own work (at most {lost:.0f} ms here: publication, prompts, joins, commit, and waiting for a core). "
-        f"It does not grow with the length of a step: at the paper's own speed it would leave {real:.2%}."
+        f"The least efficient mode ({worst['workload']}, {worst['mode']}) is at {ratio:.1%} "
+        f"of its bound; the aim of 95 % is {verdict}."
+    )
+    lost = max(one["lost_real_milliseconds"] for one in measured)
+    real = min(
+        one["bound_seconds"] / (one["bound_seconds"] + one["lost_real_milliseconds"] / 1000)
+        for one in measured
+    )
+    sentences.append(
+        f"What a step loses is the pipeline's own work (at most {lost:.0f} ms here: "
+        "publication, prompts, joins, commit, and waiting for a core). "
+        "It does not grow with the length of a step: at the paper's own speed it would "
+        f"leave {real:.2%}."
     )
     return " ".join(sentences)
 
@@ -129,10 +161,16 @@ def conclusion_of(measured: Sequence[dict[str, Any]]) -> str:
 def question() -> str:
     """Say what is measured, and under which model."""
     names = [
-        f"- `{workload.name}`: {workload.title}; a step takes {workload.groups_per_step} prompts x {workload.samples_per_prompt} samples."
+        (
+            f"- `{workload.name}`: {workload.title}; a step takes {workload.groups_per_step} "
+            f"prompts x {workload.samples_per_prompt} samples."
+        )
         for workload in WORKLOADS.values()
     ]
-    scales = " and ".join(f"{workload.time_scale:g} s for a second of the paper's ({name})" for name, workload in WORKLOADS.items())
+    scales = " and ".join(
+        f"{workload.time_scale:g} s for a second of the paper's ({name})"
+        for name, workload in WORKLOADS.items()
+    )
     return QUESTION.format(scales=scales, workloads="\n".join(names))
 
 
@@ -143,16 +181,40 @@ def shortened(mode: Mode) -> Mode:
 
 def main() -> None:
     """Measure both workloads in all modes, then the scaling, and write both pages."""
-    parser = argparse.ArgumentParser(description="The paper's workloads, timed, on the real bus and roles; then the cost per sample by workers.")
-    parser.add_argument("--bootstrap-servers", help="a broker that runs; default: one of the benchmark's own")
-    parser.add_argument("--slower", type=float, default=1.0, help="stretch all times by this factor, so that the pipeline's own work weighs less")
-    parser.add_argument("--workload", choices=sorted(WORKLOADS), help="measure this alone, print the figures, write no page")
+    parser = argparse.ArgumentParser(
+        description=(
+            "The paper's workloads, timed, on the real bus and roles; then the cost per sample "
+            "by workers."
+        )
+    )
+    parser.add_argument(
+        "--bootstrap-servers", help="a broker that runs; default: one of the benchmark's own"
+    )
+    parser.add_argument(
+        "--slower",
+        type=float,
+        default=1.0,
+        help="stretch all times by this factor, so that the pipeline's own work weighs less",
+    )
+    parser.add_argument(
+        "--workload",
+        choices=sorted(WORKLOADS),
+        help="measure this alone, print the figures, write no page",
+    )
     parser.add_argument("--mode", choices=[mode.name for mode in MODES], help="likewise")
-    parser.add_argument("--quick", action="store_true", help="fewer steps and modes; prints the figures, writes no page")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer steps and modes; prints the figures, writes no page",
+    )
     arguments = parser.parse_args()
     modes = [mode for mode in MODES if arguments.mode in (None, mode.name)]
     if arguments.quick:
-        modes = [shortened(mode) for mode in modes if mode.name in ("colocate", "async K=1", arguments.mode)]
+        modes = [
+            shortened(mode)
+            for mode in modes
+            if mode.name in ("colocate", "async K=1", arguments.mode)
+        ]
     workloads = [
         replace(workload, time_scale=workload.time_scale * arguments.slower)
         for name, workload in WORKLOADS.items()
@@ -175,7 +237,11 @@ def main() -> None:
                 question=question(),
                 command="python -m benchmarks.workloads",
                 rows=rows_of(measured),
-                tables={"Where the time of a step goes, in real milliseconds": [stage_row_of(one) for one in measured]},
+                tables={
+                    "Where the time of a step goes, in real milliseconds": [
+                        stage_row_of(one) for one in measured
+                    ]
+                },
                 conclusion=conclusion_of(measured),
                 data=measured,
             )

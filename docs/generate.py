@@ -1,5 +1,7 @@
-"""Writes docs/reference from the code: `python docs/generate.py` (or `--check`, which fails when a page is out of date)."""
-# ruff: noqa: E501, ISC004 - rows of tables stand on one line
+"""Writes docs/reference from the code: `python docs/generate.py` (or `--check`, which fails when a
+page is out of date).
+"""
+# ruff: noqa: ISC004 - rows of tables stand on one line
 
 from __future__ import annotations
 
@@ -17,19 +19,18 @@ from pydantic_core import PydanticUndefined
 
 from benchmarks.environment import pinned
 from relax_events import errors
-from relax_events.algorithms.describing import describe, installed_algorithms
-from relax_events.broker.records import POLICY_VERSION_HEADER
+from relax_events.algorithms.description import describe, installed_algorithms
 from relax_events.config import RunConfig
 from relax_events.config.base import is_derived
-from relax_events.config.changes import RULES, Rule
-from relax_events.control.health import HealthMetrics, HealthState
-from relax_events.control.run_metrics import RunMetrics
-from relax_events.control.run_state import RunState
-from relax_events.control.scaling import Bounds, ScaleState
-from relax_events.control.scaling.metrics import ScaleMetrics
+from relax_events.config.session_changes import RULES, Rule
+from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetrics
+from relax_events.controller.scaling_bounds import Bounds
 from relax_events.events.schemas import current_schemas
-from relax_events.rewards.describing import describe_reward
-from relax_events.rewards.hub import reward_names
+from relax_events.kafka.records import POLICY_VERSION_HEADER
+from relax_events.projections.health import HealthState
+from relax_events.projections.run_state import RunState
+from relax_events.projections.scaling import ScaleState
+from relax_events.rewards.registry import describe_reward, reward_names
 from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 from relax_events.topics import TopicPlan
 
@@ -85,9 +86,19 @@ def main() -> int:
         "exit-codes.md": errors_page(),
         "resuming.md": resuming_page(),
     }
-    stale = [name for name, text in pages.items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text]
+    stale = [
+        name
+        for name, text in pages.items()
+        if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text
+    ]
     if "--check" in sys.argv:
-        print("\n".join(f"docs/reference/{name} is out of date; run: python docs/generate.py" for name in stale) or "docs/reference is up to date")
+        print(
+            "\n".join(
+                f"docs/reference/{name} is out of date; run: python docs/generate.py"
+                for name in stale
+            )
+            or "docs/reference is up to date"
+        )
         return 1 if stale else 0
     for name in stale:
         (FOLDER / name).write_text(pages[name])
@@ -98,8 +109,10 @@ def config_page() -> str:
     """Every key of a run file."""
     parts = [
         "# The run file",
-        "One TOML file a run. `RELAX_SECTION__KEY` in the environment overrides it, `section.key=value` on the command line overrides both. "
-        "Relative paths, `.relax` among them, are of the directory that `relax` is called in, wherever the run file lies.",
+        "One TOML file a run. `RELAX_SECTION__KEY` in the environment overrides it, "
+        "`section.key=value` on the command line overrides both. "
+        "Relative paths, `.relax` among them, are of the directory that `relax` is called "
+        "in, wherever the run file lies.",
     ]
     for name, field in RunConfig.model_fields.items():
         parts += _section(name, field.annotation)
@@ -107,7 +120,11 @@ def config_page() -> str:
 
 
 def _section(name: str, kind: Any) -> list[str]:
-    model: type[BaseModel] = next(arm for arm in (kind, *typing.get_args(kind)) if isinstance(arm, type) and issubclass(arm, BaseModel))
+    model: type[BaseModel] = next(
+        arm
+        for arm in (kind, *typing.get_args(kind))
+        if isinstance(arm, type) and issubclass(arm, BaseModel)
+    )
     rows, nested = [], []
     for key, field in model.model_fields.items():
         arms = (field.annotation, *typing.get_args(field.annotation))
@@ -115,11 +132,20 @@ def _section(name: str, kind: Any) -> list[str]:
             by_name = ".NAME" if typing.get_origin(field.annotation) is dict else ""
             nested += _section(f"{name}.{key}{by_name}", field.annotation)
             continue
-        default = "required" if field.default is PydanticUndefined and field.default_factory is None else _default(field)
+        default = (
+            "required"
+            if field.default is PydanticUndefined and field.default_factory is None
+            else _default(field)
+        )
         rows.append(f"| `{key}` | {default} | {_one_line(field.description)} |")
     lead = _one_line(model.__doc__)
     heading = f"## [[{name}]]" if typing.get_origin(kind) is tuple else f"## [{name}]"
-    return [heading, lead, "\n".join(["| key | default | meaning |", "|---|---|---|", *rows]), *nested]
+    return [
+        heading,
+        lead,
+        "\n".join(["| key | default | meaning |", "|---|---|---|", *rows]),
+        *nested,
+    ]
 
 
 def _default(field: Any) -> Any:
@@ -136,41 +162,83 @@ def _one_line(text: str | None) -> str:
 def algorithms_page() -> str:
     """Every installed algorithm."""
     lead = (
-        "Each is one spec that names its parts; `relax algorithms show NAME` prints the same. What the settings mean is in "
-        "[the run file](config.md), how to choose in [choose an algorithm](../how-to/choose-an-algorithm.md). In the formulas lp is the trained "
-        "policy's log-probability of a token, lo the old policy's (`old_logprobs`), R a sample's reward. To each loss are added "
-        "`kl_coefficient` times the KL estimate, where `kl_placement` is `loss`, `distill_coefficient` times the divergence from the teacher, "
+        "Each is one spec that names its parts; `relax algorithms show NAME` prints the "
+        "same. What the settings mean is in "
+        "[the run file](config.md), how to choose in [choose an "
+        "algorithm](../how-to/choose-an-algorithm.md). In the formulas lp is the trained "
+        "policy's log-probability of a token, lo the old policy's (`old_logprobs`), R a "
+        "sample's reward. To each loss are added "
+        "`kl_coefficient` times the KL estimate, where `kl_placement` is `loss`, "
+        "`distill_coefficient` times the divergence from the teacher, "
         "where `distill_placement` is `loss`, and `-entropy_coefficient` times the entropy.\n\n"
-        "A step's loss and gradient don't depend on how its samples were ordered, cut into micro-batches, packed or spread over ranks: relative "
-        "differences are below 1e-11 in float64 and 1e-4 in float32 (`tests/property/test_loss_invariance.py`).\n\n"
-        "Losses, gradients and advantages of grpo, dapo, dr_grpo, gspo, gspo_token, sapo, cispo, gmpo, rloo, dpo and ipo, the KL and entropy terms, "
-        "corrections, off-policy sequence masks and the divergences of a distillation are those of TRL's trainers on the same inputs, losses and "
-        f"gradients within 1e-9 (`tests/unit/test_beside_trl.py`): release {pinned('trl', 'trl')} wrote `tests/data/trl.json`, and after `make trl` a test "
+        "A step's loss and gradient don't depend on how its samples were ordered, cut into "
+        "micro-batches, packed or spread over ranks: relative "
+        "differences are below 1e-11 in float64 and 1e-4 in float32 "
+        "(`tests/property/test_loss_invariance.py`).\n\n"
+        "Losses, gradients and advantages of grpo, dapo, dr_grpo, gspo, gspo_token, sapo, "
+        "cispo, gmpo, rloo, dpo and ipo, the KL and entropy terms, "
+        "corrections, off-policy sequence masks and the divergences of a distillation are "
+        "those of TRL's trainers on the same inputs, losses and "
+        "gradients within 1e-9 (`tests/unit/test_beside_trl.py`): release "
+        f"{pinned('trl', 'trl')} wrote `tests/data/trl.json`, and after `make trl` a test "
         "runs it again. That release has no PPO.\n\n"
-        "R holds all that a sample earned. Algorithms with an advantage for each token, `ppo` and `reinforce_plus_plus`, know where: what a reward "
-        "function gave [by turn](../how-to/add-a-reward.md#by-turn-and-by-token) counts at the last loss token of its turn, what it gave by token at that "
-        "token, and the rest of R at the sample's last loss token. To all others, which have one advantage for a whole sample, only R counts."
+        "R holds all that a sample earned. Algorithms with an advantage for each token, "
+        "`ppo` and `reinforce_plus_plus`, know where: what a reward "
+        "function gave [by turn](../how-to/add-a-reward.md#by-turn-and-by-token) counts at "
+        "the last loss token of its turn, what it gave by token at that "
+        "token, and the rest of R at the sample's last loss token. To all others, which have "
+        "one advantage for a whole sample, only R counts."
     )
     parts = ["# Algorithms", lead]
     for spec in installed_algorithms():
         told = describe(spec.name)
-        own = [f"`{key} = {value}`" for key, value in told["settings"].items() if key in spec.settings]
-        parts += [f"## {spec.name}", spec.summary, f"```\n{spec.formula}\n```", f"Settings of its own: {', '.join(own) or 'none'}.", f"Needs {told['needs']}."]
+        own = [
+            f"`{key} = {value}`" for key, value in told["settings"].items() if key in spec.settings
+        ]
+        parts += [
+            f"## {spec.name}",
+            spec.summary,
+            f"```\n{spec.formula}\n```",
+            f"Settings of its own: {', '.join(own) or 'none'}.",
+            f"Needs {told['needs']}.",
+        ]
         parts += [spec.notes] if spec.notes else []
-        excluded = dict(spec.excluded) | ({"trainer.num_epochs` and `trainer.num_mini_batches": spec.one_update} if spec.one_update else {})
-        parts += [f"Not for it: {'; '.join(f'`{key}` ({why})' for key, why in excluded.items())}."] if excluded else []
+        excluded = dict(spec.excluded) | (
+            {"trainer.num_epochs` and `trainer.num_mini_batches": spec.one_update}
+            if spec.one_update
+            else {}
+        )
+        parts += (
+            [f"Not for it: {'; '.join(f'`{key}` ({why})' for key, why in excluded.items())}."]
+            if excluded
+            else []
+        )
         parts += [f"Source: {spec.source}"]
     return "\n\n".join([*parts, CONVENTIONS])
 
 
 def events_page() -> str:
     """Every Avro record."""
-    parts = ["# Events", "The Avro schemas in `schemas/` are the contract; each record on the log is one of these, behind its schema's fingerprint or registry id.", HEADERS]
+    parts = [
+        "# Events",
+        (
+            "The Avro schemas in `schemas/` are the contract; each record on the log is one of "
+            "these, behind its schema's fingerprint or registry id."
+        ),
+        HEADERS,
+    ]
     for name, schema in sorted(current_schemas().items()):
         if schema["type"] != "record":
             continue
-        rows = [f"| `{field['name']}` | {_type(field['type'])} | {_one_line(field['doc'])} |" for field in schema["fields"]]
-        parts += [f"## {name.rsplit('.', 1)[-1]}", schema["doc"], "\n".join(["| field | type | meaning |", "|---|---|---|", *rows])]
+        rows = [
+            f"| `{field['name']}` | {_type(field['type'])} | {_one_line(field['doc'])} |"
+            for field in schema["fields"]
+        ]
+        parts += [
+            f"## {name.rsplit('.', 1)[-1]}",
+            schema["doc"],
+            "\n".join(["| field | type | meaning |", "|---|---|---|", *rows]),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -189,39 +257,87 @@ def _type(kind: Any) -> str:
 def topics_page() -> str:
     """Every topic."""
     specs = TopicPlan("RUN", 1, 2, 4, 1, "none").specs()
-    rows = [f"| `{spec.name}` | {spec.num_partitions} | {spec.settings['cleanup.policy']} | {spec.doc} |" for spec in specs]
+    rows = [
+        (
+            f"| `{spec.name}` | {spec.num_partitions} | {spec.settings['cleanup.policy']} | "
+            f"{spec.doc} |"
+        )
+        for spec in specs
+    ]
     lead = "Partitions are those of `max_staleness = 1`, `shards = 2`: three slots of two."
-    return "\n".join(["# Topics", "", lead, "", "| topic | partitions | clean-up | what |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(
+        [
+            "# Topics",
+            "",
+            lead,
+            "",
+            "| topic | partitions | clean-up | what |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def metrics_page() -> str:
     """Every metric: of a worker, and of the run."""
-    tree = {"run": {"id": "documented"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}, "workers": {"drain_seconds": 20.0}}
+    tree = {
+        "run": {"id": "documented"},
+        "model": {"path": "model"},
+        "data": {"source": "jsonl:rows"},
+        "workers": {"drain_seconds": 20.0},
+    }
     config = RunConfig.model_validate(tree)
     parts = [
         "# Metrics",
-        "All names begin with `relax_`, all values are in base units. No label holds a version or an id; the scrape target says which run it is.",
+        (
+            "All names begin with `relax_`, all values are in base units. No label holds a "
+            "version or an id; the scrape target says which run it is."
+        ),
         "## Of every worker\n\nServed on `/metrics` of every worker.",
-        _metric_rows([*WorkerMetrics("trainer").registry.collect(), *ErrorMetrics("trainer", broker={}, objects={}, away_seconds=float).collect()]),
-        "## Of the run\n\nServed by the controller in addition, which keeps the run's state: it is rebuilt from the control log at each start.",
-        _metric_rows([family for collector in _of_the_run(config) for family in collector.collect()]),
+        _metric_rows(
+            [
+                *WorkerMetrics("trainer").registry.collect(),
+                *ErrorMetrics("trainer", broker={}, objects={}, away_seconds=float).collect(),
+            ]
+        ),
+        (
+            "## Of the run\n\nServed by the controller in addition, which keeps the run's state: "
+            "it is rebuilt from the control log at each start."
+        ),
+        _metric_rows(
+            [family for collector in _of_the_run(config) for family in collector.collect()]
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _of_the_run(config: RunConfig) -> list[Collector]:
     health = HealthMetrics(HealthState.of(config, own_id="controller-0"), config)
-    return [RunMetrics(config, RunState()), health, ScaleMetrics(ScaleState(), Bounds.of(config, is_supervised=True))]
+    return [
+        RunMetrics(config, RunState()),
+        health,
+        ScaleMetrics(ScaleState(), Bounds.of(config, is_supervised=True)),
+    ]
 
 
 def _metric_rows(families: Iterable[Metric]) -> str:
-    rows = [f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type} | {family.documentation} |" for family in families]
+    rows = [
+        (
+            f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type} | "
+            f"{family.documentation} |"
+        )
+        for family in families
+    ]
     return "\n".join(["| metric | type | meaning |", "|---|---|---|", *rows])
 
 
 def rewards_page() -> str:
     """Every reward that comes with us."""
-    lead = "The names that `reward.function` knows, as `relax rewards show NAME` tells them. Options go into `[reward.options]`."
+    lead = (
+        "The names that `reward.function` knows, as `relax rewards show NAME` tells them. "
+        "Options go into `[reward.options]`."
+    )
     parts = ["# Rewards", lead, WHAT_IS_RETURNED]
     for name in reward_names():
         reward = describe_reward(name)
@@ -232,7 +348,13 @@ def rewards_page() -> str:
             rows = [f"| `{key}` | {_one_line(text)} |" for key, text in reward.metadata.items()]
             parts.append("\n".join(["| metadata | what |", "|---|---|", *rows]))
         if reward.options:
-            rows = [f"| `{one.name}` | {_one_line(one.kind)} | {'required' if one.is_required else f'`{json.dumps(one.default)}`'} |" for one in reward.options]
+            rows = [
+                (
+                    f"| `{one.name}` | {_one_line(one.kind)} | "
+                    f"{'required' if one.is_required else f'`{json.dumps(one.default)}`'} |"
+                )
+                for one in reward.options
+            ]
             parts.append("\n".join(["| option | type | default |", "|---|---|---|", *rows]))
         if reward.source:
             parts.append(f"Source: {reward.source}.")
@@ -242,20 +364,44 @@ def rewards_page() -> str:
 def resuming_page() -> str:
     """What may change between the sessions of a run."""
     lead = (
-        "`relax run` compares the run file with the one that the run's log describes, shows each key that differs, and goes by this table. "
-        f"`{Rule.FREE}`: the change is taken. `{Rule.ACCEPTED}`: it changes what is trained from here on; give `--accept-changes`, or say yes where there is a "
-        f"terminal. `{Rule.NEVER}`: the run can't go on with it; `relax runs fork` starts a run of its own from its weights. Of two lines that fit a key the "
-        "longer one holds. What changed, and from which policy version on, is on the log: `relax runs show` and the report tell it. A change that brings a "
+        "`relax run` compares the run file with the one that the run's log describes, shows "
+        "each key that differs, and goes by this table. "
+        f"`{Rule.FREE}`: the change is taken. `{Rule.ACCEPTED}`: it changes what is trained "
+        "from here on; give `--accept-changes`, or say yes where there is a "
+        f"terminal. `{Rule.NEVER}`: the run can't go on with it; `relax runs fork` starts a "
+        "run of its own from its weights. Of two lines that fit a key the "
+        "longer one holds. What changed, and from which policy version on, is on the log: "
+        "`relax runs show` and the report tell it. A change that brings a "
         "role in or takes one out is refused as well."
     )
     rows = [f"| `{key}` | {rule} | {_one_line(reason)} |" for key, (rule, reason) in RULES.items()]
-    return "\n".join(["# Changing a run file between sessions", "", lead, "", "| key or section | may change | what it does |", "|---|---|---|", *rows, ""])
+    return "\n".join(
+        [
+            "# Changing a run file between sessions",
+            "",
+            lead,
+            "",
+            "| key or section | may change | what it does |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def errors_page() -> str:
     """The error tree and its exit codes."""
-    codes = "0 ok, 1 unexpected or goal not reached, 2 usage or configuration, 3 broker unreachable, 4 refused by the broker, 5 schema, 6 a check found something, 7 fenced, 8 start it again: it hung and was asked to, or waited in vain for the object store, 130 interrupted by Ctrl-C (SIGINT), 141 nobody reads the output any more, 143 interrupted by SIGTERM"
-    return f"# Errors and exit codes\n\nExit codes: {codes}.\n\n```\n{(errors.__doc__ or '').strip()}\n```\n"
+    codes = (
+        "0 ok, 1 unexpected or goal not reached, 2 usage or configuration, 3 broker unreachable, "
+        "4 refused by the broker, 5 schema, 6 a check found something, 7 fenced, 8 start it "
+        "again: it hung and was asked to, or waited in vain for the object store, 130 "
+        "interrupted by Ctrl-C (SIGINT), 141 nobody reads the output any more, 143 interrupted "
+        "by SIGTERM"
+    )
+    return (
+        "# Errors and exit codes\n\nExit codes: "
+        f"{codes}.\n\n```\n{(errors.__doc__ or '').strip()}\n```\n"
+    )
 
 
 if __name__ == "__main__":

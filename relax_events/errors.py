@@ -65,7 +65,9 @@ class AccessDenied(BrokerRefused):
 
 
 class ClientFailed(BrokerError):
-    """A client met what it can't go on from; only a new one can, and the worker that starts next has one."""
+    """A client met what it can't go on from; only a new one can, and the worker that starts next
+    has one.
+    """
 
 
 class Fenced(BrokerError):
@@ -89,7 +91,9 @@ class PoisonSample(RelaxError):
 
 
 class ForeignRecord(PoisonSample):
-    """A record says what its writer may not say, or what no worker of the run would: it becomes a dead letter and changes nothing."""
+    """A record says what its writer may not say, or what no worker of the run would: it becomes a
+    dead letter and changes nothing.
+    """
 
 
 class MediaError(PoisonSample):
@@ -115,7 +119,9 @@ class ObjectError(RelaxError):
 
 
 class StoreUnavailable(RelaxError):
-    """An object store does not answer, lets nobody in, or is full: nothing is wrong with the object."""
+    """An object store does not answer, lets nobody in, or is full: nothing is wrong with the
+    object.
+    """
 
     exit_code = 8
 

@@ -1,4 +1,5 @@
-"""Roles, engines, trainer backends, rewards, environments, algorithms and trackers are entry points: nothing here knows them all.
+"""Roles, engines, trainer backends, rewards, environments, algorithms and trackers are entry
+points: nothing here knows them all.
 
 Anyone can add one. One's own needs no package: `path/to/file.py:Name` names it as well.
 """
@@ -27,6 +28,7 @@ REWARDS = "relax_events.rewards"
 ENVIRONMENTS = "relax_events.environments"
 ALGORITHMS = "relax_events.algorithms"
 TRACKERS = "relax_events.trackers"
+PROMPT_SOURCES = "relax_events.prompt_sources"
 CLASS, FUNCTION = type, Callable
 NAMES = {CLASS: "class", FUNCTION: "function"}
 
@@ -50,13 +52,24 @@ class FilePlugin:
         found = getattr(module, self.attribute, None)
         if not isinstance(found, self.accepts):
             defined = ", ".join(self._defined(module)) or "none"
-            raise ConfigError(f"{self.what}: {self.path} has no {kind_of(self.accepts)} {self.attribute!r}, only {defined}")
+            raise ConfigError(
+                f"{self.what}: {self.path} has no {kind_of(self.accepts)} "
+                f"{self.attribute!r}, only {defined}"
+            )
         return found
 
     def _defined(self, module: ModuleType) -> list[str]:
         """Name what the file itself defines of the kind, not what it imports."""
-        found = {name: value for name, value in vars(module).items() if isinstance(value, self.accepts) and not name.startswith("_")}
-        return [name for name, value in found.items() if not callable(value) or value.__module__ == module.__name__]
+        found = {
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, self.accepts) and not name.startswith("_")
+        }
+        return [
+            name
+            for name, value in found.items()
+            if not callable(value) or value.__module__ == module.__name__
+        ]
 
 
 def kind_of(accepts: Any) -> str:
@@ -64,34 +77,45 @@ def kind_of(accepts: Any) -> str:
     return NAMES.get(accepts) or str(accepts.__name__)
 
 
-def find_plugin(group: str, name: str, *, what: str, accepts: Any = CLASS) -> EntryPoint | FilePlugin:
-    """Return an installed entry point, or the plugin of a file given as `path/to/file.py:Name`; neither is loaded yet.
+def find_plugin(
+    group: str, name: str, *, what: str, accepts: Any = CLASS
+) -> EntryPoint | FilePlugin:
+    """Return an installed entry point, or the plugin of a file given as `path/to/file.py:Name`;
+    neither is loaded yet.
 
     Args:
         group: One of the groups above.
         name: Of the plugin.
         what: How the error calls it, for example `engine.name = 'vroom'`.
-        accepts: What a file must hold under the name: a `CLASS`, a `FUNCTION`, or an object of this class.
+        accepts: What a file must hold under the name: a `CLASS`, a `FUNCTION`, or an object of this
+            class.
     Raises:
-        ConfigError: None of that name is installed; the text lists those that are. Or there is no such file.
+        ConfigError: None of that name is installed; the text lists those that are. Or there is no
+            such file.
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py") and attribute:
         if not Path(path).is_file():
             place = f"path/to/file.py:{'Class' if accepts is CLASS else kind_of(accepts)}"
             where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}"
-            raise ConfigError(f"{what}: file {path} does not exist{where}; give {place}, or the name of an installed one")
+            raise ConfigError(
+                f"{what}: file {path} does not exist{where}; give {place}, or the name of an "
+                "installed one"
+            )
         return FilePlugin(Path(path), attribute, what, accepts)
     offered = installed(group)
     if name not in offered:
         close = difflib.get_close_matches(name, sorted(offered), n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(offered))}{meant}")
+        raise ConfigError(
+            f"{what} is not installed; installed are {', '.join(sorted(offered))}{meant}"
+        )
     return offered[name]
 
 
 def missing_import(plugin: EntryPoint | FilePlugin) -> str | None:
-    """Return the first package that a plugin's module imports and that is not installed; the module is read and not run.
+    """Return the first package that a plugin's module imports and that is not installed; the module
+    is read and not run.
 
     Args:
         plugin: As found. What it imports within functions is its own affair.
@@ -110,17 +134,28 @@ def missing_import(plugin: EntryPoint | FilePlugin) -> str | None:
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
             wanted.append(statement.module)
     packages = dict.fromkeys(name.partition(".")[0] for name in wanted)
-    return next((name for name in packages if name not in beside and importlib.util.find_spec(name) is None), None)
+    return next(
+        (
+            name
+            for name in packages
+            if name not in beside and importlib.util.find_spec(name) is None
+        ),
+        None,
+    )
 
 
 @cache
 def installed(group: str) -> dict[str, EntryPoint]:
-    """Return what is installed in a group, by name. Looked up once in a process: it reads a file of every package that there is."""
+    """Return what is installed in a group, by name. Looked up once in a process: it reads a file of
+    every package that there is.
+    """
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
 class AsWritten(SourceFileLoader):
-    """Runs what a file says now. Python's cache of bytecode takes one for unchanged that keeps its size within a second."""
+    """Runs what a file says now. Python's cache of bytecode takes one for unchanged that keeps its
+    size within a second.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         """See `importlib.abc.InspectLoader`."""
@@ -148,7 +183,11 @@ def load_file(path: Path, *, what: str) -> ModuleType:
     try:
         loader.exec_module(module)
     except SyntaxError as error:
-        raise ConfigError(f"{what} {path} has a syntax error in line {error.lineno}: {error.msg}") from None
+        raise ConfigError(
+            f"{what} {path} has a syntax error in line {error.lineno}: {error.msg}"
+        ) from None
     except Exception as error:  # The user's module may raise anything; this is the border to it.
-        raise ConfigError(f"{what} {path} failed to load: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{what} {path} failed to load: {type(error).__name__}: {error}"
+        ) from error
     return module

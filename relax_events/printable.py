@@ -1,4 +1,6 @@
-"""Text of strangers for a terminal: control characters and those that turn the direction of writing are shown, not obeyed."""
+"""Text of strangers for a terminal: control characters and those that turn the direction of writing
+are shown, not obeyed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def printable(text: str) -> str:
 
 
 class PrintableStream:
-    """A text stream to which everything is written as `printable`; what draws on a terminal itself takes `terminal`."""
+    """A text stream to which everything is written as `printable`; what draws on a terminal itself
+    takes `terminal`.
+    """
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal

@@ -1,4 +1,6 @@
-"""The container engine: the one that runs, or one of our own where none does, with a socket, data and process file of its own."""
+"""The container engine: the one that runs, or one of our own where none does, with a socket, data
+and process file of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relax_events.broker.embedded.cache import cache_directory
-from relax_events.broker.embedded.lock import read_lock
+from relax_events.kafka.embedded.jars import cache_directory, read_lock
 
 ROOT = Path(__file__).parent.parent
 ENGINE = cache_directory(read_lock()).parent / "engine"
@@ -27,7 +28,9 @@ PROJECT = "relax"
 
 
 def read_pins(file: Path = PINS_FILE) -> dict[str, str]:
-    """Return the images by digest that `make stack-pins` has written, by variable; none where it has not."""
+    """Return the images by digest that `make stack-pins` has written, by variable; none where it
+    has not.
+    """
     lines = file.read_text().splitlines() if file.exists() else []
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
@@ -38,7 +41,9 @@ class StackError(Exception):
 
 @dataclass
 class Engine:
-    """Runs `docker` and compose. `settings` are the environment variables that the compose file knows, `overlays` files laid over it."""
+    """Runs `docker` and compose. `settings` are the environment variables that the compose file
+    knows, `overlays` files laid over it.
+    """
 
     host: str = ""
     settings: dict[str, str] = field(default_factory=dict)
@@ -48,7 +53,14 @@ class Engine:
     def environment(self) -> dict[str, str]:
         """Of the commands; images are built by the classic builder, which every engine has."""
         own = {"DOCKER_HOST": self.host} if self.host else {}
-        return {**read_pins(), **os.environ, "DOCKER_BUILDKIT": "0", "COMPOSE_PROJECT_NAME": PROJECT, **own, **self.settings}
+        return {
+            **read_pins(),
+            **os.environ,
+            "DOCKER_BUILDKIT": "0",
+            "COMPOSE_PROJECT_NAME": PROJECT,
+            **own,
+            **self.settings,
+        }
 
     def docker(self, *words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
         """Run a docker command and return what it said on stdout.
@@ -61,7 +73,9 @@ class Engine:
     def compose(self, *words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
         """Run a compose command on the stack; see `docker`."""
         files = [word for file in (COMPOSE_FILE, *self.overlays) for word in ("--file", str(file))]
-        return run([*compose_command(), *files, *words], self.environment, seconds=seconds, check=check)
+        return run(
+            [*compose_command(), *files, *words], self.environment, seconds=seconds, check=check
+        )
 
     def relax(self, *words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
         """Run a `relax` command in the stack."""
@@ -88,7 +102,13 @@ class Engine:
             f"label=com.docker.compose.service={service}",
             "label=com.docker.compose.oneoff=False",
         ]
-        return self.docker("ps", "--all", "--quiet", *(word for label in labels for word in ("--filter", label)), seconds=30).split()
+        return self.docker(
+            "ps",
+            "--all",
+            "--quiet",
+            *(word for label in labels for word in ("--filter", label)),
+            seconds=30,
+        ).split()
 
     def logs(self, container: str, *words: str) -> str:
         """Return what a container has logged."""
@@ -96,18 +116,29 @@ class Engine:
 
     def state(self, container: str) -> dict[str, Any]:
         """Return what the engine says of a container: Status, ExitCode, Pid, Health, ..."""
-        state: dict[str, Any] = json.loads(self.docker("inspect", "--format", "{{json .State}}", container, seconds=30))
+        state: dict[str, Any] = json.loads(
+            self.docker("inspect", "--format", "{{json .State}}", container, seconds=30)
+        )
         return state
 
     def networks(self, container: str) -> dict[str, dict[str, Any]]:
         """Return the networks that a container is in, by name: IPAddress, Gateway, Aliases, ..."""
         networks: dict[str, dict[str, Any]] = json.loads(
-            self.docker("inspect", "--format", "{{json .NetworkSettings.Networks}}", container, seconds=30)
+            self.docker(
+                "inspect", "--format", "{{json .NetworkSettings.Networks}}", container, seconds=30
+            )
         )
         return networks
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], *, seconds: float, check: bool = True, merged: bool = False) -> str:
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    seconds: float,
+    check: bool = True,
+    merged: bool = False,
+) -> str:
     """Run a command and return its stdout, with `merged` its stderr as well.
 
     Raises:
@@ -125,11 +156,16 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, seconds: floa
             check=False,
         )
     except FileNotFoundError:
-        raise StackError(f"{command[0]} is not installed; Debian's packages are docker.io, docker-compose and debootstrap") from None
+        raise StackError(
+            f"{command[0]} is not installed; Debian's packages are docker.io, docker-compose "
+            "and debootstrap"
+        ) from None
     except subprocess.TimeoutExpired:
         raise StackError(f"{line}: no end within {seconds:g} s") from None
     if check and done.returncode:
-        raise StackError(f"{line}: exit code {done.returncode}\n{(done.stderr or done.stdout).strip()[-3000:]}")
+        raise StackError(
+            f"{line}: exit code {done.returncode}\n{(done.stderr or done.stdout).strip()[-3000:]}"
+        )
     return done.stdout
 
 
@@ -162,17 +198,38 @@ def open_engine() -> Engine:
     deadline = time.monotonic() + START_SECONDS
     while not own.answers():
         if time.monotonic() > deadline:
-            raise StackError(f"the container engine did not answer within {START_SECONDS:g} s; see {ENGINE / 'log'}")
+            raise StackError(
+                f"the container engine did not answer within {START_SECONDS:g} s; see "
+                f"{ENGINE / 'log'}"
+            )
         time.sleep(0.2)
     return own
 
 
 def _start_daemon() -> None:
     if shutil.which("dockerd") is None:
-        raise StackError("no container engine answers and dockerd is not installed; install docker.io, docker-compose and debootstrap")
+        raise StackError(
+            "no container engine answers and dockerd is not installed; install docker.io, "
+            "docker-compose and debootstrap"
+        )
     if os.geteuid():
-        raise StackError("no container engine answers, and only root can start one; start docker, or run this as root")
+        raise StackError(
+            "no container engine answers, and only root can start one; start docker, or run "
+            "this as root"
+        )
     ENGINE.mkdir(parents=True, exist_ok=True)
-    places = ["--data-root", str(ENGINE / "data"), "--exec-root", str(ENGINE / "exec"), "--pidfile", str(ENGINE / "pid")]
+    places = [
+        "--data-root",
+        str(ENGINE / "data"),
+        "--exec-root",
+        str(ENGINE / "exec"),
+        "--pidfile",
+        str(ENGINE / "pid"),
+    ]
     with (ENGINE / "log").open("ab") as log:
-        subprocess.Popen(["dockerd", *places, "--host", f"unix://{ENGINE / 'docker.sock'}"], stdout=log, stderr=log, start_new_session=True)
+        subprocess.Popen(
+            ["dockerd", *places, "--host", f"unix://{ENGINE / 'docker.sock'}"],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )

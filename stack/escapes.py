@@ -1,7 +1,8 @@
-"""Tries every known way out of the reward container, and out of the walls around the programs in it: `make stack-escapes`.
+"""Tries every known way out of the reward container, and out of the walls around the programs in
+it: `make stack-escapes`.
 
-In the container as the stack has it, no way may lead anywhere. In others, which have less or more than that, none may either, unless the reward
-refuses to run programs there and names the setting.
+In the container as the stack has it, no way may lead anywhere. In others, which have less or more
+than that, none may either, unless the reward refuses to run programs there and names the setting.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ WITHOUT_LANDLOCK = {
         {"names": ["unshare", "setns", "mount"], "action": "SCMP_ACT_ERRNO", "errnoRet": EPERM},
     ],
 }
-"""A seccomp profile: what a container has where the kernel or the engine's own profile lacks Landlock."""
+"""A seccomp profile: what a container has where the kernel or the engine's own profile lacks
+Landlock."""
 READ_ONLY = """
 import sys, tempfile
 try:
@@ -64,9 +66,19 @@ CONTAINERS = (
     Container("as the stack has it"),
     Container("without any walls, for comparison", walls="nothing"),
     Container("no seccomp profile of the engine's", {"security_opt": ["seccomp:unconfined"]}),
-    Container("no Landlock", {"security_opt": [f"seccomp:{FOLDER / 'without-landlock.json'}"]}, refused="reward.options.allow_unprotected"),
-    Container("as root, with the capabilities that takes", {"user": "root", "cap_add": list(CAPABILITIES)}),
-    Container("as root, without capabilities", {"user": "root"}, refused="run it as another user than root"),
+    Container(
+        "no Landlock",
+        {"security_opt": [f"seccomp:{FOLDER / 'without-landlock.json'}"]},
+        refused="reward.options.allow_unprotected",
+    ),
+    Container(
+        "as root, with the capabilities that takes", {"user": "root", "cap_add": list(CAPABILITIES)}
+    ),
+    Container(
+        "as root, without capabilities",
+        {"user": "root"},
+        refused="run it as another user than root",
+    ),
 )
 
 
@@ -79,25 +91,57 @@ def try_out(engine: Engine, container: Container) -> dict[str, Any]:
     print(f"{container.name} ...", flush=True)
     overlay = FOLDER / "escapes.json"
     overlay.write_text(json.dumps({"version": "2.4", "services": {SERVICE: container.changes}}))
-    laid = Engine(engine.host, engine.settings, [*engine.overlays, *([overlay] if container.changes else [])])
+    laid = Engine(
+        engine.host, engine.settings, [*engine.overlays, *([overlay] if container.changes else [])]
+    )
     ways = _run(laid, container.walls, "ways")
     if refusal := ways.get("refused"):
         return _row(container, "refused", "-", "-", refusal)
-    tricks = _run(laid, container.walls, "tricks") if container.walls != "nothing" else {"tried": "-", "escaped": []}
+    tricks = (
+        _run(laid, container.walls, "tricks")
+        if container.walls != "nothing"
+        else {"tried": "-", "escaped": []}
+    )
     led = [*ways["escaped"], *tricks["escaped"]]
     names = f": {', '.join(led)}" if led and container.walls == "chosen" else ""
     return _row(container, ways["walls"], ways["tried"], tricks["tried"], f"{len(led)}{names}")
 
 
-def _row(container: Container, walls: str, ways: object, tricks: object, led: str) -> dict[str, Any]:
-    return {"container": container.name, "walls": walls, "ways tried": ways, "tricks tried": tricks, "led somewhere": led}
+def _row(
+    container: Container, walls: str, ways: object, tricks: object, led: str
+) -> dict[str, Any]:
+    return {
+        "container": container.name,
+        "walls": walls,
+        "ways tried": ways,
+        "tricks tried": tricks,
+        "led somewhere": led,
+    }
 
 
 def _run(engine: Engine, walls: str, what: str) -> dict[str, Any]:
-    """Run the tests' own program in a new container of the reward service, and return what it says."""
+    """Run the tests' own program in a new container of the reward service, and return what it
+    says.
+    """
     paths = f"PYTHONPATH=/opt/project:{TESTS}:{TESTS}/component"
-    line = ["run", "--rm", "-T", "--no-deps", "-e", paths, "--volume", f"{ROOT / 'tests'}:{TESTS}:ro", "--entrypoint", PYTHON, SERVICE]
-    said: dict[str, Any] = json.loads(engine.compose(*line, f"{TESTS}/component/escape_program.py", walls, what, seconds=TRY_SECONDS))
+    line = [
+        "run",
+        "--rm",
+        "-T",
+        "--no-deps",
+        "-e",
+        paths,
+        "--volume",
+        f"{ROOT / 'tests'}:{TESTS}:ro",
+        "--entrypoint",
+        PYTHON,
+        SERVICE,
+    ]
+    said: dict[str, Any] = json.loads(
+        engine.compose(
+            *line, f"{TESTS}/component/escape_program.py", walls, what, seconds=TRY_SECONDS
+        )
+    )
     return said
 
 
@@ -107,17 +151,26 @@ def problems(rows: list[dict[str, Any]]) -> list[str]:
     for container, row in zip(CONTAINERS, rows, strict=True):
         led = row["led somewhere"]
         if container.walls == "nothing":
-            found += [] if int(led) else [f"{container.name}: no way led anywhere, so they prove nothing"]
+            found += (
+                []
+                if int(led)
+                else [f"{container.name}: no way led anywhere, so they prove nothing"]
+            )
         elif container.refused:
             is_refused = row["walls"] == "refused" and container.refused in led
-            found += [] if is_refused else [f"{container.name}: a refusal must say {container.refused!r}, got {led}"]
+            found += (
+                []
+                if is_refused
+                else [f"{container.name}: a refusal must say {container.refused!r}, got {led}"]
+            )
         elif led != "0":
             found.append(f"{container.name}: {led}")
     return found
 
 
 def try_routes(engine: Engine) -> tuple[list[dict[str, str]], list[str]]:
-    """Connect to the stack's services and to this machine, from the reward container and from another one; return the table and what is wrong.
+    """Connect to the stack's services and to this machine, from the reward container and from
+    another one; return the table and what is wrong.
 
     Raises:
         StackError: A service or a container could not be run.
@@ -128,11 +181,23 @@ def try_routes(engine: Engine) -> tuple[list[dict[str, str]], list[str]]:
         tried = addresses(engine, port)
         ours, others = reached(engine, SERVICE, tried), reached(engine, OTHER_SERVICE, tried)
     rows = [
-        {"address": address.name, "from reward": _word(mine), "from other workers": "-" if address.is_closed else _word(theirs)}
+        {
+            "address": address.name,
+            "from reward": _word(mine),
+            "from other workers": "-" if address.is_closed else _word(theirs),
+        }
         for address, mine, theirs in zip(tried, ours, others, strict=True)
     ]
-    wrong = [f"reward reaches {address.name}" for address, mine in zip(tried, ours, strict=True) if mine and not address.name.startswith(BROKER)]
-    wrong += [f"{row['address']} is not reached" for row in rows if row["address"] == f"{BROKER} by its name" and "no" in row.values()]
+    wrong = [
+        f"reward reaches {address.name}"
+        for address, mine in zip(tried, ours, strict=True)
+        if mine and not address.name.startswith(BROKER)
+    ]
+    wrong += [
+        f"{row['address']} is not reached"
+        for row in rows
+        if row["address"] == f"{BROKER} by its name" and "no" in row.values()
+    ]
     return rows, wrong
 
 
@@ -141,12 +206,29 @@ def _word(is_reached: bool) -> str:
 
 
 def try_writes(engine: Engine) -> tuple[list[dict[str, str]], list[str]]:
-    """Write as the reward worker would, in each of the container's folders; return the table and what is wrong."""
+    """Write as the reward worker would, in each of the container's folders; return the table and
+    what is wrong.
+    """
     rows = []
     for folder in ("/srv/relax/.relax", "/srv/relax/configs", "/srv/relax", "/opt/project", "/tmp"):
-        said = engine.compose("run", "--rm", "-T", "--no-deps", "--entrypoint", PYTHON, SERVICE, "-c", READ_ONLY, folder).strip()
+        said = engine.compose(
+            "run",
+            "--rm",
+            "-T",
+            "--no-deps",
+            "--entrypoint",
+            PYTHON,
+            SERVICE,
+            "-c",
+            READ_ONLY,
+            folder,
+        ).strip()
         rows.append({"folder": folder, "a file of the reward worker's": said})
-    return rows, [f"reward writes to {row['folder']}" for row in rows[:-1] if row["a file of the reward worker's"] == "written"]
+    return rows, [
+        f"reward writes to {row['folder']}"
+        for row in rows[:-1]
+        if row["a file of the reward worker's"] == "written"
+    ]
 
 
 def try_all(engine: Engine) -> None:
@@ -167,7 +249,11 @@ def try_all(engine: Engine) -> None:
         question=QUESTION,
         command=shlex.join(["python", "-m", "stack.escapes", *sys.argv[1:]]),
         conclusion="; ".join(wrong) or HOLDS,
-        tables={"Programs": rows, "Routes of the reward worker itself": routes, "Files of the reward worker itself": writes},
+        tables={
+            "Programs": rows,
+            "Routes of the reward worker itself": routes,
+            "Files of the reward worker itself": writes,
+        },
         data={"problems": wrong},
     )
     if wrong:
@@ -176,7 +262,9 @@ def try_all(engine: Engine) -> None:
 
 def main() -> int:
     """Try what the command line says."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     return exit_code_of(lambda: try_all(open_engine()))
 
 

@@ -1,7 +1,9 @@
-"""Breaks the parts of a running stack one after the other, and measures how long the run needs to be over it: `make stack-faults`.
+"""Breaks the parts of a running stack one after the other, and measures how long the run needs to
+be over it: `make stack-faults`.
 
-Over it means that a train step is committed whose prompts were issued after the fault was. At the end the run is given a goal that is near,
-every worker is started again to take it up, and the ledger is checked.
+Over it means that a train step is committed whose prompts were issued after the fault was. At the
+end the run is given a goal that is near, every worker is started again to take it up, and the
+ledger is checked.
 """
 
 from __future__ import annotations
@@ -37,7 +39,17 @@ QUESTION = f"""The quickstart's task in containers, and one fault after the othe
 network for {HELD_SECONDS:g} s, its volume is full for {HELD_SECONDS:g} s, it is stopped in peace and started again, or given two workers more for
 {SCALED_SECONDS:g} s. Seconds from the end of the fault to the first committed train step whose prompts were issued after it; what others hold
 ready is trained meanwhile."""
-WORKERS = ("controller", "metrics", "prompter", "rollout", "reward", "reference", "actor-forward", "advantage", "trainer")
+WORKERS = (
+    "controller",
+    "metrics",
+    "prompter",
+    "rollout",
+    "reward",
+    "reference",
+    "actor-forward",
+    "advantage",
+    "trainer",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,9 @@ class Injected:
 
 
 def kill(engine: Engine, service: str) -> None:
-    """Kill a service's processes as a crash would: `docker kill` would count as a wish that they stay down."""
+    """Kill a service's processes as a crash would: `docker kill` would count as a wish that they
+    stay down.
+    """
     for container in engine.containers(service):
         if pid := engine.state(container)["Pid"]:
             os.kill(pid, signal.SIGKILL)
@@ -83,7 +97,16 @@ def restart(engine: Engine, service: str) -> None:
 def scale(engine: Engine, service: str) -> None:
     """Give a role two workers more, and take them away again after a while."""
     for num_workers in (MORE_WORKERS, 1):
-        engine.compose("up", "--detach", "--no-build", "--no-deps", "--no-recreate", "--scale", f"{service}={num_workers}", service)
+        engine.compose(
+            "up",
+            "--detach",
+            "--no-build",
+            "--no-deps",
+            "--no-recreate",
+            "--scale",
+            f"{service}={num_workers}",
+            service,
+        )
         time.sleep(SCALED_SECONDS if num_workers > 1 else 0)
 
 
@@ -119,9 +142,15 @@ class FaultRun:
         self._watch = RunWatch(engine)
 
     def _write_goal(self, num_steps: int) -> RunConfig:
-        """Write the quickstart's run file with another name and goal, and a rate of learning that knows no end."""
+        """Write the quickstart's run file with another name and goal, and a rate of learning that
+        knows no end.
+        """
         text = (ROOT / "configs" / "quickstart.toml").read_text()
-        changes = {'id = "quickstart"': 'id = "faults"', "num_steps = 60": f"num_steps = {num_steps}", 'schedule = "linear"': 'schedule = "constant"'}
+        changes = {
+            'id = "quickstart"': 'id = "faults"',
+            "num_steps = 60": f"num_steps = {num_steps}",
+            'schedule = "linear"': 'schedule = "constant"',
+        }
         for old, new in changes.items():
             text = text.replace(old, new)
         RUN_FILES.mkdir(parents=True, exist_ok=True)
@@ -137,7 +166,9 @@ class FaultRun:
     def start(self) -> None:
         """Bring the stack up, and wait until the run is at work."""
         self._engine.compose("up", "--detach", "--no-build")
-        self._watch.until(lambda: self._watch.num_steps > 0, seconds=START_SECONDS, what="the first train steps")
+        self._watch.until(
+            lambda: self._watch.num_steps > 0, seconds=START_SECONDS, what="the first train steps"
+        )
 
     def inject(self, fault: str, service: str) -> Injected:
         """Inject a fault and wait until the run is over it.
@@ -147,8 +178,14 @@ class FaultRun:
         """
         FAULTS[fault](self._engine, service)
         self._watch.look()
-        issued_after = self._watch.num_steps + self.config.run.max_staleness + 1  # steps up to here may have been admitted before
-        seconds = self._watch.until(lambda: self._watch.num_steps > issued_after, seconds=BOUND_SECONDS, what=f"over {fault} of {service}")
+        issued_after = (
+            self._watch.num_steps + self.config.run.max_staleness + 1
+        )  # steps up to here may have been admitted before
+        seconds = self._watch.until(
+            lambda: self._watch.num_steps > issued_after,
+            seconds=BOUND_SECONDS,
+            what=f"over {fault} of {service}",
+        )
         print(f"{fault:<11}{service:<15}{seconds:6.1f} s", flush=True)
         return Injected(service, fault, seconds)
 
@@ -161,7 +198,9 @@ class FaultRun:
         self._watch.look()
         self._write_goal(self._watch.num_steps + STEPS_LEFT)
         self._engine.compose("restart", *WORKERS)
-        self._watch.until(lambda: self._watch.has_ended, seconds=START_SECONDS, what="the end of the run")
+        self._watch.until(
+            lambda: self._watch.has_ended, seconds=START_SECONDS, what="the end of the run"
+        )
         return self._engine.relax("ledger", "check", RUN_FILE)
 
 
@@ -178,8 +217,10 @@ def write_report(injected: list[Injected], ledger: str, num_steps: int) -> None:
         title="Faults in the running stack",
         question=QUESTION,
         command=shlex.join(["python", "-m", "stack.faults", *sys.argv[1:]]),
-        conclusion=f"{len(injected)} faults in {num_steps} train steps; median {median(one.seconds for one in injected):.1f} s, longest "
-        f"{max(one.seconds for one in injected):.1f} s. The run then went on to its goal, and the ledger is clean.",
+        conclusion=f"{len(injected)} faults in {num_steps} train steps; median "
+        f"{median(one.seconds for one in injected):.1f} s, longest "
+        f"{max(one.seconds for one in injected):.1f} s. The run then went on to its goal, "
+        "and the ledger is clean.",
         rows=rows,
         data={"injected": [vars(one) for one in injected], "ledger": ledger},
     )
@@ -187,9 +228,13 @@ def write_report(injected: list[Injected], ledger: str, num_steps: int) -> None:
 
 def main() -> int:
     """Inject what the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
-    parser.add_argument("--services", nargs="+", choices=["kafka", *WORKERS], default=["kafka", *WORKERS])
+    parser.add_argument(
+        "--services", nargs="+", choices=["kafka", *WORKERS], default=["kafka", *WORKERS]
+    )
     arguments = parser.parse_args()
     return exit_code_of(lambda: inject_all(arguments.services, arguments.faults))
 
@@ -204,7 +249,12 @@ def inject_all(services: Sequence[str], faults: Sequence[str]) -> None:
     images = provide_images(engine, Stopwatch())
     run = FaultRun(engine, images["light"])
     run.start()
-    injected = [run.inject(fault, service) for service in services for fault in faults if fits(fault, service)]
+    injected = [
+        run.inject(fault, service)
+        for service in services
+        for fault in faults
+        if fits(fault, service)
+    ]
     ledger = run.finish()
     print(ledger)
     write_report(injected, ledger, run.num_steps)

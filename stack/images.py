@@ -1,4 +1,6 @@
-"""Sees that every image of the stack is here: ours are built, those of others pulled, or built from Debian's packages where they can't be."""
+"""Sees that every image of the stack is here: ours are built, those of others pulled, or built from
+Debian's packages where they can't be.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,18 @@ from pathlib import Path
 
 import yaml
 
-from relax_events.broker.embedded.cache import cache_directory
-from relax_events.broker.embedded.download import ensure_jars
-from relax_events.broker.embedded.lock import read_lock
+from relax_events.kafka.embedded.jars import cache_directory, ensure_jars, read_lock
 from stack.engine import COMPOSE_FILE, ROOT, Engine, StackError, read_pins, run
 
 BASE_IMAGE = {**read_pins(), **os.environ}.get("BASE_IMAGE", "debian:bookworm-slim")
 SUITE = "bookworm"
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 OURS = {"light": "LIGHT_IMAGE", "model": "MODEL_IMAGE"}
-OTHERS = {"kafka": "KAFKA_IMAGE", "prometheus": "PROMETHEUS_IMAGE", "alertmanager": "ALERTMANAGER_IMAGE"}
+OTHERS = {
+    "kafka": "KAFKA_IMAGE",
+    "prometheus": "PROMETHEUS_IMAGE",
+    "alertmanager": "ALERTMANAGER_IMAGE",
+}
 DOCKERFILE = ROOT / "compose" / "Dockerfile"
 BUILD_SECONDS = 1800.0
 PULL_SECONDS = 300.0
@@ -45,12 +49,20 @@ class Stopwatch:
 
 
 def image_names() -> dict[str, str]:
-    """Return the image of each stand-in and of each of our targets, as the compose file says, by service or target."""
+    """Return the image of each stand-in and of each of our targets, as the compose file says, by
+    service or target.
+    """
     services = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
-    named = {target: services["controller" if target == "light" else "trainer"]["image"] for target in OURS}
+    named = {
+        target: services["controller" if target == "light" else "trainer"]["image"]
+        for target in OURS
+    }
     named |= {service: services[service]["image"] for service in OTHERS}
     chosen = {**read_pins(), **os.environ}
-    return {what: chosen.get(variable) or default_of(named[what]) for what, variable in (OURS | OTHERS).items()}
+    return {
+        what: chosen.get(variable) or default_of(named[what])
+        for what, variable in (OURS | OTHERS).items()
+    }
 
 
 def default_of(value: str) -> str:
@@ -59,7 +71,8 @@ def default_of(value: str) -> str:
 
 
 def provide_images(engine: Engine, watch: Stopwatch) -> dict[str, str]:
-    """Build or fetch what is missing, and return the images by what they are for; ours are always built, which costs nothing when nothing changed.
+    """Build or fetch what is missing, and return the images by what they are for; ours are always
+    built, which costs nothing when nothing changed.
 
     Raises:
         StackError: An image could neither be pulled nor built.
@@ -67,7 +80,9 @@ def provide_images(engine: Engine, watch: Stopwatch) -> dict[str, str]:
     names = image_names()
     _provide(engine, BASE_IMAGE, lambda: _make_base(engine), watch)
     for target in OTHERS:
-        _provide(engine, names[target], partial(_build_standin, engine, target, names[target]), watch)
+        _provide(
+            engine, names[target], partial(_build_standin, engine, target, names[target]), watch
+        )
     for target in OURS:
         with watch.measure(f"build {names[target]}"):
             _build(engine, ROOT, names[target], file=DOCKERFILE, target=target)
@@ -78,9 +93,19 @@ def provide_images(engine: Engine, watch: Stopwatch) -> dict[str, str]:
 
 
 def further_targets(overlays: Iterable[Path]) -> dict[str, str]:
-    """Return the image of each target of our own Dockerfile that only these overlays ask for, by target."""
-    services = [service for file in overlays for service in yaml.safe_load(file.read_text())["services"].values()]
-    wanted = {service["build"]["target"]: default_of(service["image"]) for service in services if "target" in service.get("build", {})}
+    """Return the image of each target of our own Dockerfile that only these overlays ask for, by
+    target.
+    """
+    services = [
+        service
+        for file in overlays
+        for service in yaml.safe_load(file.read_text())["services"].values()
+    ]
+    wanted = {
+        service["build"]["target"]: default_of(service["image"])
+        for service in services
+        if "target" in service.get("build", {})
+    }
     return {target: name for target, name in wanted.items() if target not in OURS}
 
 
@@ -93,9 +118,13 @@ def _provide(engine: Engine, name: str, make: Callable[[], None], watch: Stopwat
         except StackError as error:
             if "@" in name:
                 raise StackError(
-                    f"{name} can't be pulled, and nothing made here has its digest; drop its line of compose/images.env: {error}"
+                    f"{name} can't be pulled, and nothing made here has its digest; drop its "
+                    f"line of compose/images.env: {error}"
                 ) from error
-            print(f"  {name} can't be pulled, so it is made here: {str(error).splitlines()[-1]}", flush=True)
+            print(
+                f"  {name} can't be pulled, so it is made here: {str(error).splitlines()[-1]}",
+                flush=True,
+            )
             make()
 
 
@@ -120,10 +149,24 @@ def _build_standin(engine: Engine, target: str, name: str) -> None:
 
 
 def _make_base(engine: Engine) -> None:
-    """Make the base image out of Debian's packages, with the authorities that this machine trusts."""
+    """Make the base image out of Debian's packages, with the authorities that this machine
+    trusts.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        run(["debootstrap", "--variant=minbase", "--include=ca-certificates", SUITE, folder], os.environ, seconds=BUILD_SECONDS)
+        run(
+            ["debootstrap", "--variant=minbase", "--include=ca-certificates", SUITE, folder],
+            os.environ,
+            seconds=BUILD_SECONDS,
+        )
         if CA_BUNDLE.exists():
             shutil.copy(CA_BUNDLE, folder + str(CA_BUNDLE))
-        with subprocess.Popen(["tar", "--directory", folder, "--create", "."], stdout=subprocess.PIPE) as archive:
-            subprocess.run(["docker", "import", "-", BASE_IMAGE], env=engine.environment, stdin=archive.stdout, check=True, timeout=BUILD_SECONDS)
+        with subprocess.Popen(
+            ["tar", "--directory", folder, "--create", "."], stdout=subprocess.PIPE
+        ) as archive:
+            subprocess.run(
+                ["docker", "import", "-", BASE_IMAGE],
+                env=engine.environment,
+                stdin=archive.stdout,
+                check=True,
+                timeout=BUILD_SECONDS,
+            )

@@ -1,6 +1,8 @@
-"""Makes the mistakes that people make with the stack, and shows what they are told: `make stack-mistakes`.
+"""Makes the mistakes that people make with the stack, and shows what they are told: `make
+stack-mistakes`.
 
-Each is one command on the stack's images and its broker, and has to end at once, with a text that names the thing and the remedy.
+Each is one command on the stack's images and its broker, and has to end at once, with a text that
+names the thing and the remedy.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from stack.images import Stopwatch, provide_images
 
 RUN_FILE = "configs/quickstart.toml"
 BOUND_SECONDS = 90.0
-QUESTION = "A mistake in the stack's settings or surroundings, one command each, and what the person who made it reads."
+QUESTION = (
+    "A mistake in the stack's settings or surroundings, one command each, and what the person "
+    "who made it reads."
+)
 OVER_EXISTING, OVER_GPU = ROOT / "compose" / "existing-cluster.yml", ROOT / "compose" / "gpu.yml"
 PROJECT = "relax-mistakes"
 """Apart from a stack that is up."""
@@ -59,7 +64,9 @@ def refused(engine: Engine, *words: str) -> Refusal:
     try:
         engine.compose(*words, seconds=BOUND_SECONDS)
     except StackError as error:
-        return Refusal(str(error).partition("\n")[2], time.monotonic() - started)  # without the command itself
+        return Refusal(
+            str(error).partition("\n")[2], time.monotonic() - started
+        )  # without the command itself
     raise StackError(f"{' '.join(words)} was accepted")
 
 
@@ -72,18 +79,26 @@ def a_port_is_taken(engine: Engine, folder: Path) -> Refusal:
     """Start Prometheus where something listens already."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = {"PROMETHEUS_PORT": str(server.getsockname()[1])}
-        return refused(with_more(engine, port), "up", "--detach", "--no-deps", "--force-recreate", "prometheus")
+        return refused(
+            with_more(engine, port), "up", "--detach", "--no-deps", "--force-recreate", "prometheus"
+        )
 
 
 def a_volume_is_read_only(engine: Engine, folder: Path) -> Refusal:
     """Make the model where nothing can be written."""
     overlay = folder / "read-only.json"
-    overlay.write_text(json.dumps({"services": {"model": {"volumes": [f"{folder}:/srv/relax/.relax:ro"]}}}))
+    overlay.write_text(
+        json.dumps({"services": {"model": {"volumes": [f"{folder}:/srv/relax/.relax:ro"]}}})
+    )
     return refused(with_more(engine, {}, overlay), *ONCE, "model", "models", "prepare", RUN_FILE)
 
 
-def with_secrets(password: str | None, *, authority: str = "-----BEGIN CERTIFICATE-----") -> Callable[[Engine, Path], Refusal]:
-    """Return a mistake with the secrets of an existing cluster; None is a password that is not there."""
+def with_secrets(
+    password: str | None, *, authority: str = "-----BEGIN CERTIFICATE-----"
+) -> Callable[[Engine, Path], Refusal]:
+    """Return a mistake with the secrets of an existing cluster; None is a password that is not
+    there.
+    """
 
     def make(engine: Engine, folder: Path) -> Refusal:
         files = {"BROKER_PASSWORD_FILE": folder / "password", "BROKER_CA_FILE": folder / "ca.pem"}
@@ -93,7 +108,9 @@ def with_secrets(password: str | None, *, authority: str = "-----BEGIN CERTIFICA
         for file in folder.iterdir():
             file.chmod(0o644)
         settings = {name: str(file) for name, file in files.items()}
-        return refused(with_more(engine, settings, OVER_EXISTING), *ONCE, "relax", "topics", "plan", RUN_FILE)
+        return refused(
+            with_more(engine, settings, OVER_EXISTING), *ONCE, "relax", "topics", "plan", RUN_FILE
+        )
 
     return make
 
@@ -101,11 +118,24 @@ def with_secrets(password: str | None, *, authority: str = "-----BEGIN CERTIFICA
 def a_password_is_wrong(engine: Engine, folder: Path) -> Refusal:
     """Ask a secured broker with a password that is not the user's."""
     security = folder / "security"
-    command = [sys.executable, "-m", "relax_events.cli", "broker", "secure", str(ROOT / RUN_FILE), "--out", str(security), "--hosts", "kafka"]
+    command = [
+        sys.executable,
+        "-m",
+        "relax_events.cli",
+        "broker",
+        "secure",
+        str(ROOT / RUN_FILE),
+        "--out",
+        str(security),
+        "--hosts",
+        "kafka",
+    ]
     subprocess.run(command, check=True, timeout=BOUND_SECONDS, capture_output=True)
     for path in (security, *security.rglob("*")):
         os.chown(path, CONTAINER_USER, CONTAINER_USER)
-    secured = with_more(engine, {"COMPOSE_PROJECT_NAME": f"{PROJECT}-secured"}, *security.glob("compose/*.json"))
+    secured = with_more(
+        engine, {"COMPOSE_PROJECT_NAME": f"{PROJECT}-secured"}, *security.glob("compose/*.json")
+    )
     try:
         secured.compose("run", "--rm", "-T", "topics")
         (file,) = security.glob("secrets/*.operator")
@@ -118,22 +148,41 @@ def a_password_is_wrong(engine: Engine, folder: Path) -> Refusal:
 MISTAKES = (
     Mistake("port taken", r"(address already in use|port is already allocated)", a_port_is_taken),
     Mistake("secret missing", r"password", with_secrets(None)),
-    Mistake("secret empty", r"broker\.password_file: /run/secrets/broker_password is empty; write the secret into it", with_secrets("")),
+    Mistake(
+        "secret empty",
+        r"broker\.password_file: /run/secrets/broker_password is empty; write the secret into it",
+        with_secrets(""),
+    ),
     Mistake(
         "authority that is none",
         r"broker\.ca_file: /run/secrets/broker_ca holds no certificate; give the PEM file",
         with_secrets("a password", authority="-"),
     ),
-    Mistake("password wrong", r"user .relax\.quickstart\.operator. was not let in; .* or knows another password", a_password_is_wrong),
+    Mistake(
+        "password wrong",
+        r"user .relax\.quickstart\.operator. was not let in; .* or knows another password",
+        a_password_is_wrong,
+    ),
     Mistake(
         "no broker",
         r"no broker answered at kafka-9:9092 within .*; start it, or set broker\.bootstrap_servers",
-        lambda engine, folder: refused(engine, *ONCE, "-e", "RELAX_BROKER__BOOTSTRAP_SERVERS=kafka-9:9092", "relax", "topics", "plan", RUN_FILE),
+        lambda engine, folder: refused(
+            engine,
+            *ONCE,
+            "-e",
+            "RELAX_BROKER__BOOTSTRAP_SERVERS=kafka-9:9092",
+            "relax",
+            "topics",
+            "plan",
+            RUN_FILE,
+        ),
     ),
     Mistake(
         "run file missing",
         r"configs/missing\.toml",
-        lambda engine, folder: refused(engine, *ONCE, "relax", "topics", "plan", "configs/missing.toml"),
+        lambda engine, folder: refused(
+            engine, *ONCE, "relax", "topics", "plan", "configs/missing.toml"
+        ),
     ),
     Mistake(
         "volume read-only",
@@ -143,12 +192,16 @@ MISTAKES = (
     Mistake(
         "GPU asked of the image for a CPU",
         r"model\.device = 'cuda' asks for a GPU that is not here: .*; give the process one, or set model\.device = 'auto'",
-        lambda engine, folder: refused(engine, *ONCE, "trainer", "worker", "trainer", RUN_FILE, "model.device=cuda"),
+        lambda engine, folder: refused(
+            engine, *ONCE, "trainer", "worker", "trainer", RUN_FILE, "model.device=cuda"
+        ),
     ),
     Mistake(
         "GPU asked of a machine without one",
         r"could not select device driver",
-        lambda engine, folder: refused(with_more(engine, {}, OVER_GPU), *ONCE, "trainer", "worker", "trainer", RUN_FILE),
+        lambda engine, folder: refused(
+            with_more(engine, {}, OVER_GPU), *ONCE, "trainer", "worker", "trainer", RUN_FILE
+        ),
     ),
 )
 
@@ -173,7 +226,10 @@ def make_all() -> None:
         title="Mistakes with the stack",
         question=QUESTION,
         command="python -m stack.mistakes",
-        conclusion=f"All {len(rows)} are refused by name, none takes longer than {max(float(row['seconds']) for row in rows):.0f} s.",
+        conclusion=(
+            f"All {len(rows)} are refused by name, none takes longer than "
+            f"{max(float(row['seconds']) for row in rows):.0f} s."
+        ),
         rows=rows,
         data={"mistakes": rows},
     )
@@ -187,12 +243,18 @@ def _made(engine: Engine, mistake: Mistake) -> dict[str, str]:
     if line is None:
         raise StackError(f"{mistake.name}: nothing said matches {mistake.says!r}:\n{refusal.text}")
     print(f"{mistake.name:<36}{refusal.seconds:6.1f} s  {line.strip()}", flush=True)
-    return {"mistake": mistake.name, "what it says": line.strip().replace(folder, "FOLDER"), "seconds": f"{refusal.seconds:.1f}"}
+    return {
+        "mistake": mistake.name,
+        "what it says": line.strip().replace(folder, "FOLDER"),
+        "seconds": f"{refusal.seconds:.1f}",
+    }
 
 
 def main() -> int:
     """Make them all."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     return exit_code_of(make_all)
 
 

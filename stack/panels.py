@@ -22,4 +22,15 @@ def panels_with_data(run: str, *, start: float, end: float) -> Iterator[tuple[Pa
     """
     for panels in DASHBOARDS.values():
         for panel in panels:
-            yield panel, bool(ask("query_range", query=plain_query(panel, run=run), start=start, end=end, step=STEP_SECONDS)["result"])
+            yield (
+                panel,
+                bool(
+                    ask(
+                        "query_range",
+                        query=plain_query(panel, run=run),
+                        start=start,
+                        end=end,
+                        step=STEP_SECONDS,
+                    )["result"]
+                ),
+            )

@@ -1,4 +1,5 @@
-"""Writes compose/images.env: the images of others by digest, so that no registry can give another content under the same tag.
+"""Writes compose/images.env: the images of others by digest, so that no registry can give another
+content under the same tag.
 
 python -m stack.pins        pulls each image by its tag and notes the digest that the registry gave it
 
@@ -19,18 +20,30 @@ from stack.engine import COMPOSE_FILE, PINS_FILE, Engine, StackError, exit_code_
 from stack.images import PULL_SECONDS
 
 IMAGE = re.compile(r"\$\{([A-Z]+_IMAGE):-([^}]+)\}")
-HEAD = "# The images of others by digest, written by `make stack-pins`. A variable of the environment goes before a line of this file.\n"
+HEAD = (
+    "# The images of others by digest, written by `make stack-pins`. A variable of the "
+    "environment goes before a line of this file.\n"
+)
 
 
 def images_of_others(folder: Path = COMPOSE_FILE.parent) -> dict[str, str]:
-    """Return the tag of each image that the compose files take from a registry, by the variable that chooses another."""
-    read = [yaml.safe_load(file.read_text()).get("services") or {} for file in sorted(folder.glob("*.yml"))]
+    """Return the tag of each image that the compose files take from a registry, by the variable
+    that chooses another.
+    """
+    read = [
+        yaml.safe_load(file.read_text()).get("services") or {}
+        for file in sorted(folder.glob("*.yml"))
+    ]
     services = [service for by_name in read for service in by_name.values()]
     texts = [service.get("image", "") for service in services] + [
         service.get("build", {}).get("args", {}).get("BASE_IMAGE", "") for service in services
     ]
     found: dict[str, str] = {match[1]: match[2] for match in map(IMAGE.fullmatch, texts) if match}
-    return {variable: tag for variable, tag in sorted(found.items()) if not tag.startswith("relax-events:")}
+    return {
+        variable: tag
+        for variable, tag in sorted(found.items())
+        if not tag.startswith("relax-events:")
+    }
 
 
 def digest_of(tag: str, inspected: str) -> str:
@@ -41,9 +54,16 @@ def digest_of(tag: str, inspected: str) -> str:
     """
     name = tag.rpartition(":")[0]
     digests: list[str] = json.loads(inspected) or []
-    by_digest = sorted(found.partition("@")[2] for found in digests if re.fullmatch(r".+@sha256:[0-9a-f]{64}", found))
+    by_digest = sorted(
+        found.partition("@")[2]
+        for found in digests
+        if re.fullmatch(r".+@sha256:[0-9a-f]{64}", found)
+    )
     if not by_digest:
-        raise StackError(f"{tag} was made on this machine and has no digest of a registry; remove it with `docker image rm {tag}` and pull it")
+        raise StackError(
+            f"{tag} was made on this machine and has no digest of a registry; remove it with "
+            f"`docker image rm {tag}` and pull it"
+        )
     return f"{name}@{by_digest[0]}"
 
 
@@ -61,7 +81,9 @@ def pin(engine: Engine) -> dict[str, str]:
     pins = {}
     for variable, tag in images_of_others().items():
         engine.docker("pull", "--quiet", tag, seconds=PULL_SECONDS)
-        pins[variable] = digest_of(tag, engine.docker("image", "inspect", "--format", "{{json .RepoDigests}}", tag))
+        pins[variable] = digest_of(
+            tag, engine.docker("image", "inspect", "--format", "{{json .RepoDigests}}", tag)
+        )
         print(f"{variable}={pins[variable]}", flush=True)
     return pins
 

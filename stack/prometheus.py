@@ -31,4 +31,6 @@ def ask(what: str, **parameters: object) -> Any:
     except urllib.error.HTTPError as error:
         raise StackError(f"{url}: {error.read().decode(errors='replace')}") from None
     except OSError as error:
-        raise StackError(f"Prometheus does not answer at {PROMETHEUS}: {error}; PROMETHEUS_PORT says where it is") from None
+        raise StackError(
+            f"Prometheus does not answer at {PROMETHEUS}: {error}; PROMETHEUS_PORT says where it is"
+        ) from None

@@ -1,4 +1,6 @@
-"""What a container of the stack reaches: tried from inside, by the addresses that the engine knows of the others."""
+"""What a container of the stack reaches: tried from inside, by the addresses that the engine knows
+of the others.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,13 @@ class Address:
     host: str
     port: int
     is_closed: bool = False
-    """Whether the address is of a network that only its members have: elsewhere nobody's, or somebody else's."""
+    """Whether the address is of a network that only its members have: elsewhere nobody's, or
+    somebody else's."""
 
 
 def addresses(engine: Engine, host_port: int) -> list[Address]:
-    """Return where the stack's services and this machine can be looked for: by name and in every network.
+    """Return where the stack's services and this machine can be looked for: by name and in every
+    network.
 
     Args:
         engine: Whose services are up.
@@ -51,18 +55,39 @@ def addresses(engine: Engine, host_port: int) -> list[Address]:
     for service, port in SERVICES.items():
         (container,) = engine.containers(service)
         for network, of in engine.networks(container).items():
-            found.append(Address(f"{service} in {network.removeprefix(f'{PROJECT}_')}", of["IPAddress"], port, network == CLOSED))
+            found.append(
+                Address(
+                    f"{service} in {network.removeprefix(f'{PROJECT}_')}",
+                    of["IPAddress"],
+                    port,
+                    network == CLOSED,
+                )
+            )
             gateways[network] = of["Gateway"] or _first_address(engine, network)
     found += [
-        Address(f"this machine in {network.removeprefix(f'{PROJECT}_')}", host, host_port, network == CLOSED) for network, host in gateways.items()
+        Address(
+            f"this machine in {network.removeprefix(f'{PROJECT}_')}",
+            host,
+            host_port,
+            network == CLOSED,
+        )
+        for network, host in gateways.items()
     ]
-    return [*found, Address("this machine by its own address", own_address(), host_port), Address("an address elsewhere", ELSEWHERE, 443)]
+    return [
+        *found,
+        Address("this machine by its own address", own_address(), host_port),
+        Address("an address elsewhere", ELSEWHERE, 443),
+    ]
 
 
 def _first_address(engine: Engine, network: str) -> str:
     """Return where the machine would be in a network: its first address."""
-    (config,) = json.loads(engine.docker("network", "inspect", "--format", "{{json .IPAM.Config}}", network))
-    return str(config.get("Gateway") or config["Subnet"].partition("/")[0].rpartition(".")[0] + ".1")
+    (config,) = json.loads(
+        engine.docker("network", "inspect", "--format", "{{json .IPAM.Config}}", network)
+    )
+    return str(
+        config.get("Gateway") or config["Subnet"].partition("/")[0].rpartition(".")[0] + ".1"
+    )
 
 
 def own_address() -> str:
@@ -86,7 +111,9 @@ def reached(engine: Engine, service: str, tried: list[Address]) -> list[bool]:
         StackError: The container could not be run.
     """
     given = json.dumps([(address.host, address.port) for address in tried])
-    said = engine.compose("run", "--rm", "-T", "--no-deps", "--entrypoint", PYTHON, service, "-c", ATTEMPTS, given).split()
+    said = engine.compose(
+        "run", "--rm", "-T", "--no-deps", "--entrypoint", PYTHON, service, "-c", ATTEMPTS, given
+    ).split()
     if len(said) != len(tried):
         raise StackError(f"{service} has tried {len(said)} of {len(tried)} addresses")
     return [word == "reached" for word in said]

@@ -1,9 +1,11 @@
-"""Brings the stack up, waits for the run's goal, proves the ledger and says what it took: `make stack`.
+"""Brings the stack up, waits for the run's goal, proves the ledger and says what it took: `make
+stack`.
 
 python -m stack.run up        build what is missing, run, check; everything stays up to be looked at
 python -m stack.run down      take the containers down, and with --volumes all that the run wrote
 
-With --overlay FILE another file of compose/ is laid over the stack, which is run and checked in the same way.
+With --overlay FILE another file of compose/ is laid over the stack, which is run and checked in the
+same way.
 """
 
 from __future__ import annotations
@@ -55,10 +57,14 @@ def up(engine: Engine) -> dict[str, Any]:
     watch.seconds["from docker-compose up to the end of the run"] = time.monotonic() - started
     with watch.measure("relax ledger check"):
         ledger = json.loads(engine.relax("ledger", "check", RUN_FILE, "--output", "json"))
-    reward = sum(value for step, value in run.rewards.items() if step >= run.num_steps - LAST_STEPS) / LAST_STEPS
+    reward = (
+        sum(value for step, value in run.rewards.items() if step >= run.num_steps - LAST_STEPS)
+        / LAST_STEPS
+    )
     if ledger["problems"] or reward < GOAL_REWARD:
         raise StackError(
-            f"mean reward of the last {LAST_STEPS} steps {reward:.3f}, the goal is {GOAL_REWARD}; ledger: {ledger['problems'] or 'clean'}"
+            f"mean reward of the last {LAST_STEPS} steps {reward:.3f}, the goal is "
+            f"{GOAL_REWARD}; ledger: {ledger['problems'] or 'clean'}"
         )
     return {
         "reward": {"first": run.rewards[0], "last": reward, "steps": run.num_steps},
@@ -66,7 +72,10 @@ def up(engine: Engine) -> dict[str, Any]:
         "seconds": watch.seconds,
         "image_bytes": {name: image_bytes(engine, name) for name in images.values()},
         "load": os.getloadavg()[1],
-        "panels": {panel.title: has_data for panel, has_data in panels_with_data(RUN_LABEL, start=started_at, end=time.time())},
+        "panels": {
+            panel.title: has_data
+            for panel, has_data in panels_with_data(RUN_LABEL, start=started_at, end=time.time())
+        },
         "memory_bytes": memory.peak_bytes,
         "volume_bytes": volume_bytes(engine, images["light"]),
     }
@@ -81,7 +90,9 @@ class Memory:
 
     def look(self) -> None:
         """Note what they use now."""
-        for line in self._engine.docker("stats", "--no-stream", "--format", "{{.Name}} {{.MemUsage}}", seconds=60).splitlines():
+        for line in self._engine.docker(
+            "stats", "--no-stream", "--format", "{{.Name}} {{.MemUsage}}", seconds=60
+        ).splitlines():
             name, used, *_ = line.split()
             self.peak_bytes[name] = max(bytes_of(used), self.peak_bytes.get(name, 0))
 
@@ -100,10 +111,25 @@ def image_bytes(engine: Engine, name: str) -> int:
 
 
 def volume_bytes(engine: Engine, image: str) -> dict[str, int]:
-    """Return how much of the disk each of the stack's volumes takes; Kafka's index files are mostly holes."""
-    names = engine.docker("volume", "ls", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}").split()
+    """Return how much of the disk each of the stack's volumes takes; Kafka's index files are mostly
+    holes.
+    """
+    names = engine.docker(
+        "volume", "ls", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}"
+    ).split()
     look = ["run", "--rm", "--user", "root", "--entrypoint", "du"]
-    measured = {name: engine.docker(*look, "--volume", f"{name}:/volume:ro", image, "--summarize", "--block-size=1", "/volume") for name in names}
+    measured = {
+        name: engine.docker(
+            *look,
+            "--volume",
+            f"{name}:/volume:ro",
+            image,
+            "--summarize",
+            "--block-size=1",
+            "/volume",
+        )
+        for name in names
+    }
     return {name: int(text.split()[0]) for name, text in measured.items()}
 
 
@@ -116,16 +142,28 @@ def write_report(measured: dict[str, Any], images: dict[str, int]) -> None:
         title="The stack on one machine",
         question=QUESTION,
         command="make stack",
-        conclusion=f"Mean reward {reward['first']:.2f} in the first step, {reward['last']:.2f} over the last {LAST_STEPS} of {reward['steps']}; "
-        f"the ledger is clean over {ledger['outcomes']['trained']} trained prompt groups. Prometheus has data for {sum(panels.values())} of the "
-        f"{len(panels)} dashboard panels; empty: {empty}. Load average of the machine over five minutes: {measured['load']:.0f}.",
+        conclusion=f"Mean reward {reward['first']:.2f} in the first step, {reward['last']:.2f} over the "
+        f"last {LAST_STEPS} of {reward['steps']}; "
+        f"the ledger is clean over {ledger['outcomes']['trained']} trained prompt groups. "
+        f"Prometheus has data for {sum(panels.values())} of the "
+        f"{len(panels)} dashboard panels; empty: {empty}. Load average of the machine over "
+        f"five minutes: {measured['load']:.0f}.",
         tables={
-            "Times": [{"what": what, "seconds": f"{seconds:.1f}"} for what, seconds in measured["seconds"].items()],
-            "Images": [{"image": name, "MB": f"{size / 1e6:,.0f}"} for name, size in images.items()],
-            "Memory, the most that was seen": [
-                {"container": name, "MB": f"{size / 1e6:,.0f}"} for name, size in sorted(measured["memory_bytes"].items())
+            "Times": [
+                {"what": what, "seconds": f"{seconds:.1f}"}
+                for what, seconds in measured["seconds"].items()
             ],
-            "Volumes at the end": [{"volume": name, "MB": f"{size / 1e6:,.1f}"} for name, size in sorted(measured["volume_bytes"].items())],
+            "Images": [
+                {"image": name, "MB": f"{size / 1e6:,.0f}"} for name, size in images.items()
+            ],
+            "Memory, the most that was seen": [
+                {"container": name, "MB": f"{size / 1e6:,.0f}"}
+                for name, size in sorted(measured["memory_bytes"].items())
+            ],
+            "Volumes at the end": [
+                {"volume": name, "MB": f"{size / 1e6:,.1f}"}
+                for name, size in sorted(measured["volume_bytes"].items())
+            ],
         },
         data=measured,
     )
@@ -133,24 +171,50 @@ def write_report(measured: dict[str, Any], images: dict[str, int]) -> None:
 
 def main() -> int:
     """Do what the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["up", "down"])
-    parser.add_argument("--volumes", action="store_true", help="with down: delete the log, the files and the series too")
-    parser.add_argument("--overlay", type=Path, action="append", default=[], help="lay this file over the stack; may be given several times")
+    parser.add_argument(
+        "--volumes",
+        action="store_true",
+        help="with down: delete the log, the files and the series too",
+    )
+    parser.add_argument(
+        "--overlay",
+        type=Path,
+        action="append",
+        default=[],
+        help="lay this file over the stack; may be given several times",
+    )
     arguments = parser.parse_args()
     overlays = [file.resolve() for file in arguments.overlay]
-    return exit_code_of(lambda: up_and_report(overlays) if arguments.what == "up" else down(overlays, volumes=arguments.volumes))
+    return exit_code_of(
+        lambda: (
+            up_and_report(overlays)
+            if arguments.what == "up"
+            else down(overlays, volumes=arguments.volumes)
+        )
+    )
 
 
 def up_and_report(overlays: list[Path]) -> None:
-    """Bring the stack up and check it; write what it took, or with overlays say it; raises as `up`."""
+    """Bring the stack up and check it; write what it took, or with overlays say it; raises as
+    `up`.
+    """
     engine = open_engine()
     engine.overlays += overlays
     measured = up(engine)
     if overlays:
-        reward, seconds = measured["reward"], measured["seconds"]["from docker-compose up to the end of the run"]
+        reward, seconds = (
+            measured["reward"],
+            measured["seconds"]["from docker-compose up to the end of the run"],
+        )
         names = ", ".join(file.name for file in overlays)
-        print(f"with {names}: mean reward {reward['first']:.2f} -> {reward['last']:.2f} in {seconds:.0f} s; the ledger is clean")
+        print(
+            f"with {names}: mean reward {reward['first']:.2f} -> {reward['last']:.2f} in "
+            f"{seconds:.0f} s; the ledger is clean"
+        )
     else:
         write_report(measured, measured["image_bytes"])
 

@@ -1,4 +1,6 @@
-"""Follows a run of the stack from outside: by what its containers log and by how they stand, so that it sees through any fault."""
+"""Follows a run of the stack from outside: by what its containers log and by how they stand, so
+that it sees through any fault.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,28 @@ class RunWatch:
         """Whether the controller has ended the run: nothing else makes it exit with code 0.
 
         Raises:
-            StackError: What has to be done before the workers start has failed; the text ends with its log.
+            StackError: What has to be done before the workers start has failed; the text ends with
+                its log.
         """
         for service in ONE_SHOTS:
             for container in self._engine.containers(service):
                 state = self._engine.state(container)
                 if state["Status"] == "exited" and state["ExitCode"]:
-                    raise StackError(f"{service} ended with exit code {state['ExitCode']}:\n{self._engine.logs(container, '--tail', '20')}")
-        states = [self._engine.state(container) for container in self._engine.containers("controller")]
+                    raise StackError(
+                        f"{service} ended with exit code "
+                        f"{state['ExitCode']}:\n{self._engine.logs(container, '--tail', '20')}"
+                    )
+        states = [
+            self._engine.state(container) for container in self._engine.containers("controller")
+        ]
         return any(state["Status"] == "exited" and state["ExitCode"] == 0 for state in states)
 
     def look(self) -> None:
         """Take in the train steps that the trainer has logged since the last look."""
         for container in self._engine.containers("trainer"):
-            for line in self._engine.logs(container, "--timestamps", "--since", self._seen_to).splitlines():
+            for line in self._engine.logs(
+                container, "--timestamps", "--since", self._seen_to
+            ).splitlines():
                 told, _, text = line.partition(" ")
                 self._seen_to = max(self._seen_to, told)
                 event = json.loads(text) if text.startswith("{") else {}
@@ -64,5 +74,7 @@ class RunWatch:
             if condition():
                 return time.monotonic() - started
             if time.monotonic() - started > seconds:
-                raise StackError(f"{what}: not within {seconds:g} s; {self.num_steps} train steps are committed")
+                raise StackError(
+                    f"{what}: not within {seconds:g} s; {self.num_steps} train steps are committed"
+                )
             time.sleep(TURN_SECONDS)

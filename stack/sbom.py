@@ -1,4 +1,5 @@
-"""Writes the software bill of materials: every package that is pinned in requirements/, and every jar of the broker, as CycloneDX JSON.
+"""Writes the software bill of materials: every package that is pinned in requirements/, and every
+jar of the broker, as CycloneDX JSON.
 
 python -m stack.sbom TOOL FILE        TOOL is cyclonedx-py, which reads the requirements; `make sbom` installs it apart
 """
@@ -13,13 +14,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_events.broker.embedded.lock import Jar, read_lock
+from relax_events.kafka.embedded.jars import Jar, read_lock
 from stack.engine import ROOT, StackError, exit_code_of
 
 REQUIREMENTS = ROOT / "requirements"
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
 OF_FILES = "relax-events:requirements"
-"""Property of a package: the files of requirements/ that name it, so what has it of the environments and images."""
+"""Property of a package: the files of requirements/ that name it, so what has it of the
+environments and images."""
 TOOL_SECONDS = 120
 
 
@@ -32,34 +34,58 @@ def pinned(folder: Path = REQUIREMENTS) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def bill(read: Mapping[str, Any], pins: Mapping[tuple[str, str], list[str]], jars: Iterable[Jar]) -> dict[str, Any]:
+def bill(
+    read: Mapping[str, Any], pins: Mapping[tuple[str, str], list[str]], jars: Iterable[Jar]
+) -> dict[str, Any]:
     """Return the bill of materials.
 
     Args:
-        read: What cyclonedx-py read from all requirements files; a package of several files is in it several times.
+        read: What cyclonedx-py read from all requirements files; a package of several files is in
+            it several times.
         pins: Files by package.
         jars: Of the broker.
     Raises:
         StackError: A pinned package is missing in what was read.
     """
-    by_package = {(one["name"], one["version"]): one for one in read["components"] if "version" in one}
+    by_package = {
+        (one["name"], one["version"]): one for one in read["components"] if "version" in one
+    }
     if missing := sorted(f"{name}=={version}" for name, version in pins.keys() - by_package.keys()):
-        raise StackError(f"cyclonedx-py read nothing of {', '.join(missing[:5])}: {len(missing)} of {len(pins)} pinned packages; look at its output")
+        raise StackError(
+            f"cyclonedx-py read nothing of {', '.join(missing[:5])}: {len(missing)} of "
+            f"{len(pins)} pinned packages; look at its output"
+        )
     packages = [_package(by_package[key], files) for key, files in sorted(pins.items())]
     components = [*packages, *(_jar(jar) for jar in jars)]
-    return {**read, "components": components, "dependencies": [{"ref": one["bom-ref"]} for one in components]}
+    return {
+        **read,
+        "components": components,
+        "dependencies": [{"ref": one["bom-ref"]} for one in components],
+    }
 
 
 def _package(component: Mapping[str, Any], files: list[str]) -> dict[str, Any]:
-    kept = {key: value for key, value in component.items() if key != "description"}  # the line of the requirements file, hashes and all
-    return {**kept, "bom-ref": component["purl"], "properties": [{"name": OF_FILES, "value": ",".join(files)}]}
+    kept = {
+        key: value for key, value in component.items() if key != "description"
+    }  # the line of the requirements file, hashes and all
+    return {
+        **kept,
+        "bom-ref": component["purl"],
+        "properties": [{"name": OF_FILES, "value": ",".join(files)}],
+    }
 
 
 def _jar(jar: Jar) -> dict[str, Any]:
     group, artifact, version = jar.path.rsplit("/", 3)[:3]
     purl = f"pkg:maven/{group.replace('/', '.')}/{artifact}@{version}"
     named = {"group": group.replace("/", "."), "name": artifact, "version": version}
-    return {"type": "library", "bom-ref": purl, "purl": purl, **named, "hashes": [{"alg": "SHA-256", "content": jar.sha256}]}
+    return {
+        "type": "library",
+        "bom-ref": purl,
+        "purl": purl,
+        **named,
+        "hashes": [{"alg": "SHA-256", "content": jar.sha256}],
+    }
 
 
 def write(tool: Path, file: Path) -> None:
@@ -69,8 +95,18 @@ def write(tool: Path, file: Path) -> None:
         StackError: The tool failed, or has passed a package over.
     """
     text = "\n".join(one.read_text() for one in sorted(REQUIREMENTS.glob("*.txt")))
-    command = [str(tool), "requirements", "-", "--output-format", "JSON", "--output-reproducible", "--no-validate"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=TOOL_SECONDS)
+    command = [
+        str(tool),
+        "requirements",
+        "-",
+        "--output-format",
+        "JSON",
+        "--output-reproducible",
+        "--no-validate",
+    ]
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, check=False, timeout=TOOL_SECONDS
+    )
     if done.returncode:
         raise StackError(f"{tool}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     made = bill(json.loads(done.stdout), pinned(), read_lock().jars)

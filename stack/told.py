@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
-from relax_events.telemetry.answering import TextHandler
+from relax_events.http.responses import TextHandler
 from stack.engine import ROOT, Engine
 
 OVERLAY = ROOT / "compose" / "notices.yml"
@@ -22,20 +22,26 @@ class Told(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
-        """Listen on a free port of every interface, since the containers come from a network of their own."""
+        """Listen on a free port of every interface, since the containers come from a network of
+        their own.
+        """
         super().__init__(("0.0.0.0", 0), _Handler)
         self.titles: list[str] = []
 
     def has_been_told(self, alert: str) -> bool:
         """Tell whether a notice has come that this alert fires."""
-        return any(title.startswith(f"{alert}: ") and title.endswith("firing") for title in self.titles)
+        return any(
+            title.startswith(f"{alert}: ") and title.endswith("firing") for title in self.titles
+        )
 
 
 class _Handler(TextHandler):
     server: Told
 
     def do_POST(self) -> None:  # noqa: N802 as http.server calls it
-        self.server.titles.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["title"])
+        self.server.titles.append(
+            json.loads(self.rfile.read(int(self.headers["Content-Length"])))["title"]
+        )
         self.answer(200, b"noted\n")
 
 

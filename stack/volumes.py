@@ -19,9 +19,18 @@ BROKER_MEGABYTES = 1024
 
 
 def write_small_volumes(folder: Path, image: str) -> Path:
-    """Write an overlay that puts the stack's log and files into memory, so that they can be filled, and a container that keeps them there."""
+    """Write an overlay that puts the stack's log and files into memory, so that they can be filled,
+    and a container that keeps them there.
+    """
     volumes = {
-        name: {"name": f"relax_small_{name}", "driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": f"size={size}m,uid=1000,gid=1000"}}
+        name: {
+            "name": f"relax_small_{name}",
+            "driver_opts": {
+                "type": "tmpfs",
+                "device": "tmpfs",
+                "o": f"size={size}m,uid=1000,gid=1000",
+            },
+        }
         for name, size in MEGABYTES.items()
     }
     keeper = {
@@ -33,7 +42,10 @@ def write_small_volumes(folder: Path, image: str) -> Path:
         "volumes": [f"{name}:/volumes/{name}" for name in MEGABYTES],
     }
     path = folder / "volumes.json"
-    services: dict[str, Any] = {name: {"depends_on": {KEEPER: {"condition": "service_started"}}} for name in ("kafka", "topics", "model")}
+    services: dict[str, Any] = {
+        name: {"depends_on": {KEEPER: {"condition": "service_started"}}}
+        for name in ("kafka", "topics", "model")
+    }
     services["kafka"]["mem_limit"] = f"{MEGABYTES['log'] + BROKER_MEGABYTES}m"
     path.write_text(json.dumps({"services": {KEEPER: keeper, **services}, "volumes": volumes}))
     return path
@@ -48,7 +60,10 @@ def fill(engine: Engine, volume: str, *, free_fraction: float = 0.0) -> None:
     folder = f"/volumes/{volume}"
     left = int(MEGABYTES[volume] * free_fraction)
     room = f"$(df --output=avail --block-size=1M {folder} | tail --lines=1)"
-    fills = f"head --bytes=$(({room} - {left}))M /dev/zero > {folder}/{BALLAST}; test {room} -le {left + 1}"
+    fills = (
+        f"head --bytes=$(({room} - {left}))M /dev/zero > {folder}/{BALLAST}; test {room} -le "
+        f"{left + 1}"
+    )
     engine.docker("exec", *engine.containers(KEEPER), "sh", "-c", fills)
 
 
@@ -58,4 +73,6 @@ def free(engine: Engine, volume: str) -> None:
     Raises:
         StackError: It can't be taken away.
     """
-    engine.docker("exec", *engine.containers(KEEPER), "rm", "--force", f"/volumes/{volume}/{BALLAST}")
+    engine.docker(
+        "exec", *engine.containers(KEEPER), "rm", "--force", f"/volumes/{volume}/{BALLAST}"
+    )

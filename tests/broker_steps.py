@@ -1,4 +1,5 @@
-"""Steps of tests that talk to a broker: fill a topic, fetch until something holds, wait for another process."""
+"""Steps of tests that talk to a broker: fill a topic, fetch until something holds, wait for another
+process."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord, Record
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord, Record
 
 TIMEOUT_SECONDS = 60.0
 MEMBER = """
@@ -25,7 +26,8 @@ while len(consumer.positions) < 4:
 print("assigned")
 sys.stdin.read()
 """
-"""Joins a group at four partitions and says so: for `other_process`, with bootstrap servers, client id, group and topic."""
+"""Joins a group at four partitions and says so: for `other_process`, with bootstrap servers, client
+id, group and topic."""
 
 LOG_APART = "import sys, structlog\nstructlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))\n"
 """Before the code of another process: what it logs is none of the lines that it prints."""
@@ -41,7 +43,9 @@ def fetch_until(consumer: Any, done: Callable[[list[Record]], bool]) -> list[Rec
     deadline = time.monotonic() + TIMEOUT_SECONDS
     records: list[Record] = []
     while not done(records):
-        assert time.monotonic() < deadline, f"the condition did not hold after {len(records)} records"
+        assert time.monotonic() < deadline, (
+            f"the condition did not hold after {len(records)} records"
+        )
         records += consumer.fetch(timeout_seconds=0.2)
     return records
 
@@ -57,7 +61,8 @@ def turn_until(condition: Callable[[], bool], *turns: Callable[[], object]) -> N
 
 @contextmanager
 def other_process(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run Python code in another process, whose output can be read line by line; it is killed (as a crash would) at the end."""
+    """Run Python code in another process, whose output can be read line by line; it is killed (as a
+    crash would) at the end."""
     command = [sys.executable, "-u", "-c", LOG_APART + textwrap.dedent(code), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -1,4 +1,5 @@
-"""What all tests share: a mark for each folder, one real broker for the session, a run of its own for every test."""
+"""What all tests share: a mark for each folder, one real broker for the session, a run of its own
+for every test."""
 
 from __future__ import annotations
 
@@ -32,10 +33,21 @@ settings.load_profile("relax")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the suite run against a cluster and a server that are there already."""
-    parser.addoption("--bootstrap-servers", default="", help="host:port,... of an existing cluster; default: an embedded broker for the session")
+    parser.addoption(
+        "--bootstrap-servers",
+        default="",
+        help="host:port,... of an existing cluster; default: an embedded broker for the session",
+    )
     help_text = "what ports and files do that a session leaves behind; processes always fail it"
     parser.addoption("--leftovers", choices=["fail", "report"], default="fail", help=help_text)
-    parser.addoption("--sglang-url", default="", help="of an SGLang server on the engines' tiny model; default: one is started for the session")
+    parser.addoption(
+        "--sglang-url",
+        default="",
+        help=(
+            "of an SGLang server on the engines' tiny model; default: one is started for the "
+            "session"
+        ),
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the name of its folder, those of the gate, and those that need an SGLang server."""
+    """Mark each test with the name of its folder, those of the gate, and those that need an SGLang
+    server."""
     from tests.gate import SGLANG_FIXTURES, is_in_gate
 
     for item in items:
@@ -58,19 +71,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if is_in_gate(f"{place.as_posix()}::{item.name}"):
             item.add_marker(pytest.mark.gate)
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if SGLANG_FIXTURES & set(getattr(item, "fixturenames", ())) or parameters.get("make") == "sglang":
+        if (
+            SGLANG_FIXTURES & set(getattr(item, "fixturenames", ()))
+            or parameters.get("make") == "sglang"
+        ):
             item.add_marker(pytest.mark.sglang)
 
 
 @pytest.fixture(scope="session")
-def bootstrap_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def bootstrap_servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """Addresses of the session's broker."""
     if given := request.config.getoption("--bootstrap-servers"):
         yield given
         return
-    from relax_events.broker.embedded import EmbeddedBroker
+    from relax_events.kafka.embedded import EmbeddedBroker
 
-    with EmbeddedBroker(tmp_path_factory.mktemp("broker"), has_password=False) as broker:  # tests reach it by its address, with clients of all kinds
+    with EmbeddedBroker(
+        tmp_path_factory.mktemp("broker"), has_password=False
+    ) as broker:  # tests reach it by its address, with clients of all kinds
         request.config.stash[BROKER_LOG] = broker.log_path
         yield broker.bootstrap_servers
 
@@ -98,12 +118,23 @@ def pytest_runtest_teardown() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show what the broker said last beside a failure."""
     report = yield
     log_path = item.config.stash.get(BROKER_LOG, None)
-    if report.failed and log_path is not None and "bootstrap_servers" in getattr(item, "fixturenames", ()):
-        report.sections.append(("the broker's log", "\n".join(log_path.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:])))
+    if (
+        report.failed
+        and log_path is not None
+        and "bootstrap_servers" in getattr(item, "fixturenames", ())
+    ):
+        report.sections.append(
+            (
+                "the broker's log",
+                "\n".join(log_path.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]),
+            )
+        )
     return report
 
 
@@ -115,7 +146,8 @@ def run_id() -> str:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, gate_file: Path) -> Iterator[Gate]:
-    """Give a gate, open at first, before all engines of this process and all servers that tests start."""
+    """Give a gate, open at first, before all engines of this process and all servers that tests
+    start."""
     from engine_gate import Gate
 
     made = Gate(monkeypatch, gate_file)
@@ -125,7 +157,8 @@ def gate(monkeypatch: pytest.MonkeyPatch, gate_file: Path) -> Iterator[Gate]:
 
 @pytest.fixture
 def make_run_config(run_id: str, tmp_path: Path) -> RunConfigFactory:
-    """Return a maker of run configurations: `make_run_config(run={"max_staleness": 0}, ...)` lays sections over the test's own."""
+    """Return a maker of run configurations: `make_run_config(run={"max_staleness": 0}, ...)` lays
+    sections over the test's own."""
 
     def make(**sections: dict[str, Any]) -> RunConfig:
         tree: dict[str, dict[str, Any]] = {

@@ -1,4 +1,5 @@
-"""A gate before engines: samples stay under way for as long as a test needs them to, however fast the machine is."""
+"""A gate before engines: samples stay under way for as long as a test needs them to, however fast
+the machine is."""
 
 from __future__ import annotations
 
@@ -8,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from relax_events.engines.protocol import GeneratedSample
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 
 HELD_POLL_SECONDS = 0.05
 
 
 class Gate:
-    """While it is shut, every engine stops drawing once each of its samples has some tokens; a sample that joins later gets as many.
+    """While it is shut, every engine stops drawing once each of its samples has some tokens; a
+    sample that joins later gets as many.
 
-    It stands in `TransformersEngine.poll`, so it holds our own servers and routed engines too as far as they run in this process. SGLang's
-    servers, which run in processes of their own, look at a file and go on by a few steps a second while it is there (`sglang_gate`).
+    It stands in `TransformersEngine.poll`, so it holds our own servers and routed engines too as
+    far as they run in this process. SGLang's servers, which run in processes of their own, look at
+    a file and go on by a few steps a second while it is there (`sglang_gate`).
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
@@ -28,7 +31,9 @@ class Gate:
         """Set once an engine has all the tokens that the gate grants."""
         poll = TransformersEngine.poll
 
-        def held_poll(engine: TransformersEngine, *, timeout_seconds: float) -> list[GeneratedSample]:
+        def held_poll(
+            engine: TransformersEngine, *, timeout_seconds: float
+        ) -> list[GeneratedSample]:
             if self._num_tokens is None:
                 return poll(engine, timeout_seconds=timeout_seconds)
             if not self.is_reached_by(engine):
@@ -60,6 +65,11 @@ class Gate:
         return self._engine.num_running if self._engine else 0
 
     def is_reached_by(self, engine: TransformersEngine) -> bool:
-        """Return whether an engine runs samples, none waits, and each has the tokens that the gate grants."""
+        """Return whether an engine runs samples, none waits, and each has the tokens that the gate
+        grants."""
         table, num_tokens = engine._table, self._num_tokens or 0
-        return table.num_rows > 0 and not engine._waiting and int(table._counts[: table.num_rows].min()) >= num_tokens
+        return (
+            table.num_rows > 0
+            and not engine._waiting
+            and int(table._counts[: table.num_rows].min()) >= num_tokens
+        )

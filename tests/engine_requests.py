@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from relax_events.config import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
-from relax_events.engines.sampling import uniforms
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
+from relax_events.engines.transformers.sampling import uniforms
 from relax_events.errors import WeightsError
 from relax_events.events.parts import FinishReason, VersionSegment
-from relax_events.models.tiny import make_tiny
+from relax_events.examples.tiny_models import make_tiny
 from relax_events.weights import Weights
-from relax_events.weights.artifacts import weights_digest
+from relax_events.weights.artifact_writer import weights_digest
 from tests.folders import kept_folder
 
 VOCAB_SIZE = 272
@@ -33,14 +33,26 @@ MakeEngine = Callable[..., Engine]
 @cache
 def tiny_model(family: str = "qwen3", seed: int = 3) -> Path:
     """Write a tiny random model once in a test process."""
-    return make_tiny(kept_folder("engine"), corpus=["12=21"], family=family, hidden_size=32, seed=seed)
+    return make_tiny(
+        kept_folder("engine"), corpus=["12=21"], family=family, hidden_size=32, seed=seed
+    )
 
 
-def make_engine(path: Path | None = None, *, model: Mapping[str, Any] | None = None, **settings: Any) -> TransformersEngine:
+def make_engine(
+    path: Path | None = None, *, model: Mapping[str, Any] | None = None, **settings: Any
+) -> TransformersEngine:
     """Open an engine on one CPU thread."""
     path = path or tiny_model()
-    config = EngineConfig(**{"threads": 1, "max_running_samples": 16, "max_context_tokens": 128} | settings)
-    return TransformersEngine(path, config=config, model=ModelConfig(**{"dtype": "float32", "path": path, "device": "cpu"} | dict(model or {})))
+    config = EngineConfig(
+        **{"threads": 1, "max_running_samples": 16, "max_context_tokens": 128} | settings
+    )
+    return TransformersEngine(
+        path,
+        config=config,
+        model=ModelConfig(
+            **{"dtype": "float32", "path": path, "device": "cpu"} | dict(model or {})
+        ),
+    )
 
 
 def make_prompt(seed: int, num_tokens: int | None = None) -> NDArray[np.int32]:
@@ -51,17 +63,32 @@ def make_prompt(seed: int, num_tokens: int | None = None) -> NDArray[np.int32]:
 
 def fresh_sample(sample_id: str, seed: int) -> SampleRequest:
     """Ask for a sample from its start."""
-    return SampleRequest(sample_id=sample_id, seed=seed, tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), segments=())
+    return SampleRequest(
+        sample_id=sample_id,
+        seed=seed,
+        tokens=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        segments=(),
+    )
 
 
 def make_request(
-    number: int, *, num_samples: int = 2, prompt: NDArray[np.int32] | None = None, stops: tuple[int, ...] = (), num_top: int = 0, **sampling: Any
+    number: int,
+    *,
+    num_samples: int = 2,
+    prompt: NDArray[np.int32] | None = None,
+    stops: tuple[int, ...] = (),
+    num_top: int = 0,
+    **sampling: Any,
 ) -> GenerationRequest:
     """Ask for a prompt group; its number decides everything in it."""
     return GenerationRequest(
         prompt_group_id=f"g{number}",
         prompt_tokens=make_prompt(number) if prompt is None else prompt,
-        samples=tuple(fresh_sample(f"g{number}/{index}", 1000 * number + index) for index in range(num_samples)),
+        samples=tuple(
+            fresh_sample(f"g{number}/{index}", 1000 * number + index)
+            for index in range(num_samples)
+        ),
         sampling=SamplingConfig(**{"max_new_tokens": 6} | sampling),
         stop_token_ids=stops,
         num_top_tokens=num_top,
@@ -117,24 +144,34 @@ def finish(engine: Engine) -> dict[str, GeneratedSample]:
 
 
 def step(engine: Engine, times: int = 1) -> None:
-    """Take decoding steps, none of which may finish a sample; the first prefills and decodes two tokens."""
+    """Take decoding steps, none of which may finish a sample; the first prefills and decodes two
+    tokens."""
     for _ in range(times):
         assert engine.poll(timeout_seconds=0.0) == []
 
 
 def bits(sample: GeneratedSample) -> tuple[bytes, bytes]:
-    """Give what is equal to the last bit where one computation is repeated: the same requests, in the same order, at the same steps."""
+    """Give what is equal to the last bit where one computation is repeated: the same requests, in
+    the same order, at the same steps."""
     return sample.tokens.tobytes(), sample.logprobs.tobytes()
 
 
 @cache
 def plain_model(path: Path) -> torch.nn.Module:
     """Load a model without any code of the engine's; callers must not change it."""
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, experts_implementation="eager"
+    )
     return model.eval()
 
 
-def plain_logprobs(prompt: NDArray[np.int32], completion: NDArray[np.int32], *, path: Path | None = None, temperature: float = 1.0) -> NDArray[Any]:
+def plain_logprobs(
+    prompt: NDArray[np.int32],
+    completion: NDArray[np.int32],
+    *,
+    path: Path | None = None,
+    temperature: float = 1.0,
+) -> NDArray[Any]:
     """Compute a completion's log-probabilities from one whole forward in float64."""
     ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
     with torch.no_grad():
@@ -151,10 +188,11 @@ def check_draws(
     logprob_error: float = 1e-4,
     draw_error: float = 1e-4,
 ) -> None:
-    """Hold samples beside whole forwards in float64: their log-probabilities, and that their own seeds drew their tokens.
+    """Hold samples beside whole forwards in float64: their log-probabilities, and that their own
+    seeds drew their tokens.
 
-    That is what an engine promises whatever else runs and wherever a sample began. Two computations round differently, so bits are compared
-    only where one computation is repeated.
+    That is what an engine promises whatever else runs and wherever a sample began. Two computations
+    round differently, so bits are compared only where one computation is repeated.
 
     Args:
         samples: By id; those that the requests name are looked at.
@@ -167,12 +205,18 @@ def check_draws(
         assert (request.sampling.top_k, request.sampling.top_p) == (0, 1.0)
         for asked in request.samples:
             sample = samples[asked.sample_id]
-            ids = torch.from_numpy(np.concatenate([request.prompt_tokens, sample.tokens]).astype(np.int64))[None]
+            ids = torch.from_numpy(
+                np.concatenate([request.prompt_tokens, sample.tokens]).astype(np.int64)
+            )[None]
             with torch.no_grad():
-                logits = plain_model(path or tiny_model())(ids).logits[0, len(request.prompt_tokens) - 1 : -1]
+                logits = plain_model(path or tiny_model())(ids).logits[
+                    0, len(request.prompt_tokens) - 1 : -1
+                ]
             logprobs: NDArray[Any] = (logits / request.sampling.temperature).log_softmax(-1).numpy()
             places = np.arange(len(sample.tokens))
-            np.testing.assert_allclose(sample.logprobs, logprobs[places, sample.tokens], rtol=0, atol=logprob_error)
+            np.testing.assert_allclose(
+                sample.logprobs, logprobs[places, sample.tokens], rtol=0, atol=logprob_error
+            )
             numbers = uniforms(np.full(len(places), asked.seed, np.uint64), places)
             ends = np.exp(logprobs).cumsum(-1)[places, sample.tokens]
             starts = ends - np.exp(logprobs[places, sample.tokens])
@@ -180,21 +224,30 @@ def check_draws(
             assert (numbers <= ends + draw_error).all(), sample.sample_id
 
 
-def other_weights(policy_version: int, *, seed: int = 4, family: str = "qwen3") -> tuple[Weights, Path]:
+def other_weights(
+    policy_version: int, *, seed: int = 4, family: str = "qwen3"
+) -> tuple[Weights, Path]:
     """Give the weights of another tiny model of the same shape, and its folder."""
     path = tiny_model(family, seed=seed)
-    tensors = {name: parameter.detach().clone() for name, parameter in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
+    tensors = {
+        name: parameter.detach().clone()
+        for name, parameter in AutoModelForCausalLM.from_pretrained(path).named_parameters()
+    }
     return Weights(policy_version, tensors, weights_digest(tensors)), path
 
 
 def check_misfits_are_refused(engine: Engine) -> None:
-    """Load weights that lack a tensor, have one too many, or one of another shape: each is refused by name."""
+    """Load weights that lack a tensor, have one too many, or one of another shape: each is refused
+    by name."""
     weights, _ = other_weights(1)
     name = "model.norm.weight"
     torn = {
-        "lack model.norm.weight": {other: tensor for other, tensor in weights.tensors.items() if other != name},
+        "lack model.norm.weight": {
+            other: tensor for other, tensor in weights.tensors.items() if other != name
+        },
         "no tensor model.other.weight": weights.tensors | {"model.other.weight": torch.zeros(1)},
-        r"model.norm.weight must be \(32,\) as in the model, got \(31,\)": weights.tensors | {name: torch.zeros(31)},
+        r"model.norm.weight must be \(32,\) as in the model, got \(31,\)": weights.tensors
+        | {name: torch.zeros(31)},
     }
     for text, tensors in torn.items():
         with pytest.raises(WeightsError, match=text):

@@ -1,4 +1,5 @@
-"""Environments of tests: polite ones, and those that fail in every way. Loaded by children, so it imports nothing of the tests'."""
+"""Environments of tests: polite ones, and those that fail in every way. Loaded by children, so it
+imports nothing of the tests'."""
 
 import os
 import struct
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from relax_events.data.clips import encoded as clip_of
-from relax_events.data.tones import encoded as sound_of
 from relax_events.environments.reply import Reply
+from relax_events.examples.audio import encoded as sound_of
+from relax_events.examples.videos import encoded as clip_of
 
 Replies = Reply | str | None
 
@@ -24,13 +25,21 @@ def num_answers(messages: list[dict[str, str]]) -> int:
 
 def picture(width: int, height: int, *, seed: int = 0) -> bytes:
     file = BytesIO()
-    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3)).astype(np.uint8)).save(file, "PNG")
+    Image.fromarray(
+        np.random.default_rng(seed).integers(0, 255, (height, width, 3)).astype(np.uint8)
+    ).save(file, "PNG")
     return file.getvalue()
 
 
-def echo_twice(completion: str, *, messages: list[dict[str, str]], answer: str, metadata: dict[str, Any]) -> Replies:
+def echo_twice(
+    completion: str, *, messages: list[dict[str, str]], answer: str, metadata: dict[str, Any]
+) -> Replies:
     before = num_answers(messages)
-    return None if before == 2 else f"{metadata['word']} {len(completion)} of {answer}, after 1 and {before} more"
+    return (
+        None
+        if before == 2
+        else f"{metadata['word']} {len(completion)} of {answer}, after 1 and {before} more"
+    )
 
 
 def silent(completion: str, **told: Any) -> Replies:
@@ -41,13 +50,17 @@ def echo_always(completion: str, **told: Any) -> Replies:
     return "and?"
 
 
-def show_pictures(completion: str, *, files: list[bytes], messages: list[dict[str, str]], **told: Any) -> Replies:
+def show_pictures(
+    completion: str, *, files: list[bytes], messages: list[dict[str, str]], **told: Any
+) -> Replies:
     assert len(files) == sum(message["content"].count("<image>") for message in messages)
     if num_answers(messages) == 2:
         return None
     if num_answers(messages) == 1:
         return Reply("<image>and this?", {"image": [picture(48, 32, seed=len(completion))]})
-    return Reply("see <image> and <image>!", {"image": [*files[:1], picture(32, 48), picture(64, 32)][:2]})
+    return Reply(
+        "see <image> and <image>!", {"image": [*files[:1], picture(32, 48), picture(64, 32)][:2]}
+    )
 
 
 def show_all(completion: str, *, messages: list[dict[str, str]], **told: Any) -> Replies:
@@ -56,18 +69,31 @@ def show_all(completion: str, *, messages: list[dict[str, str]], **told: Any) ->
         return None
     frames = list(np.random.default_rng(0).integers(0, 255, (6, 32, 48, 3)).astype(np.uint8))
     sound = np.sin(np.arange(9_600) / 9).astype(np.float32)
-    kind, file = [("image", picture(32, 48)), ("audio", sound_of(sound)), ("video", clip_of(frames))][before]
+    kind, file = [
+        ("image", picture(32, 48)),
+        ("audio", sound_of(sound)),
+        ("video", clip_of(frames)),
+    ][before]
     return Reply(f"so <{kind}>", {kind: [file]})  # type: ignore[dict-item]
 
 
-def with_option(completion: str, *, messages: Any, answer: str, metadata: Any, places: int) -> Replies:
+def with_option(
+    completion: str, *, messages: Any, answer: str, metadata: Any, places: int
+) -> Replies:
     return None
 
 
 def bomb() -> bytes:
     """A picture that claims 30,000 x 30,000 pixels, and has none."""
-    chunks = {b"IHDR": struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0), b"IDAT": zlib.compress(b""), b"IEND": b""}
-    whole = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks.items())
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(b""),
+        b"IEND": b"",
+    }
+    whole = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(whole)
 
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from relax_events.events.parts import ChatMessage, FinishReason, ObjectRef, Outcome, TopicOffset, VersionSegment
+from relax_events.events.parts import (
+    ChatMessage,
+    FinishReason,
+    ObjectRef,
+    Outcome,
+    TopicOffset,
+    VersionSegment,
+)
 from relax_events.events.types import (
     PolicyVersionPublished,
     PromptGroupEnded,
@@ -17,11 +24,12 @@ from relax_events.events.types import (
     SampleScored,
     TrainStepCommitted,
 )
-from relax_events.policy import IssuedGroup
+from relax_events.staleness import IssuedGroup
 
 
 def _trajectory(group_id: str, index: int, *, version: int, of: int) -> dict[str, Any]:
-    """Return the fields that rolled-out and ready samples share: four tokens, two of them generated."""
+    """Return the fields that rolled-out and ready samples share: four tokens, two of them
+    generated."""
     group = IssuedGroup.parse(group_id)
     return {
         "sample_id": f"{group_id}/{index}",
@@ -61,7 +69,14 @@ def issued(group_id: str = "000000-0000-0", *, row: int = 7, of: int = 2) -> Pro
     )
 
 
-def rolled_out(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, of: int = 2, **changes: Any) -> SampleRolledOut:
+def rolled_out(
+    group_id: str = "000000-0000-0",
+    index: int = 0,
+    *,
+    version: int = 0,
+    of: int = 2,
+    **changes: Any,
+) -> SampleRolledOut:
     """Make a rolled-out sample."""
     fields: dict[str, Any] = {
         "version_segments": [VersionSegment(version, 2)],
@@ -69,10 +84,19 @@ def rolled_out(group_id: str = "000000-0000-0", index: int = 0, *, version: int 
         "messages": [ChatMessage.of_text("user", "say hi")],
         "rolled_out_at": 1_700_000_000_000_000,
     }
-    return SampleRolledOut(**_trajectory(group_id, index, version=version, of=of) | fields | changes)
+    return SampleRolledOut(
+        **_trajectory(group_id, index, version=version, of=of) | fields | changes
+    )
 
 
-def scored(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, reward: float = 1.0, generation: str = "") -> SampleScored:
+def scored(
+    group_id: str = "000000-0000-0",
+    index: int = 0,
+    *,
+    version: int = 0,
+    reward: float = 1.0,
+    generation: str = "",
+) -> SampleScored:
     """Make a sample's score."""
     return SampleScored(
         sample_id=f"{group_id}/{index}",
@@ -86,7 +110,12 @@ def scored(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0,
 
 
 def evaluated(
-    group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, evaluator: str = "reference", generation: str = ""
+    group_id: str = "000000-0000-0",
+    index: int = 0,
+    *,
+    version: int = 0,
+    evaluator: str = "reference",
+    generation: str = "",
 ) -> SampleEvaluated:
     """Make a sample's log-probabilities by another model."""
     return SampleEvaluated(
@@ -101,13 +130,30 @@ def evaluated(
     )
 
 
-def ready(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, of: int = 2, **changes: Any) -> SampleReady:
+def ready(
+    group_id: str = "000000-0000-0",
+    index: int = 0,
+    *,
+    version: int = 0,
+    of: int = 2,
+    **changes: Any,
+) -> SampleReady:
     """Make a sample as the trainer gets it."""
-    fields: dict[str, Any] = {"advantages": np.array([0, 0, 1, 1], np.float32), "reward": 1.0, "ready_at": 1}
+    fields: dict[str, Any] = {
+        "advantages": np.array([0, 0, 1, 1], np.float32),
+        "reward": 1.0,
+        "ready_at": 1,
+    }
     return SampleReady(**_trajectory(group_id, index, version=version, of=of) | fields | changes)
 
 
-def ended(group_id: str = "000000-0000-0", outcome: Outcome = Outcome.FAILED, *, version: int = 0, reason: str = "because") -> PromptGroupEnded:
+def ended(
+    group_id: str = "000000-0000-0",
+    outcome: Outcome = Outcome.FAILED,
+    *,
+    version: int = 0,
+    reason: str = "because",
+) -> PromptGroupEnded:
     """Make the end of a prompt group."""
     group = IssuedGroup.parse(group_id)
     return PromptGroupEnded(
@@ -124,10 +170,18 @@ def ended(group_id: str = "000000-0000-0", outcome: Outcome = Outcome.FAILED, *,
     )
 
 
-def published(version: int, *, start_offsets: list[TopicOffset] | None = None) -> PolicyVersionPublished:
+def published(
+    version: int, *, start_offsets: list[TopicOffset] | None = None
+) -> PolicyVersionPublished:
     """Make the announcement of a policy version."""
     artifact = ObjectRef(f"file:///objects/weights/{version:08d}/manifest.json", bytes(32), 10)
-    return PolicyVersionPublished(policy_version=version, artifact=artifact, transports=["store"], start_offsets=start_offsets or [], published_at=1)
+    return PolicyVersionPublished(
+        policy_version=version,
+        artifact=artifact,
+        transports=["store"],
+        start_offsets=start_offsets or [],
+        published_at=1,
+    )
 
 
 def committed(train_step: int, **changes: Any) -> TrainStepCommitted:

@@ -18,4 +18,6 @@ def delete_kept_folders() -> None:
 
 def kept_folder(name: str) -> Path:
     """Make a folder that is deleted when the process ends."""
-    return Path(_open.enter_context(TemporaryDirectory(prefix=f"relax-{name}-", ignore_cleanup_errors=True)))
+    return Path(
+        _open.enter_context(TemporaryDirectory(prefix=f"relax-{name}-", ignore_cleanup_errors=True))
+    )

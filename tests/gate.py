@@ -1,7 +1,8 @@
-"""What `make test` runs: the quick kinds but for the costly tests among them, and of the slow kinds one test of what matters most.
+"""What `make test` runs: the quick kinds but for the costly tests among them, and of the slow kinds
+one test of what matters most.
 
-The rest runs in `make test-ci` and `make test-all`. Keep the sum of all under 16 minutes of processor time: the gate is to take ten minutes on
-two cores.
+The rest runs in `make test-ci` and `make test-all`. Keep the sum of all under 16 minutes of
+processor time: the gate is to take ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ SGLANG_FIXTURES = {"sglang_python", "server_url", "make_sglang"}
 
 
 def is_in_gate(name: str) -> bool:
-    """Return whether a test is in the gate, by its name below `tests`, with or without its parameters."""
+    """Return whether a test is in the gate, by its name below `tests`, with or without its
+    parameters."""
     return (name.startswith(QUICK) or _is_one_of(CHOSEN, name)) and not _is_one_of(COSTLY, name)
 
 

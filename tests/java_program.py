@@ -1,4 +1,5 @@
-"""Compiles and runs the Java programs of the tests on any Java: the compiler is a locked jar too, so no JDK is needed."""
+"""Compiles and runs the Java programs of the tests on any Java: the compiler is a locked jar too,
+so no JDK is needed."""
 
 from __future__ import annotations
 
@@ -7,13 +8,21 @@ import os
 import subprocess
 from pathlib import Path
 
-from relax_events.broker.embedded.cache import cache_directory
-from relax_events.broker.embedded.download import ensure_files, ensure_jars
-from relax_events.broker.embedded.java import find_java
-from relax_events.broker.embedded.lock import Jar, read_lock
+from relax_events.kafka.embedded.jars import (
+    Jar,
+    cache_directory,
+    ensure_files,
+    ensure_jars,
+    read_lock,
+)
+from relax_events.kafka.embedded.java import find_java
 
 FOLDER = Path(__file__).parent / "java"
-QUICK = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
+QUICK = (
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
+)
 COMPILE_SECONDS = 100
 
 
@@ -21,15 +30,34 @@ class JavaProgram:
     """A compiled single-file program."""
 
     def __init__(self, name: str, classes: Path) -> None:
-        """Compile `java/<name>.java` into a folder, against the broker's own client and Apache's Avro."""
+        """Compile `java/<name>.java` into a folder, against the broker's own client and Apache's
+        Avro."""
         self._name, self._classes, self._java = name, classes, str(find_java().executable)
         rows = json.loads((FOLDER / "java.lock.json").read_text())
         cache = cache_directory(read_lock())
-        self._avro, compiler = ensure_files([Jar(**row) for row in rows], cache.parent / "java", title="Apache Avro and a Java compiler")
+        self._avro, compiler = ensure_files(
+            [Jar(**row) for row in rows],
+            cache.parent / "java",
+            title="Apache Avro and a Java compiler",
+        )
         self._kafka = ensure_jars(read_lock(), cache)
         source = FOLDER / f"{name}.java"
-        command = [self._java, *QUICK, "-jar", str(compiler), "-source", "17", "-target", "17", "-proc:none", "-cp", self.class_path]
-        subprocess.run([*command, "-d", str(classes), str(source)], check=True, timeout=COMPILE_SECONDS)
+        command = [
+            self._java,
+            *QUICK,
+            "-jar",
+            str(compiler),
+            "-source",
+            "17",
+            "-target",
+            "17",
+            "-proc:none",
+            "-cp",
+            self.class_path,
+        ]
+        subprocess.run(
+            [*command, "-d", str(classes), str(source)], check=True, timeout=COMPILE_SECONDS
+        )
 
     @property
     def class_path(self) -> str:

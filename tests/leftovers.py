@@ -1,8 +1,11 @@
-"""Fails a test session that leaves something behind: a process, a listening port, a file in the temporary folder or in shared memory.
+"""Fails a test session that leaves something behind: a process, a listening port, a file in the
+temporary folder or in shared memory.
 
-The session gets a temporary folder of its own, and a mark in the environment that the processes of its tests inherit, so neither what
-was there before nor what others do on the machine is looked at. Under pytest-xdist each worker reports the ports that it still listens at,
-and the controller looks at all else once its workers have ended. With `--leftovers report` ports and files are shown, and processes alone fail the
+The session gets a temporary folder of its own, and a mark in the environment that the processes of
+its tests inherit, so neither what was there before nor what others do on the machine is looked at.
+Under pytest-xdist each worker reports the ports that it still listens at, and the controller looks
+at all else once its workers have ended. With `--leftovers report` ports and files are shown, and
+processes alone fail the
 session: for a machine on which others share memory at the same time.
 """
 
@@ -30,9 +33,11 @@ TEMPORARY_ROOT = "PYTEST_DEBUG_TEMPROOT"
 """Where pytest makes `tmp_path`: outside of the folder that must be empty in the end."""
 SHARED_MEMORY = Path("/dev/shm")
 TRACKED = ("sem.mp-", "psm_")
-"""What multiprocessing names so, its tracker deletes once the processes that share it have ended, whether they have it open or not."""
+"""What multiprocessing names so, its tracker deletes once the processes that share it have ended,
+whether they have it open or not."""
 GRACE_SECONDS = 30.0
-"""In which processes may end that were told to: the embedded broker ends by itself once nobody uses it any more."""
+"""In which processes may end that were told to: the embedded broker ends by itself once nobody uses
+it any more."""
 LOOK_SECONDS = 0.2
 
 
@@ -47,10 +52,14 @@ class Leftovers:
         if not self._is_worker:
             usual = tempfile.gettempdir()
             os.environ.setdefault(TEMPORARY_ROOT, usual)
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")  # kept from session to session
+            os.environ.setdefault(
+                "TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}"
+            )  # kept from session to session
             os.environ[MARK] = uuid.uuid4().hex
             self._folder = Path(tempfile.mkdtemp(prefix="relax-tests-"))
-            self._folder.chmod(0o755)  # programs that are run as somebody else have folders of their own in it
+            self._folder.chmod(
+                0o755
+            )  # programs that are run as somebody else have folders of their own in it
             os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
             self._shared_before = _names(SHARED_MEMORY)
 
@@ -83,13 +92,18 @@ class Leftovers:
         left = _left_running(os.environ[MARK])
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                self._running.append(f"process {process.pid} still runs (killed now): {' '.join(process.cmdline())[:400]}")
+                self._running.append(
+                    f"process {process.pid} still runs (killed now): "
+                    f"{' '.join(process.cmdline())[:400]}"
+                )
                 process.kill()
         psutil.wait_procs(left, timeout=GRACE_SECONDS)
         self._found += [f"file {path}" for path in sorted(self._folder.iterdir())]
         shutil.rmtree(self._folder, ignore_errors=True)
         new = sorted(_names(SHARED_MEMORY) - self._shared_before)
-        self._found += [f"file {SHARED_MEMORY / name}" for name in new if not _is_open(SHARED_MEMORY / name)]
+        self._found += [
+            f"file {SHARED_MEMORY / name}" for name in new if not _is_open(SHARED_MEMORY / name)
+        ]
 
 
 def _names(folder: Path) -> set[str]:
@@ -97,8 +111,15 @@ def _names(folder: Path) -> set[str]:
 
 
 def _still_listening() -> list[str]:
-    ports = {connection.laddr.port for connection in psutil.Process().net_connections("inet") if connection.status == psutil.CONN_LISTEN}
-    return [f"port {port} is still listened at by the test process {os.getpid()}" for port in sorted(ports)]
+    ports = {
+        connection.laddr.port
+        for connection in psutil.Process().net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    return [
+        f"port {port} is still listened at by the test process {os.getpid()}"
+        for port in sorted(ports)
+    ]
 
 
 def _left_running(mark: str) -> list[psutil.Process]:
@@ -116,25 +137,35 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
             if process.pid in own or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             variables = process.environ()
-            if variables.get(MARK) == mark or ("PATH" not in variables and _is_orphan_of_ours(process)):
+            if variables.get(MARK) == mark or (
+                "PATH" not in variables and _is_orphan_of_ours(process)
+            ):
                 yield process
 
 
 def _is_orphan_of_ours(process: psutil.Process) -> bool:
-    """Return whether a process without a parent has come up in our folder since we began: a new title overwrites the variables of a forked worker.
+    """Return whether a process without a parent has come up in our folder since we began: a new
+    title overwrites the variables of a forked worker.
 
     One that has its variables and no mark among them was started by somebody else.
     """
-    return process.ppid() == 1 and process.create_time() > psutil.Process().create_time() and Path(process.cwd()) == Path.cwd()
+    return (
+        process.ppid() == 1
+        and process.create_time() > psutil.Process().create_time()
+        and Path(process.cwd()) == Path.cwd()
+    )
 
 
 def _is_open(path: Path) -> bool:
-    """Return whether some process still uses a file of shared memory, or will delete it: then it is somebody else's, since ours have ended."""
+    """Return whether some process still uses a file of shared memory, or will delete it: then it is
+    somebody else's, since ours have ended."""
     is_tracked = path.name.startswith(TRACKED)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             command = " ".join(process.cmdline())
-            if str(path) in command or (is_tracked and "multiprocessing.resource_tracker" in command):
+            if str(path) in command or (
+                is_tracked and "multiprocessing.resource_tracker" in command
+            ):
                 return True
             if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
                 return True

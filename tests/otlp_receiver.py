@@ -1,4 +1,5 @@
-"""A collector of traces in this process: takes OTLP over HTTP, reads its protobuf, keeps the spans."""
+"""A collector of traces in this process: takes OTLP over HTTP, reads its protobuf, keeps the
+spans."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 Place = tuple[bytes, bytes]
@@ -47,7 +51,9 @@ class Collector:
         """Take a request in."""
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             service = _facts(resource.resource.attributes)["service.name"]
-            self.spans += [_received(service, span) for scope in resource.scope_spans for span in scope.spans]
+            self.spans += [
+                _received(service, span) for scope in resource.scope_spans for span in scope.spans
+            ]
 
 
 @contextmanager
@@ -70,7 +76,9 @@ def collecting() -> Iterator[Collector]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         collector.endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        ).start()
         try:
             yield collector
         finally:
@@ -98,4 +106,8 @@ def _facts(attributes: Any) -> dict[str, Any]:
 
 def _value(value: Any) -> Any:
     kind = value.WhichOneof("value")
-    return [_value(item) for item in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+    return (
+        [_value(item) for item in value.array_value.values]
+        if kind == "array_value"
+        else getattr(value, kind)
+    )

@@ -1,4 +1,5 @@
-"""A schema registry in this process with the parts of Confluent's interface that clients use: subjects, ids, compatibility, logins."""
+"""A schema registry in this process with the parts of Confluent's interface that clients use:
+subjects, ids, compatibility, logins."""
 
 from __future__ import annotations
 
@@ -62,8 +63,14 @@ class Registry:
             return 422, {"error_code": 42201, "message": f"Invalid schema: {error}"}
         versions = self.subjects.setdefault(subject, [])
         if schema not in self.schemas:
-            if not all(readable(parsed, avro.schema.parse(self.schemas[old - FIRST_ID])) for old in versions):
-                return 409, {"error_code": 409, "message": "Schema being registered is incompatible with an earlier schema"}
+            if not all(
+                readable(parsed, avro.schema.parse(self.schemas[old - FIRST_ID]))
+                for old in versions
+            ):
+                return 409, {
+                    "error_code": 409,
+                    "message": "Schema being registered is incompatible with an earlier schema",
+                }
             self.schemas.append(schema)
         schema_id = FIRST_ID + self.schemas.index(schema)
         if schema_id not in versions:
@@ -71,7 +78,10 @@ class Registry:
         return 200, {"id": schema_id, "schema": schema}
 
     def _look_up(self, subject: str, schema: str) -> Answer:
-        known = {self.schemas[schema_id - FIRST_ID]: schema_id for schema_id in self.subjects.get(subject, ())}
+        known = {
+            self.schemas[schema_id - FIRST_ID]: schema_id
+            for schema_id in self.subjects.get(subject, ())
+        }
         if schema not in known:
             return 404, {"error_code": 40403, "message": "Schema not found"}
         version = self.subjects[subject].index(known[schema]) + 1
@@ -82,13 +92,21 @@ class Registry:
         if not versions:
             return 404, {"error_code": 40401, "message": f"Subject '{subject}' not found."}
         schema = self.schemas[versions[-1] - FIRST_ID]
-        return 200, {"id": versions[-1], "subject": subject, "version": len(versions), "schema": schema}
+        return 200, {
+            "id": versions[-1],
+            "subject": subject,
+            "version": len(versions),
+            "schema": schema,
+        }
 
 
 def readable(one: Any, other: Any) -> bool:
     """Tell whether two schemas read each other's records."""
     checker = ReaderWriterCompatibilityChecker()
-    verdicts = {checker.get_compatibility(one, other).compatibility, checker.get_compatibility(other, one).compatibility}
+    verdicts = {
+        checker.get_compatibility(one, other).compatibility,
+        checker.get_compatibility(other, one).compatibility,
+    }
     return verdicts == {SchemaCompatibilityType.compatible}
 
 

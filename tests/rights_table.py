@@ -7,7 +7,9 @@ from pathlib import Path
 
 PAGE = Path(__file__).parent.parent / "docs/explanation/security.md"
 HEADING = "## What a forged record can do"
-ROW = re.compile(r"^\| `(?P<topic>[A-Za-z.-]+)` \| (?P<who>[^|]+) \| (?P<worst>[^|]+) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| `(?P<topic>[A-Za-z.-]+)` \| (?P<who>[^|]+) \| (?P<worst>[^|]+) \|$", re.MULTILINE
+)
 
 
 def writes_by_page(roles: tuple[str, ...], *, with_letters: tuple[str, ...]) -> dict[str, set[str]]:
@@ -20,7 +22,11 @@ def writes_by_page(roles: tuple[str, ...], *, with_letters: tuple[str, ...]) -> 
     writes: dict[str, set[str]] = {role: set() for role in roles}
     section = PAGE.read_text().partition(HEADING)[2].partition("\n## ")[0]
     for row in ROW.finditer(section):
-        named = {"all roles": roles, "its role": roles, "its role, where it keeps dead letters": with_letters}
+        named = {
+            "all roles": roles,
+            "its role": roles,
+            "its role, where it keeps dead letters": with_letters,
+        }
         for role in named.get(row["who"], row["who"].split(", ")):
             writes[role].add(row["topic"].replace("ROLE", role))
     return writes

@@ -1,4 +1,5 @@
-"""Routers over engines that are lost, refuse weights and stay away when a test wants it; between losses they are real ones over the tiny model."""
+"""Routers over engines that are lost, refuse weights and stay away when a test wants it; between
+losses they are real ones over the tiny model."""
 
 from __future__ import annotations
 
@@ -9,17 +10,19 @@ from typing import Any, Literal
 from engine_requests import make_engine
 
 from relax_events.engines.protocol import Engine, EngineUsage, GeneratedSample, GenerationRequest
-from relax_events.engines.routing.router import Router
+from relax_events.engines.replicas.router import Router
 from relax_events.errors import EngineFailed, EnvironmentProblem, WeightsError
 from relax_events.weights import Weights
 
 OPENING = threading.Lock()
-"""transformers loads one model at a time: several threads at once get models with weights left out."""
+"""transformers loads one model at a time: several threads at once get models with weights left
+out."""
 LONGEST_LOAD_SECONDS, HELD_SECONDS = 30.0, 0.05
 
 
 class Fragile:
-    """An engine with a server that can be lost: then it gives out what it has, and does nothing else any more."""
+    """An engine with a server that can be lost: then it gives out what it has, and does nothing
+    else any more."""
 
     def __init__(self, engine: Engine, site: Site) -> None:
         self._engine, self._site = engine, site
@@ -63,11 +66,15 @@ class Fragile:
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
         return self._engine.abort(sample_ids)
 
-    def load_weights(self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart") -> None:
+    def load_weights(
+        self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
+    ) -> None:
         self._require()
         assert self._site.may_load.wait(LONGEST_LOAD_SECONDS)
         if self._site.refuses_weights:
-            raise WeightsError(f"{self._site.name} takes no policy version {weights.policy_version}")
+            raise WeightsError(
+                f"{self._site.name} takes no policy version {weights.policy_version}"
+            )
         self._engine.load_weights(weights, on_running=on_running)
 
     def sleep(self) -> None:

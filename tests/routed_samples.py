@@ -1,4 +1,5 @@
-"""A mixture of experts computed by hand, with a choice of experts or its own: what engines and trainer are held against."""
+"""A mixture of experts computed by hand, with a choice of experts or its own: what engines and
+trainer are held against."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from torch.nn.functional import linear, silu
 
 
 def mixed(layer: Any, hidden: Tensor, chosen: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
-    """Send each token through its experts, one token and one expert at a time; give the outputs and the choice."""
+    """Send each token through its experts, one token and one expert at a time; give the outputs and
+    the choice."""
     probabilities = torch.exp(hidden @ layer.gate.weight.T)
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     chosen = torch.argsort(-probabilities, dim=-1)[:, :top_k] if chosen is None else chosen
@@ -29,17 +31,24 @@ def mixed(layer: Any, hidden: Tensor, chosen: Tensor | None, top_k: int) -> tupl
 
 
 def routed_logprobs(
-    model: Any, tokens: NDArray[np.integer], experts: NDArray[np.generic] | None = None, *, temperature: float = 1.0
+    model: Any,
+    tokens: NDArray[np.integer],
+    experts: NDArray[np.generic] | None = None,
+    *,
+    temperature: float = 1.0,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Compute a sequence's log-probabilities in float64, the mixture by hand, the rest by transformers.
+    """Compute a sequence's log-probabilities in float64, the mixture by hand, the rest by
+    transformers.
 
     Args:
         model: Qwen3-MoE of transformers, in float64; it is given back as it was.
         tokens: The sequence.
-        experts: [tokens - 1, layers, top_k]; none to route by the model's own weights. The last token always routes so.
+        experts: [tokens - 1, layers, top_k]; none to route by the model's own weights. The last
+            token always routes so.
         temperature: Divides the logits.
     Returns:
-        The log-probability of each token but the first, and the experts that each token went through.
+        The log-probability of each token but the first, and the experts that each token went
+        through.
     """
     top_k, found = model.config.num_experts_per_tok, []
 
@@ -56,12 +65,22 @@ def routed_logprobs(
 
         return forward
 
-    hooks = [layer.mlp.register_forward_hook(replaced(place)) for place, layer in enumerate(model.model.layers)]
+    hooks = [
+        layer.mlp.register_forward_hook(replaced(place))
+        for place, layer in enumerate(model.model.layers)
+    ]
     with torch.no_grad():
-        logits = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0] / temperature
+        logits = (
+            model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
+            / temperature
+        )
     for hook in hooks:
         hook.remove()
-    picked = logits[:-1].log_softmax(-1).gather(-1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0]
+    picked = (
+        logits[:-1]
+        .log_softmax(-1)
+        .gather(-1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0]
+    )
     return picked.numpy(), torch.stack(found, dim=1).numpy()
 
 

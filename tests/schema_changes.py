@@ -1,4 +1,5 @@
-"""Schemas of the next release as they might look: changes that the contract allows, and changes that it doesn't."""
+"""Schemas of the next release as they might look: changes that the contract allows, and changes
+that it doesn't."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def event(schemas: dict[str, Schema], name: str) -> Schema:
 
 
 def ended(schemas: dict[str, Schema]) -> Schema:
-    """Return the event that most changes are tried on: it has an enum, an optional, defaults and a time."""
+    """Return the event that most changes are tried on: it has an enum, an optional, defaults and a
+    time."""
     return event(schemas, "PromptGroupEnded")
 
 
@@ -70,17 +72,25 @@ def without_enum_default(schemas: dict[str, Schema]) -> None:
 
 ALLOWED: dict[str, Edit] = {
     "field with a default added": lambda schemas: added(schemas, default="nobody"),
-    "field with a default added to a nested type": lambda schemas: added_inside(schemas, default=0.5),
+    "field with a default added to a nested type": lambda schemas: added_inside(
+        schemas, default=0.5
+    ),
     "field with a default removed": lambda schemas: removed(schemas, "reason"),
     "optional field removed": lambda schemas: removed(schemas, "mean_reward"),
-    "symbol added to an enum with a default": lambda schemas: field(ended(schemas), "outcome")["type"]["symbols"].append("postponed"),
+    "symbol added to an enum with a default": lambda schemas: field(ended(schemas), "outcome")[
+        "type"
+    ]["symbols"].append("postponed"),
     "order of the fields changed": lambda schemas: ended(schemas)["fields"].reverse(),
-    "doc changed": lambda schemas: field(ended(schemas), "row").update(doc="Says it in other words."),
+    "doc changed": lambda schemas: field(ended(schemas), "row").update(
+        doc="Says it in other words."
+    ),
     "default changed": lambda schemas: field(ended(schemas), "reason").update(default="unknown"),
 }
 ONE_WAY: dict[str, Edit] = {
     "int promoted to long": lambda schemas: retyped(schemas, "attempt", "long"),
-    "branch added to a union": lambda schemas: retyped(schemas, "mean_reward", ["null", "double", "string"]),
+    "branch added to a union": lambda schemas: retyped(
+        schemas, "mean_reward", ["null", "double", "string"]
+    ),
     "made optional": lambda schemas: retyped(schemas, "row", ["null", "long"]),
 }
 """The new readers cope, the old ones don't: they are refused."""
@@ -135,7 +145,9 @@ FORBIDDEN: dict[str, tuple[Edit, str, str, str]] = {
         "add another",
     ),
     "time in another unit": (
-        lambda schemas: field(ended(schemas), "ended_at")["type"].update(logicalType="timestamp-millis"),
+        lambda schemas: field(ended(schemas), "ended_at")["type"].update(
+            logicalType="timestamp-millis"
+        ),
         "ended_at",
         "the same bytes would mean timestamp-millis instead of timestamp-micros",
         "add another",
@@ -143,7 +155,10 @@ FORBIDDEN: dict[str, tuple[Edit, str, str, str]] = {
     "nested type renamed": (
         lambda schemas: field(ended(schemas), "outcome")["type"].update(name="End"),
         "outcome",
-        "current can't read what 0.1.0 wrote: type relax.events.types.Outcome can't be read as relax.events.types.End",
+        (
+            "current can't read what 0.1.0 wrote: type relax.events.types.Outcome can't be read "
+            "as relax.events.types.End"
+        ),
         "keep the name",
     ),
     "event gone": (

@@ -14,9 +14,9 @@ from engine_requests import tiny_model
 from sglang_servers import BOUNDS
 
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.engines.api.app import make_app
-from relax_events.http_guard import server_settings
-from relax_events.listening import open_listener, url_of
+from relax_events.http.guard import server_settings
+from relax_events.http.listener import open_listener, url_of
+from relax_events.serving.app import make_app
 
 START_SECONDS = 60.0
 
@@ -33,7 +33,12 @@ def served(
 ) -> Iterator[str]:
     """Serve a model on a free port, and give the address."""
     path = path or tiny_model()
-    model = ModelConfig(dtype="float32", path=path, device="cpu", routing_replay="rollout" if records_experts else "none")
+    model = ModelConfig(
+        dtype="float32",
+        path=path,
+        device="cpu",
+        routing_replay="rollout" if records_experts else "none",
+    )
     app = make_app(
         model,
         EngineConfig(**{"threads": 1} | BOUNDS | settings),

@@ -1,7 +1,9 @@
-"""A plugin of SGLang's for servers that tests start: while the gate's file is there, a server takes a few steps a second.
+"""A plugin of SGLang's for servers that tests start: while the gate's file is there, a server takes
+a few steps a second.
 
-The file says how many tokens a sample may have before its steps are slow. Prompts are read as fast as ever, and a step is never held for long,
-so that the server answers whoever asks it to stop samples, to sleep or to take weights.
+The file says how many tokens a sample may have before its steps are slow. Prompts are read as fast
+as ever, and a step is never held for long, so that the server answers whoever asks it to stop
+samples, to sleep or to take weights.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ def gated_interpreter(python: str, folder: Path, file: Path) -> str:
     (told / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-gate\nVersion: 1\n")
     (told / "entry_points.txt").write_text(ENTRY_POINTS)
     program = folder / "python"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}${{PYTHONPATH:+:$PYTHONPATH}}" {VARIABLE}="{file}" exec "{python}" "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{folder}${{PYTHONPATH:+:$PYTHONPATH}}" {VARIABLE}="{file}" '
+        f'exec "{python}" "$@"\n'
+    )
     program.chmod(0o755)
     return str(program)
 
@@ -44,7 +49,9 @@ def stand_before_steps() -> None:
     """Stand before each step of a scheduler. (Entry point in `sglang.srt.plugins`.)"""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", _slow_down, HookType.BEFORE)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.run_batch", _slow_down, HookType.BEFORE
+    )
 
 
 def _slow_down(_: Any, batch: Any, *__: Any, **___: Any) -> None:

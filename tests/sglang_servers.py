@@ -22,7 +22,9 @@ BOUNDS: dict[str, Any] = {"max_running_samples": 16, "max_context_tokens": 512}
 
 
 @contextmanager
-def started_server(path: Path, folder: Path, *, python: str, arguments: tuple[str, ...] = ()) -> Iterator[str]:
+def started_server(
+    path: Path, folder: Path, *, python: str, arguments: tuple[str, ...] = ()
+) -> Iterator[str]:
     """Start a server on a model, and give its address.
 
     Args:
@@ -31,8 +33,15 @@ def started_server(path: Path, folder: Path, *, python: str, arguments: tuple[st
         python: Of the environment that SGLang is installed in.
         arguments: Further ones of the server's.
     """
-    config = EngineConfig(threads=1, **BOUNDS, sglang=SGLangConfig(python=python, arguments=arguments))
-    process = ServerProcess(ModelFolder.read(path), folder, config=config, settings=ModelConfig(dtype="float32", path=path))
+    config = EngineConfig(
+        threads=1, **BOUNDS, sglang=SGLangConfig(python=python, arguments=arguments)
+    )
+    process = ServerProcess(
+        ModelFolder.read(path),
+        folder,
+        config=config,
+        settings=ModelConfig(dtype="float32", path=path),
+    )
     process.start(path, name="session")
     try:
         await_ready(process)
@@ -43,7 +52,9 @@ def started_server(path: Path, folder: Path, *, python: str, arguments: tuple[st
 
 
 @contextmanager
-def engines_at(url: str, *, path: Path | None = None, **model_settings: Any) -> Iterator[MakeEngine]:
+def engines_at(
+    url: str, *, path: Path | None = None, **model_settings: Any
+) -> Iterator[MakeEngine]:
     """Give a maker of engines that take a server over, and close them.
 
     Args:
@@ -55,8 +66,16 @@ def engines_at(url: str, *, path: Path | None = None, **model_settings: Any) -> 
 
     def make(model: Path | None = None, **settings: Any) -> Engine:
         folder = model or path or tiny_model()
-        config = EngineConfig(**{"threads": 1} | BOUNDS | settings, sglang=SGLangConfig(urls=(url,)))
-        engines.append(SGLangEngine(folder, config=config, model=ModelConfig(dtype="float32", path=folder, **model_settings)))
+        config = EngineConfig(
+            **{"threads": 1} | BOUNDS | settings, sglang=SGLangConfig(urls=(url,))
+        )
+        engines.append(
+            SGLangEngine(
+                folder,
+                config=config,
+                model=ModelConfig(dtype="float32", path=folder, **model_settings),
+            )
+        )
         return engines[-1]
 
     yield make

@@ -1,4 +1,5 @@
-"""The settings of runs in tests where a real run derives them: models are tiny, and one thread computes the same everywhere."""
+"""The settings of runs in tests where a real run derives them: models are tiny, and one thread
+computes the same everywhere."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relax_events.config import RunConfig
-from relax_events.config.filling import missing_keys, with_values
+from relax_events.config.unset_keys import missing_keys, with_values
 
 SMALL: Mapping[str, Any] = {
     "trainer.learning_rate": 1e-3,

@@ -1,4 +1,5 @@
-"""The log of a run in which all went well, for a test to change: fed to a ledger as it is, or written to a broker first."""
+"""The log of a run in which all went well, for a test to change: fed to a ledger as it is, or
+written to a broker first."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import numpy as np
 from event_samples import committed, ended, issued, published, ready, rolled_out, scored
 from small_settings import small_run
 
-from relax_events.control.ledger import Ledger
 from relax_events.events.parts import Outcome, TopicOffset, VersionSegment
 from relax_events.events.types import Event
-from relax_events.policy import IssuedGroup
+from relax_events.projections.ledger import Ledger
+from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan, shard_of
 
 MAX_STALENESS = 1
@@ -22,7 +23,13 @@ SAMPLES_PER_PROMPT = 2
 LATE = "000040-0000-0"
 """A prompt group that no step of a test has reached."""
 SETTINGS: dict[str, Any] = {
-    "run": {"id": "sound", "num_steps": 100, "max_staleness": MAX_STALENESS, "groups_per_step": GROUPS_PER_STEP, "samples_per_prompt": 2},
+    "run": {
+        "id": "sound",
+        "num_steps": 100,
+        "max_staleness": MAX_STALENESS,
+        "groups_per_step": GROUPS_PER_STEP,
+        "samples_per_prompt": 2,
+    },
     "model": {"path": "model"},
     "data": {"source": "jsonl:rows"},
     "broker": {"shards": 2, "lease": "consumer_group", "queue_partitions": 2},
@@ -32,7 +39,8 @@ SETTINGS: dict[str, Any] = {
 class SoundRun:
     """Events by partition, as (entity, partition): the offset of each is its place in the list.
 
-    Step s trains the prompt groups issued for it, which version s - 1 generated. Seat 1 of step 1 is filled at the second attempt.
+    Step s trains the prompt groups issued for it, which version s - 1 generated. Seat 1 of step 1
+    is filled at the second attempt.
     """
 
     def __init__(self, num_steps: int = 6, *, run_id: str = "sound") -> None:
@@ -55,7 +63,9 @@ class SoundRun:
         """Return partition and offset of the first event with these values."""
         for (name, partition), events in sorted(self.log.items()):
             for offset, event in enumerate(events):
-                if name == entity and all(getattr(event, field, None) == value for field, value in fields.items()):
+                if name == entity and all(
+                    getattr(event, field, None) == value for field, value in fields.items()
+                ):
                     return partition, offset
         raise AssertionError(f"{entity} has no event with {fields}")
 
@@ -74,19 +84,26 @@ class SoundRun:
 
     def issue(self, group_id: str, *, of: int = SAMPLES_PER_PROMPT) -> None:
         """Issue a prompt group."""
-        self.at("prompt.groups", shard_of(group_id, shards=self.plan.queue_partitions)).append(issued(group_id, of=of))
+        self.at("prompt.groups", shard_of(group_id, shards=self.plan.queue_partitions)).append(
+            issued(group_id, of=of)
+        )
 
     def generate(self, group_id: str, *, version: int) -> list[tuple[int, int]]:
-        """Generate a prompt group, score it and make it ready; return the places of the ready samples."""
+        """Generate a prompt group, score it and make it ready; return the places of the ready
+        samples."""
         partition = self.plan.partition(group_id, version)
         places = []
         for index in range(SAMPLES_PER_PROMPT):
             tokens = np.array([5, 6, 7, index], np.int32)
             of_version = {"version": version, "tokens": tokens}
             self.at("rollout.samples", partition).append(rolled_out(group_id, index, **of_version))
-            self.at("reward.scores", partition).append(scored(group_id, index, version=version, reward=index / 2))
+            self.at("reward.scores", partition).append(
+                scored(group_id, index, version=version, reward=index / 2)
+            )
             places.append((partition, len(self.at("advantage.samples", partition))))
-            self.at("advantage.samples", partition).append(ready(group_id, index, **of_version, reward=index / 2))
+            self.at("advantage.samples", partition).append(
+                ready(group_id, index, **of_version, reward=index / 2)
+            )
         return places
 
     def end(self, group_id: str, outcome: Outcome, *, version: int, step: int) -> None:
@@ -94,11 +111,20 @@ class SoundRun:
         trained = outcome is Outcome.TRAINED
         end = ended(group_id, outcome, version=version, reason="" if trained else "because")
         mean = (SAMPLES_PER_PROMPT - 1) / 4 if trained else None
-        self.at("control.group-outcomes").append(replace(end, trainer_version=step, mean_reward=mean))
+        self.at("control.group-outcomes").append(
+            replace(end, trainer_version=step, mean_reward=mean)
+        )
 
     def _publish(self, version: int) -> None:
-        places = [(entity, partition) for entity in ("rollout.samples", "reward.scores", "advantage.samples") for partition in self._slot(version)]
-        starts = [TopicOffset(self.plan.topic(entity), partition, len(self.at(entity, partition))) for entity, partition in places]
+        places = [
+            (entity, partition)
+            for entity in ("rollout.samples", "reward.scores", "advantage.samples")
+            for partition in self._slot(version)
+        ]
+        starts = [
+            TopicOffset(self.plan.topic(entity), partition, len(self.at(entity, partition)))
+            for entity, partition in places
+        ]
         self.at("control.policy-versions").append(published(version, start_offsets=starts))
 
     def _slot(self, version: int) -> range:
@@ -117,11 +143,26 @@ class SoundRun:
         partitions, offsets = np.array(places).T
         counts = [0] * (step - version) + [len(places)]
         topic = self.plan.topic("advantage.samples")
-        consumed = [TopicOffset(topic, partition, len(self.at("advantage.samples", partition))) for partition in self._slot(version)]
+        consumed = [
+            TopicOffset(topic, partition, len(self.at("advantage.samples", partition)))
+            for partition in self._slot(version)
+        ]
         names = [f"{group}/{index}" for group in groups for index in range(SAMPLES_PER_PROMPT)]
         zeros = np.zeros(len(names), np.int32)
-        layout = {"partitions": partitions.astype(np.int32), "offsets": offsets.astype(np.int64), "ranks": zeros, "micro_batches": zeros}
-        event = committed(step, prompt_group_ids=groups, sample_ids=names, staleness_counts=counts, consumed=consumed, **layout)
+        layout = {
+            "partitions": partitions.astype(np.int32),
+            "offsets": offsets.astype(np.int64),
+            "ranks": zeros,
+            "micro_batches": zeros,
+        }
+        event = committed(
+            step,
+            prompt_group_ids=groups,
+            sample_ids=names,
+            staleness_counts=counts,
+            consumed=consumed,
+            **layout,
+        )
         self.at("control.train-steps").append(event)
         for group in groups:
             self.end(group, Outcome.TRAINED, version=version, step=step)
@@ -143,15 +184,33 @@ def _change_sample(run: SoundRun, entity: str, name: str, **fields: Any) -> None
 def _drop(run: SoundRun, entity: str, **fields: Any) -> None:
     """Take a record away; where offsets behind it must stay, put somebody else's in its place."""
     partition, offset = run.find(entity, **fields)
-    stranger = {"rollout.samples": rolled_out, "reward.scores": scored, "advantage.samples": ready, "prompt.groups": issued}.get(entity)
-    run.at(entity, partition)[offset : offset + 1] = [] if stranger is None else [stranger("000900-0000-0")]
+    stranger = {
+        "rollout.samples": rolled_out,
+        "reward.scores": scored,
+        "advantage.samples": ready,
+        "prompt.groups": issued,
+    }.get(entity)
+    run.at(entity, partition)[offset : offset + 1] = (
+        [] if stranger is None else [stranger("000900-0000-0")]
+    )
 
 
 def _older_tokens(run: SoundRun) -> None:
-    """The tokens are of version 2, every record about them says 3: the trainer's counts would agree."""
-    _change_sample(run, "rollout.samples", "000004-0000-0/0", version_segments=[VersionSegment(2, 1), VersionSegment(3, 1)], min_policy_version=2)
+    """The tokens are of version 2, every record about them says 3: the trainer's counts would
+    agree."""
+    _change_sample(
+        run,
+        "rollout.samples",
+        "000004-0000-0/0",
+        version_segments=[VersionSegment(2, 1), VersionSegment(3, 1)],
+        min_policy_version=2,
+    )
     _change_sample(run, "advantage.samples", "000004-0000-0/0", min_policy_version=2)
-    run.change("control.group-outcomes", run.find("control.group-outcomes", prompt_group_id="000004-0000-0")[1], policy_version=2)
+    run.change(
+        "control.group-outcomes",
+        run.find("control.group-outcomes", prompt_group_id="000004-0000-0")[1],
+        policy_version=2,
+    )
 
 
 def _other_offset(run: SoundRun) -> None:
@@ -162,9 +221,22 @@ def _other_offset(run: SoundRun) -> None:
 def _train_half(run: SoundRun) -> None:
     step = _step(run, 3)
     keep = np.array([0, 2, 3])
-    layout = {name: getattr(step, name)[keep] for name in ("partitions", "offsets", "ranks", "micro_batches")}
-    run.change("control.train-steps", 3, sample_ids=[step.sample_ids[index] for index in keep], staleness_counts=[0, 3], **layout)
-    run.change("control.group-outcomes", run.find("control.group-outcomes", prompt_group_id="000003-0000-0")[1], mean_reward=0.0)
+    layout = {
+        name: getattr(step, name)[keep]
+        for name in ("partitions", "offsets", "ranks", "micro_batches")
+    }
+    run.change(
+        "control.train-steps",
+        3,
+        sample_ids=[step.sample_ids[index] for index in keep],
+        staleness_counts=[0, 3],
+        **layout,
+    )
+    run.change(
+        "control.group-outcomes",
+        run.find("control.group-outcomes", prompt_group_id="000003-0000-0")[1],
+        mean_reward=0.0,
+    )
 
 
 def _train_seat_again(run: SoundRun) -> None:
@@ -174,9 +246,20 @@ def _train_seat_again(run: SoundRun) -> None:
     places = run.generate(group, version=2)
     step = _step(run, 3)
     partitions, offsets = np.array(places).T
-    layout = {"partitions": partitions, "offsets": offsets, "ranks": np.zeros(2), "micro_batches": np.zeros(2)}
-    wider = {name: np.concatenate([getattr(step, name), added.astype(getattr(step, name).dtype)]) for name, added in layout.items()}
-    names = {"prompt_group_ids": [*step.prompt_group_ids, group], "sample_ids": [*step.sample_ids, f"{group}/0", f"{group}/1"]}
+    layout = {
+        "partitions": partitions,
+        "offsets": offsets,
+        "ranks": np.zeros(2),
+        "micro_batches": np.zeros(2),
+    }
+    wider = {
+        name: np.concatenate([getattr(step, name), added.astype(getattr(step, name).dtype)])
+        for name, added in layout.items()
+    }
+    names = {
+        "prompt_group_ids": [*step.prompt_group_ids, group],
+        "sample_ids": [*step.sample_ids, f"{group}/0", f"{group}/1"],
+    }
     run.change("control.train-steps", 3, staleness_counts=[0, 6], **names, **wider)
     run.end(group, Outcome.TRAINED, version=2, step=3)
 
@@ -186,7 +269,12 @@ def _train_again(run: SoundRun) -> None:
     former = _step(run, 0)
     fields = ("prompt_group_ids", "sample_ids", "partitions", "offsets")
     dropped = _step(run, 1).prompt_group_ids
-    run.change("control.train-steps", 1, staleness_counts=[0, 4], **{name: getattr(former, name) for name in fields})
+    run.change(
+        "control.train-steps",
+        1,
+        staleness_counts=[0, 4],
+        **{name: getattr(former, name) for name in fields},
+    )
     for entity in ("control.group-outcomes", "prompt.groups"):
         for group in dropped:
             _drop_all(run, entity, group)
@@ -195,7 +283,9 @@ def _train_again(run: SoundRun) -> None:
 def _drop_all(run: SoundRun, entity: str, group_id: str) -> None:
     for (name, _), events in run.log.items():
         if name == entity:
-            events[:] = [event for event in events if getattr(event, "prompt_group_id", "") != group_id]
+            events[:] = [
+                event for event in events if getattr(event, "prompt_group_id", "") != group_id
+            ]
 
 
 def _step_at(run: SoundRun, step: int, **changes: Any) -> None:
@@ -203,7 +293,11 @@ def _step_at(run: SoundRun, step: int, **changes: Any) -> None:
 
 
 def _end_at(run: SoundRun, group_id: str, **changes: Any) -> None:
-    run.change("control.group-outcomes", run.find("control.group-outcomes", prompt_group_id=group_id)[1], **changes)
+    run.change(
+        "control.group-outcomes",
+        run.find("control.group-outcomes", prompt_group_id=group_id)[1],
+        **changes,
+    )
 
 
 def _below_consumed(run: SoundRun) -> None:
@@ -217,7 +311,9 @@ def _below_consumed(run: SoundRun) -> None:
 
 def _consumed_back(run: SoundRun) -> None:
     position = _step(run, 3).consumed[0]
-    _step_at(run, 5, consumed=[*_step(run, 5).consumed, replace(position, offset=position.offset - 1)])
+    _step_at(
+        run, 5, consumed=[*_step(run, 5).consumed, replace(position, offset=position.offset - 1)]
+    )
 
 
 def _leave_open(run: SoundRun) -> None:
@@ -226,12 +322,15 @@ def _leave_open(run: SoundRun) -> None:
 
 
 def _pass_over(run: SoundRun) -> None:
-    """The end that the advantage role asked for lies below what the trainer has consumed, and never came."""
+    """The end that the advantage role asked for lies below what the trainer has consumed, and never
+    came."""
     group = LATE
     run.issue(group)
     partition = run.plan.partition(group, 4)
     run.at("advantage.samples", partition).append(ended(group, Outcome.FILTERED, version=4))
-    consumed = TopicOffset(run.plan.topic("advantage.samples"), partition, len(run.at("advantage.samples", partition)))
+    consumed = TopicOffset(
+        run.plan.topic("advantage.samples"), partition, len(run.at("advantage.samples", partition))
+    )
     _step_at(run, 5, consumed=[consumed])
 
 
@@ -259,37 +358,61 @@ TAMPERINGS: dict[str, Tampering] = {
     "sample trained twice": _train_again,
     "seat of a train step trained twice": _train_seat_again,
     "prompt group not trained whole": _train_half,
-    "sample of a trained prompt group was not trained": lambda run: run.at("rollout.samples", 0).append(rolled_out("000003-0000-0", 2, of=3)),
-    "sample trained that was never generated": lambda run: _drop(run, "rollout.samples", sample_id="000003-0000-0/0"),
+    "sample of a trained prompt group was not trained": lambda run: run.at(
+        "rollout.samples", 0
+    ).append(rolled_out("000003-0000-0", 2, of=3)),
+    "sample trained that was never generated": lambda run: _drop(
+        run, "rollout.samples", sample_id="000003-0000-0/0"
+    ),
     "sample trained with other tokens or versions than were generated": lambda run: _change_sample(
         run, "advantage.samples", "000003-0000-0/0", tokens=np.array([5, 6, 9, 9], np.int32)
     ),
     "trained offset holds another record than the train step says": _other_offset,
-    "sample trained with a reward that no score gives": lambda run: _change_sample(run, "reward.scores", "000003-0000-0/0", reward=0.25),
-    "prompt group trained that was never issued": lambda run: _drop(run, "prompt.groups", prompt_group_id="000003-0000-0"),
+    "sample trained with a reward that no score gives": lambda run: _change_sample(
+        run, "reward.scores", "000003-0000-0/0", reward=0.25
+    ),
+    "prompt group trained that was never issued": lambda run: _drop(
+        run, "prompt.groups", prompt_group_id="000003-0000-0"
+    ),
     "prompt group of a guest was trained": _guest_trained,
-    "train step counts staleness otherwise than its samples' versions": lambda run: _step_at(run, 3, staleness_counts=[4]),
+    "train step counts staleness otherwise than its samples' versions": lambda run: _step_at(
+        run, 3, staleness_counts=[4]
+    ),
     "train step that skipped its update committed other weights": lambda run: (
         _step_at(run, 2, weights_digest=b"1" * 32),
         _step_at(run, 3, update_skipped=True, weights_digest=b"2" * 32),
     )[0],
-    "train step contradicts itself": lambda run: _step_at(run, 3, prompt_group_ids=_step(run, 3).prompt_group_ids[:1]),
-    "prompt group trained without an end on control.group-outcomes": lambda run: _drop_all(run, "control.group-outcomes", "000003-0000-0"),
+    "train step contradicts itself": lambda run: _step_at(
+        run, 3, prompt_group_ids=_step(run, 3).prompt_group_ids[:1]
+    ),
+    "prompt group trained without an end on control.group-outcomes": lambda run: _drop_all(
+        run, "control.group-outcomes", "000003-0000-0"
+    ),
     "prompt group ended as trained that no step trained": lambda run: (
         run.issue(LATE),
         run.end(LATE, Outcome.TRAINED, version=5, step=5),
     )[0],
-    "end of a prompt group contradicts its train step": lambda run: _end_at(run, "000003-0000-0", trainer_version=2),
-    "prompt group ended in two ways": lambda run: run.end("000003-0000-0", Outcome.FAILED, version=2, step=5),
+    "end of a prompt group contradicts its train step": lambda run: _end_at(
+        run, "000003-0000-0", trainer_version=2
+    ),
+    "prompt group ended in two ways": lambda run: run.end(
+        "000003-0000-0", Outcome.FAILED, version=2, step=5
+    ),
     "prompt group ended twice": lambda run: _again(run, "control.group-outcomes", 3),
-    "prompt group ended untrained without a reason": lambda run: _end_at(run, "000001-0001-0", reason=""),
+    "prompt group ended untrained without a reason": lambda run: _end_at(
+        run, "000001-0001-0", reason=""
+    ),
     "prompt group of a trained step never ended": _leave_open,
     "committed offsets passed a prompt group that never ended": _pass_over,
     "consumed offset went back": _consumed_back,
     "sample trained below the consumed offset": _below_consumed,
-    "train steps not in order": lambda run: _again(run, "control.train-steps", 3, prompt_group_ids=[], sample_ids=[], **_NOTHING),
+    "train steps not in order": lambda run: _again(
+        run, "control.train-steps", 3, prompt_group_ids=[], sample_ids=[], **_NOTHING
+    ),
     "policy versions not in order": lambda run: _again(run, "control.policy-versions", 3),
-    "policy version published without its train step": lambda run: run.at("control.policy-versions").append(published(7)),
+    "policy version published without its train step": lambda run: run.at(
+        "control.policy-versions"
+    ).append(published(7)),
 }
 """What breaks one promise, and that one alone, by the words with which the ledger finds it."""
 
@@ -311,16 +434,24 @@ def _regenerate(run: SoundRun, name: str, *entities: str) -> None:
 
 SEVERAL: dict[str, tuple[Tampering, set[str]]] = {
     "a score of another generation": (
-        lambda run: [_regenerate(run, f"000003-0000-0/{index}", "rollout.samples", "advantage.samples") for index in range(2)].clear(),
+        lambda run: [
+            _regenerate(run, f"000003-0000-0/{index}", "rollout.samples", "advantage.samples")
+            for index in range(2)
+        ].clear(),
         {"sample trained with a reward that no score gives"},
     ),
     "samples of two generations": (
-        lambda run: _regenerate(run, "000003-0000-0/0", "rollout.samples", "reward.scores", "advantage.samples"),
+        lambda run: _regenerate(
+            run, "000003-0000-0/0", "rollout.samples", "reward.scores", "advantage.samples"
+        ),
         {"prompt group not trained whole"},
     ),
     "tokens older than the bound": (
         _older_tokens,
-        {"staleness above max_staleness", "train step counts staleness otherwise than its samples' versions"},
+        {
+            "staleness above max_staleness",
+            "train step counts staleness otherwise than its samples' versions",
+        },
     ),
     "tokens newer than the trainer": (
         lambda run: (
@@ -340,4 +471,5 @@ SEVERAL: dict[str, tuple[Tampering, set[str]]] = {
         {"end of a prompt group contradicts its train step"},
     ),
 }
-"""What breaks a promise and is seen in two ways, or breaks one in another way than in `TAMPERINGS`."""
+"""What breaks a promise and is seen in two ways, or breaks one in another way than in
+`TAMPERINGS`."""

@@ -1,8 +1,10 @@
-"""What TRL's own trainers compute on small inputs: `python -m tests.trl_reference` writes it to tests/data/trl.json, with the release that it is of.
+"""What TRL's own trainers compute on small inputs: `python -m tests.trl_reference` writes it to
+tests/data/trl.json, with the release that it is of.
 
-Our losses and advantages are held beside that file in the gate. It needs TRL's environment, which the first call makes from
-`requirements/trl.txt`. TRL is run as it is, from rollout to loss; the one thing put in its way is the model: the log-probabilities that
-its forward passes would give are those of the inputs. All is in float64.
+Our losses and advantages are held beside that file in the gate. It needs TRL's environment, which
+the first call makes from `requirements/trl.txt`. TRL is run as it is, from rollout to loss; the one
+thing put in its way is the model: the log-probabilities that its forward passes would give are
+those of the inputs. All is in float64.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ CLIPS = {"epsilon": 0.2, "epsilon_high": 0.28}
 
 def engine(mode: str, low: float | None, high: float) -> dict[str, Any]:
     """Give the settings that correct what the engine's log-probabilities differ by."""
-    return {f"vllm_importance_sampling_{name}": value for name, value in (("mode", mode), ("clip_min", low), ("clip_max", high))}
+    return {
+        f"vllm_importance_sampling_{name}": value
+        for name, value in (("mode", mode), ("clip_min", low), ("clip_max", high))
+    }
 
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -42,26 +47,59 @@ LOSSES: dict[str, dict[str, Any]] = {
     "two-sided clip": {"loss_type": "dapo", "delta": 1.5, **CLIPS},
     "clipped weight": {"loss_type": "cispo", "epsilon_high": 1.2},
     "soft gate": {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
-    "ratio of sequences": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.15},
-    "ratio of sequences, two-sided clip": {"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 1.3, "epsilon": 0.1},
+    "ratio of sequences": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 0.1,
+        "epsilon_high": 0.15,
+    },
+    "ratio of sequences, two-sided clip": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "delta": 1.3,
+        "epsilon": 0.1,
+    },
     "geometric mean": {"epsilon": 0.2, "epsilon_high": 0.25},
     "KL": {"loss_type": "dapo", **LOSS_KL, **CLIPS},
     "KL by the sample": {"loss_type": "grpo", **LOSS_KL, **CLIPS},
     "unbiased KL": {"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": True, **CLIPS},
     "off-policy sequences": {"loss_type": "dapo", "off_policy_mask_threshold": 0.02, **CLIPS},
     "entropy": {"loss_type": "dapo", "entropy_coef": 0.2, **CLIPS},
-    "engine corrected by the token, kept within": {"loss_type": "dapo", **engine("token_truncate", None, 1.1)},
-    "engine corrected by the token, masked": {"loss_type": "dapo", **engine("token_mask", 0.8, 1.2)},
-    "engine corrected by the sequence, kept within": {"loss_type": "grpo", **engine("sequence_truncate", None, 1.1)},
-    "engine corrected by the sequence, masked": {"loss_type": "dapo", **engine("sequence_mask", 0.7, 1.3)},
-    "truncated samples masked, sample mean": {"loss_type": "grpo", "mask_truncated_completions": True, **CLIPS},
-    "truncated samples masked, token mean": {"loss_type": "dapo", "mask_truncated_completions": True, **CLIPS},
+    "engine corrected by the token, kept within": {
+        "loss_type": "dapo",
+        **engine("token_truncate", None, 1.1),
+    },
+    "engine corrected by the token, masked": {
+        "loss_type": "dapo",
+        **engine("token_mask", 0.8, 1.2),
+    },
+    "engine corrected by the sequence, kept within": {
+        "loss_type": "grpo",
+        **engine("sequence_truncate", None, 1.1),
+    },
+    "engine corrected by the sequence, masked": {
+        "loss_type": "dapo",
+        **engine("sequence_mask", 0.7, 1.3),
+    },
+    "truncated samples masked, sample mean": {
+        "loss_type": "grpo",
+        "mask_truncated_completions": True,
+        **CLIPS,
+    },
+    "truncated samples masked, token mean": {
+        "loss_type": "dapo",
+        "mask_truncated_completions": True,
+        **CLIPS,
+    },
 }
 ADVANTAGES: dict[str, dict[str, Any]] = {
     "group": {"scale_rewards": "group"},
     "none": {"scale_rewards": "none"},
     "batch": {"scale_rewards": "batch"},
-    "components apart": {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
+    "components apart": {
+        "multi_objective_aggregation": "normalize_then_sum",
+        "reward_weights": [1.0, 0.5],
+    },
 }
 LEAVE_ONE_OUT: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -71,7 +109,10 @@ LEAVE_ONE_OUT: dict[str, dict[str, Any]] = {
 PREFERENCES: dict[str, dict[str, Any]] = {
     "sigmoid": {"loss_type": ["sigmoid"]},
     "sigmoid of means": {"loss_type": ["sigmoid_norm"], "beta": 2.0},
-    "smoothed": {"loss_type": ["aot"], "label_smoothing": 0.1},  # of one pair alone nothing is sorted
+    "smoothed": {
+        "loss_type": ["aot"],
+        "label_smoothing": 0.1,
+    },  # of one pair alone nothing is sorted
     "sigmoid and likelihood": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
     "ipo": {"loss_type": ["ipo"]},
 }
@@ -80,14 +121,17 @@ Values = list[list[float]]
 
 
 def inputs() -> dict[str, Any]:
-    """Draw what TRL and we are given: in each row the tokens of a sample, of which some are masked, and one sample is cut off."""
+    """Draw what TRL and we are given: in each row the tokens of a sample, of which some are masked,
+    and one sample is cut off."""
     rng = np.random.default_rng(11)
     lengths = [6, 3, 1, 5, 4, 7, 2, 8]
 
     def rows(of: Sequence[Sequence[float]], width: float) -> Values:
         return [[round(value + float(rng.normal(0, width)), 4) for value in row] for row in of]
 
-    drawn = [[round(float(rng.uniform(-2.9, -0.7)), 4) for _ in range(length)] for length in lengths]
+    drawn = [
+        [round(float(rng.uniform(-2.9, -0.7)), 4) for _ in range(length)] for length in lengths
+    ]
     masks = [[1] * length for length in lengths]
     masks[0][2:4], masks[5][1:3] = [0, 0], [0, 0]
     return {
@@ -98,7 +142,16 @@ def inputs() -> dict[str, Any]:
         "entropies": [[round(float(rng.uniform(0.1, 2.0)), 4) for _ in row] for row in drawn],
         "masks": masks,
         "is_truncated": [False] * 7 + [True],
-        "rewards": [[1000.0, 0.0], [0.0, 500.0], [250.0, 500.0], [1000.0, 0.0], [0.0, 0.0], [0.0, 500.0], [750.0, 500.0], [0.0, 500.0]],
+        "rewards": [
+            [1000.0, 0.0],
+            [0.0, 500.0],
+            [250.0, 500.0],
+            [1000.0, 0.0],
+            [0.0, 0.0],
+            [0.0, 500.0],
+            [750.0, 500.0],
+            [0.0, 500.0],
+        ],
         "pairs_current": rows(drawn, 0.3),
         "pairs_ref": rows(drawn, 0.3),
         "student_logits": [[round(float(rng.normal()), 4) for _ in range(5)] for _ in range(4)],
@@ -108,7 +161,10 @@ def inputs() -> dict[str, Any]:
 
 def completions(given: Mapping[str, Any]) -> list[list[int]]:
     """Give tokens for the samples: the end stands where one was not cut off."""
-    return [[3 + at for at in range(len(row) - 1)] + [3 if cut else EOS] for row, cut in zip(given["rollout"], given["is_truncated"], strict=True)]
+    return [
+        [3 + at for at in range(len(row) - 1)] + [3 if cut else EOS]
+        for row, cut in zip(given["rollout"], given["is_truncated"], strict=True)
+    ]
 
 
 def tables(given: Mapping[str, Any], name: str) -> Any:
@@ -124,15 +180,34 @@ def save_model(folder: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(VOCABULARY), eos_token_id=EOS, pad_token_id=PAD, **sizes)).save_pretrained(folder)
+    words = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<unk>")
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=len(VOCABULARY), eos_token_id=EOS, pad_token_id=PAD, **sizes)
+    ).save_pretrained(folder)
 
 
 def common(folder: Path) -> dict[str, Any]:
     """Give the settings of every trainer."""
-    return {"output_dir": str(folder / "out"), "bf16": False, "use_cpu": True, "report_to": "none", "gradient_checkpointing": False}
+    return {
+        "output_dir": str(folder / "out"),
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "gradient_checkpointing": False,
+    }
 
 
 def reward_functions(given: Mapping[str, Any]) -> list[Any]:
@@ -148,7 +223,8 @@ def reward_functions(given: Mapping[str, Any]) -> list[Any]:
 
 
 def give_logprobs(trainer: Any, given: Mapping[str, Any]) -> Any:
-    """Let the forward passes of a trainer give the inputs' log-probabilities, and return those that are trained."""
+    """Let the forward passes of a trainer give the inputs' log-probabilities, and return those that
+    are trained."""
     import torch
 
     current = tables(given, "current").requires_grad_()
@@ -170,20 +246,38 @@ def rows_of(given: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"prompt": "a"} for _ in given["rollout"]]
 
 
-def group_trainer(folder: Path, given: Mapping[str, Any], settings: Mapping[str, Any], *, is_geometric: bool = False) -> Any:
-    """Make a GRPOTrainer, which rolls out the inputs' samples; with settings for an engine it takes it that vLLM drew them."""
+def group_trainer(
+    folder: Path,
+    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    is_geometric: bool = False,
+) -> Any:
+    """Make a GRPOTrainer, which rolls out the inputs' samples; with settings for an engine it takes
+    it that vLLM drew them."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
     def rollout(prompts: Sequence[Any], _: Any) -> dict[str, Any]:
-        return {"prompt_ids": [[3]] * len(prompts), "completion_ids": completions(given), "logprobs": given["rollout"], "env_mask": given["masks"]}
+        return {
+            "prompt_ids": [[3]] * len(prompts),
+            "completion_ids": completions(given),
+            "logprobs": given["rollout"],
+            "env_mask": given["masks"],
+        }
 
-    sizes = {"num_generations": SAMPLES_PER_PROMPT, "per_device_train_batch_size": len(given["rollout"]), "max_completion_length": MAX_NEW_TOKENS}
+    sizes = {
+        "num_generations": SAMPLES_PER_PROMPT,
+        "per_device_train_batch_size": len(given["rollout"]),
+        "max_completion_length": MAX_NEW_TOKENS,
+    }
     trainer = (GMPOTrainer if is_geometric else GRPOTrainer)(
         model=str(folder),
         reward_funcs=reward_functions(given),
-        args=(GMPOConfig if is_geometric else GRPOConfig)(**common(folder), **sizes, num_iterations=2, **settings),
+        args=(GMPOConfig if is_geometric else GRPOConfig)(
+            **common(folder), **sizes, num_iterations=2, **settings
+        ),
         train_dataset=Dataset.from_list(rows_of(given)),
         rollout_func=rollout,
     )
@@ -206,7 +300,11 @@ def group_losses(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         batch = trainer._generate_and_score_completions(rows_of(given))
         loss = trainer._compute_loss(trainer.model, batch)
         loss.backward()
-        found[name] = {"advantages": batch["advantages"].tolist(), "loss": loss.item(), "gradients": by_sample(given, current.grad)}
+        found[name] = {
+            "advantages": batch["advantages"].tolist(),
+            "loss": loss.item(),
+            "gradients": by_sample(given, current.grad),
+        }
     return found
 
 
@@ -222,40 +320,63 @@ def group_advantages(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def async_advantages(given: Mapping[str, Any]) -> list[float]:
     """Compute what AsyncGRPOTrainer's rollout makes of the samples' rewards, all of one prompt."""
-    from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, TrainingSequence, _AsyncRolloutLoop
+    from trl.experimental.async_grpo.async_rollout_worker import (
+        RolloutGroup,
+        TrainingSequence,
+        _AsyncRolloutLoop,
+    )
 
     num_samples = len(given["rollout"])
     rollout = SimpleNamespace(
-        reward_funcs=reward_functions(given), reward_func_names=["first", "second"], _env_reward_types=[], _provides_rollout_reward=False
+        reward_funcs=reward_functions(given),
+        reward_func_names=["first", "second"],
+        _env_reward_types=[],
+        _provides_rollout_reward=False,
     )
     sequence = TrainingSequence(*[[]] * len(fields(TrainingSequence)))
     group = RolloutGroup(**{field.name: [None] * num_samples for field in fields(RolloutGroup)})
     group.reward_kwargs, group.completions_sequences = {}, [[sequence]] * num_samples
     group.tool_call_counts = group.tool_failure_counts = [0] * num_samples
-    return [sample.advantage for sample in asyncio.run(_AsyncRolloutLoop._score_group(rollout, group))]
+    return [
+        sample.advantage for sample in asyncio.run(_AsyncRolloutLoop._score_group(rollout, group))
+    ]
 
 
 def leave_one_out(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute RLOOTrainer's advantages, and its gradients where the policy is the one that drew the samples."""
+    """Compute RLOOTrainer's advantages, and its gradients where the policy is the one that drew the
+    samples."""
     from datasets import Dataset
     from trl import RLOOConfig, RLOOTrainer
 
     found = {}
-    sizes = {"num_generations": SAMPLES_PER_PROMPT, "per_device_train_batch_size": len(given["rollout"]), "max_completion_length": MAX_NEW_TOKENS}
+    sizes = {
+        "num_generations": SAMPLES_PER_PROMPT,
+        "per_device_train_batch_size": len(given["rollout"]),
+        "max_completion_length": MAX_NEW_TOKENS,
+    }
     given = {**given, "old": given["current"]}
     for name, settings in LEAVE_ONE_OUT.items():
         arguments = RLOOConfig(**common(folder), **sizes, **{"beta": 0.0, **settings})
-        trainer = RLOOTrainer(str(folder), reward_functions(given), args=arguments, train_dataset=Dataset.from_list(rows_of(given)))
+        trainer = RLOOTrainer(
+            str(folder),
+            reward_functions(given),
+            args=arguments,
+            train_dataset=Dataset.from_list(rows_of(given)),
+        )
         trainer._generate_single_turn = lambda *_, **__: completions(given)
         current = give_logprobs(trainer, given)
         batch = trainer._generate_and_score_completions(rows_of(given))
         trainer._compute_loss(trainer.model, batch).backward()
-        found[name] = {"advantages": batch["advantages"].tolist(), "gradients": by_sample(given, current.grad)}
+        found[name] = {
+            "advantages": batch["advantages"].tolist(),
+            "gradients": by_sample(given, current.grad),
+        }
     return found
 
 
 def preferences(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute DPOTrainer's losses and their gradients, the mean over batches of one pair: the samples two by two, the chosen one first."""
+    """Compute DPOTrainer's losses and their gradients, the mean over batches of one pair: the
+    samples two by two, the chosen one first."""
     import torch
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -267,14 +388,35 @@ def preferences(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         trainer = DPOTrainer(str(folder), args=arguments, train_dataset=pair)
         trainer.precompute_ref_logps = True
         trainer.model.train()
-        current, ref, lengths = tables(given, "pairs_current").requires_grad_(), tables(given, "pairs_ref"), [len(row) for row in given["rollout"]]
+        current, ref, lengths = (
+            tables(given, "pairs_current").requires_grad_(),
+            tables(given, "pairs_ref"),
+            [len(row) for row in given["rollout"]],
+        )
         losses = []
         for at in range(0, len(lengths), 2):
-            mask = torch.tensor([[0] + [1] * length + [0] * (current.shape[1] - length) for length in lengths[at : at + 2]])
+            mask = torch.tensor(
+                [
+                    [0] + [1] * length + [0] * (current.shape[1] - length)
+                    for length in lengths[at : at + 2]
+                ]
+            )
             logprobs = current[at : at + 2]
-            outputs = SimpleNamespace(log_probs=logprobs, entropy=logprobs.detach(), mean_logits=logprobs.detach(), is_top1=mask[:, 1:].bool())
-            batch = {"input_ids": mask * 3, "attention_mask": torch.ones_like(mask), "completion_mask": mask}
-            batch |= {"ref_chosen_logps": ref[at : at + 1].sum(1), "ref_rejected_logps": ref[at + 1 : at + 2].sum(1)}
+            outputs = SimpleNamespace(
+                log_probs=logprobs,
+                entropy=logprobs.detach(),
+                mean_logits=logprobs.detach(),
+                is_top1=mask[:, 1:].bool(),
+            )
+            batch = {
+                "input_ids": mask * 3,
+                "attention_mask": torch.ones_like(mask),
+                "completion_mask": mask,
+            }
+            batch |= {
+                "ref_chosen_logps": ref[at : at + 1].sum(1),
+                "ref_rejected_logps": ref[at + 1 : at + 2].sum(1),
+            }
             losses.append(trainer._compute_loss(lambda outputs=outputs, **_: outputs, batch, False))
         loss = torch.stack(losses).mean()
         loss.backward()
@@ -283,7 +425,8 @@ def preferences(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def distillation(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute GKDTrainer's divergences, the mean over tokens, and their gradients by the student's logits."""
+    """Compute GKDTrainer's divergences, the mean over tokens, and their gradients by the student's
+    logits."""
     import torch
     from trl.experimental.gkd import GKDTrainer
 
@@ -291,7 +434,9 @@ def distillation(given: Mapping[str, Any]) -> dict[str, Any]:
     for mixture in MIXTURES:
         student = torch.tensor(given["student_logits"]).requires_grad_()
         teacher = torch.tensor(given["teacher_logits"])
-        loss = GKDTrainer.generalized_jsd_loss(student[None], teacher[None], beta=mixture, num_items_in_batch=len(student))
+        loss = GKDTrainer.generalized_jsd_loss(
+            student[None], teacher[None], beta=mixture, num_items_in_batch=len(student)
+        )
         loss.backward()
         found[str(mixture)] = {"loss": loss.item(), "gradients": student.grad.tolist()}
     return found
@@ -329,15 +474,28 @@ def in_environment(file: Path) -> None:
     """Run this program in TRL's environment."""
     from benchmarks import environment
 
-    environment.run("trl", "-m", "tests.trl_reference", str(file), settings={"TRL_EXPERIMENTAL_SILENCE": "1", "TQDM_DISABLE": "1"})
+    environment.run(
+        "trl",
+        "-m",
+        "tests.trl_reference",
+        str(file),
+        settings={"TRL_EXPERIMENTAL_SILENCE": "1", "TQDM_DISABLE": "1"},
+    )
 
 
 def lines(tree: Mapping[str, Any]) -> str:
     """Write the numbers as JSON, what is of one case on one line."""
     parts = []
     for name, part in tree.items():
-        own = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in part.items()] if isinstance(part, Mapping) else []
-        parts.append(f"  {json.dumps(name)}: " + ("{\n" + ",\n".join(own) + "\n  }" if own else json.dumps(part)))
+        own = (
+            [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in part.items()]
+            if isinstance(part, Mapping)
+            else []
+        )
+        parts.append(
+            f"  {json.dumps(name)}: "
+            + ("{\n" + ",\n".join(own) + "\n  }" if own else json.dumps(part))
+        )
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 

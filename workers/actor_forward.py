@@ -1,7 +1,8 @@
-"""The actor-forward role: log-probabilities of every sample under the policy version that owns its slot, as the trainer sees it.
+"""The actor-forward role: log-probabilities of every sample under the policy version that owns its
+slot, as the trainer sees it.
 
-Consumes rollout.samples, produces SampleEvaluated on actor.logprobs. Where engine and trainer differ in numerics, these
-stand below the probability ratio instead of the engine's.
+Consumes rollout.samples, produces SampleEvaluated on actor.logprobs. Where engine and trainer
+differ in numerics, these stand below the probability ratio instead of the engine's.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from collections.abc import Callable
 from relax_events.config import RunConfig
 from relax_events.errors import PoisonSample, WeightsError
 from relax_events.events.types import Event, PolicyVersionPublished
-from relax_events.pipeline.map_role import MapRole
-from relax_events.pipeline.worker import Worker
-from relax_events.training.protocol import Scorer
+from relax_events.roles.logprob_processor import Evaluating, open_scorer
+from relax_events.roles.worker_factory import open_store, open_worker
+from relax_events.runtime.processors import MapRole
+from relax_events.runtime.worker import Worker
+from relax_events.training.backend.protocol import Scorer
 from relax_events.weights.manifest import Weights
 from relax_events.weights.transport import StoreTransport, WeightsTransport
-from workers.evaluation import Evaluating, open_scorer
-from workers.opening import open_store, open_worker
 
 MAX_VERSIONS = 2
-"""Held in memory, whole: the version that most samples are of, and its neighbour where they alternate."""
+"""Held in memory, whole: the version that most samples are of, and its neighbour where they
+alternate."""
 LOST_SECONDS = 30.0
-"""After which a version that could not be read is tried again: its objects may have been restored."""
+"""After which a version that could not be read is tried again: its objects may have been
+restored."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -32,16 +35,32 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     store = open_store(config)
     with open_worker("actor-forward", config, index=index, store=store) as worker:
         scorer = open_scorer(worker)
-        versions = VersionedWeights(worker, scorer, StoreTransport(store, full_every=config.weights.full_every))
-        evaluate = Evaluating(worker, scorer, evaluator="actor", topic="actor.logprobs", use_version=versions.use)
-        MapRole(worker, evaluate, max_tokens=config.trainer.max_tokens_per_micro_batch, listeners=(versions.note,)).run()
+        versions = VersionedWeights(
+            worker, scorer, StoreTransport(store, full_every=config.weights.full_every)
+        )
+        evaluate = Evaluating(
+            worker, scorer, evaluator="actor", topic="actor.logprobs", use_version=versions.use
+        )
+        MapRole(
+            worker,
+            evaluate,
+            max_tokens=config.trainer.max_tokens_per_micro_batch,
+            listeners=(versions.note,),
+        ).run()
 
 
 class VersionedWeights:
-    """Puts the weights of the wanted version into the scorer. Samples come by version, oldest first: few are at hand, others are read again."""
+    """Puts the weights of the wanted version into the scorer. Samples come by version, oldest
+    first: few are at hand, others are read again.
+    """
 
     def __init__(
-        self, worker: Worker, scorer: Scorer, transport: WeightsTransport, *, clock: Callable[[], float] = time.monotonic
+        self,
+        worker: Worker,
+        scorer: Scorer,
+        transport: WeightsTransport,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker, self._scorer, self._transport = worker, scorer, transport
         self._published: dict[int, PolicyVersionPublished] = {}
@@ -83,13 +102,23 @@ class VersionedWeights:
 
     def _read(self, policy_version: int) -> Weights:
         latest = self._worker.control.latest  # known an instant before we are told
-        published = latest if latest and latest.policy_version == policy_version else self._published.get(policy_version)
+        published = (
+            latest
+            if latest and latest.policy_version == policy_version
+            else self._published.get(policy_version)
+        )
         if published is None:
-            raise PoisonSample(f"policy version {policy_version} is not among the published ones in the window, {sorted(self._published)}")
+            raise PoisonSample(
+                f"policy version {policy_version} is not among the published ones in the "
+                f"window, {sorted(self._published)}"
+            )
         try:
             return self._transport.fetch(published)
         except WeightsError as error:
-            remedy = "restore the object, or start the run again: its trainer writes its newest version anew; or fork it from an older version"
+            remedy = (
+                "restore the object, or start the run again: its trainer writes its newest "
+                "version anew; or fork it from an older version"
+            )
             lost = WeightsError(f"{error}; {remedy}")
             self._lost[policy_version] = self._clock(), lost
             raise lost from error

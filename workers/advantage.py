@@ -1,8 +1,10 @@
-"""The advantage role: joins each prompt group's samples with their scores and log-probabilities, and computes advantages.
+"""The advantage role: joins each prompt group's samples with their scores and log-probabilities,
+and computes advantages.
 
-Consumes rollout.samples, reward.scores and, as the algorithm needs, reference.logprobs, actor.logprobs, critic.values and
-teacher.logprobs; waits for the last record of a prompt group; produces SampleReady for each sample, or one PromptGroupEnded, on
-advantage.samples. The input offsets follow the oldest prompt group that is still open.
+Consumes rollout.samples, reward.scores and, as the algorithm needs, reference.logprobs,
+actor.logprobs, critic.values and teacher.logprobs; waits for the last record of a prompt group;
+produces SampleReady for each sample, or one PromptGroupEnded, on advantage.samples. The input
+offsets follow the oldest prompt group that is still open.
 """
 
 from __future__ import annotations
@@ -13,29 +15,37 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from relax_events.algorithms.judging import Judge, RewardedSample
-from relax_events.broker.consumer import GroupConsumer
-from relax_events.broker.deadline import Deadline
-from relax_events.broker.records import OutRecord, Record
+from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
 from relax_events.config import RunConfig
+from relax_events.deadline import Deadline
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample, RewardError
 from relax_events.events.parts import Array, FinishReason, Outcome, TopicOffset
 from relax_events.events.tensors import dense
-from relax_events.events.types import Event, PolicyVersionPublished, SampleEvaluated, SampleReady, SampleRolledOut, SampleScored
+from relax_events.events.types import (
+    Event,
+    PolicyVersionPublished,
+    SampleEvaluated,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
+)
+from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.records import OutRecord, Record
 from relax_events.objects.roots import media_of
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.join import GroupJoin, JoinedGroup
-from relax_events.pipeline.validation import check_sample, require_belonging
-from relax_events.pipeline.worker import Worker
-from relax_events.policy import IssuedGroup, is_guest
+from relax_events.roles.worker_factory import open_worker
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.join import GroupJoin, JoinedGroup
+from relax_events.runtime.validation import check_sample, require_belonging
+from relax_events.runtime.worker import Worker
+from relax_events.staleness import IssuedGroup, is_guest
 from relax_events.topics.plan import EVALUATOR_TOPICS
-from workers.opening import open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 DRAIN_COMMIT_SECONDS = 5.0
 MAX_RECORDS = 256
-"""Taken at a time: as many are joined before the consumer polls again and their offsets are committed."""
+"""Taken at a time: as many are joined before the consumer polls again and their offsets are
+committed."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -63,9 +73,15 @@ class AdvantageLoop:
         self._worker = worker
         evaluators = needed_evaluators(worker.config)
         scores = ["reward.scores"] if self._has_rewards else []
-        entities = ["rollout.samples", *scores, *(EVALUATOR_TOPICS[name] for name in sorted(evaluators))]
+        entities = [
+            "rollout.samples",
+            *scores,
+            *(EVALUATOR_TOPICS[name] for name in sorted(evaluators)),
+        ]
         self._join = GroupJoin(evaluators=evaluators, needs_scores=self._has_rewards)
-        self._judge = Judge(worker.config.algorithm, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
+        self._judge = Judge(
+            worker.config.algorithm, max_new_tokens=worker.config.engine.sampling.max_new_tokens
+        )
         self._committed: dict[tuple[str, int], int] = {}
         self._expiry_is_due = False
         self._consumer = GroupConsumer(
@@ -100,12 +116,16 @@ class AdvantageLoop:
         started = time.monotonic()
         for record in records:
             is_late = self._worker.is_expired(record.policy_version)
-            self._expiry_is_due |= is_late  # the trainer may be waiting for just this prompt group: then no version will come to expire it
+            # the trainer may be waiting for just this prompt group: then no version will come to
+            # expire it
+            self._expiry_is_due |= is_late
             if is_late and record.topic != self._worker.plan.topic("rollout.samples"):
                 self._join.pass_over(record)
             elif (group := self._take(record)) is not None:
                 self._worker.traces.waited(group.prompt_group_id, "rollout.samples")
-                with self._worker.traces.each("advantage", [group.prompt_group_id], topic="rollout.samples"):
+                with self._worker.traces.each(
+                    "advantage", [group.prompt_group_id], topic="rollout.samples"
+                ):
                     self._finish(group)
             self._worker.progressed()
         self._count_dropped()
@@ -150,20 +170,38 @@ class AdvantageLoop:
     def _finish(self, group: JoinedGroup) -> None:
         """Send a prompt group that is complete, or over, on its way to the trainer."""
         self._join.close(group)
-        failures = [score.error or "no reward" for score in group.scores.values() if score.error is not None or score.reward is None]
+        failures = [
+            score.error or "no reward"
+            for score in group.scores.values()
+            if score.error is not None or score.reward is None
+        ]
         if group.poisoned or failures:
             reason = f"poison: {group.poisoned}" if group.poisoned else f"reward: {failures[0]}"
             self._end(group, Outcome.FAILED, reason)
             return
-        rewards = np.array([self._reward_of(group, sample) for sample in group.ordered_samples()], np.float64)
+        rewards = np.array(
+            [self._reward_of(group, sample) for sample in group.ordered_samples()], np.float64
+        )
         mean_reward = float(rewards.mean()) if self._has_rewards else None
         if is_guest(group.prompt_group_id):
-            self._end(group, Outcome.FILTERED, "guest: generated and scored, not trained", mean_reward=mean_reward)
+            self._end(
+                group,
+                Outcome.FILTERED,
+                "guest: generated and scored, not trained",
+                mean_reward=mean_reward,
+            )
             return
         algorithm = self._worker.config.algorithm
-        is_whole = np.array([sample.finish_reason is not FinishReason.LENGTH for sample in group.ordered_samples()])
+        is_whole = np.array(
+            [sample.finish_reason is not FinishReason.LENGTH for sample in group.ordered_samples()]
+        )
         if algorithm.truncated_samples != "train" and not is_whole.any():
-            self._end(group, Outcome.FILTERED, "all samples were cut off by their length", mean_reward=mean_reward)
+            self._end(
+                group,
+                Outcome.FILTERED,
+                "all samples were cut off by their length",
+                mean_reward=mean_reward,
+            )
             return
         counted = rewards[is_whole] if algorithm.truncated_samples == "leave_out" else rewards
         if algorithm.filter_uniform_rewards and np.ptp(counted) == 0:
@@ -198,7 +236,12 @@ class AdvantageLoop:
                 reward=self._reward_of(group, sample),
                 components=self._components_of(group, sample),
                 loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
-                policy_logprobs=_plain(_evaluated(group, sample, "actor") if drawn_by_actor else sample.rollout_logprobs, sample),
+                policy_logprobs=_plain(
+                    _evaluated(group, sample, "actor")
+                    if drawn_by_actor
+                    else sample.rollout_logprobs,
+                    sample,
+                ),
                 ref_logprobs=_plain(_evaluated(group, sample, "reference"), sample),
                 values=_plain(_evaluated(group, sample, "critic"), sample),
                 teacher_logprobs=_plain(_evaluated(group, sample, "teacher"), sample),
@@ -210,7 +253,9 @@ class AdvantageLoop:
         ]
         return self._judge(rewarded)
 
-    def _ready_record(self, group: JoinedGroup, sample: SampleRolledOut, *, advantages: NDArray[np.float32]) -> OutRecord:
+    def _ready_record(
+        self, group: JoinedGroup, sample: SampleRolledOut, *, advantages: NDArray[np.float32]
+    ) -> OutRecord:
         taught = group.evaluations.get("teacher", {}).get(sample.sample_id)
         ready = SampleReady(
             sample_id=sample.sample_id,
@@ -232,7 +277,9 @@ class AdvantageLoop:
             ref_logprobs=_evaluated(group, sample, "reference"),
             values=_evaluated(group, sample, "critic"),
             teacher_logprobs=_evaluated(group, sample, "teacher"),
-            topk_ids=sample.topk_ids if taught is None or taught.topk_ids is None else taught.topk_ids,
+            topk_ids=sample.topk_ids
+            if taught is None or taught.topk_ids is None
+            else taught.topk_ids,
             topk_teacher_logprobs=None if taught is None else taught.topk_logprobs,
             advantages=advantages,
             reward=self._reward_of(group, sample),
@@ -245,30 +292,61 @@ class AdvantageLoop:
             media=media_of(sample),
             routed_experts=sample.routed_experts,
         )
-        return self._worker.sample_record("advantage.samples", ready, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)
-
-    def _end(self, group: JoinedGroup, outcome: Outcome, reason: str, *, mean_reward: float | None = None) -> None:
-        self._worker.producer.send(
-            self._worker.tombstone(group.prompt_group_id, outcome, reason, policy_version=group.policy_version, mean_reward=mean_reward)
+        return self._worker.sample_record(
+            "advantage.samples",
+            ready,
+            prompt_group_id=sample.prompt_group_id,
+            policy_version=sample.policy_version,
         )
-        log.info("prompt_group.ended", prompt_group_id=group.prompt_group_id, outcome=outcome, reason=reason)
+
+    def _end(
+        self, group: JoinedGroup, outcome: Outcome, reason: str, *, mean_reward: float | None = None
+    ) -> None:
+        self._worker.producer.send(
+            self._worker.tombstone(
+                group.prompt_group_id,
+                outcome,
+                reason,
+                policy_version=group.policy_version,
+                mean_reward=mean_reward,
+            )
+        )
+        log.info(
+            "prompt_group.ended",
+            prompt_group_id=group.prompt_group_id,
+            outcome=outcome,
+            reason=reason,
+        )
 
     def _note(self, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):
             self._expiry_is_due = True
 
     def _expire(self) -> None:
-        """Close what left the window. Half a generation is dropped in silence: its lease brings the prompt group back."""
+        """Close what left the window. Half a generation is dropped in silence: its lease brings the
+        prompt group back.
+        """
         oldest = self._worker.control.policy_version - self._worker.config.run.max_staleness
         for group in self._join.expired(oldest):
             self._join.close(group)
             if group.is_rolled_out:
-                self._end(group, Outcome.EXPIRED, f"version {group.policy_version} left the window before its samples were scored")
+                self._end(
+                    group,
+                    Outcome.EXPIRED,
+                    (
+                        f"version {group.policy_version} left the window before its samples were "
+                        "scored"
+                    ),
+                )
         self._worker.producer.flush()
         self._commit()
 
     def _commit(self, *, wait: Deadline | None = None) -> None:
-        moved = [mark for mark in self._join.low_watermarks() if self._committed.get((mark.topic, mark.partition)) != mark.offset]
+        moved = [
+            mark
+            for mark in self._join.low_watermarks()
+            if self._committed.get((mark.topic, mark.partition)) != mark.offset
+        ]
         self._committed |= {(mark.topic, mark.partition): mark.offset for mark in moved}
         self._consumer.commit(moved, wait=wait)
 
@@ -286,4 +364,8 @@ def _evaluated(group: JoinedGroup, sample: SampleRolledOut, evaluator: str) -> A
 
 
 def _plain(values: Array | None, sample: SampleRolledOut) -> NDArray[np.generic] | None:
-    return None if values is None else dense(values, what=f"sample {sample.sample_id}: what was evaluated")
+    return (
+        None
+        if values is None
+        else dense(values, what=f"sample {sample.sample_id}: what was evaluated")
+    )

@@ -1,5 +1,5 @@
-"""The controller: watches the control log, ends the run at its goal or when it can't be reached, has workers that are not well restarted, and
-answers who asks for more or fewer of them.
+"""The controller: watches the control log, ends the run at its goal or when it can't be reached,
+has workers that are not well restarted, and answers who asks for more or fewer of them.
 
 Its state is the control log; a controller that is killed starts again and knows all that it knew.
 """
@@ -16,41 +16,46 @@ from typing import Any
 
 import structlog
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.backlog import queue_backlog
-from relax_events.broker.deadline import Deadline
-from relax_events.broker.replication import amiss
 from relax_events.config import RunConfig
-from relax_events.control.health import HealthMetrics, HealthState, Limits, decide
-from relax_events.control.lanes import share_group_size
-from relax_events.control.orphans import VARIABLE
-from relax_events.control.run_metrics import RunMetrics
-from relax_events.control.run_state import FOLLOWED, RunState
-from relax_events.control.scaling import Bounds, ScaleState
-from relax_events.control.scaling.autoscaler import Autoscaler
-from relax_events.control.scaling.desk import Errand, ScaleDesk
-from relax_events.control.scaling.metrics import ScaleMetrics
-from relax_events.control.scaling.server import ApiServer, is_served
-from relax_events.control.topics.purger import Purger
-from relax_events.control.topics.retention import RetentionKeeper, num_versions_needed
+from relax_events.controller.api_server import ApiServer, is_served
+from relax_events.controller.autoscaler import Autoscaler
+from relax_events.controller.health import Limits, decide
+from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetrics
+from relax_events.controller.retention import RetentionKeeper, num_versions_needed
+from relax_events.controller.rollout_capacity import share_group_size
+from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.scaling_service import Errand, ScaleDesk
+from relax_events.deadline import Deadline
 from relax_events.errors import BrokerError
 from relax_events.events.parts import Command, now_micros
 from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded, RunDescribed
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.inventory import amiss
+from relax_events.kafka.protocol.queue_lag import queue_backlog
+from relax_events.kafka.security.acls import prefix_of
+from relax_events.launcher.parent_watch import VARIABLE
 from relax_events.objects.marker import claim, require_mark, told_mark
-from relax_events.pipeline.control import ControlFollower
-from relax_events.pipeline.description import describe, is_told
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.publications import RECENT_VERSIONS
-from relax_events.pipeline.source_run import SourceRun
-from relax_events.pipeline.worker import RESTART_CODE, Worker
-from relax_events.topics.rights import prefix_of
-from workers.opening import open_store, open_worker
+from relax_events.ops.run_purger import Purger
+from relax_events.projections.health import HealthState
+from relax_events.projections.run_state import FOLLOWED, RunState
+from relax_events.projections.scaling import ScaleState
+from relax_events.roles.worker_factory import open_store, open_worker
+from relax_events.runtime.control_view import RECENT_VERSIONS, ControlFollower
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.run_description import describe, is_told
+from relax_events.runtime.worker import RESTART_CODE, Worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
-SEEN_SECONDS = 12.0  # longer than Prometheus needs to come by once, and shorter than a drain may take
+SEEN_SECONDS = (
+    12.0  # longer than Prometheus needs to come by once, and shorter than a drain may take
+)
 PARTITIONS_SECONDS, PARTITIONS_TIMEOUT_SECONDS = 30.0, 3.0
-QUEUE_SECONDS, QUEUE_RETRY_SECONDS = 5.0, 60.0  # brokers before 4.2 don't know the question, and log that
+QUEUE_SECONDS, QUEUE_RETRY_SECONDS = (
+    5.0,
+    60.0,
+)  # brokers before 4.2 don't know the question, and log that
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -60,13 +65,19 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 def open_controller(config: RunConfig, *, index: int) -> Worker:
-    """Make the controller's worker, which follows as much of the control log as health, scaling and purges look at."""
+    """Make the controller's worker, which follows as much of the control log as health, scaling and
+    purges look at.
+    """
     num_versions = max(RECENT_VERSIONS, num_versions_needed(config))
-    return open_worker("controller", config, index=index, follow=FOLLOWED, num_versions=num_versions, linger_ms=0)
+    return open_worker(
+        "controller", config, index=index, follow=FOLLOWED, num_versions=num_versions, linger_ms=0
+    )
 
 
 class ControllerLoop:
-    """Waits for control events and calls, or for half a second to look for workers that fell silent."""
+    """Waits for control events and calls, or for half a second to look for workers that fell
+    silent.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._config = worker, worker.config
@@ -74,17 +85,25 @@ class ControllerLoop:
         self._metrics = RunMetrics(self._config, self._state)
         worker.metrics.registry.register(self._metrics)
         self._look_at_queue_after = self._look_at_partitions_after = 0.0
-        self._admin = Admin(dataclasses.replace(worker.connection, request_timeout_seconds=PARTITIONS_TIMEOUT_SECONDS))
+        self._admin = Admin(
+            dataclasses.replace(
+                worker.connection, request_timeout_seconds=PARTITIONS_TIMEOUT_SECONDS
+            )
+        )
         self._inbox: queue.SimpleQueue[Event | Errand[Any] | None] = queue.SimpleQueue()
         self._limits = Limits.of(self._config)
         self._health = HealthState.of(self._config, own_id=worker.worker_id)
         worker.metrics.registry.register(HealthMetrics(self._health, self._config))
         size = share_group_size(self._config, self._admin)
-        bounds = Bounds.of(self._config, is_supervised=VARIABLE in os.environ, share_group_size=size)
+        bounds = Bounds.of(
+            self._config, is_supervised=VARIABLE in os.environ, share_group_size=size
+        )
         self._scaling = ScaleDesk(ScaleState(), bounds, self._give)
         self._autoscaler = Autoscaler(self._config, self._state, self._scaling)
         worker.metrics.registry.register(ScaleMetrics(self._scaling.state, bounds))
-        self._purger = Purger(self._config, worker.connection, open_store(self._config, waits=False), worker.codec)
+        self._purger = Purger(
+            self._config, worker.connection, open_store(self._config, waits=False), worker.codec
+        )
         self._retention = RetentionKeeper(self._purger, self._config)
         self._all_trained_at = 0.0
         self._leader: RunState | None = None
@@ -100,7 +119,9 @@ class ControllerLoop:
         worker.follow(self._inbox.put, self._watch_ourselves)
         with ExitStack() as stack:
             if is_served(self._config.scaling):
-                stack.enter_context(closing(ApiServer(self._config, self._scaling, self._inbox.put)))
+                stack.enter_context(
+                    closing(ApiServer(self._config, self._scaling, self._inbox.put))
+                )
             while not worker.drain.requested:
                 self._turn()
             self._stay_to_be_scraped()
@@ -122,8 +143,14 @@ class ControllerLoop:
         self._worker.tick(working=False)
 
     def _stay_to_be_scraped(self) -> None:
-        """Serve for a moment how the run ended, where somebody is there to see it: it is what silences alerts, or the reason for one."""
-        deadline = Deadline(SEEN_SECONDS if self._state.ended is not None and self._config.telemetry.metrics_port else 0.0)
+        """Serve for a moment how the run ended, where somebody is there to see it: it is what
+        silences alerts, or the reason for one.
+        """
+        deadline = Deadline(
+            SEEN_SECONDS
+            if self._state.ended is not None and self._config.telemetry.metrics_port
+            else 0.0
+        )
         while not deadline.passed:
             self._take()
             self._worker.tick(working=False)
@@ -137,18 +164,28 @@ class ControllerLoop:
         store, history = open_store(self._config), self._worker.control.history
         descriptions = [event for event in history if isinstance(event, RunDescribed)]
         told = told_mark(descriptions)
-        mark = claim(store, run_id=self._config.run.id, cluster_id=self._worker.control.cluster_id, told=told)
+        mark = claim(
+            store, run_id=self._config.run.id, cluster_id=self._worker.control.cluster_id, told=told
+        )
         require_mark(mark, told=told, store_uri=store.uri(""))
-        versions = [event.policy_version for event in history if isinstance(event, PolicyVersionPublished)]
-        described = describe(self._config, from_version=max(versions, default=None), store_mark=mark.value)
+        versions = [
+            event.policy_version for event in history if isinstance(event, PolicyVersionPublished)
+        ]
+        described = describe(
+            self._config, from_version=max(versions, default=None), store_mark=mark.value
+        )
         if not is_told(described, history):
             self._worker.producer.write([self._worker.outbound("control.commands", described)])
 
     def _follow_leader(self) -> None:
-        """Watch the run whose steps our trainer follows: when it has ended, so shall we, once all is trained."""
+        """Watch the run whose steps our trainer follows: when it has ended, so shall we, once all
+        is trained.
+        """
         source = SourceRun.read(self._worker.connection, self._config.source.run, own=self._config)
         self._leader = RunState()
-        self._leader_follower = ControlFollower(self._worker.connection, source.plan, source.codec())
+        self._leader_follower = ControlFollower(
+            self._worker.connection, source.plan, source.codec()
+        )
         self._leader_follower.start(self._leader.note)
 
     def _take(self) -> None:
@@ -171,27 +208,53 @@ class ControllerLoop:
             return
         if state.num_steps >= num_steps and self._is_evaluated():
             self._stop(reason=f"all {num_steps} train steps are committed", succeeded=True)
-        elif self._leader is not None and self._leader.ended is not None and state.policy_version >= self._leader.policy_version:
+        elif (
+            self._leader is not None
+            and self._leader.ended is not None
+            and state.policy_version >= self._leader.policy_version
+        ):
             done = f"all {state.num_steps} train steps of run {self._config.source.run} are trained"
             self._stop(reason=f"{done}; it had ended: {self._leader.ended.reason}", succeeded=True)
         elif state.failed_in_a_row >= run.max_failed_groups:
-            failed = f"{state.failed_in_a_row} prompt groups failed in a row (run.max_failed_groups)"
+            failed = (
+                f"{state.failed_in_a_row} prompt groups failed in a row (run.max_failed_groups)"
+            )
             self._stop(reason=f"{failed}; the last one: {state.last_failure}")
         elif state.skipped_in_a_row >= self._config.trainer.max_steps_not_finite:
-            what = f"{state.skipped_in_a_row} train steps in a row had a loss or gradient that is not finite (trainer.max_steps_not_finite)"
-            last = f"the last one is {state.steps[-1].train_step}, and the weights are those before the first"
-            self._stop(reason=f"{what}; {last}; see the log of trainer-0 and docs/how-to/alerts/relax-step-not-finite.md")
+            what = (
+                f"{state.skipped_in_a_row} train steps in a row had a loss or gradient that is "
+                "not finite (trainer.max_steps_not_finite)"
+            )
+            last = (
+                f"the last one is {state.steps[-1].train_step}, and the weights are those before "
+                "the first"
+            )
+            self._stop(
+                reason=(
+                    f"{what}; {last}; see the log of trainer-0 and "
+                    "docs/how-to/alerts/relax-step-not-finite.md"
+                )
+            )
 
     def _is_evaluated(self) -> bool:
         """Tell whether the last version was evaluated on everything, or has had its time."""
         evaluation, version = self._config.evaluation, self._config.last_version
-        missing = [dataset.name for dataset in evaluation.datasets if (version, dataset.name) not in self._state.evaluations]
+        missing = [
+            dataset.name
+            for dataset in evaluation.datasets
+            if (version, dataset.name) not in self._state.evaluations
+        ]
         if not missing:
             return True
         self._all_trained_at = self._all_trained_at or time.monotonic()
         if time.monotonic() - self._all_trained_at < evaluation.final_seconds:
             return False
-        log.warning("evaluation.overdue", policy_version=version, missing=missing, seconds=evaluation.final_seconds)
+        log.warning(
+            "evaluation.overdue",
+            policy_version=version,
+            missing=missing,
+            seconds=evaluation.final_seconds,
+        )
         return True
 
     def _note(self, event: Event) -> None:
@@ -200,31 +263,47 @@ class ControllerLoop:
         self._scaling.state.note(event)
 
     def _tend_workers(self) -> None:
-        """Do about workers that are not well what is to be done now; with the last step trained the run needs none of the pipeline any more."""
+        """Do about workers that are not well what is to be done now; with the last step trained the
+        run needs none of the pipeline any more.
+        """
         is_trained = self._state.num_steps >= self._config.num_train_steps
-        limits = dataclasses.replace(self._limits, pipeline=frozenset()) if is_trained else self._limits
+        limits = (
+            dataclasses.replace(self._limits, pipeline=frozenset()) if is_trained else self._limits
+        )
         self._give(decide(self._health, limits, now=now_micros()))
 
     def _watch_ourselves(self, _: Event) -> None:
-        """End this process when its work loop hangs, from the thread that hears the others beat: nobody else watches the controller."""
+        """End this process when its work loop hangs, from the thread that hears the others beat:
+        nobody else watches the controller.
+        """
         if self._worker.illness():
             log.error("worker.killed", reason=self._worker.illness())
             os._exit(RESTART_CODE)
 
     def _look_at_queue(self) -> None:
-        """Ask from time to time how many prompt groups wait; where the broker does not tell, nothing is told."""
-        if self._config.broker.lease != "share_group" or self._config.is_replay or time.monotonic() < self._look_at_queue_after:
+        """Ask from time to time how many prompt groups wait; where the broker does not tell,
+        nothing is told.
+        """
+        if (
+            self._config.broker.lease != "share_group"
+            or self._config.is_replay
+            or time.monotonic() < self._look_at_queue_after
+        ):
             return
         self._look_at_queue_after = time.monotonic() + QUEUE_SECONDS
         try:
-            self._metrics.num_queued = queue_backlog(self._worker.connection, self._worker.plan.consumer_group("rollout"))
+            self._metrics.num_queued = queue_backlog(
+                self._worker.connection, self._worker.plan.consumer_group("rollout")
+            )
         except BrokerError as error:
             log.info("queue.unknown", error=str(error))
             self._metrics.num_queued = None
             self._look_at_queue_after = time.monotonic() + QUEUE_RETRY_SECONDS
 
     def _look_at_partitions(self) -> None:
-        """Ask from time to time how the run's partitions are; while the cluster does not tell, nothing is told."""
+        """Ask from time to time how the run's partitions are; while the cluster does not tell,
+        nothing is told.
+        """
         if time.monotonic() < self._look_at_partitions_after:
             return
         self._look_at_partitions_after = time.monotonic() + PARTITIONS_SECONDS
@@ -242,9 +321,17 @@ class ControllerLoop:
         if not commands:
             return
         failpoint("controller.before_command")
-        self._worker.producer.write([self._worker.outbound("control.commands", event) for event in commands])
+        self._worker.producer.write(
+            [self._worker.outbound("control.commands", event) for event in commands]
+        )
         failpoint("controller.after_command")
         for event in commands:
             self._note(event)
             addressed_to = event.worker_id or event.role or "all"
-            log.info("run.commanded", command=event.command, addressed_to=addressed_to, reason=event.reason, succeeded=event.succeeded)
+            log.info(
+                "run.commanded",
+                command=event.command,
+                addressed_to=addressed_to,
+                reason=event.reason,
+                succeeded=event.succeeded,
+            )

@@ -1,21 +1,24 @@
-"""The critic role: what is to be expected at every token of a sample, by a value model that learns from the run's own steps.
+"""The critic role: what is to be expected at every token of a sample, by a value model that learns
+from the run's own steps.
 
-    rollout.samples ──▶ first learn from every step that led to the sample's version, then evaluate ──▶ SampleEvaluated on critic.values
-    control.train-steps ──▶ learn from the step, between record batches
+    rollout.samples ──▶ first learn from every step that led to the sample's version, then evaluate
+    ──▶ SampleEvaluated on critic.values control.train-steps ──▶ learn from the step, between record
+    batches
 
-So the values of a sample are those of a critic that has learned at least as long as the policy that drew it; in sync mode exactly as
-long. The version that the critic had come to stands in the event. An input offset is committed when the values are acknowledged; learning
-commits nothing, see `relax_events.training.critic_learning`.
+So the values of a sample are those of a critic that has learned at least as long as the policy that
+drew it; in sync mode exactly as long. The version that the critic had come to stands in the event.
+An input offset is committed when the values are acknowledged; learning commits nothing, see
+`relax_events.training.critic_learning`.
 """
 
 from __future__ import annotations
 
 from relax_events.config import RunConfig
-from relax_events.pipeline.map_role import MapRole
+from relax_events.roles.logprob_processor import Evaluating
+from relax_events.roles.worker_factory import open_store, open_worker
+from relax_events.runtime.processors import MapRole
+from relax_events.training.backend.factory import backend_of
 from relax_events.training.critic_learning import CriticLearning
-from workers.backends import backend_of
-from workers.evaluation import Evaluating
-from workers.opening import open_store, open_worker
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -24,5 +27,16 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("critic", config, index=index, store=store) as worker:
         critic = backend_of(config).open_critic(config)
         with CriticLearning(worker, critic, store) as learning:
-            evaluate = Evaluating(worker, critic, evaluator="critic", topic="critic.values", use_version=learning.before)
-            MapRole(worker, evaluate, max_tokens=config.trainer.max_tokens_per_micro_batch, between=learning.turn).run()
+            evaluate = Evaluating(
+                worker,
+                critic,
+                evaluator="critic",
+                topic="critic.values",
+                use_version=learning.before,
+            )
+            MapRole(
+                worker,
+                evaluate,
+                max_tokens=config.trainer.max_tokens_per_micro_batch,
+                between=learning.turn,
+            ).run()

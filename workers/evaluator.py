@@ -1,11 +1,14 @@
-"""The evaluator role: how good policy versions are, measured beside the training on an engine of its own.
+"""The evaluator role: how good policy versions are, measured beside the training on an engine of
+its own.
 
-    control.policy-versions --> which version is due --> load its weights --> every dataset, whole --> PolicyEvaluated on control.evaluations
-    control.evaluations -----> which are done
+    control.policy-versions --> which version is due --> load its weights --> every dataset, whole
+    --> PolicyEvaluated on control.evaluations control.evaluations -----> which are done
 
-Nobody waits for it while the run goes on, and it waits for nobody: it holds the weights of one version until all datasets are done with
-it, however many are published meanwhile. Due versions are taken oldest first; one whose weights have been deleted before its turn is
-skipped. An evaluator that starts again goes on with the first dataset of the version that is not done; no figure mixes versions.
+Nobody waits for it while the run goes on, and it waits for nobody: it holds the weights of one
+version until all datasets are done with it, however many are published meanwhile. Due versions are
+taken oldest first; one whose weights have been deleted before its turn is skipped. An evaluator
+that starts again goes on with the first dataset of the version that is not done; no figure mixes
+versions.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from relax_events.engines.protocol import Engine
 from relax_events.errors import WeightsError
 from relax_events.events.types import Event, PolicyEvaluated, PolicyVersionPublished
 from relax_events.media.library import MediaLibrary
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.publications import RECENT_VERSIONS
-from relax_events.pipeline.worker import Worker
 from relax_events.rewards.pool import RewardPool
+from relax_events.roles.evaluation_pass import EvaluationPass
+from relax_events.roles.worker_factory import open_store, open_worker
+from relax_events.runtime.control_view import RECENT_VERSIONS
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.worker import Worker
 from relax_events.weights.manifest import Weights
 from relax_events.weights.transport import StoreTransport, WeightsTransport
-from workers.evaluation_pass import EvaluationPass
-from workers.opening import open_store, open_worker
 from workers.rollout import open_speaker
 
 log = structlog.get_logger()
@@ -43,28 +46,63 @@ RELOAD_SECONDS = 2.0
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
-    sources = {part.name: open_source(part, seed=config.run.seed, section=section) for section, part in evaluated_parts(config)}
+    sources = {
+        part.name: open_source(part, seed=config.run.seed, section=section)
+        for section, part in evaluated_parts(config)
+    }
     with ExitStack() as stack:
-        rewards = {part.name: stack.enter_context(RewardPool(part.reward or config.reward)) for part in config.evaluation.datasets}
-        num_versions = max(RECENT_VERSIONS, config.run.retain_versions + config.weights.full_every)  # weights of older ones are gone
+        rewards = {
+            part.name: stack.enter_context(RewardPool(part.reward or config.reward))
+            for part in config.evaluation.datasets
+        }
+        num_versions = max(
+            RECENT_VERSIONS, config.run.retain_versions + config.weights.full_every
+        )  # weights of older ones are gone
         follow = ("control.evaluations",)
-        opened = open_worker("evaluator", config, index=index, store=store, follow=follow, num_versions=num_versions, linger_ms=0)
+        opened = open_worker(
+            "evaluator",
+            config,
+            index=index,
+            store=store,
+            follow=follow,
+            num_versions=num_versions,
+            linger_ms=0,
+        )
         worker = stack.enter_context(opened)
         asked = config.model_copy(update={"model": config.model.routing_freely})
         engine = open_speaker(asked, name=config.engine.name, metrics=worker.metrics.routing)
         stack.callback(engine.close)
-        EvaluatorLoop(worker, engine, StoreTransport(store, full_every=config.weights.full_every), sources=sources, rewards=rewards).run()
+        EvaluatorLoop(
+            worker,
+            engine,
+            StoreTransport(store, full_every=config.weights.full_every),
+            sources=sources,
+            rewards=rewards,
+        ).run()
 
 
 class EvaluatorLoop:
     """See the module's docstring."""
 
     def __init__(
-        self, worker: Worker, engine: Engine, transport: WeightsTransport, *, sources: dict[str, PromptSource], rewards: dict[str, RewardPool]
+        self,
+        worker: Worker,
+        engine: Engine,
+        transport: WeightsTransport,
+        *,
+        sources: dict[str, PromptSource],
+        rewards: dict[str, RewardPool],
     ) -> None:
-        self._worker, self._engine, self._transport, self._config = worker, engine, transport, worker.config
+        self._worker, self._engine, self._transport, self._config = (
+            worker,
+            engine,
+            transport,
+            worker.config,
+        )
         self._sources, self._rewards = sources, rewards
-        self._renderer = PromptRenderer.from_folder(self._config.model.path, self._config.data, media=self._config.model.media)
+        self._renderer = PromptRenderer.from_folder(
+            self._config.model.path, self._config.data, media=self._config.model.media
+        )
         self._library = MediaLibrary(self._config)
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._published: dict[int, PolicyVersionPublished] = {}
@@ -89,7 +127,11 @@ class EvaluatorLoop:
     def _take(self) -> None:
         """Take what the control log said; wait for it when nothing is due."""
         try:
-            event = self._inbox.get_nowait() if self._published else self._inbox.get(timeout=IDLE_SECONDS)
+            event = (
+                self._inbox.get_nowait()
+                if self._published
+                else self._inbox.get(timeout=IDLE_SECONDS)
+            )
             while True:
                 self._note(event)
                 event = self._inbox.get_nowait()
@@ -104,7 +146,9 @@ class EvaluatorLoop:
                 self._published.pop(event.policy_version, None)
         elif isinstance(event, PolicyVersionPublished):
             version = event.policy_version
-            is_due = config.evaluation.is_due(version, first=config.first_version, last=config.last_version)
+            is_due = config.evaluation.is_due(
+                version, first=config.first_version, last=config.last_version
+            )
             if is_due and list(self._left(version)):
                 self._published[version] = event
 
@@ -114,7 +158,11 @@ class EvaluatorLoop:
 
     def _left(self, version: int) -> Iterator[EvaluationDatasetConfig]:
         """Give the datasets that a version is still to be evaluated on."""
-        return (dataset for dataset in self._config.evaluation.datasets if (version, dataset.name) not in self._done)
+        return (
+            dataset
+            for dataset in self._config.evaluation.datasets
+            if (version, dataset.name) not in self._done
+        )
 
     def _evaluate(self, published: PolicyVersionPublished) -> None:
         """Evaluate a version on every dataset that is left, or on as many as the drain allows."""
@@ -128,14 +176,22 @@ class EvaluatorLoop:
             done = self._pass(dataset, weights)
             if done is None:
                 return
-            self._worker.producer.write([self._worker.outbound("control.evaluations", done, key=f"{version}/{dataset.name}")])
+            self._worker.producer.write(
+                [
+                    self._worker.outbound(
+                        "control.evaluations", done, key=f"{version}/{dataset.name}"
+                    )
+                ]
+            )
             failpoint("evaluator.after_write")
             self._done.add((version, dataset.name))
             self._worker.finished(1, started)
         del self._published[version]
 
     def _load(self, published: PolicyVersionPublished) -> Weights | None:
-        """Make the engine hold a version; None where its weights can't be had: those of an old one have been deleted before its turn."""
+        """Make the engine hold a version; None where its weights can't be had: those of an old one
+        have been deleted before its turn.
+        """
         version = published.policy_version
         try:
             with self._worker.transfer("load weights"):
@@ -144,7 +200,11 @@ class EvaluatorLoop:
                 self._engine.load_weights(weights)
         except WeightsError as error:
             is_newest = version == self._worker.control.policy_version
-            log.error("evaluation.delayed" if is_newest else "evaluation.skipped", policy_version=version, error=str(error))
+            log.error(
+                "evaluation.delayed" if is_newest else "evaluation.skipped",
+                policy_version=version,
+                error=str(error),
+            )
             if is_newest:
                 self._worker.drain.wait(RELOAD_SECONDS)
             else:
@@ -175,7 +235,11 @@ class EvaluatorLoop:
             self._worker.beats.advance_to(self._engine.num_tokens)
             self._worker.tick(working=True)
         self._worker.metrics.tokens(one.tally.num_tokens)
-        done = one.result(policy_version=weights.policy_version, weights_digest=weights.digest, seconds=time.monotonic() - started)
+        done = one.result(
+            policy_version=weights.policy_version,
+            weights_digest=weights.digest,
+            seconds=time.monotonic() - started,
+        )
         log.info(
             "policy_version.evaluated",
             policy_version=done.policy_version,

@@ -1,8 +1,10 @@
 """The judge role: what a model of the run's own thinks of every sample.
 
-Consumes rollout.samples, produces SampleScored on reward.scores: for the samples whose reward function is `genrm`, in place of the reward
-role. A worker writes many judgements side by side, on an engine of its own; whichever is done first is on the log first. A judgement
-without a score fails its sample, with its text, or is a 0 (`judge.unreadable`); a sample that the judge can't be asked about has failed.
+Consumes rollout.samples, produces SampleScored on reward.scores: for the samples whose reward
+function is `genrm`, in place of the reward role. A worker writes many judgements side by side, on
+an engine of its own; whichever is done first is on the log first. A judgement without a score fails
+its sample, with its text, or is a 0 (`judge.unreadable`); a sample that the judge can't be asked
+about has failed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import numpy as np
 import orjson
 import structlog
 
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.config.judge import JUDGED
 from relax_events.data.rendering import judge_renderer
@@ -25,15 +26,16 @@ from relax_events.engines.protocol import Engine, GeneratedSample, GenerationReq
 from relax_events.errors import ConfigError, PoisonSample, RewardError
 from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.events.types import SampleRolledOut
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.flow_map_role import Done, FlowMapRole, Key
-from relax_events.pipeline.worker import Worker
-from relax_events.rewards.judging import JudgedReward, load_judged
+from relax_events.kafka.records import OutRecord
+from relax_events.rewards.run_judge import JudgedReward, load_judged
 from relax_events.rewards.scores import Score, as_score
 from relax_events.rewards.scoring import as_scored, reward_item, source_of
-from relax_events.telemetry.routing_metrics import RoutingMetrics
-from workers.engine_watch import EngineWatch
-from workers.opening import open_worker
+from relax_events.roles.engine_monitor import EngineWatch
+from relax_events.roles.worker_factory import open_worker
+from relax_events.runtime.concurrent_processor import Done, FlowMapRole, Key
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.worker import Worker
+from relax_events.telemetry.component_metrics import RoutingMetrics
 from workers.rollout import open_engine
 
 log = structlog.get_logger()
@@ -58,8 +60,12 @@ def open_judge(config: RunConfig, *, metrics: RoutingMetrics) -> Engine:
     """
     judge = config.judge
     if judge.model_path is None:
-        raise ConfigError("the judge role has no model; set judge.model_path to the folder of its checkpoint")
-    judging = config.model_copy(update={"model": judge.as_model(judge.model_path), "engine": judge.engine})
+        raise ConfigError(
+            "the judge role has no model; set judge.model_path to the folder of its checkpoint"
+        )
+    judging = config.model_copy(
+        update={"model": judge.as_model(judge.model_path), "engine": judge.engine}
+    )
     return open_engine(judging, name=judge.engine.name, metrics=metrics)
 
 
@@ -76,7 +82,9 @@ class Asked:
 class Judging:
     """Has the engine write judgements, and reads scores from them; see `flow_map_role.Flow`."""
 
-    def __init__(self, worker: Worker, engine: Engine, judged: dict[str | None, JudgedReward]) -> None:
+    def __init__(
+        self, worker: Worker, engine: Engine, judged: dict[str | None, JudgedReward]
+    ) -> None:
         """Take an engine in which nothing runs.
 
         Args:
@@ -84,7 +92,12 @@ class Judging:
             engine: Holds the judging model.
             judged: What is asked, by source; samples of others are passed over.
         """
-        self._worker, self._engine, self._judged, self._judge = worker, engine, judged, worker.config.judge
+        self._worker, self._engine, self._judged, self._judge = (
+            worker,
+            engine,
+            judged,
+            worker.config.judge,
+        )
         self._watch = EngineWatch(worker, engine, config=worker.config.judge.engine)
         self._renderer = judge_renderer(worker.config.judge, worker.config.data)
         self._numbers = count()
@@ -112,7 +125,9 @@ class Judging:
         try:
             self._engine.submit(self._request(name, asked))
         except (PoisonSample, RewardError) as error:
-            self._done.append((key, (self._record(asked, RewardError(f"the judge can't be asked: {error}")),)))
+            self._done.append(
+                (key, (self._record(asked, RewardError(f"the judge can't be asked: {error}")),))
+            )
         else:
             self._asked[name] = asked
 
@@ -120,7 +135,9 @@ class Judging:
         """Give what is judged, waiting for the first."""
         if self._asked:
             with self._watch.doing("generating"):
-                generated = self._engine.poll(timeout_seconds=0.0 if self._done else timeout_seconds)
+                generated = self._engine.poll(
+                    timeout_seconds=0.0 if self._done else timeout_seconds
+                )
             for written in generated:
                 if (asked := self._asked.pop(written.prompt_group_id, None)) is not None:
                     self._done.append((asked.key, (self._judgement(asked, written),)))
@@ -130,7 +147,10 @@ class Judging:
 
     def drop(self, keys: Collection[Key]) -> None:
         """Give up judgements that nobody waits for."""
-        dropped, wanted = [name for name, asked in self._asked.items() if asked.key in keys], set(keys)
+        dropped, wanted = (
+            [name for name, asked in self._asked.items() if asked.key in keys],
+            set(keys),
+        )
         for name in dropped:
             del self._asked[name]
         self._done = [done for done in self._done if done[0] not in wanted]
@@ -139,14 +159,24 @@ class Judging:
     def _request(self, name: str, asked: Asked) -> GenerationRequest:
         item = reward_item(asked.sample)
         metadata = _metadata(item.metadata)
-        question = asked.reward.grading.question(item.completion, answer=item.answer, metadata=metadata, prompt=item.prompt)
-        named = f"{self._worker.config.run.seed}/{asked.sample.sample_id}@{asked.sample.policy_version}"
-        seed = int.from_bytes(hashlib.blake2b(named.encode(), digest_size=7).digest())  # so the same judgement after a crash
+        question = asked.reward.grading.question(
+            item.completion, answer=item.answer, metadata=metadata, prompt=item.prompt
+        )
+        named = (
+            f"{self._worker.config.run.seed}/{asked.sample.sample_id}@{asked.sample.policy_version}"
+        )
+        seed = int.from_bytes(
+            hashlib.blake2b(named.encode(), digest_size=7).digest()
+        )  # so the same judgement after a crash
         tokens, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         return GenerationRequest(
             prompt_group_id=name,
             prompt_tokens=self._renderer.prompt_tokens([ChatMessage.of_text("user", question)]),
-            samples=(SampleRequest(sample_id=name, seed=seed, tokens=tokens, logprobs=logprobs, segments=()),),
+            samples=(
+                SampleRequest(
+                    sample_id=name, seed=seed, tokens=tokens, logprobs=logprobs, segments=()
+                ),
+            ),
             sampling=self._judge.engine.sampling,
             stop_token_ids=self._renderer.stop_token_ids,
         )
@@ -157,25 +187,58 @@ class Judging:
             return self._record(asked, RewardError(f"the judge's engine failed: {written.error}"))
         text = self._renderer.completion_text(written.tokens)
         try:
-            score = as_score(asked.reward.grading.score(text), weights=asked.reward.weights, seconds=time.monotonic() - asked.since)
+            score = as_score(
+                asked.reward.grading.score(text),
+                weights=asked.reward.weights,
+                seconds=time.monotonic() - asked.since,
+            )
         except RewardError as error:
             return self._unreadable(asked, written, text, error)
         return self._record(asked, score, text, outcome="scored")
 
-    def _unreadable(self, asked: Asked, written: GeneratedSample, text: str, error: RewardError) -> OutRecord:
-        """Answer for a judgement without a score: with a failure, or a 0 where the run wants that."""
-        cut = f"; it was cut off after {written.num_chosen} tokens, see judge.engine.sampling.max_new_tokens"
-        failure = RewardError(f"{error}{cut if written.finish_reason is FinishReason.LENGTH else ''}")
+    def _unreadable(
+        self, asked: Asked, written: GeneratedSample, text: str, error: RewardError
+    ) -> OutRecord:
+        """Answer for a judgement without a score: with a failure, or a 0 where the run wants
+        that.
+        """
+        cut = (
+            f"; it was cut off after {written.num_chosen} tokens, see "
+            "judge.engine.sampling.max_new_tokens"
+        )
+        failure = RewardError(
+            f"{error}{cut if written.finish_reason is FinishReason.LENGTH else ''}"
+        )
         zero = Score(0.0, {}, time.monotonic() - asked.since)
-        return self._record(asked, zero if self._judge.unreadable == "zero" else failure, text, outcome="unreadable")
+        return self._record(
+            asked, zero if self._judge.unreadable == "zero" else failure, text, outcome="unreadable"
+        )
 
-    def _record(self, asked: Asked, result: Score | RewardError, judgement: str = "", *, outcome: str = "failed") -> OutRecord:
+    def _record(
+        self,
+        asked: Asked,
+        result: Score | RewardError,
+        judgement: str = "",
+        *,
+        outcome: str = "failed",
+    ) -> OutRecord:
         self._worker.metrics.scored(outcome)
         sample = asked.sample
         if isinstance(result, RewardError):
             log.warning("sample.unscored", sample_id=sample.sample_id, error=str(result))
-        scored = as_scored(sample, result, reward_name=JUDGED, reward_digest=asked.reward.digest, judgement=judgement)
-        return self._worker.sample_record("reward.scores", scored, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)
+        scored = as_scored(
+            sample,
+            result,
+            reward_name=JUDGED,
+            reward_digest=asked.reward.digest,
+            judgement=judgement,
+        )
+        return self._worker.sample_record(
+            "reward.scores",
+            scored,
+            prompt_group_id=sample.prompt_group_id,
+            policy_version=sample.policy_version,
+        )
 
 
 def _metadata(text: str) -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""The metrics role: gathers what every worker reports into the run's folder, as JSON lines, and on to trackers; tells people of the run."""
+"""The metrics role: gathers what every worker reports into the run's folder, as JSON lines, and on
+to trackers; tells people of the run.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from typing import Any
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.control.notices import NoticeDesk
-from relax_events.control.telling import open_tellers
 from relax_events.errors import BrokerError
 from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, TrainStepCommitted
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.worker import Worker
-from relax_events.telemetry.feed import Feed
-from relax_events.telemetry.figures_file import FiguresFile
+from relax_events.notifications.builder import NoticeDesk
+from relax_events.notifications.notifier import open_tellers
+from relax_events.roles.worker_factory import open_worker
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.worker import Worker
+from relax_events.telemetry.delivery import Feed
+from relax_events.telemetry.metrics_file import FiguresFile
 from relax_events.telemetry.trackers import Figures, open_feeds
 from relax_events.topics.plan import METRICS
-from workers.opening import open_worker
 
 log = structlog.get_logger()
 FOLLOWED = (*METRICS.values(), "control.train-steps", "control.evaluations")
@@ -43,7 +45,9 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 class MetricsLoop:
-    """Waits for figures on the control log. A process that starts again goes on where the file of figures says, so nothing is doubled."""
+    """Waits for figures on the control log. A process that starts again goes on where the file of
+    figures says, so nothing is doubled.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -55,7 +59,9 @@ class MetricsLoop:
         self._saved_at = time.monotonic()
 
     def run(self) -> None:
-        """Write until the drain starts, and then what came before it: the end of a run is news as well."""
+        """Write until the drain starts, and then what came before it: the end of a run is news as
+        well.
+        """
         worker = self._worker
         worker.drain.on_start(lambda: self._inbox.put((None, {})))
         with FiguresFile(worker.config.run_directory / "metrics.jsonl") as file:
@@ -75,7 +81,9 @@ class MetricsLoop:
         self._close_feeds()
 
     def _finish(self, file: FiguresFile) -> None:
-        """Take what was committed before the end of the run: the command that ends this worker may be read before it."""
+        """Take what was committed before the end of the run: the command that ends this worker may
+        be read before it.
+        """
         self._worker.control.stop()
         while not self._inbox.empty():
             self._take(self._inbox.get()[0], file)
@@ -85,7 +93,9 @@ class MetricsLoop:
             log.warning("metrics.rest_unread", error=str(error))
 
     def _hear(self, event: Event, file: FiguresFile) -> None:
-        """Take what lay on the log at our start as it is read, so that no more of it is held; what comes later waits for the loop."""
+        """Take what lay on the log at our start as it is read, so that no more of it is held; what
+        comes later waits for the loop.
+        """
         if threading.current_thread() is self._starting_thread:
             self._take(event, file)
             self._worker.tick(working=True)
@@ -104,12 +114,17 @@ class MetricsLoop:
             self._worker.finished(1, started)
 
     def _save(self, positions: dict[str, int], file: FiguresFile) -> None:
-        """Save where we stand once trackers and services have what came before it; for what they do not take, not for ever."""
+        """Save where we stand once trackers and services have what came before it; for what they do
+        not take, not for ever.
+        """
         waited = time.monotonic() - self._saved_at
         if not positions or waited < SAVE_SECONDS:
             return
         if waited > OFFERED_SECONDS or all(feed.is_idle for feed in self._feeds):
-            file.save(file.positions | {entity: position for entity, position in positions.items() if position})
+            file.save(
+                file.positions
+                | {entity: position for entity, position in positions.items() if position}
+            )
             self._saved_at = time.monotonic()
 
     def _tell(self, event: Event | None) -> None:
@@ -129,7 +144,12 @@ class MetricsLoop:
     def _close_feeds(self) -> None:
         """Give trackers and services a moment for what they have; one that hangs is left behind."""
         deadline = time.monotonic() + CLOSE_SECONDS
-        closing = [threading.Thread(target=feed.close, kwargs={"timeout_seconds": CLOSE_SECONDS}, daemon=True) for feed in self._feeds]
+        closing = [
+            threading.Thread(
+                target=feed.close, kwargs={"timeout_seconds": CLOSE_SECONDS}, daemon=True
+            )
+            for feed in self._feeds
+        ]
         for thread in closing:
             thread.start()
         for thread in closing:
@@ -145,20 +165,43 @@ class MetricsLoop:
         if isinstance(event, TrainStepCommitted):
             self._track("train", event.train_step, event.committed_at, event.figures)
             self._track("phase_seconds", event.train_step, event.committed_at, event.phase_seconds)
-            return {"train_step": event.train_step, "at": event.committed_at, **event.figures, "phase_seconds": event.phase_seconds}
+            return {
+                "train_step": event.train_step,
+                "at": event.committed_at,
+                **event.figures,
+                "phase_seconds": event.phase_seconds,
+            }
         if isinstance(event, PolicyEvaluated):
             figures = evaluation_figures(event)
-            self._track(f"evaluation/{event.dataset}", event.policy_version, event.evaluated_at, figures)
-            return {"dataset": event.dataset, "at": event.evaluated_at, "policy_version": event.policy_version, **figures}
+            self._track(
+                f"evaluation/{event.dataset}", event.policy_version, event.evaluated_at, figures
+            )
+            return {
+                "dataset": event.dataset,
+                "at": event.evaluated_at,
+                "policy_version": event.policy_version,
+                **figures,
+            }
         if isinstance(event, MetricsReported):
-            if event.role == "critic" and "value_loss" in event.values:  # the critic's figures of the train step that made this version
+            if (
+                event.role == "critic" and "value_loss" in event.values
+            ):  # the critic's figures of the train step that made this version
                 self._track("critic", event.policy_version - 1, event.reported_at, event.values)
-            return {"worker_id": event.worker_id, "at": event.reported_at, "policy_version": event.policy_version, **event.values}
+            return {
+                "worker_id": event.worker_id,
+                "at": event.reported_at,
+                "policy_version": event.policy_version,
+                **event.values,
+            }
         return None
 
 
 def evaluation_figures(event: PolicyEvaluated) -> dict[str, float]:
     """Return the figures of an evaluation that are known, by name."""
-    figures = {"reward_mean": event.reward_mean, "reward_stderr": event.reward_stderr, "completion_tokens_mean": event.completion_tokens_mean}
+    figures = {
+        "reward_mean": event.reward_mean,
+        "reward_stderr": event.reward_stderr,
+        "completion_tokens_mean": event.completion_tokens_mean,
+    }
     passes = {f"pass_at_{k}": value for k, value in event.pass_at_k.items()}
     return {name: value for name, value in figures.items() if value is not None} | passes

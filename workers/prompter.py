@@ -1,12 +1,15 @@
 """The prompter: issues prompt groups, step by step, as policy versions are published.
 
-Admission control is the staleness bound: the prompt groups of step s are issued once version s - max_staleness is out.
-A prompt group that ended untrained is issued again or replaced, so that every step gets its batch. What was issued, and which rows
-were passed over, is read back from the log at the start, and ids are derived, so a prompter may die at any instruction.
+Admission control is the staleness bound: the prompt groups of step s are issued once version s -
+    max_staleness is out.
+A prompt group that ended untrained is issued again or replaced, so that every step gets its batch.
+What was issued, and which rows were passed over, is read back from the log at the start, and ids
+are derived, so a prompter may die at any instruction.
 
-Where what prompts earned decides about them, a step is admitted when the last end of the step before it on the log of ends has been
-read, and a seat is filled when the end that freed it has: so every choice follows from a beginning of that one log, and a prompter that
-starts again chooses alike.
+Where what prompts earned decides about them, a step is admitted when the last end of the step
+before it on the log of ends has been read, and a seat is filled when the end that freed it has: so
+every choice follows from a beginning of that one log, and a prompter that starts again chooses
+alike.
 """
 
 from __future__ import annotations
@@ -21,28 +24,41 @@ from dataclasses import replace
 import numpy as np
 import structlog
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.data.choosing import Choice, PromptChooser
-from relax_events.data.judging import Judge, judges_length, judges_of, needs_history
+from relax_events.data.prompt_filter import Judge, judges_length, judges_of, needs_history
+from relax_events.data.prompt_sampler import Choice, PromptChooser
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.row_media import MessagesOf, plain_messages, stored_messages
 from relax_events.data.sources import open_stream
 from relax_events.data.stream import DataPlace, PromptStream
 from relax_events.errors import CorruptRecord, MediaError, PoisonSample, SchemaError
 from relax_events.events.parts import Outcome, TopicOffset
-from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued, PromptsSummed
+from relax_events.events.types import (
+    Event,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    PromptGroupIssued,
+    PromptsSummed,
+)
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord, Record
 from relax_events.media.library import MediaLibrary
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.validation import check_issued
-from relax_events.pipeline.worker import Worker
-from relax_events.policy import IssuedGroup, Place, admitted_steps, due_places, is_guest, reissue_of
+from relax_events.roles.worker_factory import open_store, open_worker
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.validation import check_issued
+from relax_events.runtime.worker import Worker
+from relax_events.staleness import (
+    IssuedGroup,
+    Place,
+    admitted_steps,
+    due_places,
+    is_guest,
+    reissue_of,
+)
 from relax_events.telemetry.traces import Work
 from relax_events.topics import shard_of
-from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -50,24 +66,40 @@ QUEUE, ENDS, SUMMARIES = "prompt.groups", "control.group-outcomes", "control.sum
 SUMMARY_STEPS = 8
 """Train steps that are admitted between two summaries."""
 MAX_EARNED = 400_000
-"""Mean rewards that fit into a record; beyond, a prompter that starts again reads all of the log."""
+"""Mean rewards that fit into a record; beyond, a prompter that starts again reads all of the
+log."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     stream = open_stream(config.data, seed=config.run.seed)
     store = open_store(config)
-    renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media) if judges_length(config.data) else None
+    renderer = (
+        PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
+        if judges_length(config.data)
+        else None
+    )
     messages_of = stored_messages(MediaLibrary(config, store=store))
     judges = judges_of(config.data, renderer=renderer, messages_of=messages_of)
-    with open_worker("prompter", config, index=index, store=store, follow=(ENDS,), linger_ms=0) as worker:
+    with open_worker(
+        "prompter", config, index=index, store=store, follow=(ENDS,), linger_ms=0
+    ) as worker:
         PrompterLoop(worker, stream, judges, messages_of=messages_of).run()
 
 
 class PrompterLoop:
-    """Waits for the control log: a published version admits a step, an untrained end frees a seat."""
+    """Waits for the control log: a published version admits a step, an untrained end frees a
+    seat.
+    """
 
-    def __init__(self, worker: Worker, stream: PromptStream, judges: Sequence[Judge] = (), *, messages_of: MessagesOf = plain_messages) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        stream: PromptStream,
+        judges: Sequence[Judge] = (),
+        *,
+        messages_of: MessagesOf = plain_messages,
+    ) -> None:
         self._worker, self._stream, self._config = worker, stream, worker.config
         self._messages_of = messages_of
         self._inbox: queue.SimpleQueue[tuple[Event | None, int]] = queue.SimpleQueue()
@@ -107,17 +139,27 @@ class PrompterLoop:
         self._worker.tick(working=True)
 
     def _put(self, event: Event) -> None:
-        """Take an event over from the thread that follows the control log, with the place behind it on the log of ends."""
+        """Take an event over from the thread that follows the control log, with the place behind it
+        on the log of ends.
+        """
         self._inbox.put((event, self._worker.control.position(ENDS)))
 
     def _recover(self) -> None:
         """Begin with the newest summary, and read back what was issued since.
 
-        Without one all is read: and of what retention has deleted from the queue, that its seats were trained.
+        Without one all is read: and of what retention has deleted from the queue, that its seats
+            were trained.
         """
         reader, plan = LogReader(self._worker.connection), self._worker.plan
         summary = self._read_summary(reader)
-        begins = {} if summary is None else {(plan.topic(plan.entity(at.topic)), at.partition): at.offset for at in summary.positions}
+        begins = (
+            {}
+            if summary is None
+            else {
+                (plan.topic(plan.entity(at.topic)), at.partition): at.offset
+                for at in summary.positions
+            }
+        )
         if summary is not None:
             self._begin_at(summary)
             self._ends_position = begins.get((plan.topic(ENDS), 0), 0)
@@ -125,7 +167,9 @@ class PrompterLoop:
         places = queue if summary is not None else [*queue, (plan.topic(ENDS), 0)]
         ends = {place: reader.watermarks(*place) for place in places}
         first_rows: dict[int, int] = {}
-        for record in reader.stream({place: (begins.get(place, 0), high) for place, (_, high) in ends.items()}):
+        for record in reader.stream(
+            {place: (begins.get(place, 0), high) for place, (_, high) in ends.items()}
+        ):
             event = self._known(record)
             if isinstance(event, PromptGroupIssued):
                 self._remember_issue(event)
@@ -138,7 +182,11 @@ class PrompterLoop:
                 self._chooser.begin_at_block_of(row)
         reader.close()
         if self._in_flight or summary is not None:
-            log.info("prompts.recovered", num_prompt_groups=len(self._in_flight), next_row=self._chooser.floor)
+            log.info(
+                "prompts.recovered",
+                num_prompt_groups=len(self._in_flight),
+                next_row=self._chooser.floor,
+            )
 
     def _read_summary(self, reader: LogReader) -> PromptsSummed | None:
         for records in reader.backwards((self._worker.plan.topic(SUMMARIES), 0), num_offsets=1):
@@ -152,15 +200,24 @@ class PrompterLoop:
     def _begin_at(self, summary: PromptsSummed) -> None:
         self._next_step = self._summed_step = summary.next_step
         self._chooser.begin_at(summary.next_row, summary.later_rows)
-        self._in_flight = {name: replace(IssuedGroup.parse(name), row=row) for name, row in summary.in_flight.items()}
+        self._in_flight = {
+            name: replace(IssuedGroup.parse(name), row=row)
+            for name, row in summary.in_flight.items()
+        }
         self._trained.update({int(step): count for step, count in summary.num_trained.items()})
-        for (dataset, index), reward in zip(np.asarray(summary.earned_places).tolist(), np.asarray(summary.earned_rewards).tolist(), strict=True):
+        for (dataset, index), reward in zip(
+            np.asarray(summary.earned_places).tolist(),
+            np.asarray(summary.earned_rewards).tolist(),
+            strict=True,
+        ):
             self._chooser.history.note(DataPlace(dataset, index), reward)
 
     def _sum_up(self) -> None:
-        """Write down from time to time how things stand, so that a start costs the same however long the run is.
+        """Write down from time to time how things stand, so that a start costs the same however
+        long the run is.
 
-        Everything issued so far is acknowledged, and the ends that were read are taken account of up to the position that is written.
+        Everything issued so far is acknowledged, and the ends that were read are taken account of
+        up to the position that is written.
         """
         if self._next_step < self._summed_step + SUMMARY_STEPS:
             return
@@ -178,22 +235,31 @@ class PrompterLoop:
             later_rows=self._chooser.later_rows,
             in_flight={name: group.row for name, group in self._in_flight.items()},
             num_trained={str(step): count for step, count in self._trained.items()},
-            earned_places=np.array([(place.dataset, place.index) for place, _ in earned], np.int64).reshape(-1, 2),
+            earned_places=np.array(
+                [(place.dataset, place.index) for place, _ in earned], np.int64
+            ).reshape(-1, 2),
             earned_rewards=np.array([reward for _, reward in earned], np.float64),
         )
         self._worker.producer.write([self._worker.outbound(SUMMARIES, summary, key="prompter")])
 
     def _known(self, record: Record) -> Event | None:
-        """Return a record's event; None for a stranger's, which the rollout role keeps among its dead letters."""
+        """Return a record's event; None for a stranger's, which the rollout role keeps among its
+        dead letters.
+        """
         with suppress(CorruptRecord, PoisonSample, SchemaError):
             event = self._worker.codec.decode(record.value)
-            if not isinstance(event, PromptGroupIssued) or not is_guest(check_issued(event).prompt_group_id):
+            if not isinstance(event, PromptGroupIssued) or not is_guest(
+                check_issued(event).prompt_group_id
+            ):
                 return event
         return None
 
     def _remember_issue(self, event: PromptGroupIssued) -> None:
         passed_over = [int(row) for row in event.passed_over if row.isdecimal()]
-        self._remember(IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row), passed_over)
+        self._remember(
+            IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row),
+            passed_over,
+        )
 
     def _remember(self, group: IssuedGroup, passed_over: Iterable[int]) -> None:
         self._in_flight[group.prompt_group_id] = group
@@ -211,7 +277,11 @@ class PrompterLoop:
 
     def _note_end(self, event: PromptGroupEnded) -> None:
         ended = self._in_flight.pop(event.prompt_group_id, None)
-        if ended is not None and event.mean_reward is not None and event.outcome in (Outcome.TRAINED, Outcome.FILTERED):
+        if (
+            ended is not None
+            and event.mean_reward is not None
+            and event.outcome in (Outcome.TRAINED, Outcome.FILTERED)
+        ):
             self._chooser.note_reward(ended.row, event.mean_reward)
         if event.outcome is Outcome.TRAINED:
             self._note_trained(event.trainer_version)
@@ -229,11 +299,18 @@ class PrompterLoop:
     def _admit(self, published_version: int) -> None:
         """Issue every seat of the admitted steps that is still empty."""
         run = self._config.run
-        steps = admitted_steps(published_version, max_staleness=run.max_staleness, num_steps=run.num_steps)
+        steps = admitted_steps(
+            published_version, max_staleness=run.max_staleness, num_steps=run.num_steps
+        )
         new_steps = range(self._next_step, steps.stop)
         places = due_places(self._seats, steps=new_steps, groups_per_step=run.groups_per_step)
         choices = self._chooser.take(len(places), train_step=max(steps.stop - 1, 0))
-        self._issue([(IssuedGroup(place, 0, choice.row), choice) for place, choice in zip(places, choices, strict=True)])
+        self._issue(
+            [
+                (IssuedGroup(place, 0, choice.row), choice)
+                for place, choice in zip(places, choices, strict=True)
+            ]
+        )
         self._next_step = max(self._next_step, steps.stop)
         self._seats = {place for place in self._seats if place.train_step >= self._next_step}
 
@@ -242,7 +319,11 @@ class PrompterLoop:
         if successor is None or successor.prompt_group_id in self._in_flight:
             return
         is_same = outcome is Outcome.EXPIRED and self._is_at_hand(ended.row)
-        choice = Choice(ended.row) if is_same else self._chooser.take(1, train_step=ended.place.train_step)[0]
+        choice = (
+            Choice(ended.row)
+            if is_same
+            else self._chooser.take(1, train_step=ended.place.train_step)[0]
+        )
         self._issue([(replace(successor, row=choice.row), choice)])
 
     def _is_at_hand(self, row: int) -> bool:
@@ -268,8 +349,16 @@ class PrompterLoop:
             self._remember(group, choice.passed_over)
         self._worker.finished(len(groups), started)
         first, last = groups[0][0].prompt_group_id, groups[-1][0].prompt_group_id
-        passed_over = Counter(reason for _, choice in groups for reason in choice.passed_over.values())
-        log.info("prompt_groups.issued", num_prompt_groups=len(groups), first=first, last=last, passed_over=dict(passed_over))
+        passed_over = Counter(
+            reason for _, choice in groups for reason in choice.passed_over.values()
+        )
+        log.info(
+            "prompt_groups.issued",
+            num_prompt_groups=len(groups),
+            first=first,
+            last=last,
+            passed_over=dict(passed_over),
+        )
 
     def _begin_trace(self, group: IssuedGroup) -> Work:
         former = replace(group, attempt=group.attempt - 1).prompt_group_id if group.attempt else ""
@@ -287,7 +376,9 @@ class PrompterLoop:
         run, row = self._config.run, self._stream[group.row]
         required = max(group.place.train_step - run.max_staleness, 0)
         if group.attempt:
-            required = max(required, self._worker.control.policy_version)  # a late comer starts on fresh weights, or it would expire again
+            required = max(
+                required, self._worker.control.policy_version
+            )  # a late comer starts on fresh weights, or it would expire again
         issued = PromptGroupIssued(
             prompt_group_id=group.prompt_group_id,
             train_step=group.place.train_step,
@@ -305,7 +396,9 @@ class PrompterLoop:
             seed=seed_of(run.seed, group),
         )
         partition = shard_of(group.prompt_group_id, shards=self._worker.plan.queue_partitions)
-        return self._worker.outbound("prompt.groups", issued, key=group.prompt_group_id, partition=partition)
+        return self._worker.outbound(
+            "prompt.groups", issued, key=group.prompt_group_id, partition=partition
+        )
 
 
 def seed_of(run_seed: int, group: IssuedGroup) -> int:

@@ -6,14 +6,20 @@ Consumes rollout.samples, produces SampleEvaluated on reference.logprobs.
 from __future__ import annotations
 
 from relax_events.config import RunConfig
-from relax_events.pipeline.map_role import MapRole
-from workers.evaluation import Evaluating, open_scorer
-from workers.opening import open_worker
+from relax_events.roles.logprob_processor import Evaluating, open_scorer
+from relax_events.roles.worker_factory import open_worker
+from relax_events.runtime.processors import MapRole
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("reference", config, index=index) as worker:
         scorer = open_scorer(worker, model=config.model.routing_freely)
-        evaluate = Evaluating(worker, scorer, evaluator="reference", topic="reference.logprobs", use_version=lambda _: 0)
+        evaluate = Evaluating(
+            worker,
+            scorer,
+            evaluator="reference",
+            topic="reference.logprobs",
+            use_version=lambda _: 0,
+        )
         MapRole(worker, evaluate, max_tokens=config.trainer.max_tokens_per_micro_batch).run()

@@ -1,8 +1,9 @@
 """The reward role: scores every generated sample.
 
-Consumes rollout.samples, produces SampleScored on reward.scores; samples that the judge role scores are passed over. A reward
-function that takes whole prompt groups is called when all samples of one have arrived. One that raises, hangs, dies or returns
-no finite number costs its call's samples a counted failure with the reason, never the worker and never a silent zero.
+Consumes rollout.samples, produces SampleScored on reward.scores; samples that the judge role scores
+are passed over. A reward function that takes whole prompt groups is called when all samples of one
+have arrived. One that raises, hangs, dies or returns no finite number costs its call's samples a
+counted failure with the reason, never the worker and never a silent zero.
 """
 
 from __future__ import annotations
@@ -11,31 +12,36 @@ from collections.abc import Sequence
 
 import structlog
 
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, RewardError
 from relax_events.events.types import SampleRolledOut, SampleScored
-from relax_events.pipeline.group_map_role import GroupMapRole
-from relax_events.pipeline.map_role import MapRole
-from relax_events.pipeline.worker import Worker
+from relax_events.kafka.records import OutRecord
 from relax_events.rewards.pool import RewardPool
 from relax_events.rewards.scores import Score
 from relax_events.rewards.scoring import as_scored, reward_item, source_of
-from workers.opening import open_worker
+from relax_events.roles.worker_factory import open_worker
+from relax_events.runtime.processors import GroupMapRole, MapRole
+from relax_events.runtime.worker import Worker
 
 log = structlog.get_logger()
 PART_RECORDS = 16
-"""Of a part, for each child process: as many that none is idle for long, and few enough that scores go out and are committed soon."""
+"""Of a part, for each child process: as many that none is idle for long, and few enough that scores
+go out and are committed soon."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     reward = config.computed_reward
     if reward is None:
-        raise ConfigError("the reward role has nothing to score: all samples go to the judge; start the judge role, or leave judge.model_path out")
+        raise ConfigError(
+            "the reward role has nothing to score: all samples go to the judge; start the "
+            "judge role, or leave judge.model_path out"
+        )
     with RewardPool(reward) as pool, open_worker("reward", config, index=index) as worker:
         loop = GroupMapRole if pool.takes_prompt_group else MapRole
-        loop(worker, Scoring(worker, pool), max_part_records=PART_RECORDS * reward.num_processes).run()
+        loop(
+            worker, Scoring(worker, pool), max_part_records=PART_RECORDS * reward.num_processes
+        ).run()
 
 
 class Scoring:
@@ -47,24 +53,39 @@ class Scoring:
     def __call__(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
         """Score the samples that are ours, in order."""
         ours = [sample for sample in samples if self._is_ours(sample)]
-        return [self._record(sample, score) for sample, score in zip(ours, self._scores(ours), strict=True)]
+        return [
+            self._record(sample, score)
+            for sample, score in zip(ours, self._scores(ours), strict=True)
+        ]
 
     def _is_ours(self, sample: SampleRolledOut) -> bool:
         config = self._worker.config
-        return not config.judged_sources or source_of(sample, config.reward) not in config.judged_sources
+        return (
+            not config.judged_sources
+            or source_of(sample, config.reward) not in config.judged_sources
+        )
 
     def _scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScored]:
         items = [reward_item(sample) for sample in samples]
         with self._worker.activity("score samples", deadline_seconds=self._pool.answer_seconds):
             results = self._pool.score_batch(items, on_answer=self._worker.beats.advance)
-        return [self._scored(sample, result) for sample, result in zip(samples, results, strict=True)]
+        return [
+            self._scored(sample, result) for sample, result in zip(samples, results, strict=True)
+        ]
 
     def _scored(self, sample: SampleRolledOut, result: Score | RewardError) -> SampleScored:
-        scored = as_scored(sample, result, reward_name=self._pool.name, reward_digest=self._pool.digest)
+        scored = as_scored(
+            sample, result, reward_name=self._pool.name, reward_digest=self._pool.digest
+        )
         self._worker.metrics.scored("scored" if scored.error is None else "failed")
         if scored.error is not None:
             log.warning("sample.unscored", sample_id=sample.sample_id, error=scored.error)
         return scored
 
     def _record(self, sample: SampleRolledOut, scored: SampleScored) -> OutRecord:
-        return self._worker.sample_record("reward.scores", scored, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)
+        return self._worker.sample_record(
+            "reward.scores",
+            scored,
+            prompt_group_id=sample.prompt_group_id,
+            policy_version=sample.policy_version,
+        )

@@ -1,8 +1,10 @@
 """The rollout role: leases prompt groups, generates their samples, writes them, settles the leases.
 
-Three sources put items into one inbox: the lanes (a lease), the control log (a new version), the drain. The loop waits
-for the inbox while the engine is idle, and for the engine while it works. A lease is settled only after all samples of
-its prompt group are acknowledged by the broker, so a worker that dies at any instruction loses time, not prompts.
+Three sources put items into one inbox: the lanes (a lease), the control log (a new version), the
+    drain. The loop waits
+for the inbox while the engine is idle, and for the engine while it works. A lease is settled only
+after all samples of its prompt group are acknowledged by the broker, so a worker that dies at any
+instruction loses time, not prompts.
 """
 
 from __future__ import annotations
@@ -19,38 +21,38 @@ from typing import Any
 import numpy as np
 import structlog
 
-from relax_events.broker.group_leases import GroupLeases
-from relax_events.broker.leases import USUAL_DELIVERY_LIMIT, Lease, LeaseSource, delivery_limit
-from relax_events.broker.records import OutRecord, Record
-from relax_events.broker.share_leases import ShareLeases
 from relax_events.config import RunConfig
-from relax_events.data.laying_out import sample_answers
 from relax_events.data.rendering import PromptRenderer
+from relax_events.data.sft_targets import sample_answers
 from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest, Task
-from relax_events.engines.routing.router import Router
+from relax_events.engines.replicas.router import Router
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.generations import with_generation_digest
 from relax_events.events.parts import Outcome, VersionSegment
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued
+from relax_events.kafka.group_leases import GroupLeases
+from relax_events.kafka.leases import USUAL_DELIVERY_LIMIT, Lease, LeaseSource, delivery_limit
+from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.share_leases import ShareLeases
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.roots import media_in
 from relax_events.objects.version_objects import folder_of
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.validation import check_issued
-from relax_events.pipeline.worker import Worker
 from relax_events.plugins import ENGINES, find_plugin
-from relax_events.telemetry.routing_metrics import RoutingMetrics
+from relax_events.roles.engine_monitor import EngineWatch
+from relax_events.roles.handover import Partials
+from relax_events.roles.inflight_group import GroupInWork
+from relax_events.roles.media_prefetch import MediaAhead
+from relax_events.roles.redelivery import LastDeliveries
+from relax_events.roles.sample_event import rolled_out
+from relax_events.roles.weight_updater import VersionLoading
+from relax_events.roles.worker_factory import open_store, open_worker
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.validation import check_issued
+from relax_events.runtime.worker import Worker
+from relax_events.telemetry.component_metrics import RoutingMetrics
 from relax_events.telemetry.traces import Work
-from relax_events.weights.opening import open_receiving
+from relax_events.weights.factory import open_receiving
 from relax_events.weights.transport import WeightsTransport
-from workers.engine_watch import EngineWatch
-from workers.group_in_work import GroupInWork
-from workers.handing_over import Partials
-from workers.last_deliveries import LastDeliveries
-from workers.media_ahead import MediaAhead
-from workers.opening import open_store, open_worker
-from workers.rolled_out import rolled_out
-from workers.version_loading import VersionLoading
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -58,8 +60,11 @@ STEP_SECONDS = 0.25
 FINISHING_RATIO = 0.75
 """Share of a drain in which what runs is finished; the rest is for keeping what is not."""
 MAX_DELIVERIES = 8
-DELIVERY_MARGIN = 2  # where the limit is reached the broker drops a record and tells nobody, so we give it up before
-REMEMBERED_GROUPS = 1024  # a settlement that the broker missed brings its prompt group back within this many
+# where the limit is reached the broker drops a record and tells nobody, so we give it up before
+DELIVERY_MARGIN = 2
+REMEMBERED_GROUPS = (
+    1024  # a settlement that the broker missed brings its prompt group back within this many
+)
 NUM_ENDED_TOLD = 64
 
 
@@ -69,17 +74,23 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
         versions = worker.control
         engine = open_speaker(
-            config, name=config.rollout_engine, metrics=worker.metrics.routing, newest_version=lambda: versions.policy_version
+            config,
+            name=config.rollout_engine,
+            metrics=worker.metrics.routing,
+            newest_version=lambda: versions.policy_version,
         )
         try:
             with closing(open_receiving(worker, store)) as transport:
-                RolloutLoop(worker, engine, transport, library=MediaLibrary(config, store=store)).run()
+                RolloutLoop(
+                    worker, engine, transport, library=MediaLibrary(config, store=store)
+                ).run()
         finally:
             engine.close()
 
 
 def open_engine(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> Engine:
-    """Load an engine with the settings of the section `engine`; what it counts goes to the worker's metrics.
+    """Load an engine with the settings of the section `engine`; what it counts goes to the worker's
+    metrics.
 
     Raises:
         ConfigError: No engine of that name is installed.
@@ -91,47 +102,73 @@ def open_engine(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> Eng
     return engine
 
 
-def open_speaker(config: RunConfig, *, name: str, metrics: RoutingMetrics, newest_version: Callable[[], int] | None = None) -> Engine:
+def open_speaker(
+    config: RunConfig,
+    *,
+    name: str,
+    metrics: RoutingMetrics,
+    newest_version: Callable[[], int] | None = None,
+) -> Engine:
     """Load an engine; where the run has an environment, one whose samples talk with it.
 
     Args:
         config: The run.
         name: Of the engine.
         metrics: What the engine counts goes here.
-        newest_version: Media that the environment shows go with the objects of this version, which no sample at work is newer than.
+        newest_version: Media that the environment shows go with the objects of this version, which
+            no sample at work is newer than.
     Raises:
         ConfigError: As `open_engine`, or the environment can't be loaded.
     """
     if not config.environment.function:
         return open_engine(config, name=name, metrics=metrics)
-    from relax_events.environments.episodes import Episodes  # which loads torch, as an engine of this machine does
+    from relax_events.environments.episodes import (
+        Episodes,  # which loads torch, as an engine of this machine does
+    )
     from relax_events.environments.pool import EnvironmentPool
 
     with ExitStack() as on_failure:
         folder = (lambda: folder_of(max(newest_version(), 0))) if newest_version else lambda: ""
         pool = EnvironmentPool(config, libraries=lambda: MediaLibrary(config, folder=folder))
         on_failure.callback(pool.close)
-        renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
+        renderer = PromptRenderer.from_folder(
+            config.model.path, config.data, media=config.model.media
+        )
         engine = open_engine(config, name=name, metrics=metrics)
-        episodes = Episodes(engine, pool, config=config, renderer=renderer, library=MediaLibrary(config))
+        episodes = Episodes(
+            engine, pool, config=config, renderer=renderer, library=MediaLibrary(config)
+        )
         on_failure.pop_all()
     return episodes
 
 
 def sample_seed(group_seed: int, sample_index: int) -> int:
-    """Derive a sample's seed, so that the same sample is drawn alike wherever and whenever it is generated."""
-    return int.from_bytes(hashlib.blake2b(f"{group_seed}/{sample_index}".encode(), digest_size=7).digest())
+    """Derive a sample's seed, so that the same sample is drawn alike wherever and whenever it is
+    generated.
+    """
+    return int.from_bytes(
+        hashlib.blake2b(f"{group_seed}/{sample_index}".encode(), digest_size=7).digest()
+    )
 
 
 class RolloutLoop:
     """See the module's docstring."""
 
-    def __init__(self, worker: Worker, engine: Engine, transport: WeightsTransport, *, library: MediaLibrary | None = None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        engine: Engine,
+        transport: WeightsTransport,
+        *,
+        library: MediaLibrary | None = None,
+    ) -> None:
         self._worker, self._engine, self._transport = worker, engine, transport
         self._config = worker.config
         self._library = library or MediaLibrary(self._config)
         self._ahead = MediaAhead(MediaLibrary(self._config), on_arrival=lambda: self._put(None))
-        self._renderer = PromptRenderer.from_folder(self._config.model.path, self._config.data, media=self._config.model.media)
+        self._renderer = PromptRenderer.from_folder(
+            self._config.model.path, self._config.data, media=self._config.model.media
+        )
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
         self._waiting: list[GroupInWork] = []
         self._running: dict[str, GroupInWork] = {}
@@ -165,7 +202,9 @@ class RolloutLoop:
             leases.close()
 
     def _leave_unfinished(self) -> None:
-        """Keep what has been generated of the prompt groups that run, and release them: whoever takes one next goes on with its tokens."""
+        """Keep what has been generated of the prompt groups that run, and release them: whoever
+        takes one next goes on with its tokens.
+        """
         if not self._running:
             return
         for sample in (*self._engine.abort(), *self._engine.poll(timeout_seconds=0.0)):
@@ -174,17 +213,23 @@ class RolloutLoop:
         if finished := [group for group in groups if group.is_finished]:
             self._write(finished, time.monotonic())
         unfinished = [group for group in groups if not group.is_finished]
-        num_tokens = sum(self._partials.keep(group.issued.prompt_group_id, group.samples) for group in unfinished)
+        num_tokens = sum(
+            self._partials.keep(group.issued.prompt_group_id, group.samples) for group in unfinished
+        )
         for group in unfinished:
             group.release()
-        log.info("prompt_groups.released", num_prompt_groups=len(unfinished), num_tokens_kept=num_tokens)
+        log.info(
+            "prompt_groups.released", num_prompt_groups=len(unfinished), num_tokens_kept=num_tokens
+        )
 
     def _open_leases(self) -> LeaseSource:
         kind: Any = ShareLeases if self._config.broker.lease == "share_group" else GroupLeases
         plan = self._worker.plan
         if kind is ShareLeases:
             limit = delivery_limit(self._worker.connection, plan.consumer_group("rollout"))
-            self._max_deliveries = limit if limit <= USUAL_DELIVERY_LIMIT else limit - DELIVERY_MARGIN
+            self._max_deliveries = (
+                limit if limit <= USUAL_DELIVERY_LIMIT else limit - DELIVERY_MARGIN
+            )
         source: LeaseSource = kind(
             self._worker.connection,
             group=plan.consumer_group("rollout"),
@@ -215,21 +260,32 @@ class RolloutLoop:
     def _tell_what_is_at_work(self) -> None:
         beats = self._worker.beats
         beats.num_in_flight = len(self._running) + len(self._waiting)
-        beats.prompt_groups_at_work = (*self._running, *(group.issued.prompt_group_id for group in self._waiting))
+        beats.prompt_groups_at_work = (
+            *self._running,
+            *(group.issued.prompt_group_id for group in self._waiting),
+        )
         beats.prompt_groups_ended = tuple(islice(reversed(self._written), NUM_ENDED_TOLD))
 
     def _is_kept_from_work(self) -> bool:
-        """Tell whether a prompt group waits though the version that it needs is out: the engine has not loaded it, for whatever reason."""
+        """Tell whether a prompt group waits though the version that it needs is out: the engine has
+        not loaded it, for whatever reason.
+        """
         published = self._worker.control.policy_version
-        return not self._worker.paused and any(group.issued.required_policy_version <= published for group in self._waiting)
+        return not self._worker.paused and any(
+            group.issued.required_policy_version <= published for group in self._waiting
+        )
 
     def _put(self, lease: Lease | None) -> None:
-        """Put a lease, or a reason to look around, into the inbox from any thread; an engine at work hands over to us at its next token."""
+        """Put a lease, or a reason to look around, into the inbox from any thread; an engine at
+        work hands over to us at its next token.
+        """
         self._inbox.put(lease)
         self._engine.interrupt()
 
     def _take_leases(self, *, wait: bool) -> None:
-        """Take what lies in the inbox; with `wait`, wait for the first item (and wake up to beat)."""
+        """Take what lies in the inbox; with `wait`, wait for the first item (and wake up to
+        beat).
+        """
         try:
             lease = self._inbox.get(timeout=IDLE_SECONDS) if wait else self._inbox.get_nowait()
             while True:
@@ -248,7 +304,9 @@ class RolloutLoop:
         elif (group := self._at_work(event.prompt_group_id)) is not None:
             group.leases.append(lease)
         elif lease.delivery_count >= self._max_deliveries + DELIVERY_MARGIN:
-            self._give_up(lease)  # were this worker to end while it asks, the broker would drop the record
+            self._give_up(
+                lease
+            )  # were this worker to end while it asks, the broker would drop the record
         elif lease.delivery_count >= self._max_deliveries:
             self._last_deliveries.hold(event.prompt_group_id, lease)
         else:
@@ -259,12 +317,22 @@ class RolloutLoop:
                 self._fail(lease, f"prompt can't be rendered: {error}")
 
     def _rendered(self, lease: Lease, issued: PromptGroupIssued) -> GroupInWork:
-        answers = () if self._config.algorithm.has_rewards else sample_answers(issued, renderer=self._renderer)
+        answers = (
+            ()
+            if self._config.algorithm.has_rewards
+            else sample_answers(issued, renderer=self._renderer)
+        )
         prompt_tokens = self._renderer.prompt_tokens(issued.messages, tools=issued.tools)
         group = GroupInWork([lease], issued, prompt_tokens, answers)
-        if lease.delivery_count > 1 or self._config.broker.lease == "consumer_group":  # which does not count deliveries
-            group.resume(self._partials.find(issued.prompt_group_id, num_samples=issued.samples_per_prompt))
-        shown = [reference for sample in group.partials.values() for reference in media_in(sample.turns)]
+        if (
+            lease.delivery_count > 1 or self._config.broker.lease == "consumer_group"
+        ):  # which does not count deliveries
+            group.resume(
+                self._partials.find(issued.prompt_group_id, num_samples=issued.samples_per_prompt)
+            )
+        shown = [
+            reference for sample in group.partials.values() for reference in media_in(sample.turns)
+        ]
         group.media = self._ahead.bring([*media_in(issued.messages), *shown])
         return group
 
@@ -280,21 +348,35 @@ class RolloutLoop:
             return None
 
     def _at_work(self, prompt_group_id: str) -> GroupInWork | None:
-        waiting = (group for group in self._waiting if group.issued.prompt_group_id == prompt_group_id)
+        waiting = (
+            group for group in self._waiting if group.issued.prompt_group_id == prompt_group_id
+        )
         return self._running.get(prompt_group_id) or next(waiting, None)
 
     def _fail(self, lease: Lease, reason: str) -> None:
         """End a prompt group that can't be generated, and take it off the queue."""
-        with suppress(CorruptRecord):  # a stranger's record belongs to no prompt group: its dead letter is all that can be done
-            self._worker.producer.send(self._worker.tombstone(lease.record.key, Outcome.FAILED, reason))
+        with suppress(
+            CorruptRecord
+        ):  # a stranger's record belongs to no prompt group: its dead letter is all that can be done
+            self._worker.producer.send(
+                self._worker.tombstone(lease.record.key, Outcome.FAILED, reason)
+            )
         self._worker.producer.flush()
         lease.done()
 
     def _give_up(self, lease: Lease) -> None:
-        self._fail(lease, f"given up at its delivery number {lease.delivery_count}: the workers that took it died or were stopped")
+        self._fail(
+            lease,
+            (
+                f"given up at its delivery number {lease.delivery_count}: the workers that took "
+                "it died or were stopped"
+            ),
+        )
 
     def _admit(self) -> None:
-        """Start waiting prompt groups, oldest first, while there is room, the engine's version is new enough and their media are here."""
+        """Start waiting prompt groups, oldest first, while there is room, the engine's version is
+        new enough and their media are here.
+        """
         if self._worker.paused or self._must_finish_first():
             return
         self._waiting.sort(key=lambda group: (group.issued.train_step, group.issued.group_index))
@@ -302,7 +384,10 @@ class RolloutLoop:
         kept = []
         for group in self._waiting:
             size = group.issued.samples_per_prompt
-            is_early = group.issued.required_policy_version > self._engine.policy_version or not group.has_media
+            is_early = (
+                group.issued.required_policy_version > self._engine.policy_version
+                or not group.has_media
+            )
             if is_early or (size > room and self._engine.num_running > 0):
                 kept.append(group)
             elif self._submit(group):
@@ -310,14 +395,24 @@ class RolloutLoop:
         self._waiting = kept
 
     def _must_finish_first(self) -> bool:
-        """With `finish`, a published version stops admission until what runs has ended and the version is loaded, unless it is unfit."""
+        """With `finish`, a published version stops admission until what runs has ended and the
+        version is loaded, unless it is unfit.
+        """
         published = self._worker.control.policy_version
-        return self._config.run.on_new_version == "finish" and published > self._engine.policy_version and published != self._versions.refused_version
+        return (
+            self._config.run.on_new_version == "finish"
+            and published > self._engine.policy_version
+            and published != self._versions.refused_version
+        )
 
     def _submit(self, group: GroupInWork) -> bool:
         issued = group.issued
         finished = {sample.sample_id for sample in group.samples}
-        indices = [index for index in range(issued.samples_per_prompt) if f"{issued.prompt_group_id}/{index}" not in finished]
+        indices = [
+            index
+            for index in range(issued.samples_per_prompt)
+            if f"{issued.prompt_group_id}/{index}" not in finished
+        ]
         samples = tuple(self._request(group, index) for index in indices)
         if self._asleep:
             self._engine.wake()
@@ -332,9 +427,17 @@ class RolloutLoop:
                     samples=samples,
                     sampling=self._config.engine.sampling,
                     stop_token_ids=self._renderer.stop_token_ids,
-                    media=tuple(self._library.processed(reference) for reference in media_in(issued.messages)),
+                    media=tuple(
+                        self._library.processed(reference)
+                        for reference in media_in(issued.messages)
+                    ),
                     num_top_tokens=self._config.algorithm.num_rollout_top_tokens,
-                    task=Task(messages=issued.messages, answer=issued.answer, metadata=issued.metadata, tools=issued.tools),
+                    task=Task(
+                        messages=issued.messages,
+                        answer=issued.answer,
+                        metadata=issued.metadata,
+                        tools=issued.tools,
+                    ),
                 )
             )
         except PoisonSample as error:
@@ -350,11 +453,22 @@ class RolloutLoop:
         traces, name = self._worker.traces, group.issued.prompt_group_id
         traces.waited(name, "prompt.groups")
         delivery = max(lease.delivery_count for lease in group.leases)
-        return traces.begin("generate", name, topic="prompt.groups", engine=self._config.rollout_engine, delivery=delivery)
+        return traces.begin(
+            "generate",
+            name,
+            topic="prompt.groups",
+            engine=self._config.rollout_engine,
+            delivery=delivery,
+        )
 
     def _request(self, group: GroupInWork, index: int) -> SampleRequest:
-        """Ask for a sample: from its first token on, or for the answer that it brings, which no policy drew: its log-probabilities are 0."""
-        name, seed = f"{group.issued.prompt_group_id}/{index}", sample_seed(group.issued.seed, index)
+        """Ask for a sample: from its first token on, or for the answer that it brings, which no
+        policy drew: its log-probabilities are 0.
+        """
+        name, seed = (
+            f"{group.issued.prompt_group_id}/{index}",
+            sample_seed(group.issued.seed, index),
+        )
         if (partial := group.partials.get(index)) is not None:
             return SampleRequest(
                 sample_id=name,
@@ -373,7 +487,9 @@ class RolloutLoop:
             seed=seed,
             tokens=tokens,
             logprobs=np.zeros(len(tokens), np.float32),
-            segments=(VersionSegment(self._engine.policy_version, len(tokens)),) if group.answers else (),
+            segments=(VersionSegment(self._engine.policy_version, len(tokens)),)
+            if group.answers
+            else (),
         )
 
     def _generate(self) -> None:
@@ -396,7 +512,11 @@ class RolloutLoop:
         """Make samples safe first, settle their leases after."""
         for group in groups:
             prompt_group_id, errors = group.issued.prompt_group_id, group.errors
-            failure = [self._worker.tombstone(prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}")] if errors else []
+            failure = (
+                [self._worker.tombstone(prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}")]
+                if errors
+                else []
+            )
             for record in failure or self._records(group):
                 self._worker.producer.send(record)
         failpoint("rollout.before_flush")
@@ -407,14 +527,24 @@ class RolloutLoop:
             group.done()
             group.end_work()
         self._partials.forget(group.issued.prompt_group_id for group in groups if group.is_resumed)
-        self._worker.metrics.tokens(sum(sample.num_chosen for group in groups for sample in group.samples))
+        self._worker.metrics.tokens(
+            sum(sample.num_chosen for group in groups for sample in group.samples)
+        )
         self._worker.finished(len(groups), started)
 
     def _records(self, group: GroupInWork) -> list[OutRecord]:
         owner = group.policy_versions[0]
-        samples = [rolled_out(group, sample, owner=owner, worker=self._worker, renderer=self._renderer) for sample in group.samples]
+        samples = [
+            rolled_out(group, sample, owner=owner, worker=self._worker, renderer=self._renderer)
+            for sample in group.samples
+        ]
         return [
-            self._worker.sample_record("rollout.samples", sample, prompt_group_id=sample.prompt_group_id, policy_version=owner)
+            self._worker.sample_record(
+                "rollout.samples",
+                sample,
+                prompt_group_id=sample.prompt_group_id,
+                policy_version=owner,
+            )
             for sample in with_generation_digest(samples)
         ]
 

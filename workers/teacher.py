@@ -1,7 +1,10 @@
-"""The teacher role: what another model says of every sample's tokens, and of the tokens that it or the policy finds most probable.
+"""The teacher role: what another model says of every sample's tokens, and of the tokens that it or
+the policy finds most probable.
 
-Consumes rollout.samples, produces SampleEvaluated on teacher.logprobs. Its log-probabilities are tempered as the samples were, like
-those of the other roles: so both are compared under the distribution that drew the tokens, and agree where the models do.
+Consumes rollout.samples, produces SampleEvaluated on teacher.logprobs. Its log-probabilities are
+tempered as the samples were, like
+those of the other roles: so both are compared under the distribution that drew the tokens, and
+    agree where the models do.
 """
 
 from __future__ import annotations
@@ -11,29 +14,37 @@ from collections.abc import Sequence
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.types import SampleRolledOut
-from relax_events.models.vocabulary import require_same_vocabulary
-from relax_events.pipeline.map_role import MapRole
-from relax_events.pipeline.worker import Worker
-from relax_events.training.protocol import SampleScores, Scorer
-from workers.evaluation import Evaluating, open_scorer
-from workers.opening import open_worker
+from relax_events.models.token_table import require_same_vocabulary
+from relax_events.roles.logprob_processor import Evaluating, open_scorer
+from relax_events.roles.worker_factory import open_worker
+from relax_events.runtime.processors import MapRole
+from relax_events.runtime.worker import Worker
+from relax_events.training.backend.protocol import SampleScores, Scorer
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("teacher", config, index=index) as worker:
-        MapRole(worker, Teaching(worker, open_teacher(worker)), max_tokens=config.trainer.max_tokens_per_micro_batch).run()
+        MapRole(
+            worker,
+            Teaching(worker, open_teacher(worker)),
+            max_tokens=config.trainer.max_tokens_per_micro_batch,
+        ).run()
 
 
 def open_teacher(worker: Worker) -> Scorer:
     """Load the teacher for scoring.
 
     Raises:
-        ConfigError: There is none, it can't be loaded, or it has another vocabulary than the policy.
+        ConfigError: There is none, it can't be loaded, or it has another vocabulary than the
+            policy.
     """
     config, path = worker.config, worker.config.teacher.model_path
     if path is None:
-        raise ConfigError("the teacher role has no teacher; set teacher.model_path to the folder of its checkpoint")
+        raise ConfigError(
+            "the teacher role has no teacher; set teacher.model_path to the folder of its "
+            "checkpoint"
+        )
     require_same_vocabulary(config.model.path, path)
     model = config.teacher.as_model(path).model_copy(update={"media": config.model.media})
     return open_scorer(worker, model=model, threads=config.teacher.threads)
@@ -43,12 +54,18 @@ class Teaching(Evaluating):
     """Turns record batches of samples into what the algorithm compares the policy with."""
 
     def __init__(self, worker: Worker, scorer: Scorer) -> None:
-        super().__init__(worker, scorer, evaluator="teacher", topic="teacher.logprobs", use_version=lambda _: 0)
+        super().__init__(
+            worker, scorer, evaluator="teacher", topic="teacher.logprobs", use_version=lambda _: 0
+        )
         self._teacher, self._algorithm = scorer, worker.config.algorithm
 
     def scores_of(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
-        """Return the drawn tokens' log-probabilities, and those of a set of tokens where the loss takes one."""
+        """Return the drawn tokens' log-probabilities, and those of a set of tokens where the loss
+        takes one.
+        """
         if not self._algorithm.has_topk_loss:
             return super().scores_of(samples)
         choose_own = self._algorithm.distill_tokens == "teacher_topk"
-        return self._teacher.score_topk(samples, num_ids=self._algorithm.distill_top_k, choose_own=choose_own)
+        return self._teacher.score_topk(
+            samples, num_ids=self._algorithm.distill_top_k, choose_own=choose_own
+        )

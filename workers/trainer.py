@@ -1,15 +1,20 @@
-"""The trainer: takes prompt groups as they become ready, updates the policy, publishes each version.
+"""The trainer: takes prompt groups as they become ready, updates the policy, publishes each
+version.
 
     advantage.samples, prompt.end-requests
-            └──▶ assemble prompt groups ──▶ agree with the other ranks ──▶ micro-batches ──▶ forward, backward
+            └──▶ assemble prompt groups ──▶ agree with the other ranks ──▶ micro-batches ──▶
+            forward, backward
                                                                                                             │
-    control.* ◀── one transaction: step, outcomes, version, offsets ◀── weights to the object store ◀── update ◀┘
+    control.* ◀── one transaction: step, outcomes, version, offsets ◀── weights to the object store
+    ◀── update ◀┘
 
-Each rank reads the shards `shard mod ranks == rank` of every slot and waits for records; a round of small collectives
-tells how many prompt groups the ranks hold together, so that the step ends at the exact count. Offsets become real with
-the step that used their records. After a crash the recorded steps since the last checkpoint are trained again.
+Each rank reads the shards `shard mod ranks == rank` of every slot and waits for records; a round of
+small collectives tells how many prompt groups the ranks hold together, so that the step ends at the
+exact count. Offsets become real with the step that used their records. After a crash the recorded
+steps since the last checkpoint are trained again.
 
-A replay (`source.run`) has no samples of its own: it waits for the steps that its source committed and trains their batches.
+A replay (`source.run`) has no samples of its own: it waits for the steps that its source committed
+and trains their batches.
 """
 
 from __future__ import annotations
@@ -20,46 +25,60 @@ from collections.abc import Sequence
 import orjson
 import structlog
 
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.records import Record
 from relax_events.config import RunConfig
-from relax_events.errors import ConfigError, CorruptRecord, ForeignRecord, PoisonSample, RelaxError, StepNotFinite, WeightsError
+from relax_events.errors import (
+    ConfigError,
+    CorruptRecord,
+    ForeignRecord,
+    PoisonSample,
+    RelaxError,
+    StepNotFinite,
+    WeightsError,
+)
 from relax_events.events.parts import CheckpointRef, TopicOffset
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, SampleReady
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.records import Record
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.source_run import SourceRun
-from relax_events.pipeline.validation import check_ended, check_ready, check_trainable, outcomes_on, require_belonging
-from relax_events.pipeline.worker import UNUSABLE, Worker
-from relax_events.policy import IssuedGroup, ReadyGroup, select_groups
+from relax_events.projections.training_history import TrainingHistory
+from relax_events.roles.worker_factory import open_store, open_worker
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.validation import (
+    check_ended,
+    check_ready,
+    check_trainable,
+    outcomes_on,
+    require_belonging,
+)
+from relax_events.runtime.worker import UNUSABLE, Worker
+from relax_events.staleness import IssuedGroup, ReadyGroup, select_groups
 from relax_events.telemetry.traces import Work
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import TRAINED_FROM, TRAINER_INPUTS
-from relax_events.training.assembly import GroupAssembler, PlacedSample
-from relax_events.training.checkpoints import Checkpoints
+from relax_events.training.backend.factory import open_backend
+from relax_events.training.backend.master_weights import reconcile
+from relax_events.training.backend.protocol import TrainerBackend, TrainerState
+from relax_events.training.batch.assembly import GroupAssembler, PlacedSample
+from relax_events.training.batch.packing import MicroBatcher
+from relax_events.training.batch.step_batch import RefusedGroup, StepBatch
+from relax_events.training.batch.token_sequence import plain
+from relax_events.training.checkpoint.checkpoints import Checkpoints
+from relax_events.training.checkpoint.pending import PendingCheckpoint
 from relax_events.training.distributed import open_ranks
-from relax_events.training.follower_position import FollowerPosition
-from relax_events.training.history import TrainingHistory
 from relax_events.training.issue_terms import IssueTerms
-from relax_events.training.master_weights import reconcile
-from relax_events.training.packing import MicroBatcher
-from relax_events.training.pending_checkpoint import PendingCheckpoint
 from relax_events.training.phases import Phases
-from relax_events.training.protocol import TrainerBackend, TrainerState
 from relax_events.training.publishing import StepPublisher, TrainedStep
 from relax_events.training.ranks import Ranks
-from relax_events.training.recorded_batches import RecordedBatch, RecordedBatches
-from relax_events.training.replay import Replay
-from relax_events.training.source_steps import SourceSteps, open_batches
-from relax_events.training.starting import read_start
-from relax_events.training.step_batch import RefusedGroup, StepBatch
+from relax_events.training.replay.follower_position import FollowerPosition
+from relax_events.training.replay.initial_weights import read_start
+from relax_events.training.replay.parent_steps import SourceSteps, open_batches
+from relax_events.training.replay.recorded_batches import RecordedBatch, RecordedBatches
+from relax_events.training.replay.recovery import Replay
 from relax_events.training.step_record import StepShare
-from relax_events.training.token_sequence import plain
-from relax_events.weights.reading import is_stored
+from relax_events.weights.artifact_reader import is_stored
 from relax_events.weights.transport import StoreTransport
-from workers.backends import open_backend
-from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -69,15 +88,25 @@ COLLECTIVE_MARGIN_SECONDS = 60.0
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
-    """Run the role until it is asked to stop. This process may be one rank of several: `relax run` numbers them by index, torchrun does not."""
+    """Run the role until it is asked to stop. This process may be one rank of several: `relax run`
+    numbers them by index, torchrun does not.
+    """
     store = open_store(config)
     with open_ranks(timeout_seconds=config.trainer.collective_timeout_seconds) as ranks:
-        telemetry = config.telemetry.model_copy(update={"metrics_port": config.telemetry.port_of(ranks.rank)})
+        telemetry = config.telemetry.model_copy(
+            update={"metrics_port": config.telemetry.port_of(ranks.rank)}
+        )
         config = config.model_copy(update={"telemetry": telemetry})
         followed = ("control.evaluations",) if config.weights.keep_best else ()
-        with open_worker("trainer", config, index=index or ranks.rank, store=store, follow=followed) as worker:
+        with open_worker(
+            "trainer", config, index=index or ranks.rank, store=store, follow=followed
+        ) as worker:
             seconds = config.trainer.collective_timeout_seconds + COLLECTIVE_MARGIN_SECONDS
-            ranks.enter_around(lambda: worker.activity("wait for the other ranks", deadline_seconds=seconds, is_progress=False))
+            ranks.enter_around(
+                lambda: worker.activity(
+                    "wait for the other ranks", deadline_seconds=seconds, is_progress=False
+                )
+            )
             backend = open_backend(config, ranks)
             TrainLoop(worker, backend, ranks, store).run()
 
@@ -85,14 +114,26 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 class TrainLoop:
     """See the module's docstring."""
 
-    def __init__(self, worker: Worker, backend: TrainerBackend, ranks: Ranks, store: ObjectStore) -> None:
-        self._worker, self._config, self._backend, self._ranks, self._store = worker, worker.config, backend, ranks, store
+    def __init__(
+        self, worker: Worker, backend: TrainerBackend, ranks: Ranks, store: ObjectStore
+    ) -> None:
+        self._worker, self._config, self._backend, self._ranks, self._store = (
+            worker,
+            worker.config,
+            backend,
+            ranks,
+            store,
+        )
         self._topic = worker.plan.topic(TRAINED_FROM)
         self._terms = IssueTerms.of(worker.config)
-        self._reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
+        self._reader = LogReader(
+            worker.connection, consumer_group=worker.plan.consumer_group("trainer")
+        )
         worker.reads(self._reader)
         self._library = MediaLibrary(self._config, store=store)
-        self._checkpoints = Checkpoints(store, ranks=ranks, keep=self._config.trainer.keep_checkpoints)
+        self._checkpoints = Checkpoints(
+            store, ranks=ranks, keep=self._config.trainer.keep_checkpoints
+        )
         self._shares: list[StepShare] = []
         self._pending: PendingCheckpoint | None = None
         self._checkpoint: CheckpointRef | None = None
@@ -102,7 +143,11 @@ class TrainLoop:
         self._began_ns = 0
         self._in_training: list[Work] = []
         backend.tell_progress(self._progress_in_step)
-        self._source = SourceRun.read(worker.connection, self._config.source.run, own=self._config) if self._config.source.run else None
+        self._source = (
+            SourceRun.read(worker.connection, self._config.source.run, own=self._config)
+            if self._config.source.run
+            else None
+        )
         self._batches: RecordedBatches | None = None
         self._in_hand: RecordedBatch | None = None
         self._recorded: SourceSteps | None = None
@@ -112,8 +157,14 @@ class TrainLoop:
         """Recover, then train until the goal or the drain."""
         worker = self._worker
         is_first = self._ranks.rank == 0
-        self._publisher = StepPublisher(worker, self._reader, store=self._store, checkpoints=self._checkpoints) if is_first else None
-        self._ranks.all_gather_bytes(b"")  # only now is an earlier trainer fenced, and the history the same for all ranks
+        self._publisher = (
+            StepPublisher(worker, self._reader, store=self._store, checkpoints=self._checkpoints)
+            if is_first
+            else None
+        )
+        self._ranks.all_gather_bytes(
+            b""
+        )  # only now is an earlier trainer fenced, and the history the same for all ranks
         if is_first and self._config.is_replay:
             self._follower = FollowerPosition(worker)
             self._follower.begin()
@@ -124,9 +175,16 @@ class TrainLoop:
             while self._backend.policy_version < self._config.last_version and self._train_step():
                 pass
             self._settle()
-            if self._follower is not None and self._backend.policy_version >= self._config.last_version:
+            if (
+                self._follower is not None
+                and self._backend.policy_version >= self._config.last_version
+            ):
                 self._follower.finished()
-            log.info("trainer.finished", policy_version=self._backend.policy_version, num_recovered_steps=num_recovered)
+            log.info(
+                "trainer.finished",
+                policy_version=self._backend.policy_version,
+                num_recovered_steps=num_recovered,
+            )
             while not self._agree_to_drain():
                 worker.tick(working=False)
                 worker.drain.wait(IDLE_SECONDS)
@@ -141,7 +199,9 @@ class TrainLoop:
                 self._publisher.close()
 
     def _recover(self) -> int:
-        """Bring weights, optimizer and positions to where the log says that training stands; return how many steps the run has committed."""
+        """Bring weights, optimizer and positions to where the log says that training stands; return
+        how many steps the run has committed.
+        """
         history = TrainingHistory.read(self._worker)
         restored = self._checkpoints.load_newest(history.checkpoints())
         if restored is not None:
@@ -155,13 +215,17 @@ class TrainLoop:
                 self._start_from(self._source)
         if self._source is not None and self._config.is_replay:
             self._batches = open_batches(self._worker, self._source, self._ranks)
-        missing = [step for step in history.steps if step.train_step >= self._backend.policy_version]
+        missing = [
+            step for step in history.steps if step.train_step >= self._backend.policy_version
+        ]
         if not Replay(self._worker, self._backend, self._ranks, batches=self._batches).run(missing):
             with self._worker.transfer("read the published weights"):
                 self._take_published(history)
         decided = set(history.ended_group_ids)
         max_staleness, forgotten_step = self._config.run.max_staleness, history.forgotten_step
-        self._assembler = GroupAssembler(max_staleness=max_staleness, decided=decided, forgotten_step=forgotten_step)
+        self._assembler = GroupAssembler(
+            max_staleness=max_staleness, decided=decided, forgotten_step=forgotten_step
+        )
         self._open_batches(history)
         with self._worker.transfer("write the first weights"):
             is_lost = not history.is_fresh and self._is_newest_lost(history.published[-1])
@@ -169,19 +233,25 @@ class TrainLoop:
             if self._publisher is not None:
                 self._publisher.take_up(history)
                 if history.is_fresh:
-                    self._publisher.publish_initial(tensors, policy_version=self._config.first_version)
+                    self._publisher.publish_initial(
+                        tensors, policy_version=self._config.first_version
+                    )
                 elif is_lost:
                     self._publisher.restore_newest(history.published[-1], tensors)
                 self._publisher.forget_unwanted(self._backend.policy_version)
         return history.num_steps
 
     def _is_newest_lost(self, published: PolicyVersionPublished) -> bool:
-        """Tell all ranks whether objects of the newest version are missing in the store. Collective."""
+        """Tell all ranks whether objects of the newest version are missing in the store.
+        Collective.
+        """
         is_lost = self._ranks.rank == 0 and not is_stored(self._store, published.artifact)
         return bool(self._ranks.broadcast(b"lost" * is_lost if self._ranks.rank == 0 else None))
 
     def _start_from(self, source: SourceRun) -> None:
-        """Take over the source's weights; a checkpoint of our own makes us independent of how long it keeps them."""
+        """Take over the source's weights; a checkpoint of our own makes us independent of how long
+        it keeps them.
+        """
         version = self._config.first_version
         start = read_start(source, version, ranks=self._ranks)
         if start is None:
@@ -189,32 +259,58 @@ class TrainLoop:
         tensors = {**self._backend.state().tensors, **start.state.tensors}
         self._backend.load_state(TrainerState(policy_version=version, tensors=tensors))
         with self._worker.transfer("write the first checkpoint"):
-            pending = self._checkpoints.save(self._backend.state(), extra={"consumed": [], "id_window": []})
+            pending = self._checkpoints.save(
+                self._backend.state(), extra={"consumed": [], "id_window": []}
+            )
             self._checkpoint = pending.wait(self._config.health.transfer_seconds)
-        log.info("source.loaded", source_run=source.config.run.id, policy_version=version, kind=start.kind)
+        log.info(
+            "source.loaded",
+            source_run=source.config.run.id,
+            policy_version=version,
+            kind=start.kind,
+        )
 
     def _open_batches(self, history: TrainingHistory) -> None:
-        """Go on where the log says: at our own positions, or behind the last step of the source that we trained."""
+        """Go on where the log says: at our own positions, or behind the last step of the source
+        that we trained.
+        """
         if self._source is not None and self._batches is not None:
             first, last = self._backend.policy_version, self._config.last_version
             self._recorded = SourceSteps(self._source, self._batches, first=first, last=last)
             return
         positions = history.positions()
-        mine = [partition for partition in range(self._worker.plan.num_sample_partitions) if self._owns(partition)]
+        mine = [
+            partition
+            for partition in range(self._worker.plan.num_sample_partitions)
+            if self._owns(partition)
+        ]
         wanted = [(entity, partition) for entity in TRAINER_INPUTS for partition in mine]
-        self._reader.assign({(self._worker.plan.topic(entity), partition): positions.get((entity, partition), 0) for entity, partition in wanted})
+        self._reader.assign(
+            {
+                (self._worker.plan.topic(entity), partition): positions.get((entity, partition), 0)
+                for entity, partition in wanted
+            }
+        )
 
     def _owns(self, partition: int) -> bool:
         return partition % self._worker.plan.shards % self._ranks.size == self._ranks.rank
 
     def _take_published(self, history: TrainingHistory) -> None:
-        """Where kernels are not deterministic, replay ends near the published weights: those are the truth, as exactly as they are written."""
+        """Where kernels are not deterministic, replay ends near the published weights: those are
+        the truth, as exactly as they are written.
+        """
         try:
             published = StoreTransport(self._store).fetch(history.published[-1])
         except WeightsError as error:
             run_id, older = self._config.run.id, max(history.published[-1].policy_version - 1, 0)
-            way_out = f"restore its objects, or go on as another run: relax runs fork {run_id} NEW --at-version {older}"
-            raise WeightsError(f"{error}; replay ended beside this version, so the trainer can't do without it: {way_out}") from error
+            way_out = (
+                f"restore its objects, or go on as another run: relax runs fork {run_id} NEW "
+                f"--at-version {older}"
+            )
+            raise WeightsError(
+                f"{error}; replay ended beside this version, so the trainer can't do without "
+                f"it: {way_out}"
+            ) from error
         state, found = reconcile(self._backend.state(), published.tensors)
         self._backend.load_state(state)
         log.warning(
@@ -226,25 +322,42 @@ class TrainLoop:
         )
 
     def _train_step(self) -> bool:
-        """Train one step; return False when the drain cut it short (its records stay undecided and will be read again)."""
+        """Train one step; return False when the drain cut it short (its records stay undecided and
+        will be read again).
+        """
         version = self._backend.policy_version
         batch = self._open_batch(version)
         self._phases = self._phases.successor()
         self._began_ns, self._in_training = time.time_ns(), []
-        is_whole = self._train_live(version, batch) if self._recorded is None else self._train_recorded(self._recorded, batch)
+        is_whole = (
+            self._train_live(version, batch)
+            if self._recorded is None
+            else self._train_recorded(self._recorded, batch)
+        )
         if is_whole:
             failpoint("trainer.after_accumulate")
             self._finish_step(batch.share)
         return is_whole
 
     def _open_batch(self, version: int) -> StepBatch:
-        max_tokens, whole = self._config.trainer.max_tokens_per_micro_batch, self._config.algorithm.needs_whole_groups
+        max_tokens, whole = (
+            self._config.trainer.max_tokens_per_micro_batch,
+            self._config.algorithm.needs_whole_groups,
+        )
         batcher = MicroBatcher(max_tokens=max_tokens, whole_prompt_groups=whole)
         share = StepShare(self._ranks.rank)
-        return StepBatch(share, batcher, trainer_version=version, accumulate=self._accumulate, discard=self._backend.discard)
+        return StepBatch(
+            share,
+            batcher,
+            trainer_version=version,
+            accumulate=self._accumulate,
+            discard=self._backend.discard,
+        )
 
     def _train_live(self, version: int, batch: StepBatch) -> bool:
-        """Take prompt groups as they become ready, until the ranks hold a step's; False when the drain came first."""
+        """Take prompt groups as they become ready, until the ranks hold a step's; False when the
+        drain came first.
+        """
         remaining = self._config.run.groups_per_step
         self._assembler.advance(version)
         taken = remaining
@@ -265,14 +378,24 @@ class TrainLoop:
         return True
 
     def _finish_batch(self, batch: StepBatch) -> int:
-        """Train what is pending, end what could not be trained as failed, and return how many prompt groups the ranks still miss for it."""
+        """Train what is pending, end what could not be trained as failed, and return how many
+        prompt groups the ranks still miss for it.
+        """
         batch.flush()
         version, refused = self._backend.policy_version, batch.take_refused()
         for group in refused:
             self._refuse(group.places, group.error)
             reason = f"poison: {group.error}"
-            self._assembler.fail(group.prompt_group_id, reason, policy_version=group.policy_version, trainer_version=version)
-        return sum(int.from_bytes(count, "big") for count in self._ranks.all_gather_bytes(len(refused).to_bytes(4, "big")))
+            self._assembler.fail(
+                group.prompt_group_id,
+                reason,
+                policy_version=group.policy_version,
+                trainer_version=version,
+            )
+        return sum(
+            int.from_bytes(count, "big")
+            for count in self._ranks.all_gather_bytes(len(refused).to_bytes(4, "big"))
+        )
 
     def _refuse(self, places: list[tuple[int, int]], error: RelaxError) -> None:
         """Send records that were read before to the dead letters."""
@@ -284,7 +407,9 @@ class TrainLoop:
             reader.close()
 
     def _train_recorded(self, recorded: SourceSteps, batch: StepBatch) -> bool:
-        """Train what the source trained in this step, in its order; False when the drain came before the source's step."""
+        """Train what the source trained in this step, in its order; False when the drain came
+        before the source's step.
+        """
         while not self._agree_to_drain():
             if self._agree_on_next(recorded):
                 break
@@ -301,18 +426,25 @@ class TrainLoop:
             for refused in batch.take_refused():
                 raise refused.error
         except PoisonSample as error:
-            raise ConfigError(f"the rollouts of run {self._config.source.run} can't be trained with these settings: {error}") from error
+            raise ConfigError(
+                f"the rollouts of run {self._config.source.run} can't be trained with these "
+                f"settings: {error}"
+            ) from error
         self._worker.tick(working=True)
         return True
 
     def _agree_on_next(self, recorded: SourceSteps) -> bool:
         """Return whether every rank sees the source's next step; all ranks get the same answer."""
         with self._phases.measure("wait"):
-            mine = recorded.has_next(timeout_seconds=IDLE_SECONDS if self._ranks.size == 1 else ROUND_SECONDS)
+            mine = recorded.has_next(
+                timeout_seconds=IDLE_SECONDS if self._ranks.size == 1 else ROUND_SECONDS
+            )
         return all(flag == b"1" for flag in self._ranks.all_gather_bytes(b"1" if mine else b"0"))
 
     def _read(self, version: int, *, wait: bool) -> None:
-        """Hand new records to the assembler; wait for some only when there was nothing left to train."""
+        """Hand new records to the assembler; wait for some only when there was nothing left to
+        train.
+        """
         seconds = IDLE_SECONDS if self._ranks.size == 1 else ROUND_SECONDS
         with self._phases.measure("wait"):
             records = self._reader.fetch(1000, timeout_seconds=seconds if wait else 0.0)
@@ -326,8 +458,11 @@ class TrainLoop:
         reason = "record could not be decoded"
         if event is not None:
             try:
-                self._assembler.add(record, self._admitted(record, event, version), trainer_version=version)
-            except ForeignRecord as error:  # whose it is, nobody knows: a prompt group that it names may have honest samples
+                self._assembler.add(
+                    record, self._admitted(record, event, version), trainer_version=version
+                )
+            # whose it is, nobody knows: a prompt group that it names may have honest samples
+            except ForeignRecord as error:
                 self._worker.dead_letter(record, error)
                 self._assembler.skip(record)
                 return
@@ -343,8 +478,12 @@ class TrainLoop:
         else:
             self._assembler.reject(record, reason, trainer_version=version)
 
-    def _admitted(self, record: Record, event: Event, version: int) -> SampleReady | PromptGroupEnded:
-        """Return a sample that can be trained, or an end that a role may ask for; raises ForeignRecord, and PoisonSample as `_trainable`."""
+    def _admitted(
+        self, record: Record, event: Event, version: int
+    ) -> SampleReady | PromptGroupEnded:
+        """Return a sample that can be trained, or an end that a role may ask for; raises
+        ForeignRecord, and PoisonSample as `_trainable`.
+        """
         entity = TopicPlan.entity(record.topic)
         require_belonging(entity, event)
         if isinstance(event, PromptGroupEnded):
@@ -356,18 +495,30 @@ class TrainLoop:
         return self._trainable(check_ready(event))
 
     def _trainable(self, sample: SampleReady) -> SampleReady:
-        """Return a sample that can be trained, its media at hand; raises PoisonSample as `check_trainable`, or where its media can't be had."""
+        """Return a sample that can be trained, its media at hand; raises PoisonSample as
+        `check_trainable`, or where its media can't be had.
+        """
         self._library.require(sample.media)
         try:
-            self._library.require_fit(plain(sample, "tokens"), ~plain(sample, "loss_mask").astype(bool), sample.media)
+            self._library.require_fit(
+                plain(sample, "tokens"), ~plain(sample, "loss_mask").astype(bool), sample.media
+            )
         except PoisonSample as error:
             raise PoisonSample(f"sample {sample.sample_id}: {error}") from error
         backend = self._backend
         algorithm, bound = self._config.algorithm, self._config.trainer.max_abs_advantage
-        return check_trainable(sample, algorithm=algorithm, max_abs_advantage=bound, vocab_size=backend.vocab_size, experts=backend.experts)
+        return check_trainable(
+            sample,
+            algorithm=algorithm,
+            max_abs_advantage=bound,
+            vocab_size=backend.vocab_size,
+            experts=backend.experts,
+        )
 
     def _agree_to_drain(self) -> bool:
-        """Return whether any rank was asked to end, and note whether the step before is still uncommitted; all ranks get the same answer."""
+        """Return whether any rank was asked to end, and note whether the step before is still
+        uncommitted; all ranks get the same answer.
+        """
         self._settle(wait=False)
         is_ahead = self._publisher is not None and self._publisher.is_behind
         flags = self._ranks.all_gather_bytes(bytes([self._worker.drain.requested, is_ahead]))
@@ -385,7 +536,9 @@ class TrainLoop:
             publisher.settle()
 
     def _commit_ends(self) -> None:
-        """Commit prompt groups that ended untrained, at once, so that the prompter can fill their seats; but after the step before."""
+        """Commit prompt groups that ended untrained, at once, so that the prompter can fill their
+        seats; but after the step before.
+        """
         if self._is_ahead:
             return
         share = StepShare(self._ranks.rank, ended=self._assembler.pending_ends())
@@ -400,20 +553,33 @@ class TrainLoop:
         self._decide_ended(share)
 
     def _decide_ended(self, share: StepShare) -> None:
-        """Note that the prompt groups of the share that ended untrained do so in a transaction that is committed, or in the step's."""
+        """Note that the prompt groups of the share that ended untrained do so in a transaction that
+        is committed, or in the step's.
+        """
         ended = share.ended
         self._assembler.decide([end.prompt_group_id for end in ended])
         for end in ended:
-            self._worker.traces.ended(end.prompt_group_id, outcome=end.outcome.value, reason=end.reason)
+            self._worker.traces.ended(
+                end.prompt_group_id, outcome=end.outcome.value, reason=end.reason
+            )
         if ended:
-            log.info("prompt_groups.ended", num_prompt_groups=len(ended), outcome=ended[0].outcome, reason=ended[0].reason)
+            log.info(
+                "prompt_groups.ended",
+                num_prompt_groups=len(ended),
+                outcome=ended[0].outcome,
+                reason=ended[0].reason,
+            )
 
     def _choose(self, version: int, remaining: int) -> tuple[int, list[ReadyGroup]]:
-        """Agree on the prompt groups of this round; return how many all ranks take, and those of this rank."""
+        """Agree on the prompt groups of this round; return how many all ranks take, and those of
+        this rank.
+        """
         ready = self._assembler.ready()
         rows = self._ranks.all_gather_bytes(orjson.dumps(ready))
         everyone = [ReadyGroup(**row) for text in rows for row in orjson.loads(text)]
-        chosen = select_groups(everyone, trainer_version=version, count=remaining, order=self._config.run.batch_order)
+        chosen = select_groups(
+            everyone, trainer_version=version, count=remaining, order=self._config.run.batch_order
+        )
         if self._config.run.mode == "sync" and len(chosen) < remaining:
             return 0, []  # one order for all runs: nothing starts before everything is there
         mine = set(ready)
@@ -432,7 +598,9 @@ class TrainLoop:
             batch.feed(samples)
 
     def _placed(self, record: Record) -> PlacedSample:
-        """Decode a record again that was found trainable when it came, so that only the samples in training lie in memory with their arrays."""
+        """Decode a record again that was found trainable when it came, so that only the samples in
+        training lie in memory with their arrays.
+        """
         sample = check_ready(self._worker.fetched(self._worker.codec.decode(record.value)))
         return PlacedSample(sample, record.partition, record.offset)
 
@@ -440,15 +608,33 @@ class TrainLoop:
         traces, step = self._worker.traces, self._backend.policy_version
         traces.waited(group.prompt_group_id, "advantage.samples")
         staleness = step - group.policy_version
-        self._in_training.append(traces.begin("train", group.prompt_group_id, topic="advantage.samples", train_step=step, staleness=staleness))
+        self._in_training.append(
+            traces.begin(
+                "train",
+                group.prompt_group_id,
+                topic="advantage.samples",
+                train_step=step,
+                staleness=staleness,
+            )
+        )
         share.trace_headers.append(dict(traces.headers_of(group.prompt_group_id)))
 
     def _accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         started = time.monotonic()
-        num_tokens, max_tokens = sum(len(sample.tokens) for sample in micro_batch), self._config.trainer.max_tokens_per_micro_batch
-        if num_tokens > max_tokens:  # nothing smaller can be cut: out of memory, this line names what it was
+        num_tokens, max_tokens = (
+            sum(len(sample.tokens) for sample in micro_batch),
+            self._config.trainer.max_tokens_per_micro_batch,
+        )
+        if (
+            num_tokens > max_tokens
+        ):  # nothing smaller can be cut: out of memory, this line names what it was
             longest = max(micro_batch, key=lambda sample: len(sample.tokens))
-            log.warning("micro_batch.above_budget", sample_id=longest.sample_id, num_tokens=num_tokens, max_tokens=max_tokens)
+            log.warning(
+                "micro_batch.above_budget",
+                sample_id=longest.sample_id,
+                num_tokens=num_tokens,
+                max_tokens=max_tokens,
+            )
         with self._phases.measure("forward_backward"), self._worker.piece("train a micro-batch"):
             self._backend.accumulate(micro_batch)
         self._worker.metrics.tokens(num_tokens)
@@ -457,7 +643,9 @@ class TrainLoop:
         self._settle(wait=False)
 
     def _progress_in_step(self) -> None:
-        """Beat, and commit the step before once its weights are written, while a step that had to be whole is trained."""
+        """Beat, and commit the step before once its weights are written, while a step that had to
+        be whole is trained.
+        """
         self._worker.progressed()
         self._settle(wait=False)
 
@@ -481,7 +669,16 @@ class TrainLoop:
         share.consumed = self._consumed()
         self._shares = self._gather(share)
         if self._publisher is not None:
-            self._publisher.trained(TrainedStep(step, self._shares, figures, self._phases.written(), self._checkpoint, self._began_ns))
+            self._publisher.trained(
+                TrainedStep(
+                    step,
+                    self._shares,
+                    figures,
+                    self._phases.written(),
+                    self._checkpoint,
+                    self._began_ns,
+                )
+            )
         if self._follower is not None and self._in_hand is not None:
             self._follower.trained(self._in_hand.step, self._checkpoint)
         if not self._config.weights.overlap:
@@ -489,13 +686,17 @@ class TrainLoop:
         self._save_checkpoint()
 
     def _consumed(self) -> list[TopicOffset]:
-        """Return up to where all records are decided; those that became dead letters are safe as such by then."""
+        """Return up to where all records are decided; those that became dead letters are safe as
+        such by then.
+        """
         with self._worker.piece("write dead letters"):
             self._worker.await_dead_letters()
         return self._assembler.consumed()
 
     def _update(self, step: int) -> dict[str, float] | None:
-        """Update the weights and return the step's figures; None where it has none, since the update is skipped. All ranks do the same."""
+        """Update the weights and return the step's figures; None where it has none, since the
+        update is skipped. All ranks do the same.
+        """
         with self._phases.measure("update"), self._worker.piece("step the optimizer"):
             try:
                 return self._backend.step().as_figures(of_engine=self._config.algorithm.has_rewards)
@@ -507,7 +708,9 @@ class TrainLoop:
     def _gather(self, share: StepShare) -> list[StepShare]:
         if self._ranks.size == 1:
             return [share]
-        return [StepShare.from_bytes(data) for data in self._ranks.all_gather_bytes(share.to_bytes())]
+        return [
+            StepShare.from_bytes(data) for data in self._ranks.all_gather_bytes(share.to_bytes())
+        ]
 
     def _poll_checkpoint(self) -> None:
         if self._pending is not None and (reference := self._pending.poll()) is not None:
@@ -515,21 +718,31 @@ class TrainLoop:
             log.info("checkpoint.written", policy_version=reference.policy_version)
 
     def _checkpoint_is_due(self, version: int) -> bool:
-        """Return whether a checkpoint is due by steps, or by rank 0's clock; all ranks get the same answer."""
+        """Return whether a checkpoint is due by steps, or by rank 0's clock; all ranks get the same
+        answer.
+        """
         seconds = time.monotonic() - self._checkpoint_begun
         is_due = self._config.trainer.checkpoint_is_due(version, seconds=seconds)
         if self._ranks.size == 1:
             return is_due
-        return self._ranks.broadcast(bytes([is_due]) if self._ranks.rank == 0 else None) == bytes([True])
+        return self._ranks.broadcast(bytes([is_due]) if self._ranks.rank == 0 else None) == bytes(
+            [True]
+        )
 
     def _save_checkpoint(self) -> None:
-        """Start a checkpoint when one is due. It becomes real when a later step's record names it."""
+        """Start a checkpoint when one is due. It becomes real when a later step's record names
+        it.
+        """
         version = self._backend.policy_version
         if self._pending is not None or not self._checkpoint_is_due(version):
             return
         self._checkpoint_begun = time.monotonic()
         extra = {
-            "consumed": [[TopicPlan.entity(at.topic), at.partition, at.offset] for share in self._shares for at in share.consumed],
+            "consumed": [
+                [TopicPlan.entity(at.topic), at.partition, at.offset]
+                for share in self._shares
+                for at in share.consumed
+            ],
             "id_window": self._assembler.id_window(),
             "forgotten_step": self._assembler.forgotten_step,
         }

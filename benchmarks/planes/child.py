@@ -1,6 +1,8 @@
-"""A process that writes into a data plane, or reads from it, on command: `python -m benchmarks.planes.child <plane>`.
+"""A process that writes into a data plane, or reads from it, on command: `python -m
+benchmarks.planes.child <plane>`.
 
-Commands and answers are lines of JSON. A process stays for the whole benchmark, so that what starts once is not measured.
+Commands and answers are lines of JSON. A process stays for the whole benchmark, so that what starts
+once is not measured.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Child:
         self.answer(open=True)
 
     def write(self, *, cell: dict[str, Any], num_samples: int) -> None:
-        """Put samples into the open channel; answer with when the first was put (monotonic seconds) and how long all took."""
+        """Put samples into the open channel; answer with when the first was put (monotonic seconds)
+        and how long all took."""
         assert self._writer is not None
         wanted = Cell(**cell)
         if (prepare := getattr(self._writer, "prepare", None)) is not None:
@@ -55,8 +58,11 @@ class Child:
         self._writer = None
         self.answer(dropped=True)
 
-    def read(self, *, address: str, channel: str, consumer: str, cell: dict[str, Any], num_samples: int) -> None:
-        """Say when ready, then read so many samples; answer with when the last came and with the latencies."""
+    def read(
+        self, *, address: str, channel: str, consumer: str, cell: dict[str, Any], num_samples: int
+    ) -> None:
+        """Say when ready, then read so many samples; answer with when the last came and with the
+        latencies."""
         reader = self._plane.open_reader(address, channel, consumer)
         self.answer(ready=True)
         got: list[Got] = []
@@ -64,7 +70,12 @@ class Child:
         read(reader, Cell(**cell).read_batch, num_samples, got, latencies)
         ended = time.monotonic()
         reader.close()
-        self.answer(ended=ended, latencies_us=latencies, num_distinct=len({one.row for one in got}), num_got=len(got))
+        self.answer(
+            ended=ended,
+            latencies_us=latencies,
+            num_distinct=len({one.row for one in got}),
+            num_got=len(got),
+        )
 
     def take(self, *, address: str, channel: str, consumer: str, num_samples: int) -> None:
         """Take samples and keep them, undone; the parent kills us next."""
@@ -74,8 +85,11 @@ class Child:
             taken += reader.take(num_samples - taken, timeout_seconds=WAIT_SECONDS)
         self.answer(taken=taken)
 
-    def rest(self, *, address: str, channel: str, consumer: str, num_samples: int, quiet_seconds: float) -> None:
-        """Read what there is, until all rows came or nothing comes for `quiet_seconds`; answer with how many distinct rows came."""
+    def rest(
+        self, *, address: str, channel: str, consumer: str, num_samples: int, quiet_seconds: float
+    ) -> None:
+        """Read what there is, until all rows came or nothing comes for `quiet_seconds`; answer with
+        how many distinct rows came."""
         reader = self._plane.open_reader(address, channel, consumer)
         rows: set[int] = set()
         last = time.monotonic()
@@ -83,14 +97,20 @@ class Child:
         while len(rows) < num_samples and time.monotonic() - last < quiet_seconds:
             try:
                 got = reader.get(1, timeout_seconds=WAIT_SECONDS)
-            except Exception as error:  # whatever a plane raises over lost data is a finding, not our failure
+            except (
+                Exception
+            ) as error:  # whatever a plane raises over lost data is a finding, not our failure
                 failures.append(f"{type(error).__name__}: {error}")
                 continue
             if got:
                 rows.update(one.row for one in got)
                 last = time.monotonic()
         reader.close()
-        self.answer(num_distinct=len(rows), num_failures=len(failures), failure=failures[0] if failures else "")
+        self.answer(
+            num_distinct=len(rows),
+            num_failures=len(failures),
+            failure=failures[0] if failures else "",
+        )
 
 
 def put(writer: Writer, cell: Cell, num_samples: int) -> None:
@@ -103,7 +123,9 @@ def put(writer: Writer, cell: Cell, num_samples: int) -> None:
         writer.put(range(first, min(first + cell.batch, num_samples)), now_micros())
 
 
-def read(reader: Reader, batch: int, num_samples: int, got: list[Got], latencies_us: list[int]) -> None:
+def read(
+    reader: Reader, batch: int, num_samples: int, got: list[Got], latencies_us: list[int]
+) -> None:
     """Read until there are so many samples.
 
     Raises:
@@ -118,7 +140,9 @@ def read(reader: Reader, batch: int, num_samples: int, got: list[Got], latencies
         if samples:
             progress = time.monotonic()
         elif time.monotonic() - progress > STALL_SECONDS:
-            raise TimeoutError(f"{len(got)} of {num_samples} samples came, then nothing for {STALL_SECONDS:g} s")
+            raise TimeoutError(
+                f"{len(got)} of {num_samples} samples came, then nothing for {STALL_SECONDS:g} s"
+            )
 
 
 def main(plane: str) -> None:

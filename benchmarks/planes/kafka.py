@@ -1,4 +1,5 @@
-"""Our bus: the product's own codec, producer, consumer and topic settings, on the embedded broker."""
+"""Our bus: the product's own codec, producer, consumer and topic settings, on the embedded
+broker."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ from pathlib import Path
 
 from benchmarks.planes.protocol import UNDER_WAY, Got
 from benchmarks.planes.samples import copy_of, sample
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer
-from relax_events.broker.embedded import EmbeddedBroker
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
 from relax_events.config import BrokerConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import TopicOffset, now_micros
 from relax_events.events.types import SampleReady
-from relax_events.pipeline.map_role import next_offsets
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import POLICY_VERSION_HEADER, OutRecord, Record
+from relax_events.runtime.processors import next_offsets
 from relax_events.topics import TopicPlan
 
 ENTITY = "advantage.samples"
@@ -29,17 +30,28 @@ ASSIGNED_SECONDS = 30.0
 def plan_of(channel: str) -> TopicPlan:
     """Return the plan of a run with default settings, named by the channel."""
     broker = BrokerConfig()
-    return TopicPlan(channel, 1, broker.shards, broker.queue_partitions, broker.replication_factor, broker.compression)
+    return TopicPlan(
+        channel,
+        1,
+        broker.shards,
+        broker.queue_partitions,
+        broker.replication_factor,
+        broker.compression,
+    )
 
 
 @cache
 def producer_of(address: str) -> RecordProducer:
-    """Return this process's producer, which is connected for as long as it lives, as a worker's is: a new one's first write takes half a second."""
-    return RecordProducer(Connection(address, client_id="bench.writer"), linger_ms=BrokerConfig().linger_ms)
+    """Return this process's producer, which is connected for as long as it lives, as a worker's is:
+    a new one's first write takes half a second."""
+    return RecordProducer(
+        Connection(address, client_id="bench.writer"), linger_ms=BrokerConfig().linger_ms
+    )
 
 
 class KafkaWriter:
-    """A worker's way of writing samples: encoded, keyed by prompt group, into the partition of group and version."""
+    """A worker's way of writing samples: encoded, keyed by prompt group, into the partition of
+    group and version."""
 
     def __init__(self, address: str, channel: str, num_tokens: int) -> None:
         self._plan, self._codec, self._pattern = plan_of(channel), EventCodec(), sample(num_tokens)
@@ -71,7 +83,13 @@ class KafkaWriter:
         event = copy_of(self._pattern, row, ready_at)
         partition = self._plan.partition(event.prompt_group_id, event.policy_version)
         headers = {POLICY_VERSION_HEADER: str(event.policy_version)}
-        return OutRecord(self._topic, self._codec.encode(event), key=event.prompt_group_id, partition=partition, headers=headers)
+        return OutRecord(
+            self._topic,
+            self._codec.encode(event),
+            key=event.prompt_group_id,
+            partition=partition,
+            headers=headers,
+        )
 
 
 class KafkaReader:
@@ -82,13 +100,19 @@ class KafkaReader:
         plan, connection = plan_of(channel), Connection(address, client_id=f"{channel}.{consumer}")
         self._early: list[Record] = []
         self._consumer = GroupConsumer(
-            connection, consumer_group=plan.consumer_group(consumer), topics=[plan.topic(ENTITY)], on_assigned=self._note_assigned
+            connection,
+            consumer_group=plan.consumer_group(consumer),
+            topics=[plan.topic(ENTITY)],
+            on_assigned=self._note_assigned,
         )
         deadline = time.monotonic() + ASSIGNED_SECONDS
         while not self._assigned:
             self._early += self._consumer.fetch(1, timeout_seconds=0.1)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"consumer group {consumer} was given no partitions within {ASSIGNED_SECONDS:g} s")
+                raise TimeoutError(
+                    f"consumer group {consumer} was given no partitions within "
+                    f"{ASSIGNED_SECONDS:g} s"
+                )
 
     def _note_assigned(self, _: list[TopicOffset]) -> None:
         self._assigned = True
@@ -102,7 +126,9 @@ class KafkaReader:
         records = self._fetch(max_samples, timeout_seconds)
         events = [self._codec.decode(record.value) for record in records]
         self._consumer.commit(next_offsets(records))
-        return [Got(event.row, event.ready_at) for event in events if isinstance(event, SampleReady)]
+        return [
+            Got(event.row, event.ready_at) for event in events if isinstance(event, SampleReady)
+        ]
 
     def take(self, max_samples: int, *, timeout_seconds: float) -> int:
         """See `Reader.take`."""

@@ -9,7 +9,9 @@ from benchmarks.planes.side import Process, Side
 
 NUM_SAMPLES = 40
 NUM_TAKEN = 10
-QUIET_SECONDS = 9.0  # a killed member's partitions come back when its session lapses, 6 s by default
+QUIET_SECONDS = (
+    9.0  # a killed member's partitions come back when its session lapses, 6 s by default
+)
 PUT = Cell("put one by one", 512)
 
 
@@ -32,7 +34,8 @@ def measure(side: Side) -> Losses:
 
 
 def kill_consumer(side: Side) -> int:
-    """Kill a consumer that has taken samples and not said that they are done; return how many its successor never gets."""
+    """Kill a consumer that has taken samples and not said that they are done; return how many its
+    successor never gets."""
     channel = side.open_channel(PUT.num_tokens)
     side.fill(PUT, NUM_SAMPLES)
     dying = side.process()
@@ -45,7 +48,8 @@ def kill_consumer(side: Side) -> int:
 
 
 def kill_storage(side: Side) -> tuple[int, str]:
-    """Kill what holds the samples right after the last was acknowledged; return how many can't be got from what comes back."""
+    """Kill what holds the samples right after the last was acknowledged; return how many can't be
+    got from what comes back."""
     channel = side.open_channel(PUT.num_tokens)
     side.fill(PUT, NUM_SAMPLES)
     side.server.kill_storage()
@@ -54,9 +58,17 @@ def kill_storage(side: Side) -> tuple[int, str]:
 
 
 def read_rest(side: Side, channel: str) -> tuple[int, str]:
-    """Read as the same consumer until nothing more comes; return how many samples did not, and the first error."""
+    """Read as the same consumer until nothing more comes; return how many samples did not, and the
+    first error."""
     successor: Process = side.process()
-    side.tell_reader(successor, "rest", channel=channel, consumer="reader", num_samples=NUM_SAMPLES, quiet_seconds=QUIET_SECONDS)
+    side.tell_reader(
+        successor,
+        "rest",
+        channel=channel,
+        consumer="reader",
+        num_samples=NUM_SAMPLES,
+        quiet_seconds=QUIET_SECONDS,
+    )
     answer = successor.heard()
     successor.kill()
     return NUM_SAMPLES - int(answer["num_distinct"]), str(answer["failure"])

@@ -10,7 +10,8 @@ UNDER_WAY = 64  # samples that a streaming writer may have unacknowledged
 
 
 class Got(NamedTuple):
-    """A sample as it came out of the plane, decoded: which one, and when it was put (microseconds since the epoch)."""
+    """A sample as it came out of the plane, decoded: which one, and when it was put (microseconds
+    since the epoch)."""
 
     row: int
     ready_at: int
@@ -20,9 +21,10 @@ class Got(NamedTuple):
 class Cell:
     """One thing that is measured.
 
-    `batch` samples are put at once, and each put is acknowledged before the next begins. A streaming writer puts one by one
-    and doesn't wait, with at most 64 unacknowledged. A paced one puts one sample every `1 / per_second`. Readers take up
-    to `batch` samples at a time; each of the `num_readers` gets every sample.
+    `batch` samples are put at once, and each put is acknowledged before the next begins. A
+    streaming writer puts one by one and doesn't wait, with at most 64 unacknowledged. A paced one
+    puts one sample every `1 / per_second`. Readers take up to `batch` samples at a time; each of
+    the `num_readers` gets every sample.
     """
 
     name: str
@@ -52,13 +54,16 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """Takes samples from a channel as a named consumer; who comes after it under the same name goes on where it ended."""
+    """Takes samples from a channel as a named consumer; who comes after it under the same name goes
+    on where it ended."""
 
     def get(self, max_samples: int, *, timeout_seconds: float) -> list[Got]:
-        """Return decoded samples as soon as there are some, and tell the plane that they are done with."""
+        """Return decoded samples as soon as there are some, and tell the plane that they are done
+        with."""
 
     def take(self, max_samples: int, *, timeout_seconds: float) -> int:
-        """Fetch samples without saying that they are done with, as a consumer that dies at work; return how many."""
+        """Fetch samples without saying that they are done with, as a consumer that dies at work;
+        return how many."""
 
     def close(self) -> None:
         """Leave."""

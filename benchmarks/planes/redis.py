@@ -1,4 +1,5 @@
-"""Redis streams, one stream a channel, one consumer group a consumer; samples encoded by our codec."""
+"""Redis streams, one stream a channel, one consumer group a consumer; samples encoded by our
+codec."""
 
 from __future__ import annotations
 
@@ -37,12 +38,16 @@ class RedisWriter:
     def stream(self, num_samples: int) -> None:
         """See `Writer.stream`."""
         for first in range(0, num_samples, UNDER_WAY):
-            self._add((row, now_micros()) for row in range(first, min(first + UNDER_WAY, num_samples)))
+            self._add(
+                (row, now_micros()) for row in range(first, min(first + UNDER_WAY, num_samples))
+            )
 
     def _add(self, samples: Iterable[tuple[int, int]]) -> None:
         pipeline = self._client.pipeline(transaction=False)
         for row, ready_at in samples:
-            pipeline.xadd(self._channel, {FIELD: self._codec.encode(copy_of(self._pattern, row, ready_at))})
+            pipeline.xadd(
+                self._channel, {FIELD: self._codec.encode(copy_of(self._pattern, row, ready_at))}
+            )
         pipeline.execute()
 
     def drop(self) -> None:
@@ -52,22 +57,40 @@ class RedisWriter:
 
 
 class RedisReader:
-    """The one member of a consumer group; it first claims what a dead one before it left pending."""
+    """The one member of a consumer group; it first claims what a dead one before it left
+    pending."""
 
     def __init__(self, address: str, channel: str, consumer: str) -> None:
-        self._client, self._channel, self._group, self._codec = client_of(address), channel, consumer, EventCodec()
+        self._client, self._channel, self._group, self._codec = (
+            client_of(address),
+            channel,
+            consumer,
+            EventCodec(),
+        )
         try:
             self._client.xgroup_create(channel, consumer, id="0", mkstream=True)
         except redis.ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
-        self._claimed = [entry for entry in self._client.xautoclaim(channel, consumer, MEMBER, min_idle_time=0, count=10_000)[1] if entry[1]]
+        self._claimed = [
+            entry
+            for entry in self._client.xautoclaim(
+                channel, consumer, MEMBER, min_idle_time=0, count=10_000
+            )[1]
+            if entry[1]
+        ]
 
     def _fetch(self, max_samples: int, timeout_seconds: float) -> Any:
         entries, self._claimed = self._claimed[:max_samples], self._claimed[max_samples:]
         if entries:
             return entries
-        found = self._client.xreadgroup(self._group, MEMBER, {self._channel: ">"}, count=max_samples, block=int(timeout_seconds * 1000))
+        found = self._client.xreadgroup(
+            self._group,
+            MEMBER,
+            {self._channel: ">"},
+            count=max_samples,
+            block=int(timeout_seconds * 1000),
+        )
         return found[0][1] if found else []
 
     def get(self, max_samples: int, *, timeout_seconds: float) -> list[Got]:
@@ -76,7 +99,9 @@ class RedisReader:
         events = [self._codec.decode(fields[FIELD]) for _, fields in entries]
         if entries:
             self._client.xack(self._channel, self._group, *(entry for entry, _ in entries))
-        return [Got(event.row, event.ready_at) for event in events if isinstance(event, SampleReady)]
+        return [
+            Got(event.row, event.ready_at) for event in events if isinstance(event, SampleReady)
+        ]
 
     def take(self, max_samples: int, *, timeout_seconds: float) -> int:
         """See `Reader.take`."""

@@ -1,4 +1,5 @@
-"""`redis-server` as a process of ours; apart from the client, which our own environment doesn't have."""
+"""`redis-server` as a process of ours; apart from the client, which our own environment doesn't
+have."""
 
 from __future__ import annotations
 
@@ -14,18 +15,34 @@ ASK_EVERY_SECONDS = 0.02
 
 
 class RedisServer:
-    """`redis-server` on a free port, with the append-only file synced every second, or in memory alone."""
+    """`redis-server` on a free port, with the append-only file synced every second, or in memory
+    alone."""
 
     environment: Mapping[str, str] = {}
 
     def __init__(self, directory: Path, *, is_durable: bool) -> None:
         directory.mkdir(parents=True)
-        persistence = ["--appendonly", "yes", "--appendfsync", "everysec"] if is_durable else ["--appendonly", "no"]
+        persistence = (
+            ["--appendonly", "yes", "--appendfsync", "everysec"]
+            if is_durable
+            else ["--appendonly", "no"]
+        )
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             self._port = probe.getsockname()[1]
         self.address = f"{HOST}:{self._port}"
-        self._command = ["redis-server", "--bind", HOST, "--port", str(self._port), "--dir", str(directory), "--save", "", *persistence]
+        self._command = [
+            "redis-server",
+            "--bind",
+            HOST,
+            "--port",
+            str(self._port),
+            "--dir",
+            str(directory),
+            "--save",
+            "",
+            *persistence,
+        ]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -41,7 +58,9 @@ class RedisServer:
         try:
             with socket.create_connection((HOST, self._port), timeout=1) as connection:
                 connection.sendall(b"PING\r\n")
-                return connection.recv(64).startswith(b"+PONG")  # while it loads its file it says so instead
+                return connection.recv(64).startswith(
+                    b"+PONG"
+                )  # while it loads its file it says so instead
         except OSError:
             return False
 

@@ -1,4 +1,5 @@
-"""One side of the comparison: a server, a writing process and reading processes, driven from here."""
+"""One side of the comparison: a server, a writing process and reading processes, driven from
+here."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Process:
     def __init__(self, python: Path, plane: str, environment: Mapping[str, str]) -> None:
         command = [str(python), "-m", "benchmarks.planes.child", plane]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, **pipes, cwd=ROOT, env=os.environ | environment, text=True)
+        self._process = subprocess.Popen(
+            command, **pipes, cwd=ROOT, env=os.environ | environment, text=True
+        )
         self.pid = self._process.pid
 
     def tell(self, do: str, **arguments: Any) -> None:
@@ -57,7 +60,10 @@ class Process:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a process of the benchmark ended with {self._process.wait(10)}; see the lines above")
+            raise RuntimeError(
+                f"a process of the benchmark ended with {self._process.wait(10)}; see the "
+                "lines above"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -71,7 +77,8 @@ class Process:
 
 
 class Side:
-    """A data plane under measurement. As a context manager it starts its processes on entry and ends them on exit."""
+    """A data plane under measurement. As a context manager it starts its processes on entry and
+    ends them on exit."""
 
     def __init__(self, name: str, *, plane: str, python: Path, server: Server) -> None:
         self.name, self.server, self._plane, self._python = name, server, plane, python
@@ -83,9 +90,15 @@ class Side:
         self._writer = self.process()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for process in (*self._readers, *([self._writer] if self._writer else [])):
-            process.kill()  # they hold nothing of worth, and a client whose server is dead may not end by itself
+            # they hold nothing of worth, and a client whose server is dead may not end by itself
+            process.kill()
         self.server.stop()
 
     def process(self) -> Process:
@@ -107,7 +120,9 @@ class Side:
     def open_channel(self, num_tokens: int) -> str:
         """Make a channel of a new name."""
         channel = f"b-{uuid.uuid4().hex[:8]}"
-        self.writer.tell("open", address=self.server.address, channel=channel, num_tokens=num_tokens)
+        self.writer.tell(
+            "open", address=self.server.address, channel=channel, num_tokens=num_tokens
+        )
         self.writer.heard()
         return channel
 
@@ -121,15 +136,26 @@ class Side:
         self.writer.tell("drop")
         self.writer.heard()
 
-    def tell_reader(self, process: Process, do: str, *, channel: str, consumer: str, **arguments: Any) -> None:
+    def tell_reader(
+        self, process: Process, do: str, *, channel: str, consumer: str, **arguments: Any
+    ) -> None:
         """Give a reading process a command about a channel."""
-        process.tell(do, address=self.server.address, channel=channel, consumer=consumer, **arguments)
+        process.tell(
+            do, address=self.server.address, channel=channel, consumer=consumer, **arguments
+        )
 
     def run(self, cell: Cell, num_samples: int) -> Result:
         """Measure one cell once: readers wait, the writer puts, all read to the last sample."""
         channel, readers = self.open_channel(cell.num_tokens), self.readers(cell.num_readers)
         for index, reader in enumerate(readers):
-            self.tell_reader(reader, "read", channel=channel, consumer=f"reader-{index}", cell=dataclasses.asdict(cell), num_samples=num_samples)
+            self.tell_reader(
+                reader,
+                "read",
+                channel=channel,
+                consumer=f"reader-{index}",
+                cell=dataclasses.asdict(cell),
+                num_samples=num_samples,
+            )
         for reader in readers:
             reader.heard()
         cpu_before = self._cpu_seconds()

@@ -1,7 +1,9 @@
-"""TransferQueue with its simple storage: two storage units, one controller, clients that are Ray drivers.
+"""TransferQueue with its simple storage: two storage units, one controller, clients that are Ray
+drivers.
 
-Samples go in as the tensors that its users put (stacked already, which is not counted) and come out as tensors: no codec of ours.
-`python -m benchmarks.planes.transfer_queue <folder>` is the server: it prints its address and ends when its input is closed.
+Samples go in as the tensors that its users put (stacked already, which is not counted) and come out
+as tensors: no codec of ours. `python -m benchmarks.planes.transfer_queue <folder>` is the server:
+it prints its address and ends when its input is closed.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from benchmarks.planes.samples import arrays
 FIELDS = ["tokens", "loss_mask", "rollout_logprobs", "advantages", "row", "ready_at"]
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 30.0
-RETRY_SECONDS = 0.002  # its controller tells nobody when samples come; asked in between it would be busy with that
-IMPATIENT = {  # its client hangs on a dead storage unit for 200 s, three times; who looks for what is left needn't
+# its controller tells nobody when samples come; asked in between it would be busy with that
+RETRY_SECONDS = 0.002
+# its client hangs on a dead storage unit for 200 s, three times; who looks for what is left needn't
+IMPATIENT = {
     "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT": "1",
     "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": "1",
     "TQ_SIMPLE_STORAGE_PROBE_TIMEOUT": "1",
@@ -66,7 +70,9 @@ class TransferQueueWriter:
 
         size = len(rows)
         if size not in self._stacked:
-            self._stacked[size] = {name: array.repeat(size, 1) for name, array in self._arrays.items()}
+            self._stacked[size] = {
+                name: array.repeat(size, 1) for name, array in self._arrays.items()
+            }
         stamps = {"row": torch.tensor(list(rows)), "ready_at": torch.full((size,), ready_at)}
         return TensorDict(self._stacked[size] | stamps, batch_size=size)
 
@@ -87,7 +93,9 @@ class TransferQueueWriter:
 
         async def put(row: int) -> None:
             async with free:
-                await self._client.async_put(data=self._data([row], time.time_ns() // 1000), partition_id=self._channel)
+                await self._client.async_put(
+                    data=self._data([row], time.time_ns() // 1000), partition_id=self._channel
+                )
 
         await asyncio.gather(*(put(row) for row in range(num_samples)))
 
@@ -97,14 +105,19 @@ class TransferQueueWriter:
 
 
 class TransferQueueReader:
-    """A task: it gets every sample of the partition once; what it has been told of counts as consumed."""
+    """A task: it gets every sample of the partition once; what it has been told of counts as
+    consumed."""
 
     def __init__(self, address: str, channel: str, consumer: str) -> None:
         self._client, self._channel, self._task = connect(address), channel, consumer
 
     def _meta(self, max_samples: int, timeout_seconds: float) -> Any:
         deadline = time.monotonic() + timeout_seconds
-        while not len(meta := self._client.get_meta(FIELDS, batch_size=max_samples, partition_id=self._channel, task_name=self._task)):
+        while not len(
+            meta := self._client.get_meta(
+                FIELDS, batch_size=max_samples, partition_id=self._channel, task_name=self._task
+            )
+        ):
             if time.monotonic() > deadline:
                 break
             time.sleep(RETRY_SECONDS)
@@ -116,7 +129,12 @@ class TransferQueueReader:
         if not len(meta):
             return []
         data = self._client.get_data(meta)
-        return [Got(row, ready_at) for row, ready_at in zip(data["row"].flatten().tolist(), data["ready_at"].flatten().tolist(), strict=True)]
+        return [
+            Got(row, ready_at)
+            for row, ready_at in zip(
+                data["row"].flatten().tolist(), data["ready_at"].flatten().tolist(), strict=True
+            )
+        ]
 
     def take(self, max_samples: int, *, timeout_seconds: float) -> int:
         """See `Reader.take`."""
@@ -139,7 +157,14 @@ class TransferQueueServer:
         """See `Server.start`; a storage unit that was killed does not come back."""
         if self._process is None:
             environment = os.environ | self.environment
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment, text=True)
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=ROOT,
+                env=environment,
+                text=True,
+            )
             assert self._process.stdout is not None
             self.address = self._process.stdout.readline().strip()
             if not self.address:
@@ -149,11 +174,19 @@ class TransferQueueServer:
         """See `Server.pids`."""
         if self._process is None:
             return []
-        return [self._process.pid, *(process.pid for process in psutil.Process(self._process.pid).children(recursive=True))]
+        return [
+            self._process.pid,
+            *(
+                process.pid
+                for process in psutil.Process(self._process.pid).children(recursive=True)
+            ),
+        ]
 
     def kill_storage(self) -> None:
         """See `Server.kill_storage`: one of the two storage units."""
-        unit = next(pid for pid in self.pids() if "StorageUnit" in " ".join(psutil.Process(pid).cmdline()))
+        unit = next(
+            pid for pid in self.pids() if "StorageUnit" in " ".join(psutil.Process(pid).cmdline())
+        )
         os.kill(unit, signal.SIGKILL)
         self.environment |= IMPATIENT
 
@@ -175,8 +208,16 @@ def serve(directory: str) -> None:
 
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # Two units and one controller want a core each, whatever the machine has; clients are drivers and take none.
-    ray.init(num_cpus=8, _node_ip_address="127.0.0.1", _temp_dir=directory, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    # Two units and one controller want a core each, whatever the machine has; clients are drivers
+    # and take none.
+    ray.init(
+        num_cpus=8,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=directory,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}}))
     print(ray.get_runtime_context().gcs_address, file=answer, flush=True)
     sys.stdin.read()

@@ -19,11 +19,17 @@ Aggregation = Literal["token_mean", "sample_mean", "constant_length"]
 
 
 def token_weights(
-    num_loss_tokens: Int[Tensor, " samples"], *, aggregation: Aggregation, length_normaliser: int = 1, dtype: torch.dtype = torch.float32
+    num_loss_tokens: Int[Tensor, " samples"],
+    *,
+    aggregation: Aggregation,
+    length_normaliser: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " tokens"]:
-    """Give the raw weight of each loss token: 1 for `token_mean`, 1 / (loss tokens of its sample) for `sample_mean`, 1 / length_normaliser.
+    """Give the raw weight of each loss token: 1 for `token_mean`, 1 / (loss tokens of its sample)
+    for `sample_mean`, 1 / length_normaliser.
 
-    Divide the weighted sum over a whole step by the sum of `num_units` over the step, never by a micro-batch's own.
+    Divide the weighted sum over a whole step by the sum of `num_units` over the step, never by a
+    micro-batch's own.
 
     Args:
         num_loss_tokens: Of each sample in packed order; a sample may have none.
@@ -36,11 +42,14 @@ def token_weights(
     if aggregation == "sample_mean":
         return (1 / num_loss_tokens.clamp(min=1).to(dtype)).repeat_interleave(num_loss_tokens)
     weight = 1.0 if aggregation == "token_mean" else 1 / length_normaliser
-    return torch.full((int(num_loss_tokens.sum()),), weight, dtype=dtype, device=num_loss_tokens.device)
+    return torch.full(
+        (int(num_loss_tokens.sum()),), weight, dtype=dtype, device=num_loss_tokens.device
+    )
 
 
 def num_units(num_loss_tokens: Int[Tensor, " samples"], *, aggregation: Aggregation) -> int:
-    """Count what the step's mean is over: loss tokens for `token_mean`, samples that have any for the others.
+    """Count what the step's mean is over: loss tokens for `token_mean`, samples that have any for
+    the others.
 
     Args:
         num_loss_tokens: Of each sample.
@@ -48,4 +57,6 @@ def num_units(num_loss_tokens: Int[Tensor, " samples"], *, aggregation: Aggregat
     Returns:
         This part's share of the step's normaliser.
     """
-    return int(num_loss_tokens.sum() if aggregation == "token_mean" else (num_loss_tokens > 0).sum())
+    return int(
+        num_loss_tokens.sum() if aggregation == "token_mean" else (num_loss_tokens > 0).sum()
+    )

@@ -1,4 +1,6 @@
-"""The algorithms that are installed, each as one spec. What an algorithm of your own looks like is in docs/how-to/add-an-algorithm.md."""
+"""The algorithms that are installed, each as one spec. What an algorithm of your own looks like is
+in docs/how-to/add-an-algorithm.md.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ ADVANTAGES = "relax_events.algorithms.advantages"
 LOSSES = "relax_events.algorithms.losses"
 PREFERENCES = "relax_events.algorithms.preferences"
 CLIP = ("clip_low", "clip_high", "dual_clip")
-WITHIN_GROUP: dict[str, Any] = {"advantage": f"{ADVANTAGES}:centred_and_scaled", "advantage_settings": ("normalise_std", "std_correction")}
+WITHIN_GROUP: dict[str, Any] = {
+    "advantage": f"{ADVANTAGES}:centred_and_scaled",
+    "advantage_settings": ("normalise_std", "std_correction"),
+}
 GROUP_ADVANTAGE = "A = (R - mean(R)) / (std(R) + 1e-6) within the prompt group, std with n - 1"
 CLIPPED = "loss_t = max(-r_t A, -clip(r_t, 1 - clip_low, 1 + clip_high) A),  r_t = exp(lp_t - lo_t)"
 
@@ -18,21 +23,32 @@ GRPO = AlgorithmSpec(
     name="grpo",
     summary="Group-relative advantages with PPO's clipped ratio of each token.",
     formula=f"{GROUP_ADVANTAGE}\n{CLIPPED}\nL = mean over the step's tokens",
-    source="DeepSeekMath (arXiv 2402.03300), equations 3 and 4 and section 4.1.2; clipping: PPO (arXiv 1707.06347), equation 7.",
+    source=(
+        "DeepSeekMath (arXiv 2402.03300), equations 3 and 4 and section 4.1.2; clipping: PPO "
+        "(arXiv 1707.06347), equation 7."
+    ),
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
     settings={"normalise_std": True, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0},
-    notes='The paper takes the mean over a sample first (`aggregation = "sample_mean"`) and `kl_coefficient = 0.04`; token mean without KL '
+    notes='The paper takes the mean over a sample first (`aggregation = "sample_mean"`) and '
+    "`kl_coefficient = 0.04`; token mean without KL "
     "is what has come to be used.",
 )
 
 DAPO = AlgorithmSpec(
     name="dapo",
-    summary="GRPO with a higher upper clip, token mean, no prompt groups of equal rewards, and a soft penalty on overlong completions.",
-    formula=f"R' = R - overlong_penalty * clip((|y| - (1 - overlong_ratio) Lmax) / (overlong_ratio Lmax), 0, 1),  Lmax = max_new_tokens\n"
+    summary=(
+        "GRPO with a higher upper clip, token mean, no prompt groups of equal rewards, and a "
+        "soft penalty on overlong completions."
+    ),
+    formula="R' = R - overlong_penalty * clip((|y| - (1 - overlong_ratio) Lmax) / (overlong_ratio "
+    "Lmax), 0, 1),  Lmax = max_new_tokens\n"
     f"{GROUP_ADVANTAGE}, of R'\n{CLIPPED}\nL = mean over the step's tokens",
-    source="DAPO (arXiv 2503.14476), sections 3.1 to 3.4, penalty: equation 13. Dynamic sampling looks at the rewards before the penalty.",
+    source=(
+        "DAPO (arXiv 2503.14476), sections 3.1 to 3.4, penalty: equation 13. Dynamic sampling "
+        "looks at the rewards before the penalty."
+    ),
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
@@ -49,95 +65,173 @@ DAPO = AlgorithmSpec(
 
 DR_GRPO = AlgorithmSpec(
     name="dr_grpo",
-    summary="GRPO without its biases: rewards are centred only, and a sample's loss is divided by a constant, not by its length.",
-    formula=f"A = R - mean(R) within the prompt group\n{CLIPPED}\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
+    summary=(
+        "GRPO without its biases: rewards are centred only, and a sample's loss is divided by a "
+        "constant, not by its length."
+    ),
+    formula=(
+        f"A = R - mean(R) within the prompt group\n{CLIPPED}\nL = mean over samples of (sum over "
+        "tokens of loss_t) / length_normaliser"
+    ),
     source="Dr. GRPO: Understanding R1-Zero-like training (arXiv 2503.20783), section 3.",
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
-    settings={"normalise_std": False, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "aggregation": "constant_length"},
+    settings={
+        "normalise_std": False,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 0.0,
+        "aggregation": "constant_length",
+    },
 )
 
 GSPO = AlgorithmSpec(
     name="gspo",
     summary="One ratio for a whole sample, the geometric mean of its tokens', clipped as a whole.",
     formula=f"{GROUP_ADVANTAGE}\ns = exp(mean over the sample's tokens of lp_t - lo_t)\n"
-    "loss_t = max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A)\nL = mean over samples of the mean over tokens",
+    "loss_t = max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A)\nL = mean over samples of "
+    "the mean over tokens",
     source="GSPO (arXiv 2507.18071), equations 5 to 7; clip ranges: section 5.1.",
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:clipped_sequence",
     loss_settings=CLIP,
-    settings={"normalise_std": True, "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "aggregation": "sample_mean"},
-    excluded={"distill_placement": "as an advantage it is each token's own, and all tokens of a sample share one; gspo_token has one for each"},
+    settings={
+        "normalise_std": True,
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "dual_clip": 0.0,
+        "aggregation": "sample_mean",
+    },
+    excluded={
+        "distill_placement": (
+            "as an advantage it is each token's own, and all tokens of a sample share one; "
+            "gspo_token has one for each"
+        )
+    },
 )
 
 GSPO_TOKEN = AlgorithmSpec(
     name="gspo_token",
-    summary="GSPO's ratio with the gradient of each token for itself, so that advantages may differ within a sample.",
-    formula=f"{GROUP_ADVANTAGE}\ns_t = sg(s) exp(lp_t) / sg(exp(lp_t)),  s as in gspo, sg stops the gradient\n"
-    "loss_t = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t)\nL = mean over samples of the mean over tokens",
+    summary=(
+        "GSPO's ratio with the gradient of each token for itself, so that advantages may differ "
+        "within a sample."
+    ),
+    formula=f"{GROUP_ADVANTAGE}\ns_t = sg(s) exp(lp_t) / sg(exp(lp_t)),  s as in gspo, sg stops the "
+    "gradient\n"
+    "loss_t = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t)\nL = mean over "
+    "samples of the mean over tokens",
     source="GSPO (arXiv 2507.18071), section 4.3.",
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:clipped_sequence_by_token",
     loss_settings=CLIP,
-    settings={"normalise_std": True, "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "aggregation": "sample_mean"},
+    settings={
+        "normalise_std": True,
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "dual_clip": 0.0,
+        "aggregation": "sample_mean",
+    },
 )
 
 SAPO = AlgorithmSpec(
     name="sapo",
-    summary="A soft gate in place of clipping: a token's gradient fades as its ratio leaves 1, faster where the advantage is negative.",
-    formula=f"{GROUP_ADVANTAGE}\nloss_t = -(4 / tau) sigmoid(tau (r_t - 1)) A,  r_t = exp(lp_t - lo_t)\n"
-    "tau = gate_positive where A > 0, else gate_negative\nL = mean over samples of the mean over tokens",
-    source="SAPO (arXiv 2511.20347), section 3. Counted as clipped are tokens whose gate passes less than half.",
+    summary=(
+        "A soft gate in place of clipping: a token's gradient fades as its ratio leaves 1, "
+        "faster where the advantage is negative."
+    ),
+    formula=f"{GROUP_ADVANTAGE}\nloss_t = -(4 / tau) sigmoid(tau (r_t - 1)) A,  r_t = exp(lp_t - "
+    "lo_t)\n"
+    "tau = gate_positive where A > 0, else gate_negative\nL = mean over samples of the mean "
+    "over tokens",
+    source=(
+        "SAPO (arXiv 2511.20347), section 3. Counted as clipped are tokens whose gate passes "
+        "less than half."
+    ),
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:soft_gated",
     loss_settings=("gate_positive", "gate_negative"),
-    settings={"normalise_std": True, "gate_positive": 1.0, "gate_negative": 1.05, "aggregation": "sample_mean"},
+    settings={
+        "normalise_std": True,
+        "gate_positive": 1.0,
+        "gate_negative": 1.05,
+        "aggregation": "sample_mean",
+    },
 )
 
 CISPO = AlgorithmSpec(
     name="cispo",
-    summary="REINFORCE with a clipped importance weight: every token keeps its gradient, none weighs too much.",
-    formula=f"{GROUP_ADVANTAGE}\nloss_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A lp_t,  r_t = exp(lp_t - lo_t), sg stops the gradient\n"
+    summary=(
+        "REINFORCE with a clipped importance weight: every token keeps its gradient, none weighs "
+        "too much."
+    ),
+    formula=f"{GROUP_ADVANTAGE}\nloss_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A lp_t,  r_t = "
+    "exp(lp_t - lo_t), sg stops the gradient\n"
     "L = mean over the step's tokens",
-    source="MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, for either sign of the advantage; upper bound of 5: "
+    source="MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, for either sign of the advantage; "
+    "upper bound of 5: "
     "The art of scaling RL compute (arXiv 2510.13786).",
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:clipped_weight",
     loss_settings=("clip_low", "clip_high"),
     settings={"normalise_std": True, "clip_low": 1.0, "clip_high": 4.0},
-    notes="With clip_low = 1 the weight has no lower bound, as in the paper, which names no number for the upper one.",
+    notes=(
+        "With clip_low = 1 the weight has no lower bound, as in the paper, which names no number "
+        "for the upper one."
+    ),
 )
 
 GMPO = AlgorithmSpec(
     name="gmpo",
-    summary="One ratio for a whole sample, the geometric mean of its tokens', each clipped by itself beforehand.",
+    summary=(
+        "One ratio for a whole sample, the geometric mean of its tokens', each clipped by itself "
+        "beforehand."
+    ),
     formula=f"{GROUP_ADVANTAGE}\n"
-    "g = exp(mean over the sample's tokens of x_t),  x_t = min(lp_t - lo_t, clip_high) where A > 0, else max(lp_t - lo_t, -clip_low)\n"
+    "g = exp(mean over the sample's tokens of x_t),  x_t = min(lp_t - lo_t, clip_high) where "
+    "A > 0, else max(lp_t - lo_t, -clip_low)\n"
     "loss_t = -g A\nL = mean over samples of the mean over tokens",
-    source="GMPO: Geometric-Mean Policy Optimization (arXiv 2507.20673), section 3; clip range of e^-0.4 to e^0.4: section 4.",
+    source=(
+        "GMPO: Geometric-Mean Policy Optimization (arXiv 2507.20673), section 3; clip range of "
+        "e^-0.4 to e^0.4: section 4."
+    ),
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:clipped_geometric_mean",
     loss_settings=("clip_low", "clip_high"),
-    settings={"normalise_std": True, "clip_low": 0.4, "clip_high": 0.4, "aggregation": "sample_mean"},
-    excluded={"distill_placement": "as an advantage it is each token's own, and all tokens of a sample share one"},
+    settings={
+        "normalise_std": True,
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+        "aggregation": "sample_mean",
+    },
+    excluded={
+        "distill_placement": "as an advantage it is each token's own, and all tokens of a sample share one"
+    },
     notes="Its clip range is one of the ratio's logarithm.",
 )
 
 TRUST_REGION = (
-    "loss_t = -sg(min(p / q, ratio_cap)) A lp_t,  p = exp(lp_t), q = exp(lo_t), sg stops the gradient\n"
+    "loss_t = -sg(min(p / q, ratio_cap)) A lp_t,  p = exp(lp_t), q = exp(lo_t), sg stops the "
+    "gradient\n"
     "loss_t = 0 where D > trust_radius, and p > q with A > 0, or p < q with A < 0"
 )
 DPPO_NOTES = (
-    "The trust region is around the policy that drew the tokens, as in the paper: leave `old_logprobs` at `rollout`. It is the binary "
+    "The trust region is around the policy that drew the tokens, as in the paper: leave "
+    "`old_logprobs` at `rollout`. It is the binary "
     "approximation; that over the most probable tokens is not offered."
 )
 
 DPPO_TV = AlgorithmSpec(
     name="dppo_tv",
-    summary="A trust region in place of the clipped ratio: a token whose probability has moved too far, by total variation, is left out.",
+    summary=(
+        "A trust region in place of the clipped ratio: a token whose probability has moved too "
+        "far, by total variation, is left out."
+    ),
     formula=f"{GROUP_ADVANTAGE}\n{TRUST_REGION},  D = |p - q|\nL = mean over the step's tokens",
-    source="DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), Binary-TV; cap of 20: verl's `dppo_tv`.",
+    source=(
+        "DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), "
+        "Binary-TV; cap of 20: verl's `dppo_tv`."
+    ),
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:within_total_variation",
     loss_settings=("trust_radius", "ratio_cap"),
@@ -147,9 +241,18 @@ DPPO_TV = AlgorithmSpec(
 
 DPPO_KL = AlgorithmSpec(
     name="dppo_kl",
-    summary="A trust region in place of the clipped ratio: a token whose probability has moved too far, by KL divergence, is left out.",
-    formula=f"{GROUP_ADVANTAGE}\n{TRUST_REGION},  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))\nL = mean over the step's tokens",
-    source="DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), Binary-KL; cap of 20: verl's `dppo_kl`.",
+    summary=(
+        "A trust region in place of the clipped ratio: a token whose probability has moved too "
+        "far, by KL divergence, is left out."
+    ),
+    formula=(
+        f"{GROUP_ADVANTAGE}\n{TRUST_REGION},  D = q log(q / p) + (1 - q) log((1 - q) / (1 - "
+        "p))\nL = mean over the step's tokens"
+    ),
+    source=(
+        "DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), "
+        "Binary-KL; cap of 20: verl's `dppo_kl`."
+    ),
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:within_kl",
     loss_settings=("trust_radius", "ratio_cap"),
@@ -160,38 +263,65 @@ DPPO_KL = AlgorithmSpec(
 RLOO = AlgorithmSpec(
     name="rloo",
     summary="REINFORCE with the mean reward of the prompt group's other samples as baseline.",
-    formula="A_i = R_i - mean over j != i of R_j, with normalise_std divided by std(R) + 1e-6 within the prompt group, std with n - 1\n"
+    formula="A_i = R_i - mean over j != i of R_j, with normalise_std divided by std(R) + 1e-6 within "
+    "the prompt group, std with n - 1\n"
     "loss_t = -A lp_t\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
-    source="Back to basics (arXiv 2402.14740), the RLOO estimator, divided by a constant; the KL is in its reward, too.",
+    source=(
+        "Back to basics (arXiv 2402.14740), the RLOO estimator, divided by a constant; the KL is "
+        "in its reward, too."
+    ),
     advantage=f"{ADVANTAGES}:leave_one_out",
     one_update="its loss has no ratio, so that what later optimizer steps do would count as on-policy",
     advantage_settings=("normalise_std", "std_correction"),
     policy_loss=f"{LOSSES}:plain_gradient",
-    settings={"normalise_std": False, "aggregation": "constant_length", "kl_placement": "reward", "kl_estimator": "k1"},
-    notes="The paper has no deviation. With `normalise_std` it is the whole prompt group's around its mean; AReaL's is around the means of the "
-    "others, n / (n - 1) times as large; NeMo-RL leaves the sample out of its deviation, too, which is 0 for the one success of a group. "
+    settings={
+        "normalise_std": False,
+        "aggregation": "constant_length",
+        "kl_placement": "reward",
+        "kl_estimator": "k1",
+    },
+    notes="The paper has no deviation. With `normalise_std` it is the whole prompt group's around "
+    "its mean; AReaL's is around the means of the "
+    "others, n / (n - 1) times as large; NeMo-RL leaves the sample out of its deviation, "
+    "too, which is 0 for the one success of a group. "
     "TRL's RLOOTrainer normalises over the batch instead: "
-    '`whiten_advantages = "samples"`. There is no ratio in the loss: with samples of older policies set `old_logprobs = "trainer"` and a correction.',
+    '`whiten_advantages = "samples"`. There is no ratio in the loss: with samples of older '
+    'policies set `old_logprobs = "trainer"` and a correction.',
 )
 
 OPO = AlgorithmSpec(
     name="opo",
-    summary="REINFORCE on samples of the newest policy, with the prompt group's mean reward weighted by length as baseline.",
-    formula="A_i = R_i - (sum over j of l_j R_j) / (sum over j of l_j),  l_j the loss tokens of sample j of the prompt group\n"
+    summary=(
+        "REINFORCE on samples of the newest policy, with the prompt group's mean reward weighted "
+        "by length as baseline."
+    ),
+    formula="A_i = R_i - (sum over j of l_j R_j) / (sum over j of l_j),  l_j the loss tokens of "
+    "sample j of the prompt group\n"
     "loss_t = -r_t A,  r_t = exp(lp_t - lo_t)\nL = mean over the step's tokens",
-    source="OPO: On-policy RL with optimal reward baseline (arXiv 2505.23585): the baseline of least variance where a gradient's squared norm "
+    source="OPO: On-policy RL with optimal reward baseline (arXiv 2505.23585): the baseline of "
+    "least variance where a gradient's squared norm "
     "grows with length; neither KL nor entropy.",
     advantage=f"{ADVANTAGES}:centred_by_length",
     policy_loss=f"{LOSSES}:importance_weighted",
-    notes="The paper trains each batch once, exactly on-policy: `max_staleness = 0` is its setting, where the ratio is 1. A lone sample gets 0 "
+    notes="The paper trains each batch once, exactly on-policy: `max_staleness = 0` is its "
+    "setting, where the ratio is 1. A lone sample gets 0 "
     "here; in verl it keeps its reward.",
 )
 
 MAXRL = AlgorithmSpec(
     name="maxrl",
-    summary="Group-relative advantages divided by the prompt group's mean reward: towards maximum likelihood, hard prompts weigh more.",
-    formula=f"A = (R - mean(R)) / mean(R) within the prompt group, 0 where mean(R) = 0\n{CLIPPED}\nL = mean over the step's tokens",
-    source="MaxRL: Maximum likelihood reinforcement learning (arXiv 2602.02710), algorithm 1, with PPO's clipped ratio as in its authors' code.",
+    summary=(
+        "Group-relative advantages divided by the prompt group's mean reward: towards maximum "
+        "likelihood, hard prompts weigh more."
+    ),
+    formula=(
+        f"A = (R - mean(R)) / mean(R) within the prompt group, 0 where mean(R) = 0\n{CLIPPED}\nL "
+        "= mean over the step's tokens"
+    ),
+    source=(
+        "MaxRL: Maximum likelihood reinforcement learning (arXiv 2602.02710), algorithm 1, with "
+        "PPO's clipped ratio as in its authors' code."
+    ),
     advantage=f"{ADVANTAGES}:over_group_mean",
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
@@ -200,14 +330,19 @@ MAXRL = AlgorithmSpec(
         "overlong_ratio": "a penalty makes rewards negative, and the mean no pass rate",
         "kl_placement": "KL in the reward makes it negative, and the mean no pass rate",
     },
-    notes="Rewards are at least 0, 1 for right and 0 for wrong in the paper; a prompt group with a negative one fails. A lone sample gets 0 here; "
+    notes="Rewards are at least 0, 1 for right and 0 for wrong in the paper; a prompt group with a "
+    "negative one fails. A lone sample gets 0 here; "
     "in the authors' code its mean is taken for 0, and its reward is divided by 1e-6.",
 )
 
 REINFORCE_PLUS_PLUS = AlgorithmSpec(
     name="reinforce_plus_plus",
-    summary="Rewards as they are, less the KL of the tokens to come, normalised over the whole step; PPO's clipped ratio.",
-    formula="G_t = sum over u >= t of gamma^(u - t) r_u,  r_u = -kl_coefficient KL_u, and what was earned at u besides\n"
+    summary=(
+        "Rewards as they are, less the KL of the tokens to come, normalised over the whole step; "
+        "PPO's clipped ratio."
+    ),
+    formula="G_t = sum over u >= t of gamma^(u - t) r_u,  r_u = -kl_coefficient KL_u, and what was "
+    "earned at u besides\n"
     "A_t = (G_t - mean) / (std + 1e-8) over all tokens of the step\n"
     f"{CLIPPED}, with A_t\nL = mean over the step's tokens",
     source="REINFORCE++ (arXiv 2501.03262), for any number of samples of a prompt.",
@@ -230,27 +365,53 @@ REINFORCE_PLUS_PLUS = AlgorithmSpec(
 
 REINFORCE_PLUS_PLUS_BASELINE = AlgorithmSpec(
     name="reinforce_plus_plus_baseline",
-    summary="Rewards centred in the prompt group, then normalised over the whole step; PPO's clipped ratio.",
-    formula="A = R - mean(R) within the prompt group\nA' = (A - mean) / (std + 1e-8) over all tokens of the step\n"
+    summary=(
+        "Rewards centred in the prompt group, then normalised over the whole step; PPO's clipped "
+        "ratio."
+    ),
+    formula="A = R - mean(R) within the prompt group\nA' = (A - mean) / (std + 1e-8) over all tokens "
+    "of the step\n"
     f"{CLIPPED}, with A'\nL = mean over the step's tokens",
-    source="REINFORCE++ (arXiv 2501.03262), the variant with baseline; its KL is a k2 term of the loss.",
+    source=(
+        "REINFORCE++ (arXiv 2501.03262), the variant with baseline; its KL is a k2 term of the "
+        "loss."
+    ),
     advantage=f"{ADVANTAGES}:centred",
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
-    settings={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "whiten_advantages": "tokens", "kl_estimator": "k2"},
+    settings={
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 0.0,
+        "whiten_advantages": "tokens",
+        "kl_estimator": "k2",
+    },
 )
 
 PPO = AlgorithmSpec(
     name="ppo",
-    summary="A critic says what is to be expected at each token; advantages are what came beyond it, and PPO's ratio is clipped.",
-    formula="d_t = r_t + gamma V_t+1 - V_t,  r_t = -kl_coefficient KL_t, and what was earned at t besides; V = 0 behind the last token\n"
-    "A_t = sum over u >= t of (gamma gae_lambda)^(u - t) d_u\nA'_t = (A_t - mean) / (std + 1e-8) over all tokens of the step\n"
+    summary=(
+        "A critic says what is to be expected at each token; advantages are what came beyond it, "
+        "and PPO's ratio is clipped."
+    ),
+    formula="d_t = r_t + gamma V_t+1 - V_t,  r_t = -kl_coefficient KL_t, and what was earned at t "
+    "besides; V = 0 behind the last token\n"
+    "A_t = sum over u >= t of (gamma gae_lambda)^(u - t) d_u\nA'_t = (A_t - mean) / (std + "
+    "1e-8) over all tokens of the step\n"
     f"{CLIPPED}, with A'_t\nL = mean over the step's tokens\n"
-    "critic: L_V = mean of max((V - G)^2, (clip(V, Vo - value_clip, Vo + value_clip) - G)^2) / 2,  G_t = A_t + Vo_t, Vo as recorded",
-    source="PPO (arXiv 1707.06347), equations 7 and 11; GAE (arXiv 1506.02438); gamma, gae_lambda, whitening, value clipping: "
+    "critic: L_V = mean of max((V - G)^2, (clip(V, Vo - value_clip, Vo + value_clip) - G)^2) "
+    "/ 2,  G_t = A_t + Vo_t, Vo as recorded",
+    source="PPO (arXiv 1707.06347), equations 7 and 11; GAE (arXiv 1506.02438); gamma, gae_lambda, "
+    "whitening, value clipping: "
     "the N+ implementation details of RLHF with PPO (arXiv 2403.17031).",
     advantage="relax_events.algorithms.gae:generalised_advantages",
-    advantage_settings=("gamma", "gae_lambda", "bootstrap_truncated", "length_adaptive_alpha", "turn_gamma"),
+    advantage_settings=(
+        "gamma",
+        "gae_lambda",
+        "bootstrap_truncated",
+        "length_adaptive_alpha",
+        "turn_gamma",
+    ),
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
     settings={
@@ -267,19 +428,30 @@ PPO = AlgorithmSpec(
         "kl_estimator": "k1",
     },
     reward_kl="token",
-    notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of these papers takes `kl_coefficient = 0.05`. "
-    "A sample that was cut off by its length ends like any other, unless `bootstrap_truncated` puts the value at its last loss token in the "
-    "place of what might have come. VAPO (arXiv 2504.05118) has `critic_gae_lambda = 1`, `length_adaptive_alpha = 0.05` and `clip_high = 0.28`; "
-    "its loss on right answers besides is not built. With `turn_gamma` above 0 it is the bi-level GAE of VAGEN (arXiv 2510.16907): at the last "
-    "token of a turn A = d + turn_gamma gae_lambda A of the next turn's, d = r + turn_gamma V of the next turn's - V; the other tokens of the turn "
-    "go on from there, by gamma. What a token earned before its turn's end counts within that turn alone.",
+    notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of "
+    "these papers takes `kl_coefficient = 0.05`. "
+    "A sample that was cut off by its length ends like any other, unless "
+    "`bootstrap_truncated` puts the value at its last loss token in the "
+    "place of what might have come. VAPO (arXiv 2504.05118) has `critic_gae_lambda = 1`, "
+    "`length_adaptive_alpha = 0.05` and `clip_high = 0.28`; "
+    "its loss on right answers besides is not built. With `turn_gamma` above 0 it is the "
+    "bi-level GAE of VAGEN (arXiv 2510.16907): at the last "
+    "token of a turn A = d + turn_gamma gae_lambda A of the next turn's, d = r + turn_gamma "
+    "V of the next turn's - V; the other tokens of the turn "
+    "go on from there, by gamma. What a token earned before its turn's end counts within "
+    "that turn alone.",
 )
 
 GDPO = AlgorithmSpec(
     name="gdpo",
-    summary="Several rewards: each component is normalised in the prompt group by itself, then they are summed and normalised over the step.",
-    formula="A_k = (R_k - mean(R_k)) / (std(R_k) + 1e-6) within the prompt group, for each component k\n"
-    f"A = sum over k of reward_weights_k A_k\nA' = (A - mean) / (std + 1e-8) over all samples of the step\n{CLIPPED}, with A'\n"
+    summary=(
+        "Several rewards: each component is normalised in the prompt group by itself, then they "
+        "are summed and normalised over the step."
+    ),
+    formula="A_k = (R_k - mean(R_k)) / (std(R_k) + 1e-6) within the prompt group, for each component "
+    "k\n"
+    "A = sum over k of reward_weights_k A_k\nA' = (A - mean) / (std + 1e-8) over all "
+    f"samples of the step\n{CLIPPED}, with A'\n"
     "L = mean over the step's tokens",
     source="GDPO (arXiv 2601.05242), section 3.",
     advantage=f"{ADVANTAGES}:decoupled",
@@ -303,11 +475,17 @@ GDPO = AlgorithmSpec(
 
 OPD = AlgorithmSpec(
     name="opd",
-    summary="On-policy distillation: the teacher's log-probability of each token that the policy drew, in place of a reward.",
-    formula="A_t = -distill_coefficient * (lo_t - lq_t),  lq the teacher's log-probability of the token\n"
+    summary=(
+        "On-policy distillation: the teacher's log-probability of each token that the policy "
+        "drew, in place of a reward."
+    ),
+    formula="A_t = -distill_coefficient * (lo_t - lq_t),  lq the teacher's log-probability of the "
+    "token\n"
     "loss_t = -r_t A_t,  r_t = exp(lp_t - lo_t)\nL = mean over the step's tokens",
-    source="On-Policy Distillation (thinkingmachines.ai/blog/on-policy-distillation, 2025): reverse KL of each token by itself, without "
-    "those to come. The same divergence: MiniLLM (arXiv 2306.08543); others on the policy's own samples: GKD (arXiv 2306.13649).",
+    source="On-Policy Distillation (thinkingmachines.ai/blog/on-policy-distillation, 2025): reverse "
+    "KL of each token by itself, without "
+    "those to come. The same divergence: MiniLLM (arXiv 2306.08543); others on the policy's "
+    "own samples: GKD (arXiv 2306.13649).",
     advantage=f"{ADVANTAGES}:regardless_of_rewards",
     policy_loss=f"{LOSSES}:importance_weighted",
     settings={"distill_coefficient": 1.0, "distill_placement": "advantage"},
@@ -316,16 +494,33 @@ OPD = AlgorithmSpec(
         "overlong_ratio": "there is no reward to take a penalty off",
         "kl_placement": "there is no reward to take the KL off",
     },
-    notes='With `distill_placement = "loss"` it is GKD on the policy\'s own samples: any divergence, over a set of tokens. Rewards are still '
+    notes='With `distill_placement = "loss"` it is GKD on the policy\'s own samples: any '
+    "divergence, over a set of tokens. Rewards are still "
     "scored and reported.",
 )
 
 NOTHING_REWARDED = dict.fromkeys(
-    ("overlong_ratio", "overlong_penalty", "truncated_samples", "filter_uniform_rewards", "whiten_advantages", "kl_placement"),
+    (
+        "overlong_ratio",
+        "overlong_penalty",
+        "truncated_samples",
+        "filter_uniform_rewards",
+        "whiten_advantages",
+        "kl_placement",
+    ),
     "nothing is rewarded",
 )
 NOTHING_DRAWN = dict.fromkeys(
-    ("old_logprobs", "correction", "rejection", "veto_low", "veto_high", "opsm_threshold", "m2_threshold", "distill_coefficient"),
+    (
+        "old_logprobs",
+        "correction",
+        "rejection",
+        "veto_low",
+        "veto_high",
+        "opsm_threshold",
+        "m2_threshold",
+        "distill_coefficient",
+    ),
     "the tokens are the data's, no policy drew them",
 )
 
@@ -333,7 +528,10 @@ SFT = AlgorithmSpec(
     name="sft",
     summary="Supervised fine-tuning: the data's answers, token by token.",
     formula="loss_t = -lp_t\nL = mean over the step's tokens",
-    source="Cross-entropy over the assistant's tokens alone, as in InstructGPT (arXiv 2203.02155), section 3.5.",
+    source=(
+        "Cross-entropy over the assistant's tokens alone, as in InstructGPT (arXiv 2203.02155), "
+        "section 3.5."
+    ),
     advantage=f"{ADVANTAGES}:all_one",
     policy_loss=f"{LOSSES}:plain_gradient",
     settings={"old_logprobs": "trainer"},
@@ -343,8 +541,10 @@ SFT = AlgorithmSpec(
         "kl_coefficient": "the data's tokens estimate no divergence of the policy",
     },
     learns_from="answers",
-    notes="The loss is the mean negative log-likelihood of an answer token, in nats; its exponential is the perplexity. Rows bring the answers "
-    "by `data.completion_key` or `data.conversation_key`; without either the reference answer is learnt.",
+    notes="The loss is the mean negative log-likelihood of an answer token, in nats; its "
+    "exponential is the perplexity. Rows bring the answers "
+    "by `data.completion_key` or `data.conversation_key`; without either the reference "
+    "answer is learnt.",
 )
 
 OF_PAIRS: dict[str, Any] = {
@@ -359,19 +559,29 @@ OF_PAIRS: dict[str, Any] = {
     "reference": True,
     "whole_prompt_groups": True,
     "figures": ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"),
-    "notes": "The rewards that a step reports are those that the policy implies: beta (lp - ref) of an answer. Rows bring the pairs by "
+    "notes": "The rewards that a step reports are those that the policy implies: beta (lp - ref) of "
+    "an answer. Rows bring the pairs by "
     "`data.chosen_key` and `data.rejected_key`.",
 }
-OF_ANSWERS = "lp and ref summed over the tokens of the chosen (c) and the rejected (r) answer, or their means with length_normalised"
+OF_ANSWERS = (
+    "lp and ref summed over the tokens of the chosen (c) and the rejected (r) answer, or their "
+    "means with length_normalised"
+)
 
 DPO = AlgorithmSpec(
     name="dpo",
-    summary="Direct preference optimisation: the chosen answer of each pair becomes likelier than the rejected one, against the reference model.",
+    summary=(
+        "Direct preference optimisation: the chosen answer of each pair becomes likelier than "
+        "the rejected one, against the reference model."
+    ),
     formula=f"h = beta ((lp_c - ref_c) - (lp_r - ref_r)),  {OF_ANSWERS}\n"
-    "loss = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h) - nll_coefficient * mean of lp_c\n"
+    "loss = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h) - "
+    "nll_coefficient * mean of lp_c\n"
     "L = mean over the step's pairs",
-    source="DPO (arXiv 2305.18290), equation 7; beta: appendix B. Label smoothing: cDPO, in the same authors' code. Length-normalised: Tulu 3 "
-    "(arXiv 2411.15124), section 5.1. Negative log-likelihood: Iterative reasoning preference optimization (arXiv 2404.19733), equation 1.",
+    source="DPO (arXiv 2305.18290), equation 7; beta: appendix B. Label smoothing: cDPO, in the "
+    "same authors' code. Length-normalised: Tulu 3 "
+    "(arXiv 2411.15124), section 5.1. Negative log-likelihood: Iterative reasoning "
+    "preference optimization (arXiv 2404.19733), equation 1.",
     policy_loss=f"{PREFERENCES}:direct_preference",
     loss_settings=("beta", "label_smoothing", "length_normalised", "nll_coefficient"),
     settings={
@@ -387,12 +597,24 @@ DPO = AlgorithmSpec(
 
 IPO = AlgorithmSpec(
     name="ipo",
-    summary="Identity preference optimisation: a margin between the chosen and the rejected answer is reached and kept, however sure the pairs are.",
-    formula=f"h = (lp_c - ref_c) - (lp_r - ref_r),  {OF_ANSWERS}\nloss = (h - 1 / (2 beta))^2\nL = mean over the step's pairs",
-    source="IPO: A general theoretical paradigm to understand learning from human preferences (arXiv 2310.12036), equation 17, beta its tau; "
+    summary=(
+        "Identity preference optimisation: a margin between the chosen and the rejected answer "
+        "is reached and kept, however sure the pairs are."
+    ),
+    formula=(
+        f"h = (lp_c - ref_c) - (lp_r - ref_r),  {OF_ANSWERS}\nloss = (h - 1 / (2 beta))^2\nL = "
+        "mean over the step's pairs"
+    ),
+    source="IPO: A general theoretical paradigm to understand learning from human preferences "
+    "(arXiv 2310.12036), equation 17, beta its tau; "
     "means over the tokens: as TRL's DPO trainer has it, the equation has sums.",
     policy_loss=f"{PREFERENCES}:identity_preference",
     loss_settings=("beta", "length_normalised"),
-    settings={"beta": 0.1, "length_normalised": True, "aggregation": "sample_mean", "old_logprobs": "trainer"},
+    settings={
+        "beta": 0.1,
+        "length_normalised": True,
+        "aggregation": "sample_mean",
+        "old_logprobs": "trainer",
+    },
     **OF_PAIRS,
 )

@@ -1,4 +1,5 @@
-"""What sets a policy loss right for samples that other weights, or another engine, drew: weights and masks that carry no gradient.
+"""What sets a policy loss right for samples that other weights, or another engine, drew: weights
+and masks that carry no gradient.
 
 All of them leave the step's normaliser as it is: a masked token still counts in the mean.
 """
@@ -41,21 +42,27 @@ def correction_weights(
 ) -> Weights:
     """Weigh tokens by w, the ratio of the old (proximal) policy to the one that drew them.
 
-    decoupled: w. tis: w kept within [low, high]. icepop: w inside, 0 outside. mask: 1 inside, 0 outside.
+    decoupled: w. tis: w kept within [low, high]. icepop: w inside, 0 outside. mask: 1 inside, 0
+        outside.
 
     Args:
         log_ratio: Old policy's log-probabilities less the drawing policy's, in nats.
         num_loss_tokens: Of each sample in packed order.
         kind: What is done with w.
-        level: Whether w is a token's, the product over the sample's tokens, or their geometric mean.
+        level: Whether w is a token's, the product over the sample's tokens, or their geometric
+            mean.
         low: Lower end of the range.
         high: Upper end of the range.
-    Source: decoupled: Batch size invariance for policy optimization (arXiv 2110.00641) and AReaL (arXiv 2505.24298), section 5.2.
-        tis: Truncated importance sampling (Ionides 2008), as in Your efficient RL framework secretly brings you off-policy RL training
+    Source: decoupled: Batch size invariance for policy optimization (arXiv 2110.00641) and AReaL
+    (arXiv 2505.24298), section 5.2.
+        tis: Truncated importance sampling (Ionides 2008), as in Your efficient RL framework
+            secretly brings you off-policy RL training
         (Yao et al. 2025). icepop: IcePop in Every step evolves (arXiv 2510.18855).
     """
     if level != "token":
-        log_ratio = sample_sums(log_ratio, num_loss_tokens=num_loss_tokens, mean=level == "sequence_mean")
+        log_ratio = sample_sums(
+            log_ratio, num_loss_tokens=num_loss_tokens, mean=level == "sequence_mean"
+        )
     ratio = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "none":
         return Weights(torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool))
@@ -91,11 +98,14 @@ def rejected_samples(
     veto_low: float = 0.0,
     veto_high: float = 0.0,
 ) -> Rejection:
-    """Say which samples the old policy and the one that drew them are too far apart on to be trained.
+    """Say which samples the old policy and the one that drew them are too far apart on to be
+    trained.
 
-    With x = log w at each token: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x, estimates of KL(drawing policy || old). A sample goes where the
-    estimate over its tokens is above `high`; with k1, where exp(sum of x), or exp(mean of x), is outside [low, high]. It is vetoed where
-    any token's w is outside [veto_low, veto_high]. What becomes of the tokens of the other samples is left to `correction_weights`.
+    With x = log w at each token: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x, estimates of KL(drawing
+    policy || old). A sample goes where the estimate over its tokens is above `high`; with k1, where
+    exp(sum of x), or exp(mean of x), is outside [low, high]. It is vetoed where any token's w is
+    outside [veto_low, veto_high]. What becomes of the tokens of the other samples is left to
+    `correction_weights`.
 
     Args:
         log_ratio: Old policy's log-probabilities less the drawing policy's, in nats.
@@ -106,11 +116,15 @@ def rejected_samples(
         high: In nats, with k1 a ratio.
         veto_low: Smallest w that a token may have; 0 for none.
         veto_high: Largest w that a token may have; 0 for none.
-    Source: Rejection sampling in verl's rollout correction (its options seq_mean, seq_sum, seq_max with k1, k2, k3, and its token veto);
-        geometric mean (`mean` of k1) and veto: When speed kills stability (Liu, Li et al. 2025). Estimates: see `kl_estimate`.
+    Source: Rejection sampling in verl's rollout correction (its options seq_mean, seq_sum, seq_max
+    with k1, k2, k3, and its token veto);
+        geometric mean (`mean` of k1) and veto: When speed kills stability (Liu, Li et al. 2025).
+            Estimates: see `kl_estimate`.
     """
     log_ratio = log_ratio.detach()
-    owners = torch.arange(len(num_loss_tokens), device=log_ratio.device).repeat_interleave(num_loss_tokens)
+    owners = torch.arange(len(num_loss_tokens), device=log_ratio.device).repeat_interleave(
+        num_loss_tokens
+    )
     none = torch.zeros(len(num_loss_tokens), dtype=torch.bool, device=log_ratio.device)
     outside = torch.zeros_like(log_ratio, dtype=torch.bool)
     if veto_low:
@@ -125,7 +139,9 @@ def rejected_samples(
     if over == "max":
         values = zeros.scatter_reduce(0, owners, estimates, "amax")
     else:
-        values = zeros.index_add(0, owners, estimates) / (num_loss_tokens.clamp(min=1).to(zeros.dtype) if over == "mean" else 1)
+        values = zeros.index_add(0, owners, estimates) / (
+            num_loss_tokens.clamp(min=1).to(zeros.dtype) if over == "mean" else 1
+        )
     if kind == "k1":
         lower = -math.log(high) if low is None else math.log(low)
         rejected = (-values < lower) | (-values > math.log(high))
@@ -149,8 +165,12 @@ def off_policy_sequences(
         rollout_logprobs: Of the policy that drew the tokens, in nats.
         advantages: Unitless.
         num_loss_tokens: Of each sample in packed order.
-        threshold: Largest mean of rollout_logprobs - logprobs over a sample that is still trained, in nats a token.
-    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, off-policy sequence masking: against the policy that drew the tokens.
+        threshold: Largest mean of rollout_logprobs - logprobs over a sample that is still trained,
+            in nats a token.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, off-policy sequence masking: against the
+    policy that drew the tokens.
     """
-    distance = sample_sums((rollout_logprobs - logprobs).detach(), num_loss_tokens=num_loss_tokens, mean=True)
+    distance = sample_sums(
+        (rollout_logprobs - logprobs).detach(), num_loss_tokens=num_loss_tokens, mean=True
+    )
     return (distance > threshold) & (advantages < 0)

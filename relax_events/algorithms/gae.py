@@ -1,4 +1,6 @@
-"""Advantages of single tokens from rewards and a critic's values. Needs numpy alone, so that the advantage worker stays light."""
+"""Advantages of single tokens from rewards and a critic's values. Needs numpy alone, so that the
+advantage worker stays light.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,15 @@ from relax_events.errors import RewardError
 
 @dataclass(frozen=True, slots=True)
 class GroupValues:
-    """The loss tokens of a prompt group, a row for each sample: those of all its turns one after another, and zeros behind the last.
+    """The loss tokens of a prompt group, a row for each sample: those of all its turns one after
+    another, and zeros behind the last.
 
     Attributes:
-        rewards: Where they were earned: of a turn at its last loss token, of a token at that token, and what else the sample's reward holds at
-            its last loss token; less the KL in the reward where a token has one.
-        values: Of the critic: what it expects to come from here on, before it sees the token. Zeros where there is no critic.
+        rewards: Where they were earned: of a turn at its last loss token, of a token at that token,
+            and what else the sample's reward holds at its last loss token; less the KL in the
+            reward where a token has one.
+        values: Of the critic: what it expects to come from here on, before it sees the token. Zeros
+            where there is no critic.
         lengths: Loss tokens of each sample.
         is_truncated: Whether a sample was cut off by its length.
         turns: Loss tokens of each turn, for each sample.
@@ -31,10 +36,14 @@ class GroupValues:
     turns: Sequence[Int64[np.ndarray, " turns"]] | None = None
 
 
-def discounted_returns(group: GroupValues, *, gamma: float) -> Float64[np.ndarray, "samples tokens"]:
-    """Sum the rewards from each loss token on, each discounted by gamma for a loss token that it lies ahead (REINFORCE++).
+def discounted_returns(
+    group: GroupValues, *, gamma: float
+) -> Float64[np.ndarray, "samples tokens"]:
+    """Sum the rewards from each loss token on, each discounted by gamma for a loss token that it
+    lies ahead (REINFORCE++).
 
-    Source: REINFORCE++ (arXiv 2501.03262), token-level returns with the KL in the reward; gamma as in OpenRLHF and verl.
+    Source: REINFORCE++ (arXiv 2501.03262), token-level returns with the KL in the reward; gamma as
+    in OpenRLHF and verl.
     """
     return discounted_sums(group.rewards, factor=gamma)
 
@@ -48,22 +57,27 @@ def generalised_advantages(
     length_adaptive_alpha: float = 0.0,
     turn_gamma: float = 0.0,
 ) -> Float64[np.ndarray, "samples tokens"]:
-    """Sum the errors of the critic from each token on, each discounted by gamma * gae_lambda for a token that it lies ahead (GAE).
+    """Sum the errors of the critic from each token on, each discounted by gamma * gae_lambda for a
+    token that it lies ahead (GAE).
 
-    The error at a token is reward + gamma * next value - value. Behind a sample's last loss token nothing comes.
+    The error at a token is reward + gamma * next value - value. Behind a sample's last loss token
+    nothing comes.
 
     Args:
         group: See `GroupValues`; the last three settings need its lengths, the last one its turns.
         gamma: Discount of rewards, 0 to 1.
         gae_lambda: Discount of the critic's errors besides, 0 to 1.
-        bootstrap_truncated: Take the value at the last loss token for what comes behind it, where a sample was cut off by its length.
-            The value behind it is recorded nowhere.
-        length_adaptive_alpha: Above 0, lambda is 1 - 1 / (alpha * loss tokens) of each sample, at least 0, in place of gae_lambda.
-        turn_gamma: Above 0, the advantage at the last token of each turn is that of the turn, among turns: errors go from one turn's last token
-            to the next one's, discounted by turn_gamma (* gae_lambda). From there it goes back over the tokens of its own turn as above.
+        bootstrap_truncated: Take the value at the last loss token for what comes behind it, where a
+            sample was cut off by its length. The value behind it is recorded nowhere.
+        length_adaptive_alpha: Above 0, lambda is 1 - 1 / (alpha * loss tokens) of each sample, at
+            least 0, in place of gae_lambda.
+        turn_gamma: Above 0, the advantage at the last token of each turn is that of the turn, among
+            turns: errors go from one turn's last token to the next one's, discounted by turn_gamma
+            (* gae_lambda). From there it goes back over the tokens of its own turn as above.
     Returns:
         Advantages, 0 behind a sample's last loss token.
-    Source: Generalized advantage estimation (arXiv 1506.02438), equations 11 and 16; lambda by length: VAPO (arXiv 2504.05118), section 4.2;
+    Source: Generalized advantage estimation (arXiv 1506.02438), equations 11 and 16; lambda by
+    length: VAPO (arXiv 2504.05118), section 4.2;
         by turn: bi-level GAE of VAGEN (arXiv 2510.16907).
     """
     following, behind = np.zeros_like(group.values), np.zeros(len(group.values))
@@ -75,7 +89,12 @@ def generalised_advantages(
         following[rows, lengths[rows] - 1] = behind[rows]
     errors = group.rewards + gamma * following - group.values
     if turn_gamma:
-        return _sums_within_turns(group, errors, _turn_advantages(group, behind, turn_gamma, gae_lambda), factor=gamma * gae_lambda)
+        return _sums_within_turns(
+            group,
+            errors,
+            _turn_advantages(group, behind, turn_gamma, gae_lambda),
+            factor=gamma * gae_lambda,
+        )
     if not length_adaptive_alpha:
         return discounted_sums(errors, factor=gamma * gae_lambda)
     lambdas = np.maximum(0.0, 1 - 1 / (length_adaptive_alpha * np.maximum(_lengths(group), 1)))
@@ -83,26 +102,47 @@ def generalised_advantages(
 
 
 def _turn_advantages(
-    group: GroupValues, behind: Float64[np.ndarray, " samples"], turn_gamma: float, gae_lambda: float
+    group: GroupValues,
+    behind: Float64[np.ndarray, " samples"],
+    turn_gamma: float,
+    gae_lambda: float,
 ) -> list[Float64[np.ndarray, " turns"]]:
-    """Give the advantage of each turn: GAE over the last tokens of the turns, with the value behind the last of them."""
+    """Give the advantage of each turn: GAE over the last tokens of the turns, with the value behind
+    the last of them.
+    """
     found = []
     for row, lengths in enumerate(_turns(group)):
         ends = np.cumsum(lengths) - 1
         values = group.values[row, ends]
-        errors = group.rewards[row, ends] + turn_gamma * np.append(values[1:], behind[row])[: len(ends)] - values
+        errors = (
+            group.rewards[row, ends]
+            + turn_gamma * np.append(values[1:], behind[row])[: len(ends)]
+            - values
+        )
         found.append(discounted_sums(errors[None], factor=turn_gamma * gae_lambda)[0])
     return found
 
 
 def _sums_within_turns(
-    group: GroupValues, errors: Float64[np.ndarray, "samples tokens"], turn_advantages: list[Float64[np.ndarray, " turns"]], *, factor: float
+    group: GroupValues,
+    errors: Float64[np.ndarray, "samples tokens"],
+    turn_advantages: list[Float64[np.ndarray, " turns"]],
+    *,
+    factor: float,
 ) -> Float64[np.ndarray, "samples tokens"]:
-    """Sum errors from each token to the end of its turn, where the turn's advantage stands in place of the error."""
+    """Sum errors from each token to the end of its turn, where the turn's advantage stands in place
+    of the error.
+    """
     turns, advantages = _turns(group), np.zeros_like(errors)
-    places = [(row, end - length, end) for row, lengths in enumerate(turns) for length, end in zip(lengths, np.cumsum(lengths), strict=True)]
+    places = [
+        (row, end - length, end)
+        for row, lengths in enumerate(turns)
+        for length, end in zip(lengths, np.cumsum(lengths), strict=True)
+    ]
     rows = np.zeros((len(places), max((end - begin for _, begin, end in places), default=0)))
-    for number, ((row, begin, end), turn_advantage) in enumerate(zip(places, np.concatenate([np.zeros(0), *turn_advantages]), strict=True)):
+    for number, ((row, begin, end), turn_advantage) in enumerate(
+        zip(places, np.concatenate([np.zeros(0), *turn_advantages]), strict=True)
+    ):
         rows[number, : end - begin] = errors[row, begin:end]
         rows[number, end - begin - 1] = turn_advantage
     for (row, begin, end), sums in zip(places, discounted_sums(rows, factor=factor), strict=True):
@@ -118,17 +158,21 @@ def _turns(group: GroupValues) -> Sequence[Int64[np.ndarray, " turns"]]:
 
 def _lengths(group: GroupValues) -> Int64[np.ndarray, " samples"]:
     if group.lengths is None:
-        raise RewardError("bootstrap_truncated and length_adaptive_alpha need the number of loss tokens of each sample, got none")
+        raise RewardError(
+            "bootstrap_truncated and length_adaptive_alpha need the number of loss tokens of "
+            "each sample, got none"
+        )
     return group.lengths
 
 
 def discounted_sums(
     values: Float64[np.ndarray, "rows tokens"], *, factor: float | Float64[np.ndarray, "rows 1"]
 ) -> Float64[np.ndarray, "rows tokens"]:
-    """Give at each place the sum over it and all that follow in its row, each times factor to the power of its distance.
+    """Give at each place the sum over it and all that follow in its row, each times factor to the
+    power of its distance.
 
-    Every pass doubles how far the sums reach, so there are log2(tokens) of them, and no division that could overflow. What stands in other
-    rows, or how many zeros are behind, changes no bit.
+    Every pass doubles how far the sums reach, so there are log2(tokens) of them, and no division
+    that could overflow. What stands in other rows, or how many zeros are behind, changes no bit.
 
     Args:
         values: In rows.

@@ -20,20 +20,24 @@ def kl_estimate(
     estimator: KlEstimator,
     drawn_logprobs: Float[Tensor, " tokens"] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Estimate KL(policy || base) from one drawn token: with d = logprobs - base_logprobs, k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    """Estimate KL(policy || base) from one drawn token: with d = logprobs - base_logprobs, k1 = d,
+    k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 
-    k1 is unbiased and may be negative; k2 is biased with low variance; k3 is unbiased, never negative; low_variance is k3 kept within
-    -10 and 10. The value of k1 is unbiased, its gradient as a loss is zero in the mean: in a loss take another.
+    k1 is unbiased and may be negative; k2 is biased with low variance; k3 is unbiased, never
+    negative; low_variance is k3 kept within -10 and 10. The value of k1 is unbiased, its gradient
+    as a loss is zero in the mean: in a loss take another.
 
     Args:
         logprobs: Of the policy, in nats.
         base_logprobs: Of the distribution compared with, in nats.
         estimator: Which of them.
-        drawn_logprobs: Of the policy that drew the tokens, in nats. With them the estimate is multiplied by the ratio of the two, gradient
-            and all, before it is bounded: so both value and gradient are unbiased wherever the tokens came from.
+        drawn_logprobs: Of the policy that drew the tokens, in nats. With them the estimate is
+            multiplied by the ratio of the two, gradient and all, before it is bounded: so both
+            value and gradient are unbiased wherever the tokens came from.
     Returns:
         The estimate at each token, in nats.
-    Source: J. Schulman, Approximating KL divergence (joschu.net/blog/kl-approx.html); the ratio: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
+    Source: J. Schulman, Approximating KL divergence (joschu.net/blog/kl-approx.html); the ratio:
+    DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
     """
     difference = logprobs - base_logprobs
     if estimator == "k1":
@@ -44,4 +48,8 @@ def kl_estimate(
         estimate = (-difference).clamp(max=MAX_LOG_RATIO).exp() - 1 + difference
     if drawn_logprobs is not None:
         estimate = (logprobs - drawn_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * estimate
-    return estimate.clamp(-LOW_VARIANCE_BOUND, LOW_VARIANCE_BOUND) if estimator == "low_variance" else estimate
+    return (
+        estimate.clamp(-LOW_VARIANCE_BOUND, LOW_VARIANCE_BOUND)
+        if estimator == "low_variance"
+        else estimate
+    )

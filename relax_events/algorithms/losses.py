@@ -1,6 +1,8 @@
-"""Policy losses of single tokens. None knows of a batch: what a step's mean is taken over is said in `aggregation`.
+"""Policy losses of single tokens. None knows of a batch: what a step's mean is taken over is said
+in `aggregation`.
 
-Every function takes the loss tokens of a micro-batch, laid end to end without padding, and gives a loss for each of them.
+Every function takes the loss tokens of a micro-batch, laid end to end without padding, and gives a
+loss for each of them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped here before exp: e^20 is far outside any clip range, and inf * 0 in the backward pass would give NaN."""
+"""Log-ratios are clamped here before exp: e^20 is far outside any clip range, and inf * 0 in the
+backward pass would give NaN."""
 
 NO_FIGURES: Mapping[str, Float[Tensor, " tokens"]] = MappingProxyType({})
 
@@ -49,9 +52,11 @@ class LossTokens:
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """Per-token policy loss and what the clipping did. With a ratio of sequences all tokens of a sample have the same.
+    """Per-token policy loss and what the clipping did. With a ratio of sequences all tokens of a
+    sample have the same.
 
-    `figures` are what the algorithm's spec names in `figures`, a value for each token, detached; a step reports their means, taken as the loss's is.
+    `figures` are what the algorithm's spec names in `figures`, a value for each token, detached; a
+    step reports their means, taken as the loss's is.
     """
 
     losses: Float[Tensor, " tokens"]
@@ -62,44 +67,77 @@ class Surrogate:
 
     @classmethod
     def unclipped(
-        cls, losses: Float[Tensor, " tokens"], *, ratio: Float[Tensor, " tokens"], figures: Mapping[str, Float[Tensor, " tokens"]] = NO_FIGURES
+        cls,
+        losses: Float[Tensor, " tokens"],
+        *,
+        ratio: Float[Tensor, " tokens"],
+        figures: Mapping[str, Float[Tensor, " tokens"]] = NO_FIGURES,
     ) -> Surrogate:
         """Make one that clips nothing; the ratio is only reported."""
         none = torch.zeros_like(ratio, dtype=torch.bool)
-        return cls(losses=losses, ratio=ratio.detach(), clipped_low=none, clipped_high=none, figures=figures)
+        return cls(
+            losses=losses,
+            ratio=ratio.detach(),
+            clipped_low=none,
+            clipped_high=none,
+            figures=figures,
+        )
 
 
-def sample_sums(values: Float[Tensor, " tokens"], *, num_loss_tokens: Int[Tensor, " samples"], mean: bool = False) -> Float[Tensor, " tokens"]:
+def sample_sums(
+    values: Float[Tensor, " tokens"],
+    *,
+    num_loss_tokens: Int[Tensor, " samples"],
+    mean: bool = False,
+) -> Float[Tensor, " tokens"]:
     """Give each token the sum, or the mean, of the values over its sample's loss tokens."""
-    owners = torch.arange(len(num_loss_tokens), device=values.device).repeat_interleave(num_loss_tokens)
+    owners = torch.arange(len(num_loss_tokens), device=values.device).repeat_interleave(
+        num_loss_tokens
+    )
     sums = values.new_zeros(len(num_loss_tokens)).index_add(0, owners, values)
     if mean:
         sums = sums / num_loss_tokens.clamp(min=1).to(values.dtype)
     return sums[owners]
 
 
-def clipped(tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> Surrogate:
-    """Compute max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) for each token, with r = exp(logprobs - old_logprobs).
+def clipped(
+    tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> Surrogate:
+    """Compute max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) for each token, with r =
+    exp(logprobs - old_logprobs).
 
-    A token counts as clipped only where the clipped branch is the one taken, that is where its gradient is zero.
+    A token counts as clipped only where the clipped branch is the one taken, that is where its
+    gradient is zero.
 
     Args:
         tokens: See `LossTokens`.
         clip_low: Lower clip range, 0.2 means a ratio of 0.8.
         clip_high: Upper clip range, 0.2 means a ratio of 1.2.
-        dual_clip: Where the advantage is negative the loss is at most -dual_clip A; 0 for no such bound.
+        dual_clip: Where the advantage is negative the loss is at most -dual_clip A; 0 for no such
+            bound.
     Returns:
         Losses, and the detached ratio and clip marks.
-    Source: PPO (arXiv 1707.06347), equation 7; two ranges: DAPO (arXiv 2503.14476), section 3.1; dual clip: arXiv 1912.09729.
+    Source: PPO (arXiv 1707.06347), equation 7; two ranges: DAPO (arXiv 2503.14476), section 3.1;
+    dual clip: arXiv 1912.09729.
     """
-    return _clipped(tokens.log_ratio, advantages=tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    return _clipped(
+        tokens.log_ratio,
+        advantages=tokens.advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
 
 
-def clipped_sequence(tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> Surrogate:
-    """Compute the same with one ratio for each sample: s = exp(mean over its loss tokens of logprobs - old_logprobs) (GSPO).
+def clipped_sequence(
+    tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> Surrogate:
+    """Compute the same with one ratio for each sample: s = exp(mean over its loss tokens of
+    logprobs - old_logprobs) (GSPO).
 
-    Every loss token of a sample carries the sample's loss, so that with `sample_mean` each sample counts once, as in the paper. The
-    whole sample is clipped or none of it. As s moves far less than the ratio of a token, its clip ranges are around 3e-4 and 4e-4.
+    Every loss token of a sample carries the sample's loss, so that with `sample_mean` each sample
+    counts once, as in the paper. The whole sample is clipped or none of it. As s moves far less
+    than the ratio of a token, its clip ranges are around 3e-4 and 4e-4.
 
     Args:
         tokens: See `LossTokens`; the advantages are the same at all tokens of a sample.
@@ -111,11 +149,20 @@ def clipped_sequence(tokens: LossTokens, *, clip_low: float, clip_high: float, d
     Source: GSPO (arXiv 2507.18071), equations 5 and 7; clip ranges: section 5.1.
     """
     means = tokens.sample_means(tokens.log_ratio)
-    return _clipped(means, advantages=tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    return _clipped(
+        means,
+        advantages=tokens.advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
 
 
-def clipped_sequence_by_token(tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> Surrogate:
-    """Compute the same with GSPO's ratio for a value, but with each token's own gradient, so that advantages may differ within a sample.
+def clipped_sequence_by_token(
+    tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> Surrogate:
+    """Compute the same with GSPO's ratio for a value, but with each token's own gradient, so that
+    advantages may differ within a sample.
 
     Args:
         tokens: See `LossTokens`.
@@ -126,15 +173,30 @@ def clipped_sequence_by_token(tokens: LossTokens, *, clip_low: float, clip_high:
         As `clipped`.
     Source: GSPO (arXiv 2507.18071), section 4.3 (GSPO-token).
     """
-    log_ratio = tokens.sample_means(tokens.log_ratio).detach() + tokens.logprobs - tokens.logprobs.detach()
-    return _clipped(log_ratio, advantages=tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    log_ratio = (
+        tokens.sample_means(tokens.log_ratio).detach() + tokens.logprobs - tokens.logprobs.detach()
+    )
+    return _clipped(
+        log_ratio,
+        advantages=tokens.advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
 
 
 def _clipped(
-    log_ratio: Float[Tensor, " tokens"], *, advantages: Float[Tensor, " tokens"], clip_low: float, clip_high: float, dual_clip: float
+    log_ratio: Float[Tensor, " tokens"],
+    *,
+    advantages: Float[Tensor, " tokens"],
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
 ) -> Surrogate:
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    losses = torch.maximum(
+        -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    )
     if dual_clip:
         losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
     ratio = ratio.detach()
@@ -148,9 +210,11 @@ def _clipped(
 
 
 def soft_gated(tokens: LossTokens, *, gate_positive: float, gate_negative: float) -> Surrogate:
-    """Compute -(4 / tau) sigmoid(tau (r - 1)) A: a gradient that fades smoothly as the ratio leaves 1 (SAPO).
+    """Compute -(4 / tau) sigmoid(tau (r - 1)) A: a gradient that fades smoothly as the ratio leaves
+    1 (SAPO).
 
-    A token counts as clipped where the gate passes less than half of the gradient that it has at r = 1.
+    A token counts as clipped where the gate passes less than half of the gradient that it has at r
+    = 1.
 
     Args:
         tokens: See `LossTokens`.
@@ -162,16 +226,24 @@ def soft_gated(tokens: LossTokens, *, gate_positive: float, gate_negative: float
     """
     ratio = tokens.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     is_positive = tokens.advantages > 0
-    temperatures = torch.where(is_positive, torch.full_like(ratio, gate_positive), torch.full_like(ratio, gate_negative))
+    temperatures = torch.where(
+        is_positive, torch.full_like(ratio, gate_positive), torch.full_like(ratio, gate_negative)
+    )
     gate = torch.sigmoid(temperatures * (ratio - 1))
     losses = -4 / temperatures * gate * tokens.advantages
     ratio = ratio.detach()
     faded = 4 * (gate * (1 - gate)).detach() < 0.5
-    return Surrogate(losses=losses, ratio=ratio, clipped_low=faded & (ratio < 1), clipped_high=faded & (ratio > 1))
+    return Surrogate(
+        losses=losses,
+        ratio=ratio,
+        clipped_low=faded & (ratio < 1),
+        clipped_high=faded & (ratio > 1),
+    )
 
 
 def clipped_weight(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Surrogate:
-    """Compute -w A logprobs with the weight w = clip(r, 1 - clip_low, 1 + clip_high), which carries no gradient (CISPO).
+    """Compute -w A logprobs with the weight w = clip(r, 1 - clip_low, 1 + clip_high), which carries
+    no gradient (CISPO).
 
     The weight is clipped alike for either sign of the advantage, and no token loses its gradient.
 
@@ -185,15 +257,22 @@ def clipped_weight(tokens: LossTokens, *, clip_low: float, clip_high: float) -> 
     """
     ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     losses = -ratio.clamp(1 - clip_low, 1 + clip_high) * tokens.advantages * tokens.logprobs
-    return Surrogate(losses=losses, ratio=ratio, clipped_low=ratio < 1 - clip_low, clipped_high=ratio > 1 + clip_high)
+    return Surrogate(
+        losses=losses,
+        ratio=ratio,
+        clipped_low=ratio < 1 - clip_low,
+        clipped_high=ratio > 1 + clip_high,
+    )
 
 
 def clipped_geometric_mean(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Surrogate:
-    """Compute -g A with g = exp(mean over the sample's loss tokens of the clipped log-ratio) (GMPO).
+    """Compute -g A with g = exp(mean over the sample's loss tokens of the clipped log-ratio)
+    (GMPO).
 
-    The logarithm of each token's ratio is clipped before the mean is taken, and on one side alone: at most clip_high where the advantage is
-    positive, at least -clip_low where it is negative. A clipped token has no gradient, the others of its sample keep theirs. Every loss
-    token carries the sample's loss, so that with `sample_mean` each sample counts once, as in the paper.
+    The logarithm of each token's ratio is clipped before the mean is taken, and on one side alone:
+    at most clip_high where the advantage is positive, at least -clip_low where it is negative. A
+    clipped token has no gradient, the others of its sample keep theirs. Every loss token carries
+    the sample's loss, so that with `sample_mean` each sample counts once, as in the paper.
 
     Args:
         tokens: See `LossTokens`; the advantages are the same at all tokens of a sample.
@@ -201,10 +280,13 @@ def clipped_geometric_mean(tokens: LossTokens, *, clip_low: float, clip_high: fl
         clip_high: In nats, 0.4 means a ratio of e^0.4.
     Returns:
         As `clipped`, with g for a ratio; the marks are those of the tokens.
-    Source: Geometric-Mean Policy Optimization (arXiv 2507.20673), section 3, with its token-level clipping; range: section 4.
+    Source: Geometric-Mean Policy Optimization (arXiv 2507.20673), section 3, with its token-level
+    clipping; range: section 4.
     """
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
-    bounded = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    bounded = torch.where(
+        advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
+    )
     ratio = tokens.sample_means(bounded).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     log_ratio = log_ratio.detach()
     return Surrogate(
@@ -215,27 +297,36 @@ def clipped_geometric_mean(tokens: LossTokens, *, clip_low: float, clip_high: fl
     )
 
 
-def within_total_variation(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> Surrogate:
-    """Compute -w A logprobs, but 0 where the policy has left a trust region and A drives it on (DPPO, binary total variation).
+def within_total_variation(
+    tokens: LossTokens, *, trust_radius: float, ratio_cap: float
+) -> Surrogate:
+    """Compute -w A logprobs, but 0 where the policy has left a trust region and A drives it on
+    (DPPO, binary total variation).
 
-    With p and q the token's probability under the policy and the old one, the divergence is |p - q|: of the two-way choice between this
-    token and all others. Where it is above the radius, tokens with A > 0 and p > q, or A < 0 and p < q, have no gradient. The weight
-    w = min(p / q, ratio_cap) carries none.
+    With p and q the token's probability under the policy and the old one, the divergence is |p -
+    q|: of the two-way choice between this token and all others. Where it is above the radius,
+    tokens with A > 0 and p > q, or A < 0 and p < q, have no gradient. The weight w = min(p / q,
+    ratio_cap) carries none.
 
     Args:
         tokens: See `LossTokens`.
         trust_radius: Largest divergence, a difference of probabilities.
         ratio_cap: Largest weight.
     Returns:
-        As `clipped`; the marks are the tokens without a gradient, high where the advantage is positive.
-    Source: DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), Binary-TV; the weight as in its code.
+        As `clipped`; the marks are the tokens without a gradient, high where the advantage is
+        positive.
+    Source: DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879),
+    Binary-TV; the weight as in its code.
     """
     divergence = (tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()).abs()
-    return _within_trust_region(tokens, divergence=divergence, trust_radius=trust_radius, ratio_cap=ratio_cap)
+    return _within_trust_region(
+        tokens, divergence=divergence, trust_radius=trust_radius, ratio_cap=ratio_cap
+    )
 
 
 def within_kl(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> Surrogate:
-    """Compute the same with KL(old || policy) of the two-way choice: q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+    """Compute the same with KL(old || policy) of the two-way choice: q log(q / p) + (1 - q) log((1
+    - q) / (1 - p)).
 
     Args:
         tokens: See `LossTokens`.
@@ -243,26 +334,41 @@ def within_kl(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> S
         ratio_cap: Largest weight.
     Returns:
         As `within_total_variation`.
-    Source: DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), Binary-KL; the weight as in its code.
+    Source: DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879),
+    Binary-KL; the weight as in its code.
     """
     logprobs, old = tokens.logprobs.detach(), tokens.old_logprobs
     smallest = torch.finfo(logprobs.dtype).tiny
     others, old_others = ((-torch.expm1(values)).clamp(min=smallest) for values in (logprobs, old))
     divergence = old.exp() * (old - logprobs) + old_others * (old_others / others).log()
-    return _within_trust_region(tokens, divergence=divergence, trust_radius=trust_radius, ratio_cap=ratio_cap)
+    return _within_trust_region(
+        tokens, divergence=divergence, trust_radius=trust_radius, ratio_cap=ratio_cap
+    )
 
 
-def _within_trust_region(tokens: LossTokens, *, divergence: Float[Tensor, " tokens"], trust_radius: float, ratio_cap: float) -> Surrogate:
+def _within_trust_region(
+    tokens: LossTokens,
+    *,
+    divergence: Float[Tensor, " tokens"],
+    trust_radius: float,
+    ratio_cap: float,
+) -> Surrogate:
     log_ratio, advantages = tokens.log_ratio.detach(), tokens.advantages
     is_far = divergence > trust_radius
-    high, low = is_far & (log_ratio > 0) & (advantages > 0), is_far & (log_ratio < 0) & (advantages < 0)
+    high, low = (
+        is_far & (log_ratio > 0) & (advantages > 0),
+        is_far & (log_ratio < 0) & (advantages < 0),
+    )
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    losses = (-ratio.clamp(max=ratio_cap) * advantages * tokens.logprobs).masked_fill(high | low, 0.0)
+    losses = (-ratio.clamp(max=ratio_cap) * advantages * tokens.logprobs).masked_fill(
+        high | low, 0.0
+    )
     return Surrogate(losses=losses, ratio=ratio, clipped_low=low, clipped_high=high)
 
 
 def importance_weighted(tokens: LossTokens) -> Surrogate:
-    """Compute -r A with r = exp(logprobs - old_logprobs), without a clip: the policy gradient of samples that the old policy drew.
+    """Compute -r A with r = exp(logprobs - old_logprobs), without a clip: the policy gradient of
+    samples that the old policy drew.
 
     Source: PPO (arXiv 1707.06347), equation 6.
     """

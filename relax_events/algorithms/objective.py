@@ -1,4 +1,6 @@
-"""The whole objective of a run, token by token: policy loss, corrections, KL, entropy, teacher. Nothing here knows how the step was cut up."""
+"""The whole objective of a run, token by token: policy loss, corrections, KL, entropy, teacher.
+Nothing here knows how the step was cut up.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from relax_events.algorithms.aggregation import num_units, token_weights
-from relax_events.algorithms.corrections import Rejection, Weights, correction_weights, off_policy_sequences, rejected_samples
+from relax_events.algorithms.corrections import (
+    Rejection,
+    Weights,
+    correction_weights,
+    off_policy_sequences,
+    rejected_samples,
+)
 from relax_events.algorithms.distillation import TokenSet, divergence, sampled_divergence
 from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import MAX_LOG_RATIO, LossTokens, Surrogate
@@ -20,17 +28,21 @@ from relax_events.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveInputs:
-    """The loss tokens of a micro-batch, laid end to end. Log-probabilities and entropies are in nats.
+    """The loss tokens of a micro-batch, laid end to end. Log-probabilities and entropies are in
+    nats.
 
     Attributes:
         logprobs: Of the weights being trained; carries the gradient.
-        entropies: Of the distributions that the tokens were drawn from; carries it where there is a bonus for them.
+        entropies: Of the distributions that the tokens were drawn from; carries it where there is a
+            bonus for them.
         rollout_logprobs: As the engine gave them.
-        old_logprobs: Of the policy that the ratio is against; None for the weights being trained themselves.
+        old_logprobs: Of the policy that the ratio is against; None for the weights being trained
+            themselves.
         ref_logprobs: Of the reference model, where the loss takes them.
         advantages: Unitless.
         num_loss_tokens: Of each sample in packed order.
-        second_moment_cutoff: Largest squared log-ratio to the engine's policy that is trained, over the whole step.
+        second_moment_cutoff: Largest squared log-ratio to the engine's policy that is trained, over
+            the whole step.
         teacher_logprobs: Of the teacher, where the algorithm has one.
         token_set: Where the loss compares policy and teacher over several token ids.
     """
@@ -49,10 +61,11 @@ class ObjectiveInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """A micro-batch's losses: (token_weights * losses).sum() is its share of the step's, before the step's normaliser.
+    """A micro-batch's losses: (token_weights * losses).sum() is its share of the step's, before the
+    step's normaliser.
 
-    `policy_losses` are after correction, `kl` and `distillation` are 0 where the loss has none, `masked` are the tokens without a policy
-    gradient.
+    `policy_losses` are after correction, `kl` and `distillation` are 0 where the loss has none,
+    `masked` are the tokens without a policy gradient.
     """
 
     token_weights: Float[Tensor, " tokens"]
@@ -151,10 +164,15 @@ class Objective:
         losses = given.losses if isinstance(given, Surrogate) else given
         if not isinstance(losses, Tensor) or losses.shape != inputs.logprobs.shape:
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise ConfigError(f"algorithm {self.algorithm.name}: its policy loss must give one loss for each of {len(old)} tokens, got {got}")
+            raise ConfigError(
+                f"algorithm {self.algorithm.name}: its policy loss must give one loss for "
+                f"each of {len(old)} tokens, got {got}"
+            )
         if isinstance(given, Surrogate):
             return given
-        return Surrogate.unclipped(losses, ratio=tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
+        return Surrogate.unclipped(
+            losses, ratio=tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        )
 
     def _dropped(self, inputs: ObjectiveInputs) -> Bool[Tensor, " tokens"]:
         """Mark the tokens that the masks against the engine's policy leave out."""
@@ -172,7 +190,9 @@ class Objective:
             dropped = dropped | (squares > inputs.second_moment_cutoff)
         return dropped
 
-    def _with_kl(self, losses: Float[Tensor, " tokens"], inputs: ObjectiveInputs) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    def _with_kl(
+        self, losses: Float[Tensor, " tokens"], inputs: ObjectiveInputs
+    ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
         algorithm = self.algorithm
         if not algorithm.has_loss_kl or inputs.ref_logprobs is None:
             return losses, torch.zeros_like(inputs.logprobs)
@@ -190,9 +210,18 @@ class Objective:
             return torch.zeros_like(inputs.logprobs)
         kind, mixture = algorithm.distill_divergence, algorithm.distill_mixture
         if inputs.token_set is not None:
-            return divergence(inputs.token_set, kind=kind, mixture=mixture, tail=algorithm.distill_tail)
+            return divergence(
+                inputs.token_set, kind=kind, mixture=mixture, tail=algorithm.distill_tail
+            )
         if inputs.teacher_logprobs is None or algorithm.distill_tokens != "sampled":
-            raise ConfigError(f"algorithm {self.algorithm.name}: distill_tokens = {algorithm.distill_tokens!r} needs the teacher's log-probabilities")
+            raise ConfigError(
+                f"algorithm {self.algorithm.name}: distill_tokens = "
+                f"{algorithm.distill_tokens!r} needs the teacher's log-probabilities"
+            )
         return sampled_divergence(
-            inputs.logprobs, teacher_logprobs=inputs.teacher_logprobs, drawn_logprobs=inputs.rollout_logprobs, kind=kind, mixture=mixture
+            inputs.logprobs,
+            teacher_logprobs=inputs.teacher_logprobs,
+            drawn_logprobs=inputs.rollout_logprobs,
+            kind=kind,
+            mixture=mixture,
         )

@@ -14,12 +14,20 @@ FIGURES = ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_re
 
 
 def direct_preference(
-    tokens: LossTokens, *, beta: float, label_smoothing: float = 0.0, length_normalised: bool = False, nll_coefficient: float = 0.0
+    tokens: LossTokens,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    length_normalised: bool = False,
+    nll_coefficient: float = 0.0,
 ) -> Surrogate:
-    """Compute -log sigmoid(h) with h = beta ((lp_c - ref_c) - (lp_r - ref_r)), sums over the answers' tokens (DPO).
+    """Compute -log sigmoid(h) with h = beta ((lp_c - ref_c) - (lp_r - ref_r)), sums over the
+    answers' tokens (DPO).
 
-    Every loss token of a pair carries the pair's loss, so that with `sample_mean` each pair counts once. beta (lp - ref) is what the policy
-    takes an answer to be worth: the figures are its mean over chosen and over rejected answers, their difference, and the share of the pairs
+    Every loss token of a pair carries the pair's loss, so that with `sample_mean` each pair counts
+    once. beta (lp - ref) is what the policy
+    takes an answer to be worth: the figures are its mean over chosen and over rejected answers,
+        their difference, and the share of the pairs
     whose chosen answer is worth more.
 
     Args:
@@ -27,13 +35,16 @@ def direct_preference(
         beta: Strength of the pull towards the reference, per nat.
         label_smoothing: Share of the pairs that are taken to be labelled the wrong way round.
         length_normalised: Means over the answers' tokens in place of sums.
-        nll_coefficient: Weight of the chosen answer's negative log-likelihood, its mean over the answer's tokens.
+        nll_coefficient: Weight of the chosen answer's negative log-likelihood, its mean over the
+            answer's tokens.
     Returns:
         As `losses.clipped`; nothing is clipped.
     Raises:
         ConfigError: The samples are no pairs, or the reference's log-probabilities are missing.
-    Source: DPO (arXiv 2305.18290), equation 7; label smoothing: cDPO, in the same authors' code. Length-normalised: Tulu 3
-        (arXiv 2411.15124), section 5.1. Negative log-likelihood: Iterative reasoning preference optimization (arXiv 2404.19733), equation 1.
+    Source: DPO (arXiv 2305.18290), equation 7; label smoothing: cDPO, in the same authors' code.
+    Length-normalised: Tulu 3
+        (arXiv 2411.15124), section 5.1. Negative log-likelihood: Iterative reasoning preference
+        optimization (arXiv 2404.19733), equation 1.
     """
     worth = beta * _log_ratios(tokens, mean=length_normalised)
     margin = worth[:, 0] - worth[:, 1]
@@ -43,8 +54,11 @@ def direct_preference(
     return _of_pairs(tokens, losses=losses, worth=worth)
 
 
-def identity_preference(tokens: LossTokens, *, beta: float, length_normalised: bool = True) -> Surrogate:
-    """Compute (h - 1 / (2 beta))^2 with h = (lp_c - ref_c) - (lp_r - ref_r): a margin to reach and to keep, not to widen (IPO).
+def identity_preference(
+    tokens: LossTokens, *, beta: float, length_normalised: bool = True
+) -> Surrogate:
+    """Compute (h - 1 / (2 beta))^2 with h = (lp_c - ref_c) - (lp_r - ref_r): a margin to reach and
+    to keep, not to widen (IPO).
 
     Args:
         tokens: As `direct_preference`.
@@ -54,23 +68,29 @@ def identity_preference(tokens: LossTokens, *, beta: float, length_normalised: b
         As `direct_preference`, with the same figures.
     Raises:
         ConfigError: As `direct_preference`.
-    Source: IPO: A general theoretical paradigm to understand learning from human preferences (arXiv 2310.12036), equation 17; means over
+    Source: IPO: A general theoretical paradigm to understand learning from human preferences (arXiv
+    2310.12036), equation 17; means over
         the tokens: as TRL's DPO trainer has it.
     """
     ratios = _log_ratios(tokens, mean=length_normalised)
-    return _of_pairs(tokens, losses=(ratios[:, 0] - ratios[:, 1] - 1 / (2 * beta)).square(), worth=beta * ratios)
+    return _of_pairs(
+        tokens, losses=(ratios[:, 0] - ratios[:, 1] - 1 / (2 * beta)).square(), worth=beta * ratios
+    )
 
 
 def _log_ratios(tokens: LossTokens, *, mean: bool) -> Float[Tensor, "pairs 2"]:
     """Give the policy's log-probability of each answer less the reference's, in nats."""
     if tokens.ref_logprobs is None or len(tokens.num_loss_tokens) % 2:
         raise ConfigError(
-            f"preferences need pairs with the reference's log-probabilities, got {len(tokens.num_loss_tokens)} samples; mend the trainer backend"
+            "preferences need pairs with the reference's log-probabilities, got "
+            f"{len(tokens.num_loss_tokens)} samples; mend the trainer backend"
         )
     return _by_answer(tokens, tokens.logprobs - tokens.ref_logprobs, mean=mean)
 
 
-def _by_answer(tokens: LossTokens, values: Float[Tensor, " tokens"], *, mean: bool) -> Float[Tensor, "pairs 2"]:
+def _by_answer(
+    tokens: LossTokens, values: Float[Tensor, " tokens"], *, mean: bool
+) -> Float[Tensor, "pairs 2"]:
     """Sum the values over each answer, or take their mean."""
     sums = values.new_zeros(len(tokens.num_loss_tokens)).index_add(0, _sample_of(tokens), values)
     if mean:
@@ -79,13 +99,21 @@ def _by_answer(tokens: LossTokens, values: Float[Tensor, " tokens"], *, mean: bo
 
 
 def _sample_of(tokens: LossTokens) -> Int[Tensor, " tokens"]:
-    return torch.arange(len(tokens.num_loss_tokens), device=tokens.logprobs.device).repeat_interleave(tokens.num_loss_tokens)
+    return torch.arange(
+        len(tokens.num_loss_tokens), device=tokens.logprobs.device
+    ).repeat_interleave(tokens.num_loss_tokens)
 
 
-def _of_pairs(tokens: LossTokens, *, losses: Float[Tensor, " pairs"], worth: Float[Tensor, "pairs 2"]) -> Surrogate:
+def _of_pairs(
+    tokens: LossTokens, *, losses: Float[Tensor, " pairs"], worth: Float[Tensor, "pairs 2"]
+) -> Surrogate:
     """Give every loss token its pair's loss and figures."""
     pair_of, worth = _sample_of(tokens) // 2, worth.detach()
     margin = worth[:, 0] - worth[:, 1]
     values = ((margin > 0).to(margin.dtype), margin, worth[:, 0], worth[:, 1])
-    figures: dict[str, Float[Tensor, " tokens"]] = {name: value[pair_of] for name, value in zip(FIGURES, values, strict=True)}
-    return Surrogate.unclipped(losses[pair_of], ratio=tokens.log_ratio.detach().exp(), figures=figures)
+    figures: dict[str, Float[Tensor, " tokens"]] = {
+        name: value[pair_of] for name, value in zip(FIGURES, values, strict=True)
+    }
+    return Surrogate.unclipped(
+        losses[pair_of], ratio=tokens.log_ratio.detach().exp(), figures=figures
+    )

@@ -1,4 +1,6 @@
-"""Numbers that hold for a whole step, from its values in any order. Needs numpy alone; who gathers the values is not their concern."""
+"""Numbers that hold for a whole step, from its values in any order. Needs numpy alone; who gathers
+the values is not their concern.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,20 @@ class Whitening:
 
 
 def second_moment_cutoff(squares: Float64[np.ndarray, " tokens"], *, threshold: float) -> float:
-    """Return the bound of the squared log-ratios that are trained: the mean over all below it is at most the threshold (M2PO).
+    """Return the bound of the squared log-ratios that are trained: the mean over all below it is at
+    most the threshold (M2PO).
 
-    It lies between the last value that is kept and the first that is not, out of reach of rounding in a second forward pass. Equal values
-    are kept or dropped together, so that the order of the tokens does not matter.
+    It lies between the last value that is kept and the first that is not, out of reach of rounding
+    in a second forward pass. Equal values are kept or dropped together, so that the order of the
+    tokens does not matter.
 
     Args:
         squares: (logprobs - rollout_logprobs)^2 of every loss token of the step, in nats squared.
         threshold: Bound of their mean.
     Returns:
         The bound, infinite where nothing has to go, -1 where everything has to.
-    Source: M2PO (arXiv 2510.01161): the tokens of the largest second moment go first, until the mean of the others is small enough.
+    Source: M2PO (arXiv 2510.01161): the tokens of the largest second moment go first, until the
+    mean of the others is small enough.
     """
     ordered = np.sort(squares)
     if not len(ordered):

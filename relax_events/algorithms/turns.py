@@ -10,16 +10,23 @@ from relax_events.errors import RewardError
 
 
 def turn_lengths(loss_mask: NDArray[np.generic]) -> Int64[np.ndarray, " turns"]:
-    """Count the loss tokens of each turn: tokens that the policy chose, one after another, with nothing of others between."""
+    """Count the loss tokens of each turn: tokens that the policy chose, one after another, with
+    nothing of others between.
+    """
     places = np.flatnonzero(loss_mask)
     begins = np.flatnonzero(np.diff(places, prepend=-2) > 1)
     return np.diff(begins, append=len(places)).astype(np.int64)
 
 
 def rewards_on_the_way(
-    loss_mask: NDArray[np.generic], *, turn_rewards: NDArray[np.generic] | None, token_rewards: NDArray[np.generic] | None, sample_id: str
+    loss_mask: NDArray[np.generic],
+    *,
+    turn_rewards: NDArray[np.generic] | None,
+    token_rewards: NDArray[np.generic] | None,
+    sample_id: str,
 ) -> Float64[np.ndarray, " loss_tokens"]:
-    """Lay what a sample earned by turn and by token on its loss tokens: a turn's reward on the last of its tokens.
+    """Lay what a sample earned by turn and by token on its loss tokens: a turn's reward on the last
+    of its tokens.
 
     What the sample's reward holds besides was earned at its end, and is not among these.
 
@@ -31,21 +38,37 @@ def rewards_on_the_way(
     Returns:
         The rewards of the loss tokens; zeros where nothing was given by turn or token.
     Raises:
-        RewardError: There are more or fewer rewards than turns or loss tokens, or one is not finite.
+        RewardError: There are more or fewer rewards than turns or loss tokens, or one is not
+            finite.
     """
     lengths = turn_lengths(loss_mask)
     rewards = np.zeros(int(lengths.sum()))
     if turn_rewards is not None:
-        rewards[np.cumsum(lengths) - 1] = _checked(turn_rewards.astype(np.float64), len(lengths), f"sample {sample_id}: turn_rewards", "turn")
+        rewards[np.cumsum(lengths) - 1] = _checked(
+            turn_rewards.astype(np.float64),
+            len(lengths),
+            f"sample {sample_id}: turn_rewards",
+            "turn",
+        )
     if token_rewards is not None:
-        rewards += _checked(token_rewards.astype(np.float64), len(rewards), f"sample {sample_id}: token_rewards", "loss token")
+        rewards += _checked(
+            token_rewards.astype(np.float64),
+            len(rewards),
+            f"sample {sample_id}: token_rewards",
+            "loss token",
+        )
     return rewards
 
 
-def _checked(rewards: NDArray[np.float64], number: int, what: str, unit: str) -> NDArray[np.float64]:
+def _checked(
+    rewards: NDArray[np.float64], number: int, what: str, unit: str
+) -> NDArray[np.float64]:
     if rewards.shape != (number,):
         got = len(rewards) if rewards.ndim == 1 else f"shape {rewards.shape}"
-        raise RewardError(f"{what} must be one for each {unit}, and there {'is' if number == 1 else 'are'} {number}, got {got}")
+        raise RewardError(
+            f"{what} must be one for each {unit}, and there {'is' if number == 1 else 'are'} "
+            f"{number}, got {got}"
+        )
     if not np.isfinite(rewards).all():
         place = int(np.argmin(np.isfinite(rewards)))
         raise RewardError(f"{what} must be finite, got {rewards[place]} at {place}")

@@ -1,4 +1,6 @@
-"""The loss of a critic, token by token. What a step's mean is taken over is the critic's concern."""
+"""The loss of a critic, token by token. What a step's mean is taken over is the critic's
+concern.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ class ValueLosses:
 
 
 def value_losses(
-    values: Float[Tensor, " tokens"], *, old_values: Float[Tensor, " tokens"], returns: Float[Tensor, " tokens"], value_clip: float
+    values: Float[Tensor, " tokens"],
+    *,
+    old_values: Float[Tensor, " tokens"],
+    returns: Float[Tensor, " tokens"],
+    value_clip: float,
 ) -> ValueLosses:
     """Compute max((V - G)^2, (clip(V, Vo - value_clip, Vo + value_clip) - G)^2) / 2 for each token.
 
@@ -26,8 +32,10 @@ def value_losses(
         values: V, of the critic being trained; carries the gradient.
         old_values: Vo, as they were when the advantages were computed from them.
         returns: G, what V should be.
-        value_clip: Beyond this distance from the old value there is no gradient towards the return; 0 for no bound.
-    Source: The N+ implementation details of RLHF with PPO (arXiv 2403.17031), value function loss clipping.
+        value_clip: Beyond this distance from the old value there is no gradient towards the return;
+            0 for no bound.
+    Source: The N+ implementation details of RLHF with PPO (arXiv 2403.17031), value function loss
+    clipping.
     """
     losses = (values - returns).square() / 2
     if not value_clip:

@@ -1,4 +1,6 @@
-"""The `relax` command. This file imports nothing heavy: each command loads what it needs when it is called."""
+"""The `relax` command. This file imports nothing heavy: each command loads what it needs when it is
+called.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from relax_events.printable import PrintableStream, printable
 INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 READER_LEFT = 141
-"""As a shell reports a program that ended because nobody reads its output any more: 128 + SIGPIPE."""
+"""As a shell reports a program that ended because nobody reads its output any more: 128 +
+SIGPIPE."""
 NO_ROOM_OR_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
-    """Run the command line and exit with its code; an error of ours is one text on stderr, never a traceback."""
+    """Run the command line and exit with its code; an error of ours is one text on stderr, never a
+    traceback.
+    """
     try:
         result = _called()
         sys.stdout.flush()
@@ -45,7 +50,14 @@ def main() -> None:
     except OSError as error:
         if error.errno not in NO_ROOM_OR_RIGHT or error.filename is None or _is_worker():
             raise
-        print(f"error: can't write {error.filename}: {error.strerror}; relax needs a folder that this user may write to", file=sys.stderr, flush=True)
+        print(
+            (
+                f"error: can't write {error.filename}: {error.strerror}; relax needs a folder "
+                "that this user may write to"
+            ),
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit(EnvironmentProblem.exit_code)
     except Exception as error:
         if not _is_worker():
@@ -70,7 +82,9 @@ def _is_worker() -> bool:
 
 
 def _end_worker(error: Exception, *, exit_code: int) -> NoReturn:
-    """End this worker with its error as the last line of its log, at once: a client that was left open can keep the interpreter from ending."""
+    """End this worker with its error as the last line of its log, at once: a client that was left
+    open can keep the interpreter from ending.
+    """
     from relax_events.telemetry.final_error import write_final_error
 
     sys.stdout.flush()
@@ -87,7 +101,8 @@ def _called() -> object:
 
         health()
         return None
-    # A broker that is up for this command goes down with it. Runs have a way of their own, and so have workers from when they drain on signals.
+    # A broker that is up for this command goes down with it. Runs have a way of their own, and so
+    # have workers from when they drain on signals.
     for number in (signal.SIGTERM,) if _is_worker() else (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end)
@@ -95,7 +110,9 @@ def _called() -> object:
 
     from relax_events.cli.app import app
 
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for data
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+    )  # stdout is for data
     if not _is_worker():
         sys.stdout = PrintableStream(sys.stdout)  # much of what is shown was written by others
     return app()

@@ -6,7 +6,13 @@ from typing import Literal
 
 from cyclopts import App
 
-app = App(name="algorithms", help="Show what a run can be trained by, with formula, source and settings.\n\nExample: relax algorithms list")
+app = App(
+    name="algorithms",
+    help=(
+        "Show what a run can be trained by, with formula, source and settings.\n\nExample: relax "
+        "algorithms list"
+    ),
+)
 
 
 @app.command(name="list")
@@ -18,12 +24,14 @@ def list_(*, output: Literal["table", "json"] = "table") -> None:
     Args:
         output: A table to read, or JSON for programs.
     """
-    from relax_events.algorithms.describing import installed_algorithms
+    from relax_events.algorithms.description import installed_algorithms
     from relax_events.cli.output import print_json, print_table
 
     specs = installed_algorithms()
     if output == "json":
-        print_json([{"name": spec.name, "summary": spec.summary, "source": spec.source} for spec in specs])
+        print_json(
+            [{"name": spec.name, "summary": spec.summary, "source": spec.source} for spec in specs]
+        )
     else:
         print_table(["name", "what it is"], [[spec.name, spec.summary] for spec in specs])
 
@@ -38,7 +46,7 @@ def show(name: str, *, output: Literal["table", "json"] = "table") -> None:
         name: As in `algorithm.name`: installed, or path/to/file.py:NAME.
         output: Text to read, or JSON for programs.
     """
-    from relax_events.algorithms.describing import describe
+    from relax_events.algorithms.description import describe
     from relax_events.cli.output import print_json, print_pairs
 
     described = describe(name)

@@ -7,7 +7,10 @@ from cyclopts import App, Parameter
 
 app = App(
     name="broker",
-    help="Run a real Apache Kafka node on this machine.\n\nExample: relax broker start && relax broker status",
+    help=(
+        "Run a real Apache Kafka node on this machine.\n\nExample: relax broker start && relax "
+        "broker status"
+    ),
 )
 _DEFAULT_DIRECTORY = Path(".relax/broker")
 _EXIT_DOWN = 3
@@ -28,48 +31,61 @@ def start(
     heap_mib: int = 0,
     timeout_seconds: float = 180.0,
 ) -> None:
-    """Start the broker in the background and print its bootstrap servers; it runs until `relax broker stop`, also one that a run had started.
+    """Start the broker in the background and print its bootstrap servers; it runs until `relax
+    broker stop`, also one that a run had started.
 
     Example: relax broker start --directory .relax/broker
 
-    Clients log in with the password that it makes in its folder, which commands and runs find there; `relax broker client-config` shows others how.
+    Clients log in with the password that it makes in its folder, which commands and runs find
+    there; `relax broker client-config` shows others how.
 
     Args:
         directory: Where the broker keeps its records, log and settings.
         port: Where clients connect; 0 takes the port used before, or a free one.
-        credentials: A folder made by `relax broker secure`: only its principals get in, from this start on.
-        password: Whether clients log in; --no-password lets every user of this machine in, from this start on until --password.
-        heap_mib: The most that its heap may grow to, in MiB; 0 is a sixteenth of the machine's memory, 512 to 4096.
+        credentials: A folder made by `relax broker secure`: only its principals get in, from this
+            start on.
+        password: Whether clients log in; --no-password lets every user of this machine in, from
+            this start on until --password.
+        heap_mib: The most that its heap may grow to, in MiB; 0 is a sixteenth of the machine's
+            memory, 512 to 4096.
         timeout_seconds: How long it may take to get ready, the first download apart.
     """
-    from relax_events.broker.embedded import EmbeddedBroker
+    from relax_events.kafka.embedded import EmbeddedBroker
 
-    broker = EmbeddedBroker(directory, port=port, credentials=credentials, has_password=password, heap_mib=heap_mib)
+    broker = EmbeddedBroker(
+        directory, port=port, credentials=credentials, has_password=password, heap_mib=heap_mib
+    )
     broker.start(timeout_seconds=timeout_seconds)
     print(broker.bootstrap_servers)
 
 
 @app.command(name="client-config")
-def client_config(*, directory: Directory = _DEFAULT_DIRECTORY, form: Literal["java", "librdkafka"] = "java") -> None:
-    """Print the settings by which other tools log in to the broker, its password among them: write them to a file of your own.
+def client_config(
+    *, directory: Directory = _DEFAULT_DIRECTORY, form: Literal["java", "librdkafka"] = "java"
+) -> None:
+    """Print the settings by which other tools log in to the broker, its password among them: write
+    them to a file of your own.
 
     Example: relax broker client-config --form librdkafka
 
     Args:
         directory: Where the broker keeps its records, log and settings.
-        form: Properties for Kafka's own tools (--command-config), or for kcat and other programs on librdkafka.
+        form: Properties for Kafka's own tools (--command-config), or for kcat and other programs on
+            librdkafka.
     """
-    from relax_events.broker.embedded import EmbeddedBroker
-    from relax_events.broker.embedded.tools import client_properties
+    from relax_events.kafka.embedded import EmbeddedBroker
+    from relax_events.kafka.embedded.tool_login import client_properties
 
     print(client_properties(EmbeddedBroker(directory), form=form), end="")
 
 
 @app.command
 def format(directory: Path, *, credentials: Path, cluster_id: str, node_id: int = 1) -> None:  # noqa: A001 the name of the command
-    """Prepare the empty disk of a broker that is not ours to start, so that its super user can log in; one that is formatted stays as it is.
+    """Prepare the empty disk of a broker that is not ours to start, so that its super user can log
+    in; one that is formatted stays as it is.
 
-    Example: relax broker format /var/lib/kafka/data --credentials .relax/security --cluster-id 5L6g3nShT-eMCtK--X86sw
+    Example: relax broker format /var/lib/kafka/data --credentials .relax/security --cluster-id
+        5L6g3nShT-eMCtK--X86sw
 
     Args:
         directory: The broker's log folder.
@@ -77,16 +93,24 @@ def format(directory: Path, *, credentials: Path, cluster_id: str, node_id: int 
         cluster_id: What all brokers of the cluster share.
         node_id: The broker's number among them.
     """
-    from relax_events.broker.embedded.security import first_users
-    from relax_events.broker.embedded.storage import ensure_formatted
-    from relax_events.broker.security.folder import SecurityFolder
+    from relax_events.kafka.embedded.security import first_users
+    from relax_events.kafka.embedded.storage import ensure_formatted
+    from relax_events.kafka.security.folder import SecurityFolder
 
-    ensure_formatted(directory, users=first_users(SecurityFolder(credentials.absolute())), node_id=node_id, cluster_id=cluster_id)
+    ensure_formatted(
+        directory,
+        users=first_users(SecurityFolder(credentials.absolute())),
+        node_id=node_id,
+        cluster_id=cluster_id,
+    )
 
 
 @app.command
-def stop(*, directory: Directory = _DEFAULT_DIRECTORY, timeout_seconds: float = 20.0, force: bool = False) -> None:
-    """Shut the broker down cleanly, unless a run or a command uses it; its records and its port stay for the next start.
+def stop(
+    *, directory: Directory = _DEFAULT_DIRECTORY, timeout_seconds: float = 20.0, force: bool = False
+) -> None:
+    """Shut the broker down cleanly, unless a run or a command uses it; its records and its port
+    stay for the next start.
 
     Example: relax broker stop
 
@@ -95,18 +119,24 @@ def stop(*, directory: Directory = _DEFAULT_DIRECTORY, timeout_seconds: float = 
         timeout_seconds: How long it may take before it is ended by force.
         force: Also under those who use it; a run starts it again.
     """
-    from relax_events.broker.embedded import EmbeddedBroker
     from relax_events.errors import CheckFailed
+    from relax_events.kafka.embedded import EmbeddedBroker
 
     broker = EmbeddedBroker(directory)
     if broker.is_running and (users := broker.users) and not force:
-        raise CheckFailed(f"the broker in {directory} is used by process {', '.join(map(str, users))}; end that first, or give --force")
+        raise CheckFailed(
+            f"the broker in {directory} is used by process {', '.join(map(str, users))}; end "
+            "that first, or give --force"
+        )
     broker.stop(timeout_seconds=timeout_seconds)
 
 
 @app.command
-def status(*, directory: Directory = _DEFAULT_DIRECTORY, output: Literal["table", "json"] = "table") -> int:
-    """Show whether the broker runs, where, since when, and what it takes on disk; exit 3 when it is down.
+def status(
+    *, directory: Directory = _DEFAULT_DIRECTORY, output: Literal["table", "json"] = "table"
+) -> int:
+    """Show whether the broker runs, where, since when, and what it takes on disk; exit 3 when it is
+    down.
 
     Example: relax broker status --output json
 
@@ -114,7 +144,7 @@ def status(*, directory: Directory = _DEFAULT_DIRECTORY, output: Literal["table"
         directory: Where the broker keeps its records, log and settings.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.broker.embedded.report import broker_report
+    from relax_events.kafka.embedded.status import broker_report
 
     report = broker_report(directory)
     print(report.as_json() if output == "json" else report.as_text())
@@ -122,7 +152,9 @@ def status(*, directory: Directory = _DEFAULT_DIRECTORY, output: Literal["table"
 
 
 @app.command
-def logs(*, directory: Directory = _DEFAULT_DIRECTORY, lines: int = 50, follow: bool = False) -> None:
+def logs(
+    *, directory: Directory = _DEFAULT_DIRECTORY, lines: int = 50, follow: bool = False
+) -> None:
     """Print the end of the broker's log.
 
     Example: relax broker logs --lines 20
@@ -132,13 +164,15 @@ def logs(*, directory: Directory = _DEFAULT_DIRECTORY, lines: int = 50, follow: 
         lines: How many lines.
         follow: Go on with new lines until the broker ends.
     """
-    from relax_events.broker.embedded import EmbeddedBroker
-    from relax_events.broker.embedded.logs import follow_lines, last_lines
+    from relax_events.kafka.embedded import EmbeddedBroker
+    from relax_events.kafka.embedded.broker_log import follow_lines, last_lines
 
     broker = EmbeddedBroker(directory)
     end_byte = broker.log_path.stat().st_size if broker.log_path.exists() else 0
     for line in last_lines(broker.log_path, num_lines=lines, end_byte=end_byte):
         print(line)
     if follow and broker.is_running:
-        for line in follow_lines(broker.log_path, start_byte=end_byte, ended_within=broker.ended_within):
+        for line in follow_lines(
+            broker.log_path, start_byte=end_byte, ended_within=broker.ended_within
+        ):
             print(line, flush=True)

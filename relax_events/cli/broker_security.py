@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from relax_events.cli.consent import agreed
+from relax_events.cli.output import agreed
 
 if TYPE_CHECKING:
-    from relax_events.broker.connection import Connection
-    from relax_events.broker.quotas import QuotaEntity
-    from relax_events.broker.security.principals import SecurityChanges
     from relax_events.config import RunConfig
+    from relax_events.kafka.connection import Connection
+    from relax_events.kafka.protocol.quotas import QuotaEntity
+    from relax_events.kafka.security.principals import SecurityChanges
 
 DEFAULT_FOLDER = Path(".relax/security")
 
@@ -32,19 +32,23 @@ def secure(
     dry_run: bool = False,
     yes: bool = False,
 ) -> int:
-    """Make all that secures a run: certificates, a password for every role and person, and the least rights that each needs.
+    """Make all that secures a run: certificates, a password for every role and person, and the
+    least rights that each needs.
 
     Example: relax broker secure configs/quickstart.toml --out .relax/security
 
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
-        out: The folder, one for a cluster; broker.credentials or .relax/security when not given. What is there stays.
-        hosts: Names of brokers that need a certificate, as clients use them; this machine always gets one.
+        out: The folder, one for a cluster; broker.credentials or .relax/security when not given.
+            What is there stays.
+        hosts: Names of brokers that need a certificate, as clients use them; this machine always
+            gets one.
         days: How long brokers' certificates hold.
         renew_certificates: Make brokers' certificates anew.
         renew_passwords: Make the run's passwords anew.
-        apply: Bring the run's users and rights onto the cluster, as the folder's super user or as broker.username.
+        apply: Bring the run's users and rights onto the cluster, as the folder's super user or as
+            broker.username.
         withdraw: Take them off the cluster and out of the folder instead, when the run is deleted.
         dry_run: Show what would change on the cluster and change nothing there.
         yes: Don't ask.
@@ -52,33 +56,59 @@ def secure(
     from datetime import timedelta
 
     from relax_events.config import load_run_config
-    from relax_events.control.security import Renewal, make_folder
     from relax_events.errors import ConfigError
+    from relax_events.ops.security import Renewal, make_folder
 
     settings = load_run_config(config, overrides)
     folder = (out or settings.broker.credentials or DEFAULT_FOLDER).absolute()
     overrides = (*overrides, f"broker.credentials={folder}")
     if withdraw:
         if apply or renew_certificates or renew_passwords or hosts:
-            raise ConfigError("--withdraw takes what is there away; give it without --apply, --hosts, --renew-certificates and --renew-passwords")
+            raise ConfigError(
+                "--withdraw takes what is there away; give it without --apply, --hosts, "
+                "--renew-certificates and --renew-passwords"
+            )
         return _change(config, overrides, withdraw=True, dry_run=dry_run, yes=yes)
     renewal = Renewal(certificates=renew_certificates, passwords=renew_passwords)
     if not dry_run:
-        for file in make_folder(settings, folder, hosts=hosts or (), lifetime=timedelta(days=days), renewal=renewal):
+        for file in make_folder(
+            settings, folder, hosts=hosts or (), lifetime=timedelta(days=days), renewal=renewal
+        ):
             print(file)
     if not apply:
-        print(f"made in {folder}; set broker.credentials to it, and bring it onto a cluster with --apply", file=sys.stderr)
+        print(
+            (
+                f"made in {folder}; set broker.credentials to it, and bring it onto a cluster "
+                "with --apply"
+            ),
+            file=sys.stderr,
+        )
         return 0
     return _change(config, overrides, withdraw=False, dry_run=dry_run, yes=yes)
 
 
-def _change(config: Path, overrides: tuple[str, ...], *, withdraw: bool, dry_run: bool, yes: bool) -> int:
+def _change(
+    config: Path, overrides: tuple[str, ...], *, withdraw: bool, dry_run: bool, yes: bool
+) -> int:
     """Show what would change on the cluster, ask, and change it."""
-    from relax_events.control.security import apply_security, missing_quotas, plan_security, plan_withdrawal, withdraw_security
+    from relax_events.ops.security import (
+        apply_security,
+        missing_quotas,
+        plan_security,
+        plan_withdrawal,
+        withdraw_security,
+    )
 
     with _reach(config, overrides) as (settings, connection):
-        _show((plan_withdrawal if withdraw else plan_security)(settings, connection), {} if withdraw else missing_quotas(settings, connection))
-        question = f"take these, and the secrets of run {settings.run.id}, away?" if withdraw else "apply these changes?"
+        _show(
+            (plan_withdrawal if withdraw else plan_security)(settings, connection),
+            {} if withdraw else missing_quotas(settings, connection),
+        )
+        question = (
+            f"take these, and the secrets of run {settings.run.id}, away?"
+            if withdraw
+            else "apply these changes?"
+        )
         if dry_run:
             return 0
         if not agreed(question, yes=yes):
@@ -93,15 +123,19 @@ def _change(config: Path, overrides: tuple[str, ...], *, withdraw: bool, dry_run
 
 @contextmanager
 def _reach(config: Path, overrides: tuple[str, ...]) -> Iterator[tuple[RunConfig, Connection]]:
-    """Give the run's settings and the connection of whoever may change users, once a broker has answered it."""
-    from relax_events.broker.admin import Admin
+    """Give the run's settings and the connection of whoever may change users, once a broker has
+    answered it.
+    """
     from relax_events.config import load_run_config
-    from relax_events.control.address import ANSWER_SECONDS, located
-    from relax_events.control.security import admin_connection
+    from relax_events.kafka.admin import Admin
+    from relax_events.ops.security import admin_connection
+    from relax_events.session.broker_address import ANSWER_SECONDS, located
 
     with located(load_run_config(config, overrides), by="relax broker secure") as settings:
         connection = admin_connection(settings)
-        Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, settings.broker.request_timeout_seconds))
+        Admin(connection).ping(
+            timeout_seconds=min(ANSWER_SECONDS, settings.broker.request_timeout_seconds)
+        )
         yield settings, connection
 
 
@@ -111,8 +145,20 @@ def _show(changes: SecurityChanges, quotas: Mapping[QuotaEntity, Mapping[str, fl
     rows = [["set", user, "password of the folder", ""] for user in changes.users]
     rows += [["delete", user, "not wanted", ""] for user in changes.strangers]
     for change, acls in (("allow", changes.missing), ("withdraw", changes.surplus)):
-        rows += [[change, acl.username, acl.operation, f"{acl.resource} {acl.name}{'*' if acl.pattern == 'prefixed' else ''}"] for acl in acls]
-    rows += [["bound", entity.name, f"{name} {value:g}", "each broker"] for entity, found in quotas.items() for name, value in found.items()]
+        rows += [
+            [
+                change,
+                acl.username,
+                acl.operation,
+                f"{acl.resource} {acl.name}{'*' if acl.pattern == 'prefixed' else ''}",
+            ]
+            for acl in acls
+        ]
+    rows += [
+        ["bound", entity.name, f"{name} {value:g}", "each broker"]
+        for entity, found in quotas.items()
+        for name, value in found.items()
+    ]
     print_table(["change", "user", "what", "on"], rows)
 
 
@@ -127,14 +173,16 @@ def quota(
     yes: bool = False,
     output: Literal["table", "json"] = "table",
 ) -> int:
-    """Show or set what each principal of a run may ask of each broker, so that runs share a cluster.
+    """Show or set what each principal of a run may ask of each broker, so that runs share a
+    cluster.
 
     Example: relax broker quota configs/quickstart.toml --bytes-per-second 50e6 --dry-run
 
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
-        bytes_per_second: To write, and to read; for each user of the run, or for each worker by its client id on a cluster without users.
+        bytes_per_second: To write, and to read; for each user of the run, or for each worker by its
+            client id on a cluster without users.
         request_percentage: Of the time of one of the broker's threads; 200 is two threads.
         mutations_per_second: Partitions that are made, added or deleted.
         lift: Take all quotas away.
@@ -142,28 +190,60 @@ def quota(
         yes: Don't ask.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.broker.quotas import ALL, MUTATION_RATE, RATES, REQUEST_PERCENTAGE, read_quotas, write_quotas
     from relax_events.cli.output import print_json, print_table
     from relax_events.config import load_run_config
-    from relax_events.control.address import located
-    from relax_events.control.quotas import quota_connection, quota_entities
     from relax_events.errors import ConfigError
+    from relax_events.kafka.protocol.quotas import (
+        ALL,
+        MUTATION_RATE,
+        RATES,
+        REQUEST_PERCENTAGE,
+        read_quotas,
+        write_quotas,
+    )
+    from relax_events.ops.security import quota_connection, quota_entities
+    from relax_events.session.broker_address import located
 
-    given = {"bytes_per_second": bytes_per_second, "request_percentage": request_percentage, "mutations_per_second": mutations_per_second}
+    given = {
+        "bytes_per_second": bytes_per_second,
+        "request_percentage": request_percentage,
+        "mutations_per_second": mutations_per_second,
+    }
     for name, value in given.items():
         if value is not None and (lift or value <= 0):
-            raise ConfigError(f"{name} must be above 0 and go without --lift, got {value:g}; --lift alone takes quotas away")
-    values = {**dict.fromkeys(RATES, bytes_per_second), REQUEST_PERCENTAGE: request_percentage, MUTATION_RATE: mutations_per_second}
-    wanted: dict[str, float | None] = dict.fromkeys(ALL) if lift else {name: value for name, value in values.items() if value is not None}
+            raise ConfigError(
+                f"{name} must be above 0 and go without --lift, got {value:g}; --lift alone "
+                "takes quotas away"
+            )
+    values = {
+        **dict.fromkeys(RATES, bytes_per_second),
+        REQUEST_PERCENTAGE: request_percentage,
+        MUTATION_RATE: mutations_per_second,
+    }
+    wanted: dict[str, float | None] = (
+        dict.fromkeys(ALL)
+        if lift
+        else {name: value for name, value in values.items() if value is not None}
+    )
     with located(load_run_config(config, overrides), by="relax broker quota") as settings:
         connection, entities = quota_connection(settings), quota_entities(settings)
         found = read_quotas(connection, entities)
         after = {f"{name} wanted": value for name, value in wanted.items()}
-        rows = [{entity.kind: entity.name, **{name: found.get(entity, {}).get(name) for name in ALL}, **after} for entity in entities]
+        rows = [
+            {
+                entity.kind: entity.name,
+                **{name: found.get(entity, {}).get(name) for name in ALL},
+                **after,
+            }
+            for entity in entities
+        ]
         if output == "json":
             print_json(rows)
         else:
-            print_table(list(rows[0]), [["none" if value is None else value for value in row.values()] for row in rows])
+            print_table(
+                list(rows[0]),
+                [["none" if value is None else value for value in row.values()] for row in rows],
+            )
         if not wanted or dry_run:
             return 0
         if not agreed("set these quotas?", yes=yes):

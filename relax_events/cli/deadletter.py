@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 if TYPE_CHECKING:
-    from relax_events.broker.producer import RecordProducer
-    from relax_events.control.dead_letters import DeadLetter, Selection
-    from relax_events.control.run_log import RunLog
+    from relax_events.history.run_log import RunLog
+    from relax_events.kafka.producer import RecordProducer
+    from relax_events.ops.dead_letters import DeadLetter, Selection
 
-app = App(name="deadletter", help="Look after records that roles could not use.\n\nExample: relax deadletter list configs/quickstart.toml")
+app = App(
+    name="deadletter",
+    help=(
+        "Look after records that roles could not use.\n\nExample: relax deadletter list "
+        "configs/quickstart.toml"
+    ),
+)
 Output = Literal["table", "json"]
 Letters = Annotated[list[str] | None, Parameter(name="--letter", negative="")]
 COLUMNS = ["letter", "time", "origin", "reason", "bytes", "key", "done"]
@@ -23,7 +29,14 @@ HEAD_BYTES = 256
 
 
 @app.command(name="list")
-def list_(config: Path, *overrides: str, role: str = "", reason: str = "", done: bool = False, output: Output = "table") -> None:
+def list_(
+    config: Path,
+    *overrides: str,
+    role: str = "",
+    reason: str = "",
+    done: bool = False,
+    output: Output = "table",
+) -> None:
     """List dead letters, oldest first, and count them by reason.
 
     Example: relax deadletter list configs/quickstart.toml --role reward
@@ -36,27 +49,52 @@ def list_(config: Path, *overrides: str, role: str = "", reason: str = "", done:
         done: Also those that were requeued or dropped.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.looking import open_run_log
     from relax_events.cli.output import print_json, print_table
-    from relax_events.control.dead_letters import read_letters
+    from relax_events.cli.run_reader import open_run_log
+    from relax_events.ops.dead_letters import read_letters
 
     with open_run_log(config, overrides, name="deadletter") as log:
-        letters = [letter for letter in read_letters(log, roles=[role] if role else ()) if reason in ("", letter.error_class)]
+        letters = [
+            letter
+            for letter in read_letters(log, roles=[role] if role else ())
+            if reason in ("", letter.error_class)
+        ]
     letters = [letter for letter in letters if done or not letter.resolution]
     counts = Counter(f"{letter.role} {letter.error_class}" for letter in letters)
     if output == "json":
-        print_json({"counts": counts, "letters": [{"letter": letter.name, **asdict(letter)} for letter in letters]})
+        print_json(
+            {
+                "counts": counts,
+                "letters": [{"letter": letter.name, **asdict(letter)} for letter in letters],
+            }
+        )
         return
     print_table(COLUMNS, [_cells(letter) for letter in letters])
-    print("\n" + ("\n".join(f"{count:>6}  {what}" for what, count in counts.most_common()) or "no dead letters"))
+    print(
+        "\n"
+        + (
+            "\n".join(f"{count:>6}  {what}" for what, count in counts.most_common())
+            or "no dead letters"
+        )
+    )
 
 
 def _cells(letter: DeadLetter) -> list[Any]:
-    from relax_events.cli.looking import clock_time, excerpt
+    from relax_events.cli.run_reader import clock_time, excerpt
 
-    origin = f"{letter.origin_topic.split('.', 2)[-1]}[{letter.origin_partition}]@{letter.origin_offset}"
+    origin = (
+        f"{letter.origin_topic.split('.', 2)[-1]}[{letter.origin_partition}]@{letter.origin_offset}"
+    )
     reason = f"{letter.error_class}: {excerpt(letter.error_text, 60)}"
-    return [letter.name, clock_time(letter.written_at * 1000), origin, reason, letter.num_bytes, excerpt(letter.key, 24), letter.resolution]
+    return [
+        letter.name,
+        clock_time(letter.written_at * 1000),
+        origin,
+        reason,
+        letter.num_bytes,
+        excerpt(letter.key, 24),
+        letter.resolution,
+    ]
 
 
 @app.command
@@ -71,15 +109,21 @@ def show(letter: str, config: Path, *overrides: str, output: Output = "table") -
         overrides: section.key=value, laid over the run file.
         output: Text to read, or JSON for programs.
     """
-    from relax_events.cli.looking import open_run_log
     from relax_events.cli.output import print_json, print_pairs
-    from relax_events.control.dead_letters import read_letter
-    from relax_events.control.topics.tail import read_record
+    from relax_events.cli.run_reader import open_run_log
+    from relax_events.ops.dead_letters import read_letter
+    from relax_events.ops.topic_tail import read_record
 
     with open_run_log(config, overrides, name="deadletter") as log:
         found, record = read_letter(log, letter)
         read = read_record(log, record)
-    document = {**asdict(found), "headers": dict(record.headers), "holds": read.event, "event": read.fields, "decoding_error": read.error}
+    document = {
+        **asdict(found),
+        "headers": dict(record.headers),
+        "holds": read.event,
+        "event": read.fields,
+        "decoding_error": read.error,
+    }
     if output == "json":
         print_json(document | {"head_hex": record.value[:HEAD_BYTES].hex()})
         return
@@ -91,7 +135,13 @@ def show(letter: str, config: Path, *overrides: str, output: Output = "table") -
 def hex_lines(data: bytes) -> list[str]:
     """Return bytes as lines of 16: offset, hexadecimal, text."""
     rows = [(start, data[start : start + 16]) for start in range(0, len(data), 16)]
-    return [f"{start:06x}  {row.hex(' '):<47}  {''.join(chr(byte) if 32 <= byte < 127 else '.' for byte in row)}" for start, row in rows]
+    return [
+        (
+            f"{start:06x}  {row.hex(' '):<47}  "
+            f"{''.join(chr(byte) if 32 <= byte < 127 else '.' for byte in row)}"
+        )
+        for start, row in rows
+    ]
 
 
 @app.command
@@ -106,7 +156,8 @@ def requeue(
     dry_run: bool = False,
     yes: bool = False,
 ) -> int:
-    """Write records back to where they came from, so that the role takes them again; what is done already is refused.
+    """Write records back to where they came from, so that the role takes them again; what is done
+    already is refused.
 
     Example: relax deadletter requeue configs/quickstart.toml --role reward --dry-run
 
@@ -121,8 +172,8 @@ def requeue(
         dry_run: Show which, and write nothing.
         yes: Don't ask.
     """
-    from relax_events.cli.looking import open_run_log
-    from relax_events.control import dead_letters
+    from relax_events.cli.run_reader import open_run_log
+    from relax_events.ops import dead_letters
 
     selection = dead_letters.Selection(letter or (), role, reason, all_, again)
     with open_run_log(config, overrides, name="deadletter") as log:
@@ -149,7 +200,8 @@ def drop(
 ) -> int:
     """Mark dead letters as dealt with, with a reason; the records stay on the log.
 
-    Example: relax deadletter drop configs/quickstart.toml --letter reward@12 --because "written by a test"
+    Example: relax deadletter drop configs/quickstart.toml --letter reward@12 --because "written by
+        a test"
 
     Args:
         config: The run file, TOML.
@@ -162,8 +214,8 @@ def drop(
         dry_run: Show which, and write nothing.
         yes: Don't ask.
     """
-    from relax_events.cli.looking import open_run_log
-    from relax_events.control import dead_letters
+    from relax_events.cli.run_reader import open_run_log
+    from relax_events.ops import dead_letters
 
     selection = dead_letters.Selection(letter or (), role, reason, all_)
     with open_run_log(config, overrides, name="deadletter") as log:
@@ -176,21 +228,24 @@ def drop(
     return 0
 
 
-def _choose(log: RunLog, selection: Selection, verb: str, *, dry_run: bool, yes: bool) -> list[DeadLetter] | None:
+def _choose(
+    log: RunLog, selection: Selection, verb: str, *, dry_run: bool, yes: bool
+) -> list[DeadLetter] | None:
     """Show which letters are meant; return them if it may be done."""
-    from relax_events.cli.consent import agreed
-    from relax_events.cli.output import print_table
-    from relax_events.control.dead_letters import read_letters
+    from relax_events.cli.output import agreed, print_table
+    from relax_events.ops.dead_letters import read_letters
 
     letters = selection.choose(read_letters(log, roles=[selection.role] if selection.role else ()))
     print_table(COLUMNS, [_cells(letter) for letter in letters])
     if dry_run:
         print(f"would {verb} {len(letters)} records", file=sys.stderr)
         return None
-    return letters if not letters or agreed(f"{verb} these {len(letters)} records?", yes=yes) else None
+    return (
+        letters if not letters or agreed(f"{verb} these {len(letters)} records?", yes=yes) else None
+    )
 
 
 def _producer(log: RunLog) -> RecordProducer:
-    from relax_events.broker.producer import RecordProducer
+    from relax_events.kafka.producer import RecordProducer
 
     return RecordProducer(log.connection)

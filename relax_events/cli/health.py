@@ -1,4 +1,6 @@
-"""`relax health`: asks a worker how it is. For one worker it loads the standard library alone, since containers ask every few seconds."""
+"""`relax health`: asks a worker how it is. For one worker it loads the standard library alone,
+since containers ask every few seconds.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ def health(
     directory: Path = Path(".relax"),
     output: Literal["table", "json"] = "table",
 ) -> None:
-    """Ask a worker on this machine, or all workers of a run, whether their work loops are alive; exit code 6 when one is not.
+    """Ask a worker on this machine, or all workers of a run, whether their work loops are alive;
+    exit code 6 when one is not.
 
     Example: relax health quickstart
 
     Args:
         run: Id of the run whose workers are meant, or its run file; without it one worker is asked.
-        port: Where that worker serves its metrics; 0 takes RELAX_TELEMETRY__METRICS_PORT from the environment.
+        port: Where that worker serves its metrics; 0 takes RELAX_TELEMETRY__METRICS_PORT from the
+            environment.
         ready: Ask whether it takes work instead: it knows a policy version and does not drain.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
@@ -46,7 +50,10 @@ def health(
         return
     port = port or int(os.environ.get(VARIABLE) or 0)
     if not port:
-        raise ConfigError(f"no port is given to ask a worker at; give --port, or set {VARIABLE} as for the worker; or name a run")
+        raise ConfigError(
+            f"no port is given to ask a worker at; give --port, or set {VARIABLE} as for the "
+            "worker; or name a run"
+        )
     print(ask(port, ready=ready))
 
 
@@ -65,46 +72,87 @@ def ask(port: int, *, ready: bool, host: str = "127.0.0.1") -> str:
     try:
         with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
             connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-            with connection.makefile("r", encoding="latin-1") as answer:  # read to its end, or the worker would log that we hung up
+            with connection.makefile(
+                "r", encoding="latin-1"
+            ) as answer:  # read to its end, or the worker would log that we hung up
                 head, _, body = answer.read().partition("\n\n")
     except OSError as error:
-        raise CheckFailed(f"{what} does not answer: {error}; the worker still starts, or hangs") from None
+        raise CheckFailed(
+            f"{what} does not answer: {error}; the worker still starts, or hangs"
+        ) from None
     if head.split(" ", 2)[1:2] != ["200"]:
         raise CheckFailed(f"{what} says {body.strip() or 'nothing'}; see the worker's log")
     return body.strip()
 
 
-def _show_workers(run: str, config: Path | None, bootstrap_servers: str, directory: Path, *, ready: bool, output: str) -> None:
-    """Show the workers that a run should have and those with a recent heartbeat: what each says, or on another host how old its heartbeat is."""
-    from relax_events.cli.looking import open_run
+def _show_workers(
+    run: str,
+    config: Path | None,
+    bootstrap_servers: str,
+    directory: Path,
+    *,
+    ready: bool,
+    output: str,
+) -> None:
+    """Show the workers that a run should have and those with a recent heartbeat: what each says, or
+    on another host how old its heartbeat is.
+    """
     from relax_events.cli.output import print_json, print_table
-    from relax_events.control.watching import RunWatch
+    from relax_events.cli.run_reader import open_run
+    from relax_events.history.live_run import RunWatch
 
-    with open_run(run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="health") as settings:
+    with open_run(
+        run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="health"
+    ) as settings:
         with RunWatch(settings, name="health") as watch, watch.lock:
             alive, newest = watch.alive(), dict(watch.state.workers)
         address = settings.telemetry.metrics_host
     host = "127.0.0.1" if address in ALL_ADDRESSES else address
-    wanted = [f"{role}-{index}" for role, count in settings.roles().items() for index in range(count)]
+    wanted = [
+        f"{role}-{index}" for role, count in settings.roles().items() for index in range(count)
+    ]
     rows = []
     for worker_id in dict.fromkeys([*wanted, *sorted(alive)]):
         beat = newest.get(worker_id)
         is_well, text = _health_of(alive.get(worker_id), host, ready=ready)
-        where = {"host": beat.host, "pid": beat.pid, "port": beat.metrics_port} if beat is not None and worker_id in alive else {}
-        rows.append({"worker": worker_id, "healthy": is_well, "host": "-", "pid": "-", "port": "-", **where, "says": text})
+        where = (
+            {"host": beat.host, "pid": beat.pid, "port": beat.metrics_port}
+            if beat is not None and worker_id in alive
+            else {}
+        )
+        rows.append(
+            {
+                "worker": worker_id,
+                "healthy": is_well,
+                "host": "-",
+                "pid": "-",
+                "port": "-",
+                **where,
+                "says": text,
+            }
+        )
     if output == "json":
         print_json(rows)
     else:
-        print_table(["worker", "host", "pid", "port", "says"], [[row[name] for name in ("worker", "host", "pid", "port", "says")] for row in rows])
+        print_table(
+            ["worker", "host", "pid", "port", "says"],
+            [[row[name] for name in ("worker", "host", "pid", "port", "says")] for row in rows],
+        )
     if unwell := [row["worker"] for row in rows if not row["healthy"]]:
-        raise CheckFailed(f"{len(unwell)} of {len(rows)} workers are not {'ready' if ready else 'healthy'}: {', '.join(map(str, unwell))}")
+        raise CheckFailed(
+            f"{len(unwell)} of {len(rows)} workers are not "
+            f"{'ready' if ready else 'healthy'}: {', '.join(map(str, unwell))}"
+        )
 
 
 def _health_of(beat: WorkerBeat | None, host: str, *, ready: bool) -> tuple[bool, str]:
     if beat is None:
         return False, "no heartbeat of late"
     if beat.host != socket.gethostname():
-        return True, f"heartbeat {max(0.0, time.time() - beat.beat_at / 1e6):.1f} s ago, {beat.state.value}"
+        return (
+            True,
+            f"heartbeat {max(0.0, time.time() - beat.beat_at / 1e6):.1f} s ago, {beat.state.value}",
+        )
     try:
         return True, ask(beat.metrics_port, ready=ready, host=host)
     except CheckFailed as error:

@@ -8,7 +8,13 @@ from typing import Literal
 
 from cyclopts import App
 
-app = App(name="ledger", help="Prove from the log that nothing was lost or trained twice.\n\nExample: relax ledger check configs/quickstart.toml")
+app = App(
+    name="ledger",
+    help=(
+        "Prove from the log that nothing was lost or trained twice.\n\nExample: relax ledger "
+        "check configs/quickstart.toml"
+    ),
+)
 
 
 @app.command
@@ -17,8 +23,9 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
 
     Example: relax ledger check configs/quickstart.toml
 
-    Nothing is taken from the trainer's sums: every trained sample is looked up at its recorded offset, and its staleness is that of the
-    versions that drew its tokens. Each topic is read once; memory does not grow with the length of the run.
+    Nothing is taken from the trainer's sums: every trained sample is looked up at its recorded
+    offset, and its staleness is that of the versions that drew its tokens. Each topic is read once;
+    memory does not grow with the length of the run.
 
     Args:
         config: The run file, TOML.
@@ -27,8 +34,8 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
     """
     from relax_events.cli.output import print_json, print_pairs
     from relax_events.config import load_run_config
-    from relax_events.control.address import attached, open_admin, require_run
-    from relax_events.control.ledger import read_ledger
+    from relax_events.history.ledger import read_ledger
+    from relax_events.session.broker_address import attached, open_admin, require_run
     from relax_events.topics import TopicPlan
 
     with attached(load_run_config(config, overrides), by="relax ledger check") as settings:
@@ -37,7 +44,10 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
         ledger = read_ledger(settings)
     figures, findings, unproven = ledger.figures(), ledger.findings(), ledger.unproven()
     if output == "json":
-        found = [{"rule": one.rule, "count": one.count, "examples": one.examples, "remedy": one.remedy} for one in findings]
+        found = [
+            {"rule": one.rule, "count": one.count, "examples": one.examples, "remedy": one.remedy}
+            for one in findings
+        ]
         print_json({**figures, "problems": found, "unproven": unproven})
     else:
         print_pairs(figures)
@@ -45,7 +55,10 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
             print(f"NO PROOF  {claim}")
         for finding in findings:
             print(f"BROKEN  {finding.rule}: {finding.count}")
-            print("".join(f"        {example}\n" for example in finding.examples) + f"        remedy: {finding.remedy}")
+            print(
+                "".join(f"        {example}\n" for example in finding.examples)
+                + f"        remedy: {finding.remedy}"
+            )
         if not findings:
             print("all promises hold")
     return 6 if findings else 0

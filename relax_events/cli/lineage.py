@@ -9,22 +9,29 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import App
 
-from relax_events.cli.looking import clock_time, excerpt, figure
 from relax_events.cli.output import print_json, print_table
+from relax_events.cli.run_reader import clock_time, excerpt, figure
 
 if TYPE_CHECKING:
-    from relax_events.control.lineage.prompt import PromptUse
-    from relax_events.control.lineage.reading import SampleLineage, Stage
-    from relax_events.control.lineage.version import VersionLineage
+    from relax_events.history.lineage.prompt import PromptUse
+    from relax_events.history.lineage.reader import SampleLineage, Stage
+    from relax_events.history.lineage.version import VersionLineage
 
-app = App(name="lineage", help="Follow weights back to data, and data to weights.\n\nExample: relax lineage version 1 configs/quickstart.toml")
+app = App(
+    name="lineage",
+    help=(
+        "Follow weights back to data, and data to weights.\n\nExample: relax lineage version 1 "
+        "configs/quickstart.toml"
+    ),
+)
 Output = Literal["table", "json"]
 DIGEST_SIGNS = 12
 
 
 @app.command
 def version(policy_version: int, config: Path, *overrides: str, output: Output = "table") -> None:
-    """Show what made a policy version: its train step, prompt groups, samples, rewards and rows of the data.
+    """Show what made a policy version: its train step, prompt groups, samples, rewards and rows of
+    the data.
 
     Example: relax lineage version 1 configs/quickstart.toml
 
@@ -34,8 +41,8 @@ def version(policy_version: int, config: Path, *overrides: str, output: Output =
         overrides: section.key=value, laid over the run file.
         output: Text to read, or JSON for programs.
     """
-    from relax_events.cli.looking import note_unreadable, open_run_log
-    from relax_events.control.lineage.version import version_lineage
+    from relax_events.cli.run_reader import note_unreadable, open_run_log
+    from relax_events.history.lineage.version import version_lineage
 
     with open_run_log(config, overrides, name="lineage") as log:
         found = version_lineage(log, policy_version)
@@ -47,20 +54,38 @@ def version(policy_version: int, config: Path, *overrides: str, output: Output =
 
 
 def _print_version(found: VersionLineage) -> None:
-    print(f"version {found.policy_version}, published {clock_time(found.published_at)}  {found.published_place}")
+    print(
+        f"version {found.policy_version}, published {clock_time(found.published_at)}  "
+        f"{found.published_place}"
+    )
     print(f"  weights {found.artifact}")
     if found.train_step is None or found.committed_at is None:
         print("  the initial weights: no train step made them")
         return
-    print(f"  made from version {found.policy_version - 1} by train step {found.train_step}, {clock_time(found.committed_at)}  {found.step_place}")
-    counts = ", ".join(f"{count} samples {age} behind" for age, count in enumerate(found.staleness_counts) if count)
+    print(
+        f"  made from version {found.policy_version - 1} by train step {found.train_step}, "
+        f"{clock_time(found.committed_at)}  {found.step_place}"
+    )
+    counts = ", ".join(
+        f"{count} samples {age} behind" for age, count in enumerate(found.staleness_counts) if count
+    )
     print(f"  {len(found.prompt_group_ids)} prompt groups, {len(found.samples)} samples: {counts}")
     for reward in found.rewards:
-        function = f"{reward.reward_name or 'unknown reward function'} (version {reward.reward_digest[:DIGEST_SIGNS] or 'unknown'})"
+        function = (
+            f"{reward.reward_name or 'unknown reward function'} (version "
+            f"{reward.reward_digest[:DIGEST_SIGNS] or 'unknown'})"
+        )
         print(f"  {reward.num_samples} scored by {function}, mean {reward.mean_reward:.3f}")
     print()
     rows = [
-        [sample.sample_id, sample.policy_version, _row(sample.data_row, sample.row), figure(sample.reward), figure(sample.advantage), sample.place]
+        [
+            sample.sample_id,
+            sample.policy_version,
+            _row(sample.data_row, sample.row),
+            figure(sample.reward),
+            figure(sample.advantage),
+            sample.place,
+        ]
         for sample in found.samples
     ]
     print_table(["sample", "version", "row", "reward", "advantage", "record"], rows)
@@ -78,8 +103,8 @@ def sample(sample_id: str, config: Path, *overrides: str, output: Output = "tabl
         overrides: section.key=value, laid over the run file.
         output: Text to read, or JSON for programs.
     """
-    from relax_events.cli.looking import note_unreadable, open_run_log
-    from relax_events.control.lineage.reading import sample_lineage
+    from relax_events.cli.run_reader import note_unreadable, open_run_log
+    from relax_events.history.lineage.reader import sample_lineage
 
     with open_run_log(config, overrides, name="lineage") as log:
         found = sample_lineage(log, sample_id)
@@ -103,18 +128,30 @@ def sample_lines(found: SampleLineage) -> Iterator[str]:
 
 def facts_text(stage: Stage) -> str:
     """Return what a stage says on one line; numbers and digests are cut short."""
-    return ", ".join(f"{name} {_fact(name, value)}" for name, value in stage.facts.items() if value is not None and value != "")
+    return ", ".join(
+        f"{name} {_fact(name, value)}"
+        for name, value in stage.facts.items()
+        if value is not None and value != ""
+    )
 
 
 def _fact(name: str, value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:DIGEST_SIGNS] if name == "reward_digest" else str(value)
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value)[:DIGEST_SIGNS]
+        if name == "reward_digest"
+        else str(value)
+    )
 
 
 @app.command
 def prompt(row_or_id: str, config: Path, *overrides: str, output: Output = "table") -> None:
-    """Show when a row of the data, or a prompt group, was issued, how that ended, and which train steps learnt from it.
+    """Show when a row of the data, or a prompt group, was issued, how that ended, and which train
+    steps learnt from it.
 
-    Example: relax lineage prompt 17 configs/quickstart.toml && relax lineage prompt 000000-0000-0 configs/quickstart.toml
+    Example: relax lineage prompt 17 configs/quickstart.toml && relax lineage prompt 000000-0000-0
+        configs/quickstart.toml
 
     Args:
         row_or_id: A row of the data, from 0, or the id of a prompt group.
@@ -122,8 +159,8 @@ def prompt(row_or_id: str, config: Path, *overrides: str, output: Output = "tabl
         overrides: section.key=value, laid over the run file.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.looking import note_unreadable, open_run_log
-    from relax_events.control.lineage.prompt import prompt_lineage
+    from relax_events.cli.run_reader import note_unreadable, open_run_log
+    from relax_events.history.lineage.prompt import prompt_lineage
 
     with open_run_log(config, overrides, name="lineage") as log:
         uses = prompt_lineage(log, row_or_id)
@@ -150,14 +187,31 @@ def _print_uses(uses: list[PromptUse]) -> None:
         ]
         for use in uses
     ]
-    print_table(["prompt group", "row", "issued", "outcome", "step", "mean reward", "issued at", "ended at"], rows)
+    print_table(
+        [
+            "prompt group",
+            "row",
+            "issued",
+            "outcome",
+            "step",
+            "mean reward",
+            "issued at",
+            "ended at",
+        ],
+        rows,
+    )
     for use in uses:
         if use.samples:
             print()
-            lines = [[line.sample_id, line.policy_version, line.outcome, figure(line.reward), line.place] for line in use.samples]
+            lines = [
+                [line.sample_id, line.policy_version, line.outcome, figure(line.reward), line.place]
+                for line in use.samples
+            ]
             print_table(["sample", "version", "outcome", "reward", "record"], lines)
 
 
 def _row(data_row: int | None, row: int) -> str:
-    """Return a row of the data; a position in the stream of prompts, marked so, where the data is not at hand."""
+    """Return a row of the data; a position in the stream of prompts, marked so, where the data is
+    not at hand.
+    """
     return f"#{row}" if data_row is None else str(data_row)

@@ -23,7 +23,8 @@ def logs(
 
     Args:
         run: Id of the run, or its run file.
-        workers: Whose logs: ids such as `trainer-0`, roles such as `rollout`, `run` for `relax run` itself; none stands for all.
+        workers: Whose logs: ids such as `trainer-0`, roles such as `rollout`, `run` for `relax run`
+            itself; none stands for all.
         follow: Go on with what is written from now on, until Ctrl-C.
         level: Leave out less severe log events; tracebacks and what functions print stay.
         lines: Only so many of the last lines; 0 stands for all.
@@ -35,8 +36,8 @@ def logs(
 
     import orjson
 
-    from relax_events.cli.looking import reader_may_leave, run_folder
-    from relax_events.control.worker_logs import LogLine, LogTail, log_files, read_lines, severe
+    from relax_events.cli.run_reader import reader_may_leave, run_folder
+    from relax_events.history.worker_logs import LogLine, LogTail, log_files, read_lines, severe
 
     def show(line: LogLine) -> None:
         print(orjson.dumps(asdict(line)).decode() if output == "json" else line, flush=follow)

@@ -7,26 +7,31 @@ from cyclopts import App
 
 app = App(
     name="models",
-    help="Make small models for trying things out.\n\nExample: relax models prepare configs/quickstart.toml",
+    help=(
+        "Make small models for trying things out.\n\nExample: relax models prepare "
+        "configs/quickstart.toml"
+    ),
 )
 
 
 @app.command
 def prepare(config: Path, *overrides: str) -> None:
-    """Make the model that a run file describes, with its warm start, unless it is there; print its folder.
+    """Make the model that a run file describes, with its warm start, unless it is there; print its
+    folder.
 
     Example: relax models prepare configs/quickstart.toml
 
-    Objects that lie on this machine get their folder too, with the run's name in it: then workers that may only read there can start first.
+    Objects that lie on this machine get their folder too, with the run's name in it: then workers
+    that may only read there can start first.
 
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
     """
     from relax_events.config import load_run_config
+    from relax_events.examples.model_preparation import prepare_model
     from relax_events.objects.marker import claim
     from relax_events.objects.store import ObjectStore
-    from relax_events.training.model_preparation import prepare_model
 
     loaded = load_run_config(config, overrides)
     print(prepare_model(loaded, report=_say))
@@ -36,7 +41,8 @@ def prepare(config: Path, *overrides: str) -> None:
 
 @app.command(name="warm-start")
 def warm_start(config: Path, *overrides: str, output: Path | None = None) -> None:
-    """Train the model of a run file on reference answers for `warm_start.steps` steps; print the folder written.
+    """Train the model of a run file on reference answers for `warm_start.steps` steps; print the
+    folder written.
 
     Example: relax models warm-start configs/quickstart.toml --output .relax/models/warm
 
@@ -46,13 +52,15 @@ def warm_start(config: Path, *overrides: str, output: Path | None = None) -> Non
         output: Where the trained model goes; the place of the old one when not given.
     """
     from relax_events.config import load_run_config
-    from relax_events.training.model_preparation import warm_start_model
+    from relax_events.examples.model_preparation import warm_start_model
 
     print(warm_start_model(load_run_config(config, overrides), output=output, report=_say))
 
 
 @app.command(name="make-tiny")
-def make_tiny(path: Path, *, config: Path | None = None, corpus: Path | None = None, seed: int = 0) -> None:
+def make_tiny(
+    path: Path, *, config: Path | None = None, corpus: Path | None = None, seed: int = 0
+) -> None:
     """Write a tiny random model with a tokenizer of its own; print its folder.
 
     Example: relax models make-tiny .relax/models/tiny --config configs/quickstart.toml
@@ -66,28 +74,45 @@ def make_tiny(path: Path, *, config: Path | None = None, corpus: Path | None = N
     from relax_events.errors import ConfigError
 
     if (config is None) == (corpus is None):
-        raise ConfigError("relax models make-tiny needs either --config RUN.toml or --corpus FILE, for the tokenizer")
-    print(_from_run_file(path, config) if config else _from_corpus(path, corpus, seed) if corpus else "")
+        raise ConfigError(
+            "relax models make-tiny needs either --config RUN.toml or --corpus FILE, for the "
+            "tokenizer"
+        )
+    print(
+        _from_run_file(path, config)
+        if config
+        else _from_corpus(path, corpus, seed)
+        if corpus
+        else ""
+    )
 
 
 def _from_run_file(path: Path, run_file: Path) -> Path:
     from relax_events.config import load_run_config
-    from relax_events.config.generation import TinyModelConfig
-    from relax_events.training.model_preparation import make_tiny_for
+    from relax_events.config.engine import TinyModelConfig
+    from relax_events.examples.model_preparation import make_tiny_for
 
     config = load_run_config(run_file)
     tiny = config.model.tiny or TinyModelConfig()
-    return make_tiny_for(config.data, path, tiny=tiny, seed=config.run.seed, answers_key=config.warm_start.answers_key)
+    return make_tiny_for(
+        config.data,
+        path,
+        tiny=tiny,
+        seed=config.run.seed,
+        answers_key=config.warm_start.answers_key,
+    )
 
 
 def _from_corpus(path: Path, corpus: Path, seed: int) -> Path:
     from relax_events.errors import ConfigError
-    from relax_events.models.tiny import make_tiny as write_tiny
+    from relax_events.examples.tiny_models import make_tiny as write_tiny
 
     try:
         lines = corpus.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"corpus {corpus} can't be read: {error}; give a text file to --corpus") from None
+        raise ConfigError(
+            f"corpus {corpus} can't be read: {error}; give a text file to --corpus"
+        ) from None
     return write_tiny(path, corpus=lines, seed=seed)
 
 

@@ -1,9 +1,55 @@
-"""Data on stdout: tables for people, JSON for pipes."""
+"""Asks before a change, unless `--yes` was given.
+
+Data on stdout: tables for people, JSON for pipes.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relax_events.history.runs.inherited_code import NotTrusted
+
+
+def agreed(question: str, *, yes: bool) -> bool:
+    """Return whether the change may be made; nobody there to answer means no.
+
+    Args:
+        question: What is about to be done, for example `delete 120 records?`.
+        yes: The flag `--yes`.
+    """
+    if yes:
+        return True
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    try:
+        return input().strip().lower() in ("y", "yes")
+    except EOFError:
+        print("nobody answers; give --yes", file=sys.stderr)
+        return False
+
+
+def accept_source(refused: NotTrusted, *, trusts: bool) -> None:
+    """Show what a log names, and go on if the flag says so or a person on a terminal agrees.
+
+    Raises:
+        NotTrusted: Nobody agrees.
+    """
+    from relax_events.history.runs.inherited_code import named_text
+    from relax_events.printable import printable
+
+    if not trusts and not sys.stdin.isatty():
+        raise refused
+    print(
+        printable(
+            f"the log of run {refused.source} names what will be used "
+            f"here:\n{named_text(refused.named)}"
+        ),
+        file=sys.stderr,
+    )
+    if not agreed("take all this over?", yes=trusts):
+        raise refused
 
 
 def print_json(data: Any) -> None:
@@ -26,6 +72,13 @@ def print_pairs(data: Mapping[str, Any], *, indent: int = 0) -> None:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print rows under aligned columns; nothing but the heads when there are none."""
     cells = [[str(value) for value in row] for row in rows]
-    widths = [max([len(column), *(len(row[index]) for row in cells)]) for index, column in enumerate(columns)]
+    widths = [
+        max([len(column), *(len(row[index]) for row in cells)])
+        for index, column in enumerate(columns)
+    ]
     for row in [list(columns), *cells]:
-        print("  ".join(f"{value:<{width}}" for value, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(
+                f"{value:<{width}}" for value, width in zip(row, widths, strict=True)
+            ).rstrip()
+        )

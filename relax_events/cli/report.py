@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def report(config: Path, *overrides: str) -> int:
-    """Write report.html and report.json of a run from its log, at any time: also of one that was killed; exit code 6 when a promise is broken.
+    """Write report.html and report.json of a run from its log, at any time: also of one that was
+    killed; exit code 6 when a promise is broken.
 
     Example: relax report configs/quickstart.toml
 
@@ -18,11 +19,11 @@ def report(config: Path, *overrides: str) -> int:
         overrides: section.key=value, laid over the run file.
     """
     from relax_events.config import load_run_config
-    from relax_events.control.address import attached, open_admin, require_run
-    from relax_events.control.defaults import settled
-    from relax_events.control.report.making import remake_report
-    from relax_events.control.resuming import known_settings, read_last_session
-    from relax_events.control.runs.replay import settle_source
+    from relax_events.history.runs.replay import settle_source
+    from relax_events.reports.run_report import remake_report
+    from relax_events.session.broker_address import attached, open_admin, require_run
+    from relax_events.session.defaults import settled
+    from relax_events.session.resume import known_settings, read_last_session
     from relax_events.topics import TopicPlan
 
     with attached(load_run_config(config, overrides), by="relax report") as settings:
@@ -32,7 +33,10 @@ def report(config: Path, *overrides: str) -> int:
         settings, _ = settled(settings, known=known_settings(settings, read_last_session(settings)))
         written, ledger = remake_report(settings)
     outcome = "reached its goal" if written["succeeded"] else "did not reach its goal"
-    print(f"run {written['run_id']} {outcome} at step {written['steps']} of {written['num_steps']}: {written['reason']}")
+    print(
+        f"run {written['run_id']} {outcome} at step {written['steps']} of "
+        f"{written['num_steps']}: {written['reason']}"
+    )
     print(settings.run_directory / "report.html")
     for problem in ledger.problems():
         print(f"BROKEN  {problem}")

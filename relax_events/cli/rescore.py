@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from relax_events.config import RewardConfig
-    from relax_events.control.samples.rescoring import RescoringProgress
-    from relax_events.control.samples.score_comparison import Comparison
+    from relax_events.history.samples.rescoring import RescoringProgress
+    from relax_events.history.samples.score_comparison import Comparison
 
 LINE_SECONDS = 5.0
 CHECK_FOUND = 6
@@ -29,12 +29,13 @@ def rescore(
     fail_below: float | None = None,
     output: Literal["table", "json"] = "table",
 ) -> int:
-    """Run another reward function over a run's samples, keep its scores on a topic of their own, and compare the two.
+    """Run another reward function over a run's samples, keep its scores on a topic of their own,
+    and compare the two.
 
     Example: relax rescore configs/quickstart.toml --reward exact_match --name strict
 
-    A second call goes on where the first stopped. The limits of `[reward]` hold here too; its options, weights and routes are
-    those of the run's own function, and hold for that one only.
+    A second call goes on where the first stopped. The limits of `[reward]` hold here too; its
+    options, weights and routes are those of the run's own function, and hold for that one only.
 
     Args:
         config: The run file, TOML.
@@ -48,11 +49,11 @@ def rescore(
         fail_below: Exit with 6 when Pearson's correlation is below this, or does not exist.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.looking import note_unreadable, open_run_log
     from relax_events.cli.output import print_json
-    from relax_events.control.samples.filter import parse_bounds
-    from relax_events.control.samples.rescoring import rescore as rescore_run
-    from relax_events.control.samples.rescoring import scores_name
+    from relax_events.cli.run_reader import note_unreadable, open_run_log
+    from relax_events.history.samples.filter import parse_bounds
+    from relax_events.history.samples.rescoring import rescore as rescore_run
+    from relax_events.history.samples.rescoring import scores_name
 
     versions, topic_name = parse_bounds(version, flag="--version"), name or scores_name(reward)
     with open_run_log(config, overrides, name="rescore") as log:
@@ -60,21 +61,35 @@ def rescore(
         if log.config.is_replay:  # in its run file stands what the log of its source says
             run = run.model_copy(update={"function": "", "environment": ()})
         settings = settings_for(run, reward, option or [], workers=workers)
-        result = rescore_run(log, settings, name=topic_name, versions=versions, threshold=threshold, report=ProgressLines())
+        result = rescore_run(
+            log,
+            settings,
+            name=topic_name,
+            versions=versions,
+            threshold=threshold,
+            report=ProgressLines(),
+        )
         note_unreadable(log)
         topic = log.plan.topic(log.plan.scores_entity(topic_name))
     if output == "json":
         print_json({"topic": topic, **asdict(result)})
     else:
         print_comparison(result, topic=topic)
-    return CHECK_FOUND if fail_below is not None and (result.pearson is None or result.pearson < fail_below) else 0
+    return (
+        CHECK_FOUND
+        if fail_below is not None and (result.pearson is None or result.pearson < fail_below)
+        else 0
+    )
 
 
-def settings_for(run: RewardConfig, function: str, given: list[str], *, workers: int | None) -> RewardConfig:
+def settings_for(
+    run: RewardConfig, function: str, given: list[str], *, workers: int | None
+) -> RewardConfig:
     """Return the run's limits with another function, or with its own and its options changed.
 
     Raises:
-        ConfigError: What was given is not NAME=VALUE, or holds a secret or sends one where it may not.
+        ConfigError: What was given is not NAME=VALUE, or holds a secret or sends one where it may
+            not.
     """
     from pydantic import ValidationError
 
@@ -85,14 +100,24 @@ def settings_for(run: RewardConfig, function: str, given: list[str], *, workers:
 
     if wrong := [text for text in given if not text.partition("=")[0] or "=" not in text]:
         raise ConfigError(f"--option must be NAME=VALUE, got {wrong[0]!r}")
-    options = {name: read_value(value) for name, _, value in (text.partition("=") for text in given)}
+    options = {
+        name: read_value(value) for name, _, value in (text.partition("=") for text in given)
+    }
     is_same = function == run.function
-    changes = {"function": function, "options": (run.options if is_same else {}) | options, "processes": workers or run.processes}
+    changes = {
+        "function": function,
+        "options": (run.options if is_same else {}) | options,
+        "processes": workers or run.processes,
+    }
     refuse_logins({"reward": {"options": options}})
     try:
-        return RewardConfig.model_validate(dict(run) | changes | ({} if is_same else {"weights": {}, "routes": {}}))
+        return RewardConfig.model_validate(
+            dict(run) | changes | ({} if is_same else {"weights": {}, "routes": {}})
+        )
     except ValidationError as error:
-        raise ConfigError(f"reward: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(
+            f"reward: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
+        ) from None
 
 
 class ProgressLines:
@@ -106,20 +131,29 @@ class ProgressLines:
         is_done = progress.num_partitions_done == progress.num_partitions
         if is_done or time.monotonic() - self._shown_at >= LINE_SECONDS:
             self._shown_at = time.monotonic()
-            counts = f"{progress.num_scored} samples scored, {progress.num_failed} of them failed, {progress.num_scored_before} were scored before"
-            print(f"{counts}; partition {progress.num_partitions_done} of {progress.num_partitions}", file=sys.stderr)
+            counts = (
+                f"{progress.num_scored} samples scored, {progress.num_failed} of them failed, "
+                f"{progress.num_scored_before} were scored before"
+            )
+            print(
+                f"{counts}; partition {progress.num_partitions_done} of {progress.num_partitions}",
+                file=sys.stderr,
+            )
 
 
 def print_comparison(result: Comparison, *, topic: str) -> None:
     """Print what came out."""
-    from relax_events.cli.looking import excerpt, figure
     from relax_events.cli.output import print_pairs, print_table
+    from relax_events.cli.run_reader import excerpt, figure
 
     print_pairs(
         {
             "topic": topic,
             "samples": f"{result.num_samples}, {result.num_compared} of them compared",
-            "failed": f"{figure(result.original_failed_ratio)} of the original, {figure(result.new_failed_ratio)} of the new",
+            "failed": (
+                f"{figure(result.original_failed_ratio)} of the original, "
+                f"{figure(result.new_failed_ratio)} of the new"
+            ),
             "mean reward": f"{figure(result.original_mean)} original, {figure(result.new_mean)} new",
             "mean absolute difference": figure(result.mean_absolute_difference),
             "correlation": f"{figure(result.pearson)} Pearson, {figure(result.spearman)} Spearman",
@@ -132,6 +166,13 @@ def print_comparison(result: Comparison, *, topic: str) -> None:
     if result.extremes:
         print("\nwhere they differ most")
         rows = [
-            [pair.sample_id, pair.policy_version, figure(pair.original), figure(pair.new), excerpt(pair.completion, 80)] for pair in result.extremes
+            [
+                pair.sample_id,
+                pair.policy_version,
+                figure(pair.original),
+                figure(pair.new),
+                excerpt(pair.completion, 80),
+            ]
+            for pair in result.extremes
         ]
         print_table(["sample", "version", "original", "new", "completion"], rows)

@@ -12,14 +12,20 @@ from cyclopts import App
 
 if TYPE_CHECKING:
     from relax_events.config import RewardConfig, RunConfig
-    from relax_events.control.run_log import RunLog
-    from relax_events.rewards.differences import DifferenceCounts, Differences
+    from relax_events.history.run_log import RunLog
+    from relax_events.rewards.comparison import DifferenceCounts, Differences
     from relax_events.rewards.trial import TriedCompletion
 
 LINE_SECONDS = 5.0
 Output = Literal["table", "json"]
 CHECK_FOUND = 6
-app = App(name="rewards", help="Look at the reward functions that are installed, or at one of your own, and try them.\n\nExample: relax rewards list")
+app = App(
+    name="rewards",
+    help=(
+        "Look at the reward functions that are installed, or at one of your own, and try "
+        "them.\n\nExample: relax rewards list"
+    ),
+)
 
 
 @app.command(name="list")
@@ -32,14 +38,17 @@ def list_rewards(*, output: Output = "table") -> None:
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_table
-    from relax_events.rewards.describing import describe_reward
-    from relax_events.rewards.hub import reward_names
+    from relax_events.rewards.registry import describe_reward, reward_names
 
     found = [describe_reward(name) for name in reward_names()]
     if output == "json":
-        print_json([{"name": one.name, "scores": one.scores, "summary": one.summary} for one in found])
+        print_json(
+            [{"name": one.name, "scores": one.scores, "summary": one.summary} for one in found]
+        )
     else:
-        print_table(["reward", "scores", "what"], [[one.name, one.scores, one.summary] for one in found])
+        print_table(
+            ["reward", "scores", "what"], [[one.name, one.scores, one.summary] for one in found]
+        )
 
 
 @app.command
@@ -57,7 +66,7 @@ def show(name: str, *, output: Output = "table") -> None:
     from dataclasses import asdict
 
     from relax_events.cli.output import print_json, print_table
-    from relax_events.rewards.describing import describe_reward
+    from relax_events.rewards.registry import describe_reward
 
     found = describe_reward(name)
     if output == "json":
@@ -72,7 +81,10 @@ def show(name: str, *, output: Output = "table") -> None:
         print_table(["key", "what"], [list(pair) for pair in found.metadata.items()])
     if found.options:
         print("\nOptions, for [reward.options]")
-        rows = [[option.name, option.kind, "required" if option.is_required else repr(option.default)] for option in found.options]
+        rows = [
+            [option.name, option.kind, "required" if option.is_required else repr(option.default)]
+            for option in found.options
+        ]
         print_table(["option", "type", "default"], rows)
     if found.source:
         print(f"\nSource: {found.source}")
@@ -90,7 +102,8 @@ def score(
     option: list[str] | None = None,
     output: Output = "table",
 ) -> int:
-    """Score completions as a run would, and show the answer that was found in each and why it is right or wrong.
+    """Score completions as a run would, and show the answer that was found in each and why it is
+    right or wrong.
 
     Example: relax rewards score math --completion Answer:100 --answer 100
 
@@ -151,12 +164,13 @@ def compare(
     directory: Path = Path(".relax"),
     output: Output = "table",
 ) -> None:
-    """Score the samples of a run by two reward functions, count where they differ, and show examples with what each has read in them.
+    """Score the samples of a run by two reward functions, count where they differ, and show
+    examples with what each has read in them.
 
     Example: relax rewards compare math gsm8k --run quickstart
 
-    Nothing is written; `relax rescore` keeps scores. The limits of `[reward]` are those of the run file, where the run is named by its id the
-    defaults; the run's own function has its options.
+    Nothing is written; `relax rescore` keeps scores. The limits of `[reward]` are those of the run
+    file, where the run is named by its id the defaults; the run's own function has its options.
 
     Args:
         first: An installed reward, or path/to/file.py:function.
@@ -166,9 +180,11 @@ def compare(
         first_option: A setting of the first function, NAME=VALUE; may be given several times.
         second_option: A setting of the second function.
         version: Only samples of these policy versions: 3, 3..7, 3.. or ..7.
-        threshold: Rewards from here on count as good, and only good and bad differ; without it the rewards themselves are compared.
+        threshold: Rewards from here on count as good, and only good and bad differ; without it the
+            rewards themselves are compared.
         limit: So many examples, evenly drawn from all.
-        trust_source: Don't ask about what the options of the run's own function name, where only the run's log says them.
+        trust_source: Don't ask about what the options of the run's own function name, where only
+            the run's log says them.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
         directory: Where the embedded broker is, unless one of the other two says where to look.
@@ -176,14 +192,14 @@ def compare(
     """
     from dataclasses import asdict
 
-    from relax_events.cli.looking import note_unreadable
     from relax_events.cli.output import print_json
     from relax_events.cli.rescore import settings_for
+    from relax_events.cli.run_reader import note_unreadable
     from relax_events.config import RewardConfig
-    from relax_events.control.samples.filter import parse_bounds
-    from relax_events.control.samples.reading import generated_samples
     from relax_events.errors import ConfigError
-    from relax_events.rewards.differences import compare_rewards
+    from relax_events.history.samples.filter import parse_bounds
+    from relax_events.history.samples.reader import generated_samples
+    from relax_events.rewards.comparison import compare_rewards
     from relax_events.rewards.scoring import reward_item
     from relax_events.rewards.trial import read_items
 
@@ -203,12 +219,29 @@ def compare(
     if jsonl is not None:
         if version:
             raise ConfigError("--version is of samples of a run; leave it out with --jsonl")
-        found = compare_rewards(*sides(RewardConfig()), read_items(jsonl), threshold=threshold, limit=limit, report=report)
+        found = compare_rewards(
+            *sides(RewardConfig()),
+            read_items(jsonl),
+            threshold=threshold,
+            limit=limit,
+            report=report,
+        )
     else:
-        with _opened(run, config=config, bootstrap_servers=bootstrap_servers, directory=directory) as log:
-            section = _section_of(log.config, run, (first, second), config=config, directory=directory, trusts=trust_source)
+        with _opened(
+            run, config=config, bootstrap_servers=bootstrap_servers, directory=directory
+        ) as log:
+            section = _section_of(
+                log.config,
+                run,
+                (first, second),
+                config=config,
+                directory=directory,
+                trusts=trust_source,
+            )
             items = (reward_item(sample) for sample in generated_samples(log, versions))
-            found = compare_rewards(*sides(section), items, threshold=threshold, limit=limit, report=report)
+            found = compare_rewards(
+                *sides(section), items, threshold=threshold, limit=limit, report=report
+            )
             note_unreadable(log)
     if output == "json":
         print_json(asdict(found))
@@ -217,39 +250,58 @@ def compare(
 
 
 @contextmanager
-def _opened(run: str, *, config: Path | None, bootstrap_servers: str, directory: Path) -> Iterator[RunLog]:
+def _opened(
+    run: str, *, config: Path | None, bootstrap_servers: str, directory: Path
+) -> Iterator[RunLog]:
     """Open the log of a run that is named by its run file or by its id."""
-    from relax_events.cli.looking import is_run_file, open_run, open_run_log
-    from relax_events.control.run_log import RunLog
+    from relax_events.cli.run_reader import is_run_file, open_run, open_run_log
+    from relax_events.history.run_log import RunLog
 
     if is_run_file(run):
         with open_run_log(Path(run), (), name="rewards") as log:
             yield log
         return
-    named = open_run(run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="rewards")
+    named = open_run(
+        run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="rewards"
+    )
     with named as settings, RunLog(settings, name="rewards") as log:
         yield log
 
 
-def _section_of(settings: RunConfig, run: str, names: tuple[str, str], *, config: Path | None, directory: Path, trusts: bool) -> RewardConfig:
-    """Return the reward section that holds: of one's own run file, or of the log where one of the functions is the run's own and nobody objects.
+def _section_of(
+    settings: RunConfig,
+    run: str,
+    names: tuple[str, str],
+    *,
+    config: Path | None,
+    directory: Path,
+    trusts: bool,
+) -> RewardConfig:
+    """Return the reward section that holds: of one's own run file, or of the log where one of the
+    functions is the run's own and nobody objects.
 
     Raises:
         NotTrusted: The log's section names what nobody here has agreed to.
     """
     from functools import partial
 
-    from relax_events.cli.consent import accept_source
-    from relax_events.cli.looking import is_run_file
+    from relax_events.cli.output import accept_source
+    from relax_events.cli.run_reader import is_run_file
     from relax_events.config import RewardConfig, load_run_config
-    from relax_events.control.runs.taking_over import own_run_files, reward_of
+    from relax_events.history.runs.inherited_code import own_run_files, reward_of
 
     if is_run_file(run) and not settings.is_replay:
         return settings.reward
-    if is_run_file(run) or settings.reward.function not in names:  # the run file of a replay says what the log of its source says
+    if (
+        is_run_file(run) or settings.reward.function not in names
+    ):  # the run file of a replay says what the log of its source says
         return RewardConfig()
     named = load_run_config(config) if config is not None else None
-    return reward_of(settings, own=own_run_files(directory, run, named=named), accept=partial(accept_source, trusts=trusts))
+    return reward_of(
+        settings,
+        own=own_run_files(directory, run, named=named),
+        accept=partial(accept_source, trusts=trusts),
+    )
 
 
 class CountLines:
@@ -264,13 +316,16 @@ class CountLines:
 
         if time.monotonic() - self._shown_at >= LINE_SECONDS:
             self._shown_at = time.monotonic()
-            print(f"{counts.num_samples} samples compared, {counts.num_differ} differ", file=sys.stderr)
+            print(
+                f"{counts.num_samples} samples compared, {counts.num_differ} differ",
+                file=sys.stderr,
+            )
 
 
 def print_differences(found: Differences) -> None:
     """Print the counts, and each example with what both functions have read in it."""
-    from relax_events.cli.looking import excerpt
     from relax_events.cli.output import print_pairs
+    from relax_events.cli.run_reader import excerpt
     from relax_events.printable import printable
 
     counts = found.counts
@@ -281,23 +336,43 @@ def print_differences(found: Differences) -> None:
             "second": found.second,
             "samples": counts.num_samples,
             "agree": counts.num_agree,
-            "differ": f"{counts.num_differ}{rule}; first higher {counts.num_first_higher}, second higher {counts.num_second_higher}",
-            "failed": f"{counts.num_first_failed} of the first, {counts.num_second_failed} of the second, {counts.num_both_failed} of both",
+            "differ": (
+                f"{counts.num_differ}{rule}; first higher {counts.num_first_higher}, second "
+                f"higher {counts.num_second_higher}"
+            ),
+            "failed": (
+                f"{counts.num_first_failed} of the first, {counts.num_second_failed} of the "
+                f"second, {counts.num_both_failed} of both"
+            ),
         }
     )
     for example in found.examples:
         print(f"\nsample {excerpt(example.sample_id, 200)}")
-        print_pairs({"reference": excerpt(example.answer, 200), "completion ends": excerpt(example.completion_end[-120:], 200)}, indent=2)
-        print_pairs({"first": printable(_told(example.first)), "second": printable(_told(example.second))}, indent=2)
+        print_pairs(
+            {
+                "reference": excerpt(example.answer, 200),
+                "completion ends": excerpt(example.completion_end[-120:], 200),
+            },
+            indent=2,
+        )
+        print_pairs(
+            {"first": printable(_told(example.first)), "second": printable(_told(example.second))},
+            indent=2,
+        )
 
 
 def _told(one: TriedCompletion) -> str:
     """Say on one line what a function gave, and what it has read."""
-    from relax_events.cli.looking import excerpt
+    from relax_events.cli.run_reader import excerpt
 
     if one.reward is None:
         return f"failed: {excerpt(one.error or '', 200)}"
-    parts = [f"{one.reward:g}", excerpt(one.answer or "", 80), one.place or "", excerpt(one.why or "", 200)]
+    parts = [
+        f"{one.reward:g}",
+        excerpt(one.answer or "", 80),
+        one.place or "",
+        excerpt(one.why or "", 200),
+    ]
     return ": ".join(part for part in parts if part)
 
 
@@ -305,14 +380,21 @@ def print_tried(one: TriedCompletion) -> None:
     """Print what there is to say about one completion."""
     from relax_events.cli.output import print_pairs
 
-    said = {"reward": one.reward, **one.components, "error": one.error, "answer": one.answer, "found": one.place, "why": one.why}
+    said = {
+        "reward": one.reward,
+        **one.components,
+        "error": one.error,
+        "answer": one.answer,
+        "found": one.place,
+        "why": one.why,
+    }
     print_pairs({key: value for key, value in said.items() if value is not None})
 
 
 def print_all_tried(tried: Sequence[TriedCompletion]) -> None:
     """Print a line for each completion."""
-    from relax_events.cli.looking import excerpt
     from relax_events.cli.output import print_table
+    from relax_events.cli.run_reader import excerpt
 
     rows = [
         [

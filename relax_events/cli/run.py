@@ -1,30 +1,49 @@
-"""`relax run`, `relax worker`, `relax doctor`: what a person, a container and a cautious person start with."""
+"""The role that `relax worker` is asked to run.
+
+`relax run`, `relax worker`, `relax doctor`: what a person, a container and a cautious person start
+with.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from relax_events.plugins import ROLES, find_plugin
+
+
+def load_role(name: str) -> Callable[..., None]:
+    """Return the function that runs a role.
+
+    Raises:
+        ConfigError: No role of that name is installed; the text lists those that are.
+    """
+    start: Callable[..., None] = find_plugin(ROLES, name, what=f"role {name!r}").load()
+    return start
+
 
 def run(config: Path, *overrides: str, accept_changes: bool = False) -> None:
-    """Run everything on this machine, show progress, and end by itself: exit code 0 means that the goal was reached.
+    """Run everything on this machine, show progress, and end by itself: exit code 0 means that the
+    goal was reached.
 
     Example: relax run configs/quickstart.toml run.seed=1
 
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
-        accept_changes: Resume also with changes of the run file that change what is trained from here on.
+        accept_changes: Resume also with changes of the run file that change what is trained from
+            here on.
     """
     import sys
 
-    from relax_events.cli.consent import agreed
+    from relax_events.cli.output import agreed
     from relax_events.config import load_run_config
-    from relax_events.control.preparation import prepare_run
-    from relax_events.control.private_files import keep_private
-    from relax_events.control.report.closing import closing_line
-    from relax_events.control.resuming import ChangesNotAccepted
-    from relax_events.control.run import RunSession
+    from relax_events.launcher.preparation import prepare_run
+    from relax_events.launcher.run import RunSession
+    from relax_events.reports.run_report import closing_line
+    from relax_events.runtime.private_files import keep_private
+    from relax_events.session.resume import ChangesNotAccepted
 
     settings = load_run_config(config, overrides)
     keep_private(settings)
@@ -47,25 +66,31 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
     Example: relax worker rollout configs/quickstart.toml --index 1
 
     Args:
-        role: prompter, rollout, reward, judge, reference, actor-forward, critic, teacher, advantage, trainer, evaluator, controller or metrics.
+        role: prompter, rollout, reward, judge, reference, actor-forward, critic, teacher,
+            advantage, trainer, evaluator, controller or metrics.
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
-        index: Tells workers of one role apart; `host` takes one from the machine's name, for replicas that are started alike.
+        index: Tells workers of one role apart; `host` takes one from the machine's name, for
+            replicas that are started alike.
     """
-    from relax_events.cli.roles import load_role
     from relax_events.config import load_run_config
-    from relax_events.control.address import attached, open_admin
-    from relax_events.control.orphans import end_with_supervisor
-    from relax_events.control.private_files import keep_private
-    from relax_events.control.replicas import index_of_host
-    from relax_events.control.resuming import settled_worker
+    from relax_events.launcher.parent_watch import end_with_supervisor, index_of_host
+    from relax_events.runtime.private_files import keep_private
+    from relax_events.session.broker_address import attached, open_admin
+    from relax_events.session.resume import settled_worker
 
     settings = load_run_config(config, overrides)
     start, number = load_role(role), index_of_host() if index == "host" else index
     keep_private(settings)
     with attached(settings, by=f"relax worker {role}", principal=role, brings_up=False) as settings:
-        end_with_supervisor(drain_seconds=settings.workers.drain_seconds)  # only now: the last one that uses a broker stops it
-        open_admin(settings, name=f"{role}-{number}", timeout_seconds=settings.broker.request_timeout_seconds)  # it may still be starting
+        end_with_supervisor(
+            drain_seconds=settings.workers.drain_seconds
+        )  # only now: the last one that uses a broker stops it
+        open_admin(
+            settings,
+            name=f"{role}-{number}",
+            timeout_seconds=settings.broker.request_timeout_seconds,
+        )  # it may still be starting
         start(settled_worker(settings, role), index=number)
 
 
@@ -80,12 +105,18 @@ def doctor(config: Path, *overrides: str) -> int:
     """
     from relax_events.cli.output import print_table
     from relax_events.config import load_run_config
-    from relax_events.control.doctor import examine_with_defaults
+    from relax_events.launcher.doctor import examine_with_defaults
 
     findings, derived = examine_with_defaults(load_run_config(config, overrides))
     for finding in findings:
         print(f"{'ok ' if finding.is_good else 'NO '} {finding.what}: {finding.text}")
     if derived:
         print("\nthe run file leaves out, and the run takes:")
-        print_table(["key", "value", "why"], [[one.key, one.value, f"WARNING: {one.reason}" if one.is_warning else one.reason] for one in derived])
+        print_table(
+            ["key", "value", "why"],
+            [
+                [one.key, one.value, f"WARNING: {one.reason}" if one.is_warning else one.reason]
+                for one in derived
+            ],
+        )
     return 0 if all(finding.is_good for finding in findings) else 6

@@ -10,33 +10,39 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from relax_events.cli.consent import accept_source, agreed
+from relax_events.cli.output import accept_source, agreed
 
 if TYPE_CHECKING:
-    from relax_events.broker.connection import Connection
-    from relax_events.control.cluster import Cluster
-    from relax_events.control.runs.deletion import Deletion
-    from relax_events.control.runs.forking import SourceChoice
-    from relax_events.control.runs.reading import RunSummary
+    from relax_events.history.cluster import Cluster
+    from relax_events.history.runs.deletion import Deletion
+    from relax_events.history.runs.forking import SourceChoice
+    from relax_events.history.runs.listing import RunSummary
+    from relax_events.kafka.connection import Connection
 
-app = App(name="runs", help="Look back at the runs of a cluster, and train from them.\n\nExample: relax runs list")
+app = App(
+    name="runs",
+    help="Look back at the runs of a cluster, and train from them.\n\nExample: relax runs list",
+)
 Output = Literal["table", "json"]
 Config = Annotated[Path | None, Parameter(help="A run file whose broker is meant.")]
 Servers = Annotated[str, Parameter(help="The cluster that is meant, as host:port,host:port.")]
 Directory = Annotated[Path, Parameter(help="Where runs and the embedded broker keep their files.")]
 HOME = Path(".relax")
 STOP_MARGIN_SECONDS = 15.0
-"""How much longer than they may take to drain one waits for workers: the command has to reach them, their goodbye us."""
+"""How much longer than they may take to drain one waits for workers: the command has to reach them,
+their goodbye us."""
 
 
 def _cluster(config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
-    from relax_events.control.cluster import Cluster
+    from relax_events.history.cluster import Cluster
 
     return Cluster.named(config=config, bootstrap_servers=bootstrap_servers, directory=directory)
 
 
 @contextmanager
-def _connection(config: Path | None, bootstrap_servers: str, directory: Path) -> Iterator[Connection]:
+def _connection(
+    config: Path | None, bootstrap_servers: str, directory: Path
+) -> Iterator[Connection]:
     cluster = _cluster(config, bootstrap_servers, directory)
     with cluster.running(by="relax runs"):
         yield cluster.connection(name="runs")
@@ -44,9 +50,16 @@ def _connection(config: Path | None, bootstrap_servers: str, directory: Path) ->
 
 @app.command(name="list")
 def list_runs(
-    run_file: Path | None = None, /, *, config: Config = None, bootstrap_servers: Servers = "", directory: Directory = HOME, output: Output = "table"
+    run_file: Path | None = None,
+    /,
+    *,
+    config: Config = None,
+    bootstrap_servers: Servers = "",
+    directory: Directory = HOME,
+    output: Output = "table",
 ) -> None:
-    """Show the runs of a cluster: how far they came, whether they still go on, what they started from.
+    """Show the runs of a cluster: how far they came, whether they still go on, what they started
+    from.
 
     Example: relax runs list configs/quickstart.toml
 
@@ -58,7 +71,7 @@ def list_runs(
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_table
-    from relax_events.control.runs.reading import read_runs
+    from relax_events.history.runs.listing import read_runs
 
     with _connection(config or run_file, bootstrap_servers, directory) as connection:
         rows = [_row(run) for _, run in sorted(read_runs(connection).items())]
@@ -89,8 +102,16 @@ def _time(micros: int) -> str:
 
 
 @app.command
-def show(run_id: str, *, config: Config = None, bootstrap_servers: Servers = "", directory: Directory = HOME, output: Output = "table") -> None:
-    """Show what a run's log says: settings, outcomes, figures by step, and the versions from which it can be trained again.
+def show(
+    run_id: str,
+    *,
+    config: Config = None,
+    bootstrap_servers: Servers = "",
+    directory: Directory = HOME,
+    output: Output = "table",
+) -> None:
+    """Show what a run's log says: settings, outcomes, figures by step, and the versions from which
+    it can be trained again.
 
     Example: relax runs show quickstart
 
@@ -102,8 +123,8 @@ def show(run_id: str, *, config: Config = None, bootstrap_servers: Servers = "",
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_pairs, print_table
-    from relax_events.control.runs.details import details_tree, read_details
-    from relax_events.control.runs.reading import read_run
+    from relax_events.history.runs.details import details_tree, read_details
+    from relax_events.history.runs.listing import read_run
 
     with _connection(config, bootstrap_servers, directory) as connection:
         tree = details_tree(read_details(connection, read_run(connection, run_id)))
@@ -112,7 +133,12 @@ def show(run_id: str, *, config: Config = None, bootstrap_servers: Servers = "",
             return
         steps = tree.pop("steps")
         tree["run"] |= {"started_at": _time(tree["run"]["started_at"])}
-        print_pairs({part: {name: _joined(value) for name, value in values.items()} for part, values in tree.items()})
+        print_pairs(
+            {
+                part: {name: _joined(value) for name, value in values.items()}
+                for part, values in tree.items()
+            }
+        )
         if steps:
             columns = list(steps[-1])
             print_table(columns, [[_figure(step.get(name)) for name in columns] for step in steps])
@@ -122,19 +148,26 @@ def show(run_id: str, *, config: Config = None, bootstrap_servers: Servers = "",
 def stop(
     run: str,
     *,
-    timeout: Annotated[float, Parameter(help="Seconds to wait for the workers; by default as long as they may take to drain.")] = 0.0,
+    timeout: Annotated[
+        float,
+        Parameter(
+            help="Seconds to wait for the workers; by default as long as they may take to drain."
+        ),
+    ] = 0.0,
     config: Config = None,
     bootstrap_servers: Servers = "",
     directory: Directory = HOME,
     output: Output = "table",
 ) -> int:
-    """Ask all workers of a run to drain, wherever they run, and wait for it; exit code 6 when some do not in time. `relax run` resumes the run.
+    """Ask all workers of a run to drain, wherever they run, and wait for it; exit code 6 when some
+    do not in time. `relax run` resumes the run.
 
     Example: relax runs stop quickstart
 
     Args:
         run: Id of the run, or its run file.
-        timeout: How long to wait for the workers, in seconds; 0 stands for `workers.drain_seconds` and 15 s more.
+        timeout: How long to wait for the workers, in seconds; 0 stands for `workers.drain_seconds`
+            and 15 s more.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
         directory: Where the embedded broker is, unless one of the other options says where to look.
@@ -142,12 +175,17 @@ def stop(
     """
     from dataclasses import asdict
 
-    from relax_events.cli.looking import open_run
     from relax_events.cli.output import print_json
-    from relax_events.control.watching import stop_run
+    from relax_events.cli.run_reader import open_run
+    from relax_events.history.live_run import stop_run
 
-    with open_run(run, name="stop", config=config, bootstrap_servers=bootstrap_servers, directory=directory) as settings:
-        done = stop_run(settings, timeout_seconds=timeout or settings.workers.drain_seconds + STOP_MARGIN_SECONDS)
+    with open_run(
+        run, name="stop", config=config, bootstrap_servers=bootstrap_servers, directory=directory
+    ) as settings:
+        done = stop_run(
+            settings,
+            timeout_seconds=timeout or settings.workers.drain_seconds + STOP_MARGIN_SECONDS,
+        )
     if output == "json":
         print_json(asdict(done))
     else:
@@ -165,9 +203,14 @@ def _figure(value: float | None) -> str:
 
 @app.command
 def timeline(
-    config: Path, *overrides: str, out: Annotated[Path, Parameter(name=["--out", "-o"], help="The file to write.")] = Path("trace.json")
+    config: Path,
+    *overrides: str,
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="The file to write.")] = Path(
+        "trace.json"
+    ),
 ) -> None:
-    """Write a run's steps with their phases, versions, evaluations and commands as a trace that ui.perfetto.dev opens.
+    """Write a run's steps with their phases, versions, evaluations and commands as a trace that
+    ui.perfetto.dev opens.
 
     Example: relax runs timeline configs/quickstart.toml --out trace.json
 
@@ -178,8 +221,8 @@ def timeline(
     """
     import orjson
 
-    from relax_events.cli.looking import note_unreadable, open_run_log
-    from relax_events.control.runs.timeline import read_timeline, trace_text
+    from relax_events.cli.run_reader import note_unreadable, open_run_log
+    from relax_events.history.runs.timeline import read_timeline, trace_text
 
     with open_run_log(config, overrides, name="timeline") as log, out.open("w") as file:
         file.writelines(trace_text(orjson.dumps(entry).decode() for entry in read_timeline(log)))
@@ -199,7 +242,8 @@ def delete(
     yes: bool = False,
     output: Output = "table",
 ) -> int:
-    """Delete a run's topics, groups and objects, and nothing else; logs and reports in its directory stay.
+    """Delete a run's topics, groups and objects, and nothing else; logs and reports in its
+    directory stay.
 
     Example: relax runs delete quickstart --dry-run
 
@@ -213,8 +257,8 @@ def delete(
         yes: Don't ask.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.control.runs.deletion import delete_run, plan_deletion, refuse_deletion
-    from relax_events.control.runs.reading import read_run, read_runs
+    from relax_events.history.runs.deletion import delete_run, plan_deletion, refuse_deletion
+    from relax_events.history.runs.listing import read_run, read_runs
 
     cluster = _cluster(config, bootstrap_servers, directory)
     with cluster.running(by="relax runs"):
@@ -222,7 +266,9 @@ def delete(
         deletion = plan_deletion(connection, run_id, run_file=cluster.run_file)
         _show_deletion(deletion, output)
         if not force:
-            refuse_deletion(read_run(connection, run_id), read_runs(connection, with_progress=False).values())
+            refuse_deletion(
+                read_run(connection, run_id), read_runs(connection, with_progress=False).values()
+            )
         if dry_run:
             return 0
         if not agreed(f"delete all this of run {run_id}?", yes=yes):
@@ -239,7 +285,11 @@ def _show_deletion(deletion: Deletion, output: Output) -> None:
     rows = [
         *(["topic", name, f"{count} partitions"] for name, count in deletion.topics.items()),
         *(["group", name, ""] for name in deletion.groups),
-        *([["objects", deletion.store_uri, f"{len(deletion.objects)} objects"]] if deletion.objects else []),
+        *(
+            [["objects", deletion.store_uri, f"{len(deletion.objects)} objects"]]
+            if deletion.objects
+            else []
+        ),
     ]
     if output == "json":
         print_json([dict(zip(("kind", "name", "detail"), row, strict=True)) for row in rows])
@@ -264,7 +314,8 @@ def replay(
     bootstrap_servers: Servers = "",
     directory: Directory = HOME,
 ) -> int:
-    """Train again on the rollouts that a run's log holds, as they were or with other settings; nothing is generated.
+    """Train again on the rollouts that a run's log holds, as they were or with other settings;
+    nothing is generated.
 
     Example: relax runs replay quickstart quickstart-gspo algorithm.name=gspo
 
@@ -277,15 +328,31 @@ def replay(
         follow: Go on as the source goes on, and end after it: a second learner.
         scores: Rewards of a rescoring, by its name, in place of the recorded ones.
         verify: Compare every step with the recorded one, bit for bit; exit code 6 when one differs.
-        trust_source: Don't ask about code, programs, addresses and files that the source's log names and no run file here does.
+        trust_source: Don't ask about code, programs, addresses and files that the source's log
+            names and no run file here does.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where runs are kept, and the embedded broker unless one of the other two says where to look.
+        directory: Where runs are kept, and the embedded broker unless one of the other two says
+            where to look.
     """
-    from relax_events.control.runs.forking import SourceChoice
+    from relax_events.history.runs.forking import SourceChoice
 
-    choice = SourceChoice(source, "recorded", from_version=from_version, until_version=until_version, follow=follow, scores=scores)
-    return _train(_cluster(config, bootstrap_servers, directory), new, choice, overrides, verify=verify, trusts=trust_source)
+    choice = SourceChoice(
+        source,
+        "recorded",
+        from_version=from_version,
+        until_version=until_version,
+        follow=follow,
+        scores=scores,
+    )
+    return _train(
+        _cluster(config, bootstrap_servers, directory),
+        new,
+        choice,
+        overrides,
+        verify=verify,
+        trusts=trust_source,
+    )
 
 
 @app.command
@@ -300,7 +367,8 @@ def fork(
     bootstrap_servers: Servers = "",
     directory: Directory = HOME,
 ) -> int:
-    """Start a run of its own from another's weights, at the same place of the data, with other settings.
+    """Start a run of its own from another's weights, at the same place of the data, with other
+    settings.
 
     Example: relax runs fork quickstart quickstart-longer --at-version 30 trainer.learning_rate=1e-3
 
@@ -309,34 +377,57 @@ def fork(
         new: Id of the run that is made; the same command takes it up again.
         overrides: section.key=value, laid over the source's settings.
         at_version: The source's version to start from; -1 is its newest.
-        from_log: Train the recorded rollouts up to that version with the new settings instead: a replay, to be forked in turn.
-        trust_source: Don't ask about code, programs, addresses and files that the source's log names and no run file here does.
+        from_log: Train the recorded rollouts up to that version with the new settings instead: a
+            replay, to be forked in turn.
+        trust_source: Don't ask about code, programs, addresses and files that the source's log
+            names and no run file here does.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where runs are kept, and the embedded broker unless one of the other two says where to look.
+        directory: Where runs are kept, and the embedded broker unless one of the other two says
+            where to look.
     """
-    from relax_events.control.runs.forking import SourceChoice
+    from relax_events.history.runs.forking import SourceChoice
 
-    live, recorded = SourceChoice(source, "live", from_version=at_version), SourceChoice(source, "recorded", until_version=at_version)
-    return _train(_cluster(config, bootstrap_servers, directory), new, recorded if from_log else live, overrides, verify=False, trusts=trust_source)
+    live, recorded = (
+        SourceChoice(source, "live", from_version=at_version),
+        SourceChoice(source, "recorded", until_version=at_version),
+    )
+    return _train(
+        _cluster(config, bootstrap_servers, directory),
+        new,
+        recorded if from_log else live,
+        overrides,
+        verify=False,
+        trusts=trust_source,
+    )
 
 
-def _train(cluster: Cluster, new: str, choice: SourceChoice, overrides: tuple[str, ...], *, verify: bool, trusts: bool) -> int:
+def _train(
+    cluster: Cluster,
+    new: str,
+    choice: SourceChoice,
+    overrides: tuple[str, ...],
+    *,
+    verify: bool,
+    trusts: bool,
+) -> int:
     from functools import partial
 
-    from relax_events.control.cluster import Cluster
-    from relax_events.control.preparation import prepare_run
-    from relax_events.control.private_files import keep_private
-    from relax_events.control.report.closing import closing_line
-    from relax_events.control.run import RunSession
-    from relax_events.control.runs.forking import make_run_file, refuse_unverifiable
-    from relax_events.control.runs.verification import verify_replay
-    from relax_events.pipeline.source_run import SourceRun
+    from relax_events.history.cluster import Cluster
+    from relax_events.history.runs.forking import make_run_file, refuse_unverifiable
+    from relax_events.history.runs.verification import verify_replay
+    from relax_events.launcher.preparation import prepare_run
+    from relax_events.launcher.run import RunSession
+    from relax_events.reports.run_report import closing_line
+    from relax_events.runtime.parent_run import SourceRun
+    from relax_events.runtime.private_files import keep_private
 
     with cluster.running(by="relax runs"):
         connection = cluster.connection(name="runs")
         source = SourceRun.read(connection, choice.run)
-        settings = make_run_file(cluster, source, new, choice, overrides, accept=partial(accept_source, trusts=trusts))
+        settings = make_run_file(
+            cluster, source, new, choice, overrides, accept=partial(accept_source, trusts=trusts)
+        )
         if verify:
             refuse_unverifiable(source, settings)
         keep_private(settings)

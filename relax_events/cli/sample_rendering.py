@@ -1,25 +1,96 @@
-"""Samples as text."""
+"""The flags that say which samples are meant; commands share them.
+
+Samples as text.
+"""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_events.cli.looking import clock_time, excerpt, figure
 from relax_events.cli.output import print_table
+from relax_events.cli.run_reader import clock_time, excerpt, figure
 
 if TYPE_CHECKING:
-    from relax_events.control.samples.detail import SampleDetail, TokenRow
-    from relax_events.control.samples.view import SampleLine
+    from relax_events.history.samples.filter import SampleFilter
+
+
+@dataclass(frozen=True)
+class Which:
+    """Which samples; all that is given must hold.
+
+    Args:
+        version: Policy version that generated them: 3, 3..7, 3.. or ..7.
+        reward: Their reward: ..0.2 or 0.9.., both ends included.
+        group: One prompt group, such as 000012-0003-0.
+        sample: One sample, such as 000012-0003-0/5.
+        step: The train step that trained them.
+        worker: The rollout worker that generated them, such as rollout-1.
+        contains: Text in the prompt or the completion.
+    """
+
+    version: str = ""
+    reward: str = ""
+    group: str = ""
+    sample: str = ""
+    step: int | None = None
+    worker: str = ""
+    contains: str = ""
+
+    def as_filter(self) -> SampleFilter:
+        """Check the flags.
+
+        Raises:
+            ConfigError: One of them is unfit; the text names it.
+        """
+        from relax_events.history.samples.filter import SampleFilter, parse_bounds
+
+        return SampleFilter(
+            versions=parse_bounds(self.version, flag="--version"),
+            rewards=parse_bounds(self.reward, flag="--reward"),
+            prompt_group_id=self.group,
+            sample_id=self.sample,
+            train_step=self.step,
+            worker_id=self.worker,
+            contains=self.contains,
+        )
+
+    @property
+    def has_end(self) -> bool:
+        """Whether what is asked for lies in the past, so that waiting for more makes no sense."""
+        return bool(
+            self.group
+            or self.sample
+            or self.step is not None
+            or (self.version and not self.version.endswith(".."))
+        )
+
+
+if TYPE_CHECKING:
     from relax_events.events.parts import Array, ChatMessage, ContentPart
     from relax_events.events.types import SampleScored
+    from relax_events.history.samples.detail import SampleDetail, TokenRow
+    from relax_events.history.samples.view import SampleLine
 
-HEAD = f"{'sample':<17} {'version':>7}  {'outcome':<13} {'reward':>7} {'tokens':>6}  {'end':<6}  completion"
+HEAD = (
+    f"{'sample':<17} {'version':>7}  {'outcome':<13} {'reward':>7} {'tokens':>6}  {'end':<6}  "
+    "completion"
+)
 FIXED_WIDTH = len(HEAD) - len("completion")
-TOKEN_COLUMNS = ["place", "token", "text", "trained", "rollout", "actor", "reference", "teacher", "advantage"]
+TOKEN_COLUMNS = [
+    "place",
+    "token",
+    "text",
+    "trained",
+    "rollout",
+    "actor",
+    "reference",
+    "teacher",
+    "advantage",
+]
 
 
 def print_line(line: SampleLine, output: Literal["table", "json"], *, with_head: bool) -> None:
@@ -35,10 +106,19 @@ def print_line(line: SampleLine, output: Literal["table", "json"], *, with_head:
 
 
 def line_text(line: SampleLine, *, width: int) -> str:
-    """Return a sample on one line; `trained +1` was trained one version behind, `open +1` is one behind the newest version now."""
-    standing = f"{line.outcome} {line.staleness:+d}" if line.outcome in ("trained", "open") else line.outcome
+    """Return a sample on one line; `trained +1` was trained one version behind, `open +1` is one
+    behind the newest version now.
+    """
+    standing = (
+        f"{line.outcome} {line.staleness:+d}"
+        if line.outcome in ("trained", "open")
+        else line.outcome
+    )
     completion = excerpt(line.completion, max(width - FIXED_WIDTH, 20))
-    numbers = f"{line.policy_version:>7}  {standing:<13} {figure(line.reward):>7} {line.num_completion_tokens:>6}"
+    numbers = (
+        f"{line.policy_version:>7}  {standing:<13} {figure(line.reward):>7} "
+        f"{line.num_completion_tokens:>6}"
+    )
     return f"{line.sample_id:<17} {numbers}  {line.finish_reason:<6}  {completion}"
 
 
@@ -47,13 +127,18 @@ def print_sample(detail: SampleDetail) -> None:
     print("\n".join(sample_text(detail)))
     if detail.tokens:
         print()
-        print_table(TOKEN_COLUMNS, [token_cells(place, row) for place, row in enumerate(detail.tokens)])
+        print_table(
+            TOKEN_COLUMNS, [token_cells(place, row) for place, row in enumerate(detail.tokens)]
+        )
 
 
 def sample_text(detail: SampleDetail) -> Iterator[str]:
     """Give the lines of a sample."""
     sample, view = detail.view.sample, detail.view
-    yield f"sample {sample.sample_id} at {view.place}, generated {clock_time(sample.rolled_out_at)} by {sample.worker_id}"
+    yield (
+        f"sample {sample.sample_id} at {view.place}, generated "
+        f"{clock_time(sample.rolled_out_at)} by {sample.worker_id}"
+    )
     for message in (*sample.messages, *sample.turns[:-1]):
         yield from indented(message.role, message_text(message))
     yield from indented("completion", sample.completion)
@@ -65,10 +150,19 @@ def sample_text(detail: SampleDetail) -> Iterator[str]:
     for name, score in detail.other_scores.items():
         yield f"  {name:<9} {score_text(score)}"
     yield f"outcome     {outcome_text(detail)}"
-    segments = ", ".join(f"{segment.num_tokens} tokens of version {segment.policy_version}" for segment in sample.version_segments)
+    segments = ", ".join(
+        f"{segment.num_tokens} tokens of version {segment.policy_version}"
+        for segment in sample.version_segments
+    )
     yield f"versions    {segments}; owned by version {sample.policy_version}"
-    yield f"tokens      {sample.num_prompt_tokens} prompt, {view.num_completion_tokens} completion, ended by {sample.finish_reason.value}"
-    yield f"issued      for step {sample.train_step}, place {sample.group_index}, attempt {sample.attempt}; row {sample.row} of the prompt stream"
+    yield (
+        f"tokens      {sample.num_prompt_tokens} prompt, {view.num_completion_tokens} "
+        f"completion, ended by {sample.finish_reason.value}"
+    )
+    yield (
+        f"issued      for step {sample.train_step}, place {sample.group_index}, attempt "
+        f"{sample.attempt}; row {sample.row} of the prompt stream"
+    )
     if detail.num_generations > 1:
         yield f"generated   {detail.num_generations} times"
 
@@ -77,7 +171,10 @@ def score_text(score: SampleScored | None) -> str:
     """Say what a reward function gave."""
     if score is None:
         return "not scored"
-    origin = f"by {score.reward_name} (version {score.reward_digest[:12] or 'unknown'}) in {score.seconds:.3f} s"
+    origin = (
+        f"by {score.reward_name} (version {score.reward_digest[:12] or 'unknown'}) in "
+        f"{score.seconds:.3f} s"
+    )
     if score.reward is None:
         return f"failed {origin}: {score.error}"
     parts = [f"{name} {value:g}" for name, value in score.components.items()]
@@ -90,15 +187,24 @@ def score_text(score: SampleScored | None) -> str:
 
 
 def score_document(score: SampleScored) -> dict[str, Any]:
-    """Return a score for programs; rewards by turn and token that lie in the object store are left out."""
-    shown = {"turn_rewards": _numbers(score.turn_rewards), "token_rewards": _numbers(score.token_rewards)}
+    """Return a score for programs; rewards by turn and token that lie in the object store are left
+    out.
+    """
+    shown = {
+        "turn_rewards": _numbers(score.turn_rewards),
+        "token_rewards": _numbers(score.token_rewards),
+    }
     return asdict(replace(score, turn_rewards=None, token_rewards=None)) | shown
 
 
 def _numbers(array: Array | None) -> list[float] | None:
     from relax_events.events.parts import StoredArray
 
-    return None if array is None or isinstance(array, StoredArray) else [float(value) for value in array.tolist()]
+    return (
+        None
+        if array is None or isinstance(array, StoredArray)
+        else [float(value) for value in array.tolist()]
+    )
 
 
 def outcome_text(detail: SampleDetail) -> str:
@@ -106,7 +212,10 @@ def outcome_text(detail: SampleDetail) -> str:
     view, ended = detail.view, detail.view.ended
     if view.train_step is not None:
         behind = f"{view.staleness(detail.newest_version)} versions behind"
-        return f"trained in step {view.train_step}, {behind}; in version {view.train_step + 1} and later"
+        return (
+            f"trained in step {view.train_step}, {behind}; in version {view.train_step + 1} and "
+            "later"
+        )
     return f"{view.outcome}{f': {ended.reason}' if ended is not None and ended.reason else ''}"
 
 
@@ -126,7 +235,9 @@ def part_text(part: ContentPart) -> str:
 
 def indented(name: str, text: str) -> Iterator[str]:
     """Give a named text, its lines indented; what a terminal would obey is written out."""
-    shown = "".join(sign if sign.isprintable() or sign == "\n" else repr(sign)[1:-1] for sign in text)
+    shown = "".join(
+        sign if sign.isprintable() or sign == "\n" else repr(sign)[1:-1] for sign in text
+    )
     yield f"{name}:"
     yield textwrap.indent(shown, "    ") if shown else "    (empty)"
 
@@ -135,7 +246,13 @@ def token_cells(place: int, row: TokenRow) -> list[Any]:
     """Return a token as cells of a table."""
     logprobs = (row.rollout_logprob, row.actor_logprob, row.ref_logprob, row.teacher_logprob)
     numbers = (figure(value if row.is_trained else None, 4) for value in (*logprobs, row.advantage))
-    return [place, row.token, excerpt(row.text, 24) if row.text.strip() else repr(row.text), "yes" if row.is_trained else "", *numbers]
+    return [
+        place,
+        row.token,
+        excerpt(row.text, 24) if row.text.strip() else repr(row.text),
+        "yes" if row.is_trained else "",
+        *numbers,
+    ]
 
 
 def sample_document(detail: SampleDetail) -> dict[str, Any]:
@@ -143,13 +260,19 @@ def sample_document(detail: SampleDetail) -> dict[str, Any]:
     sample, view, ready = detail.view.sample, detail.view, detail.ready
     return {
         **asdict(view.line(detail.newest_version)),
-        "messages": [{"role": message.role, "content": message_text(message)} for message in sample.messages],
-        "turns": [{"role": message.role, "content": message_text(message)} for message in sample.turns],
+        "messages": [
+            {"role": message.role, "content": message_text(message)} for message in sample.messages
+        ],
+        "turns": [
+            {"role": message.role, "content": message_text(message)} for message in sample.turns
+        ],
         "answer": sample.answer,
         "metadata": sample.metadata,
         "row": sample.row,
         "score": score_document(view.score) if view.score else None,
-        "other_scores": {name: score_document(score) for name, score in detail.other_scores.items()},
+        "other_scores": {
+            name: score_document(score) for name, score in detail.other_scores.items()
+        },
         "ended": asdict(view.ended) if view.ended else None,
         "versions": [asdict(segment) for segment in sample.version_segments],
         "num_prompt_tokens": sample.num_prompt_tokens,

@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from relax_events.cli.sample_flags import Which
+from relax_events.cli.sample_rendering import Which
 
 if TYPE_CHECKING:
-    from relax_events.control.run_log import RunLog
-    from relax_events.control.samples.view import SampleLine, SampleView
+    from relax_events.history.run_log import RunLog
+    from relax_events.history.samples.view import SampleLine, SampleView
 
-app = App(name="samples", help="Look at the samples of a run.\n\nExample: relax samples tail configs/quickstart.toml --last 5 --no-follow")
+app = App(
+    name="samples",
+    help=(
+        "Look at the samples of a run.\n\nExample: relax samples tail configs/quickstart.toml "
+        "--last 5 --no-follow"
+    ),
+)
 Output = Literal["table", "json"]
 EVERYTHING = Which()
 
@@ -43,23 +49,30 @@ def tail(
         from_: Start with the oldest sample, or with those that are generated from now on.
         last: Start with so many of the newest samples that are there.
         limit: End after so many samples.
-        follow: Go on with what comes; by default unless the flags name a version, step, prompt group or sample of the past.
+        follow: Go on with what comes; by default unless the flags name a version, step, prompt
+            group or sample of the past.
         output: A line to read, or a JSON object a line for programs.
     """
-    from relax_events.cli.looking import note_unreadable, open_run_log, reader_may_leave
+    from relax_events.cli.run_reader import note_unreadable, open_run_log, reader_may_leave
     from relax_events.cli.sample_rendering import print_line
 
     goes_on = not which.has_end if follow is None else follow
     from_beginning = from_ == "beginning" or (not goes_on and not last)
     with open_run_log(config, overrides, name="samples") as log, reader_may_leave():
-        for number, line in enumerate(islice(_lines(log, which, from_beginning=from_beginning, last=last, follow=goes_on), limit)):
+        for number, line in enumerate(
+            islice(
+                _lines(log, which, from_beginning=from_beginning, last=last, follow=goes_on), limit
+            )
+        ):
             print_line(line, output, with_head=number == 0)
         note_unreadable(log)
 
 
-def _lines(log: RunLog, which: Which, *, from_beginning: bool, last: int, follow: bool) -> Iterator[SampleLine]:
-    from relax_events.control.samples.reading import history_lines, last_lines
-    from relax_events.control.samples.tail import follow_samples, live_starts
+def _lines(
+    log: RunLog, which: Which, *, from_beginning: bool, last: int, follow: bool
+) -> Iterator[SampleLine]:
+    from relax_events.history.samples.reader import history_lines, last_lines
+    from relax_events.history.samples.tail import follow_samples, live_starts
 
     wanted, starts = which.as_filter(), live_starts(log)
     if from_beginning:
@@ -71,7 +84,14 @@ def _lines(log: RunLog, which: Which, *, from_beginning: bool, last: int, follow
 
 
 @app.command
-def show(sample_id: str, config: Path, *overrides: str, tokens: bool = False, output: Output = "table", to: Path | None = None) -> None:
+def show(
+    sample_id: str,
+    config: Path,
+    *overrides: str,
+    tokens: bool = False,
+    output: Output = "table",
+    to: Path | None = None,
+) -> None:
     """Show a sample: the conversation, its reward, what became of it, and its tokens if asked for.
 
     Example: relax samples show 000000-0000-0/0 configs/quickstart.toml --tokens
@@ -84,10 +104,10 @@ def show(sample_id: str, config: Path, *overrides: str, tokens: bool = False, ou
         output: Text to read, or JSON for programs.
         to: Write an HTML page instead, which shows pictures and clips and plays sounds.
     """
-    from relax_events.cli.looking import note_unreadable, open_run_log
     from relax_events.cli.output import print_json
+    from relax_events.cli.run_reader import note_unreadable, open_run_log
     from relax_events.cli.sample_rendering import print_sample, sample_document
-    from relax_events.control.samples.detail import read_detail
+    from relax_events.history.samples.detail import read_detail
 
     with open_run_log(config, overrides, name="samples") as log:
         detail = read_detail(log, sample_id, with_tokens=tokens)
@@ -102,7 +122,7 @@ def show(sample_id: str, config: Path, *overrides: str, tokens: bool = False, ou
 
 
 def _write_page(log: RunLog, view: SampleView, path: Path) -> None:
-    from relax_events.control.samples.page import SamplePage
+    from relax_events.reports.sample_page import SamplePage
 
     with SamplePage(log, path) as page:
         page.add(view)
@@ -120,7 +140,8 @@ def export(
     last: int = 0,
     limit: int | None = None,
 ) -> None:
-    """Write samples into a .jsonl or .parquet file, with their media beside it, or into an .html page that shows them.
+    """Write samples into a .jsonl or .parquet file, with their media beside it, or into an .html
+    page that shows them.
 
     Example: relax samples export configs/quickstart.toml --to samples.jsonl --reward 0.9..
 
@@ -134,14 +155,17 @@ def export(
         last: Write only so many of the newest samples.
         limit: End after so many samples.
     """
-    from relax_events.cli.looking import note_unreadable, open_run_log, reader_may_leave
-    from relax_events.control.samples.export import open_export
-    from relax_events.control.samples.reading import last_samples, read_samples
+    from relax_events.cli.run_reader import note_unreadable, open_run_log, reader_may_leave
+    from relax_events.history.samples.reader import last_samples, read_samples
+    from relax_events.reports.sample_export import open_export
 
     wanted = which.as_filter()
     with open_run_log(config, overrides, name="samples") as log:
         views = last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
-        with reader_may_leave() if to is None else nullcontext(), open_export(log, to, media=media, tokens=tokens) as exported:
+        with (
+            reader_may_leave() if to is None else nullcontext(),
+            open_export(log, to, media=media, tokens=tokens) as exported,
+        ):
             for view in islice(views, limit):
                 exported.add(view)
         note_unreadable(log)

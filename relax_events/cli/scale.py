@@ -7,29 +7,53 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from relax_events.cli.consent import agreed
+from relax_events.cli.output import agreed
 
 if TYPE_CHECKING:
-    from relax_events.control.scaling.client import ScaleClient
+    from relax_events.controller.api_client import ScaleClient
 
-app = App(name="scale", help="Have workers come and go while a run goes on.\n\nExample: relax scale out configs/quickstart.toml --to 3")
+app = App(
+    name="scale",
+    help=(
+        "Have workers come and go while a run goes on.\n\nExample: relax scale out "
+        "configs/quickstart.toml --to 3"
+    ),
+)
 Output = Literal["table", "json"]
-Target = Annotated[int, Parameter(name=["--to", "-n"], help="Workers that there shall be in all; 0 where --engine-url says it.")]
-Urls = Annotated[tuple[str, ...], Parameter(name="--engine-url", help="An SGLang server, as http://host:port; may be given several times.")]
+Target = Annotated[
+    int,
+    Parameter(
+        name=["--to", "-n"],
+        help="Workers that there shall be in all; 0 where --engine-url says it.",
+    ),
+]
+Urls = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--engine-url",
+        help="An SGLang server, as http://host:port; may be given several times.",
+    ),
+]
 Api = Annotated[str, Parameter(help="Where the API is; by default what the run's folder says.")]
-TokenFile = Annotated[Path | None, Parameter(help="File that holds its token; by default the run's own.")]
+TokenFile = Annotated[
+    Path | None, Parameter(help="File that holds its token; by default the run's own.")
+]
 COLUMNS = ("request", "status", "model", "workers", "what", "made", "error")
 
 
-def _client(config: Path, overrides: tuple[str, ...], url: str, token_file: Path | None) -> ScaleClient:
-    from relax_events.broker.security.folder import read_secret
+def _client(
+    config: Path, overrides: tuple[str, ...], url: str, token_file: Path | None
+) -> ScaleClient:
     from relax_events.config import load_run_config
-    from relax_events.control.scaling.client import ScaleClient
-    from relax_events.control.scaling.place import ApiPlace
+    from relax_events.controller.api_client import ScaleClient
+    from relax_events.controller.api_endpoint import ApiPlace
+    from relax_events.kafka.security.folder import read_secret
 
     place = ApiPlace.of(load_run_config(config, overrides))
     address = url.rstrip("/") or place.url()
-    return ScaleClient(address, read_secret(token_file, key="--token-file") if token_file else place.token())
+    return ScaleClient(
+        address, read_secret(token_file, key="--token-file") if token_file else place.token()
+    )
 
 
 @app.command
@@ -46,7 +70,8 @@ def out(
     token_file: TokenFile = None,
     output: Output = "table",
 ) -> None:
-    """Have as many workers as asked for, or attach to SGLang servers; returns at once, and `relax scale status` shows what becomes of it.
+    """Have as many workers as asked for, or attach to SGLang servers; returns at once, and `relax
+    scale status` shows what becomes of it.
 
     Example: relax scale out configs/quickstart.toml --to 3
 
@@ -55,16 +80,26 @@ def out(
         overrides: section.key=value, laid over the run file.
         to: Workers that there shall be in all; 0 where --engine-url says it.
         engine_url: An SGLang server, as http://host:port; may be given several times.
-        model: `default` are the rollout workers; reward, judge, reference, actor-forward and teacher can be scaled as well.
-        timeout_seconds: How long they may take until they serve; by default scaling.timeout_seconds.
+        model: `default` are the rollout workers; reward, judge, reference, actor-forward and
+            teacher can be scaled as well.
+        timeout_seconds: How long they may take until they serve; by default
+            scaling.timeout_seconds.
         key: A call that is repeated with the same key makes no second request.
         dry_run: Say what would be done, and do nothing.
         url: Where the API is; by default what the run's folder says.
         token_file: File that holds its token; by default the run's own.
         output: A table to read, or JSON for programs.
     """
-    body = {"model_name": model, "num_replicas": to, "engine_urls": list(engine_url), "timeout_secs": timeout_seconds, "dry_run": dry_run}
-    _show_answer(_client(config, overrides, url, token_file).call("POST", "scale_out", body, key=key), output)
+    body = {
+        "model_name": model,
+        "num_replicas": to,
+        "engine_urls": list(engine_url),
+        "timeout_secs": timeout_seconds,
+        "dry_run": dry_run,
+    }
+    _show_answer(
+        _client(config, overrides, url, token_file).call("POST", "scale_out", body, key=key), output
+    )
 
 
 @app.command(name="in")
@@ -83,7 +118,8 @@ def scale_in(
     token_file: TokenFile = None,
     output: Output = "table",
 ) -> int:
-    """Have no more workers than asked for: the newest finish what they hold and go, those that the run started with stay.
+    """Have no more workers than asked for: the newest finish what they hold and go, those that the
+    run started with stay.
 
     Example: relax scale in configs/quickstart.toml --to 1 --dry-run
 
@@ -92,8 +128,10 @@ def scale_in(
         overrides: section.key=value, laid over the run file.
         to: Workers that there shall be in all; 0 where --engine-url says it.
         engine_url: An SGLang server to let go, as http://host:port; may be given several times.
-        model: `default` are the rollout workers; reward, judge, reference, actor-forward and teacher can be scaled as well.
-        timeout_seconds: How long they may take to finish; by default workers.drain_seconds, and no longer than that.
+        model: `default` are the rollout workers; reward, judge, reference, actor-forward and
+            teacher can be scaled as well.
+        timeout_seconds: How long they may take to finish; by default workers.drain_seconds, and no
+            longer than that.
         force: Don't wait for what they hold; others generate it again.
         key: A call that is repeated with the same key makes no second request.
         dry_run: Say who would go, and let nobody go.
@@ -103,7 +141,13 @@ def scale_in(
         output: A table to read, or JSON for programs.
     """
     client = _client(config, overrides, url, token_file)
-    body = {"model_name": model, "num_replicas": to, "engine_urls": list(engine_url), "timeout_secs": timeout_seconds, "force": force}
+    body = {
+        "model_name": model,
+        "num_replicas": to,
+        "engine_urls": list(engine_url),
+        "timeout_secs": timeout_seconds,
+        "force": force,
+    }
     rehearsed = client.call("POST", "scale_in", body | {"dry_run": True}, key=key)
     if dry_run or not rehearsed["selected_engines"]:
         _show_answer(rehearsed, output)
@@ -115,7 +159,13 @@ def scale_in(
 
 
 @app.command
-def status(config: Path, *overrides: str, url: Api = "", token_file: TokenFile = None, output: Output = "table") -> None:
+def status(
+    config: Path,
+    *overrides: str,
+    url: Api = "",
+    token_file: TokenFile = None,
+    output: Output = "table",
+) -> None:
     """Show a run's workers of the roles that can be scaled, and what was asked for.
 
     Example: relax scale status configs/quickstart.toml
@@ -131,15 +181,25 @@ def status(config: Path, *overrides: str, url: Api = "", token_file: TokenFile =
 
     client = _client(config, overrides, url, token_file)
     engines = client.call("GET", "engines")
-    requests = [request for route in ("scale_out", "scale_in") for request in client.call("GET", route)["requests"]]
+    requests = [
+        request
+        for route in ("scale_out", "scale_in")
+        for request in client.call("GET", route)["requests"]
+    ]
     requests.sort(key=lambda request: request["created_at"])
     if output == "json":
         print_json({"engines": engines, "requests": requests})
         return
-    rows = [(name, engine) for name, model in engines["models"].items() for group in model["engine_groups"] for engine in group["engines"]]
+    rows = [
+        (name, engine)
+        for name, model in engines["models"].items()
+        for group in model["engine_groups"]
+        for engine in group["engines"]
+    ]
     columns = ("engine_id", "status", "policy_version", "pid", "node_id", "url")
     print_table(
-        ("model", "worker", "state", "version", "pid", "host", "server"), [[name, *(_cell(engine[key]) for key in columns)] for name, engine in rows]
+        ("model", "worker", "state", "version", "pid", "host", "server"),
+        [[name, *(_cell(engine[key]) for key in columns)] for name, engine in rows],
     )
     if requests:
         print()
@@ -147,11 +207,22 @@ def status(config: Path, *overrides: str, url: Api = "", token_file: TokenFile =
 
 
 def _row(request: dict[str, Any]) -> list[str]:
-    from relax_events.cli.looking import clock_time, excerpt
+    from relax_events.cli.run_reader import clock_time, excerpt
 
     named = request["engine_ids"] or request["selected_engines"]
-    made, error = clock_time(int(request["created_at"] * 1e6)), excerpt(request["error_message"] or "-", 80)
-    return [request["request_id"], request["status"], request["model_name"], " ".join(named), request["kind"], made, error]
+    made, error = (
+        clock_time(int(request["created_at"] * 1e6)),
+        excerpt(request["error_message"] or "-", 80),
+    )
+    return [
+        request["request_id"],
+        request["status"],
+        request["model_name"],
+        " ".join(named),
+        request["kind"],
+        made,
+        error,
+    ]
 
 
 def _cell(value: Any) -> str:
@@ -159,7 +230,14 @@ def _cell(value: Any) -> str:
 
 
 @app.command
-def cancel(config: Path, request: str, *overrides: str, url: Api = "", token_file: TokenFile = None, output: Output = "table") -> None:
+def cancel(
+    config: Path,
+    request: str,
+    *overrides: str,
+    url: Api = "",
+    token_file: TokenFile = None,
+    output: Output = "table",
+) -> None:
     """Take a request for more workers back that is not over; whatever it has made goes.
 
     Example: relax scale cancel configs/quickstart.toml scale-out-0123456789ab
@@ -174,7 +252,12 @@ def cancel(config: Path, request: str, *overrides: str, url: Api = "", token_fil
     """
     from urllib.parse import quote
 
-    _show_answer(_client(config, overrides, url, token_file).call("POST", f"scale_out/{quote(request, safe='')}/cancel"), output)
+    _show_answer(
+        _client(config, overrides, url, token_file).call(
+            "POST", f"scale_out/{quote(request, safe='')}/cancel"
+        ),
+        output,
+    )
 
 
 def _show_answer(answer: dict[str, Any], output: Output) -> None:

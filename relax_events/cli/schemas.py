@@ -1,4 +1,6 @@
-"""`relax schemas`: the contract of the log, how it has changed, and whether old and new still read each other."""
+"""`relax schemas`: the contract of the log, how it has changed, and whether old and new still read
+each other.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,26 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import App
 
-from relax_events.cli.consent import agreed
+from relax_events.cli.output import agreed
 
 if TYPE_CHECKING:
     from relax_events.events.compatibility import Incompatibility
     from relax_events.events.schemas import Schema
 
-app = App(name="schemas", help="Show, compare, check and release the schemas of the log.\n\nExample: relax schemas check")
+app = App(
+    name="schemas",
+    help="Show, compare, check and release the schemas of the log.\n\nExample: relax schemas check",
+)
 Output = Literal["table", "json"]
 
 
 @app.command
-def check(config: Path | None = None, *overrides: str, directory: Path | None = None, output: Output = "table") -> int:
+def check(
+    config: Path | None = None,
+    *overrides: str,
+    directory: Path | None = None,
+    output: Output = "table",
+) -> int:
     """Prove that every release reads the current records and the reverse; exit code 6 when not.
 
     Example: relax schemas check configs/quickstart.toml
@@ -29,13 +39,13 @@ def check(config: Path | None = None, *overrides: str, directory: Path | None = 
         directory: Folder of .avsc files with their releases; by default the installed ones.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.control.schemas import check_releases, check_run, unreleased
+    from relax_events.ops.schema_check import check_releases, check_run, unreleased
 
     folder = _folder(directory)
     problems = check_releases(folder)
     if config is not None:
         from relax_events.config import load_run_config
-        from relax_events.control.address import attached
+        from relax_events.session.broker_address import attached
 
         with attached(load_run_config(config, overrides), by="relax schemas") as settings:
             problems += check_run(settings, folder)
@@ -44,7 +54,9 @@ def check(config: Path | None = None, *overrides: str, directory: Path | None = 
 
 
 @app.command
-def diff(old: str, new: str = "current", *, directory: Path | None = None, output: Output = "table") -> None:
+def diff(
+    old: str, new: str = "current", *, directory: Path | None = None, output: Output = "table"
+) -> None:
     """Show how the schemas of two releases differ.
 
     Example: relax schemas diff 0.1.0 current
@@ -62,13 +74,27 @@ def diff(old: str, new: str = "current", *, directory: Path | None = None, outpu
     folder = _folder(directory)
     found = changes(find_release(folder, old).schemas, find_release(folder, new).schemas)
     if output == "json":
-        print_json([{"schema": change.schema, "field": change.field, "change": change.what} for change in found])
+        print_json(
+            [
+                {"schema": change.schema, "field": change.field, "change": change.what}
+                for change in found
+            ]
+        )
     else:
-        print_table(["schema", "field", "change"], [[change.schema, change.field, change.what] for change in found])
+        print_table(
+            ["schema", "field", "change"],
+            [[change.schema, change.field, change.what] for change in found],
+        )
 
 
 @app.command
-def show(name: str = "", *, release: str = "current", directory: Path | None = None, output: Output = "table") -> None:
+def show(
+    name: str = "",
+    *,
+    release: str = "current",
+    directory: Path | None = None,
+    output: Output = "table",
+) -> None:
     """Show an event's fields, types, meaning and fingerprint; without a name, list the events.
 
     Example: relax schemas show SampleRolledOut
@@ -89,7 +115,9 @@ def show(name: str = "", *, release: str = "current", directory: Path | None = N
 
 
 @app.command(name="release")
-def add_release(version: str, *, directory: Path | None = None, dry_run: bool = False, yes: bool = False) -> int:
+def add_release(
+    version: str, *, directory: Path | None = None, dry_run: bool = False, yes: bool = False
+) -> int:
     """Keep the schemas as they stand as a release that all later ones must stay compatible with.
 
     Example: relax schemas release 1.0.0 --dry-run
@@ -102,12 +130,14 @@ def add_release(version: str, *, directory: Path | None = None, dry_run: bool = 
     """
     import sys
 
-    from relax_events.control.schemas import next_release
     from relax_events.events.releases import write_release
+    from relax_events.ops.schema_check import next_release
 
     folder = _folder(directory)
     release = next_release(folder, version)
-    print(f"{len(release.schemas)} events will be released as {version} in {folder}", file=sys.stderr)
+    print(
+        f"{len(release.schemas)} events will be released as {version} in {folder}", file=sys.stderr
+    )
     if dry_run:
         return 0
     if not agreed("write this release?", yes=yes):
@@ -128,7 +158,12 @@ def _show_problems(problems: list[Incompatibility], unreleased: list[str], outpu
     rows = [[problem.schema, problem.field, problem.what, problem.remedy] for problem in problems]
     columns = ["schema", "field", "what", "remedy"]
     if output == "json":
-        print_json({"problems": [dict(zip(columns, row, strict=True)) for row in rows], "unreleased": unreleased})
+        print_json(
+            {
+                "problems": [dict(zip(columns, row, strict=True)) for row in rows],
+                "unreleased": unreleased,
+            }
+        )
         return
     if rows:
         print_table(columns, rows)
@@ -143,21 +178,40 @@ def _show_event(schema: Schema, output: Output) -> None:
     from relax_events.events.fields import field_rows
     from relax_events.events.schemas import name_of, schema_fingerprint
 
-    facts: dict[str, Any] = {"name": name_of(schema), "doc": schema["doc"], "fingerprint": schema_fingerprint(schema).hex()}
+    facts: dict[str, Any] = {
+        "name": name_of(schema),
+        "doc": schema["doc"],
+        "fingerprint": schema_fingerprint(schema).hex(),
+    }
     rows = field_rows(schema)
     if output == "json":
-        fields = [{"field": row.path, "type": row.type, "logical_type": row.logical_type, "default": row.default, "doc": row.doc} for row in rows]
+        fields = [
+            {
+                "field": row.path,
+                "type": row.type,
+                "logical_type": row.logical_type,
+                "default": row.default,
+                "doc": row.doc,
+            }
+            for row in rows
+        ]
         print_json({**facts, "fields": fields, "schema": schema})
         return
     print_pairs(facts)
-    print_table(["field", "type", "default", "meaning"], [[row.path, row.logical_type or row.type, row.default or "", row.doc] for row in rows])
+    print_table(
+        ["field", "type", "default", "meaning"],
+        [[row.path, row.logical_type or row.type, row.default or "", row.doc] for row in rows],
+    )
 
 
 def _show_list(schemas: dict[str, Schema], output: Output) -> None:
     from relax_events.cli.output import print_json, print_table
     from relax_events.events.schemas import schema_fingerprint
 
-    rows = [[name, schema_fingerprint(schema).hex(), schema["doc"]] for name, schema in sorted(schemas.items())]
+    rows = [
+        [name, schema_fingerprint(schema).hex(), schema["doc"]]
+        for name, schema in sorted(schemas.items())
+    ]
     if output == "json":
         print_json([dict(zip(("name", "fingerprint", "doc"), row, strict=True)) for row in rows])
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from socket import socket
 
-    from relax_events.http_guard import App
+    from relax_events.http.guard import App
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_CONNECTIONS = 4096
@@ -33,7 +33,8 @@ def serve(
     token_file: Path | None = None,
     weights_root: Path | None = None,
 ) -> None:
-    """Serve a model by engine `transformers` behind SGLang's HTTP API and a part of OpenAI's, until Ctrl-C.
+    """Serve a model by engine `transformers` behind SGLang's HTTP API and a part of OpenAI's, until
+    Ctrl-C.
 
     Example: relax serve .relax/models/quickstart --port 30000
 
@@ -47,33 +48,54 @@ def serve(
         dtype: Of the weights.
         device: Where they go; `auto` takes a GPU where there is one.
         threads: CPU threads; 0 takes all processors that the process may use.
-        incremental_streaming_output: Let streamed events have what is new, as engine `sglang` needs it, not all so far.
-        enable_return_routed_experts: Tell who asks which experts each token went through, as `model.routing_replay` needs it.
+        incremental_streaming_output: Let streamed events have what is new, as engine `sglang` needs
+            it, not all so far.
+        enable_return_routed_experts: Tell who asks which experts each token went through, as
+            `model.routing_replay` needs it.
         token_file: Holds a token without which nobody is answered.
-        weights_root: Folder that weights may be loaded from. Without it any folder will do for those who bring the token, and none where
-            there is no token.
+        weights_root: Folder that weights may be loaded from. Without it any folder will do for
+            those who bring the token, and none where there is no token.
     """
-    from relax_events.broker.security.folder import read_secret
     from relax_events.errors import ConfigError, EnvironmentProblem
-    from relax_events.listening import missing_package, open_listener, url_of
-    from relax_events.models.mixtures import has_experts
+    from relax_events.http.listener import missing_package, open_listener, url_of
+    from relax_events.kafka.security.folder import read_secret
+    from relax_events.model_folder import has_experts
 
     if missing := missing_package():
-        raise EnvironmentProblem(f"relax serve needs {missing}, which is not installed; install relax-events[api]")
+        raise EnvironmentProblem(
+            f"relax serve needs {missing}, which is not installed; install relax-events[api]"
+        )
     token = read_secret(token_file, key="--token-file") if token_file else ""
     if not token and host not in LOOPBACK:
-        raise ConfigError(f"--host {host} lets other machines load weights from any folder here; give a --token-file, or listen on {LOOPBACK[0]}")
+        raise ConfigError(
+            f"--host {host} lets other machines load weights from any folder here; give a "
+            f"--token-file, or listen on {LOOPBACK[0]}"
+        )
     if enable_return_routed_experts and not has_experts(model):
-        raise ConfigError(f"the model in {model} is no mixture of experts; leave --enable-return-routed-experts out")
+        raise ConfigError(
+            f"the model in {model} is no mixture of experts; leave "
+            "--enable-return-routed-experts out"
+        )
     remedies = "give another --port, 0 for a free one", "give an address of this machine as --host"
     with open_listener(host, port, remedies=remedies, what="the model") as listener:
         listener.listen()
         from relax_events.config import EngineConfig, ModelConfig
-        from relax_events.engines.api.app import make_app  # only now, as it takes seconds: what is wrong so far is said at once
+        from relax_events.serving.app import (
+            make_app,  # only now, as it takes seconds: what is wrong so far is said at once
+        )
 
         app = make_app(
-            ModelConfig(path=model, dtype=dtype, device=device, routing_replay="rollout" if enable_return_routed_experts else "none"),
-            EngineConfig(max_context_tokens=max_context_tokens, max_running_samples=max_running_samples, threads=threads),
+            ModelConfig(
+                path=model,
+                dtype=dtype,
+                device=device,
+                routing_replay="rollout" if enable_return_routed_experts else "none",
+            ),
+            EngineConfig(
+                max_context_tokens=max_context_tokens,
+                max_running_samples=max_running_samples,
+                threads=threads,
+            ),
             model_name=served_model_name or model.resolve().name,
             is_incremental=incremental_streaming_output,
             host=host,
@@ -88,6 +110,10 @@ def _answer(app: App, listener: socket) -> None:
     """Answer until the process is told to end, and what is under way then."""
     import uvicorn
 
-    from relax_events.http_guard import server_settings
+    from relax_events.http.guard import server_settings
 
-    uvicorn.Server(server_settings(app, max_connections=MAX_CONNECTIONS, timeout_graceful_shutdown=DRAIN_SECONDS)).run(sockets=[listener])
+    uvicorn.Server(
+        server_settings(
+            app, max_connections=MAX_CONNECTIONS, timeout_graceful_shutdown=DRAIN_SECONDS
+        )
+    ).run(sockets=[listener])

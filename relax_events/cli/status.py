@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from relax_events.control.status import RunStatus
+    from relax_events.reports.status import RunStatus
 
 TURN_SECONDS = 0.5
 
@@ -21,7 +21,8 @@ def status(
     directory: Path = Path(".relax"),
     output: Literal["table", "json"] = "table",
 ) -> None:
-    """Show how a run stands: live on a terminal until it ends or Ctrl-C, else once. The run is not touched.
+    """Show how a run stands: live on a terminal until it ends or Ctrl-C, else once. The run is not
+    touched.
 
     Example: relax status quickstart --output json
 
@@ -33,11 +34,13 @@ def status(
         directory: Where the embedded broker is, unless one of the other options says where to look.
         output: A table to read, or JSON for programs, which is shown once.
     """
-    from relax_events.cli.looking import open_run, reader_may_leave
     from relax_events.cli.output import print_json
-    from relax_events.control.status import StatusReader
+    from relax_events.cli.run_reader import open_run, reader_may_leave
+    from relax_events.reports.status import StatusReader
 
-    opened = open_run(run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="status")
+    opened = open_run(
+        run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="status"
+    )
     with opened as settings, StatusReader(settings) as reader, reader_may_leave():
         if output == "json":
             print_json(reader.read().as_json())
@@ -50,14 +53,16 @@ def status(
 
 def _print(found: RunStatus, *, with_workers: bool = True) -> None:
     from relax_events.cli.output import print_table
-    from relax_events.control.progress.display import progress_line
+    from relax_events.reports.terminal import progress_line
 
     reason = f": {found.reason}" if found.reason else ""
     print(f"run {found.run_id} {found.standing}{reason}")
     if with_workers:
         print(progress_line(found.figures, found.workers))
         columns = ["worker", "state", "version", "processed", "in flight", "per s", "last beat"]
-        print_table(columns, [[_cell(value) for value in found.row(worker)] for worker in found.workers])
+        print_table(
+            columns, [[_cell(value) for value in found.row(worker)] for worker in found.workers]
+        )
 
 
 def _cell(value: str | float | None) -> str:

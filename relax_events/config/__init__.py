@@ -1,18 +1,27 @@
-"""What a run is: one TOML file, checked by pydantic, with flags and environment on top. Imports neither torch nor Kafka."""
+"""What a run is: one TOML file, checked by pydantic, with flags and environment on top. Imports
+neither torch nor Kafka.
+"""
 
 from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
 from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig, DatasetConfig, RowsConfig
+from relax_events.config.engine import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
 from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig, EvaluationDatasetConfig
-from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
 from relax_events.config.judge import JudgeConfig
 from relax_events.config.loading import load_run_config
 from relax_events.config.media import MediaConfig
 from relax_events.config.reward import ChosenReward, RewardConfig
+from relax_events.config.run_config import (
+    HealthConfig,
+    RunConfig,
+    RunSection,
+    SourceSection,
+    TelemetryConfig,
+    WorkersConfig,
+)
 from relax_events.config.scaling import AutoscalerConfig, ScalingConfig
-from relax_events.config.sections import HealthConfig, RunConfig, RunSection, SourceSection, TelemetryConfig, WorkersConfig
 from relax_events.config.teacher import TeacherConfig
 from relax_events.config.tracing import TracesConfig
 from relax_events.config.training import TrainerConfig, WarmStartConfig

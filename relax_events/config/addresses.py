@@ -1,4 +1,6 @@
-"""Keeps secrets out of addresses: what stands in a run file is written to the log, to reports and to every fork."""
+"""Keeps secrets out of addresses: what stands in a run file is written to the log, to reports and
+to every fork.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +17,52 @@ _LOGIN = re.compile(r"//(?:[^\s/?#]*@|[^\s/?#@\[]*:(?!\d*(?:[\s/?#]|$))\S*@)")
 _BARE_LOGIN = re.compile(r"^[^\s/?#,]+@|,[^\s/?#,]+@")
 """The same in `host:port` without a scheme."""
 _QUERY = re.compile(
-    r"://\S*[?&](?:api[_-]?key|access[_-]?token|auth|token|password|passwd|secret|sig|signature|x-amz-signature)=[^&#\s]", re.IGNORECASE
+    r"://\S*[?&](?:api[_-]?key|access[_-]?token|auth|token|password|passwd|secret|sig|signature|x-amz-signature)=[^&#\s]",
+    re.IGNORECASE,
 )
-_ADDRESS_KEY = re.compile(r"(?:url|uri|server|endpoint|address|host|registry|broker\.list)s?$", re.IGNORECASE)
+_ADDRESS_KEY = re.compile(
+    r"(?:url|uri|server|endpoint|address|host|registry|broker\.list)s?$", re.IGNORECASE
+)
 _TEXT_KEYS = frozenset({"system_prompt", "prompt_template", "template", "rubric"})
 """Texts for a model, which no program takes for an address."""
 _REMEDIES = {
-    "objects.": "credentials of a store are read from the environment, such as AWS_ACCESS_KEY_ID, or from the cloud's own files",
+    "objects.": (
+        "credentials of a store are read from the environment, such as AWS_ACCESS_KEY_ID, or "
+        "from the cloud's own files"
+    ),
     "broker.schema_registry": "name a file that holds user:password in broker.schema_registry_login_file",
     "broker.": "set broker.username, and name a file with its password in broker.password_file",
     "telemetry.traces.": "give it as a header by OTEL_EXPORTER_OTLP_HEADERS in the environment",
     "telemetry.": "give it in the environment, or in a file that the run file names",
     "reward.": "put a token into the environment and name its variable in options.token_variable",
 }
-_USUAL_REMEDY = "put the secret into a file or an environment variable that the service reads itself, and the bare address into the run file"
+_USUAL_REMEDY = (
+    "put the secret into a file or an environment variable that the service reads itself, and "
+    "the bare address into the run file"
+)
 
 
 def refuse_logins(tree: Mapping[str, Any]) -> None:
-    """Refuse an address with a login, or with a secret in its query, anywhere in a run file; nothing of its value is shown.
+    """Refuse an address with a login, or with a secret in its query, anywhere in a run file;
+    nothing of its value is shown.
 
     Raises:
         ConfigError: There is one; the text names its key and where the secret belongs.
     """
     for key, value in _strings(tree):
         if (what := secret_in(value, key=key)) is not None:
-            remedy = next((text for begin, text in _REMEDIES.items() if key.startswith(begin)), _USUAL_REMEDY)
-            raise ConfigError(f"{key} holds an address with {what}, which all who read the log or a report would see; {remedy}")
+            remedy = next(
+                (text for begin, text in _REMEDIES.items() if key.startswith(begin)), _USUAL_REMEDY
+            )
+            raise ConfigError(
+                f"{key} holds an address with {what}, which all who read the log or a report "
+                f"would see; {remedy}"
+            )
 
 
 def secret_in(value: str, *, key: str = "") -> str | None:
-    """Return what secret an address holds, `a login` or `a secret in its query`; None for any other text.
+    """Return what secret an address holds, `a login` or `a secret in its query`; None for any other
+    text.
 
     Args:
         value: Any text.
@@ -53,7 +71,9 @@ def secret_in(value: str, *, key: str = "") -> str | None:
     names = [name for name in key.split(".") if not name.isdigit()]
     if names and names[-1] in _TEXT_KEYS:
         return None
-    if _LOGIN.search(value) or (_ADDRESS_KEY.search(".".join(names)) and "://" not in value and _BARE_LOGIN.search(value)):
+    if _LOGIN.search(value) or (
+        _ADDRESS_KEY.search(".".join(names)) and "://" not in value and _BARE_LOGIN.search(value)
+    ):
         return "a login"
     return "a secret in its query" if _QUERY.search(value) else None
 
@@ -70,7 +90,9 @@ def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def is_in_clear(url: str) -> bool:
-    """Tell whether what is sent to an address can be read on the way: it is not encrypted, and leaves this machine."""
+    """Tell whether what is sent to an address can be read on the way: it is not encrypted, and
+    leaves this machine.
+    """
     parts = urlsplit(url)
     return parts.scheme.lower() not in ("https", "wss") and not is_loopback(parts.hostname or "")
 

@@ -8,9 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
-from relax_events.config.algorithm_spec import AlgorithmSpec, LearnsFrom, find_algorithm, is_from_log, is_path
+from relax_events.config.algorithm_spec import (
+    AlgorithmSpec,
+    LearnsFrom,
+    find_algorithm,
+    is_from_log,
+    is_path,
+)
 from relax_events.config.base import Section
-from relax_events.config.outside import Code, Names
+from relax_events.config.external_values import Code, Names
 from relax_events.errors import ConfigError
 
 NOT_SHARED = (
@@ -27,35 +33,45 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class AlgorithmConfig(Section):
-    """The policy-gradient objective. What is left out is as the algorithm's own paper has it, see [algorithms](algorithms.md); the defaults
-    below are grpo's. A setting that the algorithm does not use is refused, and null in what a run says of itself.
+    """The policy-gradient objective. What is left out is as the algorithm's own paper has it, see
+    [algorithms](algorithms.md); the defaults below are grpo's. A setting that the algorithm does
+    not use is refused, and null in what a run says of itself.
     """
 
     name: Code = "grpo"
-    """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms list` prints those that are installed."""
+    """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms list` prints those that are
+    installed."""
     normalise_std: bool | None = True
     """Divide centred rewards by the prompt group's standard deviation."""
     std_correction: Literal[0, 1] | None = None
-    """What is taken off the number of values in a standard deviation that is divided by: 1 for n - 1, 0 for n. Left out, it is 1 within a
-    prompt group and over a step's rewards, 0 over a step's tokens or samples."""
+    """What is taken off the number of values in a standard deviation that is divided by: 1 for n -
+    1, 0 for n. Left out, it is 1 within a prompt group and over a step's rewards, 0 over a step's
+    tokens or samples."""
     reward_weights: Annotated[dict[str, float], Names.NOTHING] | None = None
-    """Weight of each reward component, where they are normalised apart; empty takes all that there are, with weight 1."""
+    """Weight of each reward component, where they are normalised apart; empty takes all that there
+    are, with weight 1."""
     overlong_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of `engine.sampling.max_new_tokens` over which a completion's reward falls linearly; 0 for no such penalty."""
+    """Share of `engine.sampling.max_new_tokens` over which a completion's reward falls linearly; 0
+    for no such penalty."""
     overlong_penalty: NonNegative = 1.0
     """By how much the reward has fallen at `engine.sampling.max_new_tokens`."""
     truncated_samples: Literal["train", "mask", "leave_out"] = "train"
-    """Samples cut off by their length: train them as any other; give them no loss but count their reward in the prompt group's
-    statistics (`mask`); or neither (`leave_out`). A prompt group of such samples alone is then filtered."""
+    """Samples cut off by their length: train them as any other; give them no loss but count their
+    reward in the prompt group's statistics (`mask`); or neither (`leave_out`). A prompt group of
+    such samples alone is then filtered."""
     filter_uniform_rewards: bool = False
-    """Drop prompt groups whose rewards are all equal and issue others in their place (dynamic sampling)."""
+    """Drop prompt groups whose rewards are all equal and issue others in their place (dynamic
+    sampling)."""
     whiten_advantages: Literal["none", "tokens", "samples", "rewards"] = "none"
-    """Give a step's advantages mean 0 and deviation 1, over its loss tokens or over its samples; or divide them by the deviation of the
-    step's rewards, and centre nothing (`rewards`). The trainer then waits for the whole step before its first backward pass."""
+    """Give a step's advantages mean 0 and deviation 1, over its loss tokens or over its samples; or
+    divide them by the deviation of the step's rewards, and centre nothing (`rewards`). The trainer
+    then waits for the whole step before its first backward pass."""
     clip_low: Annotated[float, Field(ge=0, le=1)] | None = 0.2
-    """The probability ratio is clipped below at 1 - clip_low; with gmpo its logarithm at -clip_low."""
+    """The probability ratio is clipped below at 1 - clip_low; with gmpo its logarithm at
+    -clip_low."""
     clip_high: NonNegative | None = 0.2
-    """The probability ratio is clipped above at 1 + clip_high; with gmpo its logarithm at clip_high."""
+    """The probability ratio is clipped above at 1 + clip_high; with gmpo its logarithm at
+    clip_high."""
     dual_clip: NonNegative | None = 0.0
     """Bound, above 1, of the ratio by which a loss with negative advantage may grow; 0 for none."""
     gate_positive: Positive | None = None
@@ -63,93 +79,117 @@ class AlgorithmConfig(Section):
     gate_negative: Positive | None = None
     """Temperature of the soft gate where it is not."""
     trust_radius: Positive | None = None
-    """How far the policy may go from the one that drew a token before the token is left out: a difference of probabilities with dppo_tv,
-    nats with dppo_kl."""
+    """How far the policy may go from the one that drew a token before the token is left out: a
+    difference of probabilities with dppo_tv, nats with dppo_kl."""
     ratio_cap: Annotated[float, Field(ge=1)] | None = None
     """Largest weight that the ratio gives a token."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
     """By how much a reward counts less for each token that it lies ahead."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Between the critic's word alone (0) and the rewards to come alone (1); the critic role is needed where an algorithm has this."""
+    """Between the critic's word alone (0) and the rewards to come alone (1); the critic role is
+    needed where an algorithm has this."""
     critic_gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
     """The same for the returns that the critic learns; `gae_lambda` when left out. VAPO takes 1."""
     turn_gamma: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Above 0, advantages go from turn to turn first, a reward counting less by this for each turn that it lies ahead, and then from the end of
-    each turn over its own tokens, by `gamma` (bi-level GAE); 0 knows no turns. With `turn_rewards`."""
+    """Above 0, advantages go from turn to turn first, a reward counting less by this for each turn
+    that it lies ahead, and then from the end of each turn over its own tokens, by `gamma` (bi-level
+    GAE); 0 knows no turns. With `turn_rewards`."""
     length_adaptive_alpha: NonNegative | None = None
-    """Above 0, the policy's lambda is 1 - 1 / (length_adaptive_alpha * loss tokens of the sample) in place of `gae_lambda`; VAPO takes 0.05."""
+    """Above 0, the policy's lambda is 1 - 1 / (length_adaptive_alpha * loss tokens of the sample)
+    in place of `gae_lambda`; VAPO takes 0.05."""
     bootstrap_truncated: bool | None = None
-    """Where a sample was cut off by its length, take the critic's value at its last loss token for what would have come, in place of 0."""
+    """Where a sample was cut off by its length, take the critic's value at its last loss token for
+    what would have come, in place of 0."""
     beta: Positive | None = None
-    """How much a log-probability against the reference model's is worth as a reward; higher stays nearer to the reference."""
+    """How much a log-probability against the reference model's is worth as a reward; higher stays
+    nearer to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
     """Share of the pairs that are taken to be labelled the wrong way round."""
     length_normalised: bool | None = None
-    """Whether an answer's log-probability is the mean over its tokens, and not the sum: then long answers weigh no more than short ones."""
+    """Whether an answer's log-probability is the mean over its tokens, and not the sum: then long
+    answers weigh no more than short ones."""
     nll_coefficient: NonNegative | None = None
     """Weight of the chosen answer's negative log-likelihood beside the preference; 0 for none."""
     aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
-    """Mean over all tokens of the step; over tokens of a sample first and then over samples; or the sum over a sample's tokens divided
-    by `length_normaliser`, and then the mean over samples."""
+    """Mean over all tokens of the step; over tokens of a sample first and then over samples; or the
+    sum over a sample's tokens divided by `length_normaliser`, and then the mean over samples."""
     length_normaliser: Annotated[int, Field(ge=0)] = 0
     """Tokens by which `constant_length` divides; 0 takes `engine.sampling.max_new_tokens`."""
     kl_coefficient: NonNegative = 0.0
-    """Weight of the KL estimate against the reference model; above 0 the reference role is needed."""
+    """Weight of the KL estimate against the reference model; above 0 the reference role is
+    needed."""
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
-    """Schulman's estimators of KL(policy || reference); `low_variance` is k3 kept within -10 and 10."""
+    """Schulman's estimators of KL(policy || reference); `low_variance` is k3 kept within -10 and
+    10."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """Whether the KL estimate is a term of the loss, or taken off the reward."""
     kl_unbiased: bool = False
-    """Multiply the loss's KL estimate by the ratio of the policy to the one that drew the tokens, which makes its gradient unbiased."""
+    """Multiply the loss's KL estimate by the ratio of the policy to the one that drew the tokens,
+    which makes its gradient unbiased."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the bonus for the policy's entropy."""
     distill_coefficient: NonNegative = 0.0
-    """Weight of the divergence from the teacher; above 0 the teacher role is needed, and `teacher.model_path`."""
+    """Weight of the divergence from the teacher; above 0 the teacher role is needed, and
+    `teacher.model_path`."""
     distill_placement: Literal["loss", "advantage"] = "loss"
-    """Whether the divergence is a term of the loss, or its estimate at each drawn token is taken off that token's advantage."""
+    """Whether the divergence is a term of the loss, or its estimate at each drawn token is taken
+    off that token's advantage."""
     distill_tokens: Literal["sampled", "teacher_topk", "student_topk"] = "sampled"
-    """Tokens at which policy and teacher are compared: the drawn one; the teacher's most probable ones; or those of the policy when it
-    drew the sample."""
+    """Tokens at which policy and teacher are compared: the drawn one; the teacher's most probable
+    ones; or those of the policy when it drew the sample."""
     distill_top_k: Annotated[int, Field(ge=0)] = 0
     """How many most probable tokens; 0 for `sampled`."""
     distill_divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """KL(policy || teacher), KL(teacher || policy), or the Jensen-Shannon divergence of the two."""
     distill_mixture: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The teacher's share of the mixture that `jsd` compares both with. At the ends, where it vanishes, 0 is the forward and 1 the reverse KL."""
+    """The teacher's share of the mixture that `jsd` compares both with. At the ends, where it
+    vanishes, 0 is the forward and 1 the reverse KL."""
     distill_tail: Literal["tail", "renormalise", "truncate"] = "tail"
-    """What becomes of the probability outside the most probable tokens: one more bin, scaled away, or left out of the comparison."""
+    """What becomes of the probability outside the most probable tokens: one more bin, scaled away,
+    or left out of the comparison."""
     old_logprobs: Literal["rollout", "actor", "trainer"] = "rollout"
-    """Whose log-probabilities stand below the ratio: the engine's; the actor-forward role's; or those of the weights before the step, as
-    the trainer finds them itself: then the ratio is 1, and a correction takes over what engine and trainer differ by."""
+    """Whose log-probabilities stand below the ratio: the engine's; the actor-forward role's; or
+    those of the weights before the step, as
+    the trainer finds them itself: then the ratio is 1, and a correction takes over what engine and
+        trainer differ by."""
     correction: Literal["none", "decoupled", "tis", "icepop", "mask"] = "none"
-    """What is done with w, the ratio of the old policy to the engine's: multiply the policy loss by it (`decoupled`), by w kept within a
-    range (`tis`), by w where it lies in the range and else by 0 (`icepop`), or by 1 and 0 likewise (`mask`)."""
+    """What is done with w, the ratio of the old policy to the engine's: multiply the policy loss by
+    it (`decoupled`), by w kept within a range (`tis`), by w where it lies in the range and else by
+    0 (`icepop`), or by 1 and 0 likewise (`mask`)."""
     correction_level: Literal["token", "sequence", "sequence_mean"] = "token"
-    """Whether w is a token's, or one for the whole sample: the product over its tokens, or their geometric mean."""
+    """Whether w is a token's, or one for the whole sample: the product over its tokens, or their
+    geometric mean."""
     correction_low: NonNegative | None = None
     """Lower end of the range; 0 for tis, 0.5 for icepop and mask when left out."""
     correction_high: NonNegative | None = None
     """Upper end of the range; 2 for tis and mask, 5 for icepop when left out."""
     rejection: Literal["none", "k1", "k2", "k3"] = "none"
-    """Samples whose divergence of the old policy from the engine's is too large carry no policy gradient, whatever the correction makes of
+    """Samples whose divergence of the old policy from the engine's is too large carry no policy
+    gradient, whatever the correction makes of
     the others: Schulman's estimate at each token, put together by `rejection_over`."""
     rejection_over: Literal["mean", "sum", "max"] = "mean"
     """Whether the estimate is the mean, the sum or the largest over a sample's tokens."""
     rejection_low: Positive | None = None
     """With k1, a ratio: samples below it are left out; 1 / rejection_high when left out."""
     rejection_high: Positive | None = None
-    """Samples above it are left out: in nats with k2 and k3; with k1 it is a ratio, that of the product over the tokens (`sum`), or of their
-    geometric mean (`mean`)."""
+    """Samples above it are left out: in nats with k2 and k3; with k1 it is a ratio, that of the
+    product over the tokens (`sum`), or of their geometric mean (`mean`)."""
     veto_low: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Samples with a token whose w lies below this carry no policy gradient; 0 for no such bound."""
+    """Samples with a token whose w lies below this carry no policy gradient; 0 for no such
+    bound."""
     veto_high: NonNegative = 0.0
-    """Samples with a token whose w lies above this carry no policy gradient; 0 for no such bound."""
+    """Samples with a token whose w lies above this carry no policy gradient; 0 for no such
+    bound."""
     opsm_threshold: NonNegative = 0.0
-    """Samples with negative advantage that are so far, in nats a token, below what the engine gave them carry no gradient; 0 for none."""
+    """Samples with negative advantage that are so far, in nats a token, below what the engine gave
+    them carry no gradient; 0 for none."""
     m2_threshold: NonNegative = 0.0
-    """The tokens farthest from the engine's policy carry no gradient, until the mean square of the log-ratio over the step's others is
-    at most this; 0 for none, the paper takes 0.04. It takes a forward pass over the whole step before the first backward pass."""
-    options: Annotated[dict[str, float | int | bool | str], Names.OPTIONS] = Field(default_factory=dict)
+    """The tokens farthest from the engine's policy carry no gradient, until the mean square of the
+    log-ratio over the step's others is at most this; 0 for none, the paper takes 0.04. It takes a
+    forward pass over the whole step before the first backward pass."""
+    options: Annotated[dict[str, float | int | bool | str], Names.OPTIONS] = Field(
+        default_factory=dict
+    )
     """Settings that an algorithm of one's own declares."""
 
     _is_from_log: bool = PrivateAttr(default=False)
@@ -157,21 +197,37 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _take_own_defaults(cls, given: Any, info: ValidationInfo) -> Any:
-        """Lay what is given over the algorithm's own settings; what a run said of itself is whole and needs no file to be read."""
+        """Lay what is given over the algorithm's own settings; what a run said of itself is whole
+        and needs no file to be read.
+        """
         name = given.get("name", "grpo") if isinstance(given, Mapping) else None
-        if not isinstance(name, str) or is_from_log(name, info) or (cls.model_fields.keys() <= given.keys() and _file_is_missing(name)):
+        if (
+            not isinstance(name, str)
+            or is_from_log(name, info)
+            or (cls.model_fields.keys() <= given.keys() and _file_is_missing(name))
+        ):
             return given
         try:
             spec = find_algorithm(name)
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        if not isinstance(given.get("options"), Mapping | None) or not isinstance(given.get("correction", ""), str):
+        if not isinstance(given.get("options"), Mapping | None) or not isinstance(
+            given.get("correction", ""), str
+        ):
             return given  # of the wrong type, which is said of each key below
         unused = {key: None for key in NOT_SHARED if key not in spec.settings}
         _refuse_unknown(spec)
         _refuse_unused(spec, given, unused)
-        tree = unused | dict(spec.settings) | {key: value for key, value in given.items() if value is not None}
-        return tree | {"options": dict(spec.options) | dict(given.get("options") or {})} | _correction_range(tree)
+        tree = (
+            unused
+            | dict(spec.settings)
+            | {key: value for key, value in given.items() if value is not None}
+        )
+        return (
+            tree
+            | {"options": dict(spec.options) | dict(given.get("options") or {})}
+            | _correction_range(tree)
+        )
 
     @model_validator(mode="after")
     def _note_its_origin(self, info: ValidationInfo) -> AlgorithmConfig:
@@ -182,66 +238,137 @@ class AlgorithmConfig(Section):
     def _fits_together(self) -> AlgorithmConfig:
         if self.correction != "none" and self.old_logprobs == "rollout":
             rule = f"correction = {self.correction!r} weighs the old policy against the engine's"
-            raise ValueError(f"{rule}, but old_logprobs = 'rollout' makes them the same; set old_logprobs to actor or trainer")
-        if self.correction_low is not None and self.correction_high is not None and self.correction_low > self.correction_high:
-            raise ValueError(f"correction_low must be at most correction_high = {self.correction_high}, got {self.correction_low}")
+            raise ValueError(
+                f"{rule}, but old_logprobs = 'rollout' makes them the same; set old_logprobs "
+                "to actor or trainer"
+            )
+        if (
+            self.correction_low is not None
+            and self.correction_high is not None
+            and self.correction_low > self.correction_high
+        ):
+            raise ValueError(
+                f"correction_low must be at most correction_high = {self.correction_high}, "
+                f"got {self.correction_low}"
+            )
         self._check_rejection()
         if self.dual_clip is not None and 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip must be above 1, or 0 for none, got {self.dual_clip}; the paper takes 3")
+            raise ValueError(
+                f"dual_clip must be above 1, or 0 for none, got {self.dual_clip}; the paper takes 3"
+            )
         if self.critic_gae_lambda is not None and not self.needs_critic:
-            raise ValueError(f"critic_gae_lambda = {self.critic_gae_lambda} is not used by {self.name}, which has no critic; leave it out")
+            raise ValueError(
+                f"critic_gae_lambda = {self.critic_gae_lambda} is not used by {self.name}, "
+                "which has no critic; leave it out"
+            )
         if self.turn_gamma and self.length_adaptive_alpha:
-            raise ValueError(f"turn_gamma = {self.turn_gamma} has one lambda for all lengths, gae_lambda; leave length_adaptive_alpha out")
+            raise ValueError(
+                f"turn_gamma = {self.turn_gamma} has one lambda for all lengths, gae_lambda; "
+                "leave length_adaptive_alpha out"
+            )
         if self.needs_critic and self.has_distill_advantage:
-            rule = "distill_placement = 'advantage' would make the critic learn the teacher's judgement as if it were reward"
+            rule = (
+                "distill_placement = 'advantage' would make the critic learn the teacher's "
+                "judgement as if it were reward"
+            )
             raise ValueError(f"{rule}; set distill_placement = 'loss' with {self.name}")
-        if self.whiten_advantages == "rewards" and (self.overlong_ratio or self.has_reward_kl or self.has_distill_advantage):
-            rule = "whiten_advantages = 'rewards' takes the deviation of rewards as they were scored"
-            given = "overlong_ratio, KL in the reward and distill_placement = 'advantage' change advantages besides"
-            raise ValueError(f"{rule}, but {given}; set whiten_advantages = 'samples', or leave those out")
+        if self.whiten_advantages == "rewards" and (
+            self.overlong_ratio or self.has_reward_kl or self.has_distill_advantage
+        ):
+            rule = (
+                "whiten_advantages = 'rewards' takes the deviation of rewards as they were scored"
+            )
+            given = (
+                "overlong_ratio, KL in the reward and distill_placement = 'advantage' change "
+                "advantages besides"
+            )
+            raise ValueError(
+                f"{rule}, but {given}; set whiten_advantages = 'samples', or leave those out"
+            )
         if self.whiten_advantages == "rewards" and self.normalise_std:
-            rule = "whiten_advantages = 'rewards' divides by the step's deviation in place of the prompt group's"
+            rule = (
+                "whiten_advantages = 'rewards' divides by the step's deviation in place of the "
+                "prompt group's"
+            )
             raise ValueError(f"{rule}; set normalise_std = false beside it")
         if self.std_correction is not None and self._divides_by_no_deviation:
-            rule = f"std_correction = {self.std_correction} is not used where nothing is divided by a deviation"
-            raise ValueError(f"{rule}; set normalise_std or whiten_advantages, or leave std_correction out")
+            rule = (
+                f"std_correction = {self.std_correction} is not used where nothing is divided by "
+                "a deviation"
+            )
+            raise ValueError(
+                f"{rule}; set normalise_std or whiten_advantages, or leave std_correction out"
+            )
         if self.kl_unbiased and self.kl_placement == "reward":
-            raise ValueError("kl_unbiased = true mends the gradient of a KL estimate in the loss; set kl_placement = 'loss'")
+            raise ValueError(
+                "kl_unbiased = true mends the gradient of a KL estimate in the loss; set "
+                "kl_placement = 'loss'"
+            )
         return self
 
     def _check_rejection(self) -> None:
         low, high = self.rejection_low, self.rejection_high
         if self.rejects and self.old_logprobs == "rollout":
             rule = "rejection, veto_low and veto_high compare the old policy with the engine's"
-            raise ValueError(f"{rule}, but old_logprobs = 'rollout' makes them the same; set old_logprobs to actor or trainer")
+            raise ValueError(
+                f"{rule}, but old_logprobs = 'rollout' makes them the same; set old_logprobs "
+                "to actor or trainer"
+            )
         if 0 < self.veto_high <= 1:
             raise ValueError(f"veto_high must be above 1, or 0 for none, got {self.veto_high}")
         if self.rejection == "none":
             for key, value in (("rejection_low", low), ("rejection_high", high)):
                 if value is not None:
-                    raise ValueError(f"{key} = {value} is not used by rejection = 'none'; set rejection to k1, k2 or k3, or leave {key} out")
+                    raise ValueError(
+                        f"{key} = {value} is not used by rejection = 'none'; set rejection "
+                        f"to k1, k2 or k3, or leave {key} out"
+                    )
             return
         if high is None:
-            example = "1.001 with the mean of k1, 0.005 with the mean of k3" if self.rejection_over == "mean" else "2"
-            raise ValueError(f"rejection = {self.rejection!r} needs the bound that it rejects beyond; set rejection_high, for example {example}")
+            example = (
+                "1.001 with the mean of k1, 0.005 with the mean of k3"
+                if self.rejection_over == "mean"
+                else "2"
+            )
+            raise ValueError(
+                f"rejection = {self.rejection!r} needs the bound that it rejects beyond; set "
+                f"rejection_high, for example {example}"
+            )
         if self.rejection != "k1":
             if low is not None:
-                raise ValueError(f"rejection_low = {low} is not used by rejection = {self.rejection!r}, which is never negative; leave it out")
+                raise ValueError(
+                    f"rejection_low = {low} is not used by rejection = {self.rejection!r}, "
+                    "which is never negative; leave it out"
+                )
             return
         if self.rejection_over == "max":
-            raise ValueError("rejection_over = 'max' is not defined for k1, which may be negative; set veto_low and veto_high, or take k2 or k3")
+            raise ValueError(
+                "rejection_over = 'max' is not defined for k1, which may be negative; set "
+                "veto_low and veto_high, or take k2 or k3"
+            )
         if high <= 1 or (low is not None and low >= 1):
-            raise ValueError(f"with rejection = 'k1' rejection_low must be below 1 and rejection_high above it, got {low} and {high}")
+            raise ValueError(
+                "with rejection = 'k1' rejection_low must be below 1 and rejection_high "
+                f"above it, got {low} and {high}"
+            )
 
     @model_validator(mode="after")
     def _distillation_is_defined(self) -> AlgorithmConfig:
         tokens, top_k = self.distill_tokens, self.distill_top_k
         if (tokens == "sampled") != (top_k == 0):
             rule = "must be 0" if tokens == "sampled" else "must be at least 1"
-            raise ValueError(f"distill_top_k {rule} with distill_tokens = {tokens!r}, got {top_k}; set distill_top_k or distill_tokens")
-        if self.distill_placement == "advantage" and (tokens, self.distill_divergence) != ("sampled", "reverse_kl"):
+            raise ValueError(
+                f"distill_top_k {rule} with distill_tokens = {tokens!r}, got {top_k}; set "
+                "distill_top_k or distill_tokens"
+            )
+        if self.distill_placement == "advantage" and (tokens, self.distill_divergence) != (
+            "sampled",
+            "reverse_kl",
+        ):
             rule = "distill_placement = 'advantage' takes the reverse KL of the sampled tokens"
-            raise ValueError(f"{rule}, got {self.distill_divergence} of {tokens}; set distill_placement = 'loss'")
+            raise ValueError(
+                f"{rule}, got {self.distill_divergence} of {tokens}; set distill_placement = 'loss'"
+            )
         return self
 
     @property
@@ -249,10 +376,14 @@ class AlgorithmConfig(Section):
         """The algorithm that the settings are of.
 
         Raises:
-            ConfigError: It is not here; the text says what is missing. Or only a log names its file.
+            ConfigError: It is not here; the text says what is missing. Or only a log names its
+                file.
         """
         if self._is_from_log:
-            raise ConfigError(f"algorithm {self.name} is code that a log names and this run file does not; it is not run")
+            raise ConfigError(
+                f"algorithm {self.name} is code that a log names and this run file does not; "
+                "it is not run"
+            )
         return find_algorithm(self.name)
 
     @property
@@ -272,7 +403,9 @@ class AlgorithmConfig(Section):
 
     @property
     def _divides_by_no_deviation(self) -> bool:
-        takes_it = self.is_unread or ("std_correction" in self.spec.advantage_settings and self.normalise_std is not False)
+        takes_it = self.is_unread or (
+            "std_correction" in self.spec.advantage_settings and self.normalise_std is not False
+        )
         return self.whiten_advantages == "none" and not takes_it
 
     @property
@@ -311,11 +444,20 @@ class AlgorithmConfig(Section):
 
     @property
     def of_critic(self) -> AlgorithmConfig | None:
-        """What the critic's returns are computed by, where it differs from what the policy's advantages are."""
+        """What the critic's returns are computed by, where it differs from what the policy's
+        advantages are.
+        """
         own = self.gae_lambda if self.critic_gae_lambda is None else self.critic_gae_lambda
         if own == self.gae_lambda and not self.length_adaptive_alpha:
             return None
-        return self.model_copy(update={"gae_lambda": own, "length_adaptive_alpha": 0.0 if self.length_adaptive_alpha else self.length_adaptive_alpha})
+        return self.model_copy(
+            update={
+                "gae_lambda": own,
+                "length_adaptive_alpha": 0.0
+                if self.length_adaptive_alpha
+                else self.length_adaptive_alpha,
+            }
+        )
 
     @property
     def distills(self) -> bool:
@@ -340,11 +482,17 @@ class AlgorithmConfig(Section):
     @property
     def num_rollout_top_tokens(self) -> int:
         """How many most probable tokens the engine has to give with each token that it draws."""
-        return self.distill_top_k if self.has_topk_loss and self.distill_tokens == "student_topk" else 0
+        return (
+            self.distill_top_k
+            if self.has_topk_loss and self.distill_tokens == "student_topk"
+            else 0
+        )
 
     @property
     def rejects(self) -> bool:
-        """Whether whole samples may be left out for how far the engine's policy was from the old one."""
+        """Whether whole samples may be left out for how far the engine's policy was from the old
+        one.
+        """
         return self.rejection != "none" or self.veto_low > 0 or self.veto_high > 0
 
     @property
@@ -354,7 +502,10 @@ class AlgorithmConfig(Section):
 
     def keywords(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Return settings by name, as an algorithm's functions take them."""
-        return {name: self.options[name] if name in self.options else getattr(self, name) for name in names}
+        return {
+            name: self.options[name] if name in self.options else getattr(self, name)
+            for name in names
+        }
 
 
 def _file_is_missing(name: str) -> bool:
@@ -365,28 +516,54 @@ def _refuse_unknown(spec: AlgorithmSpec) -> None:
     """Refuse a spec that names what is no setting, before a function of its asks for it."""
     for name in (*spec.settings, *spec.excluded, *spec.advantage_settings, *spec.loss_settings):
         if name not in AlgorithmConfig.model_fields and name not in spec.options:
-            raise ValueError(f"the spec of {spec.name} names {name!r}, which is neither a setting nor one of its options; mend the spec")
+            raise ValueError(
+                f"the spec of {spec.name} names {name!r}, which is neither a setting nor one "
+                "of its options; mend the spec"
+            )
 
 
-def _refuse_unused(spec: AlgorithmSpec, given: Mapping[str, Any], unused: Mapping[str, None]) -> None:
+def _refuse_unused(
+    spec: AlgorithmSpec, given: Mapping[str, Any], unused: Mapping[str, None]
+) -> None:
     for key in unused:
         if given.get(key) is not None:
-            uses = ", ".join(name for name in NOT_SHARED if name not in unused) or "none of its kind"
-            raise ValueError(f"{key} = {given[key]!r} is not used by {spec.name}, which has {uses}; leave {key} out")
+            uses = (
+                ", ".join(name for name in NOT_SHARED if name not in unused) or "none of its kind"
+            )
+            raise ValueError(
+                f"{key} = {given[key]!r} is not used by {spec.name}, which has {uses}; leave "
+                f"{key} out"
+            )
     for key, reason in spec.excluded.items():
-        if given.get(key, inert := spec.settings.get(key, AlgorithmConfig.model_fields[key].default)) != inert:
-            raise ValueError(f"{key} = {given[key]!r} is not for {spec.name}: {reason}; leave {key} out")
+        if (
+            given.get(
+                key, inert := spec.settings.get(key, AlgorithmConfig.model_fields[key].default)
+            )
+            != inert
+        ):
+            raise ValueError(
+                f"{key} = {given[key]!r} is not for {spec.name}: {reason}; leave {key} out"
+            )
     for key in given.get("options") or {}:
         if key not in spec.options:
-            raise ValueError(f"options.{key} is not an option of {spec.name}, which has {', '.join(spec.options) or 'none'}; leave it out")
+            raise ValueError(
+                f"options.{key} is not an option of {spec.name}, which has "
+                f"{', '.join(spec.options) or 'none'}; leave it out"
+            )
 
 
 def _correction_range(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the range of the correction; refuse one where the correction has none."""
     kind, keys = tree.get("correction", "none"), ("correction_low", "correction_high")
     if kind in CORRECTION_RANGES:
-        return {key: usual if tree.get(key) is None else tree[key] for key, usual in zip(keys, CORRECTION_RANGES[kind], strict=True)}
+        return {
+            key: usual if tree.get(key) is None else tree[key]
+            for key, usual in zip(keys, CORRECTION_RANGES[kind], strict=True)
+        }
     for key in keys:
         if tree.get(key) is not None:
-            raise ValueError(f"{key} = {tree[key]!r} is not used by correction = {kind!r}, which has no range; leave {key} out")
+            raise ValueError(
+                f"{key} = {tree[key]!r} is not used by correction = {kind!r}, which has no "
+                f"range; leave {key} out"
+            )
     return {}

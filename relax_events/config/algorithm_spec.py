@@ -1,4 +1,6 @@
-"""What an algorithm is: one declarative spec, found by its installed name or in a file. Neither torch nor numpy is loaded for it."""
+"""What an algorithm is: one declarative spec, found by its installed name or in a file. Neither
+torch nor numpy is loaded for it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ Function = str | Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class FromLog:
-    """The context in which a description from a log is validated: others wrote it, so none of the code that it names is run.
+    """The context in which a description from a log is validated: others wrote it, so none of the
+    code that it names is run.
 
     Attributes:
         own_algorithm: Name of the algorithm in a run file of one's own, which may be run.
@@ -38,26 +41,37 @@ class AlgorithmSpec:
     Attributes:
         name: Under which a run file asks for it.
         summary: What it is, in a sentence.
-        formula: Advantage and loss, as text; lp is the trained policy's log-probability of a token, lo the old policy's.
+        formula: Advantage and loss, as text; lp is the trained policy's log-probability of a token,
+            lo the old policy's.
         source: The paper, with the equations that are meant, and where this differs from it.
-        advantage: Takes the GroupRewards of a prompt group, gives one advantage for each sample. Needs no torch. Where the settings
-            name `gae_lambda` the critic role is needed: then it takes the GroupValues, and gives one for each token.
-        policy_loss: Takes the LossTokens of a micro-batch, gives a loss for each token: a Surrogate, or the losses alone.
+        advantage: Takes the GroupRewards of a prompt group, gives one advantage for each sample.
+            Needs no torch. Where the settings name `gae_lambda` the critic role is needed: then it
+            takes the GroupValues, and gives one for each token.
+        policy_loss: Takes the LossTokens of a micro-batch, gives a loss for each token: a
+            Surrogate, or the losses alone.
         advantage_settings: Names of the settings that `advantage` takes as keywords.
         loss_settings: Names of the settings that `policy_loss` takes as keywords.
-        settings: Its own defaults. A setting that only some algorithms have is used if it stands here.
-        options: Names and defaults of settings that no other algorithm has; a run file gives them in `[algorithm.options]`.
+        settings: Its own defaults. A setting that only some algorithms have is used if it stands
+            here.
+        options: Names and defaults of settings that no other algorithm has; a run file gives them
+            in `[algorithm.options]`.
         excluded: Settings that every algorithm has but this one, each with the reason.
-        reward_kl: Where the KL estimate goes that a reward is lessened by: into the sample's one reward, or token by token, each token
-            answering for those that follow it.
-        by_token: Whether `advantage` takes GroupValues and gives one for each token without a critic; its values are zeros then.
+        reward_kl: Where the KL estimate goes that a reward is lessened by: into the sample's one
+            reward, or token by token, each token answering for those that follow it.
+        by_token: Whether `advantage` takes GroupValues and gives one for each token without a
+            critic; its values are zeros then.
         components: Whether rewards must come in components.
-        learns_from: `rewards` of samples that the policy generates; or what the data bring: one of the `answers` for each prompt, or `pairs`
-            of a chosen and a rejected one. With those nothing is generated and nothing is rewarded.
-        reference: Whether the loss takes the reference model's log-probabilities, whatever the KL coefficient is.
-        whole_prompt_groups: Whether the loss takes the samples of a prompt group together: they come side by side, by index.
-        one_update: Why a train step may only be one optimizer step (`trainer.num_epochs`, `trainer.num_mini_batches`); empty where it may be several.
-        figures: Names of what the loss reports of a step beside itself: the keys of `Surrogate.figures`.
+        learns_from: `rewards` of samples that the policy generates; or what the data bring: one of
+            the `answers` for each prompt, or `pairs` of a chosen and a rejected one. With those
+            nothing is generated and nothing is rewarded.
+        reference: Whether the loss takes the reference model's log-probabilities, whatever the KL
+            coefficient is.
+        whole_prompt_groups: Whether the loss takes the samples of a prompt group together: they
+            come side by side, by index.
+        one_update: Why a train step may only be one optimizer step (`trainer.num_epochs`,
+            `trainer.num_mini_batches`); empty where it may be several.
+        figures: Names of what the loss reports of a step beside itself: the keys of
+            `Surrogate.figures`.
         notes: What the papers set otherwise, and what to look out for.
     """
 
@@ -87,10 +101,16 @@ def find_algorithm(name: str) -> AlgorithmSpec:
     """Return an algorithm by its installed name, or as `path/to/file.py:NAME`.
 
     Raises:
-        ConfigError: There is none of that name, the file fails to load, or what it holds is no AlgorithmSpec.
+        ConfigError: There is none of that name, the file fails to load, or what it holds is no
+            AlgorithmSpec.
     """
     plugin = find_plugin(ALGORITHMS, name, what=f"algorithm.name = {name!r}", accepts=AlgorithmSpec)
-    return _loaded(plugin, hashlib.sha256(plugin.path.read_bytes()).digest() if isinstance(plugin, FilePlugin) else b"")
+    return _loaded(
+        plugin,
+        hashlib.sha256(plugin.path.read_bytes()).digest()
+        if isinstance(plugin, FilePlugin)
+        else b"",
+    )
 
 
 def is_path(name: str) -> bool:
@@ -99,16 +119,25 @@ def is_path(name: str) -> bool:
 
 
 def is_from_log(name: str, info: ValidationInfo) -> bool:
-    """Tell whether only a log names an algorithm by its file, which is then not run; see `FromLog`."""
-    return isinstance(info.context, FromLog) and is_path(name) and name != info.context.own_algorithm
+    """Tell whether only a log names an algorithm by its file, which is then not run; see
+    `FromLog`.
+    """
+    return (
+        isinstance(info.context, FromLog) and is_path(name) and name != info.context.own_algorithm
+    )
 
 
 @lru_cache(maxsize=64)
 def _loaded(plugin: EntryPoint | FilePlugin, _: bytes) -> AlgorithmSpec:
-    """Load once for each content of the file: a run's configuration is checked many times in a process."""
+    """Load once for each content of the file: a run's configuration is checked many times in a
+    process.
+    """
     spec = plugin.load()
     if not isinstance(spec, AlgorithmSpec):
-        raise ConfigError(f"algorithm {plugin!r} must be an AlgorithmSpec, got {type(spec).__name__}; mend the package that offers it")
+        raise ConfigError(
+            f"algorithm {plugin!r} must be an AlgorithmSpec, got {type(spec).__name__}; mend "
+            "the package that offers it"
+        )
     return spec
 
 

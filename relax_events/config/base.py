@@ -18,8 +18,11 @@ def or_derived(value: Any, validate: Callable[[Any], Any]) -> Any:
     return None if value is None else validate(value)
 
 
-OrDerived = Annotated[ValueT, WrapValidator(or_derived), PlainSerializer(lambda value: value, return_type=Any)]
-"""A key that is derived from the model, the run file and the machine where the run file leaves it out (`relax_events.config.derived`).
+OrDerived = Annotated[
+    ValueT, WrapValidator(or_derived), PlainSerializer(lambda value: value, return_type=Any)
+]
+"""A key that is derived from the model, the run file and the machine where the run file leaves it
+out (`relax_events.config.derived`).
 
 It has its type from the start of a run on; before, in a run file as it was read, it may be None.
 """
@@ -35,4 +38,6 @@ def is_derived(field: FieldInfo) -> bool:
 class Section(BaseModel):
     """A frozen table of a run file that refuses keys it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )

@@ -10,10 +10,19 @@ from pydantic import Field, field_validator, model_validator
 
 from relax_events.config.addresses import is_loopback
 from relax_events.config.base import Positive, Seconds, Section
-from relax_events.config.outside import Address, Addresses, FilePath, Names, Text
+from relax_events.config.external_values import Address, Addresses, FilePath, Names, Text
 
 GUARDED_CLIENT_KEYS = frozenset(
-    {"enable.idempotence", "isolation.level", "check.crcs", "enable.auto.commit", "acks", "auto.offset.reset", "transactional.id", "group.id"}
+    {
+        "enable.idempotence",
+        "isolation.level",
+        "check.crcs",
+        "enable.auto.commit",
+        "acks",
+        "auto.offset.reset",
+        "transactional.id",
+        "group.id",
+    }
 )
 SECRET_CLIENT_KEYS = frozenset(
     {
@@ -32,8 +41,14 @@ SECRET_CLIENT_KEYS = frozenset(
 def secret_remedy(key: str) -> str:
     """Say where a secret librdkafka setting belongs."""
     if key == "sasl.password":
-        return "write it into a file and name that in broker.password_file, or set BROKER_PASSWORD in the environment"
-    return f'write it into a file and name that in broker.secret_files: {{ {key!r} = "/path/to/file" }}'
+        return (
+            "write it into a file and name that in broker.password_file, or set BROKER_PASSWORD "
+            "in the environment"
+        )
+    return (
+        f"write it into a file and name that in broker.secret_files: {{ {key!r} = "
+        f'"/path/to/file" }}'
+    )
 
 
 class BrokerConfig(Section):
@@ -42,16 +57,20 @@ class BrokerConfig(Section):
     bootstrap_servers: Address = "embedded"
     """`embedded` starts a real broker on this machine; otherwise `host:port,host:port`."""
     shards: Positive = 2
-    """Partitions for each policy-version slot: how many workers of a role, or trainer ranks, can share one version."""
+    """Partitions for each policy-version slot: how many workers of a role, or trainer ranks, can
+    share one version."""
     queue_partitions: Positive = 1
-    """Partitions of the prompt queue: one for a share group, which divides it by records; as many as rollout workers for a consumer group."""
+    """Partitions of the prompt queue: one for a share group, which divides it by records; as many
+    as rollout workers for a consumer group."""
     replication_factor: Positive = 1
     """Copies of each partition."""
     lease: Literal["share_group", "consumer_group"] = "share_group"
-    """How rollout workers divide the prompt queue; `consumer_group` is for brokers without share groups."""
+    """How rollout workers divide the prompt queue; `consumer_group` is for brokers without share
+    groups."""
     lease_seconds: Seconds = 3600.0
-    """How long a prompt group may take before another worker may have it too (share groups). What a dead worker held is free at once, so this
-    is to exceed the longest generation; brokers allow an hour at most, and no lease can be renewed."""
+    """How long a prompt group may take before another worker may have it too (share groups). What a
+    dead worker held is free at once, so this is to exceed the longest generation; brokers allow an
+    hour at most, and no lease can be renewed."""
     session_timeout_seconds: Seconds = 6.0
     """After how long the broker gives a silent member's partitions to another."""
     request_timeout_seconds: Seconds = 30.0
@@ -61,47 +80,71 @@ class BrokerConfig(Section):
     compression: Literal["none", "lz4", "zstd"] = "none"
     """Compression of sample topics."""
     segment_seconds: Seconds = 300.0
-    """After so long the broker closes a file of the log, where `run.retain_versions` purges: only closed files leave the disk."""
+    """After so long the broker closes a file of the log, where `run.retain_versions` purges: only
+    closed files leave the disk."""
     heap_mib: Annotated[int, Field(ge=0)] = 0
-    """The most that the embedded broker's heap may grow to, in MiB, from its next start on; 0 is a sixteenth of the machine's memory, 512 at
-    the least and 4096 at the most. The requests that it holds at a time are bounded to a quarter of it; clients wait for their turn."""
+    """The most that the embedded broker's heap may grow to, in MiB, from its next start on; 0 is a
+    sixteenth of the machine's memory, 512 at the least and 4096 at the most. The requests that it
+    holds at a time are bounded to a quarter of it; clients wait for their turn."""
     credentials: FilePath | None = None
-    """Folder made by `relax broker secure`. Every process takes its own principal's password from it, and the embedded broker lets
-    nobody else in. Empty means no security, or what the next four keys say."""
+    """Folder made by `relax broker secure`. Every process takes its own principal's password from
+    it, and the embedded broker lets nobody else in. Empty means no security, or what the next four
+    keys say."""
     principal: Text = ""
-    """Whom to be among the folder's principals; empty means the worker's role, and `operator` for all other commands."""
+    """Whom to be among the folder's principals; empty means the worker's role, and `operator` for
+    all other commands."""
     username: Text = ""
-    """User of SASL/SCRAM-SHA-512 over TLS; its password is in `password_file`, or in the environment as `BROKER_PASSWORD`."""
+    """User of SASL/SCRAM-SHA-512 over TLS; its password is in `password_file`, or in the
+    environment as `BROKER_PASSWORD`."""
     password_file: FilePath | None = None
     """File that holds nothing but the password."""
     ca_file: FilePath | None = None
-    """PEM file of the authority that signed the brokers' certificates; empty means those that this machine trusts."""
+    """PEM file of the authority that signed the brokers' certificates; empty means those that this
+    machine trusts."""
     embedded_password_file: FilePath | None = None
-    """File with the password of an embedded broker, where `bootstrap_servers` is the address of one: the file `password` in its folder. The
-    commands and workers of a run find that of their own broker by themselves."""
+    """File with the password of an embedded broker, where `bootstrap_servers` is the address of
+    one: the file `password` in its folder. The commands and workers of a run find that of their own
+    broker by themselves."""
     secret_files: dict[str, FilePath] = Field(default_factory=dict)
-    """librdkafka settings that are secrets, each in a file of its own, for example `"ssl.key.password" = "/run/secrets/key"`."""
+    """librdkafka settings that are secrets, each in a file of its own, for example
+    `"ssl.key.password" = "/run/secrets/key"`."""
     schema_registry: Address = ""
-    """Address of a schema registry with Confluent's interface, `http://host:port/path`, whose schema ids then frame the records; empty
-    means Avro's single-object encoding. Records of both kinds are read either way."""
+    """Address of a schema registry with Confluent's interface, `http://host:port/path`, whose
+    schema ids then frame the records; empty means Avro's single-object encoding. Records of both
+    kinds are read either way."""
     schema_registry_login_file: FilePath | None = None
-    """File that holds `user:password` for the registry, which may also stand in the environment as `SCHEMA_REGISTRY_LOGIN`."""
-    client: Annotated[dict[str, str | int | float | bool], Names.OPTIONS] = Field(default_factory=dict)
-    """Raw librdkafka settings, for security and tuning. Keys that carry a promise of ours are refused, and so are secrets."""
+    """File that holds `user:password` for the registry, which may also stand in the environment as
+    `SCHEMA_REGISTRY_LOGIN`."""
+    client: Annotated[dict[str, str | int | float | bool], Names.OPTIONS] = Field(
+        default_factory=dict
+    )
+    """Raw librdkafka settings, for security and tuning. Keys that carry a promise of ours are
+    refused, and so are secrets."""
 
     @model_validator(mode="after")
     def _shared_queue_is_whole(self) -> BrokerConfig:
         if self.lease == "share_group" and self.queue_partitions > 1:
-            rule = f"a share group's queue has one partition, got queue_partitions = {self.queue_partitions}"
-            raise ValueError(f"{rule}; leave out broker.queue_partitions, or set broker.lease = 'consumer_group'")
+            rule = (
+                "a share group's queue has one partition, got queue_partitions = "
+                f"{self.queue_partitions}"
+            )
+            raise ValueError(
+                f"{rule}; leave out broker.queue_partitions, or set broker.lease = 'consumer_group'"
+            )
         return self
 
     @model_validator(mode="after")
     def _password_stays_on_this_machine(self) -> BrokerConfig:
-        hosts = {address: address.rpartition(":")[0].strip(" []") for address in self.bootstrap_servers.split(",")}
+        hosts = {
+            address: address.rpartition(":")[0].strip(" []")
+            for address in self.bootstrap_servers.split(",")
+        }
         strange = [address for address, host in hosts.items() if host and not is_loopback(host)]
         if self.embedded_password_file is not None and strange:
-            rule = f"embedded_password_file is for embedded brokers, which are at 127.0.0.1, got {strange[0]!r}"
+            rule = (
+                "embedded_password_file is for embedded brokers, which are at 127.0.0.1, got "
+                f"{strange[0]!r}"
+            )
             raise ValueError(f"{rule}; for a cluster set broker.username and broker.password_file")
         return self
 
@@ -109,7 +152,10 @@ class BrokerConfig(Section):
     @classmethod
     def _only_secrets(cls, secret_files: dict[str, Path]) -> dict[str, Path]:
         if strange := sorted(secret_files.keys() - SECRET_CLIENT_KEYS):
-            raise ValueError(f"{strange[0]} is no secret setting of librdkafka, which are {', '.join(sorted(SECRET_CLIENT_KEYS))}; use broker.client")
+            raise ValueError(
+                f"{strange[0]} is no secret setting of librdkafka, which are "
+                f"{', '.join(sorted(SECRET_CLIENT_KEYS))}; use broker.client"
+            )
         return secret_files
 
     @field_validator("schema_registry")
@@ -117,14 +163,20 @@ class BrokerConfig(Section):
     def _is_an_address_without_login(cls, url: str) -> str:
         if url and not re.fullmatch(r"https?://[^\s@]+", url):
             shown = re.sub(r"//[^/]*@", "//...@", url)
-            raise ValueError(f"must be http(s)://host:port/path without a login, got {shown!r}; a login goes into broker.schema_registry_login_file")
+            raise ValueError(
+                f"must be http(s)://host:port/path without a login, got {shown!r}; a login "
+                "goes into broker.schema_registry_login_file"
+            )
         return url
 
     @field_validator("client")
     @classmethod
     def _promises_stay(cls, client: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(GUARDED_CLIENT_KEYS & client.keys()):
-            raise ValueError(f"{taken[0]} carries a delivery promise and can't be overridden; remove it from broker.client")
+            raise ValueError(
+                f"{taken[0]} carries a delivery promise and can't be overridden; remove it "
+                "from broker.client"
+            )
         return client
 
 
@@ -132,15 +184,20 @@ class ObjectsConfig(Section):
     """Where large things lie: weights, checkpoints, media, big tensors."""
 
     uri: Address = ""
-    """`file:///path`, `s3://bucket/prefix` or `gs://bucket/prefix`; empty means `<run directory>/objects`."""
+    """`file:///path`, `s3://bucket/prefix` or `gs://bucket/prefix`; empty means `<run
+    directory>/objects`."""
     by_run: bool = True
-    """Objects lie in a folder below `uri` that is named by the run's id. `false` takes `uri` as it is: no other run may use it."""
+    """Objects lie in a folder below `uri` that is named by the run's id. `false` takes `uri` as it
+    is: no other run may use it."""
     allowed_roots: Addresses = ()
-    """Where media that a record refers to may lie besides the run's own store, for example `s3://pictures/`; empty means nowhere."""
+    """Where media that a record refers to may lie besides the run's own store, for example
+    `s3://pictures/`; empty means nowhere."""
     moved_from: Annotated[tuple[str, ...], Names.NOTHING] = ()
-    """Stores whose objects were copied into this one, as `relax topics import` names them: references to those are found here."""
+    """Stores whose objects were copied into this one, as `relax topics import` names them:
+    references to those are found here."""
     outage_deadline_seconds: Seconds = 14_400.0
-    """How long a worker waits for a store that does not answer, sending heartbeats; then it ends with exit code 8 and is started again."""
+    """How long a worker waits for a store that does not answer, sending heartbeats; then it ends
+    with exit code 8 and is started again."""
     inline_max_bytes: Positive = 262_144
     """Tensors above this travel by reference (claim check) rather than inside the record."""
 
@@ -149,5 +206,8 @@ class ObjectsConfig(Section):
     def _is_shared_by_processes(cls, uri: str) -> str:
         if uri.startswith("memory:"):
             why = "lives in one process, and every worker is a process of its own"
-            raise ValueError(f"{uri!r} {why}; set objects.uri to file:///directory, s3://bucket/prefix or gs://bucket/prefix")
+            raise ValueError(
+                f"{uri!r} {why}; set objects.uri to file:///directory, s3://bucket/prefix or "
+                "gs://bucket/prefix"
+            )
         return uri

@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Section
-from relax_events.config.outside import Addresses, Code, FilePath, Names, Options, Text, Texts
+from relax_events.config.external_values import (
+    Addresses,
+    Code,
+    FilePath,
+    Names,
+    Options,
+    Text,
+    Texts,
+)
 
 LEARNT_KEYS = ("completion_key", "conversation_key", "chosen_key", "rejected_key")
 """Name the columns that are learnt as they stand."""
@@ -18,49 +26,68 @@ class RowsConfig(Section):
     """Where rows come from and which of their columns are what."""
 
     source: Annotated[str, Names.DATA]
-    """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, `reasoning_gym:<task>` for generated problems with their own
-    verifier, or for media that are made on demand `scenes:<task>` (pictures: colour, count, where, and zoom for the environment of this name),
-    `clips:<task>` (direction, order) or `tones:<task>` (pitch, order). `[100:200]` at the end takes a slice of a file's rows, counted from 0,
-    the last one not included."""
+    """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, `reasoning_gym:<task>`
+    for generated problems with their own verifier, or for media that are made on demand
+    `scenes:<task>` (pictures: colour, count, where, and zoom for the environment of this name),
+    `clips:<task>` (direction, order) or `tones:<task>` (pitch, order). `[100:200]` at the end takes
+    a slice of a file's rows, counted from 0, the last one not included."""
     split: Text = ""
-    """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty takes all."""
+    """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty
+    takes all."""
     prompt_key: Text = "prompt"
-    """Column that holds the prompt: a string, or a list of chat messages. Dots lead into objects, here and in the other keys."""
+    """Column that holds the prompt: a string, or a list of chat messages. Dots lead into objects,
+    here and in the other keys."""
     prompt_template: Text = ""
-    """In place of `prompt_key`, a text that the prompt is made from: `{name}` stands for a column, which holds a string, a number, or a list of
-    strings, one a line. `"<image>{problem}"` puts a picture before a question that does not say where it stands."""
+    """In place of `prompt_key`, a text that the prompt is made from: `{name}` stands for a column,
+    which holds a string, a number, or a list of strings, one a line. `"<image>{problem}"` puts a
+    picture before a question that does not say where it stands."""
     completion_key: Text = ""
-    """Column that holds the answer to learn: a string, or the messages that follow the prompt. Without it the reference answer is learnt."""
+    """Column that holds the answer to learn: a string, or the messages that follow the prompt.
+    Without it the reference answer is learnt."""
     conversation_key: Text = ""
-    """Column that holds a whole conversation to learn from: a list of chat messages, in place of prompt and completion."""
+    """Column that holds a whole conversation to learn from: a list of chat messages, in place of
+    prompt and completion."""
     train_on: Literal["all", "last"] = "all"
     """Which of a conversation's assistant messages are learnt."""
     chosen_key: Text = ""
-    """Column that holds the better answer of a pair: a string, or messages, with or without those of the prompt before them."""
+    """Column that holds the better answer of a pair: a string, or messages, with or without those
+    of the prompt before them."""
     rejected_key: Text = ""
-    """Column that holds the worse one. With an empty `prompt_key` the prompt is what both begin with."""
+    """Column that holds the worse one. With an empty `prompt_key` the prompt is what both begin
+    with."""
     answer_key: Text = "answer"
-    """Column that holds the reference answer for the reward; empty where there is none, as is usual where the row brings what is learnt."""
+    """Column that holds the reference answer for the reward; empty where there is none, as is usual
+    where the row brings what is learnt."""
     metadata_keys: Texts | None = None
-    """Columns that reach the reward function as metadata; without it all that are not prompt, answer or tools."""
-    multimodal_keys: Annotated[dict[Literal["image", "audio", "video"], str], Names.NOTHING] = Field(default_factory=dict)
-    """Columns that hold media, by modality: `{ image = "images" }`. Each `<image>`, `<audio>` or `<video>` in the prompt stands for one piece
-    of its column, in order. A column holds one or a list: paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as
-    Hugging Face datasets have them; beside the path of a tar file, `member` names a file in it."""
+    """Columns that reach the reward function as metadata; without it all that are not prompt,
+    answer or tools."""
+    multimodal_keys: Annotated[dict[Literal["image", "audio", "video"], str], Names.NOTHING] = (
+        Field(default_factory=dict)
+    )
+    """Columns that hold media, by modality: `{ image = "images" }`. Each `<image>`, `<audio>` or
+    `<video>` in the prompt stands for one piece of its column, in order. A column holds one or a
+    list: paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as Hugging Face
+    datasets have them; beside the path of a tar file, `member` names a file in it."""
     media_root: FilePath | None = None
-    """Folder in which the paths in those columns begin, and outside of which nothing is read; without it a row can't name files."""
+    """Folder in which the paths in those columns begin, and outside of which nothing is read;
+    without it a row can't name files."""
     media_hosts: Addresses = ()
-    """Hosts whose web addresses those columns may hold; empty means none. Their addresses must be public ones."""
+    """Hosts whose web addresses those columns may hold; empty means none. Their addresses must be
+    public ones."""
     tools_key: Text = ""
-    """Column that holds the tools that the chat template shows to the model: a list of JSON schemas."""
+    """Column that holds the tools that the chat template shows to the model: a list of JSON
+    schemas."""
     system_prompt: Text = ""
     """Put before every prompt as a system message, when not empty."""
     max_bad_rows: Annotated[int, Field(ge=0)] = 0
-    """Unfit rows that are left out, each named in the log; with one more than that the run does not start."""
+    """Unfit rows that are left out, each named in the log; with one more than that the run does not
+    start."""
     max_unpacked_bytes: Positive = 256 * 1024**3
-    """Of a compressed JSON-lines file: what it may take on the disk (folder for temporary files) while the run reads it."""
+    """Of a compressed JSON-lines file: what it may take on the disk (folder for temporary files)
+    while the run reads it."""
     max_unpacked_ratio: Positive = 200
-    """How many times its own size it may take there. Text comes to 3 to 30 times; a file that was made to fill disks to 1,000 and more."""
+    """How many times its own size it may take there. Text comes to 3 to 30 times; a file that was
+    made to fill disks to 1,000 and more."""
     size: Positive = 1000
     """Number of generated problems (generated sources only)."""
     options: Options = Field(default_factory=dict)
@@ -69,23 +96,48 @@ class RowsConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _learnt_rows_need_no_answer(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or "answer_key" in given or not any(given.get(key) for key in LEARNT_KEYS):
+        if (
+            not isinstance(given, Mapping)
+            or "answer_key" in given
+            or not any(given.get(key) for key in LEARNT_KEYS)
+        ):
             return given
         return {**given, "answer_key": ""}
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> RowsConfig:
         given = [key for key in LEARNT_KEYS if getattr(self, key)]
-        if given not in ([], ["completion_key"], ["conversation_key"], ["chosen_key", "rejected_key"]):
-            raise ValueError(f"completion_key, conversation_key, or chosen_key with rejected_key say what is learnt, got {' and '.join(given)}")
+        if given not in (
+            [],
+            ["completion_key"],
+            ["conversation_key"],
+            ["chosen_key", "rejected_key"],
+        ):
+            raise ValueError(
+                "completion_key, conversation_key, or chosen_key with rejected_key say what "
+                f"is learnt, got {' and '.join(given)}"
+            )
         if not self.prompt_key and not self.prompt_template and "chosen_key" not in given:
-            raise ValueError("prompt_key must name a column, got ''; it may be empty where chosen_key and rejected_key bring the prompt")
-        if self.prompt_template and (self.prompt_key not in ("", "prompt") or self.conversation_key):
-            raise ValueError("prompt_template stands in place of prompt_key and conversation_key; leave them out")
+            raise ValueError(
+                "prompt_key must name a column, got ''; it may be empty where chosen_key and "
+                "rejected_key bring the prompt"
+            )
+        if self.prompt_template and (
+            self.prompt_key not in ("", "prompt") or self.conversation_key
+        ):
+            raise ValueError(
+                "prompt_template stands in place of prompt_key and conversation_key; leave them out"
+            )
         if (self.media_root is not None or self.media_hosts) and not self.multimodal_keys:
-            raise ValueError("media_root and media_hosts are of no use without multimodal_keys; name the columns that hold media")
+            raise ValueError(
+                "media_root and media_hosts are of no use without multimodal_keys; name the "
+                "columns that hold media"
+            )
         if self.train_on != "all" and not self.conversation_key:
-            raise ValueError(f"train_on = {self.train_on!r} chooses among a conversation's messages; set conversation_key, or leave train_on out")
+            raise ValueError(
+                f"train_on = {self.train_on!r} chooses among a conversation's messages; set "
+                "conversation_key, or leave train_on out"
+            )
         return self
 
 
@@ -93,7 +145,8 @@ class DatasetConfig(RowsConfig):
     """One of several datasets that are mixed."""
 
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Share of the prompts, beside those of the other datasets; a small dataset with a large weight comes round more often."""
+    """Share of the prompts, beside those of the other datasets; a small dataset with a large weight
+    comes round more often."""
 
 
 class DataConfig(RowsConfig):
@@ -114,9 +167,11 @@ class DataConfig(RowsConfig):
     max_prompt_tokens: Annotated[int, Field(ge=0)] = 0
     """Longer prompts are passed over; 0 takes any."""
     max_sample_tokens: Annotated[int, Field(ge=0)] = 0
-    """Rows whose prompt and longest answer are longer together are passed over, where the data bring the answers; 0 takes any."""
+    """Rows whose prompt and longest answer are longer together are passed over, where the data
+    bring the answers; 0 takes any."""
     pass_rate: tuple[float, float] | None = None
-    """Pass over a prompt whose newest mean reward lies outside of [low, high]; prompts that were never trained are taken."""
+    """Pass over a prompt whose newest mean reward lies outside of [low, high]; prompts that were
+    never trained are taken."""
     hook: Code = ""
     """`path/to/file.py:function` that gives each row a place in the order, or drops it."""
     hook_block_rows: Positive = 256
@@ -127,24 +182,46 @@ class DataConfig(RowsConfig):
     @model_validator(mode="after")
     def _has_a_source(self) -> DataConfig:
         if not self.source and not self.datasets:
-            raise ValueError("the prompts need a source; set data.source, or give [[data.datasets]] tables")
+            raise ValueError(
+                "the prompts need a source; set data.source, or give [[data.datasets]] tables"
+            )
         if self.source and self.datasets:
-            raise ValueError(f"data.source = {self.source!r} stands beside {len(self.datasets)} [[data.datasets]]; give one or the other")
+            raise ValueError(
+                f"data.source = {self.source!r} stands beside {len(self.datasets)} "
+                "[[data.datasets]]; give one or the other"
+            )
         fields = RowsConfig.model_fields.items()
-        given = [name for name, field in fields if name != "source" and getattr(self, name) != field.get_default(call_default_factory=True)]
+        given = [
+            name
+            for name, field in fields
+            if name != "source"
+            and getattr(self, name) != field.get_default(call_default_factory=True)
+        ]
         if self.datasets and given:
-            raise ValueError(f"data.{given[0]} is a dataset's own where there are [[data.datasets]]; move it into their tables")
+            raise ValueError(
+                f"data.{given[0]} is a dataset's own where there are [[data.datasets]]; move "
+                "it into their tables"
+            )
         return self
 
     @model_validator(mode="after")
     def _bounds_leave_something(self) -> DataConfig:
         if 0 < self.max_prompt_tokens < self.min_prompt_tokens:
-            rule = f"max_prompt_tokens must be 0 or at least min_prompt_tokens = {self.min_prompt_tokens}"
+            rule = (
+                "max_prompt_tokens must be 0 or at least min_prompt_tokens = "
+                f"{self.min_prompt_tokens}"
+            )
             raise ValueError(f"{rule}, got {self.max_prompt_tokens}; set data.max_prompt_tokens")
         if not self.chat_template and any(part.multimodal_keys for part in self.parts):
-            raise ValueError("multimodal_keys need a chat template, which knows how media stand in a prompt; leave data.chat_template out")
+            raise ValueError(
+                "multimodal_keys need a chat template, which knows how media stand in a "
+                "prompt; leave data.chat_template out"
+            )
         if self.pass_rate is not None and not self.pass_rate[0] <= self.pass_rate[1]:
-            raise ValueError(f"pass_rate must be [low, high] with low <= high, got {list(self.pass_rate)}; set data.pass_rate")
+            raise ValueError(
+                "pass_rate must be [low, high] with low <= high, got "
+                f"{list(self.pass_rate)}; set data.pass_rate"
+            )
         return self
 
     @property

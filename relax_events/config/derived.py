@@ -1,7 +1,9 @@
-"""Values of the keys that a run file leaves out, derived from the model, the run file and the machine. Pure arithmetic.
+"""Values of the keys that a run file leaves out, derived from the model, the run file and the
+machine. Pure arithmetic.
 
-What changes what is trained (learning rate, type of the weights, lengths) follows from the run file and the checkpoint alone, so that all
-processes of a run come to the same. What is of speed and memory alone follows from the machine too.
+What changes what is trained (learning rate, type of the weights, lengths) follows from the run file
+and the checkpoint alone, so that all processes of a run come to the same. What is of speed and
+memory alone follows from the machine too.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from relax_events.config.facts import COMPUTING_ROLES, CheckpointFacts, Machine, width_of
-from relax_events.config.filling import THREAD_KEYS, missing_keys, with_values
-from relax_events.config.sections import RunConfig
+from relax_events.config.inventory import COMPUTING_ROLES, CheckpointFacts, Machine, width_of
+from relax_events.config.run_config import RunConfig
+from relax_events.config.unset_keys import THREAD_KEYS, missing_keys, with_values
 
 FINE_TUNING_RATE, TINY_RATE = 1e-6, 1e-3
 TINY_CONTEXT_TOKENS, TINY_NEW_TOKENS = 512, 32
 MAX_CONTEXT_TOKENS = 8192
-"""What is derived at most: longer samples cost memory and time in proportion, so the run file has to ask for them."""
+"""What is derived at most: longer samples cost memory and time in proportion, so the run file has
+to ask for them."""
 LEAST_DRAIN_SECONDS, SLOW_TOKENS_PER_SECOND = 20.0, 20.0
 RESERVED_GPU_BYTES, RESERVED_CPU_BYTES = 2_000_000_000, 500_000_000
 """What a process needs besides its model: libraries, kernels, the allocator's gaps."""
@@ -37,34 +40,52 @@ class Derived:
     is_warning: bool = False
 
 
-def derive(config: RunConfig, facts: Mapping[str, CheckpointFacts], machine: Machine) -> list[Derived]:
-    """Return the values of the keys that a run file leaves out, each with its reason; those that nothing is known for stay out.
+def derive(
+    config: RunConfig, facts: Mapping[str, CheckpointFacts], machine: Machine
+) -> list[Derived]:
+    """Return the values of the keys that a run file leaves out, each with its reason; those that
+    nothing is known for stay out.
 
     Args:
         config: The run file as read.
-        facts: Of the checkpoints in the sections `model`, `judge` and `teacher`, as far as they are there.
+        facts: Of the checkpoints in the sections `model`, `judge` and `teacher`, as far as they are
+            there.
         machine: Where the workers are.
     """
     found: dict[str, Derived] = {}
     filled = config
     for rule in (_of_training, _of_lengths, _of_drain, _of_threads, _of_memory):
         wanted = set(missing_keys(filled))
-        fresh = {derived.key: derived for derived in rule(filled, facts, machine) if derived.key in wanted}
+        fresh = {
+            derived.key: derived
+            for derived in rule(filled, facts, machine)
+            if derived.key in wanted
+        }
         found |= fresh
         filled = with_values(filled, {key: derived.value for key, derived in fresh.items()})
     return list(found.values())
 
 
-def _of_training(config: RunConfig, facts: Mapping[str, CheckpointFacts], _: Machine) -> Iterator[Derived]:
+def _of_training(
+    config: RunConfig, facts: Mapping[str, CheckpointFacts], _: Machine
+) -> Iterator[Derived]:
     if config.model.tiny is not None:
-        yield Derived("trainer.learning_rate", TINY_RATE, "[model.tiny] makes the model: random weights")
+        yield Derived(
+            "trainer.learning_rate", TINY_RATE, "[model.tiny] makes the model: random weights"
+        )
     else:
-        yield Derived("trainer.learning_rate", FINE_TUNING_RATE, "all parameters of a pretrained model are trained")
+        yield Derived(
+            "trainer.learning_rate",
+            FINE_TUNING_RATE,
+            "all parameters of a pretrained model are trained",
+        )
     for section, known in facts.items():
         yield Derived(f"{section}.dtype", known.dtype, "the checkpoint's own")
 
 
-def _of_lengths(config: RunConfig, facts: Mapping[str, CheckpointFacts], _: Machine) -> Iterator[Derived]:
+def _of_lengths(
+    config: RunConfig, facts: Mapping[str, CheckpointFacts], _: Machine
+) -> Iterator[Derived]:
     context, new = config.engine.max_context_tokens, config.engine.sampling.max_new_tokens
     if (known := facts.get("model")) is None:
         return
@@ -77,41 +98,64 @@ def _of_lengths(config: RunConfig, facts: Mapping[str, CheckpointFacts], _: Mach
     elif context is None and new is not None:
         room = prompt or max(most - new, most // 4)
         context = min(known.max_position_embeddings, room + new)
-        reason = f"{room} for the prompt, {new} for the answer, within {known.max_position_embeddings} positions"
+        reason = (
+            f"{room} for the prompt, {new} for the answer, within "
+            f"{known.max_position_embeddings} positions"
+        )
         yield Derived("engine.max_context_tokens", context, reason)
     elif context is None:
         context = most
         yield Derived("engine.max_context_tokens", context, bound)
     if config.model.tiny is not None:
-        yield Derived("engine.sampling.max_new_tokens", min(TINY_NEW_TOKENS, context), "[model.tiny] makes the model")
+        yield Derived(
+            "engine.sampling.max_new_tokens",
+            min(TINY_NEW_TOKENS, context),
+            "[model.tiny] makes the model",
+        )
         return
     room = min(prompt, context - 1) if prompt else context // 4
-    reason = f"what {context} tokens leave after a prompt of {room} ({'data.max_prompt_tokens' if prompt else 'a quarter'})"
+    reason = (
+        f"what {context} tokens leave after a prompt of {room} "
+        f"({'data.max_prompt_tokens' if prompt else 'a quarter'})"
+    )
     yield Derived("engine.sampling.max_new_tokens", max(context - room, 1), reason)
 
 
-def _of_drain(config: RunConfig, _: Mapping[str, CheckpointFacts], __: Machine) -> Iterator[Derived]:
+def _of_drain(
+    config: RunConfig, _: Mapping[str, CheckpointFacts], __: Machine
+) -> Iterator[Derived]:
     longest = config.engine.sampling.max_new_tokens or 0  # unknown where the model is not
     wanted = max(LEAST_DRAIN_SECONDS, longest / SLOW_TOKENS_PER_SECOND)
-    reason = f"an answer of {longest} tokens at {SLOW_TOKENS_PER_SECOND:g} a second, at least {LEAST_DRAIN_SECONDS:g} s"
+    reason = (
+        f"an answer of {longest} tokens at {SLOW_TOKENS_PER_SECOND:g} a second, at least "
+        f"{LEAST_DRAIN_SECONDS:g} s"
+    )
     yield Derived("workers.drain_seconds", min(wanted, config.health.stuck_seconds), reason)
 
 
-def _of_threads(config: RunConfig, _: Mapping[str, CheckpointFacts], machine: Machine) -> Iterator[Derived]:
+def _of_threads(
+    config: RunConfig, _: Mapping[str, CheckpointFacts], machine: Machine
+) -> Iterator[Derived]:
     share = max(machine.num_processors // machine.num_computing, 1)
     reason = f"{machine.num_processors} processors, {machine.num_computing} workers that compute"
     for key in THREAD_KEYS:
         yield Derived(key, share, reason)
 
 
-def _of_memory(config: RunConfig, facts: Mapping[str, CheckpointFacts], machine: Machine) -> Iterator[Derived]:
+def _of_memory(
+    config: RunConfig, facts: Mapping[str, CheckpointFacts], machine: Machine
+) -> Iterator[Derived]:
     known, dtype = facts.get("model"), config.model.dtype
     if known is None or dtype is None:
         return
     on_gpu = bool(machine.gpu_bytes) and config.model.device != "cpu"
     whole = min(machine.gpu_bytes) if on_gpu else machine.memory_bytes // 2
     ranks = 1 if on_gpu else max(machine.roles.get("trainer", 1), 1)
-    static = known.training_bytes(dtype) + (RESERVED_GPU_BYTES if on_gpu else RESERVED_CPU_BYTES) + 4 * known.vocab_size * known.hidden_size
+    static = (
+        known.training_bytes(dtype)
+        + (RESERVED_GPU_BYTES if on_gpu else RESERVED_CPU_BYTES)
+        + 4 * known.vocab_size * known.hidden_size
+    )
     others = _beside_trainer(config, known, machine, most_cache=whole // 3)
     left = whole - others - ranks * static
     cells = int(LEFT_RATIO * left / ranks / known.cell_bytes(dtype))
@@ -119,11 +163,17 @@ def _of_memory(config: RunConfig, facts: Mapping[str, CheckpointFacts], machine:
     value = max(min(cells // CELL_UNIT * CELL_UNIT, most), CELL_UNIT)
     place = "the GPU" if on_gpu else "half of the memory"
     reason = (
-        f"{place} has {_gb(whole)}, parameters, gradients and optimizer take {_gb(static)}, the other models there {_gb(others)}; "
+        f"{place} has {_gb(whole)}, parameters, gradients and optimizer take {_gb(static)}, "
+        f"the other models there {_gb(others)}; "
         f"a token takes {known.cell_bytes(dtype) / 1e6:.2f} MB"
     )
     if cells < CELL_UNIT:
-        yield Derived("trainer.max_tokens_per_micro_batch", value, f"{reason}: too little; take more memory or a smaller model", is_warning=True)
+        yield Derived(
+            "trainer.max_tokens_per_micro_batch",
+            value,
+            f"{reason}: too little; take more memory or a smaller model",
+            is_warning=True,
+        )
         return
     longest = config.engine.max_context_tokens
     is_short = longest is not None and value < longest
@@ -131,14 +181,27 @@ def _of_memory(config: RunConfig, facts: Mapping[str, CheckpointFacts], machine:
     yield Derived("trainer.max_tokens_per_micro_batch", value, reason + more, is_warning=is_short)
 
 
-def _beside_trainer(config: RunConfig, known: CheckpointFacts, machine: Machine, *, most_cache: int) -> int:
-    """Return what the models of other roles take where the trainer is; a judge or teacher counts as large as the policy."""
+def _beside_trainer(
+    config: RunConfig, known: CheckpointFacts, machine: Machine, *, most_cache: int
+) -> int:
+    """Return what the models of other roles take where the trainer is; a judge or teacher counts as
+    large as the policy.
+    """
     dtype = config.model.dtype
     count = {role: machine.roles.get(role, 0) for role in COMPUTING_ROLES}
     weights = known.num_parameters * width_of(dtype)
-    cache = min(config.engine.max_running_samples * (config.engine.max_context_tokens or 0) * known.cache_bytes(dtype), most_cache)
+    cache = min(
+        config.engine.max_running_samples
+        * (config.engine.max_context_tokens or 0)
+        * known.cache_bytes(dtype),
+        most_cache,
+    )
     learning = count["critic"] * known.training_bytes(dtype)
-    return (sum(count.values()) - count["critic"]) * weights + learning + (count["rollout"] > 0) * cache
+    return (
+        (sum(count.values()) - count["critic"]) * weights
+        + learning
+        + (count["rollout"] > 0) * cache
+    )
 
 
 def _gb(num_bytes: int) -> str:

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.data import RowsConfig
-from relax_events.config.generation import SamplingConfig
-from relax_events.config.outside import Names
+from relax_events.config.engine import SamplingConfig
+from relax_events.config.external_values import Names
 from relax_events.config.reward import RewardConfig
 
 
@@ -50,11 +50,20 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> EvaluationConfig:
-        repeated = [name for name, count in Counter(dataset.name for dataset in self.datasets).items() if count > 1]
+        repeated = [
+            name
+            for name, count in Counter(dataset.name for dataset in self.datasets).items()
+            if count > 1
+        ]
         if repeated:
-            raise ValueError(f"evaluation.datasets must have names of their own, got {repeated[0]!r} twice; set evaluation.datasets.name")
+            raise ValueError(
+                f"evaluation.datasets must have names of their own, got {repeated[0]!r} "
+                "twice; set evaluation.datasets.name"
+            )
         return self
 
     def is_due(self, policy_version: int, *, first: int, last: int) -> bool:
         """Tell whether a version of a run is to be evaluated."""
-        return bool(self.datasets) and ((policy_version - first) % self.every == 0 or policy_version == last)
+        return bool(self.datasets) and (
+            (policy_version - first) % self.every == 0 or policy_version == last
+        )

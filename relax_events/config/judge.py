@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from relax_events.config.base import DERIVED, OrDerived, Positive, Section
-from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig
-from relax_events.config.outside import FilePath, Names, Text
+from relax_events.config.engine import EngineConfig, ModelConfig, SamplingConfig
+from relax_events.config.external_values import FilePath, Names, Text
 
 if TYPE_CHECKING:
-    from relax_events.config.sections import RunConfig
+    from relax_events.config.run_config import RunConfig
 
 JUDGED = "genrm"
 """The reward function whose samples the judge role scores."""
@@ -39,13 +39,16 @@ class JudgeEngineConfig(EngineConfig):
 
 
 class JudgeConfig(Section):
-    """The judging model. With `model_path` the judge role holds it on engines of its own and scores what `genrm` is the reward function of.
+    """The judging model. With `model_path` the judge role holds it on engines of its own and scores
+    what `genrm` is the reward function of.
 
-    What is asked stands in `reward.options`: `template`, `rubric` and `max_score`, as for `genrm` with the `url` of a server.
+    What is asked stands in `reward.options`: `template`, `rubric` and `max_score`, as for `genrm`
+        with the `url` of a server.
     """
 
     model_path: FilePath | None = None
-    """A folder in Hugging Face layout: config, safetensors, tokenizer with a chat template. It need not have the policy's tokenizer."""
+    """A folder in Hugging Face layout: config, safetensors, tokenizer with a chat template. It need
+    not have the policy's tokenizer."""
     dtype: OrDerived[Literal["float32", "bfloat16"]] = DERIVED
     """Type of the weights. Derived: that of its checkpoint."""
     device: Text = "auto"
@@ -55,13 +58,17 @@ class JudgeConfig(Section):
     chat_template_options: Annotated[dict[str, Any], Names.NOTHING] = Field(default_factory=dict)
     """Variables for its chat template, such as `enable_thinking = false`."""
     unreadable: Literal["fail", "zero"] = "fail"
-    """What becomes of a sample whose judgement holds no score in range: scoring it has failed, or its reward is 0."""
+    """What becomes of a sample whose judgement holds no score in range: scoring it has failed, or
+    its reward is 0."""
     engine: JudgeEngineConfig = JudgeEngineConfig()
-    """The engine of each worker: `name = "sglang"` starts servers, or attaches to those at `sglang.urls`."""
+    """The engine of each worker: `name = "sglang"` starts servers, or attaches to those at
+    `sglang.urls`."""
 
     def as_model(self, path: Path) -> ModelConfig:
         """Return the judge as code takes it that loads any model."""
-        return ModelConfig.model_validate({"path": path, "dtype": self.dtype, "device": self.device, "attention": self.attention})
+        return ModelConfig.model_validate(
+            {"path": path, "dtype": self.dtype, "device": self.device, "attention": self.attention}
+        )
 
 
 def check_judge(config: RunConfig) -> None:
@@ -75,9 +82,15 @@ def check_judge(config: RunConfig) -> None:
     reward = config.reward
     if not config.judged_sources:
         rule = f"judge.model_path is of no use with reward.function = {reward.function!r}"
-        raise ValueError(f"{rule}, which asks no judge; set reward.function = '{JUDGED}', or leave judge.model_path out")
+        raise ValueError(
+            f"{rule}, which asks no judge; set reward.function = '{JUDGED}', or leave "
+            "judge.model_path out"
+        )
     if any("url" in reward.chosen[source].options for source in config.judged_sources):
         remedy = "leave url out, and set judge.engine.sglang.urls to attach to servers of your own"
         raise ValueError(f"reward.options.url and judge.model_path name two judges; {remedy}")
     if any(dataset.reward is None for dataset in config.evaluation.datasets):
-        raise ValueError("the judge scores what is trained, not evaluations; give evaluation.datasets a reward of their own")
+        raise ValueError(
+            "the judge scores what is trained, not evaluations; give evaluation.datasets a "
+            "reward of their own"
+        )

@@ -1,4 +1,6 @@
-"""Reads a run file and lays environment and flags over it, with errors that name the key and the remedy."""
+"""Reads a run file and lays environment and flags over it, with errors that name the key and the
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from relax_events.config.addresses import refuse_logins, secret_in
 from relax_events.config.broker import SECRET_CLIENT_KEYS, secret_remedy
-from relax_events.config.sections import RunConfig
+from relax_events.config.run_config import RunConfig
 from relax_events.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "RELAX_"
@@ -22,7 +24,8 @@ DATA_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 MAX_DEPTH = 64
 """Of sections and lists within each other; those of a run file are some six deep."""
 MAX_TOLD = 20
-"""Problems of a run file that are told of: to find the key that was meant takes some milliseconds each."""
+"""Problems of a run file that are told of: to find the key that was meant takes some milliseconds
+each."""
 HOUSE_FORM = {
     "Input should be": "must be",
     "String should match pattern": "must match",
@@ -41,7 +44,9 @@ HOUSE_FORM = {
 }
 
 
-def load_run_config(path: Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> RunConfig:
+def load_run_config(
+    path: Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
+) -> RunConfig:
     """Read a run file; `RELAX_SECTION__KEY` overrides it, and `section.key=value` overrides both.
 
     Args:
@@ -49,17 +54,26 @@ def load_run_config(path: Path, overrides: Iterable[str] = (), environment: Mapp
         overrides: `section.key=value`, the value in TOML syntax or a bare string.
         environment: Defaults to the process's own.
     Raises:
-        ConfigError: The file is missing, not TOML, or a key or value is not allowed; the text names the key.
+        ConfigError: The file is missing, not TOML, or a key or value is not allowed; the text names
+            the key.
     """
     tree = _read(path)
     environment = os.environ if environment is None else environment
     for name in sorted(environment):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
-            _place(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), environment[name], name)
+            _place(
+                tree,
+                name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"),
+                environment[name],
+                name,
+            )
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator or "." not in key:
-            raise ConfigError(f"override {shown(override)!r} is not of the form section.key=value; for example run.seed=1")
+            raise ConfigError(
+                f"override {shown(override)!r} is not of the form section.key=value; for "
+                "example run.seed=1"
+            )
         _place(tree, key.strip().split("."), value.strip(), override)
     _require_shallow(tree, path)
     _refuse_secrets(tree)
@@ -69,39 +83,63 @@ def load_run_config(path: Path, overrides: Iterable[str] = (), environment: Mapp
     except ValidationError as error:
         found = error.errors()
         more = [f"{path}: {len(found) - MAX_TOLD} problems more"] if len(found) > MAX_TOLD else []
-        raise ConfigError("\n".join([*(_explain(item, path) for item in found[:MAX_TOLD]), *more])) from None
+        raise ConfigError(
+            "\n".join([*(_explain(item, path) for item in found[:MAX_TOLD]), *more])
+        ) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
     if path.suffix in DATA_SUFFIXES:
-        remedy = "give a run file, in TOML, whose data.source names it; for example configs/quickstart.toml"
+        remedy = (
+            "give a run file, in TOML, whose data.source names it; for example "
+            "configs/quickstart.toml"
+        )
         raise ConfigError(f"{path} holds rows of data and is no run file; {remedy}")
     try:
         text = path.read_text()
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError(f"run file {path} does not exist; give the path of a TOML file, for example configs/quickstart.toml") from None
+        raise ConfigError(
+            f"run file {path} does not exist; give the path of a TOML file, for example "
+            "configs/quickstart.toml"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"run file {path} can't be read: {error}") from None
     except (ValueError, RecursionError) as error:  # TOML's, JSON's, or a number without end
-        raise ConfigError(f"run file {path} is not {path.suffix.lstrip('.').upper() or 'TOML'}: {error}") from None
+        raise ConfigError(
+            f"run file {path} is not {path.suffix.lstrip('.').upper() or 'TOML'}: {error}"
+        ) from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"run file {path} must hold sections, got a {type(tree).__name__}; for example configs/quickstart.toml")
+        raise ConfigError(
+            f"run file {path} must hold sections, got a {type(tree).__name__}; for example "
+            "configs/quickstart.toml"
+        )
     return tree
 
 
 def _require_shallow(tree: Mapping[str, Any], path: Path) -> None:
-    """Refuse sections within sections without end: whatever looks through them afterwards goes down into each."""
+    """Refuse sections within sections without end: whatever looks through them afterwards goes down
+    into each.
+    """
     level: list[Any] = [tree]
     for _ in range(MAX_DEPTH):
-        inner = [list(value.values() if isinstance(value, dict) else value) for value in level if isinstance(value, dict | list)]
+        inner = [
+            list(value.values() if isinstance(value, dict) else value)
+            for value in level
+            if isinstance(value, dict | list)
+        ]
         level = [value for values in inner for value in values]
     if level:
-        raise ConfigError(f"{path}, an argument or a variable has sections and lists more than {MAX_DEPTH} deep; write the key of one section")
+        raise ConfigError(
+            f"{path}, an argument or a variable has sections and lists more than {MAX_DEPTH} "
+            "deep; write the key of one section"
+        )
 
 
 def _refuse_secrets(tree: Mapping[str, Any]) -> None:
-    """Refuse a secret among the client's settings, also one whose dots made tables of it, before anything shows its value."""
+    """Refuse a secret among the client's settings, also one whose dots made tables of it, before
+    anything shows its value.
+    """
     broker = tree.get("broker")
     for key in _dotted(broker.get("client") if isinstance(broker, dict) else None):
         if key in SECRET_CLIENT_KEYS:
@@ -118,7 +156,9 @@ def _dotted(table: Any) -> Iterator[str]:
 
 def shown(text: str) -> str:
     """Return an argument as it may be shown in an error: nothing of one that may hold a secret."""
-    names_secret = any(word in text.lower() for word in ("password", "secret", "passphrase", "ssl.key"))
+    names_secret = any(
+        word in text.lower() for word in ("password", "secret", "passphrase", "ssl.key")
+    )
     return "(hidden: it names a secret)" if names_secret or secret_in(text) else text
 
 
@@ -131,7 +171,9 @@ def _place(tree: dict[str, Any], keys: list[str], text: str, origin: str) -> Non
 
 
 def read_value(text: str) -> Any:
-    """Return what a value on the command line or in the environment means: what it is in TOML, or else the text itself."""
+    """Return what a value on the command line or in the environment means: what it is in TOML, or
+    else the text itself.
+    """
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -165,7 +207,11 @@ def _nearest(location: list[str]) -> str:
     close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == location[-1]]
     candidates = same_leaf or close
-    return f"did you mean {candidates[0]}?" if candidates else f"known sections are {', '.join(RunConfig.model_fields)}"
+    return (
+        f"did you mean {candidates[0]}?"
+        if candidates
+        else f"known sections are {', '.join(RunConfig.model_fields)}"
+    )
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -11,11 +11,12 @@ from pydantic import Field, model_validator
 
 from relax_events.config.addresses import is_in_clear
 from relax_events.config.base import Positive, Seconds, Section
-from relax_events.config.outside import Code, Names, Options, Text
+from relax_events.config.external_values import Code, Names, Options, Text
 
 MAX_PROCESSES = 8
 TOKEN_VARIABLE = re.compile(r"(JUDGE|REWARD|RELAX)_([A-Z0-9]+_)*TOKEN")
-"""Names of environment variables whose values a reward function may send to its service without being listed."""
+"""Names of environment variables whose values a reward function may send to its service without
+being listed."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -25,31 +26,38 @@ class ChosenReward(Section):
     function: Code = "exact_match"
     """A name that `relax rewards list` knows, or `path/to/file.py:function`."""
     options: Options = Field(default_factory=dict)
-    """Settings of the function: further keyword arguments that it takes. `relax rewards show NAME` lists them."""
+    """Settings of the function: further keyword arguments that it takes. `relax rewards show NAME`
+    lists them."""
     weights: Annotated[dict[str, Finite], Names.NOTHING] = Field(default_factory=dict)
-    """Makes the reward of the function's components: the sum of each named one times its weight. Empty leaves it to the function."""
+    """Makes the reward of the function's components: the sum of each named one times its weight.
+    Empty leaves it to the function."""
 
 
 class RewardConfig(ChosenReward):
     """How a sample is scored."""
 
     routes: dict[str, ChosenReward] = Field(default_factory=dict)
-    """Other functions for the samples of other sources: tables by the value that `route_key` has in a sample's metadata, each with
-    `function`, `options` and `weights`. All other samples go to the function above."""
+    """Other functions for the samples of other sources: tables by the value that `route_key` has in
+    a sample's metadata, each with `function`, `options` and `weights`. All other samples go to the
+    function above."""
     route_key: Text = "data_source"
     """Key of the metadata that chooses among `routes`."""
     timeout_seconds: Seconds = 10.0
     """A call that takes longer is killed and counted as failed."""
     processes: Annotated[int, Field(ge=0)] = 0
-    """Child processes that run the function; 0 takes one for each core that this process may use, up to 8."""
+    """Child processes that run the function; 0 takes one for each core that this process may use,
+    up to 8."""
     concurrency: Positive = 16
-    """Calls that one child process has under way at a time when the function is `async def`; others run one after the other."""
+    """Calls that one child process has under way at a time when the function is `async def`; others
+    run one after the other."""
     memory_bytes: Positive = 4 * 1024**3
     """Address space that one child process may take."""
     environment: Annotated[tuple[str, ...], Names.VARIABLE] = ()
-    """Names of environment variables that the function may read. The child process that runs it finds these, those that its options name
-    (`token_variable`), and what is no secret: where programs and caches lie. Everything else stays with the worker. An option may name a variable
-    that stands here, or one like `JUDGE_TOKEN`, `REWARD_MATH_TOKEN` or `RELAX_TOKEN`; its value is never sent unencrypted to another machine."""
+    """Names of environment variables that the function may read. The child process that runs it
+    finds these, those that its options name (`token_variable`), and what is no secret: where
+    programs and caches lie. Everything else stays with the worker. An option may name a variable
+    that stands here, or one like `JUDGE_TOKEN`, `REWARD_MATH_TOKEN` or `RELAX_TOKEN`; its value is
+    never sent unencrypted to another machine."""
 
     @model_validator(mode="after")
     def _sends_only_tokens(self) -> RewardConfig:
@@ -61,11 +69,27 @@ class RewardConfig(ChosenReward):
 
     def _check_variable(self, key: str, name: str, options: Mapping[str, Any]) -> None:
         if name not in self.environment and not TOKEN_VARIABLE.fullmatch(name):
-            rule = f"options.{key} = {name!r} names an environment variable whose value is sent to a service"
-            raise ValueError(f"{rule}; take a name such as JUDGE_TOKEN or REWARD_MATH_TOKEN, or list this one in the section's environment")
-        if url := next((value for value in options.values() if isinstance(value, str) and "://" in value and is_in_clear(value)), None):
+            rule = (
+                f"options.{key} = {name!r} names an environment variable whose value is sent to "
+                "a service"
+            )
+            raise ValueError(
+                f"{rule}; take a name such as JUDGE_TOKEN or REWARD_MATH_TOKEN, or list this "
+                "one in the section's environment"
+            )
+        if url := next(
+            (
+                value
+                for value in options.values()
+                if isinstance(value, str) and "://" in value and is_in_clear(value)
+            ),
+            None,
+        ):
             rule = f"options.{key} = {name!r} would be sent unencrypted to {url}"
-            raise ValueError(f"{rule}; take an https address, one of this machine (127.0.0.1), or leave {key} out")
+            raise ValueError(
+                f"{rule}; take an https address, one of this machine (127.0.0.1), or leave "
+                f"{key} out"
+            )
 
     @property
     def num_processes(self) -> int:
@@ -76,11 +100,18 @@ class RewardConfig(ChosenReward):
     def variables(self) -> frozenset[str]:
         """Names of the environment variables that the functions may read."""
         options = (option for one in self.chosen.values() for option in one.options.items())
-        return frozenset({*self.environment, *(str(value) for name, value in options if name.endswith("_variable") and value)})
+        return frozenset(
+            {
+                *self.environment,
+                *(str(value) for name, value in options if name.endswith("_variable") and value),
+            }
+        )
 
     @property
     def chosen(self) -> Mapping[str | None, ChosenReward]:
-        """All functions by the source whose samples they score; None stands for the samples of all others."""
+        """All functions by the source whose samples they score; None stands for the samples of all
+        others.
+        """
         own: dict[str | None, ChosenReward] = {None: self}
         return own | dict(self.routes)
 
@@ -90,11 +121,22 @@ class RewardConfig(ChosenReward):
         return source if isinstance(source, str) and source in self.routes else None
 
     def without(self, function: str) -> RewardConfig | None:
-        """Return the section without one function, for a role that is never given its samples; None where no other is left."""
-        others = {source: chosen for source, chosen in self.routes.items() if chosen.function != function}
+        """Return the section without one function, for a role that is never given its samples; None
+        where no other is left.
+        """
+        others = {
+            source: chosen for source, chosen in self.routes.items() if chosen.function != function
+        }
         if self.function != function:
             return self.model_copy(update={"routes": others})
         if not others:
             return None
         first = next(iter(others.values()))
-        return self.model_copy(update={"function": first.function, "options": first.options, "weights": first.weights, "routes": others})
+        return self.model_copy(
+            update={
+                "function": first.function,
+                "options": first.options,
+                "weights": first.weights,
+                "routes": others,
+            }
+        )

@@ -1,4 +1,6 @@
-"""The section `teacher`: the model that the policy learns from beside its rewards, or in their place."""
+"""The section `teacher`: the model that the policy learns from beside its rewards, or in their
+place.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from relax_events.config.base import DERIVED, OrDerived, Section
-from relax_events.config.generation import ModelConfig
-from relax_events.config.outside import FilePath, Text
+from relax_events.config.engine import ModelConfig
+from relax_events.config.external_values import FilePath, Text
 
 
 class TeacherConfig(Section):
-    """The teacher of a distillation, which `algorithm.distill_coefficient` above 0 asks for. Its tokenizer must be the policy's."""
+    """The teacher of a distillation, which `algorithm.distill_coefficient` above 0 asks for. Its
+    tokenizer must be the policy's.
+    """
 
     model_path: FilePath | None = None
     """A folder in Hugging Face layout: config, safetensors, tokenizer."""
@@ -24,8 +28,11 @@ class TeacherConfig(Section):
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the model."""
     threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
-    """CPU threads of the role; 0 takes all processors that the process may use. Derived as `trainer.threads`."""
+    """CPU threads of the role; 0 takes all processors that the process may use. Derived as
+    `trainer.threads`."""
 
     def as_model(self, path: Path) -> ModelConfig:
         """Return the teacher as code takes it that loads any model."""
-        return ModelConfig.model_validate({"path": path, "dtype": self.dtype, "device": self.device, "attention": self.attention})
+        return ModelConfig.model_validate(
+            {"path": path, "dtype": self.dtype, "device": self.device, "attention": self.attention}
+        )

@@ -8,15 +8,21 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from relax_events.config.base import Section
-from relax_events.config.outside import Names
+from relax_events.config.external_values import Names
 
 
 def _is_address(endpoint: str) -> str:
     parts = urlsplit(endpoint)
     if endpoint and (parts.scheme not in ("http", "https") or not parts.hostname):
-        raise ValueError(f"must be an address such as http://127.0.0.1:4318/v1/traces, got {endpoint!r}; leave it empty to trace nothing")
+        raise ValueError(
+            f"must be an address such as http://127.0.0.1:4318/v1/traces, got {endpoint!r}; "
+            "leave it empty to trace nothing"
+        )
     if parts.username or parts.password:
-        raise ValueError("holds a user or password, which every log would show; give them as a header by OTEL_EXPORTER_OTLP_HEADERS")
+        raise ValueError(
+            "holds a user or password, which every log would show; give them as a header by "
+            "OTEL_EXPORTER_OTLP_HEADERS"
+        )
     return endpoint
 
 
@@ -24,8 +30,9 @@ class TracesConfig(Section):
     """OpenTelemetry spans of prompt groups and train steps (extra `tracing`)."""
 
     endpoint: Annotated[str, AfterValidator(_is_address), Names.ADDRESS] = ""
-    """Where a collector takes OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; empty traces nothing. Headers and certificates are given
-    by OpenTelemetry's own variables, `OTEL_EXPORTER_OTLP_HEADERS` and `OTEL_EXPORTER_OTLP_CERTIFICATE`."""
+    """Where a collector takes OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; empty
+    traces nothing. Headers and certificates are given by OpenTelemetry's own variables,
+    `OTEL_EXPORTER_OTLP_HEADERS` and `OTEL_EXPORTER_OTLP_CERTIFICATE`."""
     ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the prompt groups that are traced. The prompter chooses by trace id, and whoever reads its records goes by that: a trace is whole
-    or not there. Train steps are always traced."""
+    """Share of the prompt groups that are traced. The prompter chooses by trace id, and whoever
+    reads its records goes by that: a trace is whole or not there. Train steps are always traced."""

@@ -1,4 +1,6 @@
-"""Prompts made by the problem generators of the package reasoning-gym, each with its own verifier."""
+"""Prompts made by the problem generators of the package reasoning-gym, each with its own
+verifier.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ from relax_events.data.rows import PromptRow, UnfitRows, with_system_prompt
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.events.parts import ChatMessage
 
-SEED_STRIDE = 1_000_003  # A task's problem i comes from seed + i; the stride keeps the problems of neighbouring runs apart.
+# A task's problem i comes from seed + i; the stride keeps the problems of neighbouring runs apart.
+SEED_STRIDE = 1_000_003
 
 
 class GeneratedSource:
-    """Problems of one reasoning-gym task, made on demand: the same seed and index give the same problem.
+    """Problems of one reasoning-gym task, made on demand: the same seed and index give the same
+    problem.
 
-    A row's metadata is what the task's verifier needs to score an answer elsewhere: task, options, and the generator's entry.
+    A row's metadata is what the task's verifier needs to score an answer elsewhere: task, options,
+    and the generator's entry.
     """
 
     def __init__(self, task: str, config: RowsConfig, *, seed: int) -> None:
@@ -35,7 +40,9 @@ class GeneratedSource:
         self.unfit = UnfitRows("data")
         self._task = task
         self._config = config
-        self._problems = create_task(task, size=config.size, seed=seed * SEED_STRIDE % 2**31, options=config.options)
+        self._problems = create_task(
+            task, size=config.size, seed=seed * SEED_STRIDE % 2**31, options=config.options
+        )
 
     @property
     def rows(self) -> int:
@@ -47,13 +54,19 @@ class GeneratedSource:
         if not 0 <= index < self.rows:
             raise IndexError(f"row {index} of reasoning_gym:{self._task}: data.size is {self.rows}")
         entry = self._problems[index]
-        messages = with_system_prompt([ChatMessage.of_text("user", entry["question"])], self._config.system_prompt)
+        messages = with_system_prompt(
+            [ChatMessage.of_text("user", entry["question"])], self._config.system_prompt
+        )
         metadata = {"task": self._task, "options": self._config.options, "entry": entry}
-        text = orjson.dumps(metadata, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+        text = orjson.dumps(
+            metadata, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+        ).decode()
         return PromptRow(messages, str(entry["answer"] or ""), text)
 
 
-def create_task(task: str, *, size: int = 1, seed: int = 0, options: dict[str, Any] | None = None) -> Any:
+def create_task(
+    task: str, *, size: int = 1, seed: int = 0, options: dict[str, Any] | None = None
+) -> Any:
     """Set up a reasoning-gym task.
 
     Raises:
@@ -63,11 +76,16 @@ def create_task(task: str, *, size: int = 1, seed: int = 0, options: dict[str, A
     package = import_reasoning_gym()
     known = package.factory.DATASETS
     if task not in known:
-        raise ConfigError(f"reasoning-gym has no task {task!r}; set data.source = 'reasoning_gym:<task>' to one of {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"reasoning-gym has no task {task!r}; set data.source = 'reasoning_gym:<task>' "
+            f"to one of {', '.join(sorted(known))}"
+        )
     try:
         return package.create_dataset(task, size=size, seed=seed, **(options or {}))
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"reasoning-gym's task {task!r} does not take data.options {options}: {error}") from None
+        raise ConfigError(
+            f"reasoning-gym's task {task!r} does not take data.options {options}: {error}"
+        ) from None
 
 
 def import_reasoning_gym() -> Any:
@@ -78,9 +96,13 @@ def import_reasoning_gym() -> Any:
     """
     try:
         with warnings.catch_warnings():
-            # One of its dependencies compares with `is` to a string: noise that a user can't act upon.
+            # One of its dependencies compares with `is` to a string: noise that a user can't act
+            # upon.
             warnings.simplefilter("ignore")
             import reasoning_gym
     except ImportError as error:
-        raise EnvironmentProblem(f"reasoning_gym: sources need the package reasoning-gym ({error}); install relax-events[tasks]") from None
+        raise EnvironmentProblem(
+            f"reasoning_gym: sources need the package reasoning-gym ({error}); install "
+            "relax-events[tasks]"
+        ) from None
     return reasoning_gym

@@ -16,7 +16,7 @@ from relax_events.config import RowsConfig
 from relax_events.data.columns import ColumnReader
 from relax_events.data.rows import PromptRow, UnfitRows
 from relax_events.errors import ConfigError
-from relax_events.pipeline.regular_files import open_regular
+from relax_events.regular_files import open_regular
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_BYTES = 1024**2
@@ -26,13 +26,17 @@ ALL_ROWS = slice(None)
 
 
 class JsonlSource:
-    """Rows of a JSON-lines file, read on demand: memory is eight bytes per row, whatever the rows hold.
+    """Rows of a JSON-lines file, read on demand: memory is eight bytes per row, whatever the rows
+    hold.
 
-    Every row is checked once when the file is opened, so that a bad one stops a run before it starts and not after a day.
-    Blank lines are not rows. A compressed file is unpacked into a temporary one, which ends with this source.
+    Every row is checked once when the file is opened, so that a bad one stops a run before it
+    starts and not after a day. Blank lines are not rows. A compressed file is unpacked into a
+    temporary one, which ends with this source.
     """
 
-    def __init__(self, path: Path, config: RowsConfig, *, span: slice = ALL_ROWS, section: str = "data") -> None:
+    def __init__(
+        self, path: Path, config: RowsConfig, *, span: slice = ALL_ROWS, section: str = "data"
+    ) -> None:
         """Index and check the file.
 
         Args:
@@ -41,7 +45,8 @@ class JsonlSource:
             span: Which of its rows to take.
             section: Where the run file names it, for errors.
         Raises:
-            ConfigError: The file can't be read or has no rows, or more rows are unfit than allowed; the text names file and line.
+            ConfigError: The file can't be read or has no rows, or more rows are unfit than allowed;
+                the text names file and line.
             EnvironmentProblem: It is compressed, and pyarrow is not installed.
         """
         self._path, self._section, self._config = path, section, config
@@ -71,7 +76,10 @@ class JsonlSource:
         try:
             file = open_regular(self._path)
         except FileNotFoundError:
-            raise ConfigError(f"data file {self._path} does not exist; set {self._section}.source = 'jsonl:<path>'") from None
+            raise ConfigError(
+                f"data file {self._path} does not exist; set {self._section}.source = "
+                "'jsonl:<path>'"
+            ) from None
         except OSError as error:
             raise self._unreadable(error) from None
         if self._path.suffix not in COMPRESSED:
@@ -80,15 +88,19 @@ class JsonlSource:
             return self._unpacked(file)
 
     def _unpacked(self, packed: IO[bytes]) -> IO[bytes]:
-        from relax_events.data.arrow import pa
+        from relax_events.data.parquet import pa
 
         unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # it ends with this source
-        block = memoryview(bytearray(BLOCK_BYTES))  # pyarrow's `read` would lose the block that it makes where the file is damaged
+        block = memoryview(
+            bytearray(BLOCK_BYTES)
+        )  # pyarrow's `read` would lose the block that it makes where the file is damaged
         try:
             with pa.CompressedInputStream(packed, COMPRESSED[self._path.suffix]) as stream:
                 while num_bytes := stream.readinto(block):
                     unpacked.write(block[:num_bytes])
-                    self._require_bounded(unpacked.tell(), packed_bytes=os.fstat(packed.fileno()).st_size)
+                    self._require_bounded(
+                        unpacked.tell(), packed_bytes=os.fstat(packed.fileno()).st_size
+                    )
         except OSError as error:
             unpacked.close()
             raise self._unreadable(error) from None
@@ -107,10 +119,16 @@ class JsonlSource:
             rule = f"{self._section}.max_unpacked_ratio = {ratio} times its {packed_bytes} bytes"
         else:
             return
-        raise ConfigError(f"data file {self._path} unpacks to more than {rule}; set that higher if the file really holds so much")
+        raise ConfigError(
+            f"data file {self._path} unpacks to more than {rule}; set that higher if the "
+            "file really holds so much"
+        )
 
     def _unreadable(self, error: OSError) -> ConfigError:
-        return ConfigError(f"data file {self._path} can't be read: {error.strerror or error}; set {self._section}.source = 'jsonl:<path>'")
+        return ConfigError(
+            f"data file {self._path} can't be read: {error.strerror or error}; set "
+            f"{self._section}.source = 'jsonl:<path>'"
+        )
 
     def _index(self, span: slice) -> None:
         start, stop = span.start or 0, span.stop
@@ -126,11 +144,19 @@ class JsonlSource:
             else:
                 self._offsets.append(offset)
         if not self._offsets:
-            where = "" if span == ALL_ROWS else f" between {start} and {'its end' if stop is None else stop}"
-            raise ConfigError(f"data file {self._path} has no rows{where}; give it one JSON object per line")
+            where = (
+                ""
+                if span == ALL_ROWS
+                else f" between {start} and {'its end' if stop is None else stop}"
+            )
+            raise ConfigError(
+                f"data file {self._path} has no rows{where}; give it one JSON object per line"
+            )
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Give the number, counted from 1, the offset and the bytes of each line that is not blank."""
+        """Give the number, counted from 1, the offset and the bytes of each line that is not
+        blank.
+        """
         offset = 0
         for number, line in enumerate(self._file, 1):
             if line.strip():
@@ -142,5 +168,7 @@ class JsonlSource:
         try:
             columns = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{place} is not JSON: {error}; each line must be one JSON object") from None
+            raise ConfigError(
+                f"{place} is not JSON: {error}; each line must be one JSON object"
+            ) from None
         return self._columns.row(columns, place)

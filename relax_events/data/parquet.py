@@ -1,4 +1,7 @@
-"""Prompts from Parquet files: one, or a folder of them as Hugging Face datasets are laid out."""
+"""pyarrow, which is an extra: whoever needs it imports it from here.
+
+Prompts from Parquet files: one, or a folder of them as Hugging Face datasets are laid out.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from relax_events.config import RowsConfig
-from relax_events.data.arrow import pa, parquet
 from relax_events.data.columns import ColumnReader
 from relax_events.data.rows import PromptRow, UnfitRows
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, EnvironmentProblem
+
+try:
+    import pyarrow as pa
+    from pyarrow import parquet
+except ImportError as error:
+    raise EnvironmentProblem(
+        f"Parquet and compressed files need the package pyarrow ({error}); install "
+        "relax-events[parquet]"
+    ) from None
+
+__all__ = ["pa", "parquet"]
+
 
 ALL_ROWS = slice(None)
 ROWS_AT_ONCE = 1024
@@ -35,12 +49,16 @@ class RowGroup:
 
 
 class ParquetSource:
-    """Rows of Parquet files, read on demand: memory is that of the row groups read last, up to 32 MiB or one of them.
+    """Rows of Parquet files, read on demand: memory is that of the row groups read last, up to 32
+    MiB or one of them.
 
-    Every row is checked once when the files are opened, a batch at a time, so that a bad one stops a run before it starts.
+    Every row is checked once when the files are opened, a batch at a time, so that a bad one stops
+    a run before it starts.
     """
 
-    def __init__(self, path: Path, config: RowsConfig, *, span: slice = ALL_ROWS, section: str = "data") -> None:
+    def __init__(
+        self, path: Path, config: RowsConfig, *, span: slice = ALL_ROWS, section: str = "data"
+    ) -> None:
         """Find the row groups and check the rows.
 
         Args:
@@ -49,7 +67,8 @@ class ParquetSource:
             span: Which of the rows to take.
             section: Where the run file names it, for errors.
         Raises:
-            ConfigError: There is no such file, it is no Parquet or has no rows, or more rows are unfit than allowed.
+            ConfigError: There is no such file, it is no Parquet or has no rows, or more rows are
+                unfit than allowed.
         """
         self._path, self._section = path, section
         self._columns = ColumnReader(config, section=section)
@@ -63,7 +82,11 @@ class ParquetSource:
         """For each row left out, how many good ones stand before it."""
         self._check()
         if self.rows < 1:
-            raise ConfigError(f"{path} has no rows{'' if span == ALL_ROWS else f' from {self._start} on, of {total}'}; set {section}.source")
+            raise ConfigError(
+                f"{path} has no "
+                f"rows{'' if span == ALL_ROWS else f' from {self._start} on, of {total}'}; "
+                f"set {section}.source"
+            )
 
     @property
     def rows(self) -> int:
@@ -99,7 +122,9 @@ class ParquetSource:
             with parquet.ParquetFile(path) as file:
                 yield file
         except (OSError, pa.ArrowException) as error:
-            raise ConfigError(f"data file {path} can't be read as Parquet: {error}; set {self._section}.source") from None
+            raise ConfigError(
+                f"data file {path} can't be read as Parquet: {error}; set {self._section}.source"
+            ) from None
 
     def _table(self, number: int) -> pa.Table:
         """Return a row group, and keep it while the budget lasts: the oldest go first."""
@@ -108,8 +133,13 @@ class ParquetSource:
             return self._cache[number]
         group = self._groups[number]
         with self._opened(group.path) as file:
-            table = file.read_row_group(group.number, columns=self._columns.needed(file.schema_arrow.names))
-        while self._cache and table.nbytes + sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES:
+            table = file.read_row_group(
+                group.number, columns=self._columns.needed(file.schema_arrow.names)
+            )
+        while (
+            self._cache
+            and table.nbytes + sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES
+        ):
             self._cache.popitem(last=False)
         self._cache[number] = table
         return table
@@ -133,7 +163,9 @@ class ParquetSource:
             with self._opened(group.path) as file:
                 names = self._columns.needed(file.schema_arrow.names)
                 row = group.first_row
-                for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group.number], columns=names):
+                for batch in file.iter_batches(
+                    ROWS_AT_ONCE, row_groups=[group.number], columns=names
+                ):
                     for columns in batch.to_pylist():
                         if self._start <= row < self._stop:
                             yield f"{group.path}, row {row - group.first_row_of_file}", columns
@@ -144,7 +176,8 @@ def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
     """Return the Parquet files of a source, sorted by name.
 
     Args:
-        path: A file, or a folder in Hugging Face layout: `train-00000-of-00002.parquet`, also in folders below, or `train/0000.parquet`.
+        path: A file, or a folder in Hugging Face layout: `train-00000-of-00002.parquet`, also in
+            folders below, or `train/0000.parquet`.
         split: Takes the files that are named so, or that lie in a folder named so.
         section: Where the run file names it, for errors.
     Raises:
@@ -153,19 +186,32 @@ def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ConfigError(f"data file {path} does not exist; set {section}.source = 'parquet:<file or folder>'")
+        raise ConfigError(
+            f"data file {path} does not exist; set {section}.source = 'parquet:<file or folder>'"
+        )
     files = sorted(path.rglob("*.parquet"))
     if not files:
-        raise ConfigError(f"data folder {path} holds no .parquet file; set {section}.source = 'parquet:<file or folder>'")
+        raise ConfigError(
+            f"data folder {path} holds no .parquet file; set {section}.source = "
+            "'parquet:<file or folder>'"
+        )
     if irregular := next((file for file in files if file.exists() and not file.is_file()), None):
-        raise ConfigError(f"data file {irregular} is no regular file, and can't be read to an end; take it out of {path}")
+        raise ConfigError(
+            f"data file {irregular} is no regular file, and can't be read to an end; take it "
+            f"out of {path}"
+        )
     chosen = [file for file in files if not split or split in splits_of(file.relative_to(path))]
     if not chosen:
         known = sorted({splits_of(file.relative_to(path))[0] for file in files})
-        raise ConfigError(f"data folder {path} has no split {split!r}, only {', '.join(known)}; set {section}.split")
+        raise ConfigError(
+            f"data folder {path} has no split {split!r}, only {', '.join(known)}; set "
+            f"{section}.split"
+        )
     return chosen
 
 
 def splits_of(file: Path) -> tuple[str, ...]:
-    """Return the names of the split that a file may belong to: `train` of `train-00000-of-00002.parquet`, and of `train/0000.parquet`."""
+    """Return the names of the split that a file may belong to: `train` of
+    `train-00000-of-00002.parquet`, and of `train/0000.parquet`.
+    """
     return (re.split(r"[-.]", file.name, maxsplit=1)[0], *file.parts[:-1])

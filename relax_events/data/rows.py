@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from relax_events.config import RowsConfig
 from relax_events.errors import ConfigError
-from relax_events.events.parts import ChatMessage
+from relax_events.events.parts import ChatMessage, Modality
 from relax_events.media.items import MediaItem
 
 NUM_NAMED = 8
@@ -14,10 +15,12 @@ NUM_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A problem: the conversation so far, the reference answer, a JSON object that the reward function may need, and a JSON list of tools.
+    """A problem: the conversation so far, the reference answer, a JSON object that the reward
+    function may need, and a JSON list of tools.
 
-    `completions` are what the row brings to learn from, each the messages that follow the conversation so far: one, or a chosen and a rejected
-    one. A single message to learn is the `answer`, and stands here only where the reference answer is another. `media` are what the parts
+    `completions` are what the row brings to learn from, each the messages that follow the
+    conversation so far: one, or a chosen and a rejected one. A single message to learn is the
+    `answer`, and stands here only where the reference answer is another. `media` are what the parts
     without text in the conversation stand for, in order; nothing of them has been read.
     """
 
@@ -68,7 +71,14 @@ class UnfitRows:
         if len(self.named) < NUM_NAMED:
             self.named.append(str(error))
         if self.count > self.allowed:
-            more = f"; it is unfit row number {self.count}, and {self.section}.max_bad_rows is {self.allowed}" if self.allowed else ""
+            more = (
+                (
+                    f"; it is unfit row number {self.count}, and {self.section}.max_bad_rows is "
+                    f"{self.allowed}"
+                )
+                if self.allowed
+                else ""
+            )
             raise ConfigError(f"{error}{more}")
 
 
@@ -77,3 +87,25 @@ def with_system_prompt(messages: list[ChatMessage], system_prompt: str) -> list[
     if not system_prompt or (messages and messages[0].role == "system"):
         return messages
     return [ChatMessage.of_text("system", system_prompt), *messages]
+
+
+class PromptSourceKind(Protocol):
+    """A kind of prompt source that a package adds by an entry point in the group
+    `relax_events.prompt_sources`.
+    """
+
+    modality: Modality
+    """Of the media that its rows bring."""
+
+    def open(self, name: str, task: str, config: RowsConfig, *, seed: int) -> PromptSource:
+        """Open a source.
+
+        Args:
+            name: The entry point's, as run files name it.
+            task: What follows the name in `data.source`.
+            config: Gives the number of rows, the options and the system prompt.
+            seed: The run's seed.
+        Raises:
+            ConfigError: There is no such task, or it does not take these options.
+        """
+        ...

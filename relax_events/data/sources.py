@@ -8,22 +8,18 @@ from pathlib import Path
 import structlog
 
 from relax_events.config import DataConfig, EvaluationDatasetConfig, RowsConfig, RunConfig
-from relax_events.data.clips import CLIPS
-from relax_events.data.drawn import DrawnKind, DrawnSource
 from relax_events.data.generated import GeneratedSource
 from relax_events.data.jsonl import JsonlSource
-from relax_events.data.rows import PromptSource
-from relax_events.data.scenes import SCENES
+from relax_events.data.rows import PromptSource, PromptSourceKind
 from relax_events.data.stream import PromptStream
-from relax_events.data.tones import TONES
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Modality
+from relax_events.plugins import PROMPT_SOURCES, installed
 
 log = structlog.get_logger()
 GENERATED = "reasoning_gym"
-DRAWN: dict[str, DrawnKind] = {"scenes": SCENES, "clips": CLIPS, "tones": TONES}
 SLICE = re.compile(r"(.*)\[([0-9]*):([0-9]*)\]")
-KINDS = "'jsonl:<path>', 'parquet:<file or folder>', 'reasoning_gym:<task>', 'scenes:<task>', 'clips:<task>' or 'tones:<task>'"
+KINDS = "'jsonl:<path>', 'parquet:<file or folder>', 'reasoning_gym:<task>'"
 
 
 def open_source(config: RowsConfig, *, seed: int, section: str = "data") -> PromptSource:
@@ -39,11 +35,18 @@ def open_source(config: RowsConfig, *, seed: int, section: str = "data") -> Prom
     """
     source = _opened(config, seed=seed, section=section)
     if source.unfit.count:
-        log.warning("rows.left_out", source=config.source, num_rows=source.unfit.count, named=source.unfit.named)
+        log.warning(
+            "rows.left_out",
+            source=config.source,
+            num_rows=source.unfit.count,
+            named=source.unfit.named,
+        )
     return source
 
 
-def open_stream(config: DataConfig, *, seed: int, order_seed: int | None = None, shuffle: bool | None = None) -> PromptStream:
+def open_stream(
+    config: DataConfig, *, seed: int, order_seed: int | None = None, shuffle: bool | None = None
+) -> PromptStream:
     """Open all sources of a data section, in the order in which a run takes their prompts.
 
     Args:
@@ -55,9 +58,16 @@ def open_stream(config: DataConfig, *, seed: int, order_seed: int | None = None,
         ConfigError: See `open_source`.
         EnvironmentProblem: See `open_source`.
     """
-    sources = [open_source(part, seed=seed, section=section) for section, part in named_parts(config)]
+    sources = [
+        open_source(part, seed=seed, section=section) for section, part in named_parts(config)
+    ]
     chosen = config.shuffle if shuffle is None else shuffle
-    return PromptStream(*sources, seed=seed if order_seed is None else order_seed, shuffle=chosen, weights=config.weights)
+    return PromptStream(
+        *sources,
+        seed=seed if order_seed is None else order_seed,
+        shuffle=chosen,
+        weights=config.weights,
+    )
 
 
 def named_parts(config: DataConfig) -> list[tuple[str, RowsConfig]]:
@@ -69,13 +79,18 @@ def named_parts(config: DataConfig) -> list[tuple[str, RowsConfig]]:
 
 def evaluated_parts(config: RunConfig) -> list[tuple[str, EvaluationDatasetConfig]]:
     """Return the datasets that a run is evaluated on, each with its place in the run file."""
-    return [(f"evaluation.datasets[{number}]", dataset) for number, dataset in enumerate(config.evaluation.datasets)]
+    return [
+        (f"evaluation.datasets[{number}]", dataset)
+        for number, dataset in enumerate(config.evaluation.datasets)
+    ]
 
 
 def media_brought(config: RowsConfig) -> set[Modality]:
     """Return the kinds of media that a source's rows may bring."""
-    kind = DRAWN.get(config.source.partition(":")[0])
-    return {Modality(name) for name in config.multimodal_keys} | ({kind.modality} if kind else set())
+    kind = _installed_kind(config.source.partition(":")[0])
+    return {Modality(name) for name in config.multimodal_keys} | (
+        {kind.modality} if kind else set()
+    )
 
 
 def is_generated(config: RowsConfig) -> bool:
@@ -87,8 +102,8 @@ def _opened(config: RowsConfig, *, seed: int, section: str) -> PromptSource:
     kind, _, place = config.source.partition(":")
     if kind == GENERATED and place:
         return GeneratedSource(place, config, seed=seed)
-    if kind in DRAWN and place:
-        return DrawnSource(kind, DRAWN[kind], place, config, seed=seed)
+    if place and (plugin := _installed_kind(kind)) is not None:
+        return plugin.open(kind, place, config, seed=seed)
     path, span = _sliced(place)
     if kind == "jsonl" and path:
         return JsonlSource(Path(path), config, span=span, section=section)
@@ -96,7 +111,19 @@ def _opened(config: RowsConfig, *, seed: int, section: str) -> PromptSource:
         from relax_events.data.parquet import ParquetSource
 
         return ParquetSource(Path(path), config, span=span, section=section)
-    raise ConfigError(f"{section}.source must be {KINDS}, got {config.source!r}; set {section}.source")
+    names = "".join(f", '{name}:<task>'" for name in sorted(installed(PROMPT_SOURCES)))
+    raise ConfigError(
+        f"{section}.source must be one of {KINDS}{names}, got {config.source!r}; set "
+        f"{section}.source"
+    )
+
+
+def _installed_kind(name: str) -> PromptSourceKind | None:
+    entry = installed(PROMPT_SOURCES).get(name)
+    if entry is None:
+        return None
+    kind: PromptSourceKind = entry.load()
+    return kind
 
 
 def _sliced(place: str) -> tuple[str, slice]:

@@ -1,4 +1,6 @@
-"""The endless order of prompts: position -> dataset and row, a new permutation every epoch, without a table of the rows."""
+"""The endless order of prompts: position -> dataset and row, a new permutation every epoch, without
+a table of the rows.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,20 @@ class DataPlace:
 class PromptOrder:
     """Which row of which dataset stands at each position of an endless stream.
 
-    A position depends on nothing but the seed, so a prompter that starts again goes on where the log says, with no state of its own.
-    Datasets take turns in a fixed cycle in which each has its share of the places, evenly spread; each dataset goes through its own
-    epochs, every row once in each. Memory does not grow with the rows.
+    A position depends on nothing but the seed, so a prompter that starts again goes on where the
+    log says, with no state of its own. Datasets take turns in a fixed cycle in which each has its
+    share of the places, evenly spread; each dataset goes through its own epochs, every row once in
+    each. Memory does not grow with the rows.
     """
 
-    def __init__(self, num_rows: Sequence[int], *, seed: int, shuffle: bool, weights: Sequence[float] = (1.0,)) -> None:
+    def __init__(
+        self,
+        num_rows: Sequence[int],
+        *,
+        seed: int,
+        shuffle: bool,
+        weights: Sequence[float] = (1.0,),
+    ) -> None:
         """Order datasets.
 
         Args:
@@ -57,10 +67,14 @@ class PromptOrder:
         if not self._shuffle:
             return DataPlace(dataset, position)
         seed = f"{self._seed}/{dataset}" if dataset else self._seed
-        return DataPlace(dataset, permuted(position, size=self._num_rows[dataset], key=f"{seed}:{epoch}"))
+        return DataPlace(
+            dataset, permuted(position, size=self._num_rows[dataset], key=f"{seed}:{epoch}")
+        )
 
     def data_row(self, row_number: int) -> int:
-        """Tell the same as one number: rows are counted through all datasets, one after the other."""
+        """Tell the same as one number: rows are counted through all datasets, one after the
+        other.
+        """
         place = self.place(row_number)
         return sum(self._num_rows[: place.dataset]) + place.index
 
@@ -68,10 +82,14 @@ class PromptOrder:
 class PromptStream:
     """The prompts of one or several sources in the order of a run."""
 
-    def __init__(self, *sources: PromptSource, seed: int, shuffle: bool, weights: Sequence[float] = (1.0,)) -> None:
+    def __init__(
+        self, *sources: PromptSource, seed: int, shuffle: bool, weights: Sequence[float] = (1.0,)
+    ) -> None:
         """Order sources; see `PromptOrder`."""
         self._sources = sources
-        self.order = PromptOrder([source.rows for source in sources], seed=seed, shuffle=shuffle, weights=weights)
+        self.order = PromptOrder(
+            [source.rows for source in sources], seed=seed, shuffle=shuffle, weights=weights
+        )
 
     @property
     def rows(self) -> int:
@@ -85,7 +103,9 @@ class PromptStream:
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Return how many places each dataset has in a cycle: in exact proportion where a cycle of 10,000 places can show it, at least one."""
+    """Return how many places each dataset has in a cycle: in exact proportion where a cycle of
+    10,000 places can show it, at least one.
+    """
     exact = [Fraction(str(weight)) for weight in weights]
     unit = lcm(*(fraction.denominator for fraction in exact))
     counts = [int(fraction * unit) for fraction in exact]
@@ -96,18 +116,25 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def interleaved(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Spread the places of each dataset evenly over a cycle: (dataset, its how-manyth place), in order."""
-    places = [(Fraction(2 * rank + 1, 2 * count), dataset, rank) for dataset, count in enumerate(counts) for rank in range(count)]
+    """Spread the places of each dataset evenly over a cycle: (dataset, its how-manyth place), in
+    order.
+    """
+    places = [
+        (Fraction(2 * rank + 1, 2 * count), dataset, rank)
+        for dataset, count in enumerate(counts)
+        for rank in range(count)
+    ]
     return [(dataset, rank) for _, dataset, rank in sorted(places)]
 
 
 def permuted(position: int, *, size: int, key: str) -> int:
     """Map a position to its place in a pseudo-random permutation of `range(size)`.
 
-    A Feistel network permutes the next power of four; walking on from numbers beyond `size` keeps it a permutation. At most
-    four walks are needed on average.
+    A Feistel network permutes the next power of four; walking on from numbers beyond `size` keeps
+    it a permutation. At most four walks are needed on average.
 
-    Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains (CT-RSA 2002), sections 4 and 5.
+    Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains (CT-RSA 2002), sections 4 and
+    5.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     value = _feistel(position, half_bits, key)

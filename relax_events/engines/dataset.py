@@ -1,7 +1,8 @@
-"""The engine `dataset`: generates nothing, and hands out the answers that samples are submitted with.
+"""The engine `dataset`: generates nothing, and hands out the answers that samples are submitted
+with.
 
-It holds no weights; the policy version that it serves is the newest that it was told of, so a sample carries the version that was
-current when it was laid out.
+It holds no weights; the policy version that it serves is the newest that it was told of, so a
+sample carries the version that was current when it was laid out.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ from pathlib import Path
 from typing import Literal
 
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.engines.protocol import (
+    EngineUsage,
+    GeneratedSample,
+    GenerationRequest,
+    SampleRequest,
+)
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason
 from relax_events.weights import Weights
 
 
 class DatasetEngine:
-    """Implements `engines.protocol.Engine`: a sample's tokens are those that it was submitted with, to the last."""
+    """Implements `engines.protocol.Engine`: a sample's tokens are those that it was submitted with,
+    to the last.
+    """
 
-    def __init__(self, model_path: Path, *, config: EngineConfig, model: ModelConfig, policy_version: int = 0) -> None:
+    def __init__(
+        self, model_path: Path, *, config: EngineConfig, model: ModelConfig, policy_version: int = 0
+    ) -> None:
         """Start empty; no model is loaded.
 
         Args:
@@ -51,7 +61,8 @@ class DatasetEngine:
         """Take a prompt group's samples.
 
         Raises:
-            PoisonSample: A sample brings no answer, or one too long for `max_context_tokens`: nothing is cut off.
+            PoisonSample: A sample brings no answer, or one too long for `max_context_tokens`:
+                nothing is cut off.
         """
         for sample in request.samples:
             self._check(request, sample)
@@ -60,11 +71,14 @@ class DatasetEngine:
     def _check(self, request: GenerationRequest, sample: SampleRequest) -> None:
         if not len(request.prompt_tokens) or not len(sample.tokens):
             raise PoisonSample(
-                f"sample {sample.sample_id}: engine 'dataset' needs a prompt and an answer; algorithms that generate need another engine"
+                f"sample {sample.sample_id}: engine 'dataset' needs a prompt and an answer; "
+                "algorithms that generate need another engine"
             )
         if (length := len(request.prompt_tokens) + len(sample.tokens)) > self._max_context_tokens:
             rule = f"raise engine.max_context_tokens = {self._max_context_tokens} or drop the row"
-            raise PoisonSample(f"sample {sample.sample_id}: prompt and answer have {length} tokens; {rule}")
+            raise PoisonSample(
+                f"sample {sample.sample_id}: prompt and answer have {length} tokens; {rule}"
+            )
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
         """Hand out all that was submitted, at once."""
@@ -77,11 +91,22 @@ class DatasetEngine:
         """Do nothing: no poll waits."""
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
-        """Take samples out, all of them without `sample_ids`, and give them back as they were submitted."""
-        wanted = [sample_id for sample_id in self._waiting if sample_ids is None or sample_id in sample_ids]
-        return [dataclasses.replace(self._waiting.pop(sample_id), finish_reason=FinishReason.ABORT) for sample_id in wanted]
+        """Take samples out, all of them without `sample_ids`, and give them back as they were
+        submitted.
+        """
+        wanted = [
+            sample_id
+            for sample_id in self._waiting
+            if sample_ids is None or sample_id in sample_ids
+        ]
+        return [
+            dataclasses.replace(self._waiting.pop(sample_id), finish_reason=FinishReason.ABORT)
+            for sample_id in wanted
+        ]
 
-    def load_weights(self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart") -> None:
+    def load_weights(
+        self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
+    ) -> None:
         """Serve another policy version; its tensors are left alone."""
         del on_running
         self.policy_version = weights.policy_version

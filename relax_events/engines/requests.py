@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
-from relax_events.engines.rows import Sample
+from relax_events.engines.transformers.rows import Sample
 from relax_events.errors import PoisonSample
 from relax_events.events.routed_experts import ExpertShape
-from relax_events.models.media_layout import MediaLayout
+from relax_events.media.token_layout import MediaLayout
 
 
 class ServedModel(Protocol):
@@ -35,7 +35,12 @@ class ServedModel(Protocol):
 
 
 def admitted_samples(
-    request: GenerationRequest, *, first_order: int, taken: Collection[str], model: ServedModel, max_context_tokens: int
+    request: GenerationRequest,
+    *,
+    first_order: int,
+    taken: Collection[str],
+    model: ServedModel,
+    max_context_tokens: int,
 ) -> list[Sample]:
     """Turn a request into samples that can run.
 
@@ -55,18 +60,27 @@ def admitted_samples(
     if num_prompt_tokens == 0:
         raise PoisonSample(f"{name}: the prompt is empty; it needs at least one token")
     if len(request.given) != num_prompt_tokens:
-        raise PoisonSample(f"{name}: chosen must tell of each of {num_prompt_tokens} prompt tokens, got {len(request.given)}")
+        raise PoisonSample(
+            f"{name}: chosen must tell of each of {num_prompt_tokens} prompt tokens, got "
+            f"{len(request.given)}"
+        )
     if num_prompt_tokens >= max_context_tokens:
         raise PoisonSample(
             f"{name}: the prompt has {num_prompt_tokens} tokens and must leave room for one more; "
             f"raise engine.max_context_tokens = {max_context_tokens} or drop the row"
         )
     if request.num_top_tokens > vocab_size:
-        raise PoisonSample(f"{name}: num_top_tokens must be at most the vocabulary's {vocab_size}, got {request.num_top_tokens}")
+        raise PoisonSample(
+            f"{name}: num_top_tokens must be at most the vocabulary's {vocab_size}, got "
+            f"{request.num_top_tokens}"
+        )
     shift = _media_shift(request, model, name) if request.media else 0
     max_new_tokens = min(request.sampling.max_new_tokens, max_context_tokens - num_prompt_tokens)
     _check_ids(request.samples, taken, name)
-    samples = [_sample(request, sample, first_order + index, max_new_tokens, vocab_size) for index, sample in enumerate(request.samples)]
+    samples = [
+        _sample(request, sample, first_order + index, max_new_tokens, vocab_size)
+        for index, sample in enumerate(request.samples)
+    ]
     for sample, given in zip(samples, request.samples, strict=True):
         sample.position_shift = shift
         if model.experts is not None:
@@ -74,41 +88,70 @@ def admitted_samples(
     return samples
 
 
-def _known_experts(sample: SampleRequest, shape: ExpertShape, *, num_read: int) -> NDArray[np.generic]:
+def _known_experts(
+    sample: SampleRequest, shape: ExpertShape, *, num_read: int
+) -> NDArray[np.generic]:
     """Return which experts a sample's first tokens went through, as earlier attempts have told."""
     if (known := sample.routed_experts) is None:
         return shape.nothing()
     if known.shape[1:] != (shape.num_layers, shape.top_k) or len(known) > num_read:
         rule = f"at most {num_read} tokens, {shape.num_layers} layers and {shape.top_k} experts"
-        raise PoisonSample(f"sample {sample.sample_id}: the prefix's routed_experts must be of {rule}, got shape {known.shape}")
+        raise PoisonSample(
+            f"sample {sample.sample_id}: the prefix's routed_experts must be of {rule}, got "
+            f"shape {known.shape}"
+        )
     return shape.compact(known)
 
 
 def _media_shift(request: GenerationRequest, model: ServedModel, name: str) -> int:
-    """Return how far the rotary position behind the prompt is from its length; refuse media that don't fit it."""
+    """Return how far the rotary position behind the prompt is from its length; refuse media that
+    don't fit it.
+    """
     layout, media = model.layout, [piece.reference for piece in request.media]
     if layout is None:
         remedy = "take engine 'transformers' and a model that reads media"
-        raise PoisonSample(f"{name} brings {len(media)} pieces of media, and the engine shows its model text alone; {remedy}")
+        raise PoisonSample(
+            f"{name} brings {len(media)} pieces of media, and the engine shows its model "
+            f"text alone; {remedy}"
+        )
     num_tokens = len(request.prompt_tokens)
     cells = layout.cells(request.prompt_tokens, request.given, media)
     return int(layout.positions(num_tokens, cells, media).max()) + 1 - num_tokens
 
 
-def _sample(request: GenerationRequest, sample: SampleRequest, order: int, max_new_tokens: int, vocab_size: int) -> Sample:
+def _sample(
+    request: GenerationRequest,
+    sample: SampleRequest,
+    order: int,
+    max_new_tokens: int,
+    vocab_size: int,
+) -> Sample:
     name = f"sample {sample.sample_id}"
     if not 0 <= sample.seed < 2**64:
         raise PoisonSample(f"{name}: the seed must be from 0 to 2**64 - 1, got {sample.seed}")
     _check_tokens(sample.tokens, f"{name}: prefix", vocab_size)
-    counts = len(sample.tokens), len(sample.logprobs), sum(segment.num_tokens for segment in sample.segments)
+    counts = (
+        len(sample.tokens),
+        len(sample.logprobs),
+        sum(segment.num_tokens for segment in sample.segments),
+    )
     if len(set(counts)) > 1:
-        raise PoisonSample(f"{name}: prefix tokens, logprobs and segments must be equally many, got {counts[0]}, {counts[1]} and {counts[2]}")
+        raise PoisonSample(
+            f"{name}: prefix tokens, logprobs and segments must be equally many, got "
+            f"{counts[0]}, {counts[1]} and {counts[2]}"
+        )
     if len(sample.tokens) > max_new_tokens:
-        raise PoisonSample(f"{name}: the prefix has {len(sample.tokens)} tokens and may have {max_new_tokens}")
+        raise PoisonSample(
+            f"{name}: the prefix has {len(sample.tokens)} tokens and may have {max_new_tokens}"
+        )
     num_top = request.num_top_tokens
-    top_tokens = np.zeros((0, num_top), np.int32) if sample.top_tokens is None else sample.top_tokens
+    top_tokens = (
+        np.zeros((0, num_top), np.int32) if sample.top_tokens is None else sample.top_tokens
+    )
     if num_top and top_tokens.shape != (shape := (len(sample.tokens), num_top)):
-        raise PoisonSample(f"{name}: the prefix's top_tokens must have the shape {shape}, got {top_tokens.shape}")
+        raise PoisonSample(
+            f"{name}: the prefix's top_tokens must have the shape {shape}, got {top_tokens.shape}"
+        )
     return Sample(
         order=order,
         sample_id=sample.sample_id,
@@ -130,10 +173,14 @@ def _sample(request: GenerationRequest, sample: SampleRequest, order: int, max_n
 def _check_tokens(tokens: NDArray[np.int32], name: str, vocab_size: int) -> None:
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if len(outside):
-        raise PoisonSample(f"{name} has token id {outside[0]}, and the vocabulary has ids 0 to {vocab_size - 1}")
+        raise PoisonSample(
+            f"{name} has token id {outside[0]}, and the vocabulary has ids 0 to {vocab_size - 1}"
+        )
 
 
 def _check_ids(samples: tuple[SampleRequest, ...], taken: Collection[str], name: str) -> None:
     ids = [sample.sample_id for sample in samples]
     if repeated := sorted(set(ids) & set(taken) | {one for one in ids if ids.count(one) > 1}):
-        raise PoisonSample(f"{name}: sample {repeated[0]} is running already; give every sample an id of its own")
+        raise PoisonSample(
+            f"{name}: sample {repeated[0]} is running already; give every sample an id of its own"
+        )

@@ -1,1 +1,3 @@
-"""Environments: functions that answer the policy, and what lets an engine's samples talk with them."""
+"""Environments: functions that answer the policy, and what lets an engine's samples talk with
+them.
+"""

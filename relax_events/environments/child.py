@@ -1,4 +1,6 @@
-"""An environment's child: loads the function and answers questions with it. Started by `EnvironmentPool` alone."""
+"""An environment's child: loads the function and answers questions with it. Started by
+`EnvironmentPool` alone.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ import orjson
 
 from relax_events.environments.reply import Reply
 from relax_events.errors import ConfigError, RelaxError
-from relax_events.pipeline.answering_child import LENGTHS, answer, failing_aloud, questions
 from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin
+from relax_events.runtime.subprocess_rpc import LENGTHS, answer, failing_aloud, questions
 
 FILES = "files"
 GIVEN = ("messages", "answer", "metadata")
@@ -30,7 +32,9 @@ MAX_ERROR_CHARACTERS = 600
 def main() -> int:
     """Answer until stdin ends: first with what was loaded, then with what the environment says."""
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # what user code prints must not get between the answers, nor may it read the questions
+    os.dup2(
+        2, 1
+    )  # what user code prints must not get between the answers, nor may it read the questions
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     setup = orjson.loads(requests.readline())
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
@@ -40,12 +44,21 @@ def main() -> int:
     try:
         function = load_environment(setup["function"], setup["options"])
     except (RelaxError, MemoryError) as error:
-        answer(answers, {"load_error": str(error) or f"it needs more than environment.memory_bytes = {setup['memory_bytes']} to load"})
+        answer(
+            answers,
+            {
+                "load_error": str(error)
+                or f"it needs more than environment.memory_bytes = {setup['memory_bytes']} to load"
+            },
+        )
         return 2
     answer(answers, {"takes_files": _takes(function, FILES)})
     with failing_aloud(answers):
         for question, content in asked:
-            answer(answers, *_answered(function, question, content, max_item_bytes=setup["max_item_bytes"]))
+            answer(
+                answers,
+                *_answered(function, question, content, max_item_bytes=setup["max_item_bytes"]),
+            )
     return 0
 
 
@@ -53,15 +66,24 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Callable[..., Any
     """Return an environment with its options filled in.
 
     Raises:
-        ConfigError: There is no such name, file or function, the file fails to load, or an option does not fit; the text says where.
+        ConfigError: There is no such name, file or function, the file fails to load, or an option
+            does not fit; the text says where.
     """
-    function = find_plugin(ENVIRONMENTS, name, what=f"environment.function = {name!r}", accepts=FUNCTION).load()
+    function = find_plugin(
+        ENVIRONMENTS, name, what=f"environment.function = {name!r}", accepts=FUNCTION
+    ).load()
     given = dict.fromkeys(GIVEN) | ({FILES: None} if _takes(function, FILES) else {})
     try:
         inspect.signature(function).bind("", **given, **options)
     except TypeError as error:
-        rule = "it takes (completion, *, messages, answer, metadata), files if it wants them, and its options"
-        raise ConfigError(f"environment.function = {name!r} can't be called with environment.options {dict(options)}: {error}; {rule}") from None
+        rule = (
+            "it takes (completion, *, messages, answer, metadata), files if it wants them, and "
+            "its options"
+        )
+        raise ConfigError(
+            f"environment.function = {name!r} can't be called with environment.options "
+            f"{dict(options)}: {error}; {rule}"
+        ) from None
     return partial(function, **options)
 
 
@@ -73,37 +95,83 @@ def _answered(
     function: Callable[..., Any], question: dict[str, Any], content: bytes, *, max_item_bytes: int
 ) -> tuple[dict[str, Any], Sequence[bytes]]:
     bounds = pairwise(accumulate(question[LENGTHS], initial=0))
-    files = {FILES: [content[start:end] for start, end in bounds]} if _takes(function, FILES) else {}
-    told = {"messages": question["messages"], "answer": question["answer"], "metadata": orjson.loads(question["metadata"])}
+    files = (
+        {FILES: [content[start:end] for start, end in bounds]} if _takes(function, FILES) else {}
+    )
+    told = {
+        "messages": question["messages"],
+        "answer": question["answer"],
+        "metadata": orjson.loads(question["metadata"]),
+    }
     try:
         return _written(function(question["completion"], **told, **files), max_item_bytes)
-    except BaseException as error:  # User code may raise anything, SystemExit too; it costs this sample alone.
+    except (
+        BaseException
+    ) as error:  # User code may raise anything, SystemExit too; it costs this sample alone.
         place = traceback.extract_tb(error.__traceback__)[-1]
-        text = str(error) if isinstance(error, RelaxError) else f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        text = (
+            str(error)
+            if isinstance(error, RelaxError)
+            else f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        )
         return {"error": text[:MAX_ERROR_CHARACTERS]}, ()
 
 
 def _written(reply: object, max_item_bytes: int) -> tuple[dict[str, Any], Sequence[bytes]]:
-    """Return a reply as it goes over the pipe: data URIs and bytes alike behind the line, told apart by `kinds`."""
+    """Return a reply as it goes over the pipe: data URIs and bytes alike behind the line, told
+    apart by `kinds`.
+    """
     if reply is None:
         return {"reply": None}, ()
     if isinstance(reply, str):
         reply = Reply(reply)
-    if not isinstance(reply, Reply) or not isinstance(reply.text, str) or not isinstance(reply.role, str):
-        return {"error": f"returned {type(reply).__name__}; it must return a text, a Reply of texts, or None"}, ()
+    if (
+        not isinstance(reply, Reply)
+        or not isinstance(reply.text, str)
+        or not isinstance(reply.role, str)
+    ):
+        return {
+            "error": (
+                f"returned {type(reply).__name__}; it must return a text, a Reply of texts, or None"
+            )
+        }, ()
     pieces = [(modality, piece) for modality, some in reply.media.items() for piece in some]
     if len(pieces) > MAX_PIECES:
-        return {"error": f"replied with {len(pieces)} pieces of media; at most {MAX_PIECES} are taken"}, ()
+        return {
+            "error": f"replied with {len(pieces)} pieces of media; at most {MAX_PIECES} are taken"
+        }, ()
     for modality, piece in pieces:
         if modality not in MODALITIES or not isinstance(piece, bytes | str):
-            return {"error": f"replied with {type(piece).__name__} as {modality}; media are bytes or data URIs, as image, audio or video"}, ()
+            return {
+                "error": (
+                    f"replied with {type(piece).__name__} as {modality}; media are bytes or data "
+                    "URIs, as image, audio or video"
+                )
+            }, ()
         if isinstance(piece, bytes) and len(piece) > max_item_bytes:
-            return {"error": f"replied with {modality} of {len(piece)} bytes; it must be at most model.media.max_item_bytes = {max_item_bytes}"}, ()
+            return {
+                "error": (
+                    f"replied with {modality} of {len(piece)} bytes; it must be at most "
+                    f"model.media.max_item_bytes = {max_item_bytes}"
+                )
+            }, ()
         if isinstance(piece, str) and len(piece) > 3 * max_item_bytes:
-            return {"error": f"replied with {modality} as a text of {len(piece)} letters; model.media.max_item_bytes is {max_item_bytes}"}, ()
+            return {
+                "error": (
+                    f"replied with {modality} as a text of {len(piece)} letters; "
+                    f"model.media.max_item_bytes is {max_item_bytes}"
+                )
+            }, ()
     kinds = [(modality, isinstance(piece, bytes)) for modality, piece in pieces]
     contents = [piece if isinstance(piece, bytes) else piece.encode() for _, piece in pieces]
-    return {"reply": {"text": reply.text, "role": reply.role, "media": list(reply.media), "kinds": kinds}}, contents
+    return {
+        "reply": {
+            "text": reply.text,
+            "role": reply.role,
+            "media": list(reply.media),
+            "kinds": kinds,
+        }
+    }, contents
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Events as bytes: Avro's single-object encoding, or Confluent's framing where a schema registry is used.
+"""Events as bytes: Avro's single-object encoding, or Confluent's framing where a schema registry is
+used.
 
     single object   C3 01, the writer schema's fingerprint in eight bytes, the body
     Confluent       00, the schema's id at the registry in four bytes (big-endian), the body
 
-Writing takes one of the two; reading takes both, always. The ids stand on control.schemas beside the schemas that they
-are of, so a log can be read without the registry that its writers used.
+Writing takes one of the two; reading takes both, always. The ids stand on control.schemas beside
+the schemas that they are of, so a log can be read without the registry that its writers used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from fastavro.schema import SchemaParseException, UnknownType
 from relax_events.errors import BrokerError, CorruptRecord, SchemaError
 from relax_events.events.conversion import Converter, record_reader, record_writer
 from relax_events.events.foreign_schemas import read_published, require_bounded
-from relax_events.events.schemas import Schema, current_schemas, name_of, runtime_schema, schema_fingerprint
+from relax_events.events.schemas import (
+    Schema,
+    current_schemas,
+    name_of,
+    runtime_schema,
+    schema_fingerprint,
+)
 from relax_events.events.types import Event
 
 MAGIC = b"\xc3\x01"
@@ -30,13 +37,23 @@ HEADER_BYTES = 10
 CONFLUENT_MAGIC = b"\x00"
 CONFLUENT_HEADER_BYTES = 5
 REGISTRY_IDS = "registry_schema_ids"
-"""Attribute of a published schema: its ids at the registry, several where its texts differed in what doesn't count.
+"""Attribute of a published schema: its ids at the registry, several where its texts differed in
+what doesn't count.
 
 Avro lets schemas carry attributes that it doesn't know.
 """
 
 
-NOT_AVRO = (AttributeError, ValueError, KeyError, TypeError, OverflowError, RecursionError, SchemaParseException, UnknownType)
+NOT_AVRO = (
+    AttributeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    SchemaParseException,
+    UnknownType,
+)
 """What a text that is no schema makes of whoever takes it for one."""
 
 
@@ -64,11 +81,14 @@ class SchemaRegistry(Protocol):
 class EventCodec:
     """Encodes and decodes events; learns foreign writer schemas, and reads them through its own.
 
-    Not safe for encoding by several threads at once with the same buffer, which is why each call has its own.
+    Not safe for encoding by several threads at once with the same buffer, which is why each call
+    has its own.
     """
 
     def __init__(self, registry: SchemaRegistry | None = None) -> None:
-        """Make a codec; with a registry every schema of ours is registered now, and records are framed by its ids."""
+        """Make a codec; with a registry every schema of ours is registered now, and records are
+        framed by its ids.
+        """
         self._registry = registry
         current = current_schemas()
         self._writers: dict[type, tuple[bytes, Schema, Converter]] = {}
@@ -79,8 +99,16 @@ class EventCodec:
         """Ids of which the registry itself has said what they stand for."""
         self.schemas: dict[bytes, Schema] = {}
         for cls in typing.get_args(Event):
-            schema = next(schema for name, schema in current.items() if name.rsplit(".", 1)[-1] == cls.__name__)
-            parsed, fingerprint, reader = runtime_schema(schema), schema_fingerprint(schema), record_reader(cls)
+            schema = next(
+                schema
+                for name, schema in current.items()
+                if name.rsplit(".", 1)[-1] == cls.__name__
+            )
+            parsed, fingerprint, reader = (
+                runtime_schema(schema),
+                schema_fingerprint(schema),
+                record_reader(cls),
+            )
             self._writers[cls] = (self._header(schema, fingerprint), parsed, record_writer(cls))
             self._readers[name_of(schema)] = (parsed, reader)
             self._known[fingerprint] = (parsed, None, reader)
@@ -89,7 +117,9 @@ class EventCodec:
     def _header(self, schema: Schema, fingerprint: bytes) -> bytes:
         if self._registry is None:
             return MAGIC + fingerprint
-        schema_id = self._registry.register(name_of(schema), json.dumps(schema, separators=(",", ":")))
+        schema_id = self._registry.register(
+            name_of(schema), json.dumps(schema, separators=(",", ":"))
+        )
         self._fingerprints[schema_id] = fingerprint
         self._confirmed.add(schema_id)
         return CONFLUENT_MAGIC + schema_id.to_bytes(4, "big")
@@ -98,7 +128,8 @@ class EventCodec:
         """Return the event's bytes.
 
         Raises:
-            TypeError: A field holds a value that its schema doesn't allow; the text names event and cause.
+            TypeError: A field holds a value that its schema doesn't allow; the text names event and
+                cause.
         """
         header, schema, to_record = self._writers[type(event)]
         buffer = io.BytesIO()
@@ -119,7 +150,10 @@ class EventCodec:
         fingerprint, header_bytes = self._fingerprint_of(data or b"")
         known = self._known.get(fingerprint)
         if data is None or known is None:
-            raise UnknownFingerprint(f"schema {fingerprint.hex()} is unknown; its writer has not published it on control.schemas")
+            raise UnknownFingerprint(
+                f"schema {fingerprint.hex()} is unknown; its writer has not published it on "
+                "control.schemas"
+            )
         writer, reader, from_record = known
         buffer = io.BytesIO(data)
         buffer.seek(header_bytes)
@@ -128,7 +162,10 @@ class EventCodec:
         except CorruptRecord:
             raise
         except UNREADABLE as error:
-            raise CorruptRecord(f"record can't be decoded by schema {fingerprint.hex()}: {type(error).__name__} {error}") from error
+            raise CorruptRecord(
+                f"record can't be decoded by schema {fingerprint.hex()}: "
+                f"{type(error).__name__} {error}"
+            ) from error
         if buffer.tell() != len(data):
             raise CorruptRecord(f"record has {len(data) - buffer.tell()} bytes after its event")
         return event
@@ -139,35 +176,52 @@ class EventCodec:
             return bytes(data[2:HEADER_BYTES]), HEADER_BYTES
         schema_id = int.from_bytes(data[1:CONFLUENT_HEADER_BYTES], "big")
         if len(data) < CONFLUENT_HEADER_BYTES or data[:1] != CONFLUENT_MAGIC or not schema_id:
-            raise CorruptRecord(f"record of {len(data)} bytes doesn't begin with Avro's single-object marker or with a registry's schema id")
+            raise CorruptRecord(
+                f"record of {len(data)} bytes doesn't begin with Avro's single-object marker "
+                "or with a registry's schema id"
+            )
         if schema_id not in self._fingerprints:
-            self._look_up(schema_id, f"record of {len(data)} bytes names schema id {schema_id} of a schema registry")
+            self._look_up(
+                schema_id,
+                f"record of {len(data)} bytes names schema id {schema_id} of a schema registry",
+            )
         return self._fingerprints[schema_id], CONFLUENT_HEADER_BYTES
 
     def _look_up(self, schema_id: int, what: str) -> None:
         """Ask the registry for a schema that nobody has published on control.schemas."""
         if self._registry is None:
-            raise UnknownFingerprint(f"{what}, which nobody has published on control.schemas; set broker.schema_registry to look there")
+            raise UnknownFingerprint(
+                f"{what}, which nobody has published on control.schemas; set "
+                "broker.schema_registry to look there"
+            )
         schema_json = self._registry.schema(schema_id)
         if schema_json is None:
-            raise UnknownFingerprint(f"{what}, which is neither on control.schemas nor at broker.schema_registry")
+            raise UnknownFingerprint(
+                f"{what}, which is neither on control.schemas nor at broker.schema_registry"
+            )
         self._fingerprints[schema_id] = self.learn(schema_json)
         self._confirmed.add(schema_id)
 
     def learn(self, schema_json: bytes | str, *, key: str | None = None) -> bytes:
-        """Accept a foreign writer schema and return its fingerprint; a schema for no event of ours is remembered, unused.
+        """Accept a foreign writer schema and return its fingerprint; a schema for no event of ours
+        is remembered, unused.
 
         Args:
             schema_json: As published.
             key: Of its record on control.schemas, which must name its fingerprint.
         Raises:
-            SchemaError: It is not an Avro schema, records of it could cost more than their bytes, it stands under another one's key, or it claims the
-                registry id of another schema. Whose id it is the registry says, where there is one; else the first that claimed it keeps it.
+            SchemaError: It is not an Avro schema, records of it could cost more than their bytes,
+                it stands under another one's key, or it claims the registry id of another schema.
+                Whose id it is the registry says, where there is one; else the first that claimed it
+                keeps it.
         """
         published = _published(schema_json)
         fingerprint, name = published.fingerprint, published.name
         if key is not None and key != fingerprint.hex():
-            raise SchemaError(f"published schema has fingerprint {fingerprint.hex()}, and stands under the key {key[:80]!r}")
+            raise SchemaError(
+                f"published schema has fingerprint {fingerprint.hex()}, and stands under the "
+                f"key {key[:80]!r}"
+            )
         if fingerprint not in self._known and name in self._readers:
             reader, from_record = self._readers[name]
             self._known[fingerprint] = (published.parsed, reader, from_record)
@@ -183,10 +237,15 @@ class EventCodec:
             other = self._confirm(schema_id, other)
         if other != fingerprint:
             both = f"{other.hex()} and for {fingerprint.hex()}"
-            raise SchemaError(f"registry id {schema_id} stands for schema {both}; a run keeps to one schema registry")
+            raise SchemaError(
+                f"registry id {schema_id} stands for schema {both}; a run keeps to one "
+                "schema registry"
+            )
 
     def _confirm(self, schema_id: int, fingerprint: bytes) -> bytes:
-        """Return what an id stands for by the registry; what is given where there is none, or it does not answer."""
+        """Return what an id stands for by the registry; what is given where there is none, or it
+        does not answer.
+        """
         try:
             schema_json = None if self._registry is None else self._registry.schema(schema_id)
         except (BrokerError, SchemaError):
@@ -197,13 +256,17 @@ class EventCodec:
         return fingerprint
 
     def published_form(self) -> dict[bytes, bytes]:
-        """Return what belongs on control.schemas: schema JSON by fingerprint, with its ids at the registry where it has some."""
+        """Return what belongs on control.schemas: schema JSON by fingerprint, with its ids at the
+        registry where it has some.
+        """
         ids: dict[bytes, list[int]] = {}
         for schema_id, fingerprint in self._fingerprints.items():
             ids.setdefault(fingerprint, []).append(schema_id)
         extra = {fingerprint: {REGISTRY_IDS: schema_ids} for fingerprint, schema_ids in ids.items()}
         return {
-            fingerprint: json.dumps(schema | extra.get(fingerprint, {}), separators=(",", ":")).encode()
+            fingerprint: json.dumps(
+                schema | extra.get(fingerprint, {}), separators=(",", ":")
+            ).encode()
             for fingerprint, schema in self.schemas.items()
         }
 
@@ -228,7 +291,9 @@ class _Published:
 
 @lru_cache(maxsize=1024)
 def _published(schema_json: bytes | str) -> _Published:
-    """Take a published schema apart, once for each text: every worker that ever started has published the same ones."""
+    """Take a published schema apart, once for each text: every worker that ever started has
+    published the same ones.
+    """
     schema = read_published(schema_json)
     try:
         ids = tuple(int(schema_id) for schema_id in schema.pop(REGISTRY_IDS, ()))

@@ -1,6 +1,8 @@
-"""Whether two schemas of one event read each other's records, and if not, which field is to blame and what to do.
+"""Whether two schemas of one event read each other's records, and if not, which field is to blame
+and what to do.
 
-The verdict is that of Apache's Avro library; this file finds the place, since the library names it only roughly.
+The verdict is that of Apache's Avro library; this file finds the place, since the library names it
+only roughly.
 """
 
 from __future__ import annotations
@@ -36,14 +38,20 @@ class Incompatibility:
 
 
 def incompatibilities(old: Release, new: Release) -> list[Incompatibility]:
-    """Return everything that keeps two releases from reading each other's records, in both directions; new events are fine."""
+    """Return everything that keeps two releases from reading each other's records, in both
+    directions; new events are fine.
+    """
     found = []
     for name, schema in old.schemas.items():
         if name in new.schemas:
             found += compare(schema, new.schemas[name], old=old.version, new=new.version)
         else:
             what = f"{old.version} wrote such records, {new.version} has no schema for them"
-            found.append(Incompatibility(name, "", what, "keep the schema, even when nothing writes it any more"))
+            found.append(
+                Incompatibility(
+                    name, "", what, "keep the schema, even when nothing writes it any more"
+                )
+            )
     return found
 
 
@@ -59,9 +67,18 @@ def compare(old_schema: Schema, new_schema: Schema, *, old: str, new: str) -> li
     name = name_of(new_schema)
     earlier, later = _parse(old_schema), _parse(new_schema)
     found = []
-    for reader, writer, who in ((later, earlier, f"{new} can't read what {old} wrote"), (earlier, later, f"{old} can't read what {new} writes")):
-        found += [Incompatibility(name, field, f"{who}: {what}", remedy) for field, what, remedy in _reasons(reader, writer, "")]
-    return found + [Incompatibility(name, field, what, SECOND_FIELD) for field, what in _other_meanings(old_schema, new_schema)]
+    for reader, writer, who in (
+        (later, earlier, f"{new} can't read what {old} wrote"),
+        (earlier, later, f"{old} can't read what {new} writes"),
+    ):
+        found += [
+            Incompatibility(name, field, f"{who}: {what}", remedy)
+            for field, what, remedy in _reasons(reader, writer, "")
+        ]
+    return found + [
+        Incompatibility(name, field, what, SECOND_FIELD)
+        for field, what in _other_meanings(old_schema, new_schema)
+    ]
 
 
 def is_readable(*, reader: Any, writer: Any) -> bool:
@@ -92,7 +109,11 @@ def _reasons(reader: Any, writer: Any, path: str) -> Iterator[tuple[str, str, st
     elif reader.type == writer.type == "enum" and reader.name == writer.name:
         unknown = sorted(set(writer.symbols) - set(reader.symbols))
         yield path, f"symbol {', '.join(unknown)} is unknown and there is no default", KEEP_SYMBOLS
-    elif reader.type == writer.type and reader.type in ("record", "enum", "fixed") and reader.name != writer.name:
+    elif (
+        reader.type == writer.type
+        and reader.type in ("record", "enum", "fixed")
+        and reader.name != writer.name
+    ):
         yield path, f"type {writer.fullname} can't be read as {reader.fullname}", KEEP_NAME
     else:
         yield path, f"{_text(writer)} can't be read as {_text(reader)}", SECOND_FIELD
@@ -118,11 +139,19 @@ def _branch_reasons(reader: Any, writer: Any, path: str) -> Iterator[tuple[str, 
 
 
 def _other_meanings(old: Schema, new: Schema) -> Iterator[tuple[str, str]]:
-    """Give the fields whose bytes would be read as something else: Avro's rules don't look at logical types."""
+    """Give the fields whose bytes would be read as something else: Avro's rules don't look at
+    logical types.
+    """
     before = {row.path: row.logical_type for row in field_rows(old)}
     for row in field_rows(new):
         if before.get(row.path, row.logical_type) != row.logical_type:
-            yield row.path, f"the same bytes would mean {row.logical_type or 'a bare number'} instead of {before[row.path] or 'a bare number'}"
+            yield (
+                row.path,
+                (
+                    f"the same bytes would mean {row.logical_type or 'a bare number'} instead of "
+                    f"{before[row.path] or 'a bare number'}"
+                ),
+            )
 
 
 def _text(schema: Any) -> str:
@@ -133,4 +162,8 @@ def _text(schema: Any) -> str:
         return f"array of {_text(schema.items)}"
     if schema.type == "map":
         return f"map of {_text(schema.values)}"
-    return str(schema.fullname).rsplit(".", 1)[-1] if schema.type in ("record", "enum", "fixed") else str(schema.type)
+    return (
+        str(schema.fullname).rsplit(".", 1)[-1]
+        if schema.type in ("record", "enum", "fixed")
+        else str(schema.type)
+    )

@@ -1,4 +1,6 @@
-"""Records of one partition in a file: an Avro object container, which any language can read, and a digest of what it holds."""
+"""Records of one partition in a file: an Avro object container, which any language can read, and a
+digest of what it holds.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ MAX_RECORD_BYTES = 64 * 1024**2
 """Of a record that can be written again: the producer of an import takes no larger one."""
 MAX_BLOCK_BYTES = BLOCK_BYTES + MAX_RECORD_BYTES
 MAX_READS = 2 * BLOCK_BYTES
-"""Parts of numbers, and texts, in a block. It is far more than records have; two zeros are a header, which takes some 250 bytes in memory."""
+"""Parts of numbers, and texts, in a block. It is far more than records have; two zeros are a
+header, which takes some 250 bytes in memory."""
 MAX_HEAD_BYTES = 2 * MAX_SCHEMA_BYTES
 CONTAINER_MAGIC, SYNC_BYTES, RAW_DEFLATE = b"Obj\x01", 16, -15
 NULLABLE = ["null", "bytes"]
@@ -39,9 +42,17 @@ SCHEMA: dict[str, Any] = {
     "doc": "A record of the log, byte for byte.",
     "fields": [
         {"name": "offset", "type": "long", "doc": "Its offset in the partition."},
-        {"name": "timestamp_ms", "type": "long", "doc": "When it was written, milliseconds since the epoch."},
+        {
+            "name": "timestamp_ms",
+            "type": "long",
+            "doc": "When it was written, milliseconds since the epoch.",
+        },
         {"name": "key", "type": NULLABLE, "doc": "Its key."},
-        {"name": "value", "type": NULLABLE, "doc": "Its value: an event in single-object encoding, or whatever a stranger wrote."},
+        {
+            "name": "value",
+            "type": NULLABLE,
+            "doc": "Its value: an event in single-object encoding, or whatever a stranger wrote.",
+        },
         {
             "name": "headers",
             "doc": "Its headers, in order.",
@@ -51,7 +62,10 @@ SCHEMA: dict[str, Any] = {
                     "type": "record",
                     "name": "Header",
                     "doc": "One header.",
-                    "fields": [{"name": "name", "type": "string", "doc": "Its name."}, {"name": "value", "type": NULLABLE, "doc": "Its value."}],
+                    "fields": [
+                        {"name": "name", "type": "string", "doc": "Its name."},
+                        {"name": "value", "type": NULLABLE, "doc": "Its value."},
+                    ],
                 },
             },
         },
@@ -63,17 +77,36 @@ HEAD = fastavro.parse_schema(
         "type": "record",
         "name": "Head",
         "fields": [
-            {"name": "magic", "type": {"type": "fixed", "name": "Magic", "size": len(CONTAINER_MAGIC)}},
+            {
+                "name": "magic",
+                "type": {"type": "fixed", "name": "Magic", "size": len(CONTAINER_MAGIC)},
+            },
             {"name": "meta", "type": {"type": "map", "values": "bytes"}},
             {"name": "sync", "type": {"type": "fixed", "name": "Sync", "size": SYNC_BYTES}},
         ],
     }
 )
 BLOCK_HEAD = fastavro.parse_schema(
-    {"type": "record", "name": "BlockHead", "fields": [{"name": "num_records", "type": "long"}, {"name": "num_bytes", "type": "long"}]}
+    {
+        "type": "record",
+        "name": "BlockHead",
+        "fields": [{"name": "num_records", "type": "long"}, {"name": "num_bytes", "type": "long"}],
+    }
 )
 UNREADABLE = (
-    *(EOFError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, MemoryError, RecursionError, zlib.error, SchemaError),
+    *(
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+        zlib.error,
+        SchemaError,
+    ),
     *(SchemaParseException, UnknownType, fastavro.read.SchemaResolutionError),
 )
 """What a file that is no container, or one of other records, makes of whoever reads it."""
@@ -81,7 +114,9 @@ UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class LoggedRecord:
-    """A record of one partition, byte for byte. The timestamp is in milliseconds since the epoch."""
+    """A record of one partition, byte for byte. The timestamp is in milliseconds since the
+    epoch.
+    """
 
     offset: int
     timestamp_ms: int
@@ -100,7 +135,11 @@ class RecordsDigest:
     def add(self, record: LoggedRecord) -> None:
         """Take in the next record."""
         offset = record.offset if self._with_offsets else 0
-        parts = [record.key, record.value, *(part for name, value in record.headers for part in (name.encode(), value))]
+        parts = [
+            record.key,
+            record.value,
+            *(part for name, value in record.headers for part in (name.encode(), value)),
+        ]
         lengths = [-1 if part is None else len(part) for part in parts]
         self._digest.update(repr((offset, record.timestamp_ms, lengths)).encode())
         for part in parts:
@@ -123,10 +162,21 @@ class ContainerWriter(AbstractContextManager["ContainerWriter"]):
     def write(self, record: LoggedRecord) -> None:
         """Append a record."""
         headers = [{"name": name, "value": value} for name, value in record.headers]
-        row = {"offset": record.offset, "timestamp_ms": record.timestamp_ms, "key": record.key, "value": record.value, "headers": headers}
+        row = {
+            "offset": record.offset,
+            "timestamp_ms": record.timestamp_ms,
+            "key": record.key,
+            "value": record.value,
+            "headers": headers,
+        }
         self._writer.write(row)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             self._writer.flush()
         self._file.close()
@@ -135,10 +185,12 @@ class ContainerWriter(AbstractContextManager["ContainerWriter"]):
 def read_container(path: Path) -> Iterator[LoggedRecord]:
     """Give the records of a container file, one block in memory at a time.
 
-    A block is unpacked up to `MAX_BLOCK_BYTES`, and decoded up to `MAX_READS`: a file of a few bytes can't fill the memory.
+    A block is unpacked up to `MAX_BLOCK_BYTES`, and decoded up to `MAX_READS`: a file of a few
+    bytes can't fill the memory.
 
     Raises:
-        CorruptRecord: The file is torn, is no container of records, or has a block beyond these bounds; the text names file and block.
+        CorruptRecord: The file is torn, is no container of records, or has a block beyond these
+            bounds; the text names file and block.
     """
     place = "its head"
     try:
@@ -148,19 +200,26 @@ def read_container(path: Path) -> Iterator[LoggedRecord]:
             reader = None if writer == PARSED else PARSED
             while file.tell() < num_bytes:
                 place = f"block {number} (byte {file.tell()})"
-                num_records, data = _read_block(file, num_bytes, codec=head["meta"].get("avro.codec", b"null"))
+                num_records, data = _read_block(
+                    file, num_bytes, codec=head["meta"].get("avro.codec", b"null")
+                )
                 if file.read(SYNC_BYTES) != head["sync"]:
                     raise ValueError("it does not end with the file's marker")
                 block = _Block(data)
                 for _ in range(num_records):
                     row: Any = fastavro.schemaless_reader(block, writer, reader)
                     headers = tuple((header["name"], header["value"]) for header in row["headers"])
-                    yield LoggedRecord(row["offset"], row["timestamp_ms"], row["key"], row["value"], headers)
+                    yield LoggedRecord(
+                        row["offset"], row["timestamp_ms"], row["key"], row["value"], headers
+                    )
                 if left := len(data) - block.tell():
                     raise ValueError(f"it has {left} bytes after its {num_records} records")
                 number += 1
     except UNREADABLE as error:
-        raise CorruptRecord(f"{path} can't be read as records of a partition: {place}: {type(error).__name__} {error}") from error
+        raise CorruptRecord(
+            f"{path} can't be read as records of a partition: {place}: "
+            f"{type(error).__name__} {error}"
+        ) from error
 
 
 def _read_head(file: IO[bytes]) -> tuple[dict[str, Any], Schema]:
@@ -187,8 +246,14 @@ def _read_block(file: IO[bytes], num_bytes: int, *, codec: bytes) -> tuple[int, 
     head: Any = fastavro.schemaless_reader(file, BLOCK_HEAD, None)
     num_records, num_packed = head["num_records"], head["num_bytes"]
     if num_records < 0 or not 0 <= num_packed <= num_bytes - file.tell():
-        raise ValueError(f"it says that it has {num_records} records in {num_packed} bytes, and {num_bytes - file.tell()} bytes are left")
-    too_large = f"{{}} bytes, and at most {MAX_BLOCK_BYTES} may be: one record of {MAX_RECORD_BYTES}, and what stands before it"
+        raise ValueError(
+            f"it says that it has {num_records} records in {num_packed} bytes, and "
+            f"{num_bytes - file.tell()} bytes are left"
+        )
+    too_large = (
+        f"{{}} bytes, and at most {MAX_BLOCK_BYTES} may be: one record of {MAX_RECORD_BYTES}, "
+        "and what stands before it"
+    )
     if num_packed > MAX_BLOCK_BYTES:
         raise ValueError(too_large.format(f"it has {num_packed}"))
     data = file.read(num_packed)
@@ -199,14 +264,18 @@ def _read_block(file: IO[bytes], num_bytes: int, *, codec: bytes) -> tuple[int, 
     unpacking = zlib.decompressobj(RAW_DEFLATE)
     unpacked = unpacking.decompress(data, MAX_BLOCK_BYTES + 1)
     if len(unpacked) > MAX_BLOCK_BYTES:
-        raise ValueError(too_large.format(f"its {num_packed} bytes unpack to more than {MAX_BLOCK_BYTES}"))
+        raise ValueError(
+            too_large.format(f"its {num_packed} bytes unpack to more than {MAX_BLOCK_BYTES}")
+        )
     if not unpacking.eof:
         raise ValueError(f"its {num_packed} bytes end before what is packed in them does")
     return num_records, unpacked
 
 
 class _Block(io.BytesIO):
-    """The bytes of a block, which may be read in so many parts: what a part becomes takes memory, whatever it is packed in."""
+    """The bytes of a block, which may be read in so many parts: what a part becomes takes memory,
+    whatever it is packed in.
+    """
 
     num_left = MAX_READS
 
@@ -214,5 +283,7 @@ class _Block(io.BytesIO):
         """Read the next bytes."""
         self.num_left -= 1
         if self.num_left < 0:
-            raise ValueError(f"it has more than {MAX_READS} values, which no records of partitions have")
+            raise ValueError(
+                f"it has more than {MAX_READS} values, which no records of partitions have"
+            )
         return super().read(size)

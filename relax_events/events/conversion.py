@@ -1,4 +1,6 @@
-"""Turns event dataclasses into Avro records and back, by converters made once from the field types."""
+"""Turns event dataclasses into Avro records and back, by converters made once from the field
+types.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ def _writer(kind: Any) -> Converter | None:
         return pack
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         parts = [(name, _writer(hint)) for name, hint in _fields(kind)]
-        return lambda value: {name: convert(getattr(value, name)) if convert else getattr(value, name) for name, convert in parts}
+        return lambda value: {
+            name: convert(getattr(value, name)) if convert else getattr(value, name)
+            for name, convert in parts
+        }
     return _inner(kind, _writer)
 
 
@@ -78,5 +83,7 @@ def _reader(kind: Any) -> Converter | None:
         return kind
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         parts = [(name, _reader(hint)) for name, hint in _fields(kind)]
-        return lambda record: kind(**{name: convert(record[name]) if convert else record[name] for name, convert in parts})
+        return lambda record: kind(
+            **{name: convert(record[name]) if convert else record[name] for name, convert in parts}
+        )
     return _inner(kind, _reader)

@@ -1,4 +1,6 @@
-"""A schema as a flat list of fields, nested ones by their path: what people read, and what two schemas are compared by."""
+"""A schema as a flat list of fields, nested ones by their path: what people read, and what two
+schemas are compared by.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ NESTED = {"array": "items", "map": "values"}
 
 @dataclass(frozen=True, slots=True)
 class FieldRow:
-    """One field. `path` is like `version_segments[].num_tokens`; `default` is JSON, None where there is none."""
+    """One field. `path` is like `version_segments[].num_tokens`; `default` is JSON, None where
+    there is none.
+    """
 
     path: str
     type: str
@@ -25,7 +29,9 @@ class FieldRow:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference between two schemas of an event; `field` is empty where the event itself differs."""
+    """One difference between two schemas of an event; `field` is empty where the event itself
+    differs.
+    """
 
     schema: str
     field: str
@@ -77,9 +83,18 @@ def _event_changes(old: Schema, new: Schema) -> Iterator[Change]:
             yield Change(name, path, "removed")
         elif path not in before:
             default = after[path].default
-            yield Change(name, path, f"added, {after[path].type}, {'no default' if default is None else f'default {default}'}")
+            yield Change(
+                name,
+                path,
+                (
+                    f"added, {after[path].type}, "
+                    f"{'no default' if default is None else f'default {default}'}"
+                ),
+            )
         else:
-            yield from (Change(name, path, what) for what in _field_changes(before[path], after[path]))
+            yield from (
+                Change(name, path, what) for what in _field_changes(before[path], after[path])
+            )
 
 
 def _field_changes(old: FieldRow, new: FieldRow) -> Iterator[str]:
@@ -99,7 +114,9 @@ def _rows(record: Schema, prefix: str) -> Iterator[FieldRow]:
         kind = field["type"]
         logical = str(kind.get("logicalType", "")) if isinstance(kind, dict) else ""
         default = json.dumps(field["default"]) if "default" in field else None
-        yield FieldRow(prefix + field["name"], type_text(kind), logical, default, field.get("doc", ""))
+        yield FieldRow(
+            prefix + field["name"], type_text(kind), logical, default, field.get("doc", "")
+        )
         for nested, mark in _records_in(kind, ""):
             yield from _rows(nested, f"{prefix}{field['name']}{mark}.")
 

@@ -1,7 +1,9 @@
-"""Schemas that others have published: what may be compiled of them, since a schema decides what a record of a few bytes costs its reader.
+"""Schemas that others have published: what may be compiled of them, since a schema decides what a
+record of a few bytes costs its reader.
 
-Refused are texts that are too large or too deep, types that contain themselves (records of them overflow the decoder's stack), and arrays of items
-whose lack the decoder doesn't notice (a few bytes would stand for any number of them).
+Refused are texts that are too large or too deep, types that contain themselves (records of them
+overflow the decoder's stack), and arrays of items whose lack the decoder doesn't notice (a few
+bytes would stand for any number of them).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ MAX_DEPTH = 64
 """Of brackets in the text; our own deepest schema has 16."""
 MAX_FIXED_BYTES = 1024**2
 UNCHECKED, UNCHECKED_TYPES = 0, ("null", "boolean", "float", "double")
-"""Besides fixed types: fastavro (1.13) reads these, or nothing, behind the end of a record without an error, so an array of them never ends."""
+"""Besides fixed types: fastavro (1.13) reads these, or nothing, behind the end of a record without
+an error, so an array of them never ends."""
 OPENING, CLOSING, QUOTE, ESCAPE = b"[{", b"]}", ord('"'), ord("\\")
 
 
@@ -30,9 +33,14 @@ def read_published(schema_json: bytes | str) -> Any:
     """
     text = schema_json.encode() if isinstance(schema_json, str) else bytes(schema_json)
     if len(text) > MAX_SCHEMA_BYTES:
-        raise SchemaError(f"published schema has {len(text)} bytes; one of an event has at most {MAX_SCHEMA_BYTES}")
+        raise SchemaError(
+            f"published schema has {len(text)} bytes; one of an event has at most "
+            f"{MAX_SCHEMA_BYTES}"
+        )
     if (depth := _depth(text)) > MAX_DEPTH:
-        raise SchemaError(f"published schema is nested {depth} deep; one of an event at most {MAX_DEPTH}")
+        raise SchemaError(
+            f"published schema is nested {depth} deep; one of an event at most {MAX_DEPTH}"
+        )
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -45,7 +53,8 @@ def require_bounded(schema: Schema) -> None:
     Args:
         schema: As `parse_schema` accepts it.
     Raises:
-        SchemaError: A type contains itself, an array or map has items without bytes, or a fixed type is too large; the text names it.
+        SchemaError: A type contains itself, an array or map has items without bytes, or a fixed
+            type is too large; the text names it.
     """
     _least_bytes(schema, named={}, enclosing=(), namespace="")
 
@@ -68,8 +77,12 @@ def _depth(text: bytes) -> int:
     return deepest
 
 
-def _least_bytes(node: Any, *, named: dict[str, int], enclosing: tuple[str, ...], namespace: str) -> int:
-    """Return the least number of bytes that decoding a value of a type finds missing at the end of a record, having checked the type."""
+def _least_bytes(
+    node: Any, *, named: dict[str, int], enclosing: tuple[str, ...], namespace: str
+) -> int:
+    """Return the least number of bytes that decoding a value of a type finds missing at the end of
+    a record, having checked the type.
+    """
     if isinstance(node, list):
         for branch in node:
             _least_bytes(branch, named=named, enclosing=enclosing, namespace=namespace)
@@ -79,7 +92,10 @@ def _least_bytes(node: Any, *, named: dict[str, int], enclosing: tuple[str, ...]
     kind = node["type"]
     if kind in ("array", "map"):
         items = node["items" if kind == "array" else "values"]
-        if not _least_bytes(items, named=named, enclosing=enclosing, namespace=namespace) and kind == "array":
+        if (
+            not _least_bytes(items, named=named, enclosing=enclosing, namespace=namespace)
+            and kind == "array"
+        ):
             what = f"published schema has an array of {json.dumps(items)[:80]}"
             raise SchemaError(f"{what}, whose items a record of a few bytes can hold any number of")
         return 1
@@ -88,25 +104,38 @@ def _least_bytes(node: Any, *, named: dict[str, int], enclosing: tuple[str, ...]
     if kind in ("fixed", "enum"):
         size = int(node["size"]) if kind == "fixed" else 1
         if size > MAX_FIXED_BYTES:
-            raise SchemaError(f"published schema has the fixed type {node['name']} of {size} bytes; at most {MAX_FIXED_BYTES} may be")
+            raise SchemaError(
+                f"published schema has the fixed type {node['name']} of {size} bytes; at "
+                f"most {MAX_FIXED_BYTES} may be"
+            )
         least = UNCHECKED if kind == "fixed" else 1
         named[next(_full_names(node["name"], node.get("namespace", namespace)))] = least
         return least
     return _least_bytes(kind, named=named, enclosing=enclosing, namespace=namespace)
 
 
-def _record_least(node: Schema, *, named: dict[str, int], enclosing: tuple[str, ...], namespace: str) -> int:
+def _record_least(
+    node: Schema, *, named: dict[str, int], enclosing: tuple[str, ...], namespace: str
+) -> int:
     inner = node.get("namespace", namespace)
     name = next(_full_names(node["name"], inner))
-    fields = [_least_bytes(field["type"], named=named, enclosing=(*enclosing, name), namespace=inner) for field in node["fields"]]
+    fields = [
+        _least_bytes(field["type"], named=named, enclosing=(*enclosing, name), namespace=inner)
+        for field in node["fields"]
+    ]
     named[name] = sum(fields)
     return sum(fields)
 
 
-def _named_least(name: str, *, named: dict[str, int], enclosing: tuple[str, ...], namespace: str) -> int:
+def _named_least(
+    name: str, *, named: dict[str, int], enclosing: tuple[str, ...], namespace: str
+) -> int:
     for full in _full_names(name, namespace):
         if full in enclosing:
-            raise SchemaError(f"published schema has the type {full}, which contains itself; records of it would have no depth that is known before")
+            raise SchemaError(
+                f"published schema has the type {full}, which contains itself; records of it "
+                "would have no depth that is known before"
+            )
         if full in named:
             return named[full]
     return UNCHECKED if name in UNCHECKED_TYPES else 1

@@ -1,4 +1,6 @@
-"""Tells one generation of a prompt group from another: a prompt group whose lease lapsed may be generated twice under the same ids."""
+"""Tells one generation of a prompt group from another: a prompt group whose lease lapsed may be
+generated twice under the same ids.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from relax_events.events.types import SampleRolledOut
 
 DIGEST_BYTES = 16
 TrajectoryKey = tuple[str, int, str]
-"""Sample id, policy version of its slot, and digest of its generation: equal for all that was computed from one trajectory."""
+"""Sample id, policy version of its slot, and digest of its generation: equal for all that was
+computed from one trajectory."""
 
 
 class OfTrajectory(Protocol):
@@ -39,17 +42,30 @@ def trajectory_of(event: OfTrajectory) -> TrajectoryKey:
 
 
 def with_generation_digest(samples: Sequence[SampleRolledOut]) -> list[SampleRolledOut]:
-    """Return the samples of a prompt group, all that one worker generated together, marked as one generation.
+    """Return the samples of a prompt group, all that one worker generated together, marked as one
+    generation.
 
-    The digest covers what scores, log-probabilities and advantages are computed from: tokens, loss masks, log-probabilities of the engine,
-    version segments, and media of the turns. The same work done twice with the same result counts as one generation.
+    The digest covers what scores, log-probabilities and advantages are computed from: tokens, loss
+    masks, log-probabilities of the engine, version segments, and media of the turns. The same work
+    done twice with the same result counts as one generation.
     """
     digest = blake2b(digest_size=DIGEST_BYTES)
     for sample in sorted(samples, key=lambda sample: sample.sample_index):
-        digest.update(repr((sample.sample_id, sample.policy_version, len(sample.tokens), sample.version_segments)).encode())
+        digest.update(
+            repr(
+                (
+                    sample.sample_id,
+                    sample.policy_version,
+                    len(sample.tokens),
+                    sample.version_segments,
+                )
+            ).encode()
+        )
         for name in ("tokens", "loss_mask", "rollout_logprobs"):
             array = dense(getattr(sample, name), what=f"sample {sample.sample_id}: {name}")
             digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
-        for media in (part.media for turn in sample.turns for part in turn.parts if part.media is not None):
+        for media in (
+            part.media for turn in sample.turns for part in turn.parts if part.media is not None
+        ):
             digest.update(media.digest)
     return [dataclasses.replace(sample, generation_digest=digest.hexdigest()) for sample in samples]

@@ -1,7 +1,9 @@
-"""What events are put together from: references, messages, positions, and the words that fields may hold.
+"""What events are put together from: references, messages, positions, and the words that fields may
+hold.
 
-Arrays are numpy views on the record's bytes (read-only, little-endian, C order), or a `StoredArray` when the array
-travelled by claim check and has not been fetched. Times are microseconds since the epoch, UTC.
+Arrays are numpy views on the record's bytes (read-only, little-endian, C order), or a `StoredArray`
+when the array travelled by claim check and has not been fetched. Times are microseconds since the
+epoch, UTC.
 """
 
 from __future__ import annotations
@@ -111,7 +113,11 @@ class MediaRef:
     def extent(self) -> str:
         """How large and how long it is, for people."""
         size = f"{self.width} x {self.height}" if self.width and self.height else ""
-        length = f"{self.num_frames} frames at {self.rate_hertz:g} Hz" if self.num_frames and self.rate_hertz else ""
+        length = (
+            f"{self.num_frames} frames at {self.rate_hertz:g} Hz"
+            if self.num_frames and self.rate_hertz
+            else ""
+        )
         return ", ".join(part for part in (size, length) if part)
 
 

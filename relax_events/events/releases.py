@@ -1,7 +1,8 @@
-"""The schemas of each release, kept as files: what a log that was written by it may hold, and what its readers understand.
+"""The schemas of each release, kept as files: what a log that was written by it may hold, and what
+its readers understand.
 
-`schemas/released/<version>.json` holds every event's schema, complete in itself, with its fingerprint. Files are only ever
-added, by `relax schemas release`.
+`schemas/released/<version>.json` holds every event's schema, complete in itself, with its
+fingerprint. Files are only ever added, by `relax schemas release`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from relax_events.errors import ConfigError, SchemaError
-from relax_events.events.schemas import Schema, event_schemas, name_of, read_schemas, schema_fingerprint
+from relax_events.events.schemas import (
+    Schema,
+    event_schemas,
+    name_of,
+    read_schemas,
+    schema_fingerprint,
+)
 
 CURRENT = "current"
 VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
@@ -51,7 +58,10 @@ def read_releases(directory: Path) -> list[Release]:
     Raises:
         SchemaError: A file is not what `relax schemas release` wrote.
     """
-    return sorted((_read_release(path) for path in (directory / FOLDER).glob("*.json")), key=lambda release: version_key(release.version))
+    return sorted(
+        (_read_release(path) for path in (directory / FOLDER).glob("*.json")),
+        key=lambda release: version_key(release.version),
+    )
 
 
 def find_release(directory: Path, version: str) -> Release:
@@ -65,7 +75,10 @@ def find_release(directory: Path, version: str) -> Release:
     path = directory / FOLDER / f"{version}.json"
     if not VERSION.fullmatch(version) or not path.is_file():
         known = ", ".join(release.version for release in read_releases(directory)) or "none yet"
-        raise ConfigError(f"there is no release {version!r}; released are {known}, and {CURRENT!r} names the schemas as they stand")
+        raise ConfigError(
+            f"there is no release {version!r}; released are {known}, and {CURRENT!r} names "
+            "the schemas as they stand"
+        )
     return _read_release(path)
 
 
@@ -76,13 +89,18 @@ def write_release(directory: Path, release: Release) -> Path:
         ConfigError: There is a release of that version already.
     """
     path = directory / FOLDER / f"{release.version}.json"
-    rows = [{"fingerprint": schema_fingerprint(schema).hex(), "schema": schema} for _, schema in sorted(release.schemas.items())]
+    rows = [
+        {"fingerprint": schema_fingerprint(schema).hex(), "schema": schema}
+        for _, schema in sorted(release.schemas.items())
+    ]
     path.parent.mkdir(exist_ok=True)
     try:
         with path.open("x") as file:
             file.write(json.dumps({"version": release.version, "events": rows}, indent=1) + "\n")
     except FileExistsError:
-        raise ConfigError(f"{path} exists; a release is never changed, take the next version") from None
+        raise ConfigError(
+            f"{path} exists; a release is never changed, take the next version"
+        ) from None
     return path
 
 
@@ -104,12 +122,18 @@ def _read_release(path: Path) -> Release:
         schemas = {name_of(row["schema"]): _checked(row) for row in document["events"]}
         version_key(document["version"])
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
-        raise SchemaError(f"{path} is not a release: {type(error).__name__} {error}; restore it from version control") from None
+        raise SchemaError(
+            f"{path} is not a release: {type(error).__name__} {error}; restore it from "
+            "version control"
+        ) from None
     return Release(document["version"], schemas)
 
 
 def _checked(row: dict[str, Any]) -> Schema:
     schema: Schema = row["schema"]
     if schema_fingerprint(schema).hex() != row["fingerprint"]:
-        raise ValueError(f"{name_of(schema)} has fingerprint {schema_fingerprint(schema).hex()}, the file says {row['fingerprint']}")
+        raise ValueError(
+            f"{name_of(schema)} has fingerprint {schema_fingerprint(schema).hex()}, the file "
+            f"says {row['fingerprint']}"
+        )
     return schema

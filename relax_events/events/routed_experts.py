@@ -1,6 +1,8 @@
-"""Which experts each token of a sample went through, as events carry it: [tokens - 1, layers, top_k].
+"""Which experts each token of a sample went through, as events carry it: [tokens - 1, layers,
+top_k].
 
-Row t is of the forward that read token t, and so drew token t + 1 where the policy chose it. Nobody reads the last token.
+Row t is of the forward that read token t, and so drew token t + 1 where the policy chose it. Nobody
+reads the last token.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class RoutedSample(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """A mixture of experts, as far as its routing goes: its layers with experts, how many of them a token goes through, and of how many."""
+    """A mixture of experts, as far as its routing goes: its layers with experts, how many of them a
+    token goes through, and of how many.
+    """
 
     num_layers: int
     top_k: int
@@ -69,10 +73,18 @@ class ExpertShape:
         where = f"sample {sample.sample_id}"
         if sample.routed_experts is None:
             need = "model.routing_replay = 'rollout' needs the experts that its tokens went through"
-            raise PoisonSample(f"{where} has no routed_experts, and {need}; was it made under another run file?")
+            raise PoisonSample(
+                f"{where} has no routed_experts, and {need}; was it made under another run file?"
+            )
         experts = dense(sample.routed_experts, what=f"{where}: routed_experts")
         if experts.shape != (shape := (len(sample.tokens) - 1, self.num_layers, self.top_k)):
-            raise PoisonSample(f"{where}: routed_experts must have the shape {shape}, all tokens but the last, got {experts.shape}")
+            raise PoisonSample(
+                f"{where}: routed_experts must have the shape {shape}, all tokens but the "
+                f"last, got {experts.shape}"
+            )
         if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < self.num_experts:
-            raise PoisonSample(f"{where}: routed_experts must be 0 to {self.num_experts - 1}, got {experts.min()} to {experts.max()}")
+            raise PoisonSample(
+                f"{where}: routed_experts must be 0 to {self.num_experts - 1}, got "
+                f"{experts.min()} to {experts.max()}"
+            )
         return experts

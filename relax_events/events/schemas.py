@@ -1,4 +1,6 @@
-"""Loads `schemas/**/*.avsc`, the contract of the log, and names schemas by their CRC-64 fingerprint."""
+"""Loads `schemas/**/*.avsc`, the contract of the log, and names schemas by their CRC-64
+fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fastavro.schema import SchemaParseException, UnknownType, fingerprint, parse_schema, to_parsing_canonical_form
+from fastavro.schema import (
+    SchemaParseException,
+    UnknownType,
+    fingerprint,
+    parse_schema,
+    to_parsing_canonical_form,
+)
 
 from relax_events.errors import SchemaError
 
@@ -20,13 +28,17 @@ CHECKOUT = Path(__file__).parent.parent.parent / "schemas"
 
 @cache
 def schema_directory() -> Path:
-    """Return the folder of the .avsc files: inside an installed package, or at the top of a checkout."""
+    """Return the folder of the .avsc files: inside an installed package, or at the top of a
+    checkout.
+    """
     return PACKAGED if PACKAGED.is_dir() else CHECKOUT
 
 
 @cache
 def current_schemas() -> dict[str, Schema]:
-    """Return every schema of this code by full name, each complete in itself: the first use of a named type carries its definition."""
+    """Return every schema of this code by full name, each complete in itself: the first use of a
+    named type carries its definition.
+    """
     return read_schemas(schema_directory())
 
 
@@ -34,7 +46,8 @@ def read_schemas(directory: Path) -> dict[str, Schema]:
     """Return every schema of a folder of .avsc files by full name, each complete in itself.
 
     Raises:
-        SchemaError: There is none, or a file is not an Avro schema with a name; the text names the file.
+        SchemaError: There is none, or a file is not an Avro schema with a name; the text names the
+            file.
     """
     files: dict[str, Schema] = {}
     for path in sorted(directory.rglob("*.avsc")):
@@ -42,10 +55,15 @@ def read_schemas(directory: Path) -> dict[str, Schema]:
             schema = json.loads(path.read_text())
             files[name_of(schema)] = schema
         except (ValueError, KeyError, TypeError) as error:
-            raise SchemaError(f"{path} is not an Avro schema with a name and a namespace: {type(error).__name__} {error}") from None
+            raise SchemaError(
+                f"{path} is not an Avro schema with a name and a namespace: "
+                f"{type(error).__name__} {error}"
+            ) from None
     if not files:
         raise SchemaError(f"no schema found in {directory}; it should hold .avsc files")
-    inlined: dict[str, Schema] = {name: _inline(schema, dict(files), set()) for name, schema in files.items()}
+    inlined: dict[str, Schema] = {
+        name: _inline(schema, dict(files), set()) for name, schema in files.items()
+    }
     for name, schema in inlined.items():
         _require_avro(name, schema)
     return inlined
@@ -61,8 +79,14 @@ def _require_avro(name: str, schema: Schema) -> None:
 
 
 def event_schemas(schemas: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Return those that stand on the log by themselves: records outside the namespace of the shared types."""
-    return {name: schema for name, schema in schemas.items() if schema["type"] == "record" and schema["namespace"] != TYPES_NAMESPACE}
+    """Return those that stand on the log by themselves: records outside the namespace of the shared
+    types.
+    """
+    return {
+        name: schema
+        for name, schema in schemas.items()
+        if schema["type"] == "record" and schema["namespace"] != TYPES_NAMESPACE
+    }
 
 
 def name_of(schema: Schema) -> str:
@@ -87,7 +111,9 @@ def _inline(node: Any, known: dict[str, Schema], seen: set[str]) -> Any:
 
 
 def schema_fingerprint(schema: Schema) -> bytes:
-    """Return the CRC-64-AVRO fingerprint of a schema as the eight little-endian bytes of single-object encoding."""
+    """Return the CRC-64-AVRO fingerprint of a schema as the eight little-endian bytes of
+    single-object encoding.
+    """
     return bytes.fromhex(fingerprint(to_parsing_canonical_form(schema), "CRC-64-AVRO"))
 
 
@@ -106,5 +132,7 @@ def runtime_schema(schema: Schema) -> Schema:
 def without_logical_types(node: Any) -> Any:
     """Return a schema, or a part of one, without its logical types: what is on the wire."""
     if isinstance(node, dict):
-        return {key: without_logical_types(value) for key, value in node.items() if key != "logicalType"}
+        return {
+            key: without_logical_types(value) for key, value in node.items() if key != "logicalType"
+        }
     return [without_logical_types(item) for item in node] if isinstance(node, list) else node

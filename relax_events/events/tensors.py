@@ -1,4 +1,6 @@
-"""Numeric arrays as little-endian bytes with dtype and shape: a hundred times faster than Avro arrays, decoded as views."""
+"""Numeric arrays as little-endian bytes with dtype and shape: a hundred times faster than Avro
+arrays, decoded as views.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,39 @@ from numpy.typing import NDArray
 from relax_events.errors import CorruptRecord
 from relax_events.events.parts import Array, ObjectRef, StoredArray
 
-DTYPES = {name: np.dtype(name) for name in ("|u1", "|i1", "|b1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8")}
+DTYPES = {
+    name: np.dtype(name)
+    for name in ("|u1", "|i1", "|b1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8")
+}
 
 
 def pack(array: Array) -> dict[str, Any]:
     """Return the PackedTensor record of an array."""
     if isinstance(array, StoredArray):
         reference = array.reference
-        stored = {"uri": reference.uri, "digest": reference.digest, "num_bytes": reference.num_bytes}
+        stored = {
+            "uri": reference.uri,
+            "digest": reference.digest,
+            "num_bytes": reference.num_bytes,
+        }
         return {"dtype": array.dtype, "shape": list(array.shape), "data": None, "reference": stored}
     if array.dtype.str not in DTYPES:
         array = array.astype(array.dtype.newbyteorder("<"))
         if array.dtype.str not in DTYPES:
-            raise TypeError(f"arrays of {array.dtype} can't be packed; use one of {', '.join(DTYPES)}")
-    return {"dtype": array.dtype.str, "shape": array.shape, "data": array.tobytes(), "reference": None}
+            raise TypeError(
+                f"arrays of {array.dtype} can't be packed; use one of {', '.join(DTYPES)}"
+            )
+    return {
+        "dtype": array.dtype.str,
+        "shape": array.shape,
+        "data": array.tobytes(),
+        "reference": None,
+    }
 
 
 def dense(array: Array, *, what: str) -> NDArray[np.generic]:
-    """Return an array whose values are wanted; one that still lies in the object store is a mistake of the caller.
+    """Return an array whose values are wanted; one that still lies in the object store is a mistake
+    of the caller.
 
     Args:
         array: A field of an event.
@@ -49,12 +66,17 @@ def unpack(record: dict[str, Any]) -> Array:
     """
     dtype, shape, data = DTYPES.get(record["dtype"]), record["shape"], record["data"]
     if dtype is None:
-        raise CorruptRecord(f"packed tensor has dtype {record['dtype']!r}; known are {', '.join(DTYPES)}")
+        raise CorruptRecord(
+            f"packed tensor has dtype {record['dtype']!r}; known are {', '.join(DTYPES)}"
+        )
     if data is None:
         if record["reference"] is None:
             raise CorruptRecord("packed tensor has neither data nor reference")
         return StoredArray(record["dtype"], tuple(shape), ObjectRef(**record["reference"]))
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
-        raise CorruptRecord(f"packed tensor of {record['dtype']} and shape {list(shape)} can't have {len(data)} bytes")
+        raise CorruptRecord(
+            f"packed tensor of {record['dtype']} and shape {list(shape)} can't have "
+            f"{len(data)} bytes"
+        )
     array: NDArray[Any] = np.frombuffer(data, dtype)
     return array if len(shape) == 1 else array.reshape(shape)

@@ -1,4 +1,6 @@
-"""The events, one slotted dataclass for each Avro record of the same name in `schemas/`; see `parts` for what they hold."""
+"""The events, one slotted dataclass for each Avro record of the same name in `schemas/`; see
+`parts` for what they hold.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +199,9 @@ class PromptsSummed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesEnlisted:
-    """Which engines get new weights straight from the trainer, and where others may ask for the same."""
+    """Which engines get new weights straight from the trainer, and where others may ask for the
+    same.
+    """
 
     list_version: int
     transport: str
@@ -211,8 +215,8 @@ class EnginesEnlisted:
 class TrainStepCommitted:
     """A train step became real: what it trained on, in which order, and what came out.
 
-    `update_skipped` says that its loss or gradient was not finite: the samples count as trained, and the new version has the weights of
-    the one before.
+    `update_skipped` says that its loss or gradient was not finite: the samples count as trained,
+    and the new version has the weights of the one before.
     """
 
     train_step: int

@@ -1,1 +1,3 @@
-"""Media from the row of a dataset to what a model is shown: read, checked, stored, fetched, processed and shared."""
+"""Media from the row of a dataset to what a model is shown: read, checked, stored, fetched,
+processed and shared.
+"""

@@ -1,7 +1,9 @@
-"""Members of tar files, read where they lie: an archive's heads are read once, and nothing is unpacked.
+"""Members of tar files, read where they lie: an archive's heads are read once, and nothing is
+unpacked.
 
-A name that a row gives is looked up among the archive's own, and never becomes a path. Only plain archives are read: in a compressed one, what stands
-before a member would have to be unpacked each time.
+A name that a row gives is looked up among the archive's own, and never becomes a path. Only plain
+archives are read: in a compressed one, what stands before a member would have to be unpacked each
+time.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NoReturn, cast
 
 from relax_events.errors import MediaError
-from relax_events.pipeline.regular_files import open_regular
+from relax_events.regular_files import open_regular
 
 MAX_MEMBERS = 200_000
 """Of an archive; one with more is refused."""
@@ -35,7 +37,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """An archive's members by name; of two with one name the later, as tar has it. `damage` says why there may be more."""
+    """An archive's members by name; of two with one name the later, as tar has it. `damage` says
+    why there may be more.
+    """
 
     members: dict[str, Member]
     damage: str = ""
@@ -51,28 +55,50 @@ def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, place:
         max_bytes: A larger member is refused unread.
         place: Names it in errors.
     Raises:
-        MediaError: There is no such member, it is a link or another thing that is no file, its name leads out, it is too large, or the archive is
-            damaged, too full or compressed.
+        MediaError: There is no such member, it is a link or another thing that is no file, its name
+            leads out, it is too large, or the archive is damaged, too full or compressed.
     """
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        _refuse(place, path, name, "members must have names that lead nowhere else, without / in front and ..", "unsafe_name")
+        _refuse(
+            place,
+            path,
+            name,
+            "members must have names that lead nowhere else, without / in front and ..",
+            "unsafe_name",
+        )
     contents = _contents(path, path.stat().st_size, path.stat().st_mtime_ns)
     member = contents.members.get(name)
     if member is None:
-        _refuse(place, path, name, contents.damage or "there is no such member", "truncated" if contents.damage else "missing")
+        _refuse(
+            place,
+            path,
+            name,
+            contents.damage or "there is no such member",
+            "truncated" if contents.damage else "missing",
+        )
     if member.kind:
         _refuse(place, path, name, f"it is {member.kind}, and must be a file", "no_file")
     if member.size > max_bytes:
-        _refuse(place, path, name, f"it claims {member.size} bytes, and may have model.media.max_item_bytes = {max_bytes}", "too_large")
+        _refuse(
+            place,
+            path,
+            name,
+            f"it claims {member.size} bytes, and may have model.media.max_item_bytes = {max_bytes}",
+            "too_large",
+        )
     file.seek(member.start)
     data = file.read(member.size)
     if len(data) < member.size:
-        _refuse(place, path, name, f"it ends after {len(data)} of its {member.size} bytes", "truncated")
+        _refuse(
+            place, path, name, f"it ends after {len(data)} of its {member.size} bytes", "truncated"
+        )
     return data
 
 
 def _refuse(place: str, path: Path, name: str, why: str, reason: str) -> NoReturn:
-    raise MediaError(f"{place} names the member {name!r} of {path}, which can't be used: {why}", reason=reason)
+    raise MediaError(
+        f"{place} names the member {name!r} of {path}, which can't be used: {why}", reason=reason
+    )
 
 
 @lru_cache(maxsize=OPEN_ARCHIVES)
@@ -86,14 +112,27 @@ def _contents(path: Path, num_bytes: int, changed: int) -> Contents:
                 for info in archive:
                     members[info.name] = Member(info.offset_data, info.size, _kind(info))
                     if len(members) > MAX_MEMBERS:
-                        return Contents({}, f"the archive has more than {MAX_MEMBERS} members; part it")
+                        return Contents(
+                            {}, f"the archive has more than {MAX_MEMBERS} members; part it"
+                        )
                 end = archive.offset
         except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError) as error:
-            rule = "it must be a plain tar file, not a compressed one" if not members else f"it can't be read behind {len(members)} members"
+            rule = (
+                "it must be a plain tar file, not a compressed one"
+                if not members
+                else f"it can't be read behind {len(members)} members"
+            )
             return Contents(members, f"{rule} ({error})")
         file.seek(end)
         is_whole = file.read(BLOCK) == bytes(BLOCK)
-    return Contents(members, "" if is_whole else f"the archive of {num_bytes} bytes is cut off or damaged behind {len(members)} members")
+    return Contents(
+        members,
+        ""
+        if is_whole
+        else (
+            f"the archive of {num_bytes} bytes is cut off or damaged behind {len(members)} members"
+        ),
+    )
 
 
 def _kind(info: tarfile.TarInfo) -> str:

@@ -1,4 +1,6 @@
-"""Decodes files from strangers in a process of its own: one that hangs, grows or crashes costs its file, and never the worker."""
+"""Decodes files from strangers in a process of its own: one that hangs, grows or crashes costs its
+file, and never the worker.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ from relax_events.config import MediaConfig
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.facts import MediaFacts, require_bytes
-from relax_events.models.showing import Plan
-from relax_events.pipeline.answering_child import AnsweringChild, ChildLost
+from relax_events.media.preprocessing import Plan
+from relax_events.runtime.subprocess_rpc import AnsweringChild, ChildLost
 
 START_SECONDS = 60.0
 """On top of the limit for the first file, for the process to start."""
 
 
 class Decoder:
-    """A child process that is started when the first file comes, and again when a file has cost it. It ends with us. Used by one thread."""
+    """A child process that is started when the first file comes, and again when a file has cost it.
+    It ends with us. Used by one thread.
+    """
 
     def __init__(self, limits: MediaConfig) -> None:
         """Start nothing yet.
@@ -41,7 +45,8 @@ class Decoder:
             modality: What it must be.
             place: Names it in errors.
         Raises:
-            MediaError: It is too large, too long, of no known kind, cut off or broken, or decoding it takes too long or too much.
+            MediaError: It is too large, too long, of no known kind, cut off or broken, or decoding
+                it takes too long or too much.
             EnvironmentProblem: A library is not installed.
         """
         answer, _ = self._asked(data, modality, None, place)
@@ -55,13 +60,21 @@ class Decoder:
         """
         return self._asked(data, modality, plan, place)[1]
 
-    def _asked(self, data: bytes, modality: Modality, plan: Plan | None, place: str) -> tuple[dict[str, Any], bytes]:
+    def _asked(
+        self, data: bytes, modality: Modality, plan: Plan | None, place: str
+    ) -> tuple[dict[str, Any], bytes]:
         require_bytes(data, self._limits, place)
         seconds = self._limits.decode_seconds + (START_SECONDS if self._child is None else 0)
         child = self._child = self._child or AnsweringChild(
-            "relax_events.media.decoder_child", setup=self._limits.model_dump(mode="json"), is_confined=True
+            "relax_events.media.decoder_child",
+            setup=self._limits.model_dump(mode="json"),
+            is_confined=True,
         )
-        question = {"modality": modality, "place": place, "plan": None if plan is None else asdict(plan)}
+        question = {
+            "modality": modality,
+            "place": place,
+            "plan": None if plan is None else asdict(plan),
+        }
         try:
             head, content = child.ask(question, [data], seconds=seconds)
         except ChildLost as lost:
@@ -76,5 +89,9 @@ class Decoder:
     def _refusal(self, lost: ChildLost, place: str) -> MediaError:
         if lost.is_late:
             rule = f"model.media.decode_seconds = {self._limits.decode_seconds:g}"
-            return MediaError(f"{place} must be decoded within {rule}, and was not", reason="too_slow")
-        return MediaError(f"{place} ended the process that decoded it ({lost.ending})", reason="crashed_decoder")
+            return MediaError(
+                f"{place} must be decoded within {rule}, and was not", reason="too_slow"
+            )
+        return MediaError(
+            f"{place} ended the process that decoded it ({lost.ending})", reason="crashed_decoder"
+        )

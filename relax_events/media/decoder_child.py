@@ -1,7 +1,7 @@
 """A decoding child: reads files from strangers, and nothing else. Started by `Decoder` alone.
 
-A question is what to do with the file behind it; behind the answer stand, where arrays were asked for, their bytes. The first line says how
-much memory there is.
+A question is what to do with the file behind it; behind the answer stand, where arrays were asked
+for, their bytes. The first line says how much memory there is.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from relax_events.config import MediaConfig
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
-from relax_events.media.clips import decode_clip, inspect_clip
+from relax_events.media.audio import decode_sound, heard, inspect_sound
 from relax_events.media.facts import MediaFacts
-from relax_events.media.pictures import decode_picture, inspect_picture
-from relax_events.media.sounds import decode_sound, heard, inspect_sound
-from relax_events.models.showing import Plan
-from relax_events.pipeline.answering_child import answer, failing_aloud, questions
+from relax_events.media.images import decode_picture, inspect_picture
+from relax_events.media.preprocessing import Plan
+from relax_events.media.videos import decode_clip, inspect_clip
+from relax_events.runtime.subprocess_rpc import answer, failing_aloud, questions
 
 INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
     Modality.IMAGE: inspect_picture,
@@ -55,7 +55,9 @@ def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: Me
         if question["plan"] is None:
             said = {"facts": asdict(INSPECTORS[modality](data, limits=limits, place=place))}
         else:
-            arrays = decode(data, modality, plan=Plan(**question["plan"]), limits=limits, place=place)
+            arrays = decode(
+                data, modality, plan=Plan(**question["plan"]), limits=limits, place=place
+            )
             said = {}
     except MediaError as error:
         said = {"error": {"text": str(error), "reason": error.reason}}
@@ -67,20 +69,33 @@ def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: Me
     answer(answers, said, [np.ascontiguousarray(array).data for array in arrays])
 
 
-def decode(data: bytes, modality: Modality, *, plan: Plan, limits: MediaConfig, place: str) -> list[NDArray[Any]]:
+def decode(
+    data: bytes, modality: Modality, *, plan: Plan, limits: MediaConfig, place: str
+) -> list[NDArray[Any]]:
     """Decode a file by its plan.
 
     Raises:
         MediaError: It is not what the plan was made for, cut off or broken.
     """
     if modality is Modality.IMAGE:
-        return [decode_picture(data, size=(plan.shape[0], plan.shape[1]), limits=limits, place=place)]
+        return [
+            decode_picture(data, size=(plan.shape[0], plan.shape[1]), limits=limits, place=place)
+        ]
     if modality is Modality.AUDIO:
         return [decode_sound(data, plan=plan, limits=limits, place=place)]
     pixels = decode_clip(data, plan=plan, limits=limits, place=place)
     if not plan.num_samples:
         return [pixels]
-    return [pixels, heard(data, num_samples=plan.num_samples, rate_hertz=plan.rate_hertz, limits=limits, place=place)]
+    return [
+        pixels,
+        heard(
+            data,
+            num_samples=plan.num_samples,
+            rate_hertz=plan.rate_hertz,
+            limits=limits,
+            place=place,
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from relax_events.errors import MediaError
 
 @dataclass(frozen=True, slots=True)
 class MediaFacts:
-    """What a reference tells of a file; width and height as it is to be looked at, frames of a clip or sample frames of a sound."""
+    """What a reference tells of a file; width and height as it is to be looked at, frames of a clip
+    or sample frames of a sound.
+    """
 
     media_type: str
     width: int | None = None
@@ -31,7 +33,13 @@ def require_bytes(data: bytes, limits: MediaConfig, place: str) -> None:
         MediaError: It is larger than the limits let it be.
     """
     if len(data) > limits.max_item_bytes:
-        raise MediaError(f"{place} must be at most model.media.max_item_bytes = {limits.max_item_bytes}, got {len(data)} bytes", reason="too_large")
+        raise MediaError(
+            (
+                f"{place} must be at most model.media.max_item_bytes = {limits.max_item_bytes}, "
+                f"got {len(data)} bytes"
+            ),
+            reason="too_large",
+        )
 
 
 def require_pixels(width: int, height: int, limits: MediaConfig, place: str) -> None:
@@ -42,7 +50,10 @@ def require_pixels(width: int, height: int, limits: MediaConfig, place: str) -> 
     """
     if (pixels := width * height) > limits.max_image_pixels:
         rule = f"model.media.max_image_pixels = {limits.max_image_pixels}"
-        raise MediaError(f"{place} must have at most {rule}, got {width} x {height} = {pixels}", reason="too_many_pixels")
+        raise MediaError(
+            f"{place} must have at most {rule}, got {width} x {height} = {pixels}",
+            reason="too_many_pixels",
+        )
 
 
 def require_seconds(seconds: float, limits: MediaConfig, place: str) -> None:

@@ -1,7 +1,8 @@
 """Files by web address, from hosts that the run file allows and from nowhere else.
 
-A name is resolved once, every address that it has must be public, and the connection goes to one of these: a name that means another
-address a moment later leads nowhere. Each redirect is judged as the first address was. Size and time are bounded for all of it together.
+A name is resolved once, every address that it has must be public, and the connection goes to one of
+these: a name that means another address a moment later leads nowhere. Each redirect is judged as
+the first address was. Size and time are bounded for all of it together.
 """
 
 from __future__ import annotations
@@ -22,16 +23,25 @@ SCHEMES = {"http": 80, "https": 443}
 MAX_REDIRECTS = 3
 UNICAST = ipaddress.IPv6Network("2000::/3")
 SPECIAL = (ipaddress.ip_network("192.88.99.0/24"), ipaddress.ip_network("3fff::/20"))
-"""Relays of 6to4 (RFC 7526) and addresses for documentation (RFC 9637), which the interpreter takes for public ones."""
+"""Relays of 6to4 (RFC 7526) and addresses for documentation (RFC 9637), which the interpreter takes
+for public ones."""
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
 def is_public(address: str) -> bool:
-    """Tell whether an address belongs to the internet at large: neither to this machine, nor to a private or special network."""
+    """Tell whether an address belongs to the internet at large: neither to this machine, nor to a
+    private or special network.
+    """
     found = ipaddress.ip_address(address)
-    if found.version == 6 and (found not in UNICAST or found.sixtofour or found.teredo):  # others carry an older address, or mean something special
+    if found.version == 6 and (
+        found not in UNICAST or found.sixtofour or found.teredo
+    ):  # others carry an older address, or mean something special
         return False
-    return found.is_global and not found.is_multicast and not any(found in network for network in SPECIAL)
+    return (
+        found.is_global
+        and not found.is_multicast
+        and not any(found in network for network in SPECIAL)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,8 @@ class WebFetcher:
             url: Of scheme http or https.
             place: Names it in errors.
         Raises:
-            MediaError: Its host or address is not allowed, it is too large or too slow, or the host does not give it.
+            MediaError: Its host or address is not allowed, it is too large or too slow, or the host
+                does not give it.
         """
         deadline = time.monotonic() + self.seconds
         for _ in range(MAX_REDIRECTS + 1):
@@ -67,57 +78,96 @@ class WebFetcher:
             try:
                 answer = self._ask(parts, deadline, place)
             except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError too
-                raise MediaError(f"{place}: {_shown(url)} can't be fetched: {error or type(error).__name__}", reason="not_fetched") from None
+                raise MediaError(
+                    f"{place}: {_shown(url)} can't be fetched: {error or type(error).__name__}",
+                    reason="not_fetched",
+                ) from None
             if isinstance(answer, bytes):
                 return answer
             url = urljoin(url, answer)
-        raise MediaError(f"{place}: {_shown(url)} is the end of {MAX_REDIRECTS} redirects and redirects again", reason="not_fetched")
+        raise MediaError(
+            f"{place}: {_shown(url)} is the end of {MAX_REDIRECTS} redirects and redirects again",
+            reason="not_fetched",
+        )
 
     def _judged(self, url: str, place: str) -> SplitResult:
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
         except ValueError as error:
-            raise MediaError(f"{place}: {_shown(url)} is no address: {error}", reason="forbidden_address") from None
+            raise MediaError(
+                f"{place}: {_shown(url)} is no address: {error}", reason="forbidden_address"
+            ) from None
         if parts.scheme not in SCHEMES or host is None or parts.username is not None:
-            raise MediaError(f"{place}: {_shown(url)} must be http(s)://host/path without a login", reason="forbidden_address")
+            raise MediaError(
+                f"{place}: {_shown(url)} must be http(s)://host/path without a login",
+                reason="forbidden_address",
+            )
         if host not in self.hosts:
             allowed = ", ".join(sorted(self.hosts)) or "none"
-            raise MediaError(f"{place}: {_shown(url)} is of host {host!r}; media_hosts allows {allowed}", reason="forbidden_address")
+            raise MediaError(
+                f"{place}: {_shown(url)} is of host {host!r}; media_hosts allows {allowed}",
+                reason="forbidden_address",
+            )
         return parts
 
     def _ask(self, parts: SplitResult, deadline: float, place: str) -> bytes | str:
         """Return a file, or where it has moved to."""
         host, port = parts.hostname or "", parts.port or SCHEMES[parts.scheme]
-        with socket.create_connection((self._address(host, port, place), port), timeout=_left(deadline)) as plain:
-            secured = (self.tls or ssl.create_default_context()).wrap_socket(plain, server_hostname=host) if parts.scheme == "https" else plain
+        with socket.create_connection(
+            (self._address(host, port, place), port), timeout=_left(deadline)
+        ) as plain:
+            secured = (
+                (self.tls or ssl.create_default_context()).wrap_socket(plain, server_hostname=host)
+                if parts.scheme == "https"
+                else plain
+            )
             connection = http.client.HTTPConnection(host, port)
             connection.sock = secured
-            watch = threading.Timer(_left(deadline), secured.shutdown, [socket.SHUT_RDWR])  # a host that sends a byte now and then meets no timeout
+            watch = threading.Timer(
+                _left(deadline), secured.shutdown, [socket.SHUT_RDWR]
+            )  # a host that sends a byte now and then meets no timeout
             watch.start()
             try:
-                connection.request("GET", parts._replace(scheme="", netloc="", fragment="").geturl() or "/", headers={"Accept-Encoding": "identity"})
+                connection.request(
+                    "GET",
+                    parts._replace(scheme="", netloc="", fragment="").geturl() or "/",
+                    headers={"Accept-Encoding": "identity"},
+                )
                 with connection.getresponse() as response:
                     return self._answer(response, parts, deadline, place)
             finally:
                 watch.cancel()
                 connection.close()
 
-    def _answer(self, response: http.client.HTTPResponse, parts: SplitResult, deadline: float, place: str) -> bytes | str:
+    def _answer(
+        self, response: http.client.HTTPResponse, parts: SplitResult, deadline: float, place: str
+    ) -> bytes | str:
         if response.status in REDIRECTS and (target := response.getheader("Location")):
             return target
         if response.status != http.client.OK:
-            raise MediaError(f"{place}: {_shown(parts.geturl())} answers {response.status} {response.reason}", reason="not_fetched")
+            raise MediaError(
+                f"{place}: {_shown(parts.geturl())} answers {response.status} {response.reason}",
+                reason="not_fetched",
+            )
         data = response.read(self.max_bytes + 1)
         _left(deadline)  # a connection that was cut off at the deadline ends like any other
         if len(data) > self.max_bytes:
-            raise MediaError(f"{place} must be at most model.media.max_item_bytes = {self.max_bytes}, got more", reason="too_large")
+            raise MediaError(
+                f"{place} must be at most model.media.max_item_bytes = {self.max_bytes}, got more",
+                reason="too_large",
+            )
         return data
 
     def _address(self, host: str, port: int, place: str) -> str:
-        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+        found = sorted(
+            {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        )
         if forbidden := [address for address in found if not self.may_connect(address)]:
-            raise MediaError(f"{place}: host {host!r} is at {forbidden[0]}, which is no public address", reason="forbidden_address")
+            raise MediaError(
+                f"{place}: host {host!r} is at {forbidden[0]}, which is no public address",
+                reason="forbidden_address",
+            )
         return found[0]
 
 
@@ -129,5 +179,7 @@ def _left(deadline: float) -> float:
 
 
 def _shown(url: str) -> str:
-    """Return an address without what stands behind the question mark, which may be a secret, for errors."""
+    """Return an address without what stands behind the question mark, which may be a secret, for
+    errors.
+    """
     return repr(url.partition("?")[0][:200])

@@ -1,4 +1,6 @@
-"""Results that all workers of a machine share: files by name, made once, verified, within a bound of bytes."""
+"""Results that all workers of a machine share: files by name, made once, verified, within a bound
+of bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,31 @@ DIGEST_BYTES = 32
 LOW_WATER = 3 / 4
 """Share of the bound that trimming leaves."""
 ADDED_BEFORE_LOOKING = 1 / 32
-"""Share of the bound that one worker adds before it looks at the whole folder: eight workers together stay within the bound."""
+"""Share of the bound that one worker adds before it looks at the whole folder: eight workers
+together stay within the bound."""
 
 
 class HostCache:
-    """A folder of files; each begins with the BLAKE3 digest of the rest, so that what was torn or altered is made again."""
+    """A folder of files; each begins with the BLAKE3 digest of the rest, so that what was torn or
+    altered is made again.
+    """
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         """Use a folder; it is made when something is put into it.
 
         Args:
             folder: Of this cache alone.
-            max_bytes: Of all files together; when they come near it, those that were read longest ago go.
+            max_bytes: Of all files together; when they come near it, those that were read longest
+                ago go.
         """
         self._folder, self._max_bytes = folder, max_bytes
-        self._num_added_bytes = max_bytes  # so that the first addition looks at what earlier runs have left
+        self._num_added_bytes = (
+            max_bytes  # so that the first addition looks at what earlier runs have left
+        )
 
     def get(self, name: str, make: Callable[[], bytes]) -> bytes | memoryview:
-        """Return what is kept under a name, or make it; a worker that wants what another is making waits for that one.
+        """Return what is kept under a name, or make it; a worker that wants what another is making
+        waits for that one.
 
         Args:
             name: Of a file; what is most alike in names stands at their end.

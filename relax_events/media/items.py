@@ -1,4 +1,6 @@
-"""A piece of media as a row of the data names it: a path, a tar file's member, a web address, a data URI or bytes. Read when it is asked for."""
+"""A piece of media as a row of the data names it: a path, a tar file's member, a web address, a
+data URI or bytes. Read when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.archives import read_member
 from relax_events.media.fetching import WebFetcher
-from relax_events.pipeline.regular_files import open_regular
+from relax_events.regular_files import open_regular
 
 DATA_URI = "data:"
 WEB = ("http://", "https://")
@@ -27,7 +29,8 @@ class MediaAccess:
     """What rows may name besides their own content.
 
     Attributes:
-        root: Folder in which paths begin, and outside of which nothing is read; None where rows can't name files.
+        root: Folder in which paths begin, and outside of which nothing is read; None where rows
+            can't name files.
         hosts: That web addresses may name.
     """
 
@@ -59,7 +62,11 @@ class MediaItem:
     @property
     def key(self) -> MediaKey:
         """Tells what is named, and as what, from everything else that may be, in few bytes."""
-        named = self.source if isinstance(self.source, bytes) else self.source.encode(errors="surrogatepass")
+        named = (
+            self.source
+            if isinstance(self.source, bytes)
+            else self.source.encode(errors="surrogatepass")
+        )
         return sha256(named).digest(), self.member, self.modality, self.access.root
 
     def read(self, limits: MediaConfig) -> bytes:
@@ -78,57 +85,101 @@ class MediaItem:
         if self.source.startswith(DATA_URI):
             return self._bounded(self._of_data_uri(self.source, max_bytes), max_bytes)
         if self.source.startswith(WEB):
-            return WebFetcher(self.access.hosts, max_bytes, limits.fetch_seconds).fetch(self.source, place=self.place)
+            return WebFetcher(self.access.hosts, max_bytes, limits.fetch_seconds).fetch(
+                self.source, place=self.place
+            )
         return self._of_path(self.source, max_bytes)
 
     def _of_data_uri(self, uri: str, max_bytes: int) -> bytes:
         head, comma, text = uri.partition(",")
         if not comma:
-            raise MediaError(f"{self.place} is a data URI without a comma, {uri:.40}; write data:<type>;base64,<content>", reason="bad_data_uri")
-        if len(text) > 3 * max_bytes:  # percent-encoding takes three letters for a byte, base64 fewer
+            raise MediaError(
+                (
+                    f"{self.place} is a data URI without a comma, {uri:.40}; write "
+                    "data:<type>;base64,<content>"
+                ),
+                reason="bad_data_uri",
+            )
+        if (
+            len(text) > 3 * max_bytes
+        ):  # percent-encoding takes three letters for a byte, base64 fewer
             raise self._too_large(f"a data URI of {len(text)} letters", max_bytes)
         try:
-            return base64.b64decode(text, validate=True) if head.endswith(";base64") else unquote_to_bytes(text)
+            return (
+                base64.b64decode(text, validate=True)
+                if head.endswith(";base64")
+                else unquote_to_bytes(text)
+            )
         except binascii.Error as error:
-            raise MediaError(f"{self.place} is no base64 after {head!r}: {error}", reason="bad_data_uri") from None
+            raise MediaError(
+                f"{self.place} is no base64 after {head!r}: {error}", reason="bad_data_uri"
+            ) from None
 
     def _of_path(self, path: str, max_bytes: int) -> bytes:
         if self.access.root is None:
-            raise MediaError(f"{self.place} names the file {path!r}, and rows may name none; set media_root beside multimodal_keys", reason="no_root")
+            raise MediaError(
+                (
+                    f"{self.place} names the file {path!r}, and rows may name none; set "
+                    "media_root beside multimodal_keys"
+                ),
+                reason="no_root",
+            )
         try:
             root, file = self.access.root.resolve(), (self.access.root / path).resolve()
             if not file.is_relative_to(root):
-                raise MediaError(f"{self.place} names {path!r}, which lies outside of media_root = {root}", reason="outside_root")
+                raise MediaError(
+                    f"{self.place} names {path!r}, which lies outside of media_root = {root}",
+                    reason="outside_root",
+                )
             with open_regular(file) as opened:
                 if self.member:
-                    return read_member(opened, self.member, path=file, max_bytes=max_bytes, place=self.place)
+                    return read_member(
+                        opened, self.member, path=file, max_bytes=max_bytes, place=self.place
+                    )
                 data = opened.read(max_bytes + 1)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             what = getattr(error, "strerror", None) or error
-            raise MediaError(f"{self.place} names {path!r} in {self.access.root}, which can't be read: {what}", reason="missing") from None
+            raise MediaError(
+                f"{self.place} names {path!r} in {self.access.root}, which can't be read: {what}",
+                reason="missing",
+            ) from None
         return self._bounded(data, max_bytes)
 
     def _bounded(self, data: bytes, max_bytes: int) -> bytes:
         if len(data) > max_bytes:
-            raise self._too_large("more" if len(data) == max_bytes + 1 else f"{len(data)} bytes", max_bytes)
+            raise self._too_large(
+                "more" if len(data) == max_bytes + 1 else f"{len(data)} bytes", max_bytes
+            )
         return data
 
     def _too_large(self, seen: str, max_bytes: int) -> MediaError:
-        return MediaError(f"{self.place} must be at most model.media.max_item_bytes = {max_bytes}, got {seen}", reason="too_large")
+        return MediaError(
+            f"{self.place} must be at most model.media.max_item_bytes = {max_bytes}, got {seen}",
+            reason="too_large",
+        )
 
 
-def items_of(value: Any, *, modality: Modality, place: str, access: MediaAccess = NO_ACCESS) -> list[MediaItem]:
+def items_of(
+    value: Any, *, modality: Modality, place: str, access: MediaAccess = NO_ACCESS
+) -> list[MediaItem]:
     """Read a column's value: one piece of media, or a list of them, none where it is null.
 
     Raises:
         MediaError: It is something else; the text names it.
     """
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return [MediaItem(modality, _source(one, f"{place}[{index}]"), f"{place}[{index}]", access, _member(one)) for index, one in enumerate(values)]
+    return [
+        MediaItem(
+            modality, _source(one, f"{place}[{index}]"), f"{place}[{index}]", access, _member(one)
+        )
+        for index, one in enumerate(values)
+    ]
 
 
 def _member(value: Any) -> str:
-    return str(value.get("member") or "") if isinstance(value, dict) and not value.get("bytes") else ""
+    return (
+        str(value.get("member") or "") if isinstance(value, dict) and not value.get("bytes") else ""
+    )
 
 
 def _source(value: Any, place: str) -> str | bytes:
@@ -136,5 +187,8 @@ def _source(value: Any, place: str) -> str | bytes:
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str | bytes) and value:
         return value
-    rule = "media are paths, web addresses, data URIs, bytes, or objects with one of the keys bytes and path, to which member may stand beside"
+    rule = (
+        "media are paths, web addresses, data URIs, bytes, or objects with one of the keys bytes "
+        "and path, to which member may stand beside"
+    )
     raise MediaError(f"{place} is a {type(value).__name__}; {rule}", reason="wrong_type")

@@ -1,9 +1,12 @@
-"""A run's media, where its workers put them and get them from: every piece is stored once, and processed once on each machine.
+"""A run's media, where its workers put them and get them from: every piece is stored once, and
+processed once on each machine.
 
-    row of the data --admit--> checks --> arrays into the machine's cache, bytes into the object store --> MediaRef on the log
-    MediaRef --processed--> memory, or the machine's cache, or: fetch, verify, check, decode --> what the model is shown
+    row of the data --admit--> checks --> arrays into the machine's cache, bytes into the object
+    store --> MediaRef on the log MediaRef --processed--> memory, or the machine's cache, or: fetch,
+    verify, check, decode --> what the model is shown
 
-What goes wrong with a piece of media is a `MediaError` that names it: it ends one row, or one prompt group, and nothing else.
+What goes wrong with a piece of media is a `MediaError` that names it: it ends one row, or one
+prompt group, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,15 +28,16 @@ from relax_events.events.parts import MediaRef, Modality, ObjectRef
 from relax_events.media.decoder import Decoder
 from relax_events.media.host_cache import HostCache
 from relax_events.media.items import MediaItem, MediaKey
-from relax_events.models.media_inputs import ProcessedMedia
-from relax_events.models.media_layout import MediaLayout, modality_of
-from relax_events.models.showing import Plan, Showing
+from relax_events.media.model_inputs import ProcessedMedia
+from relax_events.media.preprocessing import Plan, Showing
+from relax_events.media.token_layout import MediaLayout, modality_of
 from relax_events.objects.store import ObjectStore
 
 MEMORY_BYTES = 256 * 1024**2
 """Processed media that one worker keeps in memory."""
 MAX_REMEMBERED = 4096
-"""References of admitted pieces that are remembered: a row is looked at when it is judged, and again when it is issued."""
+"""References of admitted pieces that are remembered: a row is looked at when it is judged, and
+again when it is issued."""
 CACHE_FOLDER = "media-cache"
 OWN_ROOT = ""
 """Stands for the run's own store among those that a reference may lie in."""
@@ -43,14 +47,21 @@ class MediaLibrary:
     """Of a run whose model may read media. Used by one thread."""
 
     def __init__(
-        self, config: RunConfig, *, model_path: Path | None = None, store: ObjectStore | None = None, folder: Callable[[], str] = lambda: ""
+        self,
+        config: RunConfig,
+        *,
+        model_path: Path | None = None,
+        store: ObjectStore | None = None,
+        folder: Callable[[], str] = lambda: "",
     ) -> None:
-        """Read how the model is shown media; where it reads text alone nothing else will be asked of the library.
+        """Read how the model is shown media; where it reads text alone nothing else will be asked
+        of the library.
 
         Args:
             config: The run.
             model_path: Another model than the run's.
-            store: The run's object store, where it is open already; else it is opened when something is wanted from it.
+            store: The run's object store, where it is open already; else it is opened when
+                something is wanted from it.
             folder: Of the store, where the next piece is put.
         Raises:
             ConfigError: The model's settings for media are missing or not known.
@@ -58,17 +69,21 @@ class MediaLibrary:
         self._config, self._bounds = config, config.model.media
         self._layout = MediaLayout.from_folder(model_path or config.model.path, self._bounds)
         self._decoder = Decoder(self._bounds)
-        self._cache = HostCache(config.run.directory / CACHE_FOLDER, max_bytes=self._bounds.cache_bytes)
+        self._cache = HostCache(
+            config.run.directory / CACHE_FOLDER, max_bytes=self._bounds.cache_bytes
+        )
         self._stores = {} if store is None else {OWN_ROOT: store}
         self._memory: OrderedDict[str, ProcessedMedia] = OrderedDict()
         self._folder = folder
         self._admitted: OrderedDict[tuple[str, MediaKey], MediaRef] = OrderedDict()
 
     def admit(self, item: MediaItem) -> MediaRef:
-        """Check a piece of media and put it into the store; one that is there already is not sent again.
+        """Check a piece of media and put it into the store; one that is there already is not sent
+        again.
 
         Raises:
-            MediaError: It is missing, hostile, or nothing that the model can be shown; the text names it.
+            MediaError: It is missing, hostile, or nothing that the model can be shown; the text
+                names it.
             ObjectError: The store failed.
         """
         folder = self._folder()
@@ -76,14 +91,17 @@ class MediaLibrary:
             return known
         data = item.read(self._bounds)
         facts = self._shown(data, item).reference
-        stored = self._store_of(OWN_ROOT).put(data, suffix=mimetypes.guess_extension(facts.media_type) or "", folder=folder)
+        stored = self._store_of(OWN_ROOT).put(
+            data, suffix=mimetypes.guess_extension(facts.media_type) or "", folder=folder
+        )
         self._admitted[folder, item.key] = reference = replace(facts, uri=stored.uri)
         if len(self._admitted) > MAX_REMEMBERED:
             self._admitted.popitem(last=False)
         return reference
 
     def show(self, item: MediaItem) -> ProcessedMedia:
-        """Check a piece of media and return it as the model is shown it; nothing is stored, and its address is its place in the data.
+        """Check a piece of media and return it as the model is shown it; nothing is stored, and its
+        address is its place in the data.
 
         Raises:
             MediaError: As for `admit`.
@@ -94,14 +112,17 @@ class MediaLibrary:
         """Check and process; a file that is cut off fails here, before its row is issued."""
         self._require_layout()
         facts = self._decoder.inspect(data, item.modality, place=item.place)
-        reference = MediaRef(item.place, sha256(data).digest(), num_bytes=len(data), **asdict(facts))
+        reference = MediaRef(
+            item.place, sha256(data).digest(), num_bytes=len(data), **asdict(facts)
+        )
         return self._made(reference, data)
 
     def processed(self, reference: MediaRef) -> ProcessedMedia:
         """Return a piece of media as the model is shown it.
 
         Raises:
-            MediaError: It has vanished, was altered, or is not what the reference says; the text names it.
+            MediaError: It has vanished, was altered, or is not what the reference says; the text
+                names it.
             ObjectError: The store failed.
         """
         name = self._name(reference)
@@ -121,7 +142,12 @@ class MediaLibrary:
             if name not in self._memory and not self._cache.holds(name):
                 self._made(reference)
 
-    def require_fit(self, tokens: NDArray[np.generic], given: Bool[np.ndarray, " tokens"], media: Sequence[MediaRef]) -> None:
+    def require_fit(
+        self,
+        tokens: NDArray[np.generic],
+        given: Bool[np.ndarray, " tokens"],
+        media: Sequence[MediaRef],
+    ) -> None:
         """Refuse a token sequence that does not hold the placeholders of its media.
 
         Args:
@@ -129,27 +155,38 @@ class MediaLibrary:
             given: Which of them the policy did not choose.
             media: In the order of the sequence.
         Raises:
-            PoisonSample: The placeholders are more, fewer, or of other kinds; or the model reads text alone.
+            PoisonSample: The placeholders are more, fewer, or of other kinds; or the model reads
+                text alone.
         """
         if media:
             self._require_layout().cells(tokens, given, media)
 
     def _require_layout(self) -> MediaLayout:
         if self._layout is None:
-            raise MediaError("the model reads text alone, and the prompt brings media; take a model of a family that reads them", reason="text_model")
+            raise MediaError(
+                (
+                    "the model reads text alone, and the prompt brings media; take a model of a "
+                    "family that reads them"
+                ),
+                reason="text_model",
+            )
         return self._layout
 
     def _showing(self, reference: MediaRef) -> Showing:
         return self._require_layout().showing(reference)
 
     def _name(self, reference: MediaRef) -> str:
-        """Tell apart what differs in content, in what the reference says of it, or in how it is shown."""
+        """Tell apart what differs in content, in what the reference says of it, or in how it is
+        shown.
+        """
         said = (reference.width, reference.height, reference.num_frames, reference.rate_hertz)
         facts = "x".join(str(value) for value in said if value is not None)
         return f"{reference.digest.hex()}-{facts}-{self._showing(reference).digest}"
 
     def _made(self, reference: MediaRef, data: bytes | None = None) -> ProcessedMedia:
-        """Return what the model is shown, from the machine's cache or from the file, which is fetched if it is not at hand."""
+        """Return what the model is shown, from the machine's cache or from the file, which is
+        fetched if it is not at hand.
+        """
         plan = self._showing(reference).plan(reference)
 
         def make() -> bytes:
@@ -162,10 +199,22 @@ class MediaLibrary:
         """Fetch a file as it came, and verify it; errors as for `processed`."""
         if reference.num_bytes > self._bounds.max_item_bytes:
             bound = f"model.media.max_item_bytes = {self._bounds.max_item_bytes}"
-            raise MediaError(f"{reference.uri} must be at most {bound}, got {reference.num_bytes} bytes", reason="too_large")
-        root = next((root for root in self._config.objects.allowed_roots if reference.uri.startswith(root.rstrip("/") + "/")), OWN_ROOT)
+            raise MediaError(
+                f"{reference.uri} must be at most {bound}, got {reference.num_bytes} bytes",
+                reason="too_large",
+            )
+        root = next(
+            (
+                root
+                for root in self._config.objects.allowed_roots
+                if reference.uri.startswith(root.rstrip("/") + "/")
+            ),
+            OWN_ROOT,
+        )
         try:
-            data = self._store_of(root).get(ObjectRef(reference.uri, reference.digest, reference.num_bytes))
+            data = self._store_of(root).get(
+                ObjectRef(reference.uri, reference.digest, reference.num_bytes)
+            )
         except ObjectError as error:
             if error.__cause__ is None:
                 raise MediaError(str(error), reason="altered") from None
@@ -181,15 +230,22 @@ class MediaLibrary:
         return data
 
     def _require_as_said(self, reference: MediaRef, data: bytes) -> None:
-        """Refuse a file that is another than its reference says, which its tokens were counted by."""
+        """Refuse a file that is another than its reference says, which its tokens were counted
+        by.
+        """
         facts = self._decoder.inspect(data, modality_of(reference), place=reference.uri)
         found = replace(reference, **asdict(facts)).extent
         if found != reference.extent:
-            raise MediaError(f"{reference.uri} is {found}, and its reference says {reference.extent}", reason="wrong_size")
+            raise MediaError(
+                f"{reference.uri} is {found}, and its reference says {reference.extent}",
+                reason="wrong_size",
+            )
 
     def _store_of(self, root: str) -> ObjectStore:
         if root not in self._stores:
-            uri, moved_from = (root, ()) if root else (self._config.objects_uri, self._config.objects.moved_from)
+            uri, moved_from = (
+                (root, ()) if root else (self._config.objects_uri, self._config.objects.moved_from)
+            )
             self._stores[root] = ObjectStore.open(uri, moved_from=moved_from)
         return self._stores[root]
 

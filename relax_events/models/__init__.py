@@ -1,1 +1,3 @@
-"""Models: small ones of real architectures made on this machine, their tokenizers and their supervised start."""
+"""Models: small ones of real architectures made on this machine, their tokenizers and their
+supervised start.
+"""

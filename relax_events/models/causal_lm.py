@@ -1,4 +1,6 @@
-"""Loads a causal language model, and puts other weights into one: what engine, trainer and scorers have in common."""
+"""Loads a causal language model, and puts other weights into one: what engine, trainer and scorers
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from relax_events.errors import ConfigError, WeightsError
-from relax_events.pipeline.regular_files import require_regular_files
+from relax_events.regular_files import require_regular_files
 
 
 def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
-    """Turn `auto` into this rank's GPU, or the CPU where there is none; take any other name as it is.
+    """Turn `auto` into this rank's GPU, or the CPU where there is none; take any other name as it
+    is.
 
     Raises:
         ConfigError: torch knows no such device, or there is none here; the text names it.
@@ -27,16 +30,27 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"model.device = {name!r} is no device that torch knows ({error}); set model.device = 'auto'") from error
+        raise ConfigError(
+            f"model.device = {name!r} is no device that torch knows ({error}); set "
+            "model.device = 'auto'"
+        ) from error
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         build = "with CUDA" if torch.backends.cuda.is_built() else "without CUDA"
         reason = f"torch {torch.__version__}, built {build}, sees {num_gpus} of them"
-        raise ConfigError(f"model.device = {name!r} asks for a GPU that is not here: {reason}; give the process one, or set model.device = 'auto'")
+        raise ConfigError(
+            f"model.device = {name!r} asks for a GPU that is not here: {reason}; give the "
+            "process one, or set model.device = 'auto'"
+        )
     return device
 
 
 def load_causal_lm(
-    path: Path, *, attention: str, dtype: torch.dtype, device: torch.device, loader: Any = AutoModelForCausalLM
+    path: Path,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    loader: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """Load a model for use, not for training mode; nothing is fetched.
 
@@ -50,28 +64,41 @@ def load_causal_lm(
         ConfigError: The folder is missing or holds no causal language model.
     """
     if not (path / "config.json").is_file():
-        raise ConfigError(f"model.path = {path} holds no config.json; give a folder in Hugging Face layout, or have `relax models prepare` make one")
+        raise ConfigError(
+            f"model.path = {path} holds no config.json; give a folder in Hugging Face "
+            "layout, or have `relax models prepare` make one"
+        )
     require_regular_files(path, key="model.path")
     transformers_logging.disable_progress_bar()  # a worker's stderr is its log
     try:
         model: Any = loader.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            path,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {path} can't be loaded as a causal language model: {error}") from error
+        raise ConfigError(
+            f"model.path = {path} can't be loaded as a causal language model: {error}"
+        ) from error
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
 
 
 def attention_kinds(model: PreTrainedModel) -> set[str]:
-    """Return which kinds of attention its layers have, in transformers' words; `full_attention` sees everything before a token."""
+    """Return which kinds of attention its layers have, in transformers' words; `full_attention`
+    sees everything before a token.
+    """
     config = model.config.get_text_config()
     unnamed = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     return set(getattr(config, "layer_types", None) or [unnamed])
 
 
 def replace_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put other weights of the same model into it, by Hugging Face names; on an error the old ones stay, all of them.
+    """Put other weights of the same model into it, by Hugging Face names; on an error the old ones
+    stay, all of them.
 
     Raises:
         WeightsError: A tensor is missing, unknown or of another shape; the text names it.
@@ -79,12 +106,21 @@ def replace_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     mine = dict(module.state_dict())
     known = dict(module.named_parameters())
     if unknown := sorted(tensors.keys() - mine.keys()):
-        raise WeightsError(f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); publish weights of the model in model.path")
+        raise WeightsError(
+            f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); publish "
+            "weights of the model in model.path"
+        )
     if missing := sorted(known.keys() - tensors.keys()):
-        raise WeightsError(f"the weights lack {missing[0]} ({len(missing)} missing in all); publish weights of the model in model.path")
+        raise WeightsError(
+            f"the weights lack {missing[0]} ({len(missing)} missing in all); publish weights "
+            "of the model in model.path"
+        )
     for name, tensor in tensors.items():
         if tensor.shape != mine[name].shape:
-            raise WeightsError(f"{name} must be {tuple(mine[name].shape)} as in the model, got {tuple(tensor.shape)}")
+            raise WeightsError(
+                f"{name} must be {tuple(mine[name].shape)} as in the model, got "
+                f"{tuple(tensor.shape)}"
+            )
     with torch.no_grad():
         for name, tensor in tensors.items():
             mine[name].copy_(tensor)

@@ -1,4 +1,6 @@
-"""What a checkpoint is, read from its `config.json` and the headers of its files: no weights are loaded, and no torch."""
+"""What a checkpoint is, read from its `config.json` and the headers of its files: no weights are
+loaded, and no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,21 @@ from typing import Any
 
 import orjson
 
-from relax_events.config.facts import CheckpointFacts
-from relax_events.config.generation import TinyModelConfig
+from relax_events.config.engine import TinyModelConfig
+from relax_events.config.inventory import CheckpointFacts
 from relax_events.errors import ConfigError
-from relax_events.models.settings_file import read_settings, text_of, thinker_of
+from relax_events.model_folder import read_settings, text_of, thinker_of
 
-DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "F32": "float32", "BF16": "bfloat16", "F16": "bfloat16"}
-"""By name in `config.json` and in headers, what a run computes in; float16 has no room for gradients."""
+DTYPES = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "bfloat16",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "bfloat16",
+}
+"""By name in `config.json` and in headers, what a run computes in; float16 has no room for
+gradients."""
 DEFAULT_POSITIONS = 4096
 MAX_HEADER_BYTES = 100_000_000
 TINY_HEAD_DIM, TINY_POSITIONS, TINY_EXPERTS_PER_TOKEN, TINY_EXPERT_SIZE = 16, 4096, 2, 32
@@ -28,7 +38,8 @@ def read_facts(path: Path) -> CheckpointFacts:
     """Read what a checkpoint in Hugging Face layout is.
 
     Raises:
-        ConfigError: `config.json` or a file's header can't be read, or names no sizes; the text names the file.
+        ConfigError: `config.json` or a file's header can't be read, or names no sizes; the text
+            names the file.
     """
     whole = read_settings(path / "config.json")
     config = text_of(whole)
@@ -47,17 +58,35 @@ def read_facts(path: Path) -> CheckpointFacts:
             max_position_embeddings=int(config.get("max_position_embeddings") or DEFAULT_POSITIONS),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path / 'config.json'} does not say what the model is: {error}; take the model's folder as it was published") from None
+        raise ConfigError(
+            f"{path / 'config.json'} does not say what the model is: {error}; take the "
+            "model's folder as it was published"
+        ) from None
     counts = _parameters(path, prefix="thinker." if "thinker_config" in whole else "")
-    named = next((str(name) for part in (config, thinker_of(whole), whole) if (name := part.get("dtype") or part.get("torch_dtype"))), None)
+    named = next(
+        (
+            str(name)
+            for part in (config, thinker_of(whole), whole)
+            if (name := part.get("dtype") or part.get("torch_dtype"))
+        ),
+        None,
+    )
     commonest = counts.most_common(1)[0][0] if counts else "F32"
-    return replace(known, dtype=DTYPES.get(named or commonest, "float32"), num_parameters=counts.total() or _estimate(known, config))
+    return replace(
+        known,
+        dtype=DTYPES.get(named or commonest, "float32"),
+        num_parameters=counts.total() or _estimate(known, config),
+    )
 
 
 def tiny_facts(tiny: TinyModelConfig) -> CheckpointFacts:
-    """Return what a model will be that is yet to be made; its number of parameters is near enough."""
+    """Return what a model will be that is yet to be made; its number of parameters is near
+    enough.
+    """
     num_heads = tiny.hidden_size // TINY_HEAD_DIM
-    mlp = TINY_EXPERTS_PER_TOKEN * TINY_EXPERT_SIZE if "moe" in tiny.family else 2 * tiny.hidden_size
+    mlp = (
+        TINY_EXPERTS_PER_TOKEN * TINY_EXPERT_SIZE if "moe" in tiny.family else 2 * tiny.hidden_size
+    )
     known = CheckpointFacts(
         dtype="float32",
         num_parameters=0,
@@ -74,9 +103,13 @@ def tiny_facts(tiny: TinyModelConfig) -> CheckpointFacts:
 
 
 def _mlp_size(config: Mapping[str, Any]) -> int:
-    """Return the width of the feed-forward part that one token goes through; of a mixture that of the experts chosen for it."""
+    """Return the width of the feed-forward part that one token goes through; of a mixture that of
+    the experts chosen for it.
+    """
     if experts := int(config.get("num_experts_per_tok") or 0):
-        return experts * int(config["moe_intermediate_size"]) + int(config.get("shared_expert_intermediate_size") or 0)
+        return experts * int(config["moe_intermediate_size"]) + int(
+            config.get("shared_expert_intermediate_size") or 0
+        )
     return int(config["intermediate_size"])
 
 
@@ -97,12 +130,22 @@ def _header(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             tree = orjson.loads(opened.read(min(length, MAX_HEADER_BYTES)))
         yield from ((name, tensor) for name, tensor in tree.items() if name != "__metadata__")
     except (OSError, ValueError, struct.error, AttributeError) as error:
-        raise ConfigError(f"{file} is no safetensors file: {error}; take the model's folder as it was published") from None
+        raise ConfigError(
+            f"{file} is no safetensors file: {error}; take the model's folder as it was published"
+        ) from None
 
 
 def _estimate(known: CheckpointFacts, config: Mapping[str, Any]) -> int:
-    """Return about how many parameters a model of these sizes has, where there are no files to count."""
-    hidden, attended = known.hidden_size, (2 * known.num_heads + 2 * known.num_kv_heads) * known.head_dim
-    mlp = int(config.get("num_experts") or 0) * int(config.get("moe_intermediate_size") or 0) or known.mlp_size
+    """Return about how many parameters a model of these sizes has, where there are no files to
+    count.
+    """
+    hidden, attended = (
+        known.hidden_size,
+        (2 * known.num_heads + 2 * known.num_kv_heads) * known.head_dim,
+    )
+    mlp = (
+        int(config.get("num_experts") or 0) * int(config.get("moe_intermediate_size") or 0)
+        or known.mlp_size
+    )
     heads = 1 if config.get("tie_word_embeddings", True) else 2
     return heads * known.vocab_size * hidden + known.num_layers * hidden * (attended + 3 * mlp)

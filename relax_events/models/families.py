@@ -1,8 +1,10 @@
-"""Model families behind one interface: how they load, what of them can be frozen, and how a forward takes media.
+"""Model families behind one interface: how they load, what of them can be frozen, and how a forward
+takes media.
 
-A family that reads text alone takes token ids and positions as they are. One that reads media lets its towers look at and listen to every
-piece once, puts the features in the place of the placeholders' embeddings, and gives four rows of positions: with fewer, transformers
-lets packed sequences attend to each other without a word.
+A family that reads text alone takes token ids and positions as they are. One that reads media lets
+its towers look at and listen to every piece once, puts the features in the place of the
+placeholders' embeddings, and gives four rows of positions: with fewer, transformers lets packed
+sequences attend to each other without a word.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from transformers import (
 
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.models.media_inputs import MediaInputs, MediaSequence, ProcessedMedia, media_inputs
-from relax_events.models.media_layout import MediaLayout, OmniLayout
-from relax_events.models.towers import Ears, Eyes, Layers, extractor_of, joined_layers
+from relax_events.media.model_inputs import MediaInputs, MediaSequence, ProcessedMedia, media_inputs
+from relax_events.media.token_layout import MediaLayout, OmniLayout
+from relax_events.media.towers import Ears, Eyes, Layers, extractor_of, joined_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,11 @@ class Family:
 
     Attributes:
         layout: How media stand in a sequence; None where they can't.
-        apart: Look at and listen to each piece of media by itself, at a shape that depends on nothing beside it.
+        apart: Look at and listen to each piece of media by itself, at a shape that depends on
+            nothing beside it.
         loader: What of transformers makes such a model.
-        parts: Beginnings of parameter names by part; where several fit, the longest says where a parameter belongs.
+        parts: Beginnings of parameter names by part; where several fit, the longest says where a
+            parameter belongs.
     """
 
     layout: MediaLayout | None = None
@@ -47,8 +51,11 @@ class Family:
     loader: Any = AutoModelForCausalLM
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"language": ("",)})
 
-    def inputs(self, sequences: Sequence[MediaSequence], *, position_ids: NDArray[np.int64]) -> MediaInputs | None:
-        """Lay out the media of a forward's sequences; None where there are none. For the arguments and errors see `media_inputs`.
+    def inputs(
+        self, sequences: Sequence[MediaSequence], *, position_ids: NDArray[np.int64]
+    ) -> MediaInputs | None:
+        """Lay out the media of a forward's sequences; None where there are none. For the arguments
+        and errors see `media_inputs`.
 
         Raises:
             PoisonSample: A sequence brings media, and the model reads text alone.
@@ -57,7 +64,10 @@ class Family:
         if named is None:
             return None
         if self.layout is None:
-            raise PoisonSample(f"{named} brings media, and the model reads text alone; take a model of a family that reads media")
+            raise PoisonSample(
+                f"{named} brings media, and the model reads text alone; take a model of a "
+                "family that reads media"
+            )
         return media_inputs(sequences, layout=self.layout, position_ids=position_ids)
 
     def language(self, module: Any) -> nn.Module:
@@ -66,7 +76,9 @@ class Family:
         return language
 
     def headless(self, module: PreTrainedModel) -> nn.Module:
-        """Return what `hidden` needs of a model that was loaded: all but the output head. The model itself is of no more use."""
+        """Return what `hidden` needs of a model that was loaded: all but the output head. The model
+        itself is of no more use.
+        """
         return module.base_model
 
     def hidden(
@@ -86,11 +98,17 @@ class Family:
             media: What stands in for placeholders; None where nothing does.
             settings: For the forward, such as the mask and the cache.
         """
-        assert media is None, "a family that reads text alone was handed media; requests are checked before"
-        states: Tensor = self.language(module)(input_ids=input_ids, position_ids=position_ids, **settings).last_hidden_state
+        assert media is None, (
+            "a family that reads text alone was handed media; requests are checked before"
+        )
+        states: Tensor = self.language(module)(
+            input_ids=input_ids, position_ids=position_ids, **settings
+        ).last_hidden_state
         return states
 
-    def decoding_positions(self, positions: Int[Tensor, "rows 1"], shifts: Int[Tensor, "rows 1"]) -> Tensor:
+    def decoding_positions(
+        self, positions: Int[Tensor, "rows 1"], shifts: Int[Tensor, "rows 1"]
+    ) -> Tensor:
         """Return the position ids of one more token in each row.
 
         Args:
@@ -103,7 +121,8 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class MediaFamily(Family):
-    """Models with a vision tower, whose features in Qwen3-VL also go into the first layers, and perhaps an audio tower.
+    """Models with a vision tower, whose features in Qwen3-VL also go into the first layers, and
+    perhaps an audio tower.
 
     Attributes:
         language_name: Of the part that computes hidden states from embeddings.
@@ -147,37 +166,71 @@ class MediaFamily(Family):
         if media is None:
             return Family.hidden(self, module, input_ids, position_ids, **settings)
         device = input_ids.device
-        cells, index = (torch.from_numpy(array).to(device) for array in (media.cells, media.features))
+        cells, index = (
+            torch.from_numpy(array).to(device) for array in (media.cells, media.features)
+        )
         features, deep = joined_layers(self._layers(module, media.media))
         embedded = module.get_input_embeddings()(input_ids)
-        flat = embedded.flatten(0, 1).index_copy(0, cells, features.index_select(0, index).to(embedded.dtype))
+        flat = embedded.flatten(0, 1).index_copy(
+            0, cells, features.index_select(0, index).to(embedded.dtype)
+        )
         if deep:
             mask = torch.zeros(input_ids.numel(), dtype=torch.bool, device=device)
             mask[cells] = True
-            settings |= {"visual_pos_masks": mask.view_as(input_ids), "deepstack_visual_embeds": [layer.index_select(0, index) for layer in deep]}
+            settings |= {
+                "visual_pos_masks": mask.view_as(input_ids),
+                "deepstack_visual_embeds": [layer.index_select(0, index) for layer in deep],
+            }
         output = self.language(module)(
             inputs_embeds=flat.view_as(embedded),
-            position_ids=torch.cat([position_ids[None], torch.from_numpy(media.positions).to(device)]),
+            position_ids=torch.cat(
+                [position_ids[None], torch.from_numpy(media.positions).to(device)]
+            ),
             **settings,
         )
         states: Tensor = output.last_hidden_state
         return states
 
-    def decoding_positions(self, positions: Int[Tensor, "rows 1"], shifts: Int[Tensor, "rows 1"]) -> Tensor:
+    def decoding_positions(
+        self, positions: Int[Tensor, "rows 1"], shifts: Int[Tensor, "rows 1"]
+    ) -> Tensor:
         """Return the position ids of one more token in each row; see `Family`."""
         return torch.stack([positions, *[positions + shifts] * 3])
 
     def _layers(self, module: Any, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
         """Let the towers see and hear: of each piece what is seen, then what is heard."""
         assert self.layout is not None
-        seen, heard = ([piece for piece in pieces if getattr(piece, name) is not None] for name in ("pixels", "samples"))
-        eyes = Eyes(module.get_submodule(self.vision_name), self.layout.pictures.geometry, self.apart).look(seen) if seen else iter(())
-        ears = iter(Ears(module.get_submodule(self.audio_name), self.extractor, self.apart).listen(heard)) if heard else iter(())
+        seen, heard = (
+            [piece for piece in pieces if getattr(piece, name) is not None]
+            for name in ("pixels", "samples")
+        )
+        eyes = (
+            Eyes(
+                module.get_submodule(self.vision_name), self.layout.pictures.geometry, self.apart
+            ).look(seen)
+            if seen
+            else iter(())
+        )
+        ears = (
+            iter(
+                Ears(module.get_submodule(self.audio_name), self.extractor, self.apart).listen(
+                    heard
+                )
+            )
+            if heard
+            else iter(())
+        )
         return [layers for piece in pieces for layers in _of_piece(piece, eyes, ears)]
 
 
-def _of_piece(piece: ProcessedMedia, eyes: Iterator[Layers], ears: Iterator[Layers]) -> list[Layers]:
-    return [next(part) for array, part in ((piece.pixels, eyes), (piece.samples, ears)) if array is not None]
+def _of_piece(
+    piece: ProcessedMedia, eyes: Iterator[Layers], ears: Iterator[Layers]
+) -> list[Layers]:
+    return [
+        next(part)
+        for array, part in ((piece.pixels, eyes), (piece.samples, ears))
+        if array is not None
+    ]
 
 
 def omni_family(path: Path, layout: OmniLayout, *, apart: bool) -> MediaFamily:
@@ -190,7 +243,12 @@ def omni_family(path: Path, layout: OmniLayout, *, apart: bool) -> MediaFamily:
             "language": ("model.", "lm_head."),
             "vision": ("visual.",),
             "audio": ("audio_tower.",),
-            "projection": ("visual.merger.", "visual.merger_list.", "audio_tower.proj1.", "audio_tower.proj2."),
+            "projection": (
+                "visual.merger.",
+                "visual.merger_list.",
+                "audio_tower.proj1.",
+                "audio_tower.proj2.",
+            ),
         },
         language_name="model",
         vision_name="visual",
@@ -212,7 +270,11 @@ def family_of(path: Path, config: MediaConfig, *, apart: bool = False) -> Family
     layout = MediaLayout.from_folder(path, config)
     if layout is None:
         return Family()
-    return omni_family(path, layout, apart=apart) if isinstance(layout, OmniLayout) else MediaFamily(layout=layout, apart=apart)
+    return (
+        omni_family(path, layout, apart=apart)
+        if isinstance(layout, OmniLayout)
+        else MediaFamily(layout=layout, apart=apart)
+    )
 
 
 def freeze(module: nn.Module, parts: Sequence[str], *, family: Family) -> None:
@@ -222,8 +284,14 @@ def freeze(module: nn.Module, parts: Sequence[str], *, family: Family) -> None:
         ConfigError: The model has no such part, or nothing is left to train.
     """
     if unknown := [part for part in parts if part not in family.parts]:
-        raise ConfigError(f"model.frozen names {unknown[0]!r}, and the model's parts are {', '.join(family.parts)}; leave it out")
-    starts = sorted(((start, part) for part, some in family.parts.items() for start in some), key=lambda pair: -len(pair[0]))
+        raise ConfigError(
+            f"model.frozen names {unknown[0]!r}, and the model's parts are "
+            f"{', '.join(family.parts)}; leave it out"
+        )
+    starts = sorted(
+        ((start, part) for part, some in family.parts.items() for start in some),
+        key=lambda pair: -len(pair[0]),
+    )
     for name, parameter in module.named_parameters():
         part = next((part for start, part in starts if name.startswith(start)), "language")
         parameter.requires_grad_(part not in parts)

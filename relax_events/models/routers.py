@@ -1,10 +1,13 @@
-"""The routers of a mixture of experts: what they choose can be read, and given to them (rollout routing replay, R3).
+"""The routers of a mixture of experts: what they choose can be read, and given to them (rollout
+routing replay, R3).
 
-A router's choice hangs on a comparison, so that engine and trainer, which round differently, send some tokens through other experts: with the
-same weights their log-probabilities then differ by far more than by rounding. Given the engine's choice, the trainer's router
-weighs just those experts by its own current probabilities, and the gradient goes through these weights as ever.
+A router's choice hangs on a comparison, so that engine and trainer, which round differently, send
+some tokens through other experts: with the same weights their log-probabilities then differ by far
+more than by rounding. Given the engine's choice, the trainer's router weighs just those experts by
+its own current probabilities, and the gradient goes through these weights as ever.
 
-Source: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (arXiv 2510.11370).
+Source: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (arXiv
+2510.11370).
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ REMEDY = "set model.routing_replay = 'none'"
 
 
 class Routers:
-    """All routers of a language model, in the order of its layers. Nothing changes until they are given a choice."""
+    """All routers of a language model, in the order of its layers. Nothing changes until they are
+    given a choice.
+    """
 
     def __init__(self, language: nn.Module, *, path: Path) -> None:
         """Find the routers.
@@ -42,12 +47,20 @@ class Routers:
             ConfigError: There is none, or they are of several kinds.
         """
         self._path = path
-        self._routers: list[Any] = [part for part in language.modules() if all(hasattr(part, name) for name in OWNED)]
+        self._routers: list[Any] = [
+            part for part in language.modules() if all(hasattr(part, name) for name in OWNED)
+        ]
         if not self._routers:
-            raise ConfigError(f"model.routing_replay replays the choice of a mixture of experts, and the model in {path} has none; {REMEDY}")
+            raise ConfigError(
+                "model.routing_replay replays the choice of a mixture of experts, and the "
+                f"model in {path} has none; {REMEDY}"
+            )
         kinds = {(router.top_k, router.num_experts) for router in self._routers}
         if len(kinds) > 1:
-            raise ConfigError(f"model.routing_replay takes layers with equally many experts, and the model in {path} has {sorted(kinds)}; {REMEDY}")
+            raise ConfigError(
+                "model.routing_replay takes layers with equally many experts, and the model "
+                f"in {path} has {sorted(kinds)}; {REMEDY}"
+            )
         top_k, num_experts = kinds.pop()
         self.shape = ExpertShape(len(self._routers), top_k, num_experts)
         self._latest: list[Any] = [None] * len(self._routers)
@@ -56,7 +69,9 @@ class Routers:
             router.register_forward_hook(partial(self._routed, place))
 
     def latest(self) -> Integer[np.ndarray, "tokens layers top_k"]:
-        """Return what was chosen in the last forward, for each of its tokens, padding included, rows laid end to end."""
+        """Return what was chosen in the last forward, for each of its tokens, padding included,
+        rows laid end to end.
+        """
         chosen = torch.stack([output[2] for output in self._latest], dim=1)
         self.forget()
         return self.shape.compact(chosen.cpu().numpy())
@@ -66,8 +81,13 @@ class Routers:
         self._latest = [None] * len(self._routers)
 
     @contextmanager
-    def given(self, chosen: Integer[np.ndarray, "tokens layers top_k"], is_given: Bool[np.ndarray, " tokens"]) -> Iterator[None]:
-        """Have the forwards in here send tokens where they are told, and those that they are told nothing of where the routers will.
+    def given(
+        self,
+        chosen: Integer[np.ndarray, "tokens layers top_k"],
+        is_given: Bool[np.ndarray, " tokens"],
+    ) -> Iterator[None]:
+        """Have the forwards in here send tokens where they are told, and those that they are told
+        nothing of where the routers will.
 
         Args:
             chosen: For each token of the forward, padding included, rows laid end to end.
@@ -92,11 +112,19 @@ class Routers:
         forward()
         for router, (logits, weights, chosen) in zip(self._routers, self._latest, strict=True):
             if not torch.allclose(weights_of(router, logits, chosen).to(weights.dtype), weights):
-                rule = "replays routers that weigh the experts of the highest softmax probabilities by these"
-                raise ConfigError(f"model.routing_replay {rule}, and {type(router).__name__} of the model in {self._path} does not; {REMEDY}")
+                rule = (
+                    "replays routers that weigh the experts of the highest softmax probabilities "
+                    "by these"
+                )
+                raise ConfigError(
+                    f"model.routing_replay {rule}, and {type(router).__name__} of the model "
+                    f"in {self._path} does not; {REMEDY}"
+                )
         self.forget()
 
-    def _routed(self, place: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _routed(
+        self, place: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self._latest[place] = output
         if self._given is None:
             return output
@@ -106,10 +134,14 @@ class Routers:
         return logits, weights_of(router, logits, chosen).to(weights.dtype), chosen
 
 
-def weights_of(router: Any, logits: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens top_k"]) -> Float[Tensor, "tokens top_k"]:
+def weights_of(
+    router: Any, logits: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens top_k"]
+) -> Float[Tensor, "tokens top_k"]:
     """Weigh chosen experts by the router's present probabilities, in the order of the choice."""
     picked = logits.softmax(-1, dtype=torch.float).gather(-1, chosen)
-    return picked / picked.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else picked
+    return (
+        picked / picked.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else picked
+    )
 
 
 def of_rows(experts: NDArray[np.generic], num_rows: int) -> NDArray[np.generic]:

@@ -26,14 +26,17 @@ NO_SPACE = ("No space left", "os error 28", "quota exceeded", "os error 122")
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long a call to a remote store may take. A store on this machine answers or fails by itself."""
+    """How long a call to a remote store may take. A store on this machine answers or fails by
+    itself.
+    """
 
     connect_seconds: float = 5.0
     """To open a connection."""
     request_seconds: float = 30.0
     """For one request, its body included; large objects go in parts, so that this bounds a part."""
     retry_seconds: float = 20.0
-    """After which a failed request is not tried again within the call: a worker sends no heartbeat during one. See `outages` for what follows."""
+    """After which a failed request is not tried again within the call: a worker sends no heartbeat
+    during one. See `outages` for what follows."""
     max_retries: int = 8
     """Tries after the first, with a growing, jittered pause of at most 5 s."""
 
@@ -43,13 +46,18 @@ class Deadlines:
             "client_options": {
                 "connect_timeout": timedelta(seconds=self.connect_seconds),
                 "timeout": timedelta(seconds=self.request_seconds),
-                # Read here, since options of ours take the place of all those that obstore would read from the environment.
+                # Read here, since options of ours take the place of all those that obstore would
+                # read from the environment.
                 "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true"},
             },
             "retry_config": {
                 "max_retries": self.max_retries,
                 "retry_timeout": timedelta(seconds=self.retry_seconds),
-                "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=100),
+                    "max_backoff": timedelta(seconds=5),
+                    "base": 2,
+                },
             },
         }
 
@@ -65,7 +73,9 @@ class Backend:
     """Of a store on this machine."""
 
     def is_there(self) -> bool:
-        """Tell whether a store on this machine has its directory; of a remote one only its answers tell."""
+        """Tell whether a store on this machine has its directory; of a remote one only its answers
+        tell.
+        """
         try:
             return self.directory is None or self.directory.is_dir()
         except OSError:  # such as the stale handle of a network file system
@@ -75,11 +85,12 @@ class Backend:
 def open_backend(uri: str, *, deadlines: Deadlines) -> Backend:
     """Open the storage that a URI names; a local directory is made if missing, a bucket is not.
 
-    Credentials, region and endpoint come from the environment, as the cloud's own tools take them; an endpoint without TLS
-    needs `AWS_ALLOW_HTTP=true`.
+    Credentials, region and endpoint come from the environment, as the cloud's own tools take them;
+    an endpoint without TLS needs `AWS_ALLOW_HTTP=true`.
 
     Raises:
-        ConfigError: The URI is of no known scheme, lacks a part, or can't be opened; the text names it.
+        ConfigError: The URI is of no known scheme, lacks a part, or can't be opened; the text names
+            it.
     """
     parts = urlsplit(uri)
     try:
@@ -92,17 +103,28 @@ def open_backend(uri: str, *, deadlines: Deadlines) -> Backend:
                 root = uri.rstrip("/")
                 return Backend(f"{root}/", from_url(root, **deadlines.options()), is_remote=True)
     except (BaseError, OSError, ValueError) as error:
-        raise ConfigError(f"objects.uri = {uri!r} can't be opened: {first_line(error)}; set objects.uri to {SCHEMES}") from error
+        raise ConfigError(
+            f"objects.uri = {uri!r} can't be opened: {first_line(error)}; set objects.uri to "
+            f"{SCHEMES}"
+        ) from error
     raise ConfigError(f"objects.uri = {uri!r} is no object store; set objects.uri to {SCHEMES}")
 
 
 def _open_directory(uri: str, parts: SplitResult) -> Backend:
     path = Path(unquote(parts.path))
     if parts.netloc or not path.is_absolute():
-        raise ConfigError(f"objects.uri = {uri!r} must name an absolute directory, with three slashes: file:///directory")
+        raise ConfigError(
+            f"objects.uri = {uri!r} must name an absolute directory, with three slashes: "
+            "file:///directory"
+        )
     path.mkdir(parents=True, exist_ok=True)
     directory = path.resolve()
-    return Backend(f"{directory.as_uri()}/", LocalStore(directory, automatic_cleanup=True), is_remote=False, directory=directory)
+    return Backend(
+        f"{directory.as_uri()}/",
+        LocalStore(directory, automatic_cleanup=True),
+        is_remote=False,
+        directory=directory,
+    )
 
 
 @contextmanager
@@ -122,21 +144,33 @@ def translated(backend: Backend, action: str, key: str) -> Iterator[None]:
     except FileNotFoundError as error:
         if not backend.is_there():
             errors[action] += 1
-            raise StoreUnavailable(f"can't {action} {backend.root}{key}: the store's directory is gone; mount or restore {backend.root}") from error
+            raise StoreUnavailable(
+                f"can't {action} {backend.root}{key}: the store's directory is gone; mount "
+                f"or restore {backend.root}"
+            ) from error
         errors[action] += action != LOOK_UP  # where it is an answer
         raise ObjectError(
-            f"can't {action} {backend.root}{key}: there is no such object; was it deleted by retention, or does objects.uri name another store?"
+            f"can't {action} {backend.root}{key}: there is no such object; was it deleted by "
+            "retention, or does objects.uri name another store?"
         ) from error
     except (BaseError, OSError, ValueError) as error:
         errors[action] += 1
         text = first_line(error)
         if any(sign in text for sign in NO_SPACE):
-            remedy = f"the object store is full; free space there or set objects.uri to a larger one ({text})"
+            remedy = (
+                "the object store is full; free space there or set objects.uri to a larger one "
+                f"({text})"
+            )
             raise StoreUnavailable(f"can't {action} {backend.root}{key}: {remedy}") from error
-        is_ours = isinstance(error, (AlreadyExistsError, InvalidPathError, NotSupportedError, ValueError))
+        is_ours = isinstance(
+            error, (AlreadyExistsError, InvalidPathError, NotSupportedError, ValueError)
+        )
         if is_ours or (not backend.is_remote and backend.is_there()):
             raise ObjectError(f"can't {action} {backend.root}{key}: {text}") from error
-        raise StoreUnavailable(f"can't {action} {backend.root}{key}: {text}; is the store up, and may this process use it?") from error
+        raise StoreUnavailable(
+            f"can't {action} {backend.root}{key}: {text}; is the store up, and may this "
+            "process use it?"
+        ) from error
 
 
 def first_line(error: Exception) -> str:

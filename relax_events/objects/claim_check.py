@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 EventT = TypeVar("EventT", bound="DataclassInstance")
 
 
-def check_in(event: EventT, store: ObjectStore, *, inline_max_bytes: int, folder: str = "") -> EventT:
+def check_in(
+    event: EventT, store: ObjectStore, *, inline_max_bytes: int, folder: str = ""
+) -> EventT:
     """Store the large arrays of an event and return the event with references in their place.
 
     An event without large arrays is returned as it is, the same object.
@@ -51,7 +53,8 @@ def check_out(event: EventT, store: ObjectStore, *, leave: Collection[str] = ())
         store: Has the arrays.
         leave: Fields whose arrays stay where they are; they may be passed on so.
     Raises:
-        ObjectError: An object is missing, was altered, or is not of the promised dtype and shape; the text names it.
+        ObjectError: An object is missing, was altered, or is not of the promised dtype and shape;
+            the text names it.
     """
     fetched = {}
     for name in _field_names(type(event)):
@@ -68,7 +71,11 @@ def store_array(array: NDArray[Any], store: ObjectStore, *, folder: str = "") ->
         ObjectError: The store failed.
     """
     plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return StoredArray(plain.dtype.str, array.shape, store.put(plain.reshape(-1).view(np.uint8).data, folder=folder))
+    return StoredArray(
+        plain.dtype.str,
+        array.shape,
+        store.put(plain.reshape(-1).view(np.uint8).data, folder=folder),
+    )
 
 
 def fetch_array(stored: StoredArray, store: ObjectStore) -> NDArray[Any]:
@@ -82,7 +89,8 @@ def fetch_array(stored: StoredArray, store: ObjectStore) -> NDArray[Any]:
         return np.frombuffer(data, np.dtype(stored.dtype)).reshape(stored.shape)
     except (TypeError, ValueError) as error:
         raise ObjectError(
-            f"{stored.reference.uri} holds {len(data)} bytes, which is no array of {stored.dtype} and shape {list(stored.shape)}"
+            f"{stored.reference.uri} holds {len(data)} bytes, which is no array of "
+            f"{stored.dtype} and shape {list(stored.shape)}"
         ) from error
 
 

@@ -1,7 +1,9 @@
-"""The marker of a store: an object that names the run whose objects lie there, with a random value that the run's log repeats.
+"""The marker of a store: an object that names the run whose objects lie there, with a random value
+that the run's log repeats.
 
-A store without one is claimed by the first worker that opens it, with the id of its Kafka cluster. A second run with the same location is refused by
-name; so is a run of the same name on another cluster, unless its log repeats the value: then the run has moved there with its log. Nothing is
+A store without one is claimed by the first worker that opens it, with the id of its Kafka cluster.
+A second run with the same location is refused by name; so is a run of the same name on another
+cluster, unless its log repeats the value: then the run has moved there with its log. Nothing is
 deleted from a store whose marker does not say what the log says.
 """
 
@@ -41,14 +43,20 @@ def read_mark(store: ObjectStore) -> StoreMark | None:
         return None
     try:
         fields = orjson.loads(store.get_at(MARKER))
-        return StoreMark(str(fields["run_id"]), str(fields["value"]), str(fields.get("cluster_id", "")))
+        return StoreMark(
+            str(fields["run_id"]), str(fields["value"]), str(fields.get("cluster_id", ""))
+        )
     except (ObjectError, ValueError, KeyError, TypeError) as error:
-        text = f"{store.uri(MARKER)} must be a marker with run_id and value, and can't be read as one: {error}"
+        text = (
+            f"{store.uri(MARKER)} must be a marker with run_id and value, and can't be read as "
+            f"one: {error}"
+        )
         raise ConfigError(f"{text}; give the run another objects.uri") from error
 
 
 def claim(store: ObjectStore, *, run_id: str, cluster_id: str = "", told: str = "") -> StoreMark:
-    """Return the marker of a run's store; write it first where there is none. Of several workers that do so at once one succeeds.
+    """Return the marker of a run's store; write it first where there is none. Of several workers
+    that do so at once one succeeds.
 
     Args:
         store: The store.
@@ -56,18 +64,34 @@ def claim(store: ObjectStore, *, run_id: str, cluster_id: str = "", told: str = 
         cluster_id: Of the run's Kafka cluster; empty where that is not known.
         told: The value on the run's log; empty where it tells none.
     Raises:
-        ConfigError: The store is another run's, or that of a run of the same name on another cluster; the text names both.
+        ConfigError: The store is another run's, or that of a run of the same name on another
+            cluster; the text names both.
     """
     mark = read_mark(store)
     if mark is None:
-        store.put_new(MARKER, orjson.dumps(asdict(StoreMark(run_id, secrets.token_hex(16), cluster_id))))
+        store.put_new(
+            MARKER, orjson.dumps(asdict(StoreMark(run_id, secrets.token_hex(16), cluster_id)))
+        )
         mark = read_mark(store)
     if mark is None or mark.run_id != run_id:
         owner = f"run {mark.run_id}" if mark else "somebody else"
-        raise ConfigError(f"the object store {store.uri('')} belongs to {owner}, and this is run {run_id}; give this run another objects.uri")
-    if "" not in (mark.cluster_id, cluster_id) and mark.cluster_id != cluster_id and told != mark.value:
-        owner = f"run {run_id} of Kafka cluster {mark.cluster_id}, and this is a run of that name on cluster {cluster_id}"
-        remedy = "give this run another run.id or objects.uri, or delete what lies there if that cluster is gone"
+        raise ConfigError(
+            f"the object store {store.uri('')} belongs to {owner}, and this is run {run_id}; "
+            "give this run another objects.uri"
+        )
+    if (
+        "" not in (mark.cluster_id, cluster_id)
+        and mark.cluster_id != cluster_id
+        and told != mark.value
+    ):
+        owner = (
+            f"run {run_id} of Kafka cluster {mark.cluster_id}, and this is a run of that name on "
+            f"cluster {cluster_id}"
+        )
+        remedy = (
+            "give this run another run.id or objects.uri, or delete what lies there if that "
+            "cluster is gone"
+        )
         raise ConfigError(f"the object store {store.uri('')} belongs to {owner}; {remedy}")
     return mark
 
@@ -88,5 +112,8 @@ def require_mark(mark: StoreMark, *, told: str, store_uri: str) -> None:
         ConfigError: They differ.
     """
     if told and told != mark.value:
-        rule = f"the object store {store_uri} belongs to another run that is called {mark.run_id}: its {MARKER} must hold {told}, got {mark.value}"
+        rule = (
+            f"the object store {store_uri} belongs to another run that is called {mark.run_id}: "
+            f"its {MARKER} must hold {told}, got {mark.value}"
+        )
         raise ConfigError(f"{rule}; give this run another run.id or objects.uri")

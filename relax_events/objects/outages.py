@@ -1,8 +1,10 @@
-"""What a process does while an object store does not answer: a worker waits for it, everything else fails at once.
+"""What a process does while an object store does not answer: a worker waits for it, everything else
+fails at once.
 
-A call that fails is made again after a pause, longer each time, until the store answers; the work loop's thread sends heartbeats in the pauses.
-A store that is away for longer than the deadline ends the worker with StoreUnavailable: whoever started it starts it again. So no record and no
-prompt group pays for an outage.
+A call that fails is made again after a pause, longer each time, until the store answers; the work
+loop's thread sends heartbeats in the pauses. A store that is away for longer than the deadline ends
+the worker with StoreUnavailable: whoever started it starts it again. So no record and no prompt
+group pays for an outage.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ ResultT = TypeVar("ResultT")
 
 
 class Outages:
-    """The stores that do not answer this process, and who waits for them. Safe to use from several threads."""
+    """The stores that do not answer this process, and who waits for them. Safe to use from several
+    threads.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin without patience: a call that fails is not tried again. `arm` changes that."""
@@ -37,7 +41,8 @@ class Outages:
 
         Args:
             deadline_seconds: A store that has been away for longer is given up.
-            pause: Waits for so many seconds and sends heartbeats meanwhile, in any thread. What it raises ends the wait.
+            pause: Waits for so many seconds and sends heartbeats meanwhile, in any thread. What it
+                raises ends the wait.
         """
         self._deadline_seconds, self._pause = deadline_seconds, pause
 
@@ -55,9 +60,11 @@ class Outages:
 
         Args:
             root: URI of the store's top.
-            call: Raises StoreUnavailable when it does not answer; anything else that it raises is an answer.
+            call: Raises StoreUnavailable when it does not answer; anything else that it raises is
+                an answer.
         Raises:
-            StoreUnavailable: It has not answered for longer than the deadline, or nobody waits in this process.
+            StoreUnavailable: It has not answered for longer than the deadline, or nobody waits in
+                this process.
         """
         for pause_seconds in _pauses():
             try:
@@ -76,12 +83,26 @@ class Outages:
         if not self._deadline_seconds:
             raise error
         if root not in self._away:
-            log.warning("objects.unavailable", store=root, error=str(error), deadline_seconds=self._deadline_seconds)
+            log.warning(
+                "objects.unavailable",
+                store=root,
+                error=str(error),
+                deadline_seconds=self._deadline_seconds,
+            )
         seconds = self._clock() - self._away.setdefault(root, self._clock())
         if seconds + pause_seconds > self._deadline_seconds:
             limit = f"objects.outage_deadline_seconds = {self._deadline_seconds:g}"
-            raise StoreUnavailable(f"{error}; waited for {seconds:.0f} s ({limit}), so this worker ends and has to be started again") from error
-        log.info("objects.awaited", store=root, away_seconds=round(seconds), pause_seconds=round(pause_seconds, 1), error=str(error))
+            raise StoreUnavailable(
+                f"{error}; waited for {seconds:.0f} s ({limit}), so this worker ends and has "
+                "to be started again"
+            ) from error
+        log.info(
+            "objects.awaited",
+            store=root,
+            away_seconds=round(seconds),
+            pause_seconds=round(pause_seconds, 1),
+            error=str(error),
+        )
         self._pause(pause_seconds)
 
     def _answered(self, root: str) -> None:

@@ -1,4 +1,6 @@
-"""Which places references on the log may name: the run's own object store, and roots that the run file allows besides."""
+"""Which places references on the log may name: the run's own object store, and roots that the run
+file allows besides.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from relax_events.objects.store import KEY_PATTERN
 
 @dataclass(frozen=True, slots=True)
 class AllowedRoots:
-    """Roots under which referenced media may lie. A reference that names anything else is never opened."""
+    """Roots under which referenced media may lie. A reference that names anything else is never
+    opened.
+    """
 
     roots: tuple[str, ...]
 
@@ -30,12 +34,21 @@ class AllowedRoots:
         """
         for media in media_of(event):
             if not self._holds(media.uri):
-                rule = f"media must lie under {' or '.join(self.roots)}, without '..' or other detours"
-                raise ObjectError(f"{rule}, got {media.uri!r}; add its root to objects.allowed_roots if the run may read there")
+                rule = (
+                    f"media must lie under {' or '.join(self.roots)}, without '..' or other detours"
+                )
+                raise ObjectError(
+                    f"{rule}, got {media.uri!r}; add its root to objects.allowed_roots if "
+                    "the run may read there"
+                )
 
     def _holds(self, uri: str) -> bool:
-        # What follows the root is held to the names of our objects, so neither '..' nor an encoded one gets through.
-        return any(uri.startswith(root) and KEY_PATTERN.fullmatch(uri.removeprefix(root)) for root in self.roots)
+        # What follows the root is held to the names of our objects, so neither '..' nor an encoded
+        # one gets through.
+        return any(
+            uri.startswith(root) and KEY_PATTERN.fullmatch(uri.removeprefix(root))
+            for root in self.roots
+        )
 
 
 def media_of(event: Any) -> list[MediaRef]:

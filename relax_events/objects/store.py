@@ -23,9 +23,13 @@ KEY_PATTERN = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z
 
 
 class ObjectStore:
-    """Objects under one root. Writes are atomic: a reader sees the whole object or none. Safe to use from several threads."""
+    """Objects under one root. Writes are atomic: a reader sees the whole object or none. Safe to
+    use from several threads.
+    """
 
-    def __init__(self, backend: Backend, *, moved_from: Iterable[str] = (), waits: bool = True) -> None:
+    def __init__(
+        self, backend: Backend, *, moved_from: Iterable[str] = (), waits: bool = True
+    ) -> None:
         """Wrap an opened storage; `open` is the usual way."""
         self._former_roots = tuple(f"{uri.rstrip('/')}/" for uri in moved_from)
         self._backend, self._waits = backend, waits
@@ -34,26 +38,42 @@ class ObjectStore:
         self._root = backend.root
 
     @classmethod
-    def open(cls, uri: str, *, deadlines: Deadlines | None = None, moved_from: Iterable[str] = (), waits: bool = True) -> Self:
+    def open(
+        cls,
+        uri: str,
+        *,
+        deadlines: Deadlines | None = None,
+        moved_from: Iterable[str] = (),
+        waits: bool = True,
+    ) -> Self:
         """Open the store at a URI; every `memory://` is a new, empty one.
 
         Args:
-            uri: `file:///directory` (made if missing), `memory://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
+            uri: `file:///directory` (made if missing), `memory://`, `s3://bucket/prefix` or
+                `gs://bucket/prefix`.
             deadlines: Of calls to a remote store.
-            moved_from: URIs of stores whose objects were copied here: what refers to those is found here.
-            waits: Whether a worker waits when the store is away (see `outages`); else a call fails after its own deadline.
+            moved_from: URIs of stores whose objects were copied here: what refers to those is found
+                here.
+            waits: Whether a worker waits when the store is away (see `outages`); else a call fails
+                after its own deadline.
         Raises:
             ConfigError: The URI names no store, or one that can't be opened.
         """
-        return cls(open_backend(uri, deadlines=deadlines or Deadlines()), moved_from=moved_from, waits=waits)
+        return cls(
+            open_backend(uri, deadlines=deadlines or Deadlines()),
+            moved_from=moved_from,
+            waits=waits,
+        )
 
     def put(self, data: bytes | memoryview, *, suffix: str = "", folder: str = "") -> ObjectRef:
-        """Store bytes under their own digest, `sha256/ab/abcd...`; content that is there already is not sent again.
+        """Store bytes under their own digest, `sha256/ab/abcd...`; content that is there already is
+        not sent again.
 
         Args:
             data: The content; any contiguous buffer.
             suffix: Put behind the digest, such as `.png`.
-            folder: Put before it all, with a slash at its end; equal content in another folder is stored again.
+            folder: Put before it all, with a slash at its end; equal content in another folder is
+                stored again.
         Raises:
             StoreUnavailable: The store is full, refuses, or does not answer before the deadline.
         """
@@ -68,7 +88,8 @@ class ObjectStore:
         """Store bytes under a name, in place of what had it.
 
         Raises:
-            ObjectError: As for `put`, or the name has other characters than letters, digits, `._=-` and `/`.
+            ObjectError: As for `put`, or the name has other characters than letters, digits, `._=-`
+                and `/`.
         """
         self._write(key, data)
         return ObjectRef(self.uri(key), sha256(data).digest(), memoryview(data).nbytes)
@@ -80,7 +101,11 @@ class ObjectStore:
             StoreUnavailable: As for `put`.
         """
         try:
-            self._call("write", self._checked(key), lambda: obstore.put(self._storage, key, data, mode="create"))
+            self._call(
+                "write",
+                self._checked(key),
+                lambda: obstore.put(self._storage, key, data, mode="create"),
+            )
         except ObjectError as error:
             if not isinstance(error.__cause__, AlreadyExistsError):
                 raise
@@ -89,12 +114,16 @@ class ObjectStore:
         """Read an object and prove that it is the one that was stored.
 
         Raises:
-            ObjectError: It is missing, unreadable, of another size or digest, or lies outside this store. One of another size is not read.
+            ObjectError: It is missing, unreadable, of another size or digest, or lies outside this
+                store. One of another size is not read.
         """
         key = self.key(reference.uri)
         data = self._call("read", key, lambda: self._read(key, expected_bytes=reference.num_bytes))
         if (seen := sha256(data).digest()) != reference.digest:
-            raise ObjectError(f"{reference.uri} was altered: its SHA-256 must be {reference.digest.hex()}, got {seen.hex()}")
+            raise ObjectError(
+                f"{reference.uri} was altered: its SHA-256 must be {reference.digest.hex()}, "
+                f"got {seen.hex()}"
+            )
         return data
 
     def get_at(self, key: str) -> bytes:
@@ -110,12 +139,17 @@ class ObjectStore:
         return self.num_bytes(key) is not None
 
     def folders(self, prefix: str) -> list[str]:
-        """Give the folders right under a folder, with a slash at their end, sorted; at the cost of one request for a thousand of them.
+        """Give the folders right under a folder, with a slash at their end, sorted; at the cost of
+        one request for a thousand of them.
 
         Raises:
             StoreUnavailable: The store does not answer.
         """
-        found = self._call("list", prefix, lambda: obstore.list_with_delimiter(self._storage, prefix)["common_prefixes"])
+        found = self._call(
+            "list",
+            prefix,
+            lambda: obstore.list_with_delimiter(self._storage, prefix)["common_prefixes"],
+        )
         return sorted(f"{folder.rstrip('/')}/" for folder in found)
 
     def list(self, prefix: str) -> list[str]:
@@ -126,10 +160,17 @@ class ObjectStore:
         Raises:
             ObjectError: The store can't be read.
         """
-        return self._call("list", prefix, lambda: sorted(item["path"] for item in obstore.list(self._storage, prefix or None).collect()))
+        return self._call(
+            "list",
+            prefix,
+            lambda: sorted(
+                item["path"] for item in obstore.list(self._storage, prefix or None).collect()
+            ),
+        )
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects by name, a local store in the given order; names that are gone already are passed over.
+        """Delete objects by name, a local store in the given order; names that are gone already are
+        passed over.
 
         Raises:
             ObjectError: The store refuses.
@@ -153,20 +194,30 @@ class ObjectStore:
         Raises:
             ObjectError: The URI lies outside this store.
         """
-        root = next((root for root in (self._root, *self._former_roots) if uri.startswith(root)), None)
+        root = next(
+            (root for root in (self._root, *self._former_roots) if uri.startswith(root)), None
+        )
         if root is None:
-            raise ObjectError(f"{uri} lies outside the object store {self._root}; set objects.uri to the store that it was written to")
+            raise ObjectError(
+                f"{uri} lies outside the object store {self._root}; set objects.uri to the "
+                "store that it was written to"
+            )
         return self._checked(uri.removeprefix(root))
 
     def _checked(self, key: str) -> str:
         if not KEY_PATTERN.fullmatch(key):
-            raise ObjectError(f"{key!r} can't name an object: use letters, digits, '_', '=', '-', inner '.', and '/' between parts")
+            raise ObjectError(
+                f"{key!r} can't name an object: use letters, digits, '_', '=', '-', inner "
+                "'.', and '/' between parts"
+            )
         return key
 
     def num_bytes(self, key: str) -> int | None:
         """Return the size of a named object, None where there is none."""
         try:
-            size: int = self._call(LOOK_UP, self._checked(key), lambda: obstore.head(self._storage, key)["size"])
+            size: int = self._call(
+                LOOK_UP, self._checked(key), lambda: obstore.head(self._storage, key)["size"]
+            )
         except ObjectError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
@@ -175,11 +226,20 @@ class ObjectStore:
 
     def _write(self, key: str, data: bytes | memoryview) -> None:
         content = memoryview(data).cast("B")
-        put = partial(obstore.put, self._storage, key, content, chunk_size=PART_BYTES, max_concurrency=NUM_PARALLEL_PARTS)
+        put = partial(
+            obstore.put,
+            self._storage,
+            key,
+            content,
+            chunk_size=PART_BYTES,
+            max_concurrency=NUM_PARALLEL_PARTS,
+        )
         self._call("write", self._checked(key), put)
 
     def _call(self, action: str, key: str, call: Callable[[], ResultT]) -> ResultT:
-        """Do something with the storage, waiting for one that is away where this process waits at all."""
+        """Do something with the storage, waiting for one that is away where this process waits at
+        all.
+        """
 
         def attempt() -> ResultT:
             with translated(self._backend, action, key):
@@ -190,18 +250,24 @@ class ObjectStore:
     def _read(self, key: str, *, expected_bytes: int | None = None) -> bytes:
         num_bytes = obstore.head(self._storage, key)["size"]
         if expected_bytes is not None and num_bytes != expected_bytes:
-            raise ObjectError(f"{self.uri(key)} was altered: it must have {expected_bytes} bytes, got {num_bytes}")
+            raise ObjectError(
+                f"{self.uri(key)} was altered: it must have {expected_bytes} bytes, got {num_bytes}"
+            )
         if not self._is_remote:
             return bytes(obstore.get(self._storage, key).bytes())
         return self._read_parts(key, num_bytes=num_bytes)
 
     def _read_parts(self, key: str, *, num_bytes: int) -> bytes:
-        """Read in parts, side by side: the deadline of a request must not bound the size of an object."""
+        """Read in parts, side by side: the deadline of a request must not bound the size of an
+        object.
+        """
         if num_bytes <= PART_BYTES:
             return bytes(obstore.get(self._storage, key).bytes())
 
         def read(start: int) -> obstore.Bytes:
-            return obstore.get_range(self._storage, key, start=start, end=min(start + PART_BYTES, num_bytes))
+            return obstore.get_range(
+                self._storage, key, start=start, end=min(start + PART_BYTES, num_bytes)
+            )
 
         with ThreadPoolExecutor(NUM_PARALLEL_PARTS) as pool:
             return b"".join(pool.map(read, range(0, num_bytes, PART_BYTES)))

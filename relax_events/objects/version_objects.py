@@ -1,9 +1,11 @@
-"""Objects that records of one policy version refer to: they lie in a folder of the version, and go when its records go.
+"""Objects that records of one policy version refer to: they lie in a folder of the version, and go
+when its records go.
 
     samples/<policy version>/sha256/ab/abcd...      large arrays of samples, media that an environment showed
     sha256/ab/abcd...                               media of prompts, which later versions may show again: they stay
 
-Equal content of one version is stored once. An object never lies in a folder older than a record that refers to it.
+Equal content of one version is stored once. An object never lies in a folder older than a record
+that refers to it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def stored_versions(store: ObjectStore) -> list[int]:
 
 
 def delete_before(store: ObjectStore, policy_version: int) -> int:
-    """Delete the objects of all versions before this one; return how many went. What an interrupted call has left goes with the next.
+    """Delete the objects of all versions before this one; return how many went. What an interrupted
+    call has left goes with the next.
 
     Raises:
         StoreUnavailable: The store does not answer.

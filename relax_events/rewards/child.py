@@ -1,8 +1,10 @@
-"""A reward child: runs one reward function, one JSON line in, one JSON line out. Started by `RewardPool` alone.
+"""A reward child: runs one reward function, one JSON line in, one JSON line out. Started by
+`RewardPool` alone.
 
-The first line it reads says which function, the first it writes that it is ready, with the function's version and how it wants
-to be called, or why the function can't be loaded. Every further line answers the request of the same rank. It ends as soon as
-its stdin does, even in the middle of a call.
+The first line it reads says which function, the first it writes that it is ready, with the
+function's version and how it wants to be called, or why the function can't be loaded. Every further
+line answers the request of the same rank. It ends as soon as its stdin does, even in the middle of
+a call.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from typing import Any, BinaryIO
 import orjson
 
 from relax_events.errors import RelaxError
-from relax_events.rewards.routing import Routes, load_routes
+from relax_events.rewards.by_source import Routes, load_routes
+from relax_events.rewards.code_version import file_stamps
 from relax_events.rewards.scores import BY_TOKEN, BY_TURN, as_score
-from relax_events.rewards.versions import file_stamps
 
 MAX_ERROR_CHARACTERS = 600
 
@@ -31,7 +33,9 @@ MAX_ERROR_CHARACTERS = 600
 def main() -> int:
     """Load the function and answer requests until stdin ends."""
     answers, requests = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # What user code prints must not get between the answers, nor may it read the requests.
+    os.dup2(
+        2, 1
+    )  # What user code prints must not get between the answers, nor may it read the requests.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     setup = orjson.loads(requests.readline())
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
@@ -39,11 +43,19 @@ def main() -> int:
     try:
         routes = load_routes(setup)
     except (RelaxError, MemoryError) as error:
-        needs = f"reward function {setup['function']} needs more than reward.memory_bytes = {setup['memory_bytes']} to load"
+        needs = (
+            f"reward function {setup['function']} needs more than reward.memory_bytes = "
+            f"{setup['memory_bytes']} to load"
+        )
         _send(answers, {"load_error": str(error) or needs})
         return 2
     caller = Caller(routes, timeout_seconds=setup["timeout_seconds"])
-    greeting = {"digest": routes.digest, "takes_prompt_group": routes.takes_prompt_group, "is_async": routes.is_async, "on_demand": routes.on_demand}
+    greeting = {
+        "digest": routes.digest,
+        "takes_prompt_group": routes.takes_prompt_group,
+        "is_async": routes.is_async,
+        "on_demand": routes.on_demand,
+    }
     _send(answers, greeting | {"files": file_stamps(routes.files)})
     if routes.is_async:
         asyncio.run(_serve_together(caller, requests, answers, concurrency=setup["concurrency"]))
@@ -59,7 +71,9 @@ def _serve(caller: Caller, requests: BinaryIO, answers: BinaryIO) -> None:
         _send(answers, caller.answer(orjson.loads(lines.get())))
 
 
-async def _serve_together(caller: Caller, requests: BinaryIO, answers: BinaryIO, *, concurrency: int) -> None:
+async def _serve_together(
+    caller: Caller, requests: BinaryIO, answers: BinaryIO, *, concurrency: int
+) -> None:
     """Have so many calls under way at a time; the answers keep the order of the requests."""
     loop, places = asyncio.get_running_loop(), asyncio.Semaphore(concurrency)
     calls: asyncio.Queue[asyncio.Task[dict[str, Any]]] = asyncio.Queue()
@@ -71,7 +85,11 @@ async def _serve_together(caller: Caller, requests: BinaryIO, answers: BinaryIO,
     def begin(line: bytes) -> None:
         calls.put_nowait(loop.create_task(call(line)))
 
-    threading.Thread(target=_read, args=(requests, lambda line: loop.call_soon_threadsafe(begin, line)), daemon=True).start()
+    threading.Thread(
+        target=_read,
+        args=(requests, lambda line: loop.call_soon_threadsafe(begin, line)),
+        daemon=True,
+    ).start()
     while True:
         _send(answers, await (await calls.get()))
 
@@ -89,16 +107,22 @@ class Caller:
         self._routes, self._timeout_seconds = routes, timeout_seconds
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request; whatever the function does short of ending the process is one."""
+        """Return the answer to a request; whatever the function does short of ending the process is
+        one.
+        """
         started = time.perf_counter()
         try:
             value = self._call(request)
-        except BaseException as error:  # User code may raise anything, SystemExit too; the parent counts it against this call alone.
+        # User code may raise anything, SystemExit too; the parent counts it against this call
+        # alone.
+        except BaseException as error:
             return _failure(error, started)
         return self._success(value, request, started)
 
     async def answer_async(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do the same for an `async def`; its time limit is kept here, since the parent sees only the oldest of several calls."""
+        """Do the same for an `async def`; its time limit is kept here, since the parent sees only
+        the oldest of several calls.
+        """
         started = time.perf_counter()
         clock = asyncio.timeout(self._timeout_seconds)
         try:
@@ -106,7 +130,11 @@ class Caller:
                 value = await self._call(request)
         except BaseException as error:  # As above.
             late = f"took longer than {self._timeout_seconds:g} s (reward.timeout_seconds)"
-            return {"error": late, "seconds": self._timeout_seconds} if clock.expired() else _failure(error, started)
+            return (
+                {"error": late, "seconds": self._timeout_seconds}
+                if clock.expired()
+                else _failure(error, started)
+            )
         return self._success(value, request, started)
 
     def _call(self, request: dict[str, Any]) -> Any:
@@ -114,16 +142,25 @@ class Caller:
         reward, takes_all = self._routes.reward_for(metadata), self._routes.takes_prompt_group
         first = completions if takes_all else completions[0]
         more = {name: request[name] if takes_all else request[name][0] for name in reward.on_demand}
-        return reward.function(first, answer=request["answer"], metadata=metadata, prompt=request["prompt"], **more)
+        return reward.function(
+            first, answer=request["answer"], metadata=metadata, prompt=request["prompt"], **more
+        )
 
     def _success(self, value: Any, request: dict[str, Any], started: float) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         num_samples = len(request["completions"])
         values = value if self._routes.takes_prompt_group else [value]
         if not isinstance(values, list | tuple) or len(values) != num_samples:
-            found = f"{len(values)} elements" if isinstance(values, list | tuple) else type(values).__name__
+            found = (
+                f"{len(values)} elements"
+                if isinstance(values, list | tuple)
+                else type(values).__name__
+            )
             return {
-                "error": f"returned {found}; for a prompt group of {num_samples} samples it must return a list of {num_samples}",
+                "error": (
+                    f"returned {found}; for a prompt group of {num_samples} samples it must "
+                    f"return a list of {num_samples}"
+                ),
                 "seconds": seconds,
             }
         weights = self._routes.reward_for(orjson.loads(request["metadata"])).weights
@@ -138,16 +175,24 @@ def _result(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
     except (TypeError, ValueError, OverflowError) as error:
         return {"error": str(error)}
     parts = {BY_TURN: score.turn_rewards, BY_TOKEN: score.token_rewards}
-    return {"reward": score.reward, "components": score.components} | {name: given for name, given in parts.items() if given is not None}
+    return {"reward": score.reward, "components": score.components} | {
+        name: given for name, given in parts.items() if given is not None
+    }
 
 
 def _failure(error: BaseException, started: float) -> dict[str, Any]:
     place = traceback.extract_tb(error.__traceback__)[-1]
     kind, where = type(error).__name__, f"{place.filename}:{place.lineno}"
-    text = f"failed: {error}" if isinstance(error, RelaxError) else f"raised {kind}: {error} ({where})"
+    text = (
+        f"failed: {error}" if isinstance(error, RelaxError) else f"raised {kind}: {error} ({where})"
+    )
     if len(text) > MAX_ERROR_CHARACTERS:
         text = f"{text[:MAX_ERROR_CHARACTERS]}..."
-    return {"error": text, "is_exhausted": isinstance(error, MemoryError), "seconds": time.perf_counter() - started}
+    return {
+        "error": text,
+        "is_exhausted": isinstance(error, MemoryError),
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def _send(answers: BinaryIO, value: dict[str, Any]) -> None:

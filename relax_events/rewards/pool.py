@@ -1,4 +1,6 @@
-"""Runs a reward function in child processes, so that one that hangs, leaks or crashes costs one call and never the worker."""
+"""Runs a reward function in child processes, so that one that hangs, leaks or crashes costs one
+call and never the worker.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,20 @@ from numpy.typing import NDArray
 from relax_events.config import RewardConfig
 from relax_events.data.completions import ASSISTANT
 from relax_events.errors import ConfigError, RewardError
+from relax_events.rewards.code_version import file_stamps
 from relax_events.rewards.process import START_SECONDS, Greeting, Request, RewardChild
 from relax_events.rewards.scores import BY_TOKEN, BY_TURN, Score
-from relax_events.rewards.versions import file_stamps
 
 MAX_REQUESTS_PER_CHILD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """A completion to be scored; `metadata` is a JSON object as text. Items of one prompt group stand together, under its id.
+    """A completion to be scored; `metadata` is a JSON object as text. Items of one prompt group
+    stand together, under its id.
 
-    `turns` are role and text of the answers and of what was said to them; where there are none the completion was the only answer. `token_ids` are
-    of the tokens that the policy chose.
+    `turns` are role and text of the answers and of what was said to them; where there are none the
+    completion was the only answer. `token_ids` are of the tokens that the policy chose.
     """
 
     sample_id: str
@@ -48,9 +51,10 @@ class RewardItem:
 class RewardPool:
     """Scores completions in child processes, as many as `reward.processes` says.
 
-    A call that takes longer than `reward.timeout_seconds` is killed with its child, another child takes its place, and the calls that
-    waited behind it are asked again. Where several calls were under way in the child, each of them is asked again alone, and only the
-    one that does it again has failed. The children speak JSON lines over pipes and end with the parent, however it ends.
+    A call that takes longer than `reward.timeout_seconds` is killed with its child, another child
+    takes its place, and the calls that waited behind it are asked again. Where several calls were
+    under way in the child, each of them is asked again alone, and only the one that does it again
+    has failed. The children speak JSON lines over pipes and end with the parent, however it ends.
     Use it as a context manager, from one thread.
     """
 
@@ -67,7 +71,15 @@ class RewardPool:
         self._results: dict[int, Score | RewardError] = {}
         self._items: Sequence[RewardItem] = ()
         self._greeting: Greeting | None = None
-        self.name = "; ".join([config.function, *(f"{source}: {chosen.function}" for source, chosen in sorted(config.routes.items()))])
+        self.name = "; ".join(
+            [
+                config.function,
+                *(
+                    f"{source}: {chosen.function}"
+                    for source, chosen in sorted(config.routes.items())
+                ),
+            ]
+        )
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
             for _ in range(config.num_processes):
@@ -79,7 +91,12 @@ class RewardPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     @property
@@ -89,7 +106,9 @@ class RewardPool:
 
     @property
     def takes_prompt_group(self) -> bool:
-        """Whether the function scores whole prompt groups: then all items of one must be in the same batch, side by side."""
+        """Whether the function scores whole prompt groups: then all items of one must be in the
+        same batch, side by side.
+        """
         return self._loaded.takes_prompt_group
 
     @property
@@ -104,26 +123,34 @@ class RewardPool:
 
     @property
     def answer_seconds(self) -> float:
-        """The longest time between two answers: a call that hangs, its next one in another child, and what both children take to load."""
+        """The longest time between two answers: a call that hangs, its next one in another child,
+        and what both children take to load.
+        """
         return 2 * (self._config.timeout_seconds + START_SECONDS)
 
-    def score_batch(self, items: Sequence[RewardItem], *, on_answer: Callable[[], None] = lambda: None) -> list[Score | RewardError]:
+    def score_batch(
+        self, items: Sequence[RewardItem], *, on_answer: Callable[[], None] = lambda: None
+    ) -> list[Score | RewardError]:
         """Score completions, in parallel, and give the results in the order of the items.
 
-        A call that raises, hangs, dies or returns no finite number gives a `RewardError` in its place; the others are not affected.
-        Where the function takes prompt groups, a call is that of a prompt group.
+        A call that raises, hangs, dies or returns no finite number gives a `RewardError` in its
+        place; the others are not affected. Where the function takes prompt groups, a call is that
+        of a prompt group.
 
         Args:
             items: What is scored.
             on_answer: Called when answers have come, also those that are errors.
         Raises:
-            ConfigError: The function changed on the disk, or a child had to be started again and could not load it.
+            ConfigError: The function changed on the disk, or a child had to be started again and
+                could not load it.
         """
         self._look_at_files()
         self._items = items
         self._results = {}
         self._waiting = deque(self._requests(items))
-        window = min(MAX_REQUESTS_PER_CHILD, math.ceil(len(self._waiting) / (4 * self._config.num_processes)))
+        window = min(
+            MAX_REQUESTS_PER_CHILD, math.ceil(len(self._waiting) / (4 * self._config.num_processes))
+        )
         if self._loaded.is_async:
             window = 2 * self._config.concurrency
         while len(self._results) < len(items):
@@ -142,7 +169,9 @@ class RewardPool:
         self._selector.close()
 
     def _look_at_files(self) -> None:
-        """Load the function again where its files have been written since: `_check_version` refuses another one."""
+        """Load the function again where its files have been written since: `_check_version` refuses
+        another one.
+        """
         if file_stamps(self._loaded.files) == self._loaded.files:
             return
         for child in list(self._children):
@@ -152,7 +181,9 @@ class RewardPool:
 
     def _requests(self, items: Sequence[RewardItem]) -> Iterable[Request]:
         if not self._loaded.takes_prompt_group:
-            return (Request((index,), _line([item], self.on_demand)) for index, item in enumerate(items))
+            return (
+                Request((index,), _line([item], self.on_demand)) for index, item in enumerate(items)
+            )
         prompt_groups = groupby(enumerate(items), key=lambda numbered: numbered[1].prompt_group_id)
         return (_request_of(list(numbered), self.on_demand) for _, numbered in prompt_groups)
 
@@ -161,17 +192,29 @@ class RewardPool:
         for child in self._children:
             self._feed(child, window)
         deadlines = [child.deadline for child in self._children if child.deadline is not None]
-        for key, mask in self._selector.select(max(0.0, min(deadlines) - time.monotonic()) if deadlines else None):
+        for key, mask in self._selector.select(
+            max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        ):
             if mask & selectors.EVENT_WRITE:
                 key.data.write()
             if mask & selectors.EVENT_READ:
                 self._hear(key.data)
-        # After reading, so that a parent that was itself held up does not take its own delay for the child's.
-        for child in [child for child in self._children if child.deadline is not None and child.deadline <= time.monotonic()]:
+        # After reading, so that a parent that was itself held up does not take its own delay for
+        # the child's.
+        for child in [
+            child
+            for child in self._children
+            if child.deadline is not None and child.deadline <= time.monotonic()
+        ]:
             self._replace(child, self._overdue_text(child))
 
     def _feed(self, child: RewardChild, window: int) -> None:
-        if child.greeting is not None and self._waiting and len(child.requests) <= window // 2 and not child.is_examining:
+        if (
+            child.greeting is not None
+            and self._waiting
+            and len(child.requests) <= window // 2
+            and not child.is_examining
+        ):
             child.ask(self._next_requests(window - len(child.requests), is_idle=not child.requests))
         if child.has_outgoing and child.stdin not in self._selector.get_map():
             self._selector.register(child.stdin, selectors.EVENT_WRITE, child)
@@ -199,7 +242,9 @@ class RewardPool:
         for request, answer in answers:
             child.num_answered += 1
             if answer.get("is_exhausted") and child.num_answered > 1:
-                retried.append(request)  # earlier calls may have leaked; its first call in another child will tell
+                retried.append(
+                    request
+                )  # earlier calls may have leaked; its first call in another child will tell
             else:
                 self._settle(request, answer)
         if any(answer.get("is_exhausted") for _, answer in answers):
@@ -208,7 +253,10 @@ class RewardPool:
     def _check_version(self, greeting: Greeting) -> None:
         if self._greeting is not None and greeting.digest != self._greeting.digest:
             versions = f"version {self._greeting.digest[:12]}, now {greeting.digest[:12]}"
-            raise ConfigError(f"reward function {self.name} changed during the run ({versions}); start the run again")
+            raise ConfigError(
+                f"reward function {self.name} changed during the run ({versions}); start the "
+                "run again"
+            )
         self._greeting = greeting
 
     def _settle(self, request: Request, answer: dict[str, Any]) -> None:
@@ -219,11 +267,17 @@ class RewardPool:
             if "error" in result:
                 self._results[index] = self._error(index, result["error"])
             else:
-                by_turn, by_token = (tuple(result[name]) if name in result else None for name in (BY_TURN, BY_TOKEN))
-                self._results[index] = Score(result["reward"], result["components"], seconds, by_turn, by_token)
+                by_turn, by_token = (
+                    tuple(result[name]) if name in result else None for name in (BY_TURN, BY_TOKEN)
+                )
+                self._results[index] = Score(
+                    result["reward"], result["components"], seconds, by_turn, by_token
+                )
 
     def _error(self, index: int, text: str) -> RewardError:
-        return RewardError(f"reward function {self.name} {text} on sample {self._items[index].sample_id}")
+        return RewardError(
+            f"reward function {self.name} {text} on sample {self._items[index].sample_id}"
+        )
 
     def _fail(self, request: Request, text: str) -> None:
         for index in request.indices:
@@ -242,11 +296,16 @@ class RewardPool:
         self._start_child()
 
     def _replace(self, child: RewardChild, text: str) -> None:
-        """Start another child for one that hangs or died, find out by which call, and ask the others again."""
+        """Start another child for one that hangs or died, find out by which call, and ask the
+        others again.
+        """
         ending = self._end(child)
         text = text or f"died ({ending})"
         if child.greeting is None:
-            raise ConfigError(f"reward function {self.name} {text} before it was loaded; see reward.function and reward.memory_bytes")
+            raise ConfigError(
+                f"reward function {self.name} {text} before it was loaded; see "
+                "reward.function and reward.memory_bytes"
+            )
         retried = list(child.requests)
         if child.greeting.is_async and len(retried) > 1:
             retried = [replace(request, is_suspect=True) for request in retried]
@@ -269,18 +328,28 @@ class RewardPool:
 
 
 def _request_of(numbered: Sequence[tuple[int, RewardItem]], on_demand: Sequence[str]) -> Request:
-    return Request(tuple(index for index, _ in numbered), _line([item for _, item in numbered], on_demand))
+    return Request(
+        tuple(index for index, _ in numbered), _line([item for _, item in numbered], on_demand)
+    )
 
 
 def _line(items: Sequence[RewardItem], on_demand: Sequence[str]) -> bytes:
     first = items[0]
-    request = {"completions": [item.completion for item in items], "answer": first.answer, "metadata": first.metadata, "prompt": first.prompt}
+    request = {
+        "completions": [item.completion for item in items],
+        "answer": first.answer,
+        "metadata": first.metadata,
+        "prompt": first.prompt,
+    }
     more = {name: [WRITTEN[name](item) for item in items] for name in on_demand}
     return orjson.dumps(request | more) + b"\n"
 
 
 def _turns(item: RewardItem) -> list[dict[str, str]]:
-    return [{"role": role, "content": text} for role, text in item.turns or ((ASSISTANT, item.completion),)]
+    return [
+        {"role": role, "content": text}
+        for role, text in item.turns or ((ASSISTANT, item.completion),)
+    ]
 
 
 def _token_ids(item: RewardItem) -> list[int]:

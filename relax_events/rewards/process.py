@@ -1,4 +1,9 @@
-"""One reward child seen from its parent: a process, two pipes that never block, what it prints, and the requests it still has to answer."""
+"""Bounds what a reward function prints: it may print without end, and the log that takes it has a
+disk.
+
+One reward child seen from its parent: a process, two pipes that never block, what it prints, and
+    the requests it still has to answer.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,61 @@ import orjson
 
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError
-from relax_events.pipeline.child_environment import child_environment
-from relax_events.rewards.printed import PrintBudget
+from relax_events.runtime.child_environment import child_environment
+
+MAX_LINE_BYTES = 4_000
+BURST_BYTES = 262_144
+BYTES_PER_SECOND = 1_024.0
+"""Of printed text, over a long time: 84 MiB a day."""
+
+
+class PrintBudget:
+    """Says what of a stream of printed bytes is written: lines are cut, and what exceeds the budget
+    is counted in its place.
+    """
+
+    def __init__(self, *, now: float) -> None:
+        """Begin with a full budget.
+
+        Args:
+            now: Seconds, by any clock that only grows.
+        """
+        self._budget, self._at = float(BURST_BYTES), now
+        self._line_bytes = 0
+        self._num_left_out = 0
+
+    def take(self, data: bytes, *, now: float) -> bytes:
+        """Return what is written of the next bytes; a line that is cut ends in dots."""
+        self._budget = min(BURST_BYTES, self._budget + (now - self._at) * BYTES_PER_SECOND)
+        self._at = now
+        shown = bytearray()
+        for part in data.splitlines(keepends=True):
+            shown += self._allowed(self._cut(part))
+        return bytes(shown)
+
+    def _cut(self, part: bytes) -> bytes:
+        before, is_whole = self._line_bytes, part.endswith(b"\n")
+        self._line_bytes = 0 if is_whole else before + len(part)
+        room = MAX_LINE_BYTES - before
+        if len(part) <= room:
+            return part
+        return (part[:room] + b"..." if room >= 0 and before <= MAX_LINE_BYTES else b"") + (
+            b"\n" if is_whole else b""
+        )
+
+    def _allowed(self, part: bytes) -> bytes:
+        if len(part) > self._budget:
+            self._num_left_out += len(part)
+            return b""
+        self._budget -= len(part)
+        if not self._num_left_out:
+            return part
+        note, self._num_left_out = (
+            f"({self._num_left_out} bytes that the reward function printed are left out)\n".encode(),
+            0,
+        )
+        return note + part
+
 
 START_SECONDS = 120.0
 ASYNC_GRACE_SECONDS = 1.0
@@ -29,7 +87,8 @@ READ_BYTES = 1 << 16
 class Request:
     """A call that waits for its turn: where its results belong, and its line for the child.
 
-    One that `is_suspect` was under way, with others, in a child that hung or died: it is asked alone to find out which it was.
+    One that `is_suspect` was under way, with others, in a child that hung or died: it is asked
+    alone to find out which it was.
     """
 
     indices: tuple[int, ...]
@@ -39,7 +98,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a child says once it has loaded the function; `files` are those that its version is made of, as they were on the disk."""
+    """What a child says once it has loaded the function; `files` are those that its version is made
+    of, as they were on the disk.
+    """
 
     digest: str
     takes_prompt_group: bool
@@ -49,9 +110,11 @@ class Greeting:
 
 
 class RewardChild:
-    """A child process that answers requests in their order, one at a time or, for an `async def`, several.
+    """A child process that answers requests in their order, one at a time or, for an `async def`,
+    several.
 
-    The clock of a request starts when it becomes the oldest one, so a queue behind a slow call is not blamed for it.
+    The clock of a request starts when it becomes the oldest one, so a queue behind a slow call is
+    not blamed for it.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -70,7 +133,9 @@ class RewardChild:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
-        threading.Thread(target=_pass_on, args=(self._process.stderr,), name="reward-prints", daemon=True).start()
+        threading.Thread(
+            target=_pass_on, args=(self._process.stderr,), name="reward-prints", daemon=True
+        ).start()
         os.set_blocking(self.stdin.fileno(), False)
         self.greeting: Greeting | None = None
         self.requests: deque[Request] = deque()
@@ -82,10 +147,13 @@ class RewardChild:
 
     @property
     def deadline(self) -> float | None:
-        """When the child must have said something, on the monotonic clock; None when nothing is asked of it."""
+        """When the child must have said something, on the monotonic clock; None when nothing is
+        asked of it.
+        """
         if self.greeting is None:
             return self._clock + START_SECONDS
-        # A child with several calls under way keeps their time itself; we end it when it does not come to that.
+        # A child with several calls under way keeps their time itself; we end it when it does not
+        # come to that.
         grace = ASYNC_GRACE_SECONDS if self.greeting.is_async else 0.0
         return self._clock + self._config.timeout_seconds + grace if self.requests else None
 
@@ -108,7 +176,9 @@ class RewardChild:
         self.write()
 
     def write(self) -> None:
-        """Write as much as the pipe takes; a child that died is noticed when its answers are read."""
+        """Write as much as the pipe takes; a child that died is noticed when its answers are
+        read.
+        """
         try:
             while self._outgoing:
                 with memoryview(self._outgoing) as view:
@@ -146,13 +216,17 @@ class RewardChild:
         if self._process.poll() is None:
             self.signal(signal.SIGKILL)
         code = self._process.wait()
-        self.signal(signal.SIGKILL)  # what a child that died by itself has left behind in its process group
+        self.signal(
+            signal.SIGKILL
+        )  # what a child that died by itself has left behind in its process group
         self.stdin.close()
         self.stdout.close()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def close(self, *, timeout_seconds: float) -> None:
-        """End the process: it leaves by itself when its stdin is closed, and is killed when it does not."""
+        """End the process: it leaves by itself when its stdin is closed, and is killed when it does
+        not.
+        """
         self.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_seconds)
@@ -165,7 +239,9 @@ class RewardChild:
 
 
 def _pass_on(printed: IO[bytes]) -> None:
-    """Write to our own stderr what the child prints, as far as the budget goes, until the child and all that it has started are gone."""
+    """Write to our own stderr what the child prints, as far as the budget goes, until the child and
+    all that it has started are gone.
+    """
     budget = PrintBudget(now=time.monotonic())
     with printed:
         while data := os.read(printed.fileno(), READ_BYTES):

@@ -15,7 +15,9 @@ RULE = "it must return a number or a dict of numbers"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward function gave for a sample; those by turn and by token are parts of `reward`."""
+    """What a reward function gave for a sample; those by turn and by token are parts of
+    `reward`.
+    """
 
     reward: float
     components: dict[str, float]
@@ -24,22 +26,30 @@ class Score:
     token_rewards: tuple[float, ...] | None = None
 
 
-def as_score(value: Any, *, weights: Mapping[str, float] | None = None, seconds: float = 0.0) -> Score:
+def as_score(
+    value: Any, *, weights: Mapping[str, float] | None = None, seconds: float = 0.0
+) -> Score:
     """Check what a reward function returned for a sample, and make the reward of it.
 
     Args:
-        value: A number, or named components. Their total is the component `reward` where there is one, else their sum. The lists `turn_rewards`
-            and `token_rewards` beside them are no components: all that is in them comes on top.
+        value: A number, or named components. Their total is the component `reward` where there is
+            one, else their sum. The lists `turn_rewards` and `token_rewards` beside them are no
+            components: all that is in them comes on top.
         weights: Where given, the total is the sum of these components times their weights instead.
         seconds: What the call took.
     Raises:
-        TypeError: It is neither a number nor a non-empty dict of numbers, or one of the lists is none of numbers.
-        ValueError: A number or the sum of all is not finite, or a component that has a weight is missing.
+        TypeError: It is neither a number nor a non-empty dict of numbers, or one of the lists is
+            none of numbers.
+        ValueError: A number or the sum of all is not finite, or a component that has a weight is
+            missing.
     """
     components = dict(value) if isinstance(value, dict) else {TOTAL: value}
     if not components:
         raise TypeError(f"returned an empty dict; {RULE}")
-    turn_rewards, token_rewards = (_listed(components.pop(name), name) if name in components else None for name in (BY_TURN, BY_TOKEN))
+    turn_rewards, token_rewards = (
+        _listed(components.pop(name), name) if name in components else None
+        for name in (BY_TURN, BY_TOKEN)
+    )
     for key, part in components.items():
         if not isinstance(key, str) or not isinstance(part, Real):
             raise TypeError(f"returned {key!r}: {part!r:.60} ({type(part).__name__}); {RULE}")
@@ -59,7 +69,10 @@ def as_score(value: Any, *, weights: Mapping[str, float] | None = None, seconds:
 
 def _listed(value: Any, name: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(part, Real) for part in value):
-        raise TypeError(f"returned {name!r}: {value!r:.60} ({type(value).__name__}); it must be a list of numbers")
+        raise TypeError(
+            f"returned {name!r}: {value!r:.60} ({type(value).__name__}); it must be a list "
+            "of numbers"
+        )
     numbers = tuple(map(float, value))
     for place, part in enumerate(numbers):
         if not math.isfinite(part):
@@ -69,5 +82,8 @@ def _listed(value: Any, name: str) -> tuple[float, ...]:
 
 def _weighted(numbers: Mapping[str, float], weights: Mapping[str, float]) -> float:
     if missing := sorted(weights.keys() - numbers.keys()):
-        raise ValueError(f"returned {', '.join(sorted(numbers))}, but reward.weights also names {', '.join(missing)}")
+        raise ValueError(
+            f"returned {', '.join(sorted(numbers))}, but reward.weights also names "
+            f"{', '.join(missing)}"
+        )
     return math.fsum(weight * numbers[key] for key, weight in weights.items())

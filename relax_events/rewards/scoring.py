@@ -20,7 +20,11 @@ from relax_events.rewards.scores import Score
 def reward_item(sample: SampleRolledOut) -> RewardItem:
     """Return what a reward function is asked about a sample."""
     tokens, mask = sample.tokens, sample.loss_mask
-    token_ids = None if isinstance(tokens, StoredArray) or isinstance(mask, StoredArray) else tokens[mask.astype(bool)]
+    token_ids = (
+        None
+        if isinstance(tokens, StoredArray) or isinstance(mask, StoredArray)
+        else tokens[mask.astype(bool)]
+    )
     return RewardItem(
         sample_id=sample.sample_id,
         completion=sample.completion,
@@ -39,7 +43,9 @@ def said_in(turns: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 
 def source_of(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
-    """Return which of the section's functions scores a sample; one whose metadata can't be read goes to the first, which says so."""
+    """Return which of the section's functions scores a sample; one whose metadata can't be read
+    goes to the first, which says so.
+    """
     if not reward.routes:
         return None
     try:
@@ -49,11 +55,18 @@ def source_of(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
 
 
 def as_scored(
-    sample: SampleRolledOut, result: Score | RewardError, *, reward_name: str, reward_digest: str, judgement: str = ""
+    sample: SampleRolledOut,
+    result: Score | RewardError,
+    *,
+    reward_name: str,
+    reward_digest: str,
+    judgement: str = "",
 ) -> SampleScored:
-    """Return a sample's score; a failure is one with its text and without a reward, never a silent zero.
+    """Return a sample's score; a failure is one with its text and without a reward, never a silent
+    zero.
 
-    A score whose rewards by turn or token are not as many as the sample has turns or loss tokens is a failure, too.
+    A score whose rewards by turn or token are not as many as the sample has turns or loss tokens is
+    a failure, too.
     """
     fitting = _fitting(sample, result, reward_name) if isinstance(result, Score) else result
     success = fitting if isinstance(fitting, Score) else None
@@ -81,15 +94,26 @@ def _fitting(sample: SampleRolledOut, score: Score, reward_name: str) -> Score |
         return score
     if isinstance(sample.loss_mask, StoredArray):
         remedy = "give the function a parameter `turns`, with which it is fetched"
-        rule = f"the loss mask of sample {sample.sample_id}, whose turns or tokens it rewards, was not fetched"
+        rule = (
+            f"the loss mask of sample {sample.sample_id}, whose turns or tokens it rewards, was "
+            "not fetched"
+        )
         return RewardError(f"reward function {reward_name}: {rule}; {remedy}")
     try:
-        rewards_on_the_way(sample.loss_mask, turn_rewards=turn_rewards, token_rewards=token_rewards, sample_id=sample.sample_id)
+        rewards_on_the_way(
+            sample.loss_mask,
+            turn_rewards=turn_rewards,
+            token_rewards=token_rewards,
+            sample_id=sample.sample_id,
+        )
     except RewardError as error:
         return RewardError(f"reward function {reward_name} returned what does not fit: {error}")
     return score
 
 
 def _arrays(score: Score) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | None]:
-    by_turn, by_token = (None if given is None else np.array(given, np.float64) for given in (score.turn_rewards, score.token_rewards))
+    by_turn, by_token = (
+        None if given is None else np.array(given, np.float64)
+        for given in (score.turn_rewards, score.token_rewards)
+    )
     return by_turn, by_token

@@ -12,9 +12,9 @@ import orjson
 
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
-from relax_events.rewards.declaring import Explanation, facts_of
-from relax_events.rewards.hub import check_options, find_function, takes_prompt_group
+from relax_events.rewards.declaration import Explanation, facts_of
 from relax_events.rewards.pool import RewardItem, RewardPool
+from relax_events.rewards.registry import check_options, find_function, takes_prompt_group
 from relax_events.rewards.scores import Score
 
 KEYS = ("completion", "answer", "prompt", "metadata")
@@ -22,7 +22,9 @@ KEYS = ("completion", "answer", "prompt", "metadata")
 
 @dataclass(frozen=True, slots=True)
 class TriedCompletion:
-    """A completion's reward, or why there is none; `answer`, `place` and `why` where the function can explain itself."""
+    """A completion's reward, or why there is none; `answer`, `place` and `why` where the function
+    can explain itself.
+    """
 
     sample_id: str
     reward: float | None
@@ -34,24 +36,40 @@ class TriedCompletion:
 
 
 class Trial(AbstractContextManager["Trial"]):
-    """A reward function in child processes with a run's limits, that scores completions one by one and explains the rewards."""
+    """A reward function in child processes with a run's limits, that scores completions one by one
+    and explains the rewards.
+    """
 
     def __init__(self, settings: RewardConfig) -> None:
         """Load the function.
 
         Raises:
-            ConfigError: The function scores prompt groups, can't be loaded, or does not take the options.
+            ConfigError: The function scores prompt groups, can't be loaded, or does not take the
+                options.
         """
         self._settings = settings
-        functions = {name: find_function(name)[0] for name in (settings.function, *(route.function for route in settings.routes.values()))}
+        functions = {
+            name: find_function(name)[0]
+            for name in (settings.function, *(route.function for route in settings.routes.values()))
+        }
         for name, function in functions.items():
             if takes_prompt_group(function):
-                raise ConfigError(f"{name} scores prompt groups, and this command scores completions one by one; use relax rescore")
+                raise ConfigError(
+                    f"{name} scores prompt groups, and this command scores completions one "
+                    "by one; use relax rescore"
+                )
         self._facts = facts_of(functions[settings.function])
-        self._options = check_options(functions[settings.function], settings.function, settings.options)
+        self._options = check_options(
+            functions[settings.function], settings.function, settings.options
+        )
         self._pool = RewardPool(settings)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._pool.close()
 
     @property
@@ -64,14 +82,22 @@ class Trial(AbstractContextManager["Trial"]):
         return self._pool.score_batch(items)
 
     def explained(self, item: RewardItem, result: Score | RewardError) -> TriedCompletion:
-        """Return what there is to say about a completion that was scored; where the section has routes, without an explanation."""
+        """Return what there is to say about a completion that was scored; where the section has
+        routes, without an explanation.
+        """
         if not isinstance(result, Score):
             return TriedCompletion(item.sample_id, None, {}, error=str(result))
         said: Explanation | None = None
         if self._facts.explain is not None and not self._settings.routes:
             if self._facts.prepare is not None:
                 self._facts.prepare()
-            said = self._facts.explain(item.completion, answer=item.answer, metadata=orjson.loads(item.metadata), prompt=item.prompt, **self._options)
+            said = self._facts.explain(
+                item.completion,
+                answer=item.answer,
+                metadata=orjson.loads(item.metadata),
+                prompt=item.prompt,
+                **self._options,
+            )
         told = (said.answer, said.place, said.why) if said else (None, None, None)
         return TriedCompletion(item.sample_id, result.reward, result.components, None, *told)
 
@@ -79,11 +105,15 @@ class Trial(AbstractContextManager["Trial"]):
 def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[TriedCompletion]:
     """Score completions as a run would, and explain the rewards; raises as `Trial`."""
     with Trial(settings) as trial:
-        return [trial.explained(item, result) for item, result in zip(items, trial.score(items), strict=True)]
+        return [
+            trial.explained(item, result)
+            for item, result in zip(items, trial.score(items), strict=True)
+        ]
 
 
 def read_items(file: Path) -> Iterator[RewardItem]:
-    """Read completions from a JSONL file: objects with `completion` and, where the reward needs them, `answer`, `prompt` and `metadata`.
+    """Read completions from a JSONL file: objects with `completion` and, where the reward needs
+    them, `answer`, `prompt` and `metadata`.
 
     Raises:
         ConfigError: The file or a line of it can't be read; the text names the line.
@@ -104,10 +134,21 @@ def _item(line: bytes, place: str, sample_id: str) -> RewardItem:
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"{place} is not JSON: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("completion"), str):
-        raise ConfigError(f"{place} must be an object with the text `completion`, and may have {', '.join(KEYS[1:])}")
+        raise ConfigError(
+            f"{place} must be an object with the text `completion`, and may have "
+            f"{', '.join(KEYS[1:])}"
+        )
     metadata = found.get("metadata") or {}
-    said = parse_metadata(metadata if isinstance(metadata, str) else orjson.dumps(metadata).decode(), place)
-    return RewardItem(sample_id, found["completion"], str(found.get("answer") or ""), said, str(found.get("prompt") or ""))
+    said = parse_metadata(
+        metadata if isinstance(metadata, str) else orjson.dumps(metadata).decode(), place
+    )
+    return RewardItem(
+        sample_id,
+        found["completion"],
+        str(found.get("answer") or ""),
+        said,
+        str(found.get("prompt") or ""),
+    )
 
 
 def parse_metadata(text: str, place: str) -> str:

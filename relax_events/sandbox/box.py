@@ -1,4 +1,6 @@
-"""Runs a solution behind walls, with a bound on its time and on the memory, processes and files of all that it starts together."""
+"""Runs a solution behind walls, with a bound on its time and on the memory, processes and files of
+all that it starts together.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ LOOK_SECONDS = 0.05
 OWN_PROCESSES = 3
 """Those that lead inside."""
 SHARED_BYTES = 16 * 1024**2
-"""Of the interpreter, which every process of it has in its account though it lies in memory once."""
+"""Of the interpreter, which every process of it has in its account though it lies in memory
+once."""
 GONE_EXIT_CODE = 78
 READABLE = 0o644
 """Of files that a program of another user is to read, whatever the file mode mask of ours is."""
@@ -85,9 +88,22 @@ class Sandbox:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run_with_input(self, given: str) -> tuple[Verdict, str]:
-        """Run the solution with a text on its stdin; return what came of it and what it wrote to stdout."""
-        with _file(given.encode(errors="replace")) as stdin, _file() as stdout, self._box("run") as folder:
-            process = _Process(self._walls, self._limits, folder, {"program": self._copy(folder)}, stdin=stdin.fileno(), stdout=stdout.fileno())
+        """Run the solution with a text on its stdin; return what came of it and what it wrote to
+        stdout.
+        """
+        with (
+            _file(given.encode(errors="replace")) as stdin,
+            _file() as stdout,
+            self._box("run") as folder,
+        ):
+            process = _Process(
+                self._walls,
+                self._limits,
+                folder,
+                {"program": self._copy(folder)},
+                stdin=stdin.fileno(),
+                stdout=stdout.fileno(),
+            )
             verdict = process.finish(time.monotonic() + self._limits.seconds)
             stdout.seek(0)
             return verdict, stdout.read(MAX_FILE_BYTES).decode(errors="replace")
@@ -95,27 +111,49 @@ class Sandbox:
     def run_with_tests(self, tests: str) -> Verdict:
         """Run tests on what the solution defines; they pass unless something is raised.
 
-        The tests run in a box of their own. The solution gets the arguments of their calls, and gives results: it sees neither the tests nor
-        what they expect, and the verdict is not its own.
+        The tests run in a box of their own. The solution gets the arguments of their calls, and
+        gives results: it sees neither the tests nor what they expect, and the verdict is not its
+        own.
         """
         with contextlib.ExitStack() as stack:
-            box, court = stack.enter_context(self._box("solution")), stack.enter_context(self._box("tests"))
+            box, court = (
+                stack.enter_context(self._box("solution")),
+                stack.enter_context(self._box("tests")),
+            )
             (court / "tests.py").write_text(tests, errors="replace")
             (court / "tests.py").chmod(READABLE)
             to_solution, to_judge, to_us = _Pipe(stack), _Pipe(stack), _Pipe(stack)
             served = {"serve": self._copy(box)}
-            solution = _Process(self._walls, self._limits, box, served, stdin=to_solution.read.fileno(), stdout=to_judge.write.fileno())
+            solution = _Process(
+                self._walls,
+                self._limits,
+                box,
+                served,
+                stdin=to_solution.read.fileno(),
+                stdout=to_judge.write.fileno(),
+            )
             stack.callback(solution.end)
             ends = (to_judge.read.fileno(), to_solution.write.fileno(), to_us.write.fileno())
-            judged = {"judge": str(court / "tests.py"), **dict(zip(("requests", "answers", "verdict"), ends, strict=True))}
+            judged = {
+                "judge": str(court / "tests.py"),
+                **dict(zip(("requests", "answers", "verdict"), ends, strict=True)),
+            }
             judge = _Process(self._walls, self._limits, court, judged, pass_fds=ends)
-            for end in (to_solution.read, to_solution.write, to_judge.read, to_judge.write, to_us.write):
+            for end in (
+                to_solution.read,
+                to_solution.write,
+                to_judge.read,
+                to_judge.write,
+                to_us.write,
+            ):
                 end.close()  # who reads from one that is gone must see that
             until = time.monotonic() + self._limits.seconds
             decided = judge.finish(until)
             has_passed = to_us.read.read(1) == b"1"
             is_gone = judge.code == GONE_EXIT_CODE
-            ending = solution.finish(until if is_gone else time.monotonic() + LEAVE_SECONDS)  # it ends by itself when nobody asks it any more
+            ending = solution.finish(
+                until if is_gone else time.monotonic() + LEAVE_SECONDS
+            )  # it ends by itself when nobody asks it any more
             if has_passed:
                 return Verdict.PASSED
             decided = ending if is_gone else decided
@@ -155,8 +193,19 @@ class _Process:
         self.code: int | None = None
         """Exit code, once it has ended by itself."""
         started, ready = os.pipe()
-        setup = setup_of(walls, folder=folder, limits=self._resource_limits(), processes=MAX_PROCESSES, ready=ready, task=task)
-        leading = bubblewrap_arguments(walls, folder=folder) if walls.has_private_root else list(walls.command)
+        setup = setup_of(
+            walls,
+            folder=folder,
+            limits=self._resource_limits(),
+            processes=MAX_PROCESSES,
+            ready=ready,
+            task=task,
+        )
+        leading = (
+            bubblewrap_arguments(walls, folder=folder)
+            if walls.has_private_root
+            else list(walls.command)
+        )
         try:
             self._process = subprocess.Popen(
                 [*leading, walls.python, "-I", "-B", str(ENTRY), setup],
@@ -164,7 +213,13 @@ class _Process:
                 stdout=stdout,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
-                env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+                env={
+                    "PATH": "/usr/bin:/bin",
+                    "HOME": str(folder),
+                    "TMPDIR": str(folder),
+                    "LANG": "C.UTF-8",
+                    "OMP_NUM_THREADS": "1",
+                },
                 pass_fds=(ready, *pass_fds),
             )
         finally:
@@ -178,10 +233,14 @@ class _Process:
         readable, _, _ = select.select([started], [], [], SETUP_SECONDS)
         if not readable or not os.read(started, 1):
             self.end()
-            raise RewardError(f"the sandbox could not be set up within {SETUP_SECONDS:g} s (exit code {self._process.returncode})")
+            raise RewardError(
+                f"the sandbox could not be set up within {SETUP_SECONDS:g} s (exit code "
+                f"{self._process.returncode})"
+            )
 
     def finish(self, until: float) -> Verdict:
-        """Wait for the program to end by itself, and end it when it is late or takes too much; return what came of it.
+        """Wait for the program to end by itself, and end it when it is late or takes too much;
+        return what came of it.
 
         Args:
             until: `time.monotonic()` at which it is late.
@@ -203,16 +262,25 @@ class _Process:
             else:
                 if code == 0:
                     return Verdict.PASSED
-                return Verdict.OUT_OF_LIMITS if code < 0 or code in (LIMIT_EXIT_CODE, 128 + signal.SIGKILL) else Verdict.FAILED
+                return (
+                    Verdict.OUT_OF_LIMITS
+                    if code < 0 or code in (LIMIT_EXIT_CODE, 128 + signal.SIGKILL)
+                    else Verdict.FAILED
+                )
 
     def _takes_too_much(self) -> bool:
-        """Tell whether all that the program has started takes more together than the limits allow."""
+        """Tell whether all that the program has started takes more together than the limits
+        allow.
+        """
         memory, count = 0, 0
         for process in self._descendants():
             with contextlib.suppress(psutil.Error):
                 memory += process.memory_info().rss
                 count += 1
-        if memory > self._limits.memory_bytes + count * SHARED_BYTES or count > MAX_PROCESSES + OWN_PROCESSES:
+        if (
+            memory > self._limits.memory_bytes + count * SHARED_BYTES
+            or count > MAX_PROCESSES + OWN_PROCESSES
+        ):
             return True
         return _folder_bytes(self._folder) > MAX_FOLDER_BYTES
 
@@ -233,7 +301,9 @@ class _Process:
         self._process.kill()
         self._process.wait()
         until = time.monotonic() + END_SECONDS
-        while (left := [process for process in left if _lives(process)]) and time.monotonic() < until:
+        while (
+            left := [process for process in left if _lives(process)]
+        ) and time.monotonic() < until:
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
@@ -278,4 +348,7 @@ class _Pipe:
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         read, write = os.pipe()
-        self.read, self.write = stack.enter_context(os.fdopen(read, "rb", 0)), stack.enter_context(os.fdopen(write, "wb", 0))
+        self.read, self.write = (
+            stack.enter_context(os.fdopen(read, "rb", 0)),
+            stack.enter_context(os.fdopen(write, "wb", 0)),
+        )

@@ -26,7 +26,10 @@ WAYS_OUT = {
     "connect to a port": "socket.create_connection(('127.0.0.1', outside['port']), 2)",
     "connect to a socket on a path": "socket.socket(socket.AF_UNIX).connect(outside['socket'])",
     "send to a socket on a path": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'', outside['socket'])",
-    "make a namespace": "os.waitstatus_to_exitcode(subprocess.run(['unshare', '--user', 'true'], check=True).returncode)",
+    "make a namespace": (
+        "os.waitstatus_to_exitcode(subprocess.run(['unshare', '--user', 'true'], "
+        "check=True).returncode)"
+    ),
     "make an anonymous file": "os.memfd_create('relax')",
 }
 PROGRAM = """
@@ -51,18 +54,33 @@ def try_walls(*, allow_unprotected: bool = False) -> str:
         CheckFailed: A way out leads somewhere; the text names it.
     """
     walls = require_walls(allow_unprotected=allow_unprotected)
-    with _outside() as things, Sandbox(PROGRAM, Limits(seconds=TRIAL_SECONDS), walls=walls) as sandbox:
-        verdict, printed = sandbox.run_with_input(f"{orjson.dumps(things).decode()}\n{orjson.dumps(WAYS_OUT).decode()}\n")
+    with (
+        _outside() as things,
+        Sandbox(PROGRAM, Limits(seconds=TRIAL_SECONDS), walls=walls) as sandbox,
+    ):
+        verdict, printed = sandbox.run_with_input(
+            f"{orjson.dumps(things).decode()}\n{orjson.dumps(WAYS_OUT).decode()}\n"
+        )
     if verdict is not Verdict.PASSED:
-        raise CheckFailed(f"the program that tries the walls ({walls.describe()}) did not end as it should: {verdict}")
+        raise CheckFailed(
+            f"the program that tries the walls ({walls.describe()}) did not end as it "
+            f"should: {verdict}"
+        )
     if open_ways := orjson.loads(printed):
         raise CheckFailed(f"a program behind {walls.describe()} can {', '.join(open_ways)}")
-    return f"programs run behind {walls.describe()}; {len(WAYS_OUT)} ways out tried, none leads anywhere"
+    return (
+        f"programs run behind {walls.describe()}; {len(WAYS_OUT)} ways out tried, none leads "
+        "anywhere"
+    )
 
 
 @contextmanager
 def _outside() -> Iterator[dict[str, object]]:
-    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as local,
+    ):
         folder = Path(name)
         (folder / "file").write_text("of the account")
         local.bind(str(folder / "socket"))

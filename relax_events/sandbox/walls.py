@@ -1,7 +1,9 @@
-"""What can stand between a program and this machine: found by trying it, and refused where it is not enough.
+"""What can stand between a program and this machine: found by trying it, and refused where it is
+not enough.
 
-A wall around files is bubblewrap (a root of the program's own) or Landlock; around the network, other processes and the kernel's larger surfaces
-it is a seccomp filter, and namespaces besides where this machine gives them. Landlock and seccomp need no privileges, and hold in containers.
+A wall around files is bubblewrap (a root of the program's own) or Landlock; around the network,
+other processes and the kernel's larger surfaces it is a seccomp filter, and namespaces besides
+where this machine gives them. Landlock and seccomp need no privileges, and hold in containers.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Walls:
     """User to become, where we are root."""
     python: str = sys.executable
     binds: tuple[tuple[str, str], ...] = ()
-    """Folders of the interpreter that the user can't reach, and the names in the box's folder under which they can be."""
+    """Folders of the interpreter that the user can't reach, and the names in the box's folder under
+    which they can be."""
 
     @property
     def guards_files(self) -> bool:
@@ -96,13 +99,33 @@ class Walls:
 
 
 def readable_paths(walls: Walls, folder: Path) -> list[str]:
-    """Return what a program may read and run: the system's software and the interpreter with its packages."""
-    return [*SYSTEM_FOLDERS, *SYSTEM_FILES, *DEVICES, *interpreter_folders(), str(ENTRY.parent), *(str(folder / name) for _, name in walls.binds)]
+    """Return what a program may read and run: the system's software and the interpreter with its
+    packages.
+    """
+    return [
+        *SYSTEM_FOLDERS,
+        *SYSTEM_FILES,
+        *DEVICES,
+        *interpreter_folders(),
+        str(ENTRY.parent),
+        *(str(folder / name) for _, name in walls.binds),
+    ]
 
 
 def interpreter_folders() -> list[str]:
-    """Return the folders of our interpreter: of the standard library, and of the packages installed beside it."""
-    return list(dict.fromkeys([sys.base_prefix, sys.base_exec_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
+    """Return the folders of our interpreter: of the standard library, and of the packages installed
+    beside it.
+    """
+    return list(
+        dict.fromkeys(
+            [
+                sys.base_prefix,
+                sys.base_exec_prefix,
+                sysconfig.get_path("purelib"),
+                sysconfig.get_path("platlib"),
+            ]
+        )
+    )
 
 
 @cache
@@ -114,9 +137,15 @@ def find_walls() -> Walls:
     """
     found = next((walls for walls in _candidates() if _holds(walls)), None)
     if found is None:
-        as_root = f"run it as another user than root, or give it the capabilities {', '.join(CAPABILITIES)}"
+        as_root = (
+            "run it as another user than root, or give it the capabilities "
+            f"{', '.join(CAPABILITIES)}"
+        )
         remedy = as_root if os.geteuid() == 0 else "install bubblewrap"
-        raise EnvironmentProblem(f"no program can be run behind walls here: {sys.executable} does not start behind any of them; {remedy}")
+        raise EnvironmentProblem(
+            f"no program can be run behind walls here: {sys.executable} does not start "
+            f"behind any of them; {remedy}"
+        )
     return found
 
 
@@ -124,7 +153,8 @@ def require_walls(*, allow_unprotected: bool = False) -> Walls:
     """Return this machine's walls, if a program that a model wrote may run behind them.
 
     Args:
-        allow_unprotected: Accept walls that are not enough: the program may then read the account's files, or use the network.
+        allow_unprotected: Accept walls that are not enough: the program may then read the account's
+            files, or use the network.
     Raises:
         EnvironmentProblem: They are not enough, or there are none.
     """
@@ -138,8 +168,10 @@ def require_walls(*, allow_unprotected: bool = False) -> Walls:
     }
     missing = " and ".join(name for name, stands in guards.items() if not stands)
     raise EnvironmentProblem(
-        f"programs that a model wrote are not run here: nothing keeps them from {missing}. Install bubblewrap, use a kernel with Landlock (5.13 or"
-        " newer) and, in a container, a seccomp profile that lets Landlock through, as Docker's own does, or accept the risk, on a machine that"
+        f"programs that a model wrote are not run here: nothing keeps them from {missing}. "
+        "Install bubblewrap, use a kernel with Landlock (5.13 or"
+        " newer) and, in a container, a seccomp profile that lets Landlock through, as "
+        "Docker's own does, or accept the risk, on a machine that"
         f" holds nothing of value, with {ACCEPT}"
     )
 
@@ -149,14 +181,43 @@ def _candidates() -> list[Walls]:
     user = FIRST_SPARE_USER + os.getpid() % NUM_SPARE_USERS if is_root else None
     known, filters = landlock.version(), platform.machine() in seccomp.ARCHITECTURES
     unshare = ("unshare", *(() if is_root else ("--user", "--map-current-user")), *NAMESPACES)
-    pythons = [python for python in dict.fromkeys([sys.executable, SYSTEM_PYTHON]) if os.access(python, os.X_OK)]
-    binds = tuple((folder, f"python-{number}") for number, folder in enumerate(interpreter_folders()) if user is not None and not _is_open(folder))
+    pythons = [
+        python
+        for python in dict.fromkeys([sys.executable, SYSTEM_PYTHON])
+        if os.access(python, os.X_OK)
+    ]
+    binds = tuple(
+        (folder, f"python-{number}")
+        for number, folder in enumerate(interpreter_folders())
+        if user is not None and not _is_open(folder)
+    )
     candidates: list[Walls] = []
-    if (bwrap := shutil.which("bwrap")) and not is_root:  # as root its programs stay root, whose processes no limit counts
-        candidates.append(Walls((bwrap,), has_namespaces=True, has_private_root=True, landlock=known, filters=filters))
+    if (
+        bwrap := shutil.which("bwrap")
+    ) and not is_root:  # as root its programs stay root, whose processes no limit counts
+        candidates.append(
+            Walls(
+                (bwrap,),
+                has_namespaces=True,
+                has_private_root=True,
+                landlock=known,
+                filters=filters,
+            )
+        )
     for command in ((*unshare, "--mount-proc"), unshare, ()):
         shown = binds if "--mount-proc" in command else ()
-        candidates += [Walls(command, bool(command), landlock=known, filters=filters, user=user, python=python, binds=shown) for python in pythons]
+        candidates += [
+            Walls(
+                command,
+                bool(command),
+                landlock=known,
+                filters=filters,
+                user=user,
+                python=python,
+                binds=shown,
+            )
+            for python in pythons
+        ]
     return candidates
 
 
@@ -178,10 +239,21 @@ def _holds(walls: Walls) -> bool:
 
 
 def bubblewrap_arguments(walls: Walls, *, folder: Path) -> list[str]:
-    """Return the command that gives a program a root of its own: the system's software, the interpreter, and one folder to write in."""
-    arguments = [*walls.command, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    """Return the command that gives a program a root of its own: the system's software, the
+    interpreter, and one folder to write in.
+    """
+    arguments = [
+        *walls.command,
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
     arguments += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # noqa: S108 inside
-    for path in dict.fromkeys([*SYSTEM_FOLDERS, *SYSTEM_FILES, *interpreter_folders(), str(ENTRY.parent), sys.prefix]):
+    for path in dict.fromkeys(
+        [*SYSTEM_FOLDERS, *SYSTEM_FILES, *interpreter_folders(), str(ENTRY.parent), sys.prefix]
+    ):
         if Path(path).is_symlink():
             arguments += ["--symlink", str(Path(path).readlink()), path]
         elif Path(path).exists():
@@ -189,7 +261,15 @@ def bubblewrap_arguments(walls: Walls, *, folder: Path) -> list[str]:
     return [*arguments, "--bind", str(folder), str(folder), "--chdir", str(folder), "--"]
 
 
-def setup_of(walls: Walls, *, folder: Path, limits: dict[str, int], processes: int, ready: int, task: Mapping[str, object]) -> str:
+def setup_of(
+    walls: Walls,
+    *,
+    folder: Path,
+    limits: dict[str, int],
+    processes: int,
+    ready: int,
+    task: Mapping[str, object],
+) -> str:
     """Return what the first process inside is told."""
     setup: dict[str, object] = {
         "limits": limits,

@@ -8,7 +8,7 @@ from http.server import ThreadingHTTPServer
 
 from relax_events.config import TelemetryConfig
 from relax_events.errors import EnvironmentProblem
-from relax_events.telemetry.answering import TextHandler
+from relax_events.http.responses import TextHandler
 from relax_events.telemetry.metrics import WorkerMetrics
 
 Check = Callable[[], str]
@@ -16,9 +16,19 @@ Check = Callable[[], str]
 
 
 class WorkerEndpoint:
-    """An HTTP server in a thread of its own. `/healthz`: the process should live on; `/readyz`: it takes work. Both say why not."""
+    """An HTTP server in a thread of its own. `/healthz`: the process should live on; `/readyz`: it
+    takes work. Both say why not.
+    """
 
-    def __init__(self, config: TelemetryConfig, metrics: WorkerMetrics, *, illness: Check, absence: Check, activity: Check = lambda: "") -> None:
+    def __init__(
+        self,
+        config: TelemetryConfig,
+        metrics: WorkerMetrics,
+        *,
+        illness: Check,
+        absence: Check,
+        activity: Check = lambda: "",
+    ) -> None:
         """Serve from now on.
 
         Args:
@@ -26,7 +36,8 @@ class WorkerEndpoint:
             metrics: What `/metrics` gives.
             illness: Why the process should not live on.
             absence: Why it takes no work.
-            activity: What long call the work loop is inside of, which `/healthz` tells of a process that is well.
+            activity: What long call the work loop is inside of, which `/healthz` tells of a process
+                that is well.
         Raises:
             EnvironmentProblem: The address is taken.
         """
@@ -38,14 +49,19 @@ class WorkerEndpoint:
 
         class Handler(TextHandler):
             def do_GET(self) -> None:  # noqa: N802 as http.server calls it
-                status, body = answers.get(self.path.partition("?")[0], lambda: (404, b"try /metrics, /healthz or /readyz\n"))()
+                status, body = answers.get(
+                    self.path.partition("?")[0],
+                    lambda: (404, b"try /metrics, /healthz or /readyz\n"),
+                )()
                 self.answer(status, body, content_type="text/plain; version=0.0.4; charset=utf-8")
 
         try:
             self._server = ThreadingHTTPServer((config.metrics_host, config.metrics_port), Handler)
         except OSError as error:
             address = f"{config.metrics_host}:{config.metrics_port}"
-            raise EnvironmentProblem(f"can't serve metrics on {address}: {error.strerror}; set telemetry.metrics_port") from None
+            raise EnvironmentProblem(
+                f"can't serve metrics on {address}: {error.strerror}; set telemetry.metrics_port"
+            ) from None
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
@@ -57,4 +73,8 @@ class WorkerEndpoint:
 
 
 def _verdict(problem: str, activity: str = "") -> tuple[int, bytes]:
-    return (503, f"no: {problem}\n".encode()) if problem else (200, f"ok: {activity}\n".encode() if activity else b"ok\n")
+    return (
+        (503, f"no: {problem}\n".encode())
+        if problem
+        else (200, f"ok: {activity}\n".encode() if activity else b"ok\n")
+    )

@@ -42,7 +42,9 @@ class FinalError:
 
 
 def write_final_error(error: BaseException, *, exit_code: int) -> None:
-    """Write the error that ends this process to stderr, as one line of JSON, whatever the form of the other lines."""
+    """Write the error that ends this process to stderr, as one line of JSON, whatever the form of
+    the other lines.
+    """
     text = redacted(str(error))[:MAX_TEXT]
     final = FinalError(os.getpid(), type(error).__name__, text, exit_code, time.time_ns() // 1000)
     line = orjson.dumps({"event": EVENT, "level": "error", **asdict(final)}).decode()
@@ -50,7 +52,8 @@ def write_final_error(error: BaseException, *, exit_code: int) -> None:
 
 
 def read_final_error(path: Path, *, pid: int) -> FinalError | None:
-    """Return the error that ended a process, or None when it wrote none: a signal ended it, or the interpreter itself.
+    """Return the error that ended a process, or None when it wrote none: a signal ended it, or the
+    interpreter itself.
 
     Args:
         path: The log that it wrote to.
@@ -62,13 +65,23 @@ def read_final_error(path: Path, *, pid: int) -> FinalError | None:
             lines = file.read().splitlines()
     except OSError:
         return None
-    found = (final for line in reversed(lines) if EVENT.encode() in line and (final := _parsed(line)) is not None)
+    found = (
+        final
+        for line in reversed(lines)
+        if EVENT.encode() in line and (final := _parsed(line)) is not None
+    )
     return next((final for final in found if final.pid == pid), None)
 
 
 def _parsed(line: bytes) -> FinalError | None:
     try:
         event = orjson.loads(line)
-        return FinalError(event["pid"], event["error_class"], event["text"], event["exit_code"], event["failed_at"])
+        return FinalError(
+            event["pid"],
+            event["error_class"],
+            event["text"],
+            event["exit_code"],
+            event["failed_at"],
+        )
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return None  # a line that only speaks of it

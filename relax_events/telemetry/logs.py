@@ -25,7 +25,11 @@ def configure_logs(config: TelemetryConfig, *, path: Path | None = None, **conte
     """
     stream = sys.stderr if path is None else path.open("a", buffering=1)
     console = config.log_format == "console" or (config.log_format == "auto" and stream.isatty())
-    renderer = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer(serializer=_to_json)
+    renderer = (
+        structlog.dev.ConsoleRenderer()
+        if console
+        else structlog.processors.JSONRenderer(serializer=_to_json)
+    )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -36,7 +40,9 @@ def configure_logs(config: TelemetryConfig, *, path: Path | None = None, **conte
             redact_event,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
+        wrapper_class=structlog.make_filtering_bound_logger(
+            getattr(logging, config.log_level.upper())
+        ),
         logger_factory=structlog.PrintLoggerFactory(stream),
         cache_logger_on_first_use=False,
     )
@@ -47,7 +53,10 @@ def _to_json(event: Any, **_: Any) -> str:
     try:
         return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
     except TypeError:  # of orjson: a lone surrogate, a number above 64 bits, a key of another kind
-        plain = {str(name): value if isinstance(value, str | int | float | bool | None) else repr(value) for name, value in event.items()}
+        plain = {
+            str(name): value if isinstance(value, str | int | float | bool | None) else repr(value)
+            for name, value in event.items()
+        }
         return json.dumps(plain)
 
 

@@ -9,41 +9,97 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from relax_events.telemetry.engine_metrics import EngineMetrics
-from relax_events.telemetry.routing_metrics import RoutingMetrics
-from relax_events.telemetry.span_metrics import SpanMetrics
-from relax_events.telemetry.weight_metrics import WeightMetrics
+from relax_events.telemetry.component_metrics import (
+    EngineMetrics,
+    RoutingMetrics,
+    SpanMetrics,
+    WeightMetrics,
+)
 
 SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
 class WorkerMetrics:
-    """What every worker counts. Labels are bounded: role, topic, reason, outcome; never a version or an id."""
+    """What every worker counts. Labels are bounded: role, topic, reason, outcome; never a version
+    or an id.
+    """
 
     def __init__(self, role: str) -> None:
         self.registry = CollectorRegistry()
         self._role = role
-        self._processed = Counter("relax_records_processed_total", "Records that a worker finished.", ["role"], registry=self.registry)
-        self._expired = Counter(
-            "relax_records_expired_total", "Records skipped because their version left the window.", ["role"], registry=self.registry
-        )
-        self._dropped = Counter(
-            "relax_records_of_dropped_generations_total",
-            "Records of a second generation of a prompt group, dropped because another one was joined.",
+        self._processed = Counter(
+            "relax_records_processed_total",
+            "Records that a worker finished.",
             ["role"],
             registry=self.registry,
         )
-        self._letters = Counter("relax_dead_letters_total", "Records written to a dead-letter topic.", ["role", "reason"], registry=self.registry)
-        self._ended = Counter("relax_prompt_groups_ended_total", "Prompt groups by how they ended.", ["outcome"], registry=self.registry)
-        self._duration = Histogram(
-            "relax_record_batch_duration_seconds", "Time to process one record batch.", ["role"], buckets=SECONDS_BUCKETS, registry=self.registry
+        self._expired = Counter(
+            "relax_records_expired_total",
+            "Records skipped because their version left the window.",
+            ["role"],
+            registry=self.registry,
         )
-        self._purged = Counter("relax_records_purged_total", "Records deleted by version retention.", ["topic"], registry=self.registry)
-        self._scored = Counter("relax_samples_scored_total", "Samples by whether they got a reward.", ["outcome"], registry=self.registry)
-        self._tokens = Counter("relax_tokens_total", "Tokens that a worker generated, evaluated or trained.", ["role"], registry=self.registry)
-        self._in_flight = Gauge("relax_records_in_flight", "Records in work.", ["role"], registry=self.registry)
-        self._version = Gauge("relax_policy_version", "Policy version that a worker serves or knows.", ["role"], registry=self.registry)
-        self._value_loss = Gauge("relax_critic_value_loss", "Value loss of the critic's newest step.", ["role"], registry=self.registry)
+        self._dropped = Counter(
+            "relax_records_of_dropped_generations_total",
+            (
+                "Records of a second generation of a prompt group, dropped because another one "
+                "was joined."
+            ),
+            ["role"],
+            registry=self.registry,
+        )
+        self._letters = Counter(
+            "relax_dead_letters_total",
+            "Records written to a dead-letter topic.",
+            ["role", "reason"],
+            registry=self.registry,
+        )
+        self._ended = Counter(
+            "relax_prompt_groups_ended_total",
+            "Prompt groups by how they ended.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._duration = Histogram(
+            "relax_record_batch_duration_seconds",
+            "Time to process one record batch.",
+            ["role"],
+            buckets=SECONDS_BUCKETS,
+            registry=self.registry,
+        )
+        self._purged = Counter(
+            "relax_records_purged_total",
+            "Records deleted by version retention.",
+            ["topic"],
+            registry=self.registry,
+        )
+        self._scored = Counter(
+            "relax_samples_scored_total",
+            "Samples by whether they got a reward.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._tokens = Counter(
+            "relax_tokens_total",
+            "Tokens that a worker generated, evaluated or trained.",
+            ["role"],
+            registry=self.registry,
+        )
+        self._in_flight = Gauge(
+            "relax_records_in_flight", "Records in work.", ["role"], registry=self.registry
+        )
+        self._version = Gauge(
+            "relax_policy_version",
+            "Policy version that a worker serves or knows.",
+            ["role"],
+            registry=self.registry,
+        )
+        self._value_loss = Gauge(
+            "relax_critic_value_loss",
+            "Value loss of the critic's newest step.",
+            ["role"],
+            registry=self.registry,
+        )
         self._explained = Gauge(
             "relax_critic_explained_variance_ratio",
             "Share of the returns' variance that the critic knew, in its newest step.",
@@ -51,11 +107,17 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._critic_lag = Gauge(
-            "relax_critic_version_lag", "Policy versions that the critic is behind the newest.", ["role"], registry=self.registry
+            "relax_critic_version_lag",
+            "Policy versions that the critic is behind the newest.",
+            ["role"],
+            registry=self.registry,
         )
         self._lag = Gauge(
             "relax_consumer_lag_records",
-            "Records that a worker's consumer has not read of the partitions that it holds, by slot (policy version mod slots).",
+            (
+                "Records that a worker's consumer has not read of the partitions that it holds, "
+                "by slot (policy version mod slots)."
+            ),
             ["role", "topic", "slot"],
             registry=self.registry,
         )
@@ -65,12 +127,23 @@ class WorkerMetrics:
         self.routing = RoutingMetrics(role, self.registry)
         self.spans = SpanMetrics(role, self.registry)
         self._tracker_errors = Counter(
-            "relax_tracker_errors_total", "Times that a tracker did not take figures; it is tried again.", ["tracker"], registry=self.registry
+            "relax_tracker_errors_total",
+            "Times that a tracker did not take figures; it is tried again.",
+            ["tracker"],
+            registry=self.registry,
         )
         self._notice_errors = Counter(
-            "relax_notice_errors_total", "Times that a service did not take a notice; it is tried again.", ["service"], registry=self.registry
+            "relax_notice_errors_total",
+            "Times that a service did not take a notice; it is tried again.",
+            ["service"],
+            registry=self.registry,
         )
-        self._progress = Gauge("relax_last_progress_timestamp_seconds", "When a worker last finished a record.", ["role"], registry=self.registry)
+        self._progress = Gauge(
+            "relax_last_progress_timestamp_seconds",
+            "When a worker last finished a record.",
+            ["role"],
+            registry=self.registry,
+        )
 
     def processed(self, count: int, *, seconds: float) -> None:
         """Count a finished record batch."""
@@ -83,11 +156,15 @@ class WorkerMetrics:
         self._expired.labels(self._role).inc(count)
 
     def generation_dropped(self, count: int) -> None:
-        """Count records of a prompt group that was generated again, where another generation of it was joined."""
+        """Count records of a prompt group that was generated again, where another generation of it
+        was joined.
+        """
         self._dropped.labels(self._role).inc(count)
 
     def expect_dead_letters(self, reasons: Iterable[str]) -> None:
-        """Count none yet, for these classes of errors: what Prometheus first sees as 1 it takes for no increase."""
+        """Count none yet, for these classes of errors: what Prometheus first sees as 1 it takes for
+        no increase.
+        """
         for reason in reasons:
             self._letters.labels(self._role, reason)
 
@@ -104,7 +181,9 @@ class WorkerMetrics:
         self._ended.labels(outcome).inc()
 
     def scored(self, outcome: str) -> None:
-        """Count a sample that got a reward (`scored`), did not (`failed`), or was given a judgement without a score (`unreadable`)."""
+        """Count a sample that got a reward (`scored`), did not (`failed`), or was given a judgement
+        without a score (`unreadable`).
+        """
         self._scored.labels(outcome).inc()
 
     def tokens(self, count: int) -> None:
@@ -124,7 +203,9 @@ class WorkerMetrics:
         self._in_flight.labels(self._role).set(count)
 
     def consumer_lag(self, counts: Mapping[tuple[str, int], int], *, shards: int) -> None:
-        """Say how many records are unread in each partition, named by its topic without the run; partitions that we gave back are left out."""
+        """Say how many records are unread in each partition, named by its topic without the run;
+        partitions that we gave back are left out.
+        """
         lag: Tally[tuple[str, str]] = Tally()
         for (topic, partition), count in counts.items():
             lag[topic, str(partition // shards)] += count
@@ -150,14 +231,32 @@ class WorkerMetrics:
 
 
 class ErrorMetrics(Collector):
-    """What a worker's clients met, counted where it happens; labels are bounded by librdkafka's names and by what stores are asked to do."""
+    """What a worker's clients met, counted where it happens; labels are bounded by librdkafka's
+    names and by what stores are asked to do.
+    """
 
-    def __init__(self, role: str, *, broker: Mapping[str, int], objects: Mapping[str, int], away_seconds: Callable[[], float]) -> None:
-        self._role, self._broker, self._objects, self._away_seconds = role, broker, objects, away_seconds
+    def __init__(
+        self,
+        role: str,
+        *,
+        broker: Mapping[str, int],
+        objects: Mapping[str, int],
+        away_seconds: Callable[[], float],
+    ) -> None:
+        self._role, self._broker, self._objects, self._away_seconds = (
+            role,
+            broker,
+            objects,
+            away_seconds,
+        )
 
     def collect(self) -> Iterator[Metric]:
         """Give all families."""
-        broker = CounterMetricFamily("relax_broker_errors", "What clients met in the background, mended or not.", labels=["role", "error"])
+        broker = CounterMetricFamily(
+            "relax_broker_errors",
+            "What clients met in the background, mended or not.",
+            labels=["role", "error"],
+        )
         failed = "Calls of the object store that failed, those that are tried again included."
         objects = CounterMetricFamily("relax_object_errors", failed, labels=["role", "action"])
         for family, counts in ((broker, self._broker), (objects, self._objects)):
@@ -165,7 +264,9 @@ class ErrorMetrics(Collector):
                 family.add_metric([self._role, name], count)
             yield family
         away = GaugeMetricFamily(
-            "relax_object_store_away_seconds", "For how long an object store has not answered; 0 when it does.", labels=["role"]
+            "relax_object_store_away_seconds",
+            "For how long an object store has not answered; 0 when it does.",
+            labels=["role"],
         )
         away.add_metric([self._role], self._away_seconds())
         yield away

@@ -1,4 +1,6 @@
-"""Keeps secrets out of logs: whoever reads a secret says so here, and no log event shows it from then on."""
+"""Keeps secrets out of logs: whoever reads a secret says so here, and no log event shows it from
+then on.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def redacted(text: str) -> str:
 
 
 def redact_event(_: Any, __: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """Redact a log event, as a structlog processor; values that are neither text nor plain figures are looked at as text."""
+    """Redact a log event, as a structlog processor; values that are neither text nor plain figures
+    are looked at as text.
+    """
     return {name: _redacted_value(value) for name, value in event.items()}
 
 

@@ -1,4 +1,6 @@
-"""Which events a topic holds. Who may write a topic is the broker's to say; so an event counts only where those write who may say it."""
+"""Which events a topic holds. Who may write a topic is the broker's to say; so an event counts only
+where those write who may say it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from relax_events.events.types import (
     TrainStepCommitted,
     WorkerBeat,
 )
-from relax_events.topics.plan import END_REQUESTS, EVALUATOR_TOPICS, HEARTBEATS, METRICS, TRAINED_FROM
+from relax_events.topics.plan import (
+    END_REQUESTS,
+    EVALUATOR_TOPICS,
+    HEARTBEATS,
+    METRICS,
+    TRAINED_FROM,
+)
 
 EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
     "prompt.groups": (PromptGroupIssued,),
@@ -42,7 +50,8 @@ EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
 
 
 def belongs_on(entity: str, event: Event) -> bool:
-    """Tell whether an event may stand on a topic, given without its run: others there are not what their writer may say.
+    """Tell whether an event may stand on a topic, given without its run: others there are not what
+    their writer may say.
 
     Heartbeats and metrics of a worker stand on the topic of its role.
     """

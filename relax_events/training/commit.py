@@ -1,4 +1,6 @@
-"""Makes a step real: weights first, then one transaction with the step, its outcomes, the new version and the offsets."""
+"""Makes a step real: weights first, then one transaction with the step, its outcomes, the new
+version and the offsets.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +9,41 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.records import OutRecord
-from relax_events.broker.transactions import TransactionalWriter
 from relax_events.errors import Fenced
 from relax_events.events.parts import CheckpointRef, ObjectRef, Outcome, TopicOffset
 from relax_events.events.types import PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.publications import SUMMED_ENTITIES
-from relax_events.pipeline.worker import Worker
-from relax_events.policy import end_of, is_guest
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.records import OutRecord
+from relax_events.kafka.transactions import TransactionalWriter
+from relax_events.projections.training_history import TrainingHistory
+from relax_events.runtime.control_view import SUMMED_ENTITIES
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.worker import Worker
+from relax_events.staleness import end_of, is_guest
 from relax_events.telemetry.traces import NO_HEADERS
-from relax_events.training.history import TrainingHistory
 from relax_events.training.step_record import StepLayout, StepShare
 
 log = structlog.get_logger()
 
 
 class StepCommitter:
-    """The one writer of control.train-steps, control.group-outcomes and control.policy-versions. Rank 0 only.
+    """The one writer of control.train-steps, control.group-outcomes and control.policy-versions.
+    Rank 0 only.
 
-    Opening it fences every earlier trainer of the run: what a zombie writes afterwards is refused by the broker.
+    Opening it fences every earlier trainer of the run: what a zombie writes afterwards is refused
+    by the broker.
     """
 
     def __init__(self, worker: Worker, reader: LogReader) -> None:
         self._worker, self._reader = worker, reader
-        self._transports: list[str] = sorted({"store", worker.config.weights.transport}, reverse=True)
+        self._transports: list[str] = sorted(
+            {"store", worker.config.weights.transport}, reverse=True
+        )
         self._admin = Admin(worker.connection)
-        self._writer = TransactionalWriter(worker.connection, transactional_id=worker.plan.transactional_id("trainer"))
+        self._writer = TransactionalWriter(
+            worker.connection, transactional_id=worker.plan.transactional_id("trainer")
+        )
         self._begins = self._control_ends()  # no earlier trainer writes behind it any more
         self._num_steps, self._ended = 0, Counter[str]()
 
@@ -45,7 +53,10 @@ class StepCommitter:
 
     def publish_initial(self, artifact: ObjectRef, *, policy_version: int = 0) -> None:
         """Publish the version that the run begins with."""
-        self._writer.commit([self._published(policy_version, artifact)], already_real=lambda: not self._history().is_fresh)
+        self._writer.commit(
+            [self._published(policy_version, artifact)],
+            already_real=lambda: not self._history().is_fresh,
+        )
 
     def commit_step(
         self,
@@ -60,7 +71,8 @@ class StepCommitter:
         step_headers: Mapping[str, str] = NO_HEADERS,
         version_headers: Mapping[str, str] = NO_HEADERS,
     ) -> TrainStepCommitted:
-        """Commit a step with everything that became true by it; its record and that of its version carry the contexts of their traces.
+        """Commit a step with everything that became true by it; its record and that of its version
+        carry the contexts of their traces.
 
         Without figures the step's update was skipped.
         """
@@ -83,9 +95,14 @@ class StepCommitter:
             checkpoint=checkpoint,
             update_skipped=figures is None,
         )
-        ended = [*(end for share in shares for end in share.ended), *trained_outcomes(shares, train_step, has_rewards=has_rewards)]
+        ended = [
+            *(end for share in shares for end in share.ended),
+            *trained_outcomes(shares, train_step, has_rewards=has_rewards),
+        ]
         records = [
-            self._worker.outbound("control.train-steps", step, key=str(train_step), headers=step_headers),
+            self._worker.outbound(
+                "control.train-steps", step, key=str(train_step), headers=step_headers
+            ),
             *(self._outcome(end) for end in ended),
             self._published(train_step + 1, artifact, headers=version_headers),
         ]
@@ -101,30 +118,44 @@ class StepCommitter:
         return step
 
     def commit_outcomes(self, ended: Sequence[PromptGroupEnded], *, train_step: int) -> None:
-        """Commit ends that should not wait for the train step at work, so that the prompter can fill their seats.
+        """Commit ends that should not wait for the train step at work, so that the prompter can
+        fill their seats.
 
-        Their offsets follow with the step: until then a restart reads them again, and knows them as decided.
+        Their offsets follow with the step: until then a restart reads them again, and knows them as
+            decided.
         """
         wanted = {group.prompt_group_id for group in ended}
-        self._writer.commit([self._outcome(group) for group in ended], already_real=lambda: self._are_committed(wanted, train_step))
+        self._writer.commit(
+            [self._outcome(group) for group in ended],
+            already_real=lambda: self._are_committed(wanted, train_step),
+        )
         self._count(ended)
 
     def _count(self, ended: Sequence[PromptGroupEnded]) -> None:
         self._ended.update(end.outcome.value for end in ended if not is_guest(end.prompt_group_id))
 
     def _history(self) -> TrainingHistory:
-        """Read what was committed since the transaction before the last publication of ours, or since we began."""
+        """Read what was committed since the transaction before the last publication of ours, or
+        since we began.
+        """
         return TrainingHistory.read_from(self._worker, self._begins)
 
     def _is_committed(self, step: TrainStepCommitted) -> bool:
         """Tell whether an unsure commit of ours became real.
 
         Raises:
-            Fenced: Another trainer committed this step while we were not sure; what we trained is on nobody's path.
+            Fenced: Another trainer committed this step while we were not sure; what we trained is
+                on nobody's path.
         """
         newer = [other for other in self._history().steps if other.train_step >= step.train_step]
-        if newer and (len(newer) > 1 or newer[0].weights_digest != step.weights_digest or newer[0].sample_ids != step.sample_ids):
-            raise Fenced(f"train step {step.train_step} was committed by another trainer; end this one")
+        if newer and (
+            len(newer) > 1
+            or newer[0].weights_digest != step.weights_digest
+            or newer[0].sample_ids != step.sample_ids
+        ):
+            raise Fenced(
+                f"train step {step.train_step} was committed by another trainer; end this one"
+            )
         return bool(newer)
 
     def _are_committed(self, group_ids: set[str], train_step: int) -> bool:
@@ -134,31 +165,50 @@ class StepCommitter:
             raise Fenced(f"train step {train_step} was committed by another trainer; end this one")
         known = group_ids & history.ended_group_ids
         if known and known != group_ids:
-            raise Fenced(f"the end of prompt group {min(known)} was committed by another trainer; end this one")
+            raise Fenced(
+                f"the end of prompt group {min(known)} was committed by another trainer; end "
+                "this one"
+            )
         return bool(known)
 
     def _outcome(self, ended: PromptGroupEnded) -> OutRecord:
         self._worker.metrics.ended(ended.outcome)
         return self._worker.outbound("control.group-outcomes", ended, key=ended.prompt_group_id)
 
-    def _published(self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS) -> OutRecord:
+    def _published(
+        self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS
+    ) -> OutRecord:
         self._begins = self._control_ends()
         event = PolicyVersionPublished(
             policy_version=version,
             artifact=artifact,
             transports=self._transports,
             start_offsets=self._start_offsets(version),
-            control_offsets=[TopicOffset(self._worker.plan.topic(entity), 0, offset) for entity, offset in self._begins.items()],
+            control_offsets=[
+                TopicOffset(self._worker.plan.topic(entity), 0, offset)
+                for entity, offset in self._begins.items()
+            ],
             num_steps_before=self._num_steps,
             ended_before=dict(self._ended),
         )
-        return self._worker.outbound("control.policy-versions", event, key=str(version), headers=headers)
+        return self._worker.outbound(
+            "control.policy-versions", event, key=str(version), headers=headers
+        )
 
     def _start_offsets(self, version: int) -> list[TopicOffset]:
-        """Ask where the version's slot ends now: its own records can only come after its publication."""
+        """Ask where the version's slot ends now: its own records can only come after its
+        publication.
+        """
         plan = self._worker.plan
-        places = [(topic, partition) for topic in plan.sample_topics() for partition in plan.partitions_of_version(version)]
-        return [TopicOffset(topic, partition, offset) for (topic, partition), offset in sorted(self._admin.end_offsets(places).items())]
+        places = [
+            (topic, partition)
+            for topic in plan.sample_topics()
+            for partition in plan.partitions_of_version(version)
+        ]
+        return [
+            TopicOffset(topic, partition, offset)
+            for (topic, partition), offset in sorted(self._admin.end_offsets(places).items())
+        ]
 
     def _control_ends(self) -> dict[str, int]:
         """Ask where the topics end that we alone write."""
@@ -170,12 +220,18 @@ class StepCommitter:
         self._writer.close()
 
 
-def trained_outcomes(shares: Sequence[StepShare], train_step: int, *, has_rewards: bool = True) -> list[PromptGroupEnded]:
-    """Return the ends of the prompt groups that a step trained, with their mean rewards where there are any."""
+def trained_outcomes(
+    shares: Sequence[StepShare], train_step: int, *, has_rewards: bool = True
+) -> list[PromptGroupEnded]:
+    """Return the ends of the prompt groups that a step trained, with their mean rewards where there
+    are any.
+    """
     rewards: dict[str, list[float]] = {}
     versions: dict[str, int] = {}
     for share in shares:
-        for sample_id, reward, staleness in zip(share.sample_ids, share.rewards, share.staleness, strict=True):
+        for sample_id, reward, staleness in zip(
+            share.sample_ids, share.rewards, share.staleness, strict=True
+        ):
             group_id = sample_id.rpartition("/")[0]
             rewards.setdefault(group_id, []).append(reward)
             versions[group_id] = min(train_step - staleness, versions.get(group_id, train_step))
@@ -183,5 +239,13 @@ def trained_outcomes(shares: Sequence[StepShare], train_step: int, *, has_reward
     for share in shares:
         for group_id in share.prompt_group_ids:
             mean_reward = sum(rewards[group_id]) / len(rewards[group_id]) if has_rewards else None
-            ended.append(end_of(group_id, Outcome.TRAINED, policy_version=versions[group_id], trainer_version=train_step, mean_reward=mean_reward))
+            ended.append(
+                end_of(
+                    group_id,
+                    Outcome.TRAINED,
+                    policy_version=versions[group_id],
+                    trainer_version=train_step,
+                    mean_reward=mean_reward,
+                )
+            )
     return ended

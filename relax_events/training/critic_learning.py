@@ -1,14 +1,17 @@
 """How a critic learns: a second learner on the run's own log.
 
-    control.train-steps ──▶ the batch of each committed step, from advantage.samples ──▶ returns = advantages + values ──▶ value loss, AdamW
+    control.train-steps ──▶ the batch of each committed step, from advantage.samples ──▶ returns =
+    advantages + values ──▶ value loss, AdamW
                                                                                                             │
     control.metrics.critic ◀── figures of the step             checkpoint in the object store, now and then ◀┘
 
-Where `algorithm.critic_gae_lambda` or `length_adaptive_alpha` gives the critic another lambda than the policy, the advantages that its returns are
-made of are computed anew, from the rewards, log-probabilities and values of the recorded samples.
+Where `algorithm.critic_gae_lambda` or `length_adaptive_alpha` gives the critic another lambda than
+the policy, the advantages that its returns are made of are computed anew, from the rewards,
+log-probabilities and values of the recorded samples.
 
-What it knows is a function of the log and of where it began, so nothing has to be committed: one that starts anew loads its newest
-checkpoint and learns from the later steps again, with the same bits on the CPU.
+What it knows is a function of the log and of where it began, so nothing has to be committed: one
+that starts anew loads its newest checkpoint and learns from the later steps again, with the same
+bits on the CPU.
 """
 
 from __future__ import annotations
@@ -21,40 +24,53 @@ from typing import Self
 
 import structlog
 
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.deadline import Deadline
-from relax_events.errors import BrokerUnavailable, ObjectError, PoisonSample, RunFailed, StepNotFinite
+from relax_events.deadline import Deadline
+from relax_events.errors import (
+    BrokerUnavailable,
+    ObjectError,
+    PoisonSample,
+    RunFailed,
+    StepNotFinite,
+)
 from relax_events.events.types import MetricsReported, TrainStepCommitted
+from relax_events.kafka.consumer import LogReader
 from relax_events.objects import ObjectStore
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.publications import begins_of, newest_publications
-from relax_events.pipeline.source_run import SourceRun
-from relax_events.pipeline.worker import Worker
+from relax_events.runtime.control_view import begins_of, newest_publications
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import METRICS, TRAINED_FROM
-from relax_events.training.checkpoints import Checkpoints
-from relax_events.training.critic_checkpoints import FOLDER, critic_checkpoints, stored_versions
-from relax_events.training.packing import pack_order
-from relax_events.training.pending_checkpoint import PendingCheckpoint
-from relax_events.training.protocol import Critic, ValueFigures
+from relax_events.training.backend.protocol import Critic, ValueFigures
+from relax_events.training.batch.packing import pack_order
+from relax_events.training.batch.token_sequence import plain
+from relax_events.training.checkpoint.checkpoints import Checkpoints
+from relax_events.training.checkpoint.critic_checkpoints import (
+    FOLDER,
+    critic_checkpoints,
+    stored_versions,
+)
+from relax_events.training.checkpoint.pending import PendingCheckpoint
 from relax_events.training.ranks import SingleRank
-from relax_events.training.recorded_batches import RecordedBatch, RecordedBatches
-from relax_events.training.rejudging import Rejudging
-from relax_events.training.source_steps import SourceSteps
-from relax_events.training.token_sequence import plain
+from relax_events.training.replay.parent_steps import SourceSteps
+from relax_events.training.replay.recorded_batches import RecordedBatch, RecordedBatches
+from relax_events.training.replay.relabel import Rejudging
 
 log = structlog.get_logger()
 TURN_SECONDS = 0.5
 STEP_SECONDS = 30.0
 """A published version's step, which was committed with it, is readable well before this."""
-REMEDY = "the critic has to learn from them: keep more with run.retain_versions, or train on as a fork"
+REMEDY = (
+    "the critic has to learn from them: keep more with run.retain_versions, or train on as a fork"
+)
 
 
 class CriticLearning:
     """See the module's docstring. Use it as a context manager."""
 
     def __init__(self, worker: Worker, critic: Critic, store: ObjectStore) -> None:
-        """Go on from the newest checkpoint, and learn from every step that is committed by now, unless the drain comes first.
+        """Go on from the newest checkpoint, and learn from every step that is committed by now,
+        unless the drain comes first.
 
         Raises:
             ConfigError: Records of a step are gone.
@@ -62,7 +78,9 @@ class CriticLearning:
         """
         self._worker, self._critic = worker, critic
         critic.tell_progress(worker.progressed)
-        self._checkpoints = Checkpoints(store, ranks=SingleRank(), keep=worker.config.trainer.keep_checkpoints, folder=FOLDER)
+        self._checkpoints = Checkpoints(
+            store, ranks=SingleRank(), keep=worker.config.trainer.keep_checkpoints, folder=FOLDER
+        )
         self._pending: PendingCheckpoint | None = None
         self._checkpoint_begun = time.monotonic()
         self._consumed: dict[int, int] = {}
@@ -73,16 +91,27 @@ class CriticLearning:
         own = SourceRun(worker.config, worker.plan, worker.connection)
         first, last = critic.policy_version, worker.config.last_version
         own_returns = worker.config.algorithm.of_critic
-        judge = None if own_returns is None else Rejudging(own_returns, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
+        judge = (
+            None
+            if own_returns is None
+            else Rejudging(own_returns, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
+        )
         batches = RecordedBatches(worker, SingleRank(), judge=judge)
         begin = begin if first in digests else 0
         self._steps = SourceSteps(
-            own, batches, first=first, last=last, begin=begin, decode=lambda record: worker.codec.decode(record.value), remedy=REMEDY
+            own,
+            batches,
+            first=first,
+            last=last,
+            begin=begin,
+            decode=lambda record: worker.codec.decode(record.value),
+            remedy=REMEDY,
         )
         self._learn_to(max(digests, default=first), or_drain=True)
 
     def before(self, policy_version: int) -> int:
-        """Learn from every step that led to a policy version, and return the version that the critic has come to: this one, or a newer.
+        """Learn from every step that led to a policy version, and return the version that the
+        critic has come to: this one, or a newer.
 
         Raises:
             BrokerUnavailable: A step of a version that is published can't be read.
@@ -97,16 +126,29 @@ class CriticLearning:
         self._poll_checkpoint()
 
     def _begin(self, store: ObjectStore) -> int:
-        """Return where the steps since the oldest stored checkpoint begin on control.train-steps; where there is none all have to be learned."""
+        """Return where the steps since the oldest stored checkpoint begin on control.train-steps;
+        where there is none all have to be learned.
+        """
         oldest = min(stored_versions(store), default=-1)
         if oldest < 0:
             return 0
-        reader, plan, decode = LogReader(self._worker.connection), self._worker.plan, self._worker.decode
+        reader, plan, decode = (
+            LogReader(self._worker.connection),
+            self._worker.plan,
+            self._worker.decode,
+        )
         try:
-            found = newest_publications(reader, plan, decode, enough=lambda found: bool(found) and found[0].policy_version <= oldest)
+            found = newest_publications(
+                reader,
+                plan,
+                decode,
+                enough=lambda found: bool(found) and found[0].policy_version <= oldest,
+            )
         finally:
             reader.close()
-        return begins_of([event for event in found if event.policy_version >= oldest], plan)["control.train-steps"]
+        return begins_of([event for event in found if event.policy_version >= oldest], plan)[
+            "control.train-steps"
+        ]
 
     def _recorded_digests(self, begin: int) -> dict[int, bytes]:
         place, digests = (self._worker.plan.topic("control.train-steps"), 0), {}
@@ -133,13 +175,21 @@ class CriticLearning:
 
     def _learn_to(self, policy_version: int, *, or_drain: bool) -> None:
         deadline = Deadline(STEP_SECONDS)
-        while self._critic.policy_version < policy_version and not (or_drain and self._worker.drain.requested):
+        while self._critic.policy_version < policy_version and not (
+            or_drain and self._worker.drain.requested
+        ):
             if self._steps.has_next(timeout_seconds=TURN_SECONDS):
                 self._learn(self._take())
                 deadline = Deadline(STEP_SECONDS)
             elif deadline.passed:
-                missing = f"train step {self._critic.policy_version}, which led to policy version {policy_version},"
-                raise BrokerUnavailable(f"{missing} can't be read from control.train-steps after {STEP_SECONDS:g} s; is the broker down?")
+                missing = (
+                    f"train step {self._critic.policy_version}, which led to policy version "
+                    f"{policy_version},"
+                )
+                raise BrokerUnavailable(
+                    f"{missing} can't be read from control.train-steps after "
+                    f"{STEP_SECONDS:g} s; is the broker down?"
+                )
             self._worker.tick(working=True)
 
     def _take(self) -> RecordedBatch:
@@ -147,17 +197,22 @@ class CriticLearning:
             return self._steps.take()
 
     def _learn(self, batch: RecordedBatch) -> None:
-        """Train on a step's samples, in recorded order and cut by our own budget, so that the result is the same each time."""
+        """Train on a step's samples, in recorded order and cut by our own budget, so that the
+        result is the same each time.
+        """
         started, samples = time.monotonic(), [placed.sample for placed in batch.samples]
         lengths = [len(plain(sample, "tokens")) for sample in samples]
         try:
-            for part in pack_order(lengths, max_tokens=self._worker.config.trainer.max_tokens_per_micro_batch):
+            for part in pack_order(
+                lengths, max_tokens=self._worker.config.trainer.max_tokens_per_micro_batch
+            ):
                 with self._worker.piece("train a micro-batch"):
                     self._critic.accumulate(samples[part])
                 self._worker.tick(working=True)
         except PoisonSample as error:
             raise RunFailed(
-                f"the critic can't learn from train step {batch.step.train_step}: {error}; was it made under another run file?"
+                f"the critic can't learn from train step {batch.step.train_step}: {error}; "
+                "was it made under another run file?"
             ) from error
         figures = self._update()
         failpoint("critic.learning")
@@ -170,7 +225,8 @@ class CriticLearning:
         self._worker.finished(len(samples), started)
 
     def _update(self) -> ValueFigures | None:
-        """Update the critic and return its figures; None where loss or gradient is not finite and the update is skipped.
+        """Update the critic and return its figures; None where loss or gradient is not finite and
+        the update is skipped.
 
         Raises:
             StepNotFinite: This happened `trainer.max_steps_not_finite` times in a row.
@@ -180,7 +236,9 @@ class CriticLearning:
                 figures = self._critic.step()
             except StepNotFinite as error:
                 self._skipped_in_a_row += 1
-                log.error("critic_update.skipped", num_in_a_row=self._skipped_in_a_row, error=str(error))
+                log.error(
+                    "critic_update.skipped", num_in_a_row=self._skipped_in_a_row, error=str(error)
+                )
                 if self._skipped_in_a_row >= self._worker.config.trainer.max_steps_not_finite:
                     raise
                 self._critic.skip_step()
@@ -192,24 +250,42 @@ class CriticLearning:
         worker, version = self._worker, self._critic.policy_version
         lag = max(worker.control.policy_version - version, 0)
         worker.beats.policy_version = version
-        worker.metrics.learned(value_loss=figures.value_loss, explained_variance=figures.explained_variance, version_lag=lag)
+        worker.metrics.learned(
+            value_loss=figures.value_loss,
+            explained_variance=figures.explained_variance,
+            version_lag=lag,
+        )
         values = {**asdict(figures), "critic_version_lag": float(lag)}
-        event = MetricsReported(worker_id=worker.worker_id, role=worker.role, policy_version=version, values=values)
+        event = MetricsReported(
+            worker_id=worker.worker_id, role=worker.role, policy_version=version, values=values
+        )
         worker.producer.send(worker.outbound(METRICS[worker.role], event, key=worker.worker_id))
-        log.info("critic_step.learned", train_step=version - 1, **{name: round(value, 6) for name, value in values.items()})
+        log.info(
+            "critic_step.learned",
+            train_step=version - 1,
+            **{name: round(value, 6) for name, value in values.items()},
+        )
 
     def _save_checkpoint(self, step: TrainStepCommitted) -> None:
-        """Start a checkpoint when one is due. It becomes real with its manifest, once all of it is in the store.
+        """Start a checkpoint when one is due. It becomes real with its manifest, once all of it is
+        in the store.
 
-        None begins amid skipped updates, so that a critic that starts anew counts all of them again.
+        None begins amid skipped updates, so that a critic that starts anew counts all of them
+        again.
         """
         self._poll_checkpoint()
         seconds = time.monotonic() - self._checkpoint_begun
-        is_due = self._worker.config.trainer.checkpoint_is_due(step.policy_version, seconds=seconds) and not self._skipped_in_a_row
+        is_due = (
+            self._worker.config.trainer.checkpoint_is_due(step.policy_version, seconds=seconds)
+            and not self._skipped_in_a_row
+        )
         if not is_due or self._pending is not None:
             return
         self._checkpoint_begun = time.monotonic()
-        extra = {"weights_digest": step.weights_digest.hex(), "consumed": sorted(self._consumed.items())}
+        extra = {
+            "weights_digest": step.weights_digest.hex(),
+            "consumed": sorted(self._consumed.items()),
+        }
         with self._worker.transfer("copy the checkpoint"):
             self._pending = self._checkpoints.save(self._critic.state(), extra=extra)
 
@@ -222,6 +298,11 @@ class CriticLearning:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._checkpoints.close()
         self._steps.close()

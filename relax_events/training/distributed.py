@@ -1,4 +1,6 @@
-"""Ranks over torch.distributed: gloo for the CPU and for everything small, NCCL for gradients on GPUs."""
+"""Ranks over torch.distributed: gloo for the CPU and for everything small, NCCL for gradients on
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,31 @@ def open_ranks(*, timeout_seconds: float) -> Ranks:
     if "RANK" not in os.environ:
         return SingleRank()
     if missing := [name for name in TORCHRUN_VARIABLES if name not in os.environ]:
-        raise EnvironmentProblem(f"RANK is set but {', '.join(missing)} is not; start several ranks with torchrun, or unset RANK for one")
+        raise EnvironmentProblem(
+            f"RANK is set but {', '.join(missing)} is not; start several ranks with "
+            "torchrun, or unset RANK for one"
+        )
     return TorchRanks(timeout_seconds=timeout_seconds)
 
 
 def served_rendezvous(num_ranks: int, *, timeout_seconds: float) -> TCPStore | None:
-    """Serve the store by which the ranks find each other, where a listening socket was handed to this rank; all ranks join it as clients."""
+    """Serve the store by which the ranks find each other, where a listening socket was handed to
+    this rank; all ranks join it as clients.
+    """
     if (listener := os.environ.pop(LISTENER, None)) is None:
         return None
-    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_seconds)
+    host, port, timeout = (
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        timedelta(seconds=timeout_seconds),
+    )
     return TCPStore(host, port, num_ranks, True, timeout, False, master_listen_fd=int(listener))
 
 
 class TorchRanks:
-    """Ranks over torch.distributed. A rank that dies or hangs makes the others' next collective raise RankLost by the deadline."""
+    """Ranks over torch.distributed. A rank that dies or hangs makes the others' next collective
+    raise RankLost by the deadline.
+    """
 
     def __init__(self, *, timeout_seconds: float) -> None:
         """Join the group; see `open_ranks`.
@@ -55,11 +68,16 @@ class TorchRanks:
         Args:
             timeout_seconds: Deadline of joining and of every later collective.
         """
-        self.rank, self.size, self.local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        self.rank, self.size, self.local_rank = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        )
         self._around: Around = nullcontext
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         self._store = served_rendezvous(self.size, timeout_seconds=timeout_seconds)
-        self._attempt("joining", lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds)))
+        self._attempt(
+            "joining",
+            lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds)),
+        )
 
     def _attempt(self, what: str, collective: Callable[[], object]) -> None:
         try:
@@ -67,13 +85,16 @@ class TorchRanks:
                 collective()
         except RuntimeError as error:
             raise RankLost(
-                f"rank {self.rank} of {self.size}: {what} failed, another rank died or is behind ({error}); "
+                f"rank {self.rank} of {self.size}: {what} failed, another rank died or is "
+                f"behind ({error}); "
                 "see its log, or raise trainer.collective_timeout_seconds"
             ) from error
 
     def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
         """Stack every rank's array, in rank order."""
-        mine = torch.from_numpy(np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8).copy())
+        mine = torch.from_numpy(
+            np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8).copy()
+        )
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         self._attempt("all_gather", lambda: dist.all_gather(parts, mine))
         return np.stack([part.numpy().view(values.dtype).reshape(values.shape) for part in parts])
@@ -93,7 +114,9 @@ class TorchRanks:
             ValueError: This is the source, and there is nothing to broadcast.
         """
         if self.rank == source and data is None:
-            raise ValueError(f"rank {source} is the source of the broadcast and must bring the data")
+            raise ValueError(
+                f"rank {source} is the source of the broadcast and must bring the data"
+            )
         length = torch.tensor([len(data or b"")])
         self._attempt("broadcast", lambda: dist.broadcast(length, src=source))
         content = torch.zeros(int(length), dtype=torch.uint8)
@@ -119,5 +142,10 @@ class TorchRanks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

@@ -1,4 +1,6 @@
-"""What every sample of a run has in common by its run file, so that the trainer can tell a record that none of the run's workers wrote."""
+"""What every sample of a run has in common by its run file, so that the trainer can tell a record
+that none of the run's workers wrote.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from relax_events.broker.records import Record
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, ForeignRecord
 from relax_events.events.types import SampleReady
-from relax_events.policy import IssuedGroup
+from relax_events.kafka.records import Record
+from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan, shard_of
 
 
 @dataclass(frozen=True, slots=True)
 class IssueTerms:
-    """Under which terms prompt groups are issued; none of these keys may change while a run is under way."""
+    """Under which terms prompt groups are issued; none of these keys may change while a run is
+    under way.
+    """
 
     plan: TopicPlan
     groups_per_step: int
@@ -28,23 +32,35 @@ class IssueTerms:
         return cls(TopicPlan.of(config), config.run.groups_per_step, config.run.samples_per_prompt)
 
     def require_met(self, record: Record, sample: SampleReady, *, trainer_version: int) -> None:
-        """Check that a sample can be one of a prompt group that was issued by now, and stands where the advantage role writes it.
+        """Check that a sample can be one of a prompt group that was issued by now, and stands where
+        the advantage role writes it.
 
         Raises:
-            ForeignRecord: It can't, or stands elsewhere; the text names the field, the value and the rule.
+            ForeignRecord: It can't, or stands elsewhere; the text names the field, the value and
+                the rule.
         """
         for problem in self._problems(record, sample, trainer_version):
-            raise ForeignRecord(f"sample {sample.sample_id[:80]!r}: {problem}; no worker of this run writes such a record")
+            raise ForeignRecord(
+                f"sample {sample.sample_id[:80]!r}: {problem}; no worker of this run writes "
+                "such a record"
+            )
 
     def require_own_shard(self, record: Record, prompt_group_id: str) -> None:
-        """Check that what ends a prompt group is read by the rank that reads its samples: another one would end what this one trains.
+        """Check that what ends a prompt group is read by the rank that reads its samples: another
+        one would end what this one trains.
 
         Raises:
             ForeignRecord: It stands on a partition of another shard; the text names both.
         """
-        expected, found = shard_of(prompt_group_id, shards=self.plan.shards), record.partition % self.plan.shards
+        expected, found = (
+            shard_of(prompt_group_id, shards=self.plan.shards),
+            record.partition % self.plan.shards,
+        )
         if found != expected:
-            raise ForeignRecord(f"what ends prompt group {prompt_group_id} stands on partitions of shard {expected}, got {found} ({record.place})")
+            raise ForeignRecord(
+                f"what ends prompt group {prompt_group_id} stands on partitions of shard "
+                f"{expected}, got {found} ({record.place})"
+            )
 
     def _problems(self, record: Record, sample: SampleReady, trainer_version: int) -> Iterator[str]:
         try:
@@ -53,15 +69,36 @@ class IssueTerms:
             yield str(error)
             return
         place, newest = issued.place, trainer_version + self.plan.max_staleness
-        if (named := (place.train_step, place.group_index, issued.attempt)) != (sample.train_step, sample.group_index, sample.attempt):
-            yield f"its id names {named} where train_step, group_index and attempt are {(sample.train_step, sample.group_index, sample.attempt)}"
+        if (named := (place.train_step, place.group_index, issued.attempt)) != (
+            sample.train_step,
+            sample.group_index,
+            sample.attempt,
+        ):
+            yield (
+                f"its id names {named} where train_step, group_index and attempt are "
+                f"{(sample.train_step, sample.group_index, sample.attempt)}"
+            )
         if place.group_index >= self.groups_per_step:
-            yield f"group_index must be below run.groups_per_step = {self.groups_per_step}, got {place.group_index}"
+            yield (
+                f"group_index must be below run.groups_per_step = {self.groups_per_step}, got "
+                f"{place.group_index}"
+            )
         if place.train_step > newest:
-            yield f"prompt groups are issued up to train step {newest} at version {trainer_version}, got {place.train_step}"
+            yield (
+                f"prompt groups are issued up to train step {newest} at version "
+                f"{trainer_version}, got {place.train_step}"
+            )
         if sample.samples_per_prompt != self.samples_per_prompt:
-            yield f"samples_per_prompt must be run.samples_per_prompt = {self.samples_per_prompt}, got {sample.samples_per_prompt}"
+            yield (
+                f"samples_per_prompt must be run.samples_per_prompt = {self.samples_per_prompt}, "
+                f"got {sample.samples_per_prompt}"
+            )
         if record.key != sample.prompt_group_id:
             yield f"its key must be its prompt group, got {record.key[:80]!r}"
-        if record.partition != (expected := self.plan.partition(sample.prompt_group_id, sample.policy_version)):
-            yield f"samples of version {sample.policy_version} of its prompt group stand on partition {expected}, got {record.partition}"
+        if record.partition != (
+            expected := self.plan.partition(sample.prompt_group_id, sample.policy_version)
+        ):
+            yield (
+                f"samples of version {sample.policy_version} of its prompt group stand on "
+                f"partition {expected}, got {record.partition}"
+            )

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """Seconds by phase of one step. What comes after the step's figures were written (its commit) counts to the next step."""
+    """Seconds by phase of one step. What comes after the step's figures were written (its commit)
+    counts to the next step.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -21,10 +23,14 @@ class Phases:
         return self._written
 
     def successor(self) -> Phases:
-        """Return the next step's phases, with what this one spent since its figures were written."""
+        """Return the next step's phases, with what this one spent since its figures were
+        written.
+        """
         following = Phases()
         following.seconds |= {
-            phase: rest for phase, seconds in self.seconds.items() if self._written and (rest := seconds - self._written.get(phase, 0.0)) > 0
+            phase: rest
+            for phase, seconds in self.seconds.items()
+            if self._written and (rest := seconds - self._written.get(phase, 0.0)) > 0
         }
         return following
 

@@ -1,9 +1,11 @@
 """Makes trained steps real, and tends what follows from it. Rank 0 only.
 
-    trained --> weights to the store, and to engines --> one transaction: step, outcomes, version, offsets --> what nobody wants any more goes
+    trained --> weights to the store, and to engines --> one transaction: step, outcomes, version,
+    offsets --> what nobody wants any more goes
 
-With `weights.overlap` the weights are written while the next step is trained already, and the step's record waits for them: the trainer is
-ahead of the log by one step. A crash in between costs that step's training and no more: on the log it never was.
+With `weights.overlap` the weights are written while the next step is trained already, and the
+step's record waits for them: the trainer is ahead of the log by one step. A crash in between costs
+that step's training and no more: on the log it never was.
 """
 
 from __future__ import annotations
@@ -16,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from relax_events.broker.consumer import LogReader
 from relax_events.events.parts import CheckpointRef, ObjectRef
 from relax_events.events.types import PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
+from relax_events.kafka.consumer import LogReader
 from relax_events.objects import ObjectStore
-from relax_events.pipeline.failpoints import failpoint
-from relax_events.pipeline.worker import Worker
+from relax_events.projections.training_history import TrainingHistory
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.worker import Worker
 from relax_events.telemetry.traces import Work
-from relax_events.training.checkpoints import Checkpoints
+from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.commit import StepCommitter
-from relax_events.training.history import TrainingHistory
 from relax_events.training.step_record import StepShare
-from relax_events.weights.artifacts import delete_weights, stored_versions
-from relax_events.weights.keeping import BestVersions, num_newest, unwanted_versions
-from relax_events.weights.opening import open_sending
+from relax_events.weights.artifact_writer import delete_weights, stored_versions
+from relax_events.weights.factory import open_sending
+from relax_events.weights.retention import BestVersions, num_newest, unwanted_versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +56,9 @@ class TrainedStep:
 class StepPublisher:
     """See the module's docstring. Used by the trainer's thread."""
 
-    def __init__(self, worker: Worker, reader: LogReader, *, store: ObjectStore, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self, worker: Worker, reader: LogReader, *, store: ObjectStore, checkpoints: Checkpoints
+    ) -> None:
         """Fence every earlier trainer of the run."""
         self._worker, self._store, self._checkpoints = worker, store, checkpoints
         self._committer = StepCommitter(worker, reader)
@@ -87,29 +91,42 @@ class StepPublisher:
         artifact, _ = self._transport.publish(tensors, policy_version=policy_version)
         self._committer.publish_initial(artifact, policy_version=policy_version)
 
-    def restore_newest(self, published: PolicyVersionPublished, tensors: Mapping[str, Tensor]) -> None:
-        """Write the newest version again, whose artifact is lost: engines and scorers that start now need it.
+    def restore_newest(
+        self, published: PolicyVersionPublished, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Write the newest version again, whose artifact is lost: engines and scorers that start
+        now need it.
 
-        Objects are named by content, so the same weights bring back the artifact that the log names.
+        Objects are named by content, so the same weights bring back the artifact that the log
+        names.
 
         Raises:
             StoreUnavailable: The store does not answer.
         """
         artifact, _ = self._transport.publish(tensors, policy_version=published.policy_version)
-        log.warning("weights.restored", policy_version=published.policy_version, is_same=artifact == published.artifact)
+        log.warning(
+            "weights.restored",
+            policy_version=published.policy_version,
+            is_same=artifact == published.artifact,
+        )
 
     def write(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
-        """Write a version, which is a snapshot: nobody may change it. With `weights.overlap` this only begins.
+        """Write a version, which is a snapshot: nobody may change it. With `weights.overlap` this
+        only begins.
 
         Raises:
             ObjectError: It can't be written.
         """
         self._write_began_ns = time.time_ns()
         if self._worker.config.weights.overlap:
-            self._written = self._writer.submit(self._transport.publish, tensors, policy_version=policy_version)
+            self._written = self._writer.submit(
+                self._transport.publish, tensors, policy_version=policy_version
+            )
         else:
             self._written = Future()
-            self._written.set_result(self._transport.publish(tensors, policy_version=policy_version))
+            self._written.set_result(
+                self._transport.publish(tensors, policy_version=policy_version)
+            )
 
     def await_written(self) -> None:
         """Wait until it is written.
@@ -156,15 +173,23 @@ class StepPublisher:
     def _begin_traces(self, trained: TrainedStep) -> tuple[Work, Work]:
         """Begin what the traces show of a step, and in it of the way of its weights."""
         headers = [headers for share in trained.shares for headers in share.trace_headers]
-        step = self._worker.traces.step(trained.train_step, began_ns=trained.began_ns, headers=headers)
-        return step, self._worker.traces.publication(step, trained.train_step + 1, began_ns=self._write_began_ns)
+        step = self._worker.traces.step(
+            trained.train_step, began_ns=trained.began_ns, headers=headers
+        )
+        return step, self._worker.traces.publication(
+            step, trained.train_step + 1, began_ns=self._write_began_ns
+        )
 
     def commit_outcomes(self, ended: Sequence[PromptGroupEnded], *, train_step: int) -> None:
-        """Commit ends that should not wait for the train step at work; no trained step may be left."""
+        """Commit ends that should not wait for the train step at work; no trained step may be
+        left.
+        """
         self._committer.commit_outcomes(ended, train_step=train_step)
 
     def forget_unwanted(self, policy_version: int) -> None:
-        """Delete all weights that nobody can want, those that a crash between a commit and its clean-up left too."""
+        """Delete all weights that nobody can want, those that a crash between a commit and its
+        clean-up left too.
+        """
         weights = self._worker.config.weights
         unwanted = unwanted_versions(
             stored_versions(self._store),
@@ -188,7 +213,9 @@ class StepPublisher:
         )
 
     def _forget_old(self, step: TrainStepCommitted) -> None:
-        """Delete what the step just committed made superfluous: weights that nobody can want, checkpoints but the newest."""
+        """Delete what the step just committed made superfluous: weights that nobody can want,
+        checkpoints but the newest.
+        """
         self.forget_unwanted(step.policy_version)
         if step.checkpoint is not None and step.checkpoint != self._pruned_to:
             self._pruned_to = step.checkpoint
@@ -205,4 +232,9 @@ def _told(step: TrainStepCommitted) -> dict[str, int | float]:
     """Return what a step's trace tells of it: its figures, and where its time went."""
     figures = {f"figure.{name}": value for name, value in step.figures.items()}
     phases = {f"phase.{name}_seconds": seconds for name, seconds in step.phase_seconds.items()}
-    return {"policy_version": step.policy_version, "num_samples": len(step.sample_ids), **figures, **phases}
+    return {
+        "policy_version": step.policy_version,
+        "num_samples": len(step.sample_ids),
+        **figures,
+        **phases,
+    }

@@ -1,4 +1,6 @@
-"""How data-parallel ranks talk: small arrays, bytes, and one gradient reduction. This file needs no torch.distributed."""
+"""How data-parallel ranks talk: small arrays, bytes, and one gradient reduction. This file needs no
+torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LISTENER = "RELAX_RENDEZVOUS_FD"
-"""Names, in rank 0's environment, a socket that listens on MASTER_PORT. The supervisor binds it, so that no other process can take the port."""
+"""Names, in rank 0's environment, a socket that listens on MASTER_PORT. The supervisor binds it, so
+that no other process can take the port."""
 
 
 Around = Callable[[], AbstractContextManager[None]]
@@ -24,7 +27,8 @@ Around = Callable[[], AbstractContextManager[None]]
 class Ranks(Protocol):
     """The processes that train one model together.
 
-    Every method is collective: all ranks call it at the same point, and it returns on each once all have called, or raises RankLost at the
+    Every method is collective: all ranks call it at the same point, and it returns on each once all
+        have called, or raises RankLost at the
     deadline given when the ranks were opened. Nothing is pickled.
     """
 
@@ -33,7 +37,9 @@ class Ranks(Protocol):
     local_rank: int
 
     def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
-        """Stack every rank's array, in rank order: [size, ...]. Shape and dtype must be the same on all."""
+        """Stack every rank's array, in rank order: [size, ...]. Shape and dtype must be the same on
+        all.
+        """
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Give every rank's bytes, in rank order; lengths may differ."""
@@ -52,7 +58,12 @@ class Ranks(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
 
 class SingleRank:
@@ -77,7 +88,9 @@ class SingleRank:
             ValueError: There is nothing to broadcast, or nobody at the source.
         """
         if data is None or source != 0:
-            raise ValueError(f"the only rank is 0 and must bring the data, got source {source} and data {data!r}")
+            raise ValueError(
+                f"the only rank is 0 and must bring the data, got source {source} and data {data!r}"
+            )
         return data
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -92,5 +105,10 @@ class SingleRank:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

@@ -11,7 +11,7 @@ import orjson
 
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded
-from relax_events.training.assembly import PlacedSample
+from relax_events.training.batch.assembly import PlacedSample
 
 
 @dataclass(slots=True)
@@ -51,7 +51,15 @@ class StepShare:
         trained: list[list[str]] = [[] for _ in range(self.num_micro_batches)]
         for sample_id, index in zip(self.sample_ids, self.micro_batches, strict=True):
             trained[index].append(sample_id)
-        for column in (self.sample_ids, self.partitions, self.offsets, self.micro_batches, self.staleness, self.rewards, self.completion_lengths):
+        for column in (
+            self.sample_ids,
+            self.partitions,
+            self.offsets,
+            self.micro_batches,
+            self.staleness,
+            self.rewards,
+            self.completion_lengths,
+        ):
             column.clear()
         self.num_micro_batches = 0
         return trained
@@ -64,7 +72,10 @@ class StepShare:
     def from_bytes(cls, data: bytes) -> StepShare:
         """Read what `to_bytes` wrote."""
         fields: dict[str, Any] = orjson.loads(data)
-        ended = [PromptGroupEnded(**{**item, "outcome": Outcome(item["outcome"])}) for item in fields.pop("ended")]
+        ended = [
+            PromptGroupEnded(**{**item, "outcome": Outcome(item["outcome"])})
+            for item in fields.pop("ended")
+        ]
         consumed = [TopicOffset(**item) for item in fields.pop("consumed")]
         return cls(ended=ended, consumed=consumed, **fields)
 
@@ -85,21 +96,31 @@ class StepLayout:
 
     @classmethod
     def of(cls, shares: Sequence[StepShare], *, has_rewards: bool = True) -> StepLayout:
-        """Put shares together, in rank order; samples that nobody rewarded give no figures of rewards."""
+        """Put shares together, in rank order; samples that nobody rewarded give no figures of
+        rewards.
+        """
         rewards = np.array([reward for share in shares for reward in share.rewards], np.float64)
         lengths = [length for share in shares for length in share.completion_lengths]
         staleness = np.array([value for share in shares for value in share.staleness], np.int64)
         return cls(
             prompt_group_ids=[group_id for share in shares for group_id in share.prompt_group_ids],
             sample_ids=[sample_id for share in shares for sample_id in share.sample_ids],
-            partitions=np.array([partition for share in shares for partition in share.partitions], np.int32),
+            partitions=np.array(
+                [partition for share in shares for partition in share.partitions], np.int32
+            ),
             offsets=np.array([offset for share in shares for offset in share.offsets], np.int64),
             ranks=np.array([share.rank for share in shares for _ in share.sample_ids], np.int32),
-            micro_batches=np.array([index for share in shares for index in share.micro_batches], np.int32),
+            micro_batches=np.array(
+                [index for share in shares for index in share.micro_batches], np.int32
+            ),
             consumed=[offset for share in shares for offset in share.consumed],
             staleness_counts=np.bincount(staleness).tolist(),
             figures={
-                **({"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())} if has_rewards else {}),
+                **(
+                    {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
+                    if has_rewards
+                    else {}
+                ),
                 "staleness_mean": float(staleness.mean()),
                 "completion_tokens_mean": float(np.mean(lengths)),
                 "completion_tokens_max": float(max(lengths)),

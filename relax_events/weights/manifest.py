@@ -19,7 +19,9 @@ FORMAT, FORMAT_ON_A_BASE = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors of one policy version, complete and verified, in Hugging Face names, on the CPU."""
+    """The tensors of one policy version, complete and verified, in Hugging Face names, on the
+    CPU.
+    """
 
     policy_version: int
     tensors: Mapping[str, Tensor]
@@ -30,7 +32,9 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: where it is and what it must look like; `file` counts the manifest's files from 0."""
+    """One tensor: where it is and what it must look like; `file` counts the manifest's files from
+    0.
+    """
 
     name: str
     dtype: str
@@ -40,7 +44,9 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The version that an artifact's changes are to be made to: its manifest, and the digest of its weights."""
+    """The version that an artifact's changes are to be made to: its manifest, and the digest of its
+    weights.
+    """
 
     manifest: ObjectRef
     digest: bytes
@@ -48,13 +54,15 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """An artifact's table of contents. It is written last, so whoever holds it knows that all files are there.
+    """An artifact's table of contents. It is written last, so whoever holds it knows that all files
+    are there.
 
     Attributes:
         digest: Of all weights, whole, as `artifacts.weights_digest` takes it.
         base: None for an artifact that stands alone.
         changed: Names of the tensors of which the files hold the changes to the base's.
-        in_transit: Of all weights, too, as `artifacts.transit_digest` takes it; None where the version was sent to nobody.
+        in_transit: Of all weights, too, as `artifacts.transit_digest` takes it; None where the
+            version was sent to nobody.
     """
 
     policy_version: int
@@ -70,13 +78,23 @@ class WeightManifest:
         """Give the manifest as JSON, the same bytes for the same manifest."""
         number = FORMAT if self.base is None else FORMAT_ON_A_BASE
         files = [_reference_value(file) for file in self.files]
-        value = {"format": number, "policy_version": self.policy_version, "model_type": self.model_type, "digest": self.digest.hex(), "files": files}
+        value = {
+            "format": number,
+            "policy_version": self.policy_version,
+            "model_type": self.model_type,
+            "digest": self.digest.hex(),
+            "files": files,
+        }
         if self.base is not None:
-            value["base"] = _reference_value(self.base.manifest) | {"weights_digest": self.base.digest.hex()}
+            value["base"] = _reference_value(self.base.manifest) | {
+                "weights_digest": self.base.digest.hex()
+            }
             value["changed"] = sorted(self.changed)
         if self.in_transit is not None:
             value["in_transit"] = self.in_transit.hex()
-        return json.dumps(value | {"tensors": [asdict(tensor) for tensor in self.tensors]}, indent=1).encode()
+        return json.dumps(
+            value | {"tensors": [asdict(tensor) for tensor in self.tensors]}, indent=1
+        ).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> WeightManifest:
@@ -89,16 +107,34 @@ class WeightManifest:
             value: dict[str, Any] = json.loads(data)
             if value["format"] not in (FORMAT, FORMAT_ON_A_BASE):
                 known = f"{FORMAT} and {FORMAT_ON_A_BASE}"
-                raise WeightsError(f"weight manifest has format {value['format']!r}, this release reads {known}; use the release that wrote it")
+                raise WeightsError(
+                    f"weight manifest has format {value['format']!r}, this release reads "
+                    f"{known}; use the release that wrote it"
+                )
             files = tuple(_reference(file) for file in value["files"])
-            base = Base(_reference(value["base"]), bytes.fromhex(value["base"]["weights_digest"])) if value["format"] != FORMAT else None
+            base = (
+                Base(_reference(value["base"]), bytes.fromhex(value["base"]["weights_digest"]))
+                if value["format"] != FORMAT
+                else None
+            )
             tensors = tuple(_tensor(item) for item in value["tensors"])
             changed = frozenset(_text(name) for name in value.get("changed", ()))
             in_transit = bytes.fromhex(value["in_transit"]) if "in_transit" in value else None
             digest = bytes.fromhex(value["digest"])
-            return cls(_number(value["policy_version"]), _text(value["model_type"]), digest, files, tensors, base, changed, in_transit)
+            return cls(
+                _number(value["policy_version"]),
+                _text(value["model_type"]),
+                digest,
+                files,
+                tensors,
+                base,
+                changed,
+                in_transit,
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise WeightsError(f"weight manifest can't be read: {type(error).__name__}: {error}") from error
+            raise WeightsError(
+                f"weight manifest can't be read: {type(error).__name__}: {error}"
+            ) from error
 
 
 def tensor_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -124,8 +160,14 @@ def _tensor(value: Mapping[str, Any]) -> TensorEntry:
 
 
 def _reference_value(reference: ObjectRef) -> dict[str, Any]:
-    return {"uri": reference.uri, "digest": reference.digest.hex(), "num_bytes": reference.num_bytes}
+    return {
+        "uri": reference.uri,
+        "digest": reference.digest.hex(),
+        "num_bytes": reference.num_bytes,
+    }
 
 
 def _reference(value: Mapping[str, Any]) -> ObjectRef:
-    return ObjectRef(_text(value["uri"]), bytes.fromhex(value["digest"]), _number(value["num_bytes"]))
+    return ObjectRef(
+        _text(value["uri"]), bytes.fromhex(value["digest"]), _number(value["num_bytes"])
+    )

@@ -1,7 +1,8 @@
 """How the tensors of a policy version travel from the trainer to engines and scorers.
 
-The announcement on `control.policy-versions` always carries the artifact's reference; a transport decides how the tensors
-themselves move. `publish` runs in the trainer before the version is announced, `fetch` in every reader after it.
+The announcement on `control.policy-versions` always carries the artifact's reference; a transport
+decides how the tensors themselves move. `publish` runs in the trainer before the version is
+announced, `fetch` in every reader after it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from relax_events.errors import WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
+from relax_events.weights.artifact_reader import Held, RawTensors, read_weights
 from relax_events.weights.manifest import Base, Weights
-from relax_events.weights.reading import Held, RawTensors, read_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from relax_events.weights.artifacts import Written
+    from relax_events.weights.artifact_writer import Written
 
 log = structlog.get_logger()
 
@@ -31,7 +32,9 @@ class WeightsTransport(Protocol):
 
     name: str
 
-    def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> tuple[ObjectRef, bytes]:
+    def publish(
+        self, tensors: Mapping[str, Tensor], *, policy_version: int
+    ) -> tuple[ObjectRef, bytes]:
         """Make a version available; return its artifact's reference and the weights' digest.
 
         The tensors are the transport's: nobody may change them any more. Waits for no reader.
@@ -42,7 +45,9 @@ class WeightsTransport(Protocol):
         ...
 
     def is_coming(self, published: PolicyVersionPublished) -> bool:
-        """Tell whether the version is under way to us at this instant: a fetch a little later costs less, or nothing."""
+        """Tell whether the version is under way to us at this instant: a fetch a little later costs
+        less, or nothing.
+        """
         ...
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:
@@ -54,7 +59,9 @@ class WeightsTransport(Protocol):
         ...
 
     def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:
-        """Begin to take what is sent to us: give a listener for the control log, and call `wake`, from any thread, when something has come."""
+        """Begin to take what is sent to us: give a listener for the control log, and call `wake`,
+        from any thread, when something has come.
+        """
         ...
 
     def close(self) -> None:
@@ -67,9 +74,14 @@ class VersionsOnly:
 
     name = "none"
 
-    def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> tuple[ObjectRef, bytes]:
+    def publish(
+        self, tensors: Mapping[str, Tensor], *, policy_version: int
+    ) -> tuple[ObjectRef, bytes]:
         """Refuse: there is nothing by which tensors could travel."""
-        raise WeightsError(f"policy version {policy_version} with {len(tensors)} tensors can't be published without a transport; use another one")
+        raise WeightsError(
+            f"policy version {policy_version} with {len(tensors)} tensors can't be published "
+            "without a transport; use another one"
+        )
 
     def is_coming(self, published: PolicyVersionPublished) -> bool:
         """Return False: there is nothing to wait for."""
@@ -88,7 +100,9 @@ class VersionsOnly:
 
 
 class StoreTransport:
-    """Tensors by the object store: the default, and how a late joiner or an engine in another cluster catches up."""
+    """Tensors by the object store: the default, and how a late joiner or an engine in another
+    cluster catches up.
+    """
 
     name = "store"
 
@@ -97,21 +111,34 @@ class StoreTransport:
 
         Args:
             store: The run's.
-            full_every: As `weights.full_every`. Above 1 a copy of the newest version is kept, on both sides.
+            full_every: As `weights.full_every`. Above 1 a copy of the newest version is kept, on
+                both sides.
         """
         self._store, self._full_every = store, full_every
         self._written: Written | None = None
         self._held: Held | None = None
 
-    def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int, in_transit: bytes | None = None) -> tuple[ObjectRef, bytes]:
+    def publish(
+        self, tensors: Mapping[str, Tensor], *, policy_version: int, in_transit: bytes | None = None
+    ) -> tuple[ObjectRef, bytes]:
         """See `WeightsTransport.publish`; `in_transit` as `artifacts.write_weights` has it."""
-        from relax_events.weights.artifacts import Written, copied, write_weights  # which loads torch: readers stay light
+        from relax_events.weights.artifact_writer import Written, copied, write_weights
 
         if self._full_every == 1:
-            return write_weights(self._store, tensors, policy_version=policy_version, in_transit=in_transit)
-        tensors = copied(tensors)  # off the device once, for the digest, the comparison, the files and the next version
+            return write_weights(
+                self._store, tensors, policy_version=policy_version, in_transit=in_transit
+            )
+        tensors = copied(
+            tensors
+        )  # off the device once, for the digest, the comparison, the files and the next version
         former = self._written if policy_version % self._full_every else None
-        reference, digest = write_weights(self._store, tensors, policy_version=policy_version, former=former, in_transit=in_transit)
+        reference, digest = write_weights(
+            self._store,
+            tensors,
+            policy_version=policy_version,
+            former=former,
+            in_transit=in_transit,
+        )
         self._written = Written(Base(reference, digest), tensors)
         return reference, digest
 
@@ -124,7 +151,8 @@ class StoreTransport:
         weights = self._read(published.artifact)
         if weights.policy_version != published.policy_version:
             raise WeightsError(
-                f"{published.artifact.uri} was announced as policy version {published.policy_version}, it holds {weights.policy_version}"
+                f"{published.artifact.uri} was announced as policy version "
+                f"{published.policy_version}, it holds {weights.policy_version}"
             )
         return weights
 
@@ -135,7 +163,9 @@ class StoreTransport:
         except WeightsError as error:
             if held is None:
                 raise
-            log.warning("weights.read_again", error=str(error))  # without what we held, which may be what is wrong
+            log.warning(
+                "weights.read_again", error=str(error)
+            )  # without what we held, which may be what is wrong
             weights = read_weights(self._store, reference)
         if self._full_every > 1 and isinstance(weights.tensors, RawTensors):
             self._held = Held(weights.digest, weights.tensors)

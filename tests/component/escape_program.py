@@ -1,6 +1,8 @@
-"""Run all ways out, or all tricks, behind the walls named on the command line, and print those that led somewhere, as JSON.
+"""Run all ways out, or all tricks, behind the walls named on the command line, and print those that
+led somewhere, as JSON.
 
-For other users than the tests' own, and for containers. Its words: a kind of walls (`chosen`: those that a reward takes), and `ways` or `tricks`.
+For other users than the tests' own, and for containers. Its words: a kind of walls (`chosen`: those
+that a reward takes), and `ways` or `tricks`.
 """
 
 from __future__ import annotations
@@ -29,19 +31,27 @@ KINDS = {
     "landlock": lambda one: not one.has_namespaces,
 }
 NOTHING, CHOSEN = "nothing", "chosen"
-WITH_A_PROCESS = "import subprocess\ndef f(x):\n    return x + 1 + subprocess.run(['true']).returncode\n"
+WITH_A_PROCESS = (
+    "import subprocess\ndef f(x):\n    return x + 1 + subprocess.run(['true']).returncode\n"
+)
 SECONDS = {"ways": 100, "tricks": 540}
 
 
 def walls_of(kind: str) -> Walls | None:
     """Return the walls of a kind, if this machine has them."""
-    return next((one for one in walls._candidates() if KINDS[kind](one) and walls._holds(one)), None)
+    return next(
+        (one for one in walls._candidates() if KINDS[kind](one) and walls._holds(one)), None
+    )
 
 
 @contextmanager
 def outside() -> Iterator[dict[str, Any]]:
     """Give things that no program may get at."""
-    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as local,
+    ):
         folder = Path(name)
         for file, mode in (("private", 0o600), ("public", 0o644), ("deletable", 0o666)):
             (folder / file).write_text("TOPSECRET")
@@ -50,7 +60,10 @@ def outside() -> Iterator[dict[str, Any]]:
         local.bind(str(folder / "socket"))
         local.listen()
         (folder / "socket").chmod(0o777)
-        datagrams, abstract = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), socket.socket(socket.AF_UNIX)
+        datagrams, abstract = (
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
+            socket.socket(socket.AF_UNIX),
+        )
         datagrams.bind(str(folder / "datagrams"))
         (folder / "datagrams").chmod(0o777)
         abstract.bind(f"\0{folder.name}")
@@ -60,7 +73,10 @@ def outside() -> Iterator[dict[str, Any]]:
         with datagrams, abstract:
             try:
                 yield {
-                    **{file: str(folder / file) for file in ("private", "public", "deletable", "socket", "datagrams")},
+                    **{
+                        file: str(folder / file)
+                        for file in ("private", "public", "deletable", "socket", "datagrams")
+                    },
                     "home": str(Path.home()),
                     "root": [path.name for path in Path("/").iterdir()],
                     "tmp": [path.name for path in Path(tempfile.gettempdir()).iterdir()],
@@ -73,7 +89,11 @@ def outside() -> Iterator[dict[str, Any]]:
                     "packages": json.__path__[0],
                     "inside": entry.__file__,
                 }
-                if victim.poll() is not None or (folder / "private").read_text() != "TOPSECRET" or not (folder / "deletable").exists():
+                if (
+                    victim.poll() is not None
+                    or (folder / "private").read_text() != "TOPSECRET"
+                    or not (folder / "deletable").exists()
+                ):
                     raise RuntimeError("something outside was changed")
             finally:
                 victim.kill()
@@ -139,10 +159,22 @@ def _try(found: Walls | None, what: str) -> None:
     if found is None:
         print(json.dumps({"walls": None, "escaped": []}))
     elif what == "tricks":
-        print(json.dumps({"walls": found.describe(), "tried": len(VERDICTS), "escaped": tricks(found)}))
+        print(
+            json.dumps(
+                {"walls": found.describe(), "tried": len(VERDICTS), "escaped": tricks(found)}
+            )
+        )
     else:
         with outside() as things:
-            print(json.dumps({"walls": found.describe(), "tried": len(ESCAPES), "escaped": attempts(found, things)}))
+            print(
+                json.dumps(
+                    {
+                        "walls": found.describe(),
+                        "tried": len(ESCAPES),
+                        "escaped": attempts(found, things),
+                    }
+                )
+            )
             sys.stdout.flush()
             if found == Walls():
                 os._exit(0)

@@ -15,14 +15,22 @@ ORDINARY_USER = 12_345
 
 
 def as_ordinary_user(home: Path) -> tuple[tuple[str, ...], str]:
-    """Return the command that leads to an ordinary user, and an interpreter that such a one can run."""
+    """Return the command that leads to an ordinary user, and an interpreter that such a one can
+    run."""
     if os.geteuid() != 0:
         return (), sys.executable
     home.chmod(0o777)
     command = ("setpriv", f"--reuid={ORDINARY_USER}", f"--regid={ORDINARY_USER}", "--clear-groups")
-    probe = "import psutil, orjson, subprocess as s, sys\nassert sys.version_info >= (3, 11); s.run([sys.executable, '-c', ''], check=True)"
-    environment = {"PYTHONPATH": ":".join(path for path in sys.path if path.endswith("site-packages"))}
+    probe = (
+        "import psutil, orjson, subprocess as s, sys\nassert sys.version_info >= (3, 11); "
+        "s.run([sys.executable, '-c', ''], check=True)"
+    )
+    environment = {
+        "PYTHONPATH": ":".join(path for path in sys.path if path.endswith("site-packages"))
+    }
     for python in (one for one in (sys.executable, SYSTEM_PYTHON) if Path(one).exists()):
-        if not subprocess.run([*command, python, "-c", probe], capture_output=True, env=environment, check=False).returncode:
+        if not subprocess.run(
+            [*command, python, "-c", probe], capture_output=True, env=environment, check=False
+        ).returncode:
             return command, python
     pytest.skip("an ordinary user finds no interpreter here that has our packages")

@@ -1,4 +1,5 @@
-"""What Alertmanager posts goes on to everybody, or is posted again: over HTTP on both sides, with Apprise between."""
+"""What Alertmanager posts goes on to everybody, or is posted again: over HTTP on both sides, with
+Apprise between."""
 
 from __future__ import annotations
 
@@ -19,16 +20,28 @@ from typing import Any
 import pytest
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.telemetry.alert_receiver import MAX_BYTES, AlertReceiver, text_of
-from relax_events.telemetry.apprise import AppriseTarget, NotDelivered
+from relax_events.notifications.alert_receiver import MAX_BYTES, AlertReceiver, text_of
+from relax_events.notifications.services import AppriseTarget, NotDelivered
 
 ANSWER_SECONDS = 60
-pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # Apprise looks for it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'imghdr' is deprecated:DeprecationWarning"
+)  # Apprise looks for it
 
 
-def alert(name: str, *, status: str = "firing", severity: str = "critical", summary: str = "Run mine stands still.") -> dict[str, Any]:
+def alert(
+    name: str,
+    *,
+    status: str = "firing",
+    severity: str = "critical",
+    summary: str = "Run mine stands still.",
+) -> dict[str, Any]:
     annotations = {"summary": summary, "runbook": "docs/how-to/alerts/a-page.md"}
-    return {"status": status, "labels": {"alertname": name, "run": "mine", "severity": severity}, "annotations": annotations}
+    return {
+        "status": status,
+        "labels": {"alertname": name, "run": "mine", "severity": severity},
+        "annotations": annotations,
+    }
 
 
 def group(*alerts: dict[str, Any], status: str = "firing") -> bytes:
@@ -58,7 +71,9 @@ def serving(server: ThreadingHTTPServer) -> Iterator[str]:
 
 def post(address: str, body: bytes) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"http://{address}/", data=body), timeout=ANSWER_SECONDS) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"http://{address}/", data=body), timeout=ANSWER_SECONDS
+        ) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -83,7 +98,9 @@ def chat() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def test_text_names_the_alerts_and_leads_to_their_pages() -> None:
-    text = text_of(group(alert("RelaxRunStalled"), alert("RelaxRunStalled", summary="Run yours stands still.")))
+    text = text_of(
+        group(alert("RelaxRunStalled"), alert("RelaxRunStalled", summary="Run yours stands still."))
+    )
     assert text["title"] == "RelaxRunStalled: 2 firing"
     assert text["body"].splitlines() == [
         "Run mine stands still. See docs/how-to/alerts/a-page.md",
@@ -101,16 +118,31 @@ def test_text_names_the_alerts_and_leads_to_their_pages() -> None:
         ([alert("A", status="resolved", severity="critical"), alert("A", severity="info")], "info"),
     ],
 )
-def test_kind_is_that_of_the_worst_alert_that_still_fires(alerts: list[dict[str, Any]], kind: str) -> None:
+def test_kind_is_that_of_the_worst_alert_that_still_fires(
+    alerts: list[dict[str, Any]], kind: str
+) -> None:
     assert text_of(group(*alerts))["kind"] == kind
 
 
 def test_group_that_is_over_says_so() -> None:
     text = text_of(group(alert("RelaxRunStalled", status="resolved"), status="resolved"))
-    assert (text["title"], text["body"]) == ("RelaxRunStalled: over", "over: Run mine stands still.")
+    assert (text["title"], text["body"]) == (
+        "RelaxRunStalled: over",
+        "over: Run mine stands still.",
+    )
 
 
-@pytest.mark.parametrize("posted", [b"", b"{", b"[]", b"{}", b'{"alerts": []}', b'{"status": "firing", "alerts": [{"labels": {}}]}'])
+@pytest.mark.parametrize(
+    "posted",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"alerts": []}',
+        b'{"status": "firing", "alerts": [{"labels": {}}]}',
+    ],
+)
 def test_what_alertmanager_would_not_post_is_refused(posted: bytes) -> None:
     with pytest.raises(ValueError, match="this is not what Alertmanager posts to a webhook"):
         text_of(posted)
@@ -119,9 +151,13 @@ def test_what_alertmanager_would_not_post_is_refused(posted: bytes) -> None:
 def test_alert_reaches_a_service_by_apprise(chat: tuple[str, list[dict[str, Any]]]) -> None:
     pytest.importorskip("apprise")
     address, told = chat
-    with serving(AlertReceiver(("127.0.0.1", 0), [AppriseTarget(f"json://{address}", number=1)])) as receiver:
+    with serving(
+        AlertReceiver(("127.0.0.1", 0), [AppriseTarget(f"json://{address}", number=1)])
+    ) as receiver:
         assert post(receiver, group(alert("RelaxRunStalled"))) == (200, "told\n")
-    assert [(one["title"], one["type"]) for one in told] == [("RelaxRunStalled: 1 firing", "failure")]
+    assert [(one["title"], one["type"]) for one in told] == [
+        ("RelaxRunStalled: 1 firing", "failure")
+    ]
 
 
 def test_what_somebody_does_not_take_is_to_be_posted_again_and_the_others_are_told() -> None:
@@ -156,12 +192,17 @@ def head_of(address: str, request: str) -> str:
 def test_address_that_is_taken_is_named() -> None:
     with (
         serving(AlertReceiver(("127.0.0.1", 0), [])) as receiver,
-        pytest.raises(EnvironmentProblem, match=rf"can't listen on {receiver}: .*; give another --host or --port"),
+        pytest.raises(
+            EnvironmentProblem,
+            match=rf"can't listen on {receiver}: .*; give another --host or --port",
+        ),
     ):
         AlertReceiver(("127.0.0.1", int(receiver.partition(":")[2])), [])
 
 
-def test_command_forwards_until_it_is_asked_to_end(chat: tuple[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_command_forwards_until_it_is_asked_to_end(
+    chat: tuple[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     pytest.importorskip("apprise")
     address, told = chat
     urls = tmp_path / "urls"
@@ -169,7 +210,17 @@ def test_command_forwards_until_it_is_asked_to_end(chat: tuple[str, list[dict[st
     free = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     port = free.server_address[1]
     free.server_close()
-    command = [sys.executable, "-m", "relax_events.cli", "alerts", "forward", "--urls", str(urls), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "relax_events.cli",
+        "alerts",
+        "forward",
+        "--urls",
+        str(urls),
+        "--port",
+        str(port),
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         answer = None
         while answer is None and process.poll() is None:
@@ -185,5 +236,10 @@ def test_command_forwards_until_it_is_asked_to_end(chat: tuple[str, list[dict[st
 
 def test_command_without_anybody_to_tell_says_how_to_name_one() -> None:
     command = [sys.executable, "-m", "relax_events.cli", "alerts", "forward"]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env={"PATH": "/usr/bin"})
-    assert (asked.returncode, "name a file with --urls, or set RELAX_NOTICE_URLS" in asked.stderr) == (2, True)
+    asked = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env={"PATH": "/usr/bin"}
+    )
+    assert (
+        asked.returncode,
+        "name a file with --urls, or set RELAX_NOTICE_URLS" in asked.stderr,
+    ) == (2, True)

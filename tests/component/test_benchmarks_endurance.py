@@ -1,4 +1,5 @@
-"""The endurance benchmark: processes are told apart, growth is what grows, and the page follows from what was seen."""
+"""The endurance benchmark: processes are told apart, growth is what grows, and the page follows
+from what was seen."""
 
 from __future__ import annotations
 
@@ -20,31 +21,58 @@ WAIT = "import sys; sys.stdin.read()"
 
 
 def look(step: int) -> Look:
-    """Look at a run whose controller takes 2 KiB more each step, and whose control log takes 1 KiB."""
-    memory = {"controller": 50 * 2**20 + 2048 * step, RUN: 2**20, "broker": 3 * 2**20, "trainer": 2**20}
-    return Look(10.0 * step, step, memory, {"log, control": 1024 * step, "logs": 0, "figures": 0, "media": 2**20}, {"reward": step % 3})
+    """Look at a run whose controller takes 2 KiB more each step, and whose control log takes 1
+    KiB."""
+    memory = {
+        "controller": 50 * 2**20 + 2048 * step,
+        RUN: 2**20,
+        "broker": 3 * 2**20,
+        "trainer": 2**20,
+    }
+    return Look(
+        10.0 * step,
+        step,
+        memory,
+        {"log, control": 1024 * step, "logs": 0, "figures": 0, "media": 2**20},
+        {"reward": step % 3},
+    )
 
 
 def test_growth_is_the_slope_over_the_settled_part() -> None:
     looks = [look(step) for step in range(1, 400, 20)]
-    assert endurance.growth(looks, lambda one: one.memory_bytes["controller"]) == pytest.approx(2048)
-    assert endurance.growth(looks, lambda one: one.disk_bytes["media"]) == pytest.approx(0, abs=1e-6)
+    assert endurance.growth(looks, lambda one: one.memory_bytes["controller"]) == pytest.approx(
+        2048
+    )
+    assert endurance.growth(looks, lambda one: one.disk_bytes["media"]) == pytest.approx(
+        0, abs=1e-6
+    )
     jump = [look(1), *(look(step) for step in range(200, 400, 20))]
-    assert endurance.growth(jump, lambda one: 0 if one.train_step < 200 else 5) == pytest.approx(0, abs=1e-9)
+    assert endurance.growth(jump, lambda one: 0 if one.train_step < 200 else 5) == pytest.approx(
+        0, abs=1e-9
+    )
 
 
 def test_page_says_what_grows(tmp_path: Path) -> None:
     (tmp_path / "runs" / endurance.RUN_ID).mkdir(parents=True)
     steps = list(range(400))
-    curves = {"train_step": steps, "reward_mean": [0.25] * 3 + [1.0] * 397, "step_seconds": [0.5] * 400}
+    curves = {
+        "train_step": steps,
+        "reward_mean": [0.25] * 3 + [1.0] * 397,
+        "step_seconds": [0.5] * 400,
+    }
     found = {"curves": curves, "samples_lost": 0, "ledger_problems": [], "wall_seconds": 200.0}
     (tmp_path / "runs" / endurance.RUN_ID / "report.json").write_text(json.dumps(found))
-    (tmp_path / "looks.json").write_text(json.dumps([asdict(look(step)) for step in range(0, 400, 10)]))
+    (tmp_path / "looks.json").write_text(
+        json.dumps([asdict(look(step)) for step in range(0, 400, 10)])
+    )
     endurance.publish(tmp_path, to=tmp_path)
     page = (tmp_path / "media-endurance.md").read_text()
     assert "| controller | 50.4 |" in page
     assert "Mean reward 0.25 in the first three steps, 1.000 from step 200 on" in page
-    assert "controller and `relax run` keep the figures of each step and the end of each prompt group, 2.0 and 0.0 KiB a step" in page
+    assert (
+        "controller and `relax run` keep the figures of each step and the end of each prompt "
+        "group, 2.0 and 0.0 KiB a step"
+    ) in page
     assert "its control log, logs and figures, by 1.0 KiB." in page
     assert (tmp_path / "media-endurance.svg").read_text().count('class="name"') == 9
 
@@ -59,7 +87,10 @@ def test_processes_are_told_apart_and_children_count_to_their_parents_role() -> 
     script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WAIT!r}, {{}}])"
     workers = [
         subprocess.Popen([sys.executable, "-c", script.format(name), *words], stdin=subprocess.PIPE)
-        for name, words in (("''", ["worker", "reward"]), ("'relax_events.media.decoder_child'", ["worker", "trainer"]))
+        for name, words in (
+            ("''", ["worker", "reward"]),
+            ("'relax_events.media.decoder_child'", ["worker", "trainer"]),
+        )
     ]
     try:
         known: dict[psutil.Process, str] = {}
@@ -67,8 +98,14 @@ def test_processes_are_told_apart_and_children_count_to_their_parents_role() -> 
             while all(is_as_forked(child) for child in psutil.Process(worker.pid).children()):
                 worker.poll()
         roles = roles_below(psutil.Process(), known)
-        assert {psutil.Process(worker.pid): role for worker, role in zip(workers, ("reward", "trainer"), strict=True)}.items() <= roles.items()
-        assert [roles[psutil.Process(worker.pid).children()[0]] for worker in workers] == ["reward", DECODER]
+        assert {
+            psutil.Process(worker.pid): role
+            for worker, role in zip(workers, ("reward", "trainer"), strict=True)
+        }.items() <= roles.items()
+        assert [roles[psutil.Process(worker.pid).children()[0]] for worker in workers] == [
+            "reward",
+            DECODER,
+        ]
         assert memory_of(roles)["reward"] > 2**20
     finally:
         for worker in workers:
@@ -80,9 +117,14 @@ def test_processes_are_told_apart_and_children_count_to_their_parents_role() -> 
 
 def test_the_role_of_a_process_that_was_just_forked_is_asked_again() -> None:
     program = f"[sys.executable, '-c', {WAIT!r}, 'relax_events.media.decoder_child']"
-    script = f"import os, sys; child = os.fork(); child and os.waitpid(child, 0); child or (os.read(0, 1), os.execv(sys.executable, {program}))"
+    script = (
+        "import os, sys; child = os.fork(); child and os.waitpid(child, 0); child or "
+        f"(os.read(0, 1), os.execv(sys.executable, {program}))"
+    )
     known: dict[psutil.Process, str] = {}
-    with subprocess.Popen([sys.executable, "-c", script, "worker", "trainer"], stdin=subprocess.PIPE, bufsize=0) as worker:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "worker", "trainer"], stdin=subprocess.PIPE, bufsize=0
+    ) as worker:
         assert worker.stdin is not None
         while not (children := psutil.Process(worker.pid).children()):
             worker.poll()
@@ -99,5 +141,7 @@ def test_disk_and_ports_are_read_as_they_are(tmp_path: Path) -> None:
     assert 100_000 <= blocks_of(tmp_path) < 110_000
     assert blocks_of(tmp_path / "none") == 0
     log = tmp_path / "reward-0.log"
-    log.write_text('{"event":"x"}\n{"metrics_port":1,"event":"worker.started"}\n{"metrics_port":2,"event":"worker.started"}\n')
+    log.write_text(
+        '{"event":"x"}\n{"metrics_port":1,"event":"worker.started"}\n{"metrics_port":2,"event":"worker.started"}\n'
+    )
     assert port_of(log) == 2

@@ -1,4 +1,5 @@
-"""Checkpoints: round trip, asynchrony, damage, retention; with the ranks of one process played one after another."""
+"""Checkpoints: round trip, asynchrony, damage, retention; with the ranks of one process played one
+after another."""
 
 import dataclasses
 import json
@@ -11,10 +12,10 @@ import torch
 
 from relax_events.errors import ObjectError, RunFailed
 from relax_events.objects import ObjectStore
-from relax_events.training.checkpoints import Checkpoints, _share
-from relax_events.training.protocol import TrainerState
+from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.checkpoint.checkpoints import Checkpoints, _share
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
 from tests.unit.trainer_samples import make_samples, run_config
 
 EXTRA = {"offsets": {"0": 12, "1": 7}, "id_window": ["g0", "g1"]}
@@ -104,7 +105,10 @@ def test_wait_names_the_checkpoint_when_the_deadline_passes(store):
     gated = GatedStore(store)
     with Checkpoints(gated, ranks=SingleRank(), keep=2) as checkpoints:
         pending = checkpoints.save(make_state(), extra={})
-        with pytest.raises(RunFailed, match=r"checkpoint checkpoints/00000003/.* was not written on every rank after 0\.0 s"):
+        with pytest.raises(
+            RunFailed,
+            match=r"checkpoint checkpoints/00000003/.* was not written on every rank after 0\.0 s",
+        ):
             pending.wait(0.0)
         gated.gate.set()
 
@@ -114,7 +118,10 @@ def test_poll_tells_what_the_store_said_when_a_write_failed(store):
     gated.gate.set()
     with Checkpoints(gated, ranks=SingleRank(), keep=2) as checkpoints:
         pending = checkpoints.save(make_state(), extra={})
-        with pytest.raises(ObjectError, match=r"checkpoint checkpoints/00000003/.* was not written: rank 0: the disk is full"):
+        with pytest.raises(
+            ObjectError,
+            match=r"checkpoint checkpoints/00000003/.* was not written: rank 0: the disk is full",
+        ):
             pending.wait(30)
     assert store.list("checkpoints/") == []
 
@@ -128,7 +135,10 @@ def damage(store, key, change):
     store.put_at(key, change(store.get_at(key)))
 
 
-@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: bytes([data[0] ^ 1]) + data[1:], lambda data: b""])
+@pytest.mark.parametrize(
+    "change",
+    [lambda data: data[:-1], lambda data: bytes([data[0] ^ 1]) + data[1:], lambda data: b""],
+)
 @pytest.mark.parametrize("ending", [".safetensors", "manifest.json"])
 def test_load_names_the_object_that_was_torn_or_altered(store, checkpoints, change, ending):
     reference = checkpoints.save(make_state(), extra={}).wait(30)
@@ -164,7 +174,9 @@ def rewrite_manifest(store, reference, **changes):
     ],
 )
 def test_load_refuses_a_manifest_that_does_not_fit(store, checkpoints, changes, text):
-    reference = rewrite_manifest(store, checkpoints.save(make_state(), extra={}).wait(30), **changes)
+    reference = rewrite_manifest(
+        store, checkpoints.save(make_state(), extra={}).wait(30), **changes
+    )
     with pytest.raises(ObjectError, match=text):
         checkpoints.load(reference)
 
@@ -179,16 +191,22 @@ def test_load_refuses_a_shard_that_is_not_safetensors(store, checkpoints):
 
 def test_load_refuses_another_store(checkpoints):
     reference = checkpoints.save(make_state(), extra={}).wait(30)
-    with pytest.raises(ObjectError, match=r"memory://other/x lies outside the object store .*; set objects.uri"):
+    with pytest.raises(
+        ObjectError, match=r"memory://other/x lies outside the object store .*; set objects.uri"
+    ):
         checkpoints.load(dataclasses.replace(reference, uri="memory://other/x"))
 
 
 def versions(store):
-    return [key.split("/")[1] for key in store.list("checkpoints/") if key.endswith("manifest.json")]
+    return [
+        key.split("/")[1] for key in store.list("checkpoints/") if key.endswith("manifest.json")
+    ]
 
 
 def test_prune_keeps_the_newest(store, checkpoints):
-    references = [checkpoints.save(make_state(version), extra={}).wait(30) for version in (1, 2, 3, 4)]
+    references = [
+        checkpoints.save(make_state(version), extra={}).wait(30) for version in (1, 2, 3, 4)
+    ]
     assert checkpoints.prune(references[-1]) == 4
     assert versions(store) == ["00000003", "00000004"]
     assert checkpoints.load(references[-1]).state.policy_version == 4
@@ -196,7 +214,9 @@ def test_prune_keeps_the_newest(store, checkpoints):
 
 
 def test_prune_keeps_what_the_log_may_not_know_yet(store, checkpoints):
-    references = [checkpoints.save(make_state(version), extra={}).wait(30) for version in (1, 2, 3, 4)]
+    references = [
+        checkpoints.save(make_state(version), extra={}).wait(30) for version in (1, 2, 3, 4)
+    ]
     checkpoints.prune(references[2])
     assert versions(store) == ["00000002", "00000003", "00000004"]
 
@@ -225,7 +245,10 @@ def test_close_can_be_repeated(store):
 
 def test_share_gives_every_tensor_to_one_rank_and_balances_bytes():
     generator = np.random.default_rng(0)
-    tensors = {f"t{index}": torch.zeros(int(size)) for index, size in enumerate(generator.integers(1, 1000, 60))}
+    tensors = {
+        f"t{index}": torch.zeros(int(size))
+        for index, size in enumerate(generator.integers(1, 1000, 60))
+    }
     shares = [_share(tensors, rank=rank, size=3) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(tensors)
     loads = [sum(tensors[name].nbytes for name in share) for share in shares]
@@ -245,7 +268,9 @@ class OtherRankFails(SingleRank):
 
 def saved(checkpoints, *versions):
     """Save states of these versions; return their references, newest first."""
-    return [checkpoints.save(make_state(version), extra=EXTRA).wait(30) for version in versions][::-1]
+    return [checkpoints.save(make_state(version), extra=EXTRA).wait(30) for version in versions][
+        ::-1
+    ]
 
 
 @pytest.mark.parametrize("damage", ["missing", "altered", "no shard"])
@@ -258,7 +283,9 @@ def test_next_older_checkpoint_is_taken_when_the_newest_cant_be_read(checkpoints
         store.delete([key])
         store.put_at(key, b"{}")
     else:
-        store.delete([name for name in store.list("checkpoints/00000006/") if name.endswith(".safetensors")])
+        store.delete(
+            [name for name in store.list("checkpoints/00000006/") if name.endswith(".safetensors")]
+        )
     restored = checkpoints.load_newest([newest, older])
     assert (restored.reference, restored.state.policy_version) == (older, 3)
 

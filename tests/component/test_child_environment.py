@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import RewardConfig
-from relax_events.pipeline.child_environment import child_environment
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
+from relax_events.runtime.child_environment import child_environment
 
-SECRETS = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "RELAX_NOTICE_URLS", "BROKER_PASSWORD", "SCHEMA_REGISTRY_LOGIN", "MY_OWN")
+SECRETS = (
+    "AWS_SECRET_ACCESS_KEY",
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "RELAX_NOTICE_URLS",
+    "BROKER_PASSWORD",
+    "SCHEMA_REGISTRY_LOGIN",
+    "MY_OWN",
+)
 
 
 @pytest.fixture
@@ -32,14 +40,21 @@ def test_children_inherit_no_secrets() -> None:
 
 @pytest.mark.usefixtures("_secrets")
 def test_reward_may_read_the_variables_that_the_run_file_names() -> None:
-    config = RewardConfig(function="genrm", options={"url": "http://127.0.0.1:1", "token_variable": "JUDGE_TOKEN"}, environment=("MY_OWN",))
+    config = RewardConfig(
+        function="genrm",
+        options={"url": "http://127.0.0.1:1", "token_variable": "JUDGE_TOKEN"},
+        environment=("MY_OWN",),
+    )
     assert config.variables == {"JUDGE_TOKEN", "MY_OWN"}
 
 
 @pytest.mark.usefixtures("_secrets")
 def test_reward_function_sees_named_variables_alone(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(f"import os\ndef score(completion, *, answer, metadata, prompt):\n    return float(len({set(SECRETS)!r} & set(os.environ)))\n")
+    file.write_text(
+        "import os\ndef score(completion, *, answer, metadata, prompt):\n    return "
+        f"float(len({set(SECRETS)!r} & set(os.environ)))\n"
+    )
     pool = RewardPool(RewardConfig(function=f"{file}:score", environment=("MY_OWN",), processes=1))
     try:
         (result,) = pool.score_batch([RewardItem("1", "")])

@@ -15,7 +15,15 @@ from cyclopts import App
 from relax_events import cli
 from relax_events.cli.app import app
 from relax_events.cli.commands import COMMANDS, help_text
-from relax_events.errors import BrokerUnavailable, CheckFailed, ConfigError, Fenced, RelaxError, RunFailed, SchemaError
+from relax_events.errors import (
+    BrokerUnavailable,
+    CheckFailed,
+    ConfigError,
+    Fenced,
+    RelaxError,
+    RunFailed,
+    SchemaError,
+)
 from relax_events.telemetry.final_error import read_final_error
 
 EARLY_END = """
@@ -56,7 +64,9 @@ def subcommands(parent: App = app, words: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def test_help_loads_nothing_heavy() -> None:
-    asked = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=200, check=True)
+    asked = subprocess.run(
+        [sys.executable, "-c", HELP], capture_output=True, text=True, timeout=200, check=True
+    )
     assert asked.stdout == help_text() + "\nloaded: []\n"
 
 
@@ -65,7 +75,9 @@ def test_help_names_every_command_and_nothing_else() -> None:
     listed = help_text().partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in listed] == list(COMMANDS)
     verbs = {
-        words[0]: {other[1] for other in subcommands() if len(other) == 2 and other[0] == words[0]} for words in subcommands() if len(words) == 1
+        words[0]: {other[1] for other in subcommands() if len(other) == 2 and other[0] == words[0]}
+        for words in subcommands()
+        if len(words) == 1
     }
     for name, (_, text) in COMMANDS.items():
         assert all(verb in text for verb in verbs[name])
@@ -86,10 +98,21 @@ def test_help_of_command_opens_with_a_sentence_and_an_example_that_parses(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(RunFailed, 1), (ConfigError, 2), (BrokerUnavailable, 3), (SchemaError, 5), (CheckFailed, 6), (Fenced, 7)]
+    ("error", "code"),
+    [
+        (RunFailed, 1),
+        (ConfigError, 2),
+        (BrokerUnavailable, 3),
+        (SchemaError, 5),
+        (CheckFailed, 6),
+        (Fenced, 7),
+    ],
 )
 def test_error_becomes_an_exit_code_and_one_text(
-    error: type[RelaxError], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: type[RelaxError],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail() -> None:
         raise error("the thing; the remedy")
@@ -104,10 +127,18 @@ def test_error_becomes_an_exit_code_and_one_text(
 
 @pytest.mark.parametrize(
     ("error", "code", "shown"),
-    [(BrokerUnavailable("the broker is away"), 3, "error: the broker is away\n"), (MemoryError("no room"), 1, "Traceback")],
+    [
+        (BrokerUnavailable("the broker is away"), 3, "error: the broker is away\n"),
+        (MemoryError("no room"), 1, "Traceback"),
+    ],
 )
 def test_worker_that_fails_ends_at_once_with_its_error_as_the_last_line_of_its_log(
-    error: Exception, code: int, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    error: Exception,
+    code: int,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     def fail() -> None:
         raise error
@@ -130,7 +161,9 @@ def test_worker_that_fails_ends_at_once_with_its_error_as_the_last_line_of_its_l
 
 
 def test_worker_that_is_ended_before_it_drains_on_signals_gives_back_what_it_uses() -> None:
-    ended = subprocess.run([sys.executable, "-c", EARLY_END], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", EARLY_END], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (ended.returncode, ended.stdout) == (143, "gave back\n")
 
 
@@ -146,7 +179,9 @@ def test_interrupt_ends_with_the_shells_code(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("result", [(None, 0), (0, 0), (6, 6)])
-def test_result_of_a_command_is_the_exit_code(result: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_of_a_command_is_the_exit_code(
+    result: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("relax_events.cli.app.app", lambda: result[0])
     monkeypatch.setattr(sys, "argv", ["relax", "doctor", "x.toml"])
     with pytest.raises(SystemExit) as ended:
@@ -165,7 +200,13 @@ def test_result_of_a_command_is_the_exit_code(result: tuple[int | None, int], mo
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_usage_error_says_what_is_wrong(words: list[str], text: str) -> None:
-    asked = subprocess.run([sys.executable, "-m", "relax_events.cli", *words], capture_output=True, text=True, timeout=200, check=False)
+    asked = subprocess.run(
+        [sys.executable, "-m", "relax_events.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert asked.returncode == 2
     assert text in " ".join(asked.stderr.replace("│", " ").split())
     assert asked.stdout == ""
@@ -173,24 +214,37 @@ def test_usage_error_says_what_is_wrong(words: list[str], text: str) -> None:
 
 def test_run_file_that_is_missing_is_a_usage_error(tmp_path: Path) -> None:
     asked = subprocess.run(
-        [sys.executable, "-m", "relax_events.cli", "doctor", "nowhere.toml"], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-m", "relax_events.cli", "doctor", "nowhere.toml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert (asked.returncode, asked.stdout) == (2, "")
-    assert asked.stderr.startswith("error: run file nowhere.toml does not exist; give the path of a TOML file")
+    assert asked.stderr.startswith(
+        "error: run file nowhere.toml does not exist; give the path of a TOML file"
+    )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["algorithms", "list"], ["algorithms", "show", "grpo"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["algorithms", "list"], ["algorithms", "show", "grpo"]]
+)
 def test_command_ends_quietly_when_nobody_reads_its_output(arguments: list[str]) -> None:
     heard, said = os.pipe()
     os.close(heard)
-    with subprocess.Popen([sys.executable, "-m", "relax_events.cli", *arguments], stdout=said, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "relax_events.cli", *arguments], stdout=said, stderr=subprocess.PIPE
+    ) as process:
         os.close(said)
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (141, b"")
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-def test_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int) -> None:
+def test_folder_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
     def refused() -> None:
         raise OSError(number, os.strerror(number), "/there/.relax")
 
@@ -198,4 +252,6 @@ def test_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: can't write /there/.relax: {os.strerror(number)}; ")
+    assert capsys.readouterr().err.startswith(
+        f"error: can't write /there/.relax: {os.strerror(number)}; "
+    )

@@ -10,9 +10,9 @@ import structlog.testing
 import torch
 
 from relax_events.objects import ObjectStore
-from relax_events.training.checkpoints import Checkpoints
-from relax_events.training.critic_checkpoints import FOLDER, critic_checkpoints
-from relax_events.training.protocol import TrainerState
+from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.checkpoint.checkpoints import Checkpoints
+from relax_events.training.checkpoint.critic_checkpoints import FOLDER, critic_checkpoints
 from relax_events.training.ranks import SingleRank
 
 DIGESTS = {2: b"two", 4: b"four", 6: b"six"}
@@ -26,7 +26,9 @@ def store(tmp_path: Path) -> ObjectStore:
 def save(store: ObjectStore, version: int, digest: bytes) -> None:
     extra = {"weights_digest": digest.hex(), "consumed": [[0, 10 * version], [3, version]]}
     with Checkpoints(store, ranks=SingleRank(), keep=9, folder=FOLDER) as checkpoints:
-        state = TrainerState(policy_version=version, tensors={"model.a": torch.full((2,), float(version))})
+        state = TrainerState(
+            policy_version=version, tensors={"model.a": torch.full((2,), float(version))}
+        )
         checkpoints.save(state, extra=extra).wait(10.0)
 
 
@@ -48,8 +50,13 @@ def test_newest_comes_first_with_what_it_needs_of_the_log(store: ObjectStore) ->
 def test_folder_of_the_critic_is_pruned_apart_from_the_trainers(store: ObjectStore) -> None:
     for version, digest in DIGESTS.items():
         save(store, version, digest)
-    with Checkpoints(store, ranks=SingleRank(), keep=1) as trainers, Checkpoints(store, ranks=SingleRank(), keep=1, folder=FOLDER) as critics:
-        mine = trainers.save(TrainerState(policy_version=1, tensors={"model.a": torch.zeros(1)}), extra={}).wait(10.0)
+    with (
+        Checkpoints(store, ranks=SingleRank(), keep=1) as trainers,
+        Checkpoints(store, ranks=SingleRank(), keep=1, folder=FOLDER) as critics,
+    ):
+        mine = trainers.save(
+            TrainerState(policy_version=1, tensors={"model.a": torch.zeros(1)}), extra={}
+        ).wait(10.0)
         assert trainers.prune(mine) == 0
         assert critics.prune(next(critic_checkpoints(store, digests=DIGESTS)).reference) == 4
         assert trainers.load(mine).state.policy_version == 1
@@ -57,7 +64,8 @@ def test_folder_of_the_critic_is_pruned_apart_from_the_trainers(store: ObjectSto
 
 
 def test_checkpoint_of_another_history_is_passed_over(store: ObjectStore) -> None:
-    # Its topics were deleted, and the run began again under the same name with other steps, or has not come so far.
+    # Its topics were deleted, and the run began again under the same name with other steps, or has
+    # not come so far.
     for version, digest in DIGESTS.items():
         save(store, version, digest)
     assert found(store, {2: b"two", 4: b"other"}) == [2]
@@ -67,10 +75,18 @@ def test_checkpoint_of_another_history_is_passed_over(store: ObjectStore) -> Non
 def test_checkpoint_that_is_not_whole_is_passed_over_and_said_so(store: ObjectStore) -> None:
     for version, digest in DIGESTS.items():
         save(store, version, digest)
-    shard = next(key for key in store.list(FOLDER) if key.startswith(f"{FOLDER}00000006") and key.endswith(".safetensors"))
+    shard = next(
+        key
+        for key in store.list(FOLDER)
+        if key.startswith(f"{FOLDER}00000006") and key.endswith(".safetensors")
+    )
     store.delete([shard])
     assert found(store) == [4, 2]
-    torn = next(key for key in store.list(FOLDER) if key.startswith(f"{FOLDER}00000004") and key.endswith("manifest.json"))
+    torn = next(
+        key
+        for key in store.list(FOLDER)
+        if key.startswith(f"{FOLDER}00000004") and key.endswith("manifest.json")
+    )
     store.delete([torn])
     store.put_at(torn, json.dumps({"policy_version": 4}).encode())
     with structlog.testing.capture_logs() as logged:

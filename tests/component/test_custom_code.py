@@ -1,4 +1,5 @@
-"""A model folder that brings code of its own is refused, and the code not run, also where a person could be asked."""
+"""A model folder that brings code of its own is refused, and the code not run, also where a person
+could be asked."""
 
 from __future__ import annotations
 
@@ -23,14 +24,22 @@ except ConfigError as error:
 
 
 def test_code_of_a_model_folder_is_not_run(tmp_path: Path) -> None:
-    config = {"model_type": "own", "architectures": ["Own"], "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    config = {
+        "model_type": "own",
+        "architectures": ["Own"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'pwned')!r}, 'w')\nclass OwnConfig: pass\nclass Own: pass\n")
+    (tmp_path / "own.py").write_text(
+        f"open({str(tmp_path / 'pwned')!r}, 'w')\nclass OwnConfig: pass\nclass Own: pass\n"
+    )
     asking, terminal = pty.openpty()
     os.write(asking, b"y\n" * 5)
     try:
         command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-        result = subprocess.run(command, stdin=terminal, capture_output=True, text=True, timeout=200, check=False)
+        result = subprocess.run(
+            command, stdin=terminal, capture_output=True, text=True, timeout=200, check=False
+        )
     finally:
         os.close(asking)
         os.close(terminal)

@@ -11,16 +11,16 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from relax_events.config import DataConfig
-from relax_events.data.judging import judges_of
 from relax_events.data.placeholders import with_media
+from relax_events.data.prompt_filter import judges_of
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.row_media import stored_messages
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import Modality
+from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.library import MediaLibrary
-from relax_events.models.tiny import make_tiny
 from tests.unit.pictures import BOUNDS, picture_file, picture_model, picture_run, question
 
 KEYS = {"multimodal_keys": {"image": "images"}}
@@ -30,7 +30,9 @@ IMAGE, TEXT = Modality.IMAGE, Modality.TEXT
 def rows_of(folder: Path, *rows: Any, **keys: Any) -> PromptSource:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"answer": "x", **row}) + "\n" for row in rows))
-    return open_source(DataConfig.model_validate({"source": f"jsonl:{path}", **KEYS, **keys}), seed=0)
+    return open_source(
+        DataConfig.model_validate({"source": f"jsonl:{path}", **KEYS, **keys}), seed=0
+    )
 
 
 def parts(row: PromptRow) -> list[tuple[Modality, str | None]]:
@@ -38,8 +40,18 @@ def parts(row: PromptRow) -> list[tuple[Modality, str | None]]:
 
 
 def test_placeholders_become_places_for_the_pictures_in_order(tmp_path: Path) -> None:
-    row = rows_of(tmp_path, {"prompt": "see <image> and <image>?", "images": ["a.png", "b.png"]}, media_root=tmp_path).row(0)
-    assert parts(row) == [(TEXT, "see "), (IMAGE, None), (TEXT, " and "), (IMAGE, None), (TEXT, "?")]
+    row = rows_of(
+        tmp_path,
+        {"prompt": "see <image> and <image>?", "images": ["a.png", "b.png"]},
+        media_root=tmp_path,
+    ).row(0)
+    assert parts(row) == [
+        (TEXT, "see "),
+        (IMAGE, None),
+        (TEXT, " and "),
+        (IMAGE, None),
+        (TEXT, "?"),
+    ]
     assert [(item.source, item.place) for item in row.media] == [
         ("a.png", f"{tmp_path}/rows.jsonl:row 0: images[0]"),
         ("b.png", f"{tmp_path}/rows.jsonl:row 0: images[1]"),
@@ -49,7 +61,11 @@ def test_placeholders_become_places_for_the_pictures_in_order(tmp_path: Path) ->
 
 def test_parts_of_a_chat_message_name_places_too(tmp_path: Path) -> None:
     content = [{"type": "image"}, {"type": "text", "text": "what?"}]
-    row = rows_of(tmp_path, {"prompt": [{"role": "user", "content": content}], "images": "a.png"}, system_prompt="be brief").row(0)
+    row = rows_of(
+        tmp_path,
+        {"prompt": [{"role": "user", "content": content}], "images": "a.png"},
+        system_prompt="be brief",
+    ).row(0)
     assert parts(row) == [(TEXT, "be brief"), (IMAGE, None), (TEXT, "what?")]
 
 
@@ -66,13 +82,22 @@ def test_marker_is_text_where_no_column_holds_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "images", "text"),
     [
-        ("see <image>", [], "the prompt holds 1 <image> and the row brings 0 of modality image; there must be one for each"),
+        (
+            "see <image>",
+            [],
+            (
+                "the prompt holds 1 <image> and the row brings 0 of modality image; there must "
+                "be one for each"
+            ),
+        ),
         ("see", ["a.png"], "the prompt holds 0 <image> and the row brings 1 of modality image"),
         ("<image><image>", ["a.png"], "the prompt holds 2 <image> and the row brings 1"),
         ("<image>", [5], r"images\[0\] is a int; media are paths"),
     ],
 )
-def test_row_whose_pictures_and_places_differ_is_refused_by_name(tmp_path: Path, prompt: str, images: list[Any], text: str) -> None:
+def test_row_whose_pictures_and_places_differ_is_refused_by_name(
+    tmp_path: Path, prompt: str, images: list[Any], text: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"rows.jsonl:1: .*{text}|rows.jsonl:1: {text}"):
         rows_of(tmp_path, {"prompt": prompt, "images": images})
     good = {"prompt": "<image>", "images": ["a.png"]}
@@ -80,15 +105,21 @@ def test_row_whose_pictures_and_places_differ_is_refused_by_name(tmp_path: Path,
 
 
 def test_column_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no key 'images', only .*; set data.multimodal_keys"):
+    with pytest.raises(
+        ConfigError, match=r"has no key 'images', only .*; set data.multimodal_keys"
+    ):
         rows_of(tmp_path, {"prompt": "<image>", "pictures": ["a.png"]})
 
 
 def test_parquet_brings_pictures_as_hugging_face_writes_them(tmp_path: Path) -> None:
     content = picture_file(48, 32)
-    table = pa.table({"prompt": ["<image>?"], "answer": ["x"], "images": [[{"bytes": content, "path": "a.png"}]]})
+    table = pa.table(
+        {"prompt": ["<image>?"], "answer": ["x"], "images": [[{"bytes": content, "path": "a.png"}]]}
+    )
     parquet.write_table(table, tmp_path / "rows.parquet")
-    source = open_source(DataConfig.model_validate({"source": f"parquet:{tmp_path}/rows.parquet", **KEYS}), seed=0)
+    source = open_source(
+        DataConfig.model_validate({"source": f"parquet:{tmp_path}/rows.parquet", **KEYS}), seed=0
+    )
     (item,) = source.row(0).media
     assert item.read(BOUNDS) == content
 
@@ -97,8 +128,14 @@ def test_parquet_brings_pictures_as_hugging_face_writes_them(tmp_path: Path) -> 
     ("settings", "text"),
     [
         ({"multimodal_keys": {"smell": "odours"}}, "Input should be 'image', 'audio' or 'video'"),
-        ({"multimodal_keys": {"image": "images"}, "chat_template": False}, "multimodal_keys need a chat template"),
-        ({"media_root": "/pictures"}, "media_root and media_hosts are of no use without multimodal_keys"),
+        (
+            {"multimodal_keys": {"image": "images"}, "chat_template": False},
+            "multimodal_keys need a chat template",
+        ),
+        (
+            {"media_root": "/pictures"},
+            "media_root and media_hosts are of no use without multimodal_keys",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], text: str) -> None:
@@ -106,17 +143,35 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], text: st
         DataConfig.model_validate({"source": "jsonl:x", **settings})
 
 
-def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issued(tmp_path: Path) -> None:
+def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issued(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "secret.png").write_bytes(picture_file(32, 32))
     whole = base64.b64encode(picture_file(96, 96)).decode()
-    images = ["../secret.png", "gone.png", f"data:image/png;base64,{whole[:400]}", "data:,hello", f"data:image/png;base64,{whole}"]
-    source = rows_of(tmp_path, *({"prompt": "<image>?", "images": [image]} for image in images), media_root=tmp_path / "pictures")
+    images = [
+        "../secret.png",
+        "gone.png",
+        f"data:image/png;base64,{whole[:400]}",
+        "data:,hello",
+        f"data:image/png;base64,{whole}",
+    ]
+    source = rows_of(
+        tmp_path,
+        *({"prompt": "<image>?", "images": [image]} for image in images),
+        media_root=tmp_path / "pictures",
+    )
     messages_of = stored_messages(MediaLibrary(picture_run(tmp_path)))
     config = DataConfig.model_validate({"source": "jsonl:x", **KEYS})
     (judge,) = judges_of(config, renderer=None, messages_of=messages_of)
     verdicts = [judge(source.row(index), mean_rewards=(), train_step=0) for index in range(5)]
-    assert verdicts == ["media_outside_root", "media_missing", "media_truncated", "media_wrong_type", 0.0]
+    assert verdicts == [
+        "media_outside_root",
+        "media_missing",
+        "media_truncated",
+        "media_wrong_type",
+        0.0,
+    ]
     (message,) = messages_of(source.row(4))
     assert message.parts[0].media is not None
     assert (message.parts[0].media.width, message.parts[0].media.height) == (96, 96)
@@ -126,32 +181,64 @@ def test_length_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
     source = open_source(DataConfig(source="scenes:colour"), seed=0)
     bounded = DataConfig(source="scenes:colour", max_prompt_tokens=36)  # 34 of text
     renderer = PromptRenderer.from_folder(picture_model(), bounded, media=BOUNDS)
-    judges = judges_of(bounded, renderer=renderer, messages_of=stored_messages(MediaLibrary(picture_run(tmp_path))))
-    num_tokens = len(renderer.prompt_tokens(stored_messages(MediaLibrary(picture_run(tmp_path)))(source.row(0))))
+    judges = judges_of(
+        bounded, renderer=renderer, messages_of=stored_messages(MediaLibrary(picture_run(tmp_path)))
+    )
+    num_tokens = len(
+        renderer.prompt_tokens(stored_messages(MediaLibrary(picture_run(tmp_path)))(source.row(0)))
+    )
     assert num_tokens == 34 + 4
-    assert [judge(source.row(0), mean_rewards=(), train_step=0) for judge in judges] == [0.0, "too_long"]
+    assert [judge(source.row(0), mean_rewards=(), train_step=0) for judge in judges] == [
+        0.0,
+        "too_long",
+    ]
 
 
 def test_picture_stands_between_its_marks_in_the_prompt(tmp_path: Path) -> None:
-    renderer = PromptRenderer.from_folder(picture_model(), DataConfig(source="scenes:colour"), media=BOUNDS)
-    reference = MediaLibrary(picture_run(tmp_path)).show(open_source(DataConfig(source="scenes:colour"), seed=0).row(0).media[0]).reference
+    renderer = PromptRenderer.from_folder(
+        picture_model(), DataConfig(source="scenes:colour"), media=BOUNDS
+    )
+    reference = (
+        MediaLibrary(picture_run(tmp_path))
+        .show(open_source(DataConfig(source="scenes:colour"), seed=0).row(0).media[0])
+        .reference
+    )
     messages = question(reference)
     assert renderer.templated(messages) == (
-        "<|im_start|>user\nso <|vision_start|><|image_pad|><|vision_end|>What is it?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>user\nso <|vision_start|><|image_pad|><|vision_end|>What is "
+        "it?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Path) -> None:
-    renderer = PromptRenderer.from_folder(picture_model(), DataConfig(source="scenes:colour"), media=BOUNDS)
+    renderer = PromptRenderer.from_folder(
+        picture_model(), DataConfig(source="scenes:colour"), media=BOUNDS
+    )
     source = rows_of(tmp_path, {"prompt": "<image> or <|image_pad|>?", "images": ["data:,"]})
-    reference = MediaLibrary(picture_run(tmp_path)).show(open_source(DataConfig(source="scenes:colour"), seed=0).row(0).media[0]).reference
-    with pytest.raises(PoisonSample, match="renders to 2 media placeholders and brings 1 pieces, which need 1; does its text hold one by itself"):
+    reference = (
+        MediaLibrary(picture_run(tmp_path))
+        .show(open_source(DataConfig(source="scenes:colour"), seed=0).row(0).media[0])
+        .reference
+    )
+    with pytest.raises(
+        PoisonSample,
+        match=(
+            "renders to 2 media placeholders and brings 1 pieces, which need 1; does its text "
+            "hold one by itself"
+        ),
+    ):
         renderer.prompt_tokens(with_media(source.row(0).messages, [reference]))
 
 
 def test_model_of_text_refuses_a_prompt_with_pictures(tmp_path: Path) -> None:
     path = make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)
     renderer = PromptRenderer.from_folder(path, DataConfig(source="scenes:colour"), media=BOUNDS)
-    reference = MediaLibrary(picture_run(tmp_path)).show(open_source(DataConfig(source="scenes:colour"), seed=0).row(0).media[0]).reference
-    with pytest.raises(PoisonSample, match="brings 1 pieces of media, and the model reads text alone"):
+    reference = (
+        MediaLibrary(picture_run(tmp_path))
+        .show(open_source(DataConfig(source="scenes:colour"), seed=0).row(0).media[0])
+        .reference
+    )
+    with pytest.raises(
+        PoisonSample, match="brings 1 pieces of media, and the model reads text alone"
+    ):
         renderer.prompt_tokens(question(reference))

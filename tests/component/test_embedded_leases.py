@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from relax_events.broker.embedded.leases import Lease, lease_holders
+from relax_events.kafka.embedded.directory import Lease, lease_holders
 
 HOLDER = """
 import pathlib, sys
@@ -31,7 +31,9 @@ def test_each_lease_counts_until_it_is_released(tmp_path: Path) -> None:
 
 
 def test_lease_is_free_when_its_holder_was_killed(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert holder.stdin is not None
     assert holder.stdout is not None
     with holder.stdin, holder.stdout:
@@ -41,7 +43,9 @@ def test_lease_is_free_when_its_holder_was_killed(tmp_path: Path) -> None:
         holder.wait(10)
     assert lease_holders(tmp_path) == []
     own = Lease(tmp_path)
-    assert len(list((tmp_path / "leases").iterdir())) == 1, "the file of the one who was killed is gone"
+    assert len(list((tmp_path / "leases").iterdir())) == 1, (
+        "the file of the one who was killed is gone"
+    )
     own.release()
 
 

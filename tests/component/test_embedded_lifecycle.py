@@ -14,14 +14,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from relax_events.broker.embedded import EmbeddedBroker, launch
-from relax_events.broker.embedded.access import BrokerBusy, sole_access
-from relax_events.broker.embedded.lock import Jar, Lock
 from relax_events.cli.broker import start as start_command
 from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError, EnvironmentProblem
+from relax_events.kafka.embedded import EmbeddedBroker, launch
+from relax_events.kafka.embedded.directory import BrokerBusy, sole_access
+from relax_events.kafka.embedded.jars import Jar, Lock
 
 JAR = b"not really a jar"
-LOCK = Lock("9.9.9", (Jar("org/example/node-9.9.9.jar", len(JAR), hashlib.sha256(JAR).hexdigest()),))
+LOCK = Lock(
+    "9.9.9", (Jar("org/example/node-9.9.9.jar", len(JAR), hashlib.sha256(JAR).hexdigest()),)
+)
 
 
 @pytest.fixture
@@ -39,7 +41,10 @@ def java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
 
     def install(script: str) -> None:
         path = tmp_path / "jdk" / "bin" / "java"
-        path.write_text(f'#!/bin/sh\nif [ "$1" = -version ]; then echo \'openjdk version "21"\'; exit; fi\n{script}\n')
+        path.write_text(
+            '#!/bin/sh\nif [ "$1" = -version ]; then echo \'openjdk version "21"\'; exit; '
+            f"fi\n{script}\n"
+        )
         path.chmod(0o755)
 
     yield install
@@ -51,22 +56,31 @@ def remembered(directory: Path) -> dict[str, object]:
     return document
 
 
-def test_start_gives_the_last_log_lines_when_the_broker_dies(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_start_gives_the_last_log_lines_when_the_broker_dies(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     java("echo 'log.dirs is owned by somebody else'; exit 1")
     broker = EmbeddedBroker(tmp_path / "node")
-    with pytest.raises(BrokerError, match=r"ended by itself; the last lines of .*broker.log:\n  log.dirs is owned by somebody else"):
+    with pytest.raises(
+        BrokerError,
+        match=r"ended by itself; the last lines of .*broker.log:\n  log.dirs is owned by somebody else",
+    ):
         broker.start(timeout_seconds=20)
     assert not broker.is_running
     assert remembered(tmp_path / "node")["pid"] is None
 
 
-def test_start_says_disk_full_when_the_broker_dies_of_it(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_start_says_disk_full_when_the_broker_dies_of_it(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     java("echo 'java.io.IOException: No space left on device'; exit 1")
     with pytest.raises(EnvironmentProblem, match=r"the disk under .*node is full"):
         EmbeddedBroker(tmp_path / "node").start(timeout_seconds=20)
 
 
-def test_start_leaves_no_process_when_it_takes_too_long(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_start_leaves_no_process_when_it_takes_too_long(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     java("exec sleep 60")
     broker = EmbeddedBroker(tmp_path / "node")
     with pytest.raises(BrokerUnavailable, match=r"was not ready within 0.2 s; see .*broker.log"):
@@ -90,19 +104,27 @@ def test_start_names_the_port_when_it_is_taken(java: Callable[[str], None], tmp_
             EmbeddedBroker(tmp_path / "node", port=port).start()
 
 
-def test_start_refuses_when_the_disk_is_nearly_full(java: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_refuses_when_the_disk_is_nearly_full(
+    java: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     java("exit 1")
     usage = SimpleNamespace(total=1 << 40, used=0, free=5 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(EnvironmentProblem, match="5 MiB free, the embedded broker needs at least 256 MiB"):
+    with pytest.raises(
+        EnvironmentProblem, match="5 MiB free, the embedded broker needs at least 256 MiB"
+    ):
         EmbeddedBroker(tmp_path / "node").start()
 
 
-def test_start_refuses_while_another_process_starts_or_stops_it(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_start_refuses_while_another_process_starts_or_stops_it(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     (tmp_path / "node").mkdir()
     broker = EmbeddedBroker(tmp_path / "node")
     with sole_access(tmp_path / "node"):
-        with pytest.raises(BrokerBusy, match="another process is starting or stopping the broker in"):
+        with pytest.raises(
+            BrokerBusy, match="another process is starting or stopping the broker in"
+        ):
             broker.start(busy_seconds=0.1)
         with pytest.raises(BrokerBusy, match="another process"):
             broker.restart()
@@ -110,24 +132,37 @@ def test_start_refuses_while_another_process_starts_or_stops_it(java: Callable[[
             broker.stop(busy_seconds=0)
 
 
-def test_start_names_the_folder_when_it_cannot_be_made(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_start_names_the_folder_when_it_cannot_be_made(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentProblem, match=f"can't use {tmp_path / 'file' / 'node'}: .*Not a directory"):
+    with pytest.raises(
+        EnvironmentProblem, match=f"can't use {tmp_path / 'file' / 'node'}: .*Not a directory"
+    ):
         EmbeddedBroker(tmp_path / "file" / "node").start()
 
 
-def test_start_keeps_the_port_of_the_last_start(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_start_keeps_the_port_of_the_last_start(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     java("echo no; exit 1")
     ports = []
     for _ in range(2):
         with pytest.raises(BrokerError):
             EmbeddedBroker(tmp_path / "node").start(timeout_seconds=20)
-        ports.append((remembered(tmp_path / "node")["port"], remembered(tmp_path / "node")["controller_port"]))
+        ports.append(
+            (
+                remembered(tmp_path / "node")["port"],
+                remembered(tmp_path / "node")["controller_port"],
+            )
+        )
     assert ports[0] == ports[1]
     assert EmbeddedBroker(tmp_path / "node").bootstrap_servers == f"127.0.0.1:{ports[0][0]}"
 
 
-def test_start_takes_another_port_when_the_last_one_is_taken(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_start_takes_another_port_when_the_last_one_is_taken(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     java("echo no; exit 1")
     (tmp_path / "node").mkdir()
     with socket.socket() as server:
@@ -144,10 +179,18 @@ def test_start_takes_another_port_when_the_last_one_is_taken(java: Callable[[str
             EmbeddedBroker(tmp_path / "node").restart()  # its users know it by that port
 
 
-def test_start_never_takes_a_recycled_pid_for_its_broker(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_start_never_takes_a_recycled_pid_for_its_broker(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     (tmp_path / "node").mkdir()
     own = psutil.Process()
-    state = {"port": 20001, "controller_port": 20002, "kafka_version": "9.9.9", "pid": os.getpid(), "started_at_seconds": own.create_time() - 100}
+    state = {
+        "port": 20001,
+        "controller_port": 20002,
+        "kafka_version": "9.9.9",
+        "pid": os.getpid(),
+        "started_at_seconds": own.create_time() - 100,
+    }
     (tmp_path / "node" / "broker.json").write_text(json.dumps(state))
     broker = EmbeddedBroker(tmp_path / "node")
     assert not broker.is_running
@@ -157,7 +200,10 @@ def test_start_never_takes_a_recycled_pid_for_its_broker(java: Callable[[str], N
 
 def test_bootstrap_servers_say_what_to_do_when_nothing_was_started(tmp_path: Path) -> None:
     broker = EmbeddedBroker(tmp_path / "node")
-    with pytest.raises(BrokerUnavailable, match=r"no broker was ever started in .*; start one with `relax broker start`"):
+    with pytest.raises(
+        BrokerUnavailable,
+        match=r"no broker was ever started in .*; start one with `relax broker start`",
+    ):
         _ = broker.bootstrap_servers
     assert isinstance(broker.died_error(), BrokerUnavailable)
 
@@ -176,31 +222,48 @@ def test_broker_refuses_a_port_out_of_range(tmp_path: Path, port: int) -> None:
         EmbeddedBroker(tmp_path, port=port)
 
 
-def test_start_refuses_settings_that_it_decides_itself(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_start_refuses_settings_that_it_decides_itself(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     java("exit 1")
     with pytest.raises(ConfigError, match="node_properties must not set listeners"):
-        EmbeddedBroker(tmp_path / "node", node_properties={"listeners": "PLAINTEXT://0.0.0.0:9092"}).start()
+        EmbeddedBroker(
+            tmp_path / "node", node_properties={"listeners": "PLAINTEXT://0.0.0.0:9092"}
+        ).start()
 
 
-def test_start_drops_the_unfinished_archive_of_a_broker_that_nobody_stopped(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_start_drops_the_unfinished_archive_of_a_broker_that_nobody_stopped(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     java("exit 1")
     draft = tmp_path / "cache" / "classes-0.1-2.tmp"
     draft.write_bytes(b"half")
     (tmp_path / "node").mkdir()
-    state = {"port": 0, "controller_port": 0, "kafka_version": "9.9.9", "pid": None, "archive_at_exit": str(draft)}
+    state = {
+        "port": 0,
+        "controller_port": 0,
+        "kafka_version": "9.9.9",
+        "pid": None,
+        "archive_at_exit": str(draft),
+    }
     (tmp_path / "node" / "broker.json").write_text(json.dumps(state))
     with pytest.raises(BrokerError):
         EmbeddedBroker(tmp_path / "node").start(timeout_seconds=20)
     assert not draft.exists()
 
 
-def test_stop_keeps_the_archive_that_a_clean_exit_wrote(java: Callable[[str], None], tmp_path: Path) -> None:
+def test_stop_keeps_the_archive_that_a_clean_exit_wrote(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
     java(
-        'for word; do case "$word" in -XX:ArchiveClassesAtExit=*) archive="${word#*=}";; esac; done\n'
+        'for word; do case "$word" in -XX:ArchiveClassesAtExit=*) archive="${word#*=}";; '
+        "esac; done\n"
         "trap 'echo whole > \"$archive\"; exit' TERM; echo up; while :; do sleep 0.02; done"
     )
     broker = EmbeddedBroker(tmp_path / "node")
-    running, state, _ = launch.launch(_made(broker.directory), last=None, wanted_port=0, node_properties={})
+    running, state, _ = launch.launch(
+        _made(broker.directory), last=None, wanted_port=0, node_properties={}
+    )
     deadline = time.monotonic() + 60
     while "up" not in broker.log_path.read_text():
         assert time.monotonic() < deadline

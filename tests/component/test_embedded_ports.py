@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from relax_events.broker.embedded import ports
-from relax_events.broker.embedded.ports import choose_port, is_free, require_free
 from relax_events.errors import EnvironmentProblem
+from relax_events.kafka.embedded import ports
+from relax_events.kafka.embedded.ports import choose_port, is_free, require_free
 
 
 @pytest.fixture
@@ -34,7 +34,10 @@ def test_choose_port_avoids_taken_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_choose_port_gives_up_when_nothing_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "is_free", lambda port: False)
-    with pytest.raises(EnvironmentProblem, match=r"no free port on 127\.0\.0\.1 between 20000 and 31999 after 200 attempts"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"no free port on 127\.0\.0\.1 between 20000 and 31999 after 200 attempts",
+    ):
         choose_port()
 
 
@@ -56,5 +59,8 @@ def test_is_free_ignores_connections_that_linger() -> None:
 
 
 def test_require_free_names_port_and_remedy_when_taken(listener: int) -> None:
-    with pytest.raises(EnvironmentProblem, match=f"port {listener} on 127.0.0.1 is taken by another program; .*--port"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=f"port {listener} on 127.0.0.1 is taken by another program; .*--port",
+    ):
         require_free(listener)

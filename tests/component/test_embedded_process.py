@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_events.broker.embedded.process import end, ended_within, find, spawn
 from relax_events.errors import EnvironmentProblem
+from relax_events.kafka.embedded.process import end, ended_within, find, spawn
 
 
 @pytest.fixture
@@ -60,8 +60,16 @@ def test_find_returns_none_when_the_process_ended(sleeper: psutil.Process) -> No
 
 
 def test_ended_within_is_true_when_the_process_waits_for_another_parent(tmp_path: Path) -> None:
-    parent_code = "import os; pid = os.posix_spawn('/bin/true', ['true'], os.environ); print(pid, flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", parent_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    parent_code = (
+        "import os; pid = os.posix_spawn('/bin/true', ['true'], os.environ); print(pid, "
+        "flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent_code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
         assert parent.stdout is not None
         zombie = psutil.Process(int(parent.stdout.readline()))
         assert ended_within(zombie, 60)
@@ -73,7 +81,9 @@ def test_ended_within_is_false_when_the_process_goes_on(sleeper: psutil.Process)
     assert not ended_within(sleeper, 0.01)
 
 
-def test_ended_within_falls_back_to_waiting_when_the_system_has_no_pidfd(sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_within_falls_back_to_waiting_when_the_system_has_no_pidfd(
+    sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not ended_within(sleeper, 0.01)
     sleeper.kill()
@@ -82,7 +92,9 @@ def test_ended_within_falls_back_to_waiting_when_the_system_has_no_pidfd(sleeper
 
 def test_end_is_by_force_when_asking_is_not_heard(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    running = spawn(["/bin/sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done"], log=log)
+    running = spawn(
+        ["/bin/sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done"], log=log
+    )
     while not log.exists() or "ready" not in log.read_text():
         assert not ended_within(running, 0.01)
     assert not end(running, timeout_seconds=0.1)

@@ -10,12 +10,22 @@ from transformers import AutoModelForImageTextToText
 
 from relax_events.config import SamplingConfig
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import Modality, VersionSegment
 from relax_events.media.library import MediaLibrary
 from relax_events.weights import Weights
-from tests.unit.pictures import SIZES, picture_engine, picture_file, picture_model, picture_run, plain_logprobs, request_about, request_for, shown
+from tests.unit.pictures import (
+    SIZES,
+    picture_engine,
+    picture_file,
+    picture_model,
+    picture_run,
+    plain_logprobs,
+    request_about,
+    request_for,
+    shown,
+)
 
 
 @pytest.fixture
@@ -23,21 +33,33 @@ def library(tmp_path: Path) -> MediaLibrary:
     return MediaLibrary(picture_run(tmp_path))
 
 
-def expected_logprobs(request: GenerationRequest, completion: np.ndarray, *, path: Path | None = None) -> np.ndarray:
+def expected_logprobs(
+    request: GenerationRequest, completion: np.ndarray, *, path: Path | None = None
+) -> np.ndarray:
     number = int(request.prompt_group_id[1:])
-    files = [picture_file(*size, seed=10 * number + index) for index, size in enumerate(SIZES[number])]
-    return plain_logprobs(np.concatenate([request.prompt_tokens, completion]), files, path=path)[len(request.prompt_tokens) - 1 :]
+    files = [
+        picture_file(*size, seed=10 * number + index) for index, size in enumerate(SIZES[number])
+    ]
+    return plain_logprobs(np.concatenate([request.prompt_tokens, completion]), files, path=path)[
+        len(request.prompt_tokens) - 1 :
+    ]
 
 
-def check(engine: TransformersEngine, requests: list[GenerationRequest], *, path: Path | None = None) -> None:
+def check(
+    engine: TransformersEngine, requests: list[GenerationRequest], *, path: Path | None = None
+) -> None:
     found = finish(engine)
     for request in requests:
         for sample in request.samples:
             got = found[sample.sample_id]
-            np.testing.assert_allclose(got.logprobs, expected_logprobs(request, got.tokens, path=path), rtol=0, atol=1e-4)
+            np.testing.assert_allclose(
+                got.logprobs, expected_logprobs(request, got.tokens, path=path), rtol=0, atol=1e-4
+            )
 
 
-def test_logprobs_are_those_of_transformers_with_pictures_and_text_side_by_side(library: MediaLibrary) -> None:
+def test_logprobs_are_those_of_transformers_with_pictures_and_text_side_by_side(
+    library: MediaLibrary,
+) -> None:
     engine = picture_engine()
     requests = [request_for(number, library) for number in SIZES]
     for request in requests:
@@ -47,7 +69,9 @@ def test_logprobs_are_those_of_transformers_with_pictures_and_text_side_by_side(
 
 def test_same_prompt_about_other_pictures_is_another_prompt(library: MediaLibrary) -> None:
     engine = picture_engine()
-    one, other = (request_about(number, shown(library, (32, 32), seed=10 * number)) for number in (0, 3))
+    one, other = (
+        request_about(number, shown(library, (32, 32), seed=10 * number)) for number in (0, 3)
+    )
     assert np.array_equal(one.prompt_tokens, other.prompt_tokens)
     other = request_about(0, other.media)
     engine.submit(one)
@@ -59,7 +83,10 @@ def test_same_prompt_about_other_pictures_is_another_prompt(library: MediaLibrar
                                     prompt_group_id="g9", samples=(fresh_sample("g9/0", 0), fresh_sample("g9/1", 1))))  # fmt: skip
     beside = finish(engine)
     assert np.abs(first["g0/0"].logprobs[:1] - second["g0/0"].logprobs[:1]) > 1e-3
-    for name, expected in (("g0/0", first), ("g9/0", second)):  # the first token's: what comes after may follow another draw
+    for name, expected in (
+        ("g0/0", first),
+        ("g9/0", second),
+    ):  # the first token's: what comes after may follow another draw
         assert beside[name].logprobs[:1] == pytest.approx(expected["g0/0"].logprobs[:1], abs=1e-5)
 
 
@@ -83,7 +110,12 @@ def test_sample_goes_on_behind_its_pictures_after_an_abort(library: MediaLibrary
     partial = engine.abort()
     assert {len(sample.tokens) for sample in partial} == {2}
     again = continued(request, partial)
-    engine.submit(GenerationRequest(**{name: getattr(again, name) for name in again.__slots__ if name != "media"}, media=request.media))
+    engine.submit(
+        GenerationRequest(
+            **{name: getattr(again, name) for name in again.__slots__ if name != "media"},
+            media=request.media,
+        )
+    )
     resumed = finish(engine)
     for name, sample in whole.items():
         assert resumed[name].tokens.tolist() == sample.tokens.tolist()
@@ -94,7 +126,11 @@ def test_sample_goes_on_behind_its_pictures_after_an_abort(library: MediaLibrary
 def test_logprobs_follow_new_weights(library: MediaLibrary, on_running: str) -> None:
     engine, other = picture_engine(), picture_model(seed=4)
     model = AutoModelForImageTextToText.from_pretrained(other)
-    weights = Weights(1, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, bytes(32))
+    weights = Weights(
+        1,
+        {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        bytes(32),
+    )
     running = request_for(1, library)
     engine.submit(running)
     step(engine)
@@ -102,7 +138,12 @@ def test_logprobs_follow_new_weights(library: MediaLibrary, on_running: str) -> 
     ended = finish(engine)
     if on_running == "restart":
         for sample in ended.values():
-            np.testing.assert_allclose(sample.logprobs[2:], expected_logprobs(running, sample.tokens, path=other)[2:], rtol=0, atol=1e-4)
+            np.testing.assert_allclose(
+                sample.logprobs[2:],
+                expected_logprobs(running, sample.tokens, path=other)[2:],
+                rtol=0,
+                atol=1e-4,
+            )
     requests = [request_for(number, library) for number in (0, 3)]
     for request in requests:
         engine.submit(request)
@@ -111,8 +152,14 @@ def test_logprobs_follow_new_weights(library: MediaLibrary, on_running: str) -> 
 
 def test_engine_refuses_pictures_that_the_prompt_has_no_room_for(library: MediaLibrary) -> None:
     engine, request = picture_engine(), request_for(1, library)
-    fewer = GenerationRequest(**{name: getattr(request, name) for name in request.__slots__ if name != "media"}, media=request.media[:1])
-    with pytest.raises(PoisonSample, match="1 pieces of media have 12 tokens, and the sequence holds 24 placeholders"):
+    fewer = GenerationRequest(
+        **{name: getattr(request, name) for name in request.__slots__ if name != "media"},
+        media=request.media[:1],
+    )
+    with pytest.raises(
+        PoisonSample,
+        match="1 pieces of media have 12 tokens, and the sequence holds 24 placeholders",
+    ):
         engine.submit(fewer)
     assert engine.num_running == 0
 
@@ -120,19 +167,35 @@ def test_engine_refuses_pictures_that_the_prompt_has_no_room_for(library: MediaL
 def test_engine_of_a_text_model_refuses_pictures(library: MediaLibrary) -> None:
     text = make_request(1)
     media = shown(library, (32, 32))
-    with pytest.raises(PoisonSample, match="prompt group g1 brings 1 pieces of media, and the engine shows its model text alone"):
-        make_engine().submit(GenerationRequest(**{name: getattr(text, name) for name in text.__slots__ if name != "media"}, media=media))
+    with pytest.raises(
+        PoisonSample,
+        match="prompt group g1 brings 1 pieces of media, and the engine shows its model text alone",
+    ):
+        make_engine().submit(
+            GenerationRequest(
+                **{name: getattr(text, name) for name in text.__slots__ if name != "media"},
+                media=media,
+            )
+        )
 
 
-def test_placeholder_that_the_policy_writes_is_a_token_like_any_other(library: MediaLibrary) -> None:
+def test_placeholder_that_the_policy_writes_is_a_token_like_any_other(
+    library: MediaLibrary,
+) -> None:
     engine, request = picture_engine(), request_for(0, library)
     layout = engine._model.family.layout
     assert layout is not None
     placeholder = layout.placeholders[Modality.IMAGE]
     engine._model._head.weight.data[placeholder] = 0
-    engine._model._head.weight.data[:] *= 1e-3  # every token is about as likely, so this one is drawn among many
+    engine._model._head.weight.data[:] *= (
+        1e-3  # every token is about as likely, so this one is drawn among many
+    )
     many = GenerationRequest(
-        **{name: getattr(request, name) for name in request.__slots__ if name not in ("samples", "sampling")},
+        **{
+            name: getattr(request, name)
+            for name in request.__slots__
+            if name not in ("samples", "sampling")
+        },
         samples=tuple(fresh_sample(f"g0/{index}", index) for index in range(16)),
         sampling=SamplingConfig(max_new_tokens=48),
     )
@@ -140,9 +203,26 @@ def test_placeholder_that_the_policy_writes_is_a_token_like_any_other(library: M
     drawn = finish(engine)
     wrote = [sample for sample in drawn.values() if placeholder in sample.tokens[:-1]]
     assert wrote
-    again = continued(many, [replace(wrote[0], tokens=wrote[0].tokens[:-1], logprobs=wrote[0].logprobs[:-1], segments=shorter(wrote[0]))])
-    engine.submit(GenerationRequest(**{name: getattr(again, name) for name in again.__slots__ if name != "media"}, media=request.media))
-    (resumed,) = finish(engine).values()  # its prefill reads the placeholder that was written as the decoding steps did
+    again = continued(
+        many,
+        [
+            replace(
+                wrote[0],
+                tokens=wrote[0].tokens[:-1],
+                logprobs=wrote[0].logprobs[:-1],
+                segments=shorter(wrote[0]),
+            )
+        ],
+    )
+    engine.submit(
+        GenerationRequest(
+            **{name: getattr(again, name) for name in again.__slots__ if name != "media"},
+            media=request.media,
+        )
+    )
+    (resumed,) = finish(
+        engine
+    ).values()  # its prefill reads the placeholder that was written as the decoding steps did
     assert resumed.tokens.tolist() == wrote[0].tokens.tolist()
     np.testing.assert_allclose(resumed.logprobs, wrote[0].logprobs, rtol=0, atol=1e-5)
 

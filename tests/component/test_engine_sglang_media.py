@@ -13,36 +13,61 @@ from transformers import WhisperFeatureExtractor
 from relax_events.config import MediaConfig
 from relax_events.engines.protocol import GenerationRequest
 from relax_events.engines.requests import admitted_samples
-from relax_events.engines.rows import Sample
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.flights import Flight
-from relax_events.engines.sglang.media_wire import HEAD, read, requested
+from relax_events.engines.sglang.inflight import Flight
+from relax_events.engines.sglang.media_features import HEAD, read, requested
+from relax_events.engines.transformers.rows import Sample
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import Modality
 from relax_events.media.library import MediaLibrary
-from relax_events.models.media_layout import MediaLayout
-from tests.unit.moving_and_sounding import BOUNDS, SMALL, hybrid_model, item_of, media_run, omni_model
+from relax_events.media.token_layout import MediaLayout
+from tests.unit.moving_and_sounding import (
+    BOUNDS,
+    SMALL,
+    hybrid_model,
+    item_of,
+    media_run,
+    omni_model,
+)
 from tests.unit.pictures import picture_model, prompt_of, request_about
 
-PICTURE, CLIP, SOUND = (Modality.IMAGE, (64, 48)), (Modality.VIDEO, (48, 32, 9)), (Modality.AUDIO, 1.13)
+PICTURE, CLIP, SOUND = (
+    (Modality.IMAGE, (64, 48)),
+    (Modality.VIDEO, (48, 32, 9)),
+    (Modality.AUDIO, 1.13),
+)
 
 
 @pytest.fixture
 def request_of_both(tmp_path: Path) -> GenerationRequest:
     library = MediaLibrary(media_run(tmp_path, picture_model()))
     media = tuple(library.processed(library.admit(item_of(*kind))) for kind in (PICTURE, CLIP))
-    return replace(request_about(1, (), num_samples=3), prompt_tokens=prompt_of(media, bounds=BOUNDS), media=media)
+    return replace(
+        request_about(1, (), num_samples=3),
+        prompt_tokens=prompt_of(media, bounds=BOUNDS),
+        media=media,
+    )
 
 
-def samples_of(request: GenerationRequest, path: Path | None = None, bounds: MediaConfig = BOUNDS) -> tuple[list[Sample], ModelFolder, MediaLayout]:
+def samples_of(
+    request: GenerationRequest, path: Path | None = None, bounds: MediaConfig = BOUNDS
+) -> tuple[list[Sample], ModelFolder, MediaLayout]:
     model = ModelFolder.read(path or picture_model(), media=bounds)
     assert model.layout is not None
-    return admitted_samples(request, first_order=0, taken=(), model=model, max_context_tokens=512), model, model.layout
+    return (
+        admitted_samples(request, first_order=0, taken=(), model=model, max_context_tokens=512),
+        model,
+        model.layout,
+    )
 
 
-def test_arrays_are_sent_once_for_all_samples_and_come_as_they_were(request_of_both: GenerationRequest) -> None:
+def test_arrays_are_sent_once_for_all_samples_and_come_as_they_were(
+    request_of_both: GenerationRequest,
+) -> None:
     samples, model, layout = samples_of(request_of_both)
-    samples[1].tokens = np.array([65, layout.placeholders[Modality.IMAGE]], np.int32)  # it has begun, and drew a placeholder
+    samples[1].tokens = np.array(
+        [65, layout.placeholders[Modality.IMAGE]], np.int32
+    )  # it has begun, and drew a placeholder
     sent = requested(samples, model, weights="v1")
     assert ["shown" in json.loads(text.removeprefix(HEAD)) for text in sent] == [True, False, False]
     prompts = read(sent)
@@ -53,7 +78,11 @@ def test_arrays_are_sent_once_for_all_samples_and_come_as_they_were(request_of_b
         assert piece.pixels is not None
         np.testing.assert_array_equal(array.values, piece.pixels)
     num_tokens = len(request_of_both.prompt_tokens)
-    assert [placing.positions.shape for _, placing in prompts] == [(3, num_tokens), (3, num_tokens + 2), (3, num_tokens)]
+    assert [placing.positions.shape for _, placing in prompts] == [
+        (3, num_tokens),
+        (3, num_tokens + 2),
+        (3, num_tokens),
+    ]
 
 
 def test_runs_are_where_the_placeholders_stand(request_of_both: GenerationRequest) -> None:
@@ -62,15 +91,25 @@ def test_runs_are_where_the_placeholders_stand(request_of_both: GenerationReques
     tokens = request_of_both.prompt_tokens.tolist()
     for modality, runs in zip((Modality.IMAGE, Modality.VIDEO), placing.runs, strict=True):
         places = [place for first, last in runs for place in range(first, last + 1)]
-        assert places == [place for place, token in enumerate(tokens) if token == layout.placeholders[modality]]
-        assert all(tokens[first - 1] != layout.placeholders[modality] != tokens[last + 1] for first, last in runs)
+        assert places == [
+            place for place, token in enumerate(tokens) if token == layout.placeholders[modality]
+        ]
+        assert all(
+            tokens[first - 1] != layout.placeholders[modality] != tokens[last + 1]
+            for first, last in runs
+        )
     assert [len(runs) for runs in placing.runs] == [1, 4]  # of the clip one for each of its moments
     assert placing.shift == placing.positions.max() + 1 - len(tokens)
 
 
-def test_what_is_heard_is_sent_as_a_spectrum_and_of_a_clip_beside_what_is_seen(tmp_path: Path) -> None:
+def test_what_is_heard_is_sent_as_a_spectrum_and_of_a_clip_beside_what_is_seen(
+    tmp_path: Path,
+) -> None:
     library = MediaLibrary(media_run(tmp_path, omni_model(), use_audio_in_video=True))
-    media, bounds = tuple(library.processed(library.admit(item_of(*kind))) for kind in (SOUND, CLIP)), MediaConfig(**SMALL, use_audio_in_video=True)
+    media, bounds = (
+        tuple(library.processed(library.admit(item_of(*kind))) for kind in (SOUND, CLIP)),
+        MediaConfig(**SMALL, use_audio_in_video=True),
+    )
     prompt = prompt_of(media, path=omni_model(), bounds=bounds)
     request = replace(request_about(1, (), num_samples=1), prompt_tokens=prompt, media=media)
     samples, model, layout = samples_of(request, omni_model(), bounds)
@@ -79,19 +118,33 @@ def test_what_is_heard_is_sent_as_a_spectrum_and_of_a_clip_beside_what_is_seen(t
     assert [array.values.shape for array in shown] == [(128, 113), (8, 32, 48, 3), (128, 450)]
     assert [array.geometry is None for array in shown] == [True, False, True]
     extractor = WhisperFeatureExtractor.from_pretrained(omni_model())
-    plain = extractor(media[0].samples, sampling_rate=16_000, padding="longest", truncation=False, return_tensors="np")
+    plain = extractor(
+        media[0].samples,
+        sampling_rate=16_000,
+        padding="longest",
+        truncation=False,
+        return_tensors="np",
+    )
     np.testing.assert_array_equal(shown[0].values, plain["input_features"][0][:, :113])
-    places = [[place for first, last in runs for place in range(first, last + 1)] for runs in placing.runs]
+    places = [
+        [place for first, last in runs for place in range(first, last + 1)] for runs in placing.runs
+    ]
     tokens = prompt.tolist()
     assert [len(some) for some in places] == [15, 24, 59]
-    assert all(tokens[place] == layout.placeholders[array.modality] for array, some in zip(shown, places, strict=True) for place in some)
+    assert all(
+        tokens[place] == layout.placeholders[array.modality]
+        for array, some in zip(shown, places, strict=True)
+        for place in some
+    )
     assert min(places[2]) < max(places[1]) < max(places[2])  # in the order of time
 
 
 def test_identity_tells_shapes_and_versions_apart(request_of_both: GenerationRequest) -> None:
     picture = request_of_both.media[0]
     assert picture.pixels is not None
-    turned = replace(picture, pixels=np.ascontiguousarray(np.zeros_like(picture.pixels).swapaxes(0, 1)))
+    turned = replace(
+        picture, pixels=np.ascontiguousarray(np.zeros_like(picture.pixels).swapaxes(0, 1))
+    )
     plain = replace(picture, pixels=np.zeros_like(picture.pixels))
 
     def identity(media: tuple[object, ...], weights: str) -> bytes:
@@ -101,14 +154,31 @@ def test_identity_tells_shapes_and_versions_apart(request_of_both: GenerationReq
         return read(requested(samples, model, weights=weights))[0][0][0].identity
 
     assert identity((plain,), "v1") == identity((plain,), "v1")
-    assert len({identity((picture,), "v1"), identity((picture,), "v2"), identity((plain,), "v1"), identity((turned,), "v1")}) == 4
+    assert (
+        len(
+            {
+                identity((picture,), "v1"),
+                identity((picture,), "v2"),
+                identity((plain,), "v1"),
+                identity((turned,), "v1"),
+            }
+        )
+        == 4
+    )
 
 
-def test_another_length_of_the_prompt_refuses_its_tokens(request_of_both: GenerationRequest) -> None:
+def test_another_length_of_the_prompt_refuses_its_tokens(
+    request_of_both: GenerationRequest,
+) -> None:
     samples, _, _ = samples_of(request_of_both)
     flight = Flight(samples[0], "rid", 1)
     num_sent = len(request_of_both.prompt_tokens)
-    meta = {"prompt_tokens": num_sent - 5, "cached_tokens": 0, "finish_reason": None, "output_token_logprobs": [[-1.0, 65, None]]}
+    meta = {
+        "prompt_tokens": num_sent - 5,
+        "cached_tokens": 0,
+        "finish_reason": None,
+        "output_token_logprobs": [[-1.0, 65, None]],
+    }
     flight.take({"meta_info": meta, "output_ids": [65]})
     flight.take({"meta_info": meta | {"finish_reason": {"type": "length"}}, "output_ids": [65]})
     assert flight.has_landed
@@ -116,7 +186,13 @@ def test_another_length_of_the_prompt_refuses_its_tokens(request_of_both: Genera
     assert f"it read {num_sent - 5} tokens, and its prompt has {num_sent}" in flight.refusal
 
 
-def test_media_for_a_model_that_servers_are_not_sent_media_for_are_refused(request_of_both: GenerationRequest) -> None:
+def test_media_for_a_model_that_servers_are_not_sent_media_for_are_refused(
+    request_of_both: GenerationRequest,
+) -> None:
     model = ModelFolder.read(hybrid_model(), media=BOUNDS)
-    with pytest.raises(PoisonSample, match="the engine shows its model text alone; take engine 'transformers'"):
-        admitted_samples(request_of_both, first_order=0, taken=(), model=model, max_context_tokens=512)
+    with pytest.raises(
+        PoisonSample, match="the engine shows its model text alone; take engine 'transformers'"
+    ):
+        admitted_samples(
+            request_of_both, first_order=0, taken=(), model=model, max_context_tokens=512
+        )

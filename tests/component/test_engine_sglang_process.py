@@ -1,4 +1,5 @@
-"""What an SGLang server leaves when it is killed: no process, no shared memory, no temporary file."""
+"""What an SGLang server leaves when it is killed: no process, no shared memory, no temporary
+file."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_events.broker.deadline import Deadline
-from relax_events.engines.sglang import serve
+from relax_events.deadline import Deadline
+from relax_events.engines.sglang import launch as serve
 
 SECONDS = 60.0
-# As a server: it shares a semaphore and memory by way of multiprocessing, and by way of a file that it has mapped, as a process of its own does.
+# As a server: it shares a semaphore and memory by way of multiprocessing, and by way of a file that
+# it has mapped, as a process of its own does.
 SERVER = """
 import mmap, multiprocessing, os, subprocess, sys, threading, time
 from multiprocessing.shared_memory import SharedMemory
@@ -36,7 +38,9 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]
 print(f"/dev/shm/sem.{lock._semlock.name[1:]}", f"/dev/shm/{shared.name}", flush=True)
 time.sleep(1000)
 """
-pytestmark = pytest.mark.skipif(not serve.SHARED_MEMORY.is_dir(), reason="shared memory has no folder here")
+pytestmark = pytest.mark.skipif(
+    not serve.SHARED_MEMORY.is_dir(), reason="shared memory has no folder here"
+)
 
 
 class Server:
@@ -46,12 +50,26 @@ class Server:
         self.folder, self.temporary = folder / "weights", folder / "temporary"
         for made in (self.folder, self.temporary):
             made.mkdir()
-        self.loads = serve.SHARED_MEMORY / f"{serve.SHARED_PREFIX}loads_{os.getpid()}_{folder.name}.shm"
-        words = [sys.executable, "-c", SERVER, str(self.folder), str(self.temporary), str(self.loads)]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.loads = (
+            serve.SHARED_MEMORY / f"{serve.SHARED_PREFIX}loads_{os.getpid()}_{folder.name}.shm"
+        )
+        words = [
+            sys.executable,
+            "-c",
+            SERVER,
+            str(self.folder),
+            str(self.temporary),
+            str(self.loads),
+        ]
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         assert self.process.stdout is not None
         self.shared = [Path(name) for name in self.process.stdout.readline().split()]
-        self.members = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        self.members = [
+            psutil.Process(self.process.pid),
+            *psutil.Process(self.process.pid).children(recursive=True),
+        ]
 
     def until_gone(self, *files: Path) -> None:
         """Wait until the processes have ended and these files are gone."""
@@ -74,7 +92,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def test_killed_server_leaves_no_process_and_no_shared_memory(server: Server) -> None:
-    assert len(server.members) == 3, "it, the process that it started, and multiprocessing's tracker"
+    assert len(server.members) == 3, (
+        "it, the process that it started, and multiprocessing's tracker"
+    )
     assert [file.exists() for file in server.shared] == [True, True]
     assert serve.shared_memory_of(server.process.pid) == {server.loads}
     serve.end_processes(server.process.pid)

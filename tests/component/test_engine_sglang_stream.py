@@ -1,4 +1,5 @@
-"""What an SGLang server streams is read in linear work, and up to a bound that what was asked for sets."""
+"""What an SGLang server streams is read in linear work, and up to a bound that what was asked for
+sets."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class Buffer(bytearray):
         super().__iadd__(piece)
         return self
 
-    def find(self, part: Any, start: SupportsIndex | None = 0, end: SupportsIndex | None = None) -> int:
+    def find(
+        self, part: Any, start: SupportsIndex | None = 0, end: SupportsIndex | None = None
+    ) -> int:
         """Find a part, and count the bytes that were looked at."""
         found = super().find(part, start, end)
         Counted.num_bytes += (len(self) if found < 0 else found + len(part)) - int(start or 0)
@@ -57,11 +60,18 @@ async def pieces(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
 
 
 async def events(parts: Iterable[bytes], *, max_bytes: int) -> list[bytes]:
-    return [event async for event in _server_sent(pieces(parts), what="POST http://a/generate", max_bytes=max_bytes)]
+    return [
+        event
+        async for event in _server_sent(
+            pieces(parts), what="POST http://a/generate", max_bytes=max_bytes
+        )
+    ]
 
 
 @pytest.mark.parametrize("size", [100, 4000])
-def test_work_for_an_event_in_pieces_grows_with_its_bytes_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_for_an_event_in_pieces_grows_with_its_bytes_alone(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """2 MB in pieces of 100 bytes were copied 10,000 times over."""
     monkeypatch.setattr(client, "bytearray", Buffer, raising=False)
     monkeypatch.setattr(Counted, "num_bytes", 0)
@@ -82,7 +92,10 @@ def test_event_without_an_end_is_refused_at_the_bound() -> None:
             taken += 1000
             yield b"x" * 1000
 
-    with pytest.raises(ServerRefused, match=r"POST http://a/generate: an event of the answer has 11000 bytes or more, .* at most 10000; is it an SG"):
+    with pytest.raises(
+        ServerRefused,
+        match=r"POST http://a/generate: an event of the answer has 11000 bytes or more, .* at most 10000; is it an SG",
+    ):
         asyncio.run(events(endless(), max_bytes=10_000))
     assert taken == 11_000
 
@@ -98,9 +111,16 @@ def test_event_that_comes_at_once_is_bounded_too(num_bytes: int, fits: bool) -> 
 
 
 def folder(experts: ExpertShape | None = None) -> ModelFolder:
-    sizes: dict[str, Any] = {"hidden_size": 1, "vocab_size": 9, "max_context_tokens": 9, "num_layers": 48}
+    sizes: dict[str, Any] = {
+        "hidden_size": 1,
+        "vocab_size": 9,
+        "max_context_tokens": 9,
+        "num_layers": 48,
+    }
     layers = tuple(range(48)) if experts else ()
-    return ModelFolder(Path(), {}, **sizes, has_tied_head=False, layout=None, experts=experts, expert_layers=layers)
+    return ModelFolder(
+        Path(), {}, **sizes, has_tied_head=False, layout=None, experts=experts, expert_layers=layers
+    )
 
 
 async def generated(status: int, piece: bytes, *, sent: list[int]) -> None:
@@ -116,17 +136,34 @@ async def generated(status: int, piece: bytes, *, sent: list[int]) -> None:
                 sent[0] += len(piece)
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    asked = SGLangClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", model=folder(), weights_seconds=1.0)
-    prompts = [{"rid": "a", "input_ids": [1, 2], "max_new_tokens": 100, "stop_token_ids": [], "num_routed": 0}]
+    asked = SGLangClient(
+        f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",
+        model=folder(),
+        weights_seconds=1.0,
+    )
+    prompts = [
+        {
+            "rid": "a",
+            "input_ids": [1, 2],
+            "max_new_tokens": 100,
+            "stop_token_ids": [],
+            "num_routed": 0,
+        }
+    ]
     try:
-        async for _ in asked.generate(prompts, media=[], sampling=SamplingConfig(), extra_key="a", num_top=2):
+        async for _ in asked.generate(
+            prompts, media=[], sampling=SamplingConfig(), extra_key="a", num_top=2
+        ):
             pass
     finally:
         await asked.close()
         server.close()
 
 
-@pytest.mark.parametrize(("status", "what"), [(200, r"an event of the answer has \d+ bytes or more"), (400, r"status 400: b'x{500}'")])
+@pytest.mark.parametrize(
+    ("status", "what"),
+    [(200, r"an event of the answer has \d+ bytes or more"), (400, r"status 400: b'x{500}'")],
+)
 def test_answer_without_an_end_is_cut_off_and_the_server_named(status: int, what: str) -> None:
     sent = [0]
     with pytest.raises(ServerRefused, match=rf"POST http://127\.0\.0\.1:\d+/generate: {what}"):
@@ -135,11 +172,15 @@ def test_answer_without_an_end_is_cut_off_and_the_server_named(status: int, what
 
 
 def test_bound_lets_the_largest_answer_through() -> None:
-    """All tokens of a long sample at once, each with the longest text, and the experts of a mixture with 48 layers, 8 of 128 each."""
+    """All tokens of a long sample at once, each with the longest text, and the experts of a mixture
+    with 48 layers, 8 of 128 each."""
     model = folder(ExpertShape(48, 8, 128))
     num_prompt, num_new, num_top = 1000, 500, 4
     asked = SGLangClient("http://127.0.0.1:1", model=model, weights_seconds=1.0)
-    prompts = [{"input_ids": [1] * 3, "max_new_tokens": 9}, {"input_ids": [1] * num_prompt, "max_new_tokens": num_new}]
+    prompts = [
+        {"input_ids": [1] * 3, "max_new_tokens": 9},
+        {"input_ids": [1] * num_prompt, "max_new_tokens": num_new},
+    ]
     entry = [-1.2345678901234567e-10, 1_234_567, None]
     event = {
         "text": "\n" * 200 * num_new,
@@ -149,8 +190,11 @@ def test_bound_lets_the_largest_answer_through() -> None:
             "finish_reason": {"type": "length", "length": num_new},
             "output_token_logprobs": [entry] * num_new,
             "output_top_logprobs": [[entry] * num_top] * num_new,
-            "weight_versions": [{"version": "20000-0123abcd", "start": 1_000_000, "end": 1_000_001}] * num_new,
-            "routed_experts": model.told_experts(np.full((num_prompt + num_new, 48, 8), 127, np.uint8)),
+            "weight_versions": [{"version": "20000-0123abcd", "start": 1_000_000, "end": 1_000_001}]
+            * num_new,
+            "routed_experts": model.told_experts(
+                np.full((num_prompt + num_new, 48, 8), 127, np.uint8)
+            ),
         },
     }
     size, bound = len(orjson.dumps(event)), asked._max_event_bytes(prompts, num_top=num_top)

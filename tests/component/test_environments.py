@@ -1,4 +1,5 @@
-"""Samples that talk with an environment: text by text, file by file, cut off and resumed, and what a failure costs."""
+"""Samples that talk with an environment: text by text, file by file, cut off and resumed, and what
+a failure costs."""
 
 from __future__ import annotations
 
@@ -22,27 +23,27 @@ from relax_events.config import EngineConfig, MediaConfig, ModelConfig, Sampling
 from relax_events.data.placeholders import MARKERS
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest, Task
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.environments.episodes import Episodes, turn_seed
 from relax_events.environments.pool import EnvironmentPool
-from relax_events.environments.zoom import quarter
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, Modality
 from relax_events.events.types import SampleReady
+from relax_events.examples.zoom import quarter
 from relax_events.media.library import MediaLibrary
+from relax_events.media.token_layout import modality_of
 from relax_events.models.families import family_of
-from relax_events.models.media_layout import modality_of
 from relax_events.objects import ObjectStore
 from relax_events.objects.roots import media_in
-from relax_events.training.packing import pack
-from relax_events.training.policy_model import PolicyModel
-from relax_events.training.sample_media import SampleMedia
-from relax_events.training.scoring import LogprobScorer
+from relax_events.roles.handover import Partials
+from relax_events.training.backend.policy_model import PolicyModel
+from relax_events.training.backend.scoring import LogprobScorer
+from relax_events.training.batch.packing import pack
+from relax_events.training.batch.sample_media import SampleMedia
 from relax_events.weights import Weights
 from tests.unit import pictures
 from tests.unit.moving_and_sounding import KINDS, item_of, media_run, omni_model
 from tests.unit.pictures import picture_file, picture_model, picture_run, question
-from workers.handing_over import Partials
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environments_of_tests.py"
 ENGINE: dict[str, Any] = {"max_running_samples": 8, "max_context_tokens": 512}
@@ -52,27 +53,56 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0}
 @cache
 def engine_of(path: Path, media: MediaConfig, *, records_experts: bool) -> TransformersEngine:
     """Open an engine once in a test process, with weights that it took after its start."""
-    model_config = ModelConfig(dtype="float32", path=path, device="cpu", media=media, routing_replay="rollout" if records_experts else "none")
+    model_config = ModelConfig(
+        dtype="float32",
+        path=path,
+        device="cpu",
+        media=media,
+        routing_replay="rollout" if records_experts else "none",
+    )
     engine = TransformersEngine(path, config=EngineConfig(threads=1, **ENGINE), model=model_config)
     model = family_of(path, media).loader.from_pretrained(path, dtype=torch.float32)
-    engine.load_weights(Weights(1, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, bytes(32)))
+    engine.load_weights(
+        Weights(
+            1,
+            {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+            bytes(32),
+        )
+    )
     return engine
 
 
 class Talk:
-    """An engine over a tiny model, an environment of `environments_of_tests.py`, and what belongs to them. A model that hears has experts."""
+    """An engine over a tiny model, an environment of `environments_of_tests.py`, and what belongs
+    to them. A model that hears has experts."""
 
-    def __init__(self, folder: Path, function: str, *, hears: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, function: str, *, hears: bool = False, **settings: Any
+    ) -> None:
         path = omni_model() if hears else picture_model()
         config = media_run(folder, path) if hears else picture_run(folder)
-        environment = {"function": function if function == "zoom" else f"{ENVIRONMENTS}:{function}", "timeout_seconds": 5.0, **settings}
-        tree = config.model_dump(mode="json", exclude_unset=True) | {"environment": environment, "engine": ENGINE}
+        environment = {
+            "function": function if function == "zoom" else f"{ENVIRONMENTS}:{function}",
+            "timeout_seconds": 5.0,
+            **settings,
+        }
+        tree = config.model_dump(mode="json", exclude_unset=True) | {
+            "environment": environment,
+            "engine": ENGINE,
+        }
         tree["model"]["routing_replay"] = "rollout" if hears else "none"
         self.config = small_run(tree)
         self.library = MediaLibrary(self.config)
-        self.renderer = PromptRenderer.from_folder(path, self.config.data, media=self.config.model.media)
-        self.inner, self.pool = engine_of(path, self.config.model.media, records_experts=hears), EnvironmentPool(self.config)
-        self.engine = Episodes(self.inner, self.pool, config=self.config, renderer=self.renderer, library=self.library)
+        self.renderer = PromptRenderer.from_folder(
+            path, self.config.data, media=self.config.model.media
+        )
+        self.inner, self.pool = (
+            engine_of(path, self.config.model.media, records_experts=hears),
+            EnvironmentPool(self.config),
+        )
+        self.engine = Episodes(
+            self.inner, self.pool, config=self.config, renderer=self.renderer, library=self.library
+        )
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -80,13 +110,21 @@ class Talk:
         return (*self.renderer.stop_token_ids, *range(0, 256, 3))
 
     def request(
-        self, name: str = "g0", *, references: Sequence[MediaRef] = (), num_samples: int = 3, seed: int = 0, **sampling: Any
+        self,
+        name: str = "g0",
+        *,
+        references: Sequence[MediaRef] = (),
+        num_samples: int = 3,
+        seed: int = 0,
+        **sampling: Any,
     ) -> GenerationRequest:
         messages = question(*references)
         return GenerationRequest(
             prompt_group_id=name,
             prompt_tokens=self.renderer.prompt_tokens(messages),
-            samples=tuple(fresh_sample(f"{name}/{index}", seed + index) for index in range(num_samples)),
+            samples=tuple(
+                fresh_sample(f"{name}/{index}", seed + index) for index in range(num_samples)
+            ),
             sampling=SamplingConfig(**SETTINGS | sampling),
             stop_token_ids=self.stops,
             media=tuple(map(self.library.processed, references)),
@@ -118,7 +156,13 @@ def ready(request: GenerationRequest, sample: GeneratedSample) -> SampleReady:
     mask = np.append(np.zeros(len(request.prompt_tokens), np.uint8), sample.loss_mask)
     media = [*(piece.reference for piece in request.media), *media_in(sample.turns)]
     plain = pictures.ready(request, sample, int(sample.sample_id[-1]))
-    return replace(plain, loss_mask=mask, finish_reason=sample.finish_reason, media=media, routed_experts=sample.routed_experts)
+    return replace(
+        plain,
+        loss_mask=mask,
+        finish_reason=sample.finish_reason,
+        media=media,
+        routed_experts=sample.routed_experts,
+    )
 
 
 def shown_by_hand(renderer: PromptRenderer, task: Task, turns: Sequence[ChatMessage]) -> str:
@@ -142,7 +186,9 @@ def test_texts_go_back_and_forth_until_the_environment_is_silent(tmp_path: Path)
         assert (sample.logprobs[sample.loss_mask == 0] == 0).all()
         assert (sample.logprobs[sample.loss_mask == 1] < 0).all()
         for before, reply in zip(sample.turns[::2], sample.turns[1::2], strict=False):
-            assert reply.text == f"so {len(before.text)} of red, after 1 and {sample.turns.index(reply) // 2} more"
+            assert reply.text == (
+                f"so {len(before.text)} of red, after 1 and {sample.turns.index(reply) // 2} more"
+            )
     assert any(len(sample.turns) == 5 for sample in ended.values())
 
 
@@ -153,13 +199,21 @@ def test_tokens_of_a_reply_are_what_the_template_puts_between_two_answers(tmp_pa
         sample = next(sample for sample in finish(one.engine).values() if len(sample.turns) > 1)
         assert sample.loss_mask is not None
         replies = np.split(sample.tokens, np.flatnonzero(np.diff(sample.loss_mask)) + 1)[1::2]
-        end, start = one.renderer.encode("<|im_end|>\n"), one.renderer.encode("<|im_start|>assistant\n")
-        said = [one.renderer.encode(f"<|im_start|>user\n{message.text}") for message in sample.turns[1::2]]
+        end, start = (
+            one.renderer.encode("<|im_end|>\n"),
+            one.renderer.encode("<|im_start|>assistant\n"),
+        )
+        said = [
+            one.renderer.encode(f"<|im_start|>user\n{message.text}")
+            for message in sample.turns[1::2]
+        ]
         for tokens, expected in zip(replies, said, strict=True):
             assert tokens.tolist() == [*end[1:], *expected, *end, *start]
 
 
-def test_environment_changes_nothing_before_it_speaks_and_later_answers_have_draws_of_their_own(tmp_path: Path) -> None:
+def test_environment_changes_nothing_before_it_speaks_and_later_answers_have_draws_of_their_own(
+    tmp_path: Path,
+) -> None:
     with talk(tmp_path, "echo_twice") as one:
         request = one.request()
         one.inner.submit(request)
@@ -170,49 +224,86 @@ def test_environment_changes_nothing_before_it_speaks_and_later_answers_have_dra
         for name, sample in finish(one.engine).items():
             first = alone[name].tokens
             assert sample.tokens[: len(first)].tolist() == first.tolist()
-            np.testing.assert_allclose(sample.logprobs[: len(first)], alone[name].logprobs, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(
+                sample.logprobs[: len(first)], alone[name].logprobs, rtol=0, atol=1e-5
+            )
     assert turn_seed(7, 0) == 7
     assert len({turn_seed(7, number) for number in range(5)}) == 5
 
 
 @pytest.mark.parametrize("hears", [False, True], ids=["pictures", "pictures, sounds and clips"])
-def test_trainer_reads_token_by_token_what_the_engine_read(tmp_path: Path, hears: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_reads_token_by_token_what_the_engine_read(
+    tmp_path: Path, hears: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with talk(tmp_path, "show_all" if hears else "show_pictures", hears=hears) as one:
-        kinds = KINDS if hears else {kind: sizes for kind, sizes in KINDS.items() if kind is Modality.IMAGE}
-        references = [one.library.admit(item_of(kind, sizes[0], seed=9)) for kind, sizes in kinds.items()]
-        requests = [one.request(f"g{number}", references=references[:number], seed=100 * number) for number in range(2)]
+        kinds = (
+            KINDS
+            if hears
+            else {kind: sizes for kind, sizes in KINDS.items() if kind is Modality.IMAGE}
+        )
+        references = [
+            one.library.admit(item_of(kind, sizes[0], seed=9)) for kind, sizes in kinds.items()
+        ]
+        requests = [
+            one.request(f"g{number}", references=references[:number], seed=100 * number)
+            for number in range(2)
+        ]
         read = record_forwards(one.inner, monkeypatch)
         for request in requests:
             one.engine.submit(request)
         ended = finish(one.engine)
-        samples = [ready(request, ended[sample.sample_id]) for request in requests for sample in request.samples]
+        samples = [
+            ready(request, ended[sample.sample_id])
+            for request in requests
+            for sample in request.samples
+        ]
         assert max(len(sample.media) for sample in samples) >= 2
         if hears:
-            assert {modality_of(media) for sample in samples for media in sample.media} == set(MARKERS)
-        policy = PolicyModel(one.config.model.path, config=one.config.model, device=torch.device("cpu"))
+            assert {modality_of(media) for sample in samples for media in sample.media} == set(
+                MARKERS
+            )
+        policy = PolicyModel(
+            one.config.model.path, config=one.config.model, device=torch.device("cpu")
+        )
         media = SampleMedia(policy.family, one.library)
         for sample in samples:
             batch = media.added(pack([sample], vocab_size=policy.vocab_size), [sample])
-            tokens, positions, features = read.pop(np.asarray(sample.tokens)[: sample.num_prompt_tokens].tobytes(), sample)
+            tokens, positions, features = read.pop(
+                np.asarray(sample.tokens)[: sample.num_prompt_tokens].tobytes(), sample
+            )
             length = len(tokens)
             assert batch.input_ids[0, :length].tolist() == tokens.tolist()
-            found = np.tile(batch.position_ids, (3, 1)) if batch.media is None else batch.media.positions[:, 0]
+            found = (
+                np.tile(batch.position_ids, (3, 1))
+                if batch.media is None
+                else batch.media.positions[:, 0]
+            )
             np.testing.assert_array_equal(found[:, :length], positions)
-            cells = {} if batch.media is None else dict(zip(batch.media.cells.tolist(), rows_of(batch.media), strict=True))
+            cells = (
+                {}
+                if batch.media is None
+                else dict(zip(batch.media.cells.tolist(), rows_of(batch.media), strict=True))
+            )
             assert features == cells
         check_logprobs(one, policy, media, samples)
 
 
 class Read:
-    """What an engine's forwards were given: of each sequence the ids, the rotary positions, and which row of which file went to which cell."""
+    """What an engine's forwards were given: of each sequence the ids, the rotary positions, and
+    which row of which file went to which cell."""
 
     def __init__(self) -> None:
         self.prefills: list[tuple[NDArray[Any], NDArray[Any], dict[int, tuple[bytes, int]]]] = []
 
-    def pop(self, prompt: bytes, sample: SampleReady) -> tuple[NDArray[Any], NDArray[Any], dict[int, tuple[bytes, int]]]:
-        """Return the longest prefill that the sample's tokens begin with: the one of its last answer."""
+    def pop(
+        self, prompt: bytes, sample: SampleReady
+    ) -> tuple[NDArray[Any], NDArray[Any], dict[int, tuple[bytes, int]]]:
+        """Return the longest prefill that the sample's tokens begin with: the one of its last
+        answer."""
         tokens = np.asarray(sample.tokens)
-        found = [read for read in self.prefills if tokens[: len(read[0])].tolist() == read[0].tolist()]
+        found = [
+            read for read in self.prefills if tokens[: len(read[0])].tolist() == read[0].tolist()
+        ]
         return max(found, key=lambda read: len(read[0]))
 
 
@@ -237,7 +328,10 @@ def record_forwards(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch)
                 alone = replace(sequences[row], places=places)
                 made = family.inputs([alone], position_ids=places[None])
                 if made is not None:
-                    positions, cells = made.positions[:, 0], dict(zip(made.cells.tolist(), rows_of(made), strict=True))
+                    positions, cells = (
+                        made.positions[:, 0],
+                        dict(zip(made.cells.tolist(), rows_of(made), strict=True)),
+                    )
             read.prefills.append((tokens, positions, cells))
         return prefill(input_ids, last, sequences)
 
@@ -245,22 +339,49 @@ def record_forwards(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch)
     return read
 
 
-def check_logprobs(one: Talk, policy: PolicyModel, media: SampleMedia, samples: list[SampleReady]) -> None:
-    """Trainer and scorers say of every token what the engine said: packed, padded, and with prompts shared."""
-    drawn = torch.from_numpy(np.concatenate([np.asarray(sample.rollout_logprobs)[np.asarray(sample.loss_mask).astype(bool)] for sample in samples]))
+def check_logprobs(
+    one: Talk, policy: PolicyModel, media: SampleMedia, samples: list[SampleReady]
+) -> None:
+    """Trainer and scorers say of every token what the engine said: packed, padded, and with prompts
+    shared."""
+    drawn = torch.from_numpy(
+        np.concatenate(
+            [
+                np.asarray(sample.rollout_logprobs)[np.asarray(sample.loss_mask).astype(bool)]
+                for sample in samples
+            ]
+        )
+    )
     assert policy.prompt_sharing is not None
     sharing = replace(policy.prompt_sharing, cell_cost=0.0)
     with torch.no_grad():
-        for layout in ({"share_rows": True}, {"share_rows": False, "row_multiple": 16}, {"sharing": sharing}):
-            batch = media.added(pack(samples, vocab_size=policy.vocab_size, experts=policy.experts, **layout), samples)  # type: ignore[arg-type]
-            torch.testing.assert_close(policy.token_logprobs(batch).logprobs, drawn, rtol=0, atol=1e-4)
-    scorer = LogprobScorer(one.config.model.path, model=one.config.model, threads=1, max_tokens=600, library=one.library)
+        for layout in (
+            {"share_rows": True},
+            {"share_rows": False, "row_multiple": 16},
+            {"sharing": sharing},
+        ):
+            batch = media.added(
+                pack(samples, vocab_size=policy.vocab_size, experts=policy.experts, **layout),
+                samples,
+            )  # type: ignore[arg-type]
+            torch.testing.assert_close(
+                policy.token_logprobs(batch).logprobs, drawn, rtol=0, atol=1e-4
+            )
+    scorer = LogprobScorer(
+        one.config.model.path,
+        model=one.config.model,
+        threads=1,
+        max_tokens=600,
+        library=one.library,
+    )
     for sample, scores in zip(samples, scorer.score(samples), strict=True):
         np.testing.assert_allclose(scores, np.asarray(sample.rollout_logprobs), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("hears", [False, True], ids=["", "experts"])
-def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(tmp_path: Path, hears: bool) -> None:
+def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(
+    tmp_path: Path, hears: bool
+) -> None:
     with talk(tmp_path, "show_pictures", hears=hears) as one:
         request = one.request(references=[one.library.admit(item_of(Modality.IMAGE, (32, 32)))])
         one.engine.submit(request)
@@ -268,14 +389,23 @@ def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(tmp_pat
         one.engine.submit(request)
         ended: dict[str, GeneratedSample] = {}
         seeds = {sample.sample_id: sample.seed for sample in request.samples}
-        for _ in range(8):  # wherever it is: before the first token, within an answer, while the environment has the word
+        for _ in range(
+            8
+        ):  # wherever it is: before the first token, within an answer, while the environment has the word
             ended |= {sample.sample_id: sample for sample in one.engine.poll(timeout_seconds=0.01)}
             partial = one.engine.abort()
             assert one.engine.num_running == 0
             assert {sample.sample_id for sample in partial} == set(seeds) - set(ended)
             if partial:
                 handed_over = [through_the_store(tmp_path, sample) for sample in partial]
-                one.engine.submit(replace(request, samples=tuple(resumed(sample, seeds[sample.sample_id]) for sample in handed_over)))
+                one.engine.submit(
+                    replace(
+                        request,
+                        samples=tuple(
+                            resumed(sample, seeds[sample.sample_id]) for sample in handed_over
+                        ),
+                    )
+                )
         for name, sample in (ended | finish(one.engine)).items():
             assert sample.tokens.tolist() == whole[name].tokens.tolist()
             assert sample.turns == whole[name].turns
@@ -283,17 +413,26 @@ def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(tmp_pat
             assert sample.num_chosen == whole[name].num_chosen
             assert (sample.routed_experts is not None) == hears
             if sample.routed_experts is not None:
-                assert len(sample.routed_experts) == len(request.prompt_tokens) + len(sample.tokens) - 1
+                assert (
+                    len(sample.routed_experts)
+                    == len(request.prompt_tokens) + len(sample.tokens) - 1
+                )
                 np.testing.assert_array_equal(sample.routed_experts, whole[name].routed_experts)
             np.testing.assert_allclose(sample.logprobs, whole[name].logprobs, rtol=0, atol=1e-5)
 
 
 def through_the_store(folder: Path, sample: GeneratedSample) -> GeneratedSample:
-    """Return a sample as the worker that takes its prompt group next finds it; one that has not begun is not kept."""
-    partials, index = Partials(ObjectStore.open((folder / "handed-over").as_uri())), int(sample.sample_id[-1])
+    """Return a sample as the worker that takes its prompt group next finds it; one that has not
+    begun is not kept."""
+    partials, index = (
+        Partials(ObjectStore.open((folder / "handed-over").as_uri())),
+        int(sample.sample_id[-1]),
+    )
     is_kept = partials.keep(sample.prompt_group_id, [sample]) > 0
     assert is_kept == (len(sample.tokens) > 0)
-    return partials.find(sample.prompt_group_id, num_samples=index + 1)[index] if is_kept else sample
+    return (
+        partials.find(sample.prompt_group_id, num_samples=index + 1)[index] if is_kept else sample
+    )
 
 
 def resumed(sample: GeneratedSample, seed: int) -> SampleRequest:
@@ -330,19 +469,32 @@ def test_what_goes_wrong_in_an_environment_costs_that_sample_alone(tmp_path: Pat
         for number, what in enumerate(TOLD):
             request = one.request(what, num_samples=1, seed=number)
             assert request.task is not None
-            one.engine.submit(replace(request, stop_token_ids=tuple(range(one.inner._model.vocab_size)), task=replace(request.task, answer=what)))
+            one.engine.submit(
+                replace(
+                    request,
+                    stop_token_ids=tuple(range(one.inner._model.vocab_size)),
+                    task=replace(request.task, answer=what),
+                )
+            )
         ended = finish(one.engine)
     for what, told in TOLD.items():
         sample = ended[f"{what}/0"]
         assert told in sample.error
         assert (sample.finish_reason is FinishReason.ERROR) == bool(told) == bool(sample.error)
-        assert f"on answer 1 of sample {what}/0" in sample.error or not told or what == "writes a placeholder"
+        assert (
+            f"on answer 1 of sample {what}/0" in sample.error
+            or not told
+            or what == "writes a placeholder"
+        )
 
 
 def test_answers_and_tokens_are_bounded(tmp_path: Path) -> None:
     with talk(tmp_path, "echo_always", max_answers=3) as one:
         one.engine.submit(one.request("g0", max_new_tokens=60))
-        assert {sum(message.role == "assistant" for message in sample.turns) for sample in finish(one.engine).values()} <= {1, 2, 3}
+        assert {
+            sum(message.role == "assistant" for message in sample.turns)
+            for sample in finish(one.engine).values()
+        } <= {1, 2, 3}
         one.engine.submit(one.request("g1", max_new_tokens=3))
         assert max(sample.num_chosen for sample in finish(one.engine).values()) <= 3
         one.engine._max_context_tokens = len(one.request().prompt_tokens) + 14
@@ -361,9 +513,14 @@ def test_answers_and_tokens_are_bounded(tmp_path: Path) -> None:
         ("with_option", {"places": 2, "rooms": 3}, "unexpected keyword argument 'rooms'"),
     ],
 )
-def test_environment_that_does_not_fit_is_refused_at_the_start(tmp_path: Path, function: str, options: dict[str, Any], told: str) -> None:
+def test_environment_that_does_not_fit_is_refused_at_the_start(
+    tmp_path: Path, function: str, options: dict[str, Any], told: str
+) -> None:
     environment = {"function": f"{ENVIRONMENTS}:{function}", "options": options}
-    config = small_run(picture_run(tmp_path).model_dump(mode="json", exclude_unset=True) | {"environment": environment})
+    config = small_run(
+        picture_run(tmp_path).model_dump(mode="json", exclude_unset=True)
+        | {"environment": environment}
+    )
     with pytest.raises(ConfigError, match=r"environment\.function") as caught:
         EnvironmentPool(config)
     assert told in str(caught.value)
@@ -372,9 +529,17 @@ def test_environment_that_does_not_fit_is_refused_at_the_start(tmp_path: Path, f
 def test_zoom_shows_the_quarter_that_is_named(tmp_path: Path) -> None:
     picture = picture_file(64, 48, seed=2)
     whole = np.asarray(Image.open(write(tmp_path / "whole.png", picture)))
-    for name, (row, column) in {"top left": (0, 0), "bottom right": (1, 1), "top right": (0, 1)}.items():
-        cut = np.asarray(Image.open(write(tmp_path / f"{name}.png", quarter(picture, row=row, column=column))))
-        np.testing.assert_array_equal(cut, whole[24 * row : 24 * (row + 1), 32 * column : 32 * (column + 1)])
+    for name, (row, column) in {
+        "top left": (0, 0),
+        "bottom right": (1, 1),
+        "top right": (0, 1),
+    }.items():
+        cut = np.asarray(
+            Image.open(write(tmp_path / f"{name}.png", quarter(picture, row=row, column=column)))
+        )
+        np.testing.assert_array_equal(
+            cut, whole[24 * row : 24 * (row + 1), 32 * column : 32 * (column + 1)]
+        )
 
 
 def write(path: Path, data: bytes) -> Path:
@@ -383,5 +548,8 @@ def write(path: Path, data: bytes) -> Path:
 
 
 def test_reply_without_a_task_is_refused_by_name(tmp_path: Path) -> None:
-    with talk(tmp_path, "echo_twice") as one, pytest.raises(PoisonSample, match="g0 brings no task"):
+    with (
+        talk(tmp_path, "echo_twice") as one,
+        pytest.raises(PoisonSample, match="g0 brings no task"),
+    ):
         one.engine.submit(replace(one.request(), task=None))

@@ -1,4 +1,5 @@
-"""Crash points fire once in a run, at the pass that was asked for; what is armed wrongly is refused; every declared point stands in the code."""
+"""Crash points fire once in a run, at the pass that was asked for; what is armed wrongly is
+refused; every declared point stands in the code."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relax_events.errors import ConfigError
-from relax_events.pipeline.failpoints import MAP_POINTS, MAP_ROLES, POINTS, Failpoints, parsed
+from relax_events.runtime.failpoints import MAP_POINTS, MAP_ROLES, POINTS, Failpoints, parsed
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -39,11 +40,21 @@ def run_program(folder: Path, armed: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_armed_point_kills_at_the_given_pass_and_once_in_a_run(tmp_path: Path) -> None:
-    first, second, third = (run_program(tmp_path, armed) for armed in ("metrics.before_write:3=kill",) * 2 + ("metrics.before_write=kill",))
+    first, second, third = (
+        run_program(tmp_path, armed)
+        for armed in ("metrics.before_write:3=kill",) * 2 + ("metrics.before_write=kill",)
+    )
     assert (first.returncode, first.stderr.split()) == (-signal.SIGKILL, ["0", "1", "2"])
-    assert (second.returncode, second.stderr.split()) == (0, ["0", "1", "2", "3"]), "started again, it gets through"
-    assert (third.returncode, third.stderr.split()) == (-signal.SIGKILL, ["0"]), "another pass is another point"
-    assert {path.name for path in (tmp_path / "failpoints").iterdir()} == {"metrics.before_write:3", "metrics.before_write:1"}
+    assert (second.returncode, second.stderr.split()) == (0, ["0", "1", "2", "3"]), (
+        "started again, it gets through"
+    )
+    assert (third.returncode, third.stderr.split()) == (-signal.SIGKILL, ["0"]), (
+        "another pass is another point"
+    )
+    assert {path.name for path in (tmp_path / "failpoints").iterdir()} == {
+        "metrics.before_write:3",
+        "metrics.before_write:1",
+    }
 
 
 def test_nothing_is_left_behind_when_nothing_is_armed(tmp_path: Path) -> None:
@@ -60,16 +71,34 @@ def test_other_points_are_passed(tmp_path: Path) -> None:
 
 def test_variable_names_points_passes_and_actions() -> None:
     points = parsed("reward.before_commit:3=kill, trainer.in_transaction=stop,")
-    assert [(point.mark_name, point.action) for point in points] == [("reward.before_commit:3", "kill"), ("trainer.in_transaction:1", "stop")]
+    assert [(point.mark_name, point.action) for point in points] == [
+        ("reward.before_commit:3", "kill"),
+        ("trainer.in_transaction:1", "stop"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("reward.before_comit=kill", "there is no point 'reward.before_comit'; did you mean reward.before_commit"),
-        ("nothing-like-it=kill", "there is no point 'nothing-like-it'; there are prompter.after_issue, "),
-        ("reward.before_commit=nap", "the action at reward.before_commit must be kill or stop, got 'nap'"),
-        ("reward.before_commit:0=kill", "'reward.before_commit:0=kill' is not of the form name=action or name:n=action with n >= 1"),
+        (
+            "reward.before_comit=kill",
+            "there is no point 'reward.before_comit'; did you mean reward.before_commit",
+        ),
+        (
+            "nothing-like-it=kill",
+            "there is no point 'nothing-like-it'; there are prompter.after_issue, ",
+        ),
+        (
+            "reward.before_commit=nap",
+            "the action at reward.before_commit must be kill or stop, got 'nap'",
+        ),
+        (
+            "reward.before_commit:0=kill",
+            (
+                "'reward.before_commit:0=kill' is not of the form name=action or name:n=action "
+                "with n >= 1"
+            ),
+        ),
         ("reward.before_commit", "'reward.before_commit' is not of the form"),
     ],
 )
@@ -92,7 +121,11 @@ def passed_points() -> Iterator[str]:
     """Give the points that the code passes; those of map roles stand there once for all roles."""
     for path in (*(ROOT / "relax_events").rglob("*.py"), *(ROOT / "workers").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "failpoint":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "failpoint"
+            ):
                 (argument,) = node.args
                 if isinstance(argument, ast.Constant):
                     yield str(argument.value)

@@ -10,8 +10,8 @@ from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError
 from relax_events.media.library import MediaLibrary
 from relax_events.models.families import family_of, freeze
+from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
 from tests.unit.moving_and_sounding import omni_model
 from tests.unit.pictures import picture_engine, picture_run, ready, request_for
 from tests.unit.trainer_samples import run_config
@@ -28,19 +28,29 @@ def part_of(name: str) -> str:
 def trained(folder: Path, frozen: list[str]) -> tuple[TorchBackend, dict[str, torch.Tensor]]:
     """Take one step on samples with pictures."""
     config = picture_run(folder, model={"frozen": frozen})
-    backend, library, engine = TorchBackend(config, ranks=SingleRank()), MediaLibrary(config), picture_engine()
+    backend, library, engine = (
+        TorchBackend(config, ranks=SingleRank()),
+        MediaLibrary(config),
+        picture_engine(),
+    )
     before = backend.weights()
     request = request_for(1, library)
     engine.submit(request)
-    backend.accumulate([ready(request, sample, index) for index, sample in enumerate(finish(engine).values())])
+    backend.accumulate(
+        [ready(request, sample, index) for index, sample in enumerate(finish(engine).values())]
+    )
     backend.step()
     return backend, before
 
 
-@pytest.mark.parametrize("frozen", [[], ["vision"], ["language"], ["vision", "projection"], ["language", "projection"]])
+@pytest.mark.parametrize(
+    "frozen", [[], ["vision"], ["language"], ["vision", "projection"], ["language", "projection"]]
+)
 def test_frozen_parts_stay_and_the_others_learn(tmp_path: Path, frozen: list[str]) -> None:
     backend, before = trained(tmp_path, frozen)
-    moved = {name for name, tensor in backend.weights().items() if not torch.equal(tensor, before[name])}
+    moved = {
+        name for name, tensor in backend.weights().items() if not torch.equal(tensor, before[name])
+    }
     assert {part_of(name) for name in moved} == set(PARTS) - set(frozen)
     assert set(before) == set(backend.weights())
 
@@ -55,8 +65,12 @@ def test_state_holds_frozen_parts_and_goes_on_elsewhere(tmp_path: Path) -> None:
 
 def test_part_that_a_model_lacks_is_refused() -> None:
     config = run_config()
-    config = config.model_copy(update={"model": config.model.model_copy(update={"frozen": ("vision",)})})
-    with pytest.raises(ConfigError, match=r"model\.frozen names 'vision', and the model's parts are language"):
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"frozen": ("vision",)})}
+    )
+    with pytest.raises(
+        ConfigError, match=r"model\.frozen names 'vision', and the model's parts are language"
+    ):
         TorchBackend(config, ranks=SingleRank())
 
 
@@ -68,13 +82,31 @@ def test_something_must_be_left_to_train(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "frozen", "free"),
     [
-        ("audio", {"audio_tower.conv2d1.weight", "audio_tower.layers.0.fc1.weight"}, {"audio_tower.proj1.weight", "visual.pos_embed.weight"}),
-        ("vision", {"visual.pos_embed.weight", "visual.blocks.0.norm1.weight"}, {"visual.merger.ln_q.weight", "audio_tower.conv2d1.weight"}),
-        ("projection", {"audio_tower.proj2.weight", "visual.merger_list.0.ln_q.weight"}, {"audio_tower.conv2d1.weight", "lm_head.weight"}),
-        ("language", {"lm_head.weight", "model.layers.0.mlp.gate.weight"}, {"audio_tower.proj1.weight", "visual.merger.ln_q.weight"}),
+        (
+            "audio",
+            {"audio_tower.conv2d1.weight", "audio_tower.layers.0.fc1.weight"},
+            {"audio_tower.proj1.weight", "visual.pos_embed.weight"},
+        ),
+        (
+            "vision",
+            {"visual.pos_embed.weight", "visual.blocks.0.norm1.weight"},
+            {"visual.merger.ln_q.weight", "audio_tower.conv2d1.weight"},
+        ),
+        (
+            "projection",
+            {"audio_tower.proj2.weight", "visual.merger_list.0.ln_q.weight"},
+            {"audio_tower.conv2d1.weight", "lm_head.weight"},
+        ),
+        (
+            "language",
+            {"lm_head.weight", "model.layers.0.mlp.gate.weight"},
+            {"audio_tower.proj1.weight", "visual.merger.ln_q.weight"},
+        ),
     ],
 )
-def test_parts_of_a_model_that_hears_are_told_apart(part: str, frozen: set[str], free: set[str]) -> None:
+def test_parts_of_a_model_that_hears_are_told_apart(
+    part: str, frozen: set[str], free: set[str]
+) -> None:
     family = family_of(omni_model(), MediaConfig())
     module = family.loader.from_pretrained(omni_model())
     freeze(module, [part], family=family)

@@ -1,4 +1,5 @@
-"""Inputs that once broke what decodes them: each is taken, or refused by an error of ours. New ones come from `make fuzz`."""
+"""Inputs that once broke what decodes them: each is taken, or refused by an error of ours. New ones
+come from `make fuzz`."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ def unending(data: bytes) -> None:
         pass
 
 
-@pytest.mark.parametrize(("check", "what"), [(raising, "KeyError at "), (ending, "ended with -9"), (unending, "no end within ")])
+@pytest.mark.parametrize(
+    ("check", "what"),
+    [(raising, "KeyError at "), (ending, "ended with -9"), (unending, "no end within ")],
+)
 def test_fuzzing_keeps_an_input_that_raises_ends_the_process_or_never_ends(
     check: object, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""`relax health` says what a worker's own endpoint says, quickly; replicas that are started alike get indices of their own."""
+"""`relax health` says what a worker's own endpoint says, quickly; replicas that are started alike
+get indices of their own."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import pytest
 
 from relax_events.cli.health import VARIABLE, health
 from relax_events.config import TelemetryConfig
-from relax_events.control import replicas
-from relax_events.control.replicas import index_of_host
 from relax_events.errors import CheckFailed, ConfigError
+from relax_events.launcher import parent_watch as replicas
+from relax_events.launcher.parent_watch import index_of_host
 from relax_events.telemetry.endpoint import WorkerEndpoint
 from relax_events.telemetry.metrics import WorkerMetrics
 
@@ -35,34 +36,59 @@ class Standing:
 
 @pytest.fixture
 def endpoint() -> Iterator[WorkerEndpoint]:
-    served = WorkerEndpoint(TelemetryConfig(), WorkerMetrics("reward"), illness=lambda: Standing.illness, absence=lambda: Standing.absence)
+    served = WorkerEndpoint(
+        TelemetryConfig(),
+        WorkerMetrics("reward"),
+        illness=lambda: Standing.illness,
+        absence=lambda: Standing.absence,
+    )
     yield served
     served.close()
 
 
-def test_worker_that_lives_and_takes_no_work_yet_is_healthy_and_not_ready(endpoint: WorkerEndpoint, capsys: pytest.CaptureFixture[str]) -> None:
+def test_worker_that_lives_and_takes_no_work_yet_is_healthy_and_not_ready(
+    endpoint: WorkerEndpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
     health(port=endpoint.port)
     assert capsys.readouterr().out == "ok\n"
-    with pytest.raises(CheckFailed, match=rf"127.0.0.1:{endpoint.port}/readyz says no: it starts; see the worker's log"):
+    with pytest.raises(
+        CheckFailed,
+        match=rf"127.0.0.1:{endpoint.port}/readyz says no: it starts; see the worker's log",
+    ):
         health(port=endpoint.port, ready=True)
 
 
-def test_worker_inside_a_long_call_is_healthy_and_says_which(capsys: pytest.CaptureFixture[str]) -> None:
-    served = WorkerEndpoint(TelemetryConfig(), WorkerMetrics("reward"), illness=str, absence=str, activity=lambda: "write weights for 41 s")
+def test_worker_inside_a_long_call_is_healthy_and_says_which(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    served = WorkerEndpoint(
+        TelemetryConfig(),
+        WorkerMetrics("reward"),
+        illness=str,
+        absence=str,
+        activity=lambda: "write weights for 41 s",
+    )
     health(port=served.port)
     served.close()
     assert capsys.readouterr().out == "ok: write weights for 41 s\n"
 
 
-def test_hung_worker_is_not_healthy(endpoint: WorkerEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_worker_is_not_healthy(
+    endpoint: WorkerEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Standing, "illness", "its work loop has not turned for 61 s")
-    with pytest.raises(CheckFailed, match="healthz says no: its work loop has not turned for 61 s; see the worker's log"):
+    with pytest.raises(
+        CheckFailed,
+        match="healthz says no: its work loop has not turned for 61 s; see the worker's log",
+    ):
         health(port=endpoint.port)
 
 
 def test_worker_that_is_not_there_is_named_with_its_address(endpoint: WorkerEndpoint) -> None:
     endpoint.close()
-    with pytest.raises(CheckFailed, match=rf"127.0.0.1:{endpoint.port}/healthz does not answer: .*refused"):
+    with pytest.raises(
+        CheckFailed, match=rf"127.0.0.1:{endpoint.port}/healthz does not answer: .*refused"
+    ):
         health(port=endpoint.port)
 
 
@@ -73,7 +99,14 @@ def test_port_has_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_health_check_of_a_container_loads_nothing_heavy(endpoint: WorkerEndpoint) -> None:
-    asked = subprocess.run([sys.executable, "-c", ASKED], env={VARIABLE: str(endpoint.port)}, capture_output=True, text=True, timeout=200, check=True)
+    asked = subprocess.run(
+        [sys.executable, "-c", ASKED],
+        env={VARIABLE: str(endpoint.port)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
     assert asked.stdout == "ok\n[]\n"
 
 

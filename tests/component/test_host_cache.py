@@ -71,7 +71,9 @@ def test_cache_stays_within_its_bound_and_keeps_what_was_read_last(tmp_path: Pat
 
 def test_lock_of_a_worker_that_died_is_free(tmp_path: Path) -> None:
     cache = HostCache(tmp_path, max_bytes=1000)
-    process = multiprocessing.get_context("fork").Process(target=cache.get, args=("ab1", lambda: os._exit(3)))
+    process = multiprocessing.get_context("fork").Process(
+        target=cache.get, args=("ab1", lambda: os._exit(3))
+    )
     process.start()
     process.join(20)
     assert process.exitcode == 3

@@ -1,4 +1,5 @@
-"""The guard before our HTTP APIs: what it refuses, before it reads, and how little a stranger's call costs."""
+"""The guard before our HTTP APIs: what it refuses, before it reads, and how little a stranger's
+call costs."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from relax_events import http_guard
-from relax_events.http_guard import Guard, server_settings
-from relax_events.listening import open_listener
+from relax_events.http import guard as http_guard
+from relax_events.http.guard import Guard, server_settings
+from relax_events.http.listener import open_listener
 
 TOKEN = "of-this-run"
 MAX_BYTES = 1000
@@ -48,7 +49,8 @@ class Served:
             connection.close()
 
     def raw(self, head: str) -> str:
-        """Send the head of a request, and nothing behind it; return what comes until the server hangs up."""
+        """Send the head of a request, and nothing behind it; return what comes until the server
+        hangs up."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             connection.sendall(head.encode())
             return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
@@ -62,7 +64,14 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def start(*, host: str = "127.0.0.1", token: str = TOKEN) -> Served:
         echo = Echo()
         problem = lambda status, text: json.dumps([status, text]).encode()  # noqa: E731
-        guard = Guard(echo, problem=problem, host=host, token=token, max_body_bytes=MAX_BYTES, body_seconds=0.3)
+        guard = Guard(
+            echo,
+            problem=problem,
+            host=host,
+            token=token,
+            max_body_bytes=MAX_BYTES,
+            body_seconds=0.3,
+        )
         listener = open_listener("127.0.0.1", 0, remedies=("", ""), what="a test")
         listener.listen()
         server = uvicorn.Server(server_settings(guard, lifespan="off"))
@@ -110,7 +119,12 @@ def test_call_of_a_stranger_is_refused(serve: Any, headers: Headers, status: int
 
 def test_page_of_the_server_itself_may_call(serve: Any) -> None:
     served = serve()
-    assert served.call(BEARER | {"Origin": f"http://127.0.0.1:{served.port}", "Sec-Fetch-Site": "same-origin"})[0] == 200
+    assert (
+        served.call(
+            BEARER | {"Origin": f"http://127.0.0.1:{served.port}", "Sec-Fetch-Site": "same-origin"}
+        )[0]
+        == 200
+    )
     assert served.call(BEARER | {"Host": f"localhost:{served.port}"})[0] == 200
     assert served.call(BEARER | {"Host": "[::1]:1"})[0] == 200
 
@@ -125,7 +139,9 @@ def test_token_is_checked_before_a_body_is_read(serve: Any) -> None:
 @pytest.mark.parametrize("framing", ["Content-Length: 1001", "Transfer-Encoding: chunked"])
 def test_body_that_is_too_large_is_refused(serve: Any, framing: str) -> None:
     served = serve()
-    head = f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n{framing}\r\n\r\n"
+    head = (
+        f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n{framing}\r\n\r\n"
+    )
     chunks = "400\r\n" + "x" * 1024 + "\r\n" if "chunked" in framing else ""
     assert served.raw(head + chunks).startswith("HTTP/1.1 413 ")
     assert not served.echo.num_calls
@@ -133,7 +149,10 @@ def test_body_that_is_too_large_is_refused(serve: Any, framing: str) -> None:
 
 def test_body_that_does_not_arrive_is_given_up(serve: Any) -> None:
     served = serve()
-    head = f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 10\r\n\r\nhalf"
+    head = (
+        f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: "
+        "10\r\n\r\nhalf"
+    )
     assert served.raw(head).startswith("HTTP/1.1 408 ")
 
 

@@ -1,4 +1,5 @@
-"""What a lane does when its client can't go on; with a consumer that fails on command, since no broker does."""
+"""What a lane does when its client can't go on; with a consumer that fails on command, since no
+broker does."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from relax_events.broker import group_leases, share_leases
-from relax_events.broker.connection import Connection
-from relax_events.broker.group_leases import GroupLeases
-from relax_events.broker.leases import Lease
-from relax_events.broker.records import Record
-from relax_events.broker.refusals import Refusals
-from relax_events.broker.share_leases import ShareLeases
 from relax_events.config.broker import BrokerConfig
 from relax_events.errors import BrokerRefused, ClientFailed
+from relax_events.kafka import group_leases, share_leases
+from relax_events.kafka.auth_errors import Refusals
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.group_leases import GroupLeases
+from relax_events.kafka.leases import Lease
+from relax_events.kafka.records import Record
+from relax_events.kafka.share_leases import ShareLeases
 
 FATAL = KafkaError(KafkaError._FATAL, "fenced for good", fatal=True)
 
@@ -57,7 +58,8 @@ class Message:
 
 
 class Consumers:
-    """Makes share consumers that poll what the script says, one entry each, and then nothing for a little while."""
+    """Makes share consumers that poll what the script says, one entry each, and then nothing for a
+    little while."""
 
     def __init__(self, *script: list[Message] | KafkaException) -> None:
         self._script = iter(script)
@@ -95,7 +97,9 @@ class Consumers:
             self.is_closed = True
 
 
-def lane_of(consumers: Consumers, monkeypatch: pytest.MonkeyPatch, taken: list[Lease]) -> ShareLeases:
+def lane_of(
+    consumers: Consumers, monkeypatch: pytest.MonkeyPatch, taken: list[Lease]
+) -> ShareLeases:
     monkeypatch.setattr(share_leases, "ShareConsumer", consumers)
     connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
     return ShareLeases(connection, group="group", topic="queue", lanes=1, on_lease=taken.append)
@@ -127,11 +131,15 @@ def test_lane_tries_again_when_it_could_not_join_anew(monkeypatch: pytest.Monkey
     lane = lane_of(consumers, monkeypatch, taken)
     settled(taken)
     lane.close()
-    assert len(taken) == 1  # what came together with the error is delivered again, to a consumer that can acknowledge it
+    assert (
+        len(taken) == 1
+    )  # what came together with the error is delivered again, to a consumer that can acknowledge it
     assert [one.acknowledged for one in consumers.made] == [0, 1]
 
 
-def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Failing:
         def __init__(self, *_: object, **__: object) -> None:
             """Join nothing."""
@@ -147,17 +155,25 @@ def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(monkey
 
     monkeypatch.setattr(group_leases, "GroupConsumer", Failing)
     denied = threading.Event()
-    monkeypatch.setattr(Refusals, "deny", lambda self, error, deny=Refusals.deny: (deny(self, error), denied.set()))
+    monkeypatch.setattr(
+        Refusals, "deny", lambda self, error, deny=Refusals.deny: (deny(self, error), denied.set())
+    )
     connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
-    source = GroupLeases(connection, group="group", topic="queue", lanes=1, on_lease=lambda lease: None)
+    source = GroupLeases(
+        connection, group="group", topic="queue", lanes=1, on_lease=lambda lease: None
+    )
     assert denied.wait(60)
     with pytest.raises(ClientFailed, match="its heartbeats have stopped"):
         connection.refusals.check()
     source.close()
 
 
-def test_worker_ends_with_the_reason_when_the_share_group_stays_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = KafkaError(KafkaError.GROUP_MAX_SIZE_REACHED, "Consumer group has reached maximum size", fatal=True)
+def test_worker_ends_with_the_reason_when_the_share_group_stays_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = KafkaError(
+        KafkaError.GROUP_MAX_SIZE_REACHED, "Consumer group has reached maximum size", fatal=True
+    )
 
     class Refused:
         def __init__(self, _: object) -> None:
@@ -173,11 +189,18 @@ def test_worker_ends_with_the_reason_when_the_share_group_stays_full(monkeypatch
     monkeypatch.setattr(share_leases, "ShareConsumer", Refused)
     monkeypatch.setattr(share_leases, "FULL_SECONDS", 0.05)
     denied = threading.Event()
-    monkeypatch.setattr(Refusals, "deny", lambda self, error, deny=Refusals.deny: (deny(self, error), denied.set()))
+    monkeypatch.setattr(
+        Refusals, "deny", lambda self, error, deny=Refusals.deny: (deny(self, error), denied.set())
+    )
     connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
-    source = ShareLeases(connection, group="relax.r.rollout", topic="queue", lanes=2, on_lease=lambda lease: None)
+    source = ShareLeases(
+        connection, group="relax.r.rollout", topic="queue", lanes=2, on_lease=lambda lease: None
+    )
     assert denied.wait(10)
-    with pytest.raises(BrokerRefused, match=r"relax.r.rollout has no room for all 2 lanes of this worker.*lower engine.max_prompt_groups"):
+    with pytest.raises(
+        BrokerRefused,
+        match=r"relax.r.rollout has no room for all 2 lanes of this worker.*lower engine.max_prompt_groups",
+    ):
         connection.refusals.check()
     assert source.stopping
     source.close()

@@ -1,4 +1,5 @@
-"""A rollout worker leaves in the middle of a prompt group, and the next one draws the very tokens that the first would have drawn."""
+"""A rollout worker leaves in the middle of a prompt group, and the next one draws the very tokens
+that the first would have drawn."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ import numpy as np
 import pytest
 from event_samples import issued
 
-from relax_events.broker.leases import Lease
-from relax_events.broker.records import Record
 from relax_events.config import RunConfig
 from relax_events.engines.protocol import GeneratedSample
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
+from relax_events.kafka.leases import Lease
+from relax_events.kafka.records import Record
 from relax_events.objects import ObjectStore
+from relax_events.roles.handover import PREFIX, Partials
+from relax_events.roles.inflight_group import GroupInWork
 from relax_events.telemetry.traces import Traces
 from tests.unit.pictures import picture_engine, picture_model
-from workers.group_in_work import GroupInWork
-from workers.handing_over import PREFIX, Partials
 from workers.rollout import RolloutLoop
 
 GROUP, NUM_TOKENS = "000000-0000-0", 12
@@ -28,7 +29,8 @@ PROMPT = np.arange(5, 15, dtype=np.int32)
 
 
 class Stage:
-    """A rollout worker's loop over an engine of its own; the leases that it settled, and the samples that it wrote."""
+    """A rollout worker's loop over an engine of its own; the leases that it settled, and the
+    samples that it wrote."""
 
     def __init__(self, config: RunConfig, store: ObjectStore) -> None:
         self.settled: list[bool] = []
@@ -36,9 +38,18 @@ class Stage:
         self.engine: TransformersEngine = picture_engine()
         self.loop: Any = RolloutLoop.__new__(RolloutLoop)
         metrics = SimpleNamespace(tokens=lambda count: None)
-        worker: Any = SimpleNamespace(traces=Traces(), producer=SimpleNamespace(send=lambda _: None, flush=lambda: None), metrics=metrics)
+        worker: Any = SimpleNamespace(
+            traces=Traces(),
+            producer=SimpleNamespace(send=lambda _: None, flush=lambda: None),
+            metrics=metrics,
+        )
         worker.finished = lambda *_: None
-        self.loop._worker, self.loop._config, self.loop._engine, self.loop._asleep = worker, config, self.engine, False
+        self.loop._worker, self.loop._config, self.loop._engine, self.loop._asleep = (
+            worker,
+            config,
+            self.engine,
+            False,
+        )
         self.loop._renderer = SimpleNamespace(stop_token_ids=())
         self.loop._running, self.loop._written, self.loop._partials = {}, [], Partials(store)
         self.loop._records = self._records
@@ -65,7 +76,10 @@ class Stage:
 
 @pytest.fixture
 def config(make_run_config: Callable[..., RunConfig]) -> RunConfig:
-    return make_run_config(model={"path": picture_model(), "device": "cpu"}, engine={"sampling": {"max_new_tokens": NUM_TOKENS}})
+    return make_run_config(
+        model={"path": picture_model(), "device": "cpu"},
+        engine={"sampling": {"max_new_tokens": NUM_TOKENS}},
+    )
 
 
 @pytest.fixture
@@ -78,27 +92,41 @@ def tokens_of(samples: list[GeneratedSample]) -> dict[str, list[int]]:
 
 
 def logprobs_of(samples: list[GeneratedSample]) -> list[float]:
-    return [value for sample in sorted(samples, key=lambda sample: sample.sample_id) for value in sample.logprobs.tolist()]
+    return [
+        value
+        for sample in sorted(samples, key=lambda sample: sample.sample_id)
+        for value in sample.logprobs.tolist()
+    ]
 
 
-def test_next_worker_goes_on_where_one_left_with_the_same_tokens(config: RunConfig, store: ObjectStore) -> None:
+def test_next_worker_goes_on_where_one_left_with_the_same_tokens(
+    config: RunConfig, store: ObjectStore
+) -> None:
     undisturbed, leaving, taking = (Stage(config, store) for _ in range(3))
     undisturbed.take(delivery_count=1)
     undisturbed.generate(num_tokens=3 * NUM_TOKENS)
     undisturbed.loop._leave_unfinished()
-    assert (undisturbed.settled, store.list(PREFIX)) == ([True], []), "what has ended by then is written"
+    assert (undisturbed.settled, store.list(PREFIX)) == ([True], []), (
+        "what has ended by then is written"
+    )
 
     leaving.take(delivery_count=1)
     leaving.generate(num_tokens=NUM_TOKENS)
     leaving.loop._leave_unfinished()
-    assert (leaving.settled, leaving.written, store.list(PREFIX)) == ([False], [], [f"{PREFIX}{GROUP}"])
+    assert (leaving.settled, leaving.written, store.list(PREFIX)) == (
+        [False],
+        [],
+        [f"{PREFIX}{GROUP}"],
+    )
 
     taking.take(delivery_count=2)
     taking.generate(num_tokens=3 * NUM_TOKENS)
     taking.loop._write(list(taking.loop._running.values()), 0.0)
     assert (taking.settled, store.list(PREFIX)) == ([True], [])
     assert taking.engine.usage.num_resumed == leaving.engine.num_tokens
-    assert taking.engine.num_tokens + leaving.engine.num_tokens == undisturbed.engine.num_tokens, "no token was drawn twice"
+    assert taking.engine.num_tokens + leaving.engine.num_tokens == undisturbed.engine.num_tokens, (
+        "no token was drawn twice"
+    )
     written, expected = tokens_of(taking.written), tokens_of(undisturbed.written)
     assert written == expected
     assert logprobs_of(taking.written) == pytest.approx(logprobs_of(undisturbed.written), abs=1e-5)

@@ -1,4 +1,5 @@
-"""What roles and run files load: each in a process of its own, without libraries that it has no use for."""
+"""What roles and run files load: each in a process of its own, without libraries that it has no use
+for."""
 
 from __future__ import annotations
 
@@ -22,16 +23,32 @@ MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "opente
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        ("import relax_events.config", ("torch", "confluent_kafka", "numpy", "fastavro", "obstore")),
-        ("import workers.advantage; from relax_events.config import AlgorithmConfig; AlgorithmConfig(name='gspo').spec", ("torch",)),
-        ("import workers.rollout, relax_events.data.tokenizer_folder", ("torch", "transformers")),
+        (
+            "import relax_events.config",
+            ("torch", "confluent_kafka", "numpy", "fastavro", "obstore"),
+        ),
+        (
+            (
+                "import workers.advantage; from relax_events.config import AlgorithmConfig; "
+                "AlgorithmConfig(name='gspo').spec"
+            ),
+            ("torch",),
+        ),
+        ("import workers.rollout, relax_events.models.tokenizer_folder", ("torch", "transformers")),
         ("; ".join(f"import workers.{role}" for role in LIGHT_ROLES), MODEL_LIBRARIES),
     ],
     ids=["run files", "advantage", "rollout", "roles of the light image"],
 )
 def test_nothing_heavy_is_loaded(code: str, absent: tuple[str, ...]) -> None:
     asked = f"{code}; import sys; print([name for name in {absent} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=200, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", asked],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+        cwd=ROOT,
+    )
     assert done.stdout.strip() == "[]"
 
 

@@ -1,4 +1,5 @@
-"""Members of tar files as media: what a row names is read where it lies, and each hostile archive is refused by name."""
+"""Members of tar files as media: what a row names is read where it lies, and each hostile archive
+is refused by name."""
 
 import io
 import tarfile
@@ -36,7 +37,12 @@ def special(kind: bytes, target: str = "") -> tarfile.TarInfo:
 
 
 def item(root: Path, path: str = "0.tar", member: str = "a.png") -> MediaItem:
-    (found,) = items_of({"path": path, "member": member}, modality=Modality.IMAGE, place="row 1: images", access=MediaAccess(root))
+    (found,) = items_of(
+        {"path": path, "member": member},
+        modality=Modality.IMAGE,
+        place="row 1: images",
+        access=MediaAccess(root),
+    )
     return found
 
 
@@ -50,7 +56,10 @@ def test_members_are_read_where_they_lie(tmp_path: Path) -> None:
     files = {f"set/{number}.png": picture_file(32, 32 + 16 * number) for number in range(3)}
     long = "very/" * 60 + "a.png"
     tar_of(tmp_path / "0.tar", *files.items(), (long, b"long"), ("set/0.png", b"newer"))
-    assert [item(tmp_path, member=name).read(LIMITS) for name in files] == [b"newer", *list(files.values())[1:]]
+    assert [item(tmp_path, member=name).read(LIMITS) for name in files] == [
+        b"newer",
+        *list(files.values())[1:],
+    ]
     assert item(tmp_path, member=long).read(LIMITS) == b"long"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.tar"]
 
@@ -65,9 +74,16 @@ def test_heads_are_read_once_until_the_archive_changes(tmp_path: Path) -> None:
 
 
 def test_member_becomes_a_picture_in_the_store_once(tmp_path: Path) -> None:
-    tar_of(tmp_path / "0.tar", ("a.png", picture_file(48, 32)), ("b.png", picture_file(48, 32)), ("c.png", picture_file(64, 32)))
+    tar_of(
+        tmp_path / "0.tar",
+        ("a.png", picture_file(48, 32)),
+        ("b.png", picture_file(48, 32)),
+        ("c.png", picture_file(64, 32)),
+    )
     library = MediaLibrary(picture_run(tmp_path / "run"))
-    one, same, other = (library.admit(item(tmp_path, member=name)) for name in ("a.png", "b.png", "c.png"))
+    one, same, other = (
+        library.admit(item(tmp_path, member=name)) for name in ("a.png", "b.png", "c.png")
+    )
     assert (one.width, one.height) == (48, 32)
     assert one.uri == same.uri != other.uri
 
@@ -82,14 +98,18 @@ def test_member_becomes_a_picture_in_the_store_once(tmp_path: Path) -> None:
         (special(tarfile.FIFOTYPE), "no_file"),
     ],
 )
-def test_member_that_is_no_file_is_refused(tmp_path: Path, member: tarfile.TarInfo, told: str) -> None:
+def test_member_that_is_no_file_is_refused(
+    tmp_path: Path, member: tarfile.TarInfo, told: str
+) -> None:
     tar_of(tmp_path / "0.tar", ("a.png", member), ("b.png", b"good"))
     assert reason(tmp_path) == told
     assert item(tmp_path, member="b.png").read(LIMITS) == b"good"
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../a.png", "in/../../a.png"])
-def test_name_that_leads_out_is_refused_though_the_archive_has_it(tmp_path: Path, name: str) -> None:
+def test_name_that_leads_out_is_refused_though_the_archive_has_it(
+    tmp_path: Path, name: str
+) -> None:
     tar_of(tmp_path / "0.tar", (name, b"x"))
     assert reason(tmp_path, member=name) == "unsafe_name"
 
@@ -125,10 +145,22 @@ def claiming(size: int) -> Callable[[bytes], bytes]:
         (lambda data: bytes(1024), "missing"),
         (lambda data: b"no archive at all" * 100, "truncated"),
     ],
-    ids=["bomb", "claims more than there is", "cut in the content", "cut in the head", "nothing", "empty", "no tar file"],
+    ids=[
+        "bomb",
+        "claims more than there is",
+        "cut in the content",
+        "cut in the head",
+        "nothing",
+        "empty",
+        "no tar file",
+    ],
 )
-def test_spoilt_archive_is_refused_by_name(tmp_path: Path, spoil: Callable[[bytes], bytes], told: str) -> None:
-    whole = tar_of(tmp_path / "0.tar", ("a.png", bytes(range(256)) * 8), ("b.png", b"x")).read_bytes()
+def test_spoilt_archive_is_refused_by_name(
+    tmp_path: Path, spoil: Callable[[bytes], bytes], told: str
+) -> None:
+    whole = tar_of(
+        tmp_path / "0.tar", ("a.png", bytes(range(256)) * 8), ("b.png", b"x")
+    ).read_bytes()
     (tmp_path / "0.tar").write_bytes(spoil(whole))
     assert reason(tmp_path) == told
 
@@ -143,7 +175,9 @@ def test_long_name_that_claims_gigabytes_is_not_read(tmp_path: Path) -> None:
 def test_chain_of_heads_without_an_end_is_refused(tmp_path: Path) -> None:
     head = tarfile.TarInfo("././@LongLink")
     head.type, head.size = tarfile.GNUTYPE_LONGNAME, 1
-    (tmp_path / "0.tar").write_bytes((head.tobuf(tarfile.GNU_FORMAT) + b"a".ljust(512, b"\0")) * 3000)
+    (tmp_path / "0.tar").write_bytes(
+        (head.tobuf(tarfile.GNU_FORMAT) + b"a".ljust(512, b"\0")) * 3000
+    )
     assert reason(tmp_path) == "truncated"
 
 
@@ -153,7 +187,9 @@ def test_compressed_archive_is_refused(tmp_path: Path) -> None:
         item(tmp_path).read(LIMITS)
 
 
-def test_archive_with_too_many_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archive_with_too_many_members_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(archives, "MAX_MEMBERS", 2)
     tar_of(tmp_path / "0.tar", *((f"{name}.png", b"x") for name in "abc"))
     with pytest.raises(MediaError, match="more than 2 members"):

@@ -9,10 +9,10 @@ import pytest
 from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
-from relax_events.media.clips import decode_clip
 from relax_events.media.decoder import Decoder
 from relax_events.media.facts import MediaFacts
-from relax_events.models.showing import Plan
+from relax_events.media.preprocessing import Plan
+from relax_events.media.videos import decode_clip
 from tests.unit.moving_and_sounding import clip_file, frames_of, sound_file, written
 from tests.unit.pictures import picture_file
 
@@ -27,10 +27,19 @@ def process_of(decoder: Decoder) -> int:
 def test_decoder_answers_for_all_kinds_of_media() -> None:
     decoder, limits = Decoder(MediaConfig()), MediaConfig()
     clip = clip_file(48, 32)
-    assert decoder.inspect(picture_file(48, 32), Modality.IMAGE, place="a") == MediaFacts("image/png", 48, 32)
-    assert decoder.inspect(sound_file(0.4), Modality.AUDIO, place="b") == MediaFacts("audio/x-wav", num_frames=6_400, rate_hertz=16_000.0)
-    assert decoder.inspect(clip, Modality.VIDEO, place="c") == MediaFacts("video/mp4", 48, 32, num_frames=4, rate_hertz=2.0)
-    assert decoder.decode(clip, Modality.VIDEO, PLAN, place="c") == decode_clip(clip, plan=PLAN, limits=limits, place="c").tobytes()
+    assert decoder.inspect(picture_file(48, 32), Modality.IMAGE, place="a") == MediaFacts(
+        "image/png", 48, 32
+    )
+    assert decoder.inspect(sound_file(0.4), Modality.AUDIO, place="b") == MediaFacts(
+        "audio/x-wav", num_frames=6_400, rate_hertz=16_000.0
+    )
+    assert decoder.inspect(clip, Modality.VIDEO, place="c") == MediaFacts(
+        "video/mp4", 48, 32, num_frames=4, rate_hertz=2.0
+    )
+    assert (
+        decoder.decode(clip, Modality.VIDEO, PLAN, place="c")
+        == decode_clip(clip, plan=PLAN, limits=limits, place="c").tobytes()
+    )
 
 
 def test_refusal_leaves_the_process_alone() -> None:
@@ -49,7 +58,9 @@ def test_file_that_takes_too_long_costs_itself_alone() -> None:
     before = process_of(decoder)
     os.kill(before, signal.SIGSTOP)
     decoder._limits = MediaConfig(decode_seconds=0.5)
-    with pytest.raises(MediaError, match=r"b must be decoded within model.media.decode_seconds = 0.5, and was not") as caught:
+    with pytest.raises(
+        MediaError, match=r"b must be decoded within model.media.decode_seconds = 0.5, and was not"
+    ) as caught:
         decoder.inspect(sound_file(), Modality.AUDIO, place="b")
     assert caught.value.reason == "too_slow"
     decoder._limits = MediaConfig()
@@ -61,7 +72,9 @@ def test_file_that_crashes_the_decoder_costs_itself_alone() -> None:
     decoder = Decoder(MediaConfig())
     decoder.inspect(sound_file(), Modality.AUDIO, place="a")
     os.kill(process_of(decoder), signal.SIGSEGV)
-    with pytest.raises(MediaError, match=r"b ended the process that decoded it \(signal SIGSEGV\)") as caught:
+    with pytest.raises(
+        MediaError, match=r"b ended the process that decoded it \(signal SIGSEGV\)"
+    ) as caught:
         decoder.inspect(sound_file(), Modality.AUDIO, place="b")
     assert caught.value.reason == "crashed_decoder"
     assert decoder.inspect(sound_file(), Modality.AUDIO, place="c").num_frames == 6_400
@@ -69,7 +82,10 @@ def test_file_that_crashes_the_decoder_costs_itself_alone() -> None:
 
 def test_error_that_nobody_foresaw_is_told_by_its_text() -> None:
     decoder = Decoder(MediaConfig())
-    with pytest.raises(MediaError, match=r"a ended the process that decoded it \(IndexError: .* index out of range; exit code 1\)") as caught:
+    with pytest.raises(
+        MediaError,
+        match=r"a ended the process that decoded it \(IndexError: .* index out of range; exit code 1\)",
+    ) as caught:
         decoder.decode(picture_file(32, 32), Modality.IMAGE, Plan((3,), "uint8"), place="a")
     assert caught.value.reason == "crashed_decoder"
     assert decoder.inspect(sound_file(), Modality.AUDIO, place="b").num_frames == 6_400
@@ -79,10 +95,15 @@ def test_file_that_needs_too_much_memory_is_named() -> None:
     decoder = Decoder(MediaConfig(decode_bytes=512 * 1024**2))
     clip = written("mpeg4", "mp4", frames=frames_of(48, 32, 4))
     huge = Plan((768, 1024, 1024, 3), "uint8", frames=(0, 1) * 384)
-    with pytest.raises(MediaError, match=r"a needs more than model.media.decode_bytes = 536870912 to decode") as caught:
+    with pytest.raises(
+        MediaError, match=r"a needs more than model.media.decode_bytes = 536870912 to decode"
+    ) as caught:
         decoder.decode(clip, Modality.VIDEO, huge, place="a")
     assert caught.value.reason == "too_much_memory"
-    assert np.frombuffer(decoder.decode(clip, Modality.VIDEO, PLAN, place="b"), np.uint8).size == 4 * 32 * 48 * 3
+    assert (
+        np.frombuffer(decoder.decode(clip, Modality.VIDEO, PLAN, place="b"), np.uint8).size
+        == 4 * 32 * 48 * 3
+    )
 
 
 def test_process_ends_with_its_owner() -> None:

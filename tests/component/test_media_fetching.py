@@ -67,7 +67,12 @@ def port() -> Iterator[int]:
 
 def fetcher(*hosts: str, seconds: float = 20.0) -> WebFetcher:
     """A fetcher to whom this machine's first address is the internet."""
-    return WebFetcher(hosts or ("127.0.0.1",), max_bytes=100, seconds=seconds, may_connect=lambda address: address == "127.0.0.1")
+    return WebFetcher(
+        hosts or ("127.0.0.1",),
+        max_bytes=100,
+        seconds=seconds,
+        may_connect=lambda address: address == "127.0.0.1",
+    )
 
 
 def check_refused(one: WebFetcher, url: str, reason: str) -> str:
@@ -84,41 +89,70 @@ def test_file_is_fetched_at_once_and_behind_redirects(port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://127.0.0.1/a", "http:///a", "http://me:secret@127.0.0.1/a", "file:///etc/passwd", "http://[::1/a", "http://127.0.0.1:port/a"]
+    "url",
+    [
+        "ftp://127.0.0.1/a",
+        "http:///a",
+        "http://me:secret@127.0.0.1/a",
+        "file:///etc/passwd",
+        "http://[::1/a",
+        "http://127.0.0.1:port/a",
+    ],
 )
 def test_other_addresses_are_refused(url: str) -> None:
     check_refused(fetcher(), url, "forbidden_address")
 
 
 def test_host_that_is_not_allowed_is_never_asked(port: int) -> None:
-    text = check_refused(fetcher("pictures.example"), f"http://127.0.0.1:{port}/a", "forbidden_address")
+    text = check_refused(
+        fetcher("pictures.example"), f"http://127.0.0.1:{port}/a", "forbidden_address"
+    )
     assert text.endswith("is of host '127.0.0.1'; media_hosts allows pictures.example")
 
 
 def test_allowed_host_at_a_private_address_is_never_asked(port: int) -> None:
-    item = MediaItem(Modality.IMAGE, f"http://localhost:{port}/a", "row 1", MediaAccess(hosts=("localhost",)))
-    with pytest.raises(MediaError, match=r"row 1: host 'localhost' is at (127.0.0.1|::1), which is no public address"):
+    item = MediaItem(
+        Modality.IMAGE, f"http://localhost:{port}/a", "row 1", MediaAccess(hosts=("localhost",))
+    )
+    with pytest.raises(
+        MediaError,
+        match=r"row 1: host 'localhost' is at (127.0.0.1|::1), which is no public address",
+    ):
         item.read(MediaConfig())
 
 
-def test_name_with_a_private_address_beside_a_public_one_is_never_asked(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.0.0.1", "10.0.0.1")]
+def test_name_with_a_private_address_beside_a_public_one_is_never_asked(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))
+        for address in ("127.0.0.1", "10.0.0.1")
+    ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
-    assert "is at 10.0.0.1" in check_refused(fetcher("pictures.example"), f"http://pictures.example:{port}/a", "forbidden_address")
+    assert "is at 10.0.0.1" in check_refused(
+        fetcher("pictures.example"), f"http://pictures.example:{port}/a", "forbidden_address"
+    )
 
 
-@pytest.mark.parametrize("target", ["http://127.0.0.2/secret", "http://169.254.169.254/latest/meta-data", "file:///etc/passwd"])
+@pytest.mark.parametrize(
+    "target",
+    ["http://127.0.0.2/secret", "http://169.254.169.254/latest/meta-data", "file:///etc/passwd"],
+)
 def test_redirect_to_a_private_address_is_not_followed(port: int, target: str) -> None:
     one = fetcher("127.0.0.1", "127.0.0.2", "169.254.169.254")
     check_refused(one, f"http://127.0.0.1:{port}/to/{target}", "forbidden_address")
 
 
 def test_redirect_to_another_host_is_not_followed(port: int) -> None:
-    check_refused(fetcher(), f"http://127.0.0.1:{port}/to/http://localhost:{port}/a", "forbidden_address")
+    check_refused(
+        fetcher(), f"http://127.0.0.1:{port}/to/http://localhost:{port}/a", "forbidden_address"
+    )
 
 
 def test_redirects_end(port: int) -> None:
-    assert "redirects again" in check_refused(fetcher(), f"http://127.0.0.1:{port}/to/to/to/to/a", "not_fetched")
+    assert "redirects again" in check_refused(
+        fetcher(), f"http://127.0.0.1:{port}/to/to/to/to/a", "not_fetched"
+    )
 
 
 def test_what_is_not_there_is_named_without_its_query(port: int) -> None:
@@ -156,7 +190,13 @@ OURS = [
     "fd00::1",
 ]
 SPECIAL = ["192.88.99.1", "3fff::1", "3fff:fff::1", "2001:db8::1", "198.18.0.1", "240.0.0.1"]
-CARRYING_ANOTHER = ["::ffff:127.0.0.1", "::ffff:8.8.8.8", "64:ff9b::a00:1", "2002:a00:1::", "ff02::1"]
+CARRYING_ANOTHER = [
+    "::ffff:127.0.0.1",
+    "::ffff:8.8.8.8",
+    "64:ff9b::a00:1",
+    "2002:a00:1::",
+    "ff02::1",
+]
 
 
 @pytest.mark.parametrize("address", [*PUBLIC, *OURS, *CARRYING_ANOTHER, *SPECIAL])

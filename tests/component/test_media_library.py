@@ -8,9 +8,9 @@ import pytest
 
 from relax_events.errors import MediaError, ObjectError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
+from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaAccess, MediaItem
 from relax_events.media.library import CACHE_FOLDER, MediaLibrary
-from relax_events.models.tiny import make_tiny
 from relax_events.objects import ObjectStore
 from tests.unit.pictures import picture_file, picture_item, picture_run
 
@@ -21,7 +21,9 @@ def library(tmp_path: Path) -> MediaLibrary:
 
 
 def object_files(folder: Path) -> list[Path]:
-    return [path for path in (folder / "runs" / "pictures" / "objects").rglob("*") if path.is_file()]
+    return [
+        path for path in (folder / "runs" / "pictures" / "objects").rglob("*") if path.is_file()
+    ]
 
 
 def cached_files(folder: Path) -> list[Path]:
@@ -39,13 +41,22 @@ def check_fails(library: MediaLibrary, reference: MediaRef, reason: str) -> str:
     return str(caught.value)
 
 
-def test_same_picture_is_stored_once_under_its_content(library: MediaLibrary, tmp_path: Path) -> None:
-    one, other = (library.admit(replace(picture_item(48, 32), place=place)) for place in ("row 1", "row 2"))
+def test_same_picture_is_stored_once_under_its_content(
+    library: MediaLibrary, tmp_path: Path
+) -> None:
+    one, other = (
+        library.admit(replace(picture_item(48, 32), place=place)) for place in ("row 1", "row 2")
+    )
     assert one == other
     (file,) = object_files(tmp_path)
     assert file.read_bytes() == picture_file(48, 32)
     assert file.name == f"{one.digest.hex()}.png"
-    assert (one.media_type, one.width, one.height, one.num_bytes) == ("image/png", 48, 32, file.stat().st_size)
+    assert (one.media_type, one.width, one.height, one.num_bytes) == (
+        "image/png",
+        48,
+        32,
+        file.stat().st_size,
+    )
 
 
 def test_row_that_comes_again_is_not_read_again(library: MediaLibrary, tmp_path: Path) -> None:
@@ -56,16 +67,30 @@ def test_row_that_comes_again_is_not_read_again(library: MediaLibrary, tmp_path:
     assert library.admit(of_path(path)) == first
 
 
-def test_places_of_one_name_in_two_datasets_are_told_apart(library: MediaLibrary, tmp_path: Path) -> None:
+def test_places_of_one_name_in_two_datasets_are_told_apart(
+    library: MediaLibrary, tmp_path: Path
+) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.png").write_bytes(picture_file(32, 32, seed=len(list(tmp_path.iterdir()))))
-    items = [MediaItem(Modality.IMAGE, "a.png", "rows.jsonl:row 0: images[0]", MediaAccess(tmp_path / folder)) for folder in ("one", "two")]
-    inline = [replace(picture_item(32, 32, seed=seed), place="rows.jsonl:row 0: images[0]") for seed in (7, 8)]
+        (tmp_path / folder / "a.png").write_bytes(
+            picture_file(32, 32, seed=len(list(tmp_path.iterdir())))
+        )
+    items = [
+        MediaItem(
+            Modality.IMAGE, "a.png", "rows.jsonl:row 0: images[0]", MediaAccess(tmp_path / folder)
+        )
+        for folder in ("one", "two")
+    ]
+    inline = [
+        replace(picture_item(32, 32, seed=seed), place="rows.jsonl:row 0: images[0]")
+        for seed in (7, 8)
+    ]
     assert len({library.admit(item).digest for item in (*items, *inline)}) == 4
 
 
-def test_workers_of_a_machine_fetch_and_process_a_picture_once(library: MediaLibrary, tmp_path: Path) -> None:
+def test_workers_of_a_machine_fetch_and_process_a_picture_once(
+    library: MediaLibrary, tmp_path: Path
+) -> None:
     reference = library.admit(picture_item(48, 32))
     pixels = library.processed(reference).pixels
     assert library.processed(reference).pixels is pixels
@@ -77,10 +102,17 @@ def test_workers_of_a_machine_fetch_and_process_a_picture_once(library: MediaLib
     assert len(cached_files(tmp_path)) == 1
 
 
-def test_worker_of_another_machine_fetches_for_itself(library: MediaLibrary, tmp_path: Path) -> None:
+def test_worker_of_another_machine_fetches_for_itself(
+    library: MediaLibrary, tmp_path: Path
+) -> None:
     reference = library.admit(picture_item(100, 70))
-    elsewhere = picture_run(tmp_path / "elsewhere", objects={"uri": (tmp_path / "runs" / "pictures" / "objects").as_uri(), "by_run": False})
-    assert np.array_equal(MediaLibrary(elsewhere).processed(reference).pixels, library.processed(reference).pixels)
+    elsewhere = picture_run(
+        tmp_path / "elsewhere",
+        objects={"uri": (tmp_path / "runs" / "pictures" / "objects").as_uri(), "by_run": False},
+    )
+    assert np.array_equal(
+        MediaLibrary(elsewhere).processed(reference).pixels, library.processed(reference).pixels
+    )
 
 
 def test_showing_a_row_stores_nothing(library: MediaLibrary, tmp_path: Path) -> None:
@@ -95,7 +127,13 @@ def test_sequence_must_hold_the_placeholders_of_its_media(library: MediaLibrary)
     (block,) = layout.blocks(reference)
     fit = np.concatenate([[1], block.ids, [2]])
     library.require_fit(fit, np.ones(len(fit), bool), [reference])
-    with pytest.raises(PoisonSample, match=f"1 pieces of media have {len(block)} tokens, and the sequence holds {len(block) - 1} placeholders"):
+    with pytest.raises(
+        PoisonSample,
+        match=(
+            f"1 pieces of media have {len(block)} tokens, and the sequence holds "
+            f"{len(block) - 1} placeholders"
+        ),
+    ):
         library.require_fit(fit[2:], np.ones(len(fit) - 2, bool), [reference])
     with pytest.raises(PoisonSample, match="holds 0 placeholders"):
         library.require_fit(fit, np.zeros(len(fit), bool), [reference])
@@ -112,7 +150,9 @@ def test_picture_that_vanished_is_named(library: MediaLibrary, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("content", [picture_file(48, 32, seed=9), b"", b"other"])
-def test_picture_that_was_altered_is_named(library: MediaLibrary, tmp_path: Path, content: bytes) -> None:
+def test_picture_that_was_altered_is_named(
+    library: MediaLibrary, tmp_path: Path, content: bytes
+) -> None:
     reference = library.admit(picture_item(48, 32))
     cached_files(tmp_path)[0].unlink()
     object_files(tmp_path)[0].write_bytes(content)
@@ -128,13 +168,19 @@ def test_reference_that_lies_about_its_size_is_refused(library: MediaLibrary) ->
 
 def test_reference_to_too_large_a_file_is_refused_unread(tmp_path: Path) -> None:
     library = MediaLibrary(picture_run(tmp_path, model={"media": {"max_item_bytes": 100}}))
-    check_fails(library, MediaRef("file:///x", bytes(32), "image/png", 101, width=32, height=32), "too_large")
+    check_fails(
+        library,
+        MediaRef("file:///x", bytes(32), "image/png", 101, width=32, height=32),
+        "too_large",
+    )
 
 
 def test_reference_into_an_allowed_root_is_fetched_from_there(tmp_path: Path) -> None:
     elsewhere = ObjectStore.open((tmp_path / "pictures").as_uri())
     stored = elsewhere.put(picture_file(48, 32))
-    reference = MediaRef(stored.uri, stored.digest, "image/png", stored.num_bytes, width=48, height=32)
+    reference = MediaRef(
+        stored.uri, stored.digest, "image/png", stored.num_bytes, width=48, height=32
+    )
     allowed = picture_run(tmp_path, objects={"allowed_roots": [(tmp_path / "pictures").as_uri()]})
     assert MediaLibrary(allowed).processed(reference).pixels.shape == (32, 48, 3)
 
@@ -159,8 +205,14 @@ def test_store_that_fails_is_no_fault_of_the_picture(library: MediaLibrary, tmp_
         (picture_file(300, 300), "too_many_pixels"),
     ],
 )
-def test_hostile_picture_is_refused_before_it_is_stored(tmp_path: Path, content: bytes, reason: str) -> None:
-    library = MediaLibrary(picture_run(tmp_path, model={"media": {"max_item_bytes": 20_000, "max_image_pixels": 80_000}}))
+def test_hostile_picture_is_refused_before_it_is_stored(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    library = MediaLibrary(
+        picture_run(
+            tmp_path, model={"media": {"max_item_bytes": 20_000, "max_image_pixels": 80_000}}
+        )
+    )
     with pytest.raises(MediaError) as caught:
         library.admit(MediaItem(Modality.IMAGE, content, "rows:5"))
     assert caught.value.reason == reason
@@ -168,6 +220,8 @@ def test_hostile_picture_is_refused_before_it_is_stored(tmp_path: Path, content:
 
 
 def test_model_of_text_is_shown_no_picture(tmp_path: Path) -> None:
-    config = picture_run(tmp_path, model={"path": make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)})
+    config = picture_run(
+        tmp_path, model={"path": make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)}
+    )
     with pytest.raises(MediaError, match="the model reads text alone, and the prompt brings media"):
         MediaLibrary(config).admit(picture_item(32, 32))

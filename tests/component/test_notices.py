@@ -1,4 +1,5 @@
-"""What people are told of a run: once, of what matters, by real HTTP, and never with the URL in a log."""
+"""What people are told of a run: once, of what matters, by real HTTP, and never with the URL in a
+log."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from relax_events.control.health.state import Act, Symptom, Tier
-from relax_events.control.notices import MAX_NOTICES, NoticeDesk
-from relax_events.control.telling import open_tellers
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Command, now_micros
 from relax_events.events.types import Event, RunCommanded, RunDescribed
-from relax_events.telemetry import feed as feeding
-from relax_events.telemetry.apprise import VARIABLE
+from relax_events.notifications.builder import MAX_NOTICES, NoticeDesk
+from relax_events.notifications.notifier import open_tellers
+from relax_events.notifications.services import VARIABLE
+from relax_events.projections.health import Act, Symptom, Tier
+from relax_events.telemetry import delivery as feeding
 from relax_events.telemetry.redaction import redacted
 from tests.unit.run_events import run_config, train_step
 
@@ -27,16 +28,22 @@ SECOND = 10**6
 
 
 def described(at: int) -> RunDescribed:
-    return RunDescribed(run_id="shown", config="{}", config_digest="d", package_version="1", described_at=at)
+    return RunDescribed(
+        run_id="shown", config="{}", config_digest="d", package_version="1", described_at=at
+    )
 
 
 def act(tier: Tier, worker_id: str, at: int) -> RunCommanded:
-    return Act(at, tier, Symptom.STUCK, worker_id, worker_id[:-2]).command(reason="has had work for 900 s and has not got on with it")
+    return Act(at, tier, Symptom.STUCK, worker_id, worker_id[:-2]).command(
+        reason="has had work for 900 s and has not got on with it"
+    )
 
 
 def titles(*events: Event) -> list[tuple[str, str]]:
     desk = NoticeDesk("shown")
-    return [(notice.kind, notice.title) for event in events if (notice := desk.note(event)) is not None]
+    return [
+        (notice.kind, notice.title) for event in events if (notice := desk.note(event)) is not None
+    ]
 
 
 def test_run_is_told_of_from_its_begin_to_its_end() -> None:
@@ -98,7 +105,9 @@ class Service:
         return f"json://user:pa55word@127.0.0.1:{self.server.server_address[1]}/token-9f8e"
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # Apprise looks for it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'imghdr' is deprecated:DeprecationWarning"
+)  # Apprise looks for it
 
 
 @pytest.fixture
@@ -111,7 +120,9 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     opened.server.server_close()
 
 
-def test_notices_arrive_once_although_service_and_worker_fail(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notices_arrive_once_although_service_and_worker_fail(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, service.url)
     config, now = run_config(tmp_path), now_micros()
     end = RunCommanded(command=Command.STOP, reason="in vain", commanded_at=now + 1)
@@ -136,10 +147,14 @@ def test_url_is_a_secret_in_its_file_and_in_errors(tmp_path: Path, service: Serv
     config = run_config(tmp_path)
     (tmp_path / "urls").write_text(f"{service.url}\nnonsense://s3cret-token@nowhere\n")
     telemetry = config.telemetry.model_copy(update={"notice_urls_file": tmp_path / "urls"})
-    with pytest.raises(ConfigError, match="notice URL number 2 is none that Apprise knows") as refused:
+    with pytest.raises(
+        ConfigError, match="notice URL number 2 is none that Apprise knows"
+    ) as refused:
         open_tellers(config.model_copy(update={"telemetry": telemetry}), failed=lambda _: None)
     assert "s3cret" not in str(refused.value)
     assert redacted(f"posting to {service.url} failed") == "posting to (hidden) failed"
     missing = config.telemetry.model_copy(update={"notice_urls_file": tmp_path / "missing"})
-    with pytest.raises(ConfigError, match=r"telemetry.notice_urls_file = .*missing' can't be read: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"telemetry.notice_urls_file = .*missing' can't be read: No such file"
+    ):
         open_tellers(config.model_copy(update={"telemetry": missing}), failed=lambda _: None)

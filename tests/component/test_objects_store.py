@@ -13,12 +13,16 @@ from relax_events.objects import ObjectStore
 
 pytestmark = pytest.mark.unit
 
-HELLO_DIGEST = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"  # `printf hello | sha256sum`
+HELLO_DIGEST = (
+    "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"  # `printf hello | sha256sum`
+)
 
 
 @pytest.fixture(params=["file", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    return ObjectStore.open("memory://" if request.param == "memory" else (tmp_path / "new" / "objects").as_uri())
+    return ObjectStore.open(
+        "memory://" if request.param == "memory" else (tmp_path / "new" / "objects").as_uri()
+    )
 
 
 def test_put_stores_under_the_digest_when_given_bytes(store: ObjectStore) -> None:
@@ -35,10 +39,14 @@ def test_put_takes_a_view_when_its_items_are_wider_than_a_byte(store: ObjectStor
     assert store.get(reference) == b"12345678"
 
 
-def test_put_does_not_send_again_when_the_content_is_there(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_does_not_send_again_when_the_content_is_there(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent = []
     put = obstore.put
-    monkeypatch.setattr(obstore, "put", lambda *args, **kwargs: (sent.append(args[1]), put(*args, **kwargs))[1])
+    monkeypatch.setattr(
+        obstore, "put", lambda *args, **kwargs: (sent.append(args[1]), put(*args, **kwargs))[1]
+    )
     assert store.put(b"hello") == store.put(b"hello")
     assert len(sent) == 1
 
@@ -55,7 +63,9 @@ def test_put_at_replaces_when_the_name_is_taken(store: ObjectStore) -> None:
 def test_get_names_both_digests_when_the_content_was_altered(store: ObjectStore) -> None:
     reference = store.put(b"hello")
     store.put_at(store.key(reference.uri), b"hallo")
-    with pytest.raises(ObjectError, match=f"SHA-256 must be {HELLO_DIGEST}, got {sha256(b'hallo').hexdigest()}"):
+    with pytest.raises(
+        ObjectError, match=f"SHA-256 must be {HELLO_DIGEST}, got {sha256(b'hallo').hexdigest()}"
+    ):
         store.get(reference)
 
 
@@ -71,7 +81,20 @@ def test_get_refuses_when_the_uri_lies_outside(store: ObjectStore) -> None:
             store.get(ObjectRef(uri, bytes(32), 1))
 
 
-@pytest.mark.parametrize("key", ["../up", "a/../../up", "/absolute", "a//b", ".hidden", "a/", "", "blank space", "per%2e%2ecent"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "../up",
+        "a/../../up",
+        "/absolute",
+        "a//b",
+        ".hidden",
+        "a/",
+        "",
+        "blank space",
+        "per%2e%2ecent",
+    ],
+)
 def test_names_are_refused_when_they_could_leave_the_root(store: ObjectStore, key: str) -> None:
     with pytest.raises(ObjectError, match="can't name an object"):
         store.put_at(key, b"data")
@@ -138,11 +161,19 @@ def test_open_names_the_uri_when_a_file_is_in_the_way(tmp_path: Path) -> None:
         ObjectStore.open((tmp_path / "file" / "objects").as_uri())
 
 
-def test_put_names_store_and_remedy_when_the_disk_is_full(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_names_store_and_remedy_when_the_disk_is_full(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def put(*args: object, **kwargs: object) -> None:
-        raise GenericError("Generic LocalFileSystem error: Unable to copy data to file: No space left on device (os error 28)\n\nDebug source: ...")
+        raise GenericError(
+            "Generic LocalFileSystem error: Unable to copy data to file: No space left on "
+            "device (os error 28)\n\nDebug source: ..."
+        )
 
     monkeypatch.setattr(obstore, "put", put)
-    with pytest.raises(StoreUnavailable, match=r"can't write .*a/b: the object store is full; free space there or set objects.uri") as caught:
+    with pytest.raises(
+        StoreUnavailable,
+        match=r"can't write .*a/b: the object store is full; free space there or set objects.uri",
+    ) as caught:
         store.put_at("a/b", b"data")
     assert "Debug" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""A store that is away is waited for where somebody waits, and given up after the deadline; an answer of any kind ends the wait."""
+"""A store that is away is waited for where somebody waits, and given up after the deadline; an
+answer of any kind ends the wait."""
 
 from __future__ import annotations
 
@@ -58,14 +59,18 @@ def test_call_is_repeated_with_growing_pauses_until_the_store_answers(clock: Clo
     assert clock.outages.ride_out(ROOT, failing(12, away)) == "answer"
     assert len(clock.pauses) == 12
     longest = [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 30, 30]
-    assert all(bound / 2 <= pause <= bound for pause, bound in zip(clock.pauses, longest, strict=True))
+    assert all(
+        bound / 2 <= pause <= bound for pause, bound in zip(clock.pauses, longest, strict=True)
+    )
     assert clock.while_away == pytest.approx([sum(clock.pauses[:index]) for index in range(12)])
     assert clock.outages.seconds == 0
 
 
 def test_store_that_stays_away_is_given_up_after_the_deadline(clock: Clock) -> None:
     clock.outages.arm(deadline_seconds=100, pause=clock.pause)
-    with pytest.raises(StoreUnavailable, match=r"503; waited for \d+ s \(objects.outage_deadline_seconds = 100\)") as caught:
+    with pytest.raises(
+        StoreUnavailable, match=r"503; waited for \d+ s \(objects.outage_deadline_seconds = 100\)"
+    ) as caught:
         clock.outages.ride_out(ROOT, failing(10**6, away))
     assert 70 <= sum(clock.pauses) <= 100
     assert caught.value.exit_code == 8
@@ -98,13 +103,21 @@ def test_what_the_pause_raises_ends_the_wait(clock: Clock) -> None:
         clock.outages.ride_out(ROOT, failing(1, away))
 
 
-def test_directory_that_is_gone_is_an_outage_and_a_missing_file_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_directory_that_is_gone_is_an_outage_and_a_missing_file_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     store = ObjectStore.open((tmp_path / "objects").as_uri())
     reference = store.put(b"hello")
     (tmp_path / "objects").rename(tmp_path / "unmounted")
-    with pytest.raises(StoreUnavailable, match="the store's directory is gone; mount or restore file://"):
+    with pytest.raises(
+        StoreUnavailable, match="the store's directory is gone; mount or restore file://"
+    ):
         store.get(reference)
-    monkeypatch.setattr(outages_module.outages, "_pause", lambda _: (tmp_path / "unmounted").rename(tmp_path / "objects"))
+    monkeypatch.setattr(
+        outages_module.outages,
+        "_pause",
+        lambda _: (tmp_path / "unmounted").rename(tmp_path / "objects"),
+    )
     monkeypatch.setattr(outages_module.outages, "_deadline_seconds", 3600.0)
     assert store.get(reference) == b"hello"
     store.delete([store.key(reference.uri)])
@@ -112,13 +125,20 @@ def test_directory_that_is_gone_is_an_outage_and_a_missing_file_is_not(tmp_path:
         store.get(reference)
 
 
-def test_unreadable_object_of_a_store_that_is_there_is_no_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_object_of_a_store_that_is_there_is_no_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = ObjectStore.open(tmp_path.as_uri())
     store.put_at("a", b"hello")
 
     def get(*_: object) -> None:
-        raise GenericError("Generic LocalFileSystem error: Unable to read data from file: Input/output error (os error 5)")
+        raise GenericError(
+            "Generic LocalFileSystem error: Unable to read data from file: Input/output "
+            "error (os error 5)"
+        )
 
     monkeypatch.setattr(obstore, "get", get)
-    with pytest.raises(ObjectError, match=r"can't read .*: Generic LocalFileSystem error: .*Input/output error"):
+    with pytest.raises(
+        ObjectError, match=r"can't read .*: Generic LocalFileSystem error: .*Input/output error"
+    ):
         store.get_at("a")

@@ -1,4 +1,5 @@
-"""A critic that reads pictures: its values follow from what stands before a token, pictures too, however samples are packed."""
+"""A critic that reads pictures: its values follow from what stands before a token, pictures too,
+however samples are packed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,19 +11,33 @@ from engine_requests import finish
 
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
-from relax_events.training.packing import pack
-from relax_events.training.torch_critic import TorchCritic
-from tests.unit.pictures import picture_engine, picture_item, picture_model, picture_run, plain_model, plain_pixels, ready, request_for
+from relax_events.training.backend.torch_critic import TorchCritic
+from relax_events.training.batch.packing import pack
+from tests.unit.pictures import (
+    picture_engine,
+    picture_item,
+    picture_model,
+    picture_run,
+    plain_model,
+    plain_pixels,
+    ready,
+    request_for,
+)
 
 
 def rolled_out(folder: Path) -> list[SampleReady]:
-    """Give four samples of two prompts, one about two pictures and one about none; their values are 0, their returns 1."""
+    """Give four samples of two prompts, one about two pictures and one about none; their values are
+    0, their returns 1."""
     engine, library = picture_engine(), MediaLibrary(picture_run(folder))
     requests = [request_for(number, library) for number in (1, 2)]
     for request in requests:
         engine.submit(request)
     ended = finish(engine)
-    samples = [ready(request, ended[sample.sample_id], index) for request in requests for index, sample in enumerate(request.samples)]
+    samples = [
+        ready(request, ended[sample.sample_id], index)
+        for request in requests
+        for index, sample in enumerate(request.samples)
+    ]
     return [replace(sample, values=np.zeros(len(sample.tokens), np.float32)) for sample in samples]
 
 
@@ -39,26 +54,46 @@ def test_values_are_the_same_packed_padded_and_by_themselves(tmp_path: Path) -> 
     scores = mine.score(samples)
     for sample, score in zip(samples, scores, strict=True):
         np.testing.assert_allclose(mine.score([sample])[0], score, rtol=0, atol=1e-5)
-    expected = np.concatenate([score[np.asarray(sample.loss_mask).astype(bool)] for sample, score in zip(samples, scores, strict=True)])
+    expected = np.concatenate(
+        [
+            score[np.asarray(sample.loss_mask).astype(bool)]
+            for sample, score in zip(samples, scores, strict=True)
+        ]
+    )
     for shares in (True, False):
-        batch = mine._media.added(pack(samples, vocab_size=mine._model.vocab_size, share_rows=shares), samples)
+        batch = mine._media.added(
+            pack(samples, vocab_size=mine._model.vocab_size, share_rows=shares), samples
+        )
         with torch.no_grad():
-            np.testing.assert_allclose(mine._model.token_values(batch).numpy(), expected, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(
+                mine._model.token_values(batch).numpy(), expected, rtol=0, atol=1e-4
+            )
 
 
 def test_values_are_those_of_transformers_states_and_depend_on_the_pictures(tmp_path: Path) -> None:
     (sample, *_), mine = rolled_out(tmp_path), critic(tmp_path, dtype=torch.float64)
-    files = [picture_item(*size, seed=10 + index).source for index, size in enumerate(((64, 48), (32, 96)))]
+    files = [
+        picture_item(*size, seed=10 + index).source
+        for index, size in enumerate(((64, 48), (32, 96)))
+    ]
     values = mine.score([sample])[0]
-    ids, model = torch.from_numpy(np.array(sample.tokens, np.int64))[None], plain_model(picture_model())
+    ids, model = (
+        torch.from_numpy(np.array(sample.tokens, np.int64))[None],
+        plain_model(picture_model()),
+    )
     kinds = (ids == model.config.image_token_id).int()
     with torch.no_grad():
-        states = model.model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **plain_pixels(files)).last_hidden_state[0]  # type: ignore[arg-type]
+        states = model.model(
+            input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **plain_pixels(files)
+        ).last_hidden_state[0]  # type: ignore[arg-type]
         expected = mine._model.module.head(states)[:-1]
     mask = np.asarray(sample.loss_mask).astype(bool)
     np.testing.assert_allclose(values[mask], expected.numpy()[mask[1:]], rtol=0, atol=1e-5)
     other = MediaLibrary(picture_run(tmp_path)).admit(picture_item(64, 48, seed=99))
-    assert np.abs(mine.score([replace(sample, media=[other, sample.media[1]])])[0] - values).max() > 1e-3
+    assert (
+        np.abs(mine.score([replace(sample, media=[other, sample.media[1]])])[0] - values).max()
+        > 1e-3
+    )
 
 
 def test_critic_learns_what_is_returned_with_pictures_and_without(tmp_path: Path) -> None:
@@ -73,4 +108,6 @@ def test_critic_learns_what_is_returned_with_pictures_and_without(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["lm_head", "output"])
 def test_critic_keeps_no_output_head(tmp_path: Path, name: str) -> None:
-    assert not any(name in parameter for parameter, _ in critic(tmp_path)._model.module.named_parameters())
+    assert not any(
+        name in parameter for parameter, _ in critic(tmp_path)._model.module.named_parameters()
+    )

@@ -13,14 +13,25 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
+from relax_events.examples.tiny_models import PREPROCESSOR
+from relax_events.media.geometry import PictureGeometry
 from relax_events.media.library import MediaLibrary
-from relax_events.models.geometry import PictureGeometry
-from relax_events.models.media_layout import MediaLayout
-from relax_events.models.tiny import PREPROCESSOR
-from relax_events.models.towers import clip_patches
-from tests.unit.pictures import BOUNDS, picture_file, picture_model, picture_run, plain_model, plain_pixels, prompt_of, shown
+from relax_events.media.token_layout import MediaLayout
+from relax_events.media.towers import clip_patches
+from tests.unit.pictures import (
+    BOUNDS,
+    picture_file,
+    picture_model,
+    picture_run,
+    plain_model,
+    plain_pixels,
+    prompt_of,
+    shown,
+)
 
-GEOMETRY = PictureGeometry.of(PREPROCESSOR, MediaConfig(image_min_token_num=4, image_max_token_num=64))
+GEOMETRY = PictureGeometry.of(
+    PREPROCESSOR, MediaConfig(image_min_token_num=4, image_max_token_num=64)
+)
 
 
 def layout() -> MediaLayout:
@@ -63,7 +74,9 @@ def test_other_bounds_have_other_names_in_the_cache() -> None:
 
 
 @pytest.mark.parametrize("size", [(32, 32), (48, 32), (100, 70), (9, 40)])
-def test_pixels_and_patches_are_those_of_transformers(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_pixels_and_patches_are_those_of_transformers(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
     (piece,) = shown(MediaLibrary(picture_run(tmp_path)), size)
     expected = plain_pixels([picture_file(*size)])
     patches = clip_patches(torch.from_numpy(piece.pixels)[None], layout().pictures.geometry)
@@ -72,17 +85,28 @@ def test_pixels_and_patches_are_those_of_transformers(tmp_path: Path, size: tupl
     assert expected["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]]
 
 
-@pytest.mark.parametrize("sizes", [[(32, 32)], [(64, 32), (32, 96)], [(48, 80), (16, 16), (64, 64)]])
+@pytest.mark.parametrize(
+    "sizes", [[(32, 32)], [(64, 32), (32, 96)], [(48, 80), (16, 16), (64, 64)]]
+)
 def test_positions_are_those_of_transformers(tmp_path: Path, sizes: list[tuple[int, int]]) -> None:
     media = shown(MediaLibrary(picture_run(tmp_path)), *sizes)
     tokens = np.append(prompt_of(media), np.arange(5, dtype=np.int32))
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     kinds = (ids == layout().placeholders[Modality.IMAGE]).int()
-    grids = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in (layout().pictures.grid(piece.reference)[1:] for piece in media)])
-    expected, _ = plain_model(picture_model()).model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
+    grids = torch.tensor(
+        [
+            [1, 2 * rows, 2 * columns]
+            for rows, columns in (layout().pictures.grid(piece.reference)[1:] for piece in media)
+        ]
+    )
+    expected, _ = plain_model(picture_model()).model.get_rope_index(
+        ids, mm_token_type_ids=kinds, image_grid_thw=grids
+    )
     references = [piece.reference for piece in media]
     cells = layout().cells(tokens, np.ones(len(tokens), bool), references)
-    assert np.array_equal(layout().positions(len(tokens), cells, references), expected[:, 0].numpy())
+    assert np.array_equal(
+        layout().positions(len(tokens), cells, references), expected[:, 0].numpy()
+    )
 
 
 def test_positions_are_those_of_the_drawing() -> None:
@@ -90,7 +114,11 @@ def test_positions_are_those_of_the_drawing() -> None:
     tokens = np.array([1, 2, *[pad] * 6, 3, 4], np.int32)
     media = [reference(48, 32)]
     found = layout().positions(10, layout().cells(tokens, np.ones(10, bool), media), media)
-    assert found.tolist() == [[0, 1, 2, 2, 2, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]]
+    assert found.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
 
 
 def test_placeholders_that_the_policy_wrote_stand_for_nothing() -> None:
@@ -98,14 +126,22 @@ def test_placeholders_that_the_policy_wrote_stand_for_nothing() -> None:
     tokens = np.array([1, *[pad] * 4, 2, pad, pad], np.int32)
     given_tokens = np.arange(8) < 6
     assert layout().cells(tokens, given_tokens, [reference(32, 32)]).tolist() == [1, 2, 3, 4]
-    with pytest.raises(PoisonSample, match="1 pieces of media have 4 tokens, and the sequence holds 6 placeholders"):
+    with pytest.raises(
+        PoisonSample, match="1 pieces of media have 4 tokens, and the sequence holds 6 placeholders"
+    ):
         layout().cells(tokens, np.ones(8, bool), [reference(32, 32)])
 
 
 def test_prompt_grows_by_the_tokens_of_its_pictures_and_refuses_a_placeholder_too_many() -> None:
     pad = layout().placeholders[Modality.IMAGE]
     media = [reference(32, 32), reference(16, 80)]
-    assert layout().expanded(np.array([7, pad, 8, pad, 9], np.int32), media).tolist() == [7, *[pad] * 4, 8, *[pad] * 5, 9]
+    assert layout().expanded(np.array([7, pad, 8, pad, 9], np.int32), media).tolist() == [
+        7,
+        *[pad] * 4,
+        8,
+        *[pad] * 5,
+        9,
+    ]
     with pytest.raises(PoisonSample, match="renders to 2 media placeholders and brings 1 pieces"):
         layout().expanded(np.array([7, pad, 8, pad], np.int32), media[:1])
 
@@ -113,7 +149,9 @@ def test_prompt_grows_by_the_tokens_of_its_pictures_and_refuses_a_placeholder_to
 def test_reference_without_size_or_of_an_impossible_shape_is_named() -> None:
     with pytest.raises(MediaError, match="file:///picture says no width and height"):
         layout().pictures.grid(MediaRef("file:///picture", bytes(32), "image/png", 10))
-    with pytest.raises(MediaError, match="one side must be at most 200 times the other, got 4000 x 2"):
+    with pytest.raises(
+        MediaError, match="one side must be at most 200 times the other, got 4000 x 2"
+    ):
         layout().pictures.grid(reference(4000, 2))
 
 
@@ -125,9 +163,15 @@ def test_model_of_text_has_no_layout_and_a_broken_folder_is_named(tmp_path: Path
     with pytest.raises(ConfigError, match=r"preprocessor_config.json can't be read"):
         MediaLayout.from_folder(tmp_path, BOUNDS)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
-    with pytest.raises(ConfigError, match=r"the settings for media .* can't be used: KeyError.'image_token_id'"):
+    with pytest.raises(
+        ConfigError, match=r"the settings for media .* can't be used: KeyError.'image_token_id'"
+    ):
         MediaLayout.from_folder(tmp_path, BOUNDS)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | {"image_processor_type": "PixtralImageProcessor"}))
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps(PREPROCESSOR | {"image_processor_type": "PixtralImageProcessor"})
+    )
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "image_token_id": 3}')
-    with pytest.raises(ConfigError, match="the model's image processor is a PixtralImageProcessor; known are"):
+    with pytest.raises(
+        ConfigError, match="the model's image processor is a PixtralImageProcessor; known are"
+    ):
         MediaLayout.from_folder(tmp_path, BOUNDS)

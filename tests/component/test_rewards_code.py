@@ -20,8 +20,16 @@ from relax_events.sandbox import Limits, Sandbox, Verdict, Walls, find_walls, re
 pytestmark = pytest.mark.unit
 
 
-def judge(program: str, metadata: dict[str, Any], *, answer: str = "", **options: Any) -> dict[str, float]:
-    return code(f"Here it is:\n```python\n{program}\n```\n", answer=answer, metadata=metadata, prompt="", **options)
+def judge(
+    program: str, metadata: dict[str, Any], *, answer: str = "", **options: Any
+) -> dict[str, float]:
+    return code(
+        f"Here it is:\n```python\n{program}\n```\n",
+        answer=answer,
+        metadata=metadata,
+        prompt="",
+        **options,
+    )
 
 
 DOUBLE = "print(2 * int(input()))"
@@ -36,8 +44,14 @@ IN_AND_OUT = {"inputs": ["4\n", "-1", "0"], "outputs": ["8\n", "-2", "0"]}
         ("def f(x):\n    return x + 1", {"test": "for x in range(9):\n    assert f(x) == x + 1"}),
         (DOUBLE, IN_AND_OUT),
         (DOUBLE, {"tests": [{"input": "4", "output": "8"}]}),
-        ("def f(x, y):\n    return (y, x)", {"inputs": [[1, "a"]], "outputs": [["a", 1]], "fn_name": "f"}),
-        ("class Solution:\n    def f(self, x):\n        return x", {"inputs": [[[3]]], "outputs": [[3]], "fn_name": "f"}),
+        (
+            "def f(x, y):\n    return (y, x)",
+            {"inputs": [[1, "a"]], "outputs": [["a", 1]], "fn_name": "f"},
+        ),
+        (
+            "class Solution:\n    def f(self, x):\n        return x",
+            {"inputs": [[[3]]], "outputs": [[3]], "fn_name": "f"},
+        ),
         ("import sys\nprint('3 4  ')\nsys.exit(0)", {"inputs": [""], "outputs": ["3  4\n\n"]}),
     ],
 )
@@ -46,25 +60,49 @@ def test_code_passes_its_tests(program: str, metadata: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"tests": ["assert f(1) == 2"]}, IN_AND_OUT])
-def test_code_is_judged_where_the_workers_files_are_its_users_alone(metadata: dict[str, Any]) -> None:
+def test_code_is_judged_where_the_workers_files_are_its_users_alone(
+    metadata: dict[str, Any],
+) -> None:
     """As root a program becomes another user, who must be able to read it."""
     before = os.umask(0o077)
     try:
-        assert judge("def f(x):\n    return x + 1" if "tests" in metadata else DOUBLE, metadata)["reward"] == 1.0
+        assert (
+            judge("def f(x):\n    return x + 1" if "tests" in metadata else DOUBLE, metadata)[
+                "reward"
+            ]
+            == 1.0
+        )
     finally:
         os.umask(before)
 
 
 @pytest.mark.parametrize(
-    "program", ["def f(x):\n    return x", "def g(x):\n    return x", "1 / 0", "def f(:", "import os\nos._exit(0)", "import sys\nsys.exit(0)", ""]
+    "program",
+    [
+        "def f(x):\n    return x",
+        "def g(x):\n    return x",
+        "1 / 0",
+        "def f(:",
+        "import os\nos._exit(0)",
+        "import sys\nsys.exit(0)",
+        "",
+    ],
 )
 def test_code_that_is_wrong_or_leaves_early_gets_nothing(program: str) -> None:
-    assert judge(program, {"tests": ["assert f(1) == 2"]}) == {"reward": 0.0, "passed": 0.0, "has_code": 1.0}
+    assert judge(program, {"tests": ["assert f(1) == 2"]}) == {
+        "reward": 0.0,
+        "passed": 0.0,
+        "has_code": 1.0,
+    }
 
 
 def test_code_gives_the_share_of_tests_when_asked() -> None:
     program = "print(abs(2 * int(input())))"
-    assert judge(program, IN_AND_OUT, partial=True) == {"reward": pytest.approx(2 / 3), "passed": pytest.approx(2 / 3), "has_code": 1.0}
+    assert judge(program, IN_AND_OUT, partial=True) == {
+        "reward": pytest.approx(2 / 3),
+        "passed": pytest.approx(2 / 3),
+        "has_code": 1.0,
+    }
     assert judge(program, IN_AND_OUT)["reward"] == 0.0
 
 
@@ -86,7 +124,12 @@ def test_code_that_runs_into_a_limit_is_a_counted_failure(program: str) -> None:
 
 
 def test_code_that_runs_into_a_limit_is_worth_what_the_options_say() -> None:
-    assert judge("while True: pass", {"tests": ["pass"]}, test_seconds=0.3, limit_reward=-1.0)["reward"] == -1.0
+    assert (
+        judge("while True: pass", {"tests": ["pass"]}, test_seconds=0.3, limit_reward=-1.0)[
+            "reward"
+        ]
+        == -1.0
+    )
 
 
 def test_code_finds_tests_in_the_reference_answer() -> None:
@@ -94,18 +137,26 @@ def test_code_finds_tests_in_the_reference_answer() -> None:
     assert judge(DOUBLE, {}, answer='{"inputs": ["2"], "outputs": ["5"]}')["reward"] == 0.0
 
 
-@pytest.mark.parametrize("metadata", [{}, {"tests": []}, {"tests": [3]}, {"inputs": ["1"], "outputs": []}])
+@pytest.mark.parametrize(
+    "metadata", [{}, {"tests": []}, {"tests": [3]}, {"inputs": ["1"], "outputs": []}]
+)
 def test_code_without_tests_is_a_failure(metadata: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"the sample has no tests; see metadata\.tests"):
         judge("x = 1", metadata)
 
 
 def test_code_without_a_block_gets_nothing() -> None:
-    assert code("x = 1", answer="", metadata={"tests": ["pass"]}, prompt="") == {"reward": 0.0, "passed": 0.0, "has_code": 0.0}
+    assert code("x = 1", answer="", metadata={"tests": ["pass"]}, prompt="") == {
+        "reward": 0.0,
+        "passed": 0.0,
+        "has_code": 0.0,
+    }
 
 
 def test_last_python_block_behind_the_reasoning_counts() -> None:
-    text = "<think>\n```python\na\n```\n</think>\n```py\nb\n```\n```python\nc\n```\n```bash\nd\n```\n"
+    text = (
+        "<think>\n```python\na\n```\n</think>\n```py\nb\n```\n```python\nc\n```\n```bash\nd\n```\n"
+    )
     assert python_block(text) == "c\n"
     assert python_block("```\ne\n```") == "e\n"
     assert python_block("```rust\ne\n```") is None
@@ -116,7 +167,9 @@ def test_calls_are_compared_as_json() -> None:
     assert "assert json.loads(json.dumps(function(*json.loads('[3]')))) == json.loads" in test
 
 
-def test_sandbox_has_no_network_no_environment_and_ends_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_has_no_network_no_environment_and_ends_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET_OF_THE_WORKER", "x")
     left_behind = "987654"
     solution = (
@@ -124,38 +177,56 @@ def test_sandbox_has_no_network_no_environment_and_ends_what_it_started(tmp_path
         "assert 'SECRET_OF_THE_WORKER' not in os.environ\n"
         f"subprocess.Popen(['sleep', '{left_behind}'], start_new_session=True)\n"
         "open('mine', 'w').write('kept here')\n"
-        "try:\n    socket.create_connection(('127.0.0.1', 9), timeout=1)\nexcept PermissionError as error:\n    print('refused')\n"
+        "try:\n    socket.create_connection(('127.0.0.1', 9), timeout=1)\nexcept "
+        "PermissionError as error:\n    print('refused')\n"
     )
     with Sandbox(solution, Limits()) as sandbox:
         verdict, printed = sandbox.run_with_input("")
     assert verdict is Verdict.PASSED
     assert printed == "refused\n"
     deadline = time.monotonic() + 60
-    while any(process.info["cmdline"] == ["sleep", left_behind] for process in psutil.process_iter(["cmdline"])):
+    while any(
+        process.info["cmdline"] == ["sleep", left_behind]
+        for process in psutil.process_iter(["cmdline"])
+    ):
         assert time.monotonic() < deadline
     assert not list(Path(tempfile.gettempdir()).glob("relax-sandbox-*/*/mine"))
 
 
 def test_sandbox_that_can_not_be_set_up_is_a_failure() -> None:
-    with Sandbox("x = 1", Limits(), walls=Walls(("false",), has_namespaces=True)) as sandbox, pytest.raises(RewardError, match="could not be set up"):
+    with (
+        Sandbox("x = 1", Limits(), walls=Walls(("false",), has_namespaces=True)) as sandbox,
+        pytest.raises(RewardError, match="could not be set up"),
+    ):
         sandbox.run_with_input("")
 
 
-def test_programs_are_not_run_where_nothing_keeps_them_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_not_run_where_nothing_keeps_them_from_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(walls, "find_walls", lambda: Walls(filters=True))
-    with pytest.raises(EnvironmentProblem, match=r"nothing keeps them from files .*reward\.options\.allow_unprotected = true"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"nothing keeps them from files .*reward\.options\.allow_unprotected = true",
+    ):
         judge("x = 1", {"tests": ["pass"]})
     assert require_walls(allow_unprotected=True) == Walls(filters=True)
 
 
-def test_programs_are_not_run_where_nothing_keeps_them_from_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_not_run_where_nothing_keeps_them_from_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(walls, "find_walls", lambda: Walls(landlock=7))
     with pytest.raises(EnvironmentProblem, match=r"from the network .* and other processes"):
         require_walls()
 
 
-@pytest.mark.parametrize(("user", "remedy"), [(0, "run it as another user than root"), (1000, "install bubblewrap")])
-def test_machine_on_which_no_interpreter_runs_behind_walls_is_refused(user: int, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("user", "remedy"), [(0, "run it as another user than root"), (1000, "install bubblewrap")]
+)
+def test_machine_on_which_no_interpreter_runs_behind_walls_is_refused(
+    user: int, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(walls, "_holds", lambda _: False)
     monkeypatch.setattr(walls.os, "geteuid", lambda: user)
     with pytest.raises(EnvironmentProblem, match=f"does not start behind any of them; {remedy}"):
@@ -195,22 +266,43 @@ CONSTANT = {'a': (1, [2.5])}
 @pytest.mark.parametrize(
     "test",
     [
-        "value = (1, [2, {'a': {3}}], None, True, 1.5, b'x', 10**2000, 1j)\nassert same(value) == value",
-        "assert same({(1, 2): frozenset([3])}) == {(1, 2): frozenset([3])} and type(same((1,))) is tuple and same(float('inf')) > 1e308",
-        "from datetime import date as d\nfrom fractions import Fraction as F\nfor x in (F(1, 3), d(2020, 1, 2)): assert same(x) == x",
+        (
+            "value = (1, [2, {'a': {3}}], None, True, 1.5, b'x', 10**2000, 1j)\nassert "
+            "same(value) == value"
+        ),
+        (
+            "assert same({(1, 2): frozenset([3])}) == {(1, 2): frozenset([3])} and "
+            "type(same((1,))) is tuple and same(float('inf')) > 1e308"
+        ),
+        (
+            "from datetime import date as d\nfrom fractions import Fraction as F\nfor x in (F(1, "
+            "3), d(2020, 1, 2)): assert same(x) == x"
+        ),
         "values = [3, 1, 2]\nsort(values)\nassert values == [1, 2, 3]",
         "assert count('aab') == {'a': 2, 'b': 1} and count('aab').most_common(1) == [('a', 2)]",
         "assert list(upto(3)) == [0, 1, 2] and sum(upto(4)) == 6 and next(upto(1)) == 0",
         "assert apply(lambda x: x * 2, 1, 2) == [2, 4] and apply(str, 1) == ['1']",
         "assert adder(2)(3) == 5 and cached(4) == 4 and CONSTANT['a'][1] == [2.5]",
         "assert point() == (1, 2) and point().x == 1",
-        "s = Stack(1)\ns.push(2)\nassert len(s) == 2 and list(s) == [1, 2] and s[0] == 1 and 2 in s and str(s) == 'Stack([1, 2])'",
-        "assert Stack(1) == Stack(1) and Stack(1) != Stack(2) and Stack() != 0 and isinstance(Stack(), Stack) and not Stack()",
-        "s = Stack(1, 2)\ntry:\n    s.push(3)\nexcept Refused as error:\n    assert str(error) == 'full'\nelse:\n    assert False",
+        (
+            "s = Stack(1)\ns.push(2)\nassert len(s) == 2 and list(s) == [1, 2] and s[0] == 1 and "
+            "2 in s and str(s) == 'Stack([1, 2])'"
+        ),
+        (
+            "assert Stack(1) == Stack(1) and Stack(1) != Stack(2) and Stack() != 0 and "
+            "isinstance(Stack(), Stack) and not Stack()"
+        ),
+        (
+            "s = Stack(1, 2)\ntry:\n    s.push(3)\nexcept Refused as error:\n    assert "
+            "str(error) == 'full'\nelse:\n    assert False"
+        ),
         "try:\n    Stack(1, 2).push(3)\nexcept ValueError:\n    pass\nelse:\n    assert False",
         "from solution import same as f\nimport solution\nassert f(1) == solution.same(1) == 1",
         "def check(candidate):\n    assert candidate(7) == 7\ncheck(same)",
-        "s = Stack()\ns.limit = 1\nassert s.limit == 1 and Stack.limit == 2 and apply(len, s.push(1)) == [1]",
+        (
+            "s = Stack()\ns.limit = 1\nassert s.limit == 1 and Stack.limit == 2 and apply(len, "
+            "s.push(1)) == [1]"
+        ),
     ],
 )
 def test_tests_use_what_a_solution_defines(test: str) -> None:
@@ -219,7 +311,16 @@ def test_tests_use_what_a_solution_defines(test: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "test", ["assert same(1) == 2", "assert same((1,)) == [1]", "assert Stack() == []", "sort(3)", "missing(1)", "1 / 0", "assert same("]
+    "test",
+    [
+        "assert same(1) == 2",
+        "assert same((1,)) == [1]",
+        "assert Stack() == []",
+        "sort(3)",
+        "missing(1)",
+        "1 / 0",
+        "assert same(",
+    ],
 )
 def test_tests_that_do_not_hold_fail(test: str) -> None:
     with Sandbox(DEFINITIONS, Limits(seconds=20)) as sandbox:

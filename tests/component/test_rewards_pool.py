@@ -14,7 +14,7 @@ import pytest
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.pool import RewardItem, RewardPool
-from relax_events.rewards.printed import BURST_BYTES
+from relax_events.rewards.process import BURST_BYTES
 from relax_events.rewards.scores import Score
 
 USER_FILE = """
@@ -67,7 +67,10 @@ def pool(function: str) -> Iterator[RewardPool]:
 
 
 def items(*completions: str) -> list[RewardItem]:
-    return [RewardItem(f"sample-{number}", completion, "good") for number, completion in enumerate(completions)]
+    return [
+        RewardItem(f"sample-{number}", completion, "good")
+        for number, completion in enumerate(completions)
+    ]
 
 
 def rewards(results: list[Score | RewardError]) -> list[float | None]:
@@ -76,18 +79,26 @@ def rewards(results: list[Score | RewardError]) -> list[float | None]:
 
 def test_pool_keeps_the_order_of_many_items(pool: RewardPool) -> None:
     completions = ["good" if number % 3 == 0 else "bad" for number in range(1000)]
-    assert rewards(pool.score_batch(items(*completions))) == [float(number % 3 == 0) for number in range(1000)]
+    assert rewards(pool.score_batch(items(*completions))) == [
+        float(number % 3 == 0) for number in range(1000)
+    ]
     assert pool.score_batch([]) == []
 
 
 def test_pool_uses_all_its_processes(pool: RewardPool) -> None:
-    pids = {result.reward for result in pool.score_batch(items(*["pid"] * 64)) if isinstance(result, Score)}
+    pids = {
+        result.reward
+        for result in pool.score_batch(items(*["pid"] * 64))
+        if isinstance(result, Score)
+    }
     assert len(pids) == 2
     assert os.getpid() not in pids
 
 
 def test_pool_passes_prompt_and_metadata_and_returns_components(pool: RewardPool) -> None:
-    (result,) = pool.score_batch([RewardItem("a", "parts", metadata='{"form": 0.5}', prompt="four")])
+    (result,) = pool.score_batch(
+        [RewardItem("a", "parts", metadata='{"form": 0.5}', prompt="four")]
+    )
     assert isinstance(result, Score)
     assert (result.reward, result.components) == (4.5, {"form": 0.5, "content": 4.0})
     assert 0 < result.seconds < 1.5
@@ -102,12 +113,17 @@ def test_pool_passes_prompt_and_metadata_and_returns_components(pool: RewardPool
         ("exit", r"raised SystemExit: 3 \(.*mine.py:15\) on sample sample-1$"),
         ("raise", r"raised KeyError: 'colour' \(.*mine.py:17\) on sample sample-1$"),
         ("nan", r"returned 'reward': nan; rewards must be finite on sample sample-1$"),
-        ("text", r"returned 'reward': '1' \(str\); it must return a number or a dict of numbers on sample sample-1$"),
+        (
+            "text",
+            r"returned 'reward': '1' \(str\); it must return a number or a dict of numbers on sample sample-1$",
+        ),
         ("memory", r"raised MemoryError"),
         ("power", r"took longer than 1.5 s \(reward.timeout_seconds\) on sample sample-1$"),
     ],
 )
-def test_pool_counts_a_failure_against_its_sample_alone(pool: RewardPool, completion: str, text: str) -> None:
+def test_pool_counts_a_failure_against_its_sample_alone(
+    pool: RewardPool, completion: str, text: str
+) -> None:
     results = pool.score_batch(items("good", completion, "good", "good", "bad"))
     assert rewards(results) == [1.0, None, 1.0, 1.0, 0.0]
     with pytest.raises(RewardError, match=text):
@@ -124,12 +140,19 @@ def test_function_can_not_read_the_requests(pool: RewardPool) -> None:
 
 
 def test_pool_goes_on_after_many_failures(pool: RewardPool) -> None:
-    assert rewards(pool.score_batch(items(*["die", "good", "leave", "raise"] * 5))) == [None, 1.0, None, None] * 5
+    assert (
+        rewards(pool.score_batch(items(*["die", "good", "leave", "raise"] * 5)))
+        == [None, 1.0, None, None] * 5
+    )
     assert rewards(pool.score_batch(items("good"))) == [1.0]
 
 
 def test_pool_starts_a_child_again_that_was_killed_between_batches(pool: RewardPool) -> None:
-    pids = {int(result.reward) for result in pool.score_batch(items(*["pid"] * 64)) if isinstance(result, Score)}
+    pids = {
+        int(result.reward)
+        for result in pool.score_batch(items(*["pid"] * 64))
+        if isinstance(result, Score)
+    }
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     results = pool.score_batch(items(*["good"] * 64))
@@ -150,7 +173,9 @@ def test_pool_says_when_answers_come_also_from_calls_that_hang(pool: RewardPool)
     assert len(answers) >= 3, "two children hang at a time, and nobody waits for the last of them"
 
 
-def test_pool_takes_a_process_for_each_core_unless_it_is_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_takes_a_process_for_each_core_unless_it_is_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("relax_events.config.reward.os.sched_getaffinity", lambda _: range(5))
     assert (RewardConfig().num_processes, RewardConfig(processes=3).num_processes) == (5, 3)
     monkeypatch.setattr("relax_events.config.reward.os.sched_getaffinity", lambda _: range(128))
@@ -162,20 +187,26 @@ def test_pool_names_its_function_and_version(pool: RewardPool, function: str) ->
     assert len(pool.digest) == 64
 
 
-def test_pool_refuses_a_function_that_changed_during_the_run(pool: RewardPool, function: str) -> None:
+def test_pool_refuses_a_function_that_changed_during_the_run(
+    pool: RewardPool, function: str
+) -> None:
     Path(function.removesuffix(":score")).write_text(USER_FILE + "\n# another version\n")
     with pytest.raises(ConfigError, match="changed during the run"):
         pool.score_batch(items("good"))
 
 
-def test_pool_goes_on_with_a_file_that_was_written_again_as_it_was(pool: RewardPool, function: str) -> None:
+def test_pool_goes_on_with_a_file_that_was_written_again_as_it_was(
+    pool: RewardPool, function: str
+) -> None:
     version = pool.digest
     Path(function.removesuffix(":score")).write_text(USER_FILE)
     assert rewards(pool.score_batch(items("good"))) == rewards(pool.score_batch(items("good")))
     assert pool.digest == version
 
 
-def test_pool_says_so_when_the_file_of_its_function_is_gone(pool: RewardPool, function: str) -> None:
+def test_pool_says_so_when_the_file_of_its_function_is_gone(
+    pool: RewardPool, function: str
+) -> None:
     Path(function.removesuffix(":score")).unlink()
     with pytest.raises(ConfigError, match="does not exist"):
         pool.score_batch(items("good"))
@@ -190,7 +221,9 @@ def test_pool_says_so_when_the_file_of_its_function_is_gone(pool: RewardPool, fu
         ("memory = bytearray(10**10)\n", "MemoryError"),
     ],
 )
-def test_pool_does_not_start_with_a_function_that_can_not_be_loaded(tmp_path: Path, source: str, text: str) -> None:
+def test_pool_does_not_start_with_a_function_that_can_not_be_loaded(
+    tmp_path: Path, source: str, text: str
+) -> None:
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(ConfigError, match=text):
         RewardPool(RewardConfig(function=f"{tmp_path / 'mine.py'}:score", processes=2))
@@ -205,7 +238,8 @@ def test_pool_ends_its_children_when_it_is_closed(function: str) -> None:
 
 def test_child_ends_with_its_parent_even_in_a_call_that_hangs(function: str) -> None:
     program = (
-        "import sys\nfrom relax_events.config import RewardConfig\nfrom relax_events.rewards.pool import RewardItem, RewardPool\n"
+        "import sys\nfrom relax_events.config import RewardConfig\nfrom "
+        "relax_events.rewards.pool import RewardItem, RewardPool\n"
         f"pool = RewardPool(RewardConfig(function={function!r}, timeout_seconds=600))\n"
         "print(int(pool.score_batch([RewardItem('a', 'pid')])[0].reward), flush=True)\n"
         "pool.score_batch([RewardItem('a', 'hang')])\n"
@@ -218,7 +252,8 @@ def test_child_ends_with_its_parent_even_in_a_call_that_hangs(function: str) -> 
 
 
 def test_pool_scores_many_samples_together() -> None:
-    """Each costs a small part of what it would cost alone: 8,600 a second on a busy core, where 290 a second came one by one."""
+    """Each costs a small part of what it would cost alone: 8,600 a second on a busy core, where 290
+    a second came one by one."""
     batch = [RewardItem(f"{number}", "word", "word", prompt="x" * 200) for number in range(5_000)]
     with RewardPool(RewardConfig(function="exact_match")) as pool:
         assert rewards(pool.score_batch(batch)) == [1.0] * len(batch)
@@ -229,24 +264,33 @@ def test_pool_scores_many_samples_together() -> None:
                 pool.score_batch(items)
             return (time.perf_counter() - started) / sum(map(len, batches))
 
-        ratios = [seconds_each([[item] for item in batch[:100]]) / seconds_each([batch]) for _ in range(3)]
+        ratios = [
+            seconds_each([[item] for item in batch[:100]]) / seconds_each([batch]) for _ in range(3)
+        ]
     assert max(ratios) > 4
 
 
 def test_pool_loads_a_verifier_before_the_first_deadline_runs() -> None:
     metadata = '{"task": "chain_sum", "options": {}, "entry": {"answer": "4", "metadata": {}}}'
     with RewardPool(RewardConfig(function="reasoning_gym", timeout_seconds=2.0)) as pool:
-        assert rewards(pool.score_batch([RewardItem("a", "4", "4", metadata), RewardItem("b", "5", "4", metadata)])) == [1.0, 0.0]
+        assert rewards(
+            pool.score_batch(
+                [RewardItem("a", "4", "4", metadata), RewardItem("b", "5", "4", metadata)]
+            )
+        ) == [1.0, 0.0]
 
 
-def test_reward_function_is_not_told_how_to_reach_the_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_function_is_not_told_how_to_reach_the_broker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("BROKER_PASSWORD", "RELAX_BROKER__PASSWORD_FILE", "RELAX_BROKER__CREDENTIALS"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("OF_THE_USER", "kept")
     looking = tmp_path / "looking.py"
     looking.write_text(
         "import os\n\ndef look(completion, *, answer, metadata, prompt):\n"
-        "    return float('OF_THE_USER' in os.environ) - sum('BROKER' in name for name in os.environ)\n"
+        "    return float('OF_THE_USER' in os.environ) - sum('BROKER' in name for name in "
+        "os.environ)\n"
     )
     with RewardPool(RewardConfig(function=f"{looking}:look", environment=("OF_THE_USER",))) as pool:
         (score,) = pool.score_batch([RewardItem("a", "b", answer="c", metadata="{}", prompt="d")])
@@ -255,18 +299,36 @@ def test_reward_function_is_not_told_how_to_reach_the_broker(tmp_path: Path, mon
 
 
 def test_pool_survives_the_mathematics_that_models_write_and_counts_it_against_its_sample() -> None:
-    nasty = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{" + "x" * 10_000_000 + "}", r"\boxed{" + "(" * 10_000 + ")" * 10_000 + "}"]
+    nasty = [
+        r"\boxed{9^{9^{9^{9}}}}",
+        r"\boxed{" + "x" * 10_000_000 + "}",
+        r"\boxed{" + "(" * 10_000 + ")" * 10_000 + "}",
+    ]
     texts = [r"\boxed{42}", *nasty, "x" * 10_000_000 + r"\boxed{42}", r"\boxed{41}"]
     batch = [RewardItem(str(index), text, "42") for index, text in enumerate(texts)]
     with RewardPool(RewardConfig(function="math", timeout_seconds=10)) as pool:
         results = pool.score_batch(batch)
-    assert [result.reward if isinstance(result, Score) else None for result in results] == [1.0, None, None, None, 1.0, 0.0]
+    assert [result.reward if isinstance(result, Score) else None for result in results] == [
+        1.0,
+        None,
+        None,
+        None,
+        1.0,
+        0.0,
+    ]
 
 
-def test_what_a_function_prints_is_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_function_prints_is_bounded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.py").write_text(
-        "def score(completion, *, answer, metadata, prompt):\n    print('x' * 5_000_000)\n    print('short ' * 100, '\\n', end='')\n    return 1.0\n"
+        "def score(completion, *, answer, metadata, prompt):\n    print('x' * 5_000_000)\n   "
+        " print('short ' * 100, '\\n', end='')\n    return 1.0\n"
     )
     with RewardPool(RewardConfig(function=f"{tmp_path / 'mine.py'}:score", processes=1)) as pool:
-        assert [score for score in pool.score_batch(items(*["a"] * 30)) if isinstance(score, RewardError)] == []
+        assert [
+            score
+            for score in pool.score_batch(items(*["a"] * 30))
+            if isinstance(score, RewardError)
+        ] == []
     assert len(capfd.readouterr().err) < 2 * BURST_BYTES

@@ -1,4 +1,5 @@
-"""Rewards that ask a service: a local one that answers, fails, stalls or talks nonsense, as the test wants."""
+"""Rewards that ask a service: a local one that answers, fails, stalls or talks nonsense, as the
+test wants."""
 
 from __future__ import annotations
 
@@ -17,8 +18,13 @@ from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.rewards.verifiers.http_service import post_json
-from relax_events.rewards.verifiers.judge import load_template, read_score, read_verdict, share_of_wins
+from relax_events.rewards.verifiers.http_client import post_json
+from relax_events.rewards.verifiers.llm_judge import (
+    load_template,
+    read_score,
+    read_verdict,
+    share_of_wins,
+)
 
 pytestmark = pytest.mark.unit
 Answer = Callable[[dict[str, Any]], Any]
@@ -26,7 +32,8 @@ Answer = Callable[[dict[str, Any]], Any]
 
 @dataclass
 class Service:
-    """A web server in a thread. `answer` makes a JSON document of a request; statuses in `failures` are given first."""
+    """A web server in a thread. `answer` makes a JSON document of a request; statuses in `failures`
+    are given first."""
 
     url: str = ""
     answer: Answer = lambda _: 0.0
@@ -65,32 +72,55 @@ def service() -> Iterator[Service]:
     thread.join()
 
 
-def score(function: str, items: list[RewardItem], *, timeout_seconds: float = 20.0, **options: Any) -> list[Score | RewardError]:
-    with RewardPool(RewardConfig(function=function, options=options, timeout_seconds=timeout_seconds)) as pool:
+def score(
+    function: str, items: list[RewardItem], *, timeout_seconds: float = 20.0, **options: Any
+) -> list[Score | RewardError]:
+    with RewardPool(
+        RewardConfig(function=function, options=options, timeout_seconds=timeout_seconds)
+    ) as pool:
         return pool.score_batch(items)
 
 
 def prompt_group(*completions: str) -> list[RewardItem]:
-    return [RewardItem(f"s{index}", text, "label", '{"k": 1}', "question", "group") for index, text in enumerate(completions)]
+    return [
+        RewardItem(f"s{index}", text, "label", '{"k": 1}', "question", "group")
+        for index, text in enumerate(completions)
+    ]
 
 
 def rewards(results: list[Score | RewardError]) -> list[float | None]:
     return [result.reward if isinstance(result, Score) else None for result in results]
 
 
-def test_remote_posts_the_sample_and_takes_numbers_and_components(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_posts_the_sample_and_takes_numbers_and_components(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "open sesame")
-    service.answer = lambda body: {"form": 0.25, "content": 0.5} if body["response"] == "parts" else float(len(body["response"]))
-    results = score("remote", prompt_group("four", "parts"), url=service.url, token_variable="REWARD_TOKEN")
+    service.answer = lambda body: (
+        {"form": 0.25, "content": 0.5}
+        if body["response"] == "parts"
+        else float(len(body["response"]))
+    )
+    results = score(
+        "remote", prompt_group("four", "parts"), url=service.url, token_variable="REWARD_TOKEN"
+    )
     assert rewards(results) == [4.0, 0.75]
     bodies = sorted((body for _, body, _ in service.requests), key=lambda body: body["response"])
-    assert bodies[0] == {"prompt": "question", "response": "four", "label": "label", "metadata": {"k": 1}}
+    assert bodies[0] == {
+        "prompt": "question",
+        "response": "four",
+        "label": "label",
+        "metadata": {"k": 1},
+    }
     assert all(headers["Authorization"] == "Bearer open sesame" for *_, headers in service.requests)
 
 
 def test_token_is_not_sent_unencrypted_to_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "open sesame")
-    with pytest.raises(RewardError, match=r"the token in JUDGE_TOKEN would be sent unencrypted to http://judge\.example"):
+    with pytest.raises(
+        RewardError,
+        match=r"the token in JUDGE_TOKEN would be sent unencrypted to http://judge\.example",
+    ):
         asyncio.run(post_json("http://judge.example", {}, retries=0, token_variable="JUDGE_TOKEN"))
 
 
@@ -110,7 +140,9 @@ def test_remote_fails_the_sample_when_the_service_stays_away(service: Service) -
     assert "http://127.0.0.1:9 failed 2 time(s), at last with ConnectError" in str(result)
     service.failures.extend([500] * 3)
     (result,) = score("remote", prompt_group("a"), url=service.url, retries=2)
-    assert "failed 3 time(s), at last with status 500; is the service up? on sample s0" in str(result)
+    assert "failed 3 time(s), at last with status 500; is the service up? on sample s0" in str(
+        result
+    )
 
 
 def test_remote_does_not_wait_for_a_service_that_stalls(service: Service) -> None:
@@ -120,7 +152,9 @@ def test_remote_does_not_wait_for_a_service_that_stalls(service: Service) -> Non
         return 1.0
 
     service.answer = stall
-    results = score("remote", prompt_group("a", "stall", "b"), url=service.url, request_seconds=3.0, retries=0)
+    results = score(
+        "remote", prompt_group("a", "stall", "b"), url=service.url, request_seconds=3.0, retries=0
+    )
     assert rewards(results) == [1.0, None, 1.0]
     assert "ReadTimeout" in str(results[1])
 
@@ -144,7 +178,10 @@ def test_remote_counts_nonsense_as_a_failure(service: Service, content: Any, tex
 def test_remote_group_posts_the_whole_prompt_group_at_once(service: Service) -> None:
     def judged(body: dict[str, Any]) -> list[dict[str, Any]]:
         size = len(body["responses"])
-        return [{"error": "no idea"} if one == "x" else {"reward": len(one), "size": size} for one in body["responses"]]
+        return [
+            {"error": "no idea"} if one == "x" else {"reward": len(one), "size": size}
+            for one in body["responses"]
+        ]
 
     service.answer = judged
     results = score("remote_group", prompt_group("a", "x", "ccc"), url=service.url)
@@ -163,11 +200,23 @@ def question_of(body: dict[str, Any]) -> str:
 
 
 def test_genrm_asks_a_chat_endpoint_and_reads_the_score(service: Service) -> None:
-    service.answer = lambda body: chat("<think>Score: 1</think>Fine.\n**Score: 8**" if "good one" in question_of(body) else "I refuse.")
-    results = score("genrm", prompt_group("<think>hidden</think>good one", "other"), url=f"{service.url}/v1", model="judge", rubric="Is it $kind?")
+    service.answer = lambda body: chat(
+        "<think>Score: 1</think>Fine.\n**Score: 8**"
+        if "good one" in question_of(body)
+        else "I refuse."
+    )
+    results = score(
+        "genrm",
+        prompt_group("<think>hidden</think>good one", "other"),
+        url=f"{service.url}/v1",
+        model="judge",
+        rubric="Is it $kind?",
+    )
     assert rewards(results) == [0.8, None]
     assert "the judge's answer has no line 'Score: N': 'I refuse.' on sample s1" in str(results[1])
-    path, body, _ = next(request for request in service.requests if "good one" in question_of(request[1]))
+    path, body, _ = next(
+        request for request in service.requests if "good one" in question_of(request[1])
+    )
     assert (path, body["model"], body["temperature"]) == ("/v1/chat/completions", "judge", 0.0)
     assert "hidden" not in question_of(body)
     assert "Is it $kind?" in question_of(body)
@@ -176,11 +225,25 @@ def test_genrm_asks_a_chat_endpoint_and_reads_the_score(service: Service) -> Non
 def test_genrm_shows_the_reference_or_a_template_of_ones_own(service: Service) -> None:
     def judged(body: dict[str, Any]) -> dict[str, Any]:
         question = question_of(body)
-        return chat("Score: 1" if "[Reference]\nlabel" in question or question == "question|$5|label" else "Score: 0")
+        return chat(
+            "Score: 1"
+            if "[Reference]\nlabel" in question or question == "question|$5|label"
+            else "Score: 0"
+        )
 
     service.answer = judged
-    assert rewards(score("genrm", prompt_group("a"), url=service.url, template="reference", max_score=1)) == [1.0]
-    assert rewards(score("genrm", prompt_group("$5"), url=service.url, template="$prompt|$completion|$answer", max_score=1)) == [1.0]
+    assert rewards(
+        score("genrm", prompt_group("a"), url=service.url, template="reference", max_score=1)
+    ) == [1.0]
+    assert rewards(
+        score(
+            "genrm",
+            prompt_group("$5"),
+            url=service.url,
+            template="$prompt|$completion|$answer",
+            max_score=1,
+        )
+    ) == [1.0]
 
 
 def test_genrm_pairwise_ranks_the_prompt_group_in_both_orders(service: Service) -> None:
@@ -190,9 +253,18 @@ def test_genrm_pairwise_ranks_the_prompt_group_in_both_orders(service: Service) 
         return chat(f"Well.\nVerdict: {verdict}")
 
     service.answer = longer_wins
-    assert rewards(score("genrm_pairwise", prompt_group("a", "bb", "cc", "dddd"), url=service.url)) == [0.0, 0.5, 0.5, 1.0]
+    assert rewards(
+        score("genrm_pairwise", prompt_group("a", "bb", "cc", "dddd"), url=service.url)
+    ) == [0.0, 0.5, 0.5, 1.0]
     assert len(service.requests) == 12
-    assert rewards(score("genrm_pairwise", prompt_group("a", "a long one"), url=service.url, opponents="reference")) == [0.0, 1.0]
+    assert rewards(
+        score(
+            "genrm_pairwise",
+            prompt_group("a", "a long one"),
+            url=service.url,
+            opponents="reference",
+        )
+    ) == [0.0, 1.0]
 
 
 def test_genrm_pairwise_does_not_reward_the_place(service: Service) -> None:
@@ -205,18 +277,31 @@ def test_comparison_without_verdict_fails_the_two_that_it_was_about() -> None:
     assert share_of_wins(3, [(0, 1), (0, 2), (1, 2)], [error, 1.0, 0.5]) == [error, error, 0.25]
 
 
-@pytest.mark.parametrize(("text", "value"), [("Score: 7", 0.7), ("Score: 3\nScore: 10", 1.0), ("- score : 2.5 of 10", 0.25), ("Score: 0", 0.0)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("Score: 7", 0.7),
+        ("Score: 3\nScore: 10", 1.0),
+        ("- score : 2.5 of 10", 0.25),
+        ("Score: 0", 0.0),
+    ],
+)
 def test_score_line_is_read(text: str, value: float) -> None:
     assert read_score(text, max_score=10) == value
 
 
-@pytest.mark.parametrize("text", ["", "7", "Score: high", "Score: 11", "Score: -1", "The Score: 7 is mine"])
+@pytest.mark.parametrize(
+    "text", ["", "7", "Score: high", "Score: 11", "Score: -1", "The Score: 7 is mine"]
+)
 def test_score_that_is_not_there_or_out_of_range_is_refused(text: str) -> None:
     with pytest.raises(RewardError, match="the judge's"):
         read_score(text, max_score=10)
 
 
-@pytest.mark.parametrize(("text", "value"), [("Verdict: A", 1.0), ("Verdict: A\n**Verdict: B**", 0.0), ("verdict: Tie", 0.5)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("Verdict: A", 1.0), ("Verdict: A\n**Verdict: B**", 0.0), ("verdict: Tie", 0.5)],
+)
 def test_verdict_line_is_read(text: str, value: float) -> None:
     assert read_verdict(text) == value
 
@@ -228,5 +313,7 @@ def test_verdict_that_is_not_there_is_refused(text: str) -> None:
 
 
 def test_template_must_be_known_or_hold_a_place() -> None:
-    with pytest.raises(ConfigError, match=r"reward.options.template must be rubric, reference, pair or a text"):
+    with pytest.raises(
+        ConfigError, match=r"reward.options.template must be rubric, reference, pair or a text"
+    ):
         load_template("rubrik")

@@ -1,4 +1,5 @@
-"""`relax rewards score` and `compare`: completions are scored in child processes, and the answer that was found is shown."""
+"""`relax rewards score` and `compare`: completions are scored in child processes, and the answer
+that was found is shown."""
 
 from __future__ import annotations
 
@@ -19,28 +20,69 @@ NO_COMMA = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
 @pytest.mark.parametrize(
     ("name", "given", "reward", "answer", "why"),
     [
-        ("math", {"completion": "The answer is $100$ dollars.", "answer": "100"}, 1.0, "100", "it equals '100'"),
+        (
+            "math",
+            {"completion": "The answer is $100$ dollars.", "answer": "100"},
+            1.0,
+            "100",
+            "it equals '100'",
+        ),
         ("math", {"completion": r"so \boxed{4}", "answer": "5"}, 0.0, "4", "it does not equal '5'"),
-        ("math", {"completion": "The answer is 5.", "answer": "5", "option": ["box_only=true"]}, 0.0, None, "nothing is boxed"),
-        ("deepscaler", {"completion": r"\boxed{5}", "answer": "5"}, 0.0, None, "the reasoning has no end, </think> or ### Response"),
+        (
+            "math",
+            {"completion": "The answer is 5.", "answer": "5", "option": ["box_only=true"]},
+            0.0,
+            None,
+            "nothing is boxed",
+        ),
+        (
+            "deepscaler",
+            {"completion": r"\boxed{5}", "answer": "5"},
+            0.0,
+            None,
+            "the reasoning has no end, </think> or ### Response",
+        ),
         ("geo3k", {"completion": r"\boxed{5}", "answer": "5"}, 0.9, "5", "it equals '5'"),
         ("dapo_math", {"completion": "Answer: 3", "answer": "4"}, -1.0, "3", "it is not '4'"),
         ("gsm8k", {"completion": "it is 5", "answer": "#### 5"}, 1.0, "5", "it is 5"),
-        ("gpqa", {"completion": "C is correct", "answer": "B"}, 0.0, "C", "it is not the right letter B"),
-        ("ifeval", {"completion": "a, b", "metadata": NO_COMMA}, 0.0, "a, b", "not followed: punctuation:no_comma"),
+        (
+            "gpqa",
+            {"completion": "C is correct", "answer": "B"},
+            0.0,
+            "C",
+            "it is not the right letter B",
+        ),
+        (
+            "ifeval",
+            {"completion": "a, b", "metadata": NO_COMMA},
+            0.0,
+            "a, b",
+            "not followed: punctuation:no_comma",
+        ),
         ("exact_match", {"completion": "a", "answer": "a"}, 1.0, None, None),
     ],
 )
 def test_score_shows_reward_answer_and_reason(
-    name: str, given: dict[str, Any], reward: float, answer: str | None, why: str | None, capsys: pytest.CaptureFixture[str]
+    name: str,
+    given: dict[str, Any],
+    reward: float,
+    answer: str | None,
+    why: str | None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert score(name, **given, output="json") == 0
     (found,) = orjson.loads(capsys.readouterr().out)
     assert (found["reward"], found["answer"], found["why"]) == (pytest.approx(reward), answer, why)
 
 
-def test_score_reads_lines_of_a_file_and_shows_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"completion": "The answer is 4.", "answer": "4"}, {"completion": "x", "answer": ""}, {"completion": r"\boxed{1}", "answer": "1"}]
+def test_score_reads_lines_of_a_file_and_shows_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"completion": "The answer is 4.", "answer": "4"},
+        {"completion": "x", "answer": ""},
+        {"completion": r"\boxed{1}", "answer": "1"},
+    ]
     file = tmp_path / "samples.jsonl"
     file.write_bytes(b"\n\n".join(orjson.dumps(row) for row in rows))
     assert score("math", jsonl=file) == 6
@@ -51,10 +93,15 @@ def test_score_reads_lines_of_a_file_and_shows_failures(tmp_path: Path, capsys: 
     assert lines[3].split()[1:3] == ["1", "1"]
 
 
-def test_score_reads_a_completion_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_reads_a_completion_from_stdin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("so it is 7"))
     assert score("gsm8k", completion="-", answer="7") == 0
-    assert capsys.readouterr().out.splitlines()[:2] == ["reward                    1.0", "answer                    7"]
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "reward                    1.0",
+        "answer                    7",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +136,9 @@ def write_lines(folder: Path, *rows: dict[str, str]) -> Path:
     return file
 
 
-def test_compare_counts_where_two_rewards_differ_and_shows_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_counts_where_two_rewards_differ_and_shows_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write_lines(
         tmp_path,
         {"completion": "so 1/2, which is 0.5", "answer": "0.5"},  # both right
@@ -100,11 +149,26 @@ def test_compare_counts_where_two_rewards_differ_and_shows_why(tmp_path: Path, c
     compare("math", "gsm8k", jsonl=file, output="json")
     found = orjson.loads(capsys.readouterr().out)
     counts = found["counts"]
-    assert (counts["num_samples"], counts["num_agree"], counts["num_differ"], counts["num_first_higher"]) == (4, 2, 1, 1)
-    assert (counts["num_first_failed"], counts["num_both_failed"]) == (1, counts["num_second_failed"])
+    assert (
+        counts["num_samples"],
+        counts["num_agree"],
+        counts["num_differ"],
+        counts["num_first_higher"],
+    ) == (4, 2, 1, 1)
+    assert (counts["num_first_failed"], counts["num_both_failed"]) == (
+        1,
+        counts["num_second_failed"],
+    )
     (example, *_) = found["examples"]
-    assert (example["sample_id"], example["answer"], example["completion_end"][-5:]) == ("3", "7", "steps")
-    assert [(side["reward"], side["answer"], side["why"]) for side in (example["first"], example["second"])] == [
+    assert (example["sample_id"], example["answer"], example["completion_end"][-5:]) == (
+        "3",
+        "7",
+        "steps",
+    )
+    assert [
+        (side["reward"], side["answer"], side["why"])
+        for side in (example["first"], example["second"])
+    ] == [
         (1.0, "7", "it equals '7'"),
         (0.0, "2", "it is not 7"),
     ]
@@ -114,9 +178,18 @@ def test_compare_counts_where_two_rewards_differ_and_shows_why(tmp_path: Path, c
     assert "it equals '7'" in out
 
 
-def test_compare_takes_a_threshold_for_rewards_of_other_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_lines(tmp_path, {"completion": "Answer: 4", "answer": "5"}, {"completion": "Answer: 5", "answer": "5"})
-    assert [compared_differ(file, capsys, threshold=threshold) for threshold in (None, 0.5)] == [1, 0]
+def test_compare_takes_a_threshold_for_rewards_of_other_scales(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_lines(
+        tmp_path,
+        {"completion": "Answer: 4", "answer": "5"},
+        {"completion": "Answer: 5", "answer": "5"},
+    )
+    assert [compared_differ(file, capsys, threshold=threshold) for threshold in (None, 0.5)] == [
+        1,
+        0,
+    ]
 
 
 def compared_differ(file: Path, capsys: pytest.CaptureFixture[str], **given: Any) -> int:
@@ -124,7 +197,9 @@ def compared_differ(file: Path, capsys: pytest.CaptureFixture[str], **given: Any
     return int(orjson.loads(capsys.readouterr().out)["counts"]["num_differ"])
 
 
-def test_compare_gives_options_to_either_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_gives_options_to_either_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write_lines(tmp_path, {"completion": "The answer is 5.", "answer": "5"})
     compare("math", "math", jsonl=file, second_option=["box_only=true"], output="json")
     assert orjson.loads(capsys.readouterr().out)["counts"]["num_first_higher"] == 1

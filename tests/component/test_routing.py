@@ -1,4 +1,5 @@
-"""Routers over real engines of the tiny model: what goes where, and what becomes of it when engines are lost."""
+"""Routers over real engines of the tiny model: what goes where, and what becomes of it when engines
+are lost."""
 
 from __future__ import annotations
 
@@ -12,20 +13,38 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_gate import Gate
-from engine_requests import check_draws, finish, make_engine, make_prompt, make_request, other_weights, tiny_model
+from engine_requests import (
+    check_draws,
+    finish,
+    make_engine,
+    make_prompt,
+    make_request,
+    other_weights,
+    tiny_model,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from routed_engines import Site, make_router, make_sites
 from routed_samples import chosen_by
 
-from relax_events.engines.routing import loading
-from relax_events.engines.routing.circuit import LONGEST_PAUSE_SECONDS, Circuit
-from relax_events.engines.routing.order import most_samples, preferred
-from relax_events.engines.routing.router import Router
-from relax_events.errors import ConfigError, EngineFailed, EnvironmentProblem, PoisonSample, WeightsError
+from relax_events.engines.replicas import policies as loading
+from relax_events.engines.replicas.policies import (
+    LONGEST_PAUSE_SECONDS,
+    Circuit,
+    most_samples,
+    preferred,
+)
+from relax_events.engines.replicas.router import Router
+from relax_events.errors import (
+    ConfigError,
+    EngineFailed,
+    EnvironmentProblem,
+    PoisonSample,
+    WeightsError,
+)
 from relax_events.events.parts import FinishReason, VersionSegment
-from relax_events.telemetry.routing_metrics import RoutingMetrics
+from relax_events.telemetry.component_metrics import RoutingMetrics
 
 pytestmark = pytest.mark.timeout(60)
 NAMES = st.lists(st.text(min_size=1, max_size=8), min_size=2, max_size=9, unique=True)
@@ -70,7 +89,9 @@ def await_gate(router: Router, sites: list[Site], gate: Gate) -> None:
 
 
 @given(NAMES, st.lists(st.text(max_size=12), min_size=1, max_size=40), st.data())
-def test_only_the_groups_of_an_engine_that_goes_move(names: list[str], keys: list[str], data: st.DataObject) -> None:
+def test_only_the_groups_of_an_engine_that_goes_move(
+    names: list[str], keys: list[str], data: st.DataObject
+) -> None:
     gone = data.draw(st.sampled_from(names))
     left = [name for name in names if name != gone]
     for key in keys:
@@ -87,7 +108,9 @@ def test_groups_are_spread_evenly() -> None:
 
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=9), st.integers(1, 64))
-def test_some_engine_has_room_and_none_gets_far_above_the_mean(counts: list[int], num_new: int) -> None:
+def test_some_engine_has_room_and_none_gets_far_above_the_mean(
+    counts: list[int], num_new: int
+) -> None:
     most = most_samples(sum(counts), num_new=num_new, num_engines=len(counts))
     mean = (sum(counts) + num_new) / len(counts)
     assert min(counts) + num_new <= most + num_new - 1 or min(counts) == 0
@@ -152,7 +175,9 @@ def test_samples_of_a_lost_engine_go_on_in_another_one(open_router: OpenRouter, 
     sites[0].lose()
     gate.open()
     samples = finish(router)
-    moved = [sample for request in sites[1].submitted for sample in request.samples if len(sample.tokens)]
+    moved = [
+        sample for request in sites[1].submitted for sample in request.samples if len(sample.tokens)
+    ]
     assert moved
     for sample in moved:
         whole = samples[sample.sample_id]
@@ -161,7 +186,9 @@ def test_samples_of_a_lost_engine_go_on_in_another_one(open_router: OpenRouter, 
     check_draws(samples, *requests)
 
 
-def test_experts_of_samples_that_go_on_in_another_engine_are_told_of_as_a_whole(open_router: OpenRouter, gate: Gate) -> None:
+def test_experts_of_samples_that_go_on_in_another_engine_are_told_of_as_a_whole(
+    open_router: OpenRouter, gate: Gate
+) -> None:
     gate.shut(8)
     path = tiny_model("qwen3_moe")
     router, sites = open_router(2, path=path, model={"routing_replay": "rollout"})
@@ -177,10 +204,14 @@ def test_experts_of_samples_that_go_on_in_another_engine_are_told_of_as_a_whole(
     for request in requests:
         for one in request.samples:
             tokens = np.concatenate([request.prompt_tokens, samples[one.sample_id].tokens])
-            np.testing.assert_array_equal(samples[one.sample_id].routed_experts, chosen_by(path, tokens))
+            np.testing.assert_array_equal(
+                samples[one.sample_id].routed_experts, chosen_by(path, tokens)
+            )
 
 
-def test_engine_that_comes_back_has_the_newest_version_before_it_serves(open_router: OpenRouter) -> None:
+def test_engine_that_comes_back_has_the_newest_version_before_it_serves(
+    open_router: OpenRouter,
+) -> None:
     router, sites = open_router(2)
     weights, _ = other_weights(1)
     sites[0].is_away = True
@@ -194,7 +225,9 @@ def test_engine_that_comes_back_has_the_newest_version_before_it_serves(open_rou
     for number in numbers:
         router.submit(make_request(number))
     assert all(sample.segments == (VersionSegment(1, 6),) for sample in finish(router).values())
-    assert groups_in(sites[0]) == {f"g{numbers[0]}"}  # half open: the second group went elsewhere until a sample had ended
+    assert groups_in(sites[0]) == {
+        f"g{numbers[0]}"
+    }  # half open: the second group went elsewhere until a sample had ended
     assert groups_in(sites[1]) == {f"g{numbers[1]}"}
 
 
@@ -213,7 +246,9 @@ def test_version_that_is_not_in_memory_any_more_is_waited_for(open_router: OpenR
     assert len(router._serving) == 2
 
 
-def test_engine_that_refuses_what_another_takes_is_opened_anew(open_router: OpenRouter, gate: Gate) -> None:
+def test_engine_that_refuses_what_another_takes_is_opened_anew(
+    open_router: OpenRouter, gate: Gate
+) -> None:
     gate.shut(8)
     router, sites = open_router(2)
     requests = [make_request(number, max_new_tokens=100) for number in range(6)]
@@ -227,14 +262,18 @@ def test_engine_that_refuses_what_another_takes_is_opened_anew(open_router: Open
     gate.open()
     samples = finish(router)
     assert len(samples) == 12
-    versions = {tuple(segment.policy_version for segment in sample.segments) for sample in samples.values()}
+    versions = {
+        tuple(segment.policy_version for segment in sample.segments) for sample in samples.values()
+    }
     assert (0, 1) in versions
     assert versions <= {(0, 1), (1,)}  # the last may not have begun when the version came
     wait_for(router, lambda: len(router._serving) == 2)
     assert [len(site.engines) for site in sites] == [2, 1]
 
 
-def test_engine_that_hangs_in_a_load_keeps_nobody_waiting(open_router: OpenRouter, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_hangs_in_a_load_keeps_nobody_waiting(
+    open_router: OpenRouter, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate.shut(8)
     monkeypatch.setattr(loading, "GRACE_SECONDS", 0.1)
     router, sites = open_router(2)
@@ -276,11 +315,17 @@ def test_samples_wait_while_no_engine_is_there(open_router: OpenRouter) -> None:
         site.lose()
     wait_for(router, lambda: not router._serving)
     router.submit(make_request(1))
-    with pytest.raises(WeightsError, match="policy version 1 is not served: no engine is there to load it"):
+    with pytest.raises(
+        WeightsError, match="policy version 1 is not served: no engine is there to load it"
+    ):
         router.load_weights(other_weights(1)[0])
     router.submit(make_request(2))
     (aborted,) = router.abort(["g2/1", "unknown"])
-    assert (aborted.sample_id, aborted.finish_reason, len(aborted.tokens)) == ("g2/1", FinishReason.ABORT, 0)
+    assert (aborted.sample_id, aborted.finish_reason, len(aborted.tokens)) == (
+        "g2/1",
+        FinishReason.ABORT,
+        0,
+    )
     assert router.poll(timeout_seconds=0.01) == []
     assert router.num_running == 3
     for site in sites:
@@ -301,7 +346,13 @@ def test_engines_that_are_lost_again_and_again_end_the_router(open_router: OpenR
             sites[0].lose()
             router.poll(timeout_seconds=0.05)
 
-    with pytest.raises(EngineFailed, match="every engine was lost 4 times without a sample in between; the last one, engine-0: engine-0 is lost"):
+    with pytest.raises(
+        EngineFailed,
+        match=(
+            "every engine was lost 4 times without a sample in between; the last one, engine-0: "
+            "engine-0 is lost"
+        ),
+    ):
         lose_while_it_runs()
     with pytest.raises(EngineFailed):
         router.submit(make_request(2))

@@ -1,4 +1,5 @@
-"""Samples with pictures on their way into the trainer: what can't be had, or doesn't fit, is the sample's own fault by name."""
+"""Samples with pictures on their way into the trainer: what can't be had, or doesn't fit, is the
+sample's own fault by name."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,8 @@ from engine_requests import finish
 from relax_events.errors import PoisonSample
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
+from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
 from tests.unit.pictures import picture_engine, picture_run, ready, request_for
 from tests.unit.trainer_samples import make_samples, run_config
 
@@ -24,7 +25,9 @@ def samples(tmp_path: Path) -> list[SampleReady]:
     return [ready(request, sample, index) for index, sample in enumerate(finish(engine).values())]
 
 
-def test_samples_are_trained_with_their_pictures(samples: list[SampleReady], tmp_path: Path) -> None:
+def test_samples_are_trained_with_their_pictures(
+    samples: list[SampleReady], tmp_path: Path
+) -> None:
     backend = TorchBackend(picture_run(tmp_path), ranks=SingleRank())
     backend.accumulate(samples)
     figures = backend.step()
@@ -32,27 +35,51 @@ def test_samples_are_trained_with_their_pictures(samples: list[SampleReady], tmp
     assert figures.num_tokens == sum(len(sample.tokens) for sample in samples)
 
 
-def test_sample_whose_picture_is_gone_is_named_and_adds_nothing(samples: list[SampleReady], tmp_path: Path) -> None:
+def test_sample_whose_picture_is_gone_is_named_and_adds_nothing(
+    samples: list[SampleReady], tmp_path: Path
+) -> None:
     backend = TorchBackend(picture_run(tmp_path), ranks=SingleRank())
     (gone, *others) = samples[0].media
-    lost = replace(samples[0], media=[replace(gone, digest=bytes(32), uri=gone.uri.replace(gone.digest.hex(), bytes(32).hex())), *others])
-    with pytest.raises(PoisonSample, match=rf"sample {lost.sample_id}: can't read file://.*: there is no such object"):
+    lost = replace(
+        samples[0],
+        media=[
+            replace(
+                gone, digest=bytes(32), uri=gone.uri.replace(gone.digest.hex(), bytes(32).hex())
+            ),
+            *others,
+        ],
+    )
+    with pytest.raises(
+        PoisonSample,
+        match=rf"sample {lost.sample_id}: can't read file://.*: there is no such object",
+    ):
         backend.accumulate([lost, samples[1]])
     backend.accumulate(samples[1:])
     assert backend.step().num_samples == 1
 
 
 @pytest.mark.parametrize("num_left", [1, 3])
-def test_sample_with_other_pictures_than_places_is_named(samples: list[SampleReady], tmp_path: Path, num_left: int) -> None:
+def test_sample_with_other_pictures_than_places_is_named(
+    samples: list[SampleReady], tmp_path: Path, num_left: int
+) -> None:
     wrong = replace(samples[0], media=[*samples[0].media, *samples[0].media][:num_left])
-    with pytest.raises(PoisonSample, match=rf"sample {wrong.sample_id}: {num_left} pieces of media have \d+ tokens, and the sequence holds 24"):
+    with pytest.raises(
+        PoisonSample,
+        match=rf"sample {wrong.sample_id}: {num_left} pieces of media have \d+ tokens, and the sequence holds 24",
+    ):
         TorchBackend(picture_run(tmp_path), ranks=SingleRank()).accumulate([wrong])
 
 
-def test_placeholder_that_the_policy_wrote_is_trained_as_a_token(samples: list[SampleReady], tmp_path: Path) -> None:
+def test_placeholder_that_the_policy_wrote_is_trained_as_a_token(
+    samples: list[SampleReady], tmp_path: Path
+) -> None:
     backend = TorchBackend(picture_run(tmp_path), ranks=SingleRank())
-    (placeholder,) = {int(token) for token in samples[0].tokens if (samples[0].tokens == token).sum() >= 24}
-    tokens = np.where(samples[0].loss_mask.astype(bool), placeholder, samples[0].tokens).astype(np.int32)
+    (placeholder,) = {
+        int(token) for token in samples[0].tokens if (samples[0].tokens == token).sum() >= 24
+    }
+    tokens = np.where(samples[0].loss_mask.astype(bool), placeholder, samples[0].tokens).astype(
+        np.int32
+    )
     backend.accumulate([replace(samples[0], tokens=tokens)])
     assert np.isfinite(backend.step().loss)
 

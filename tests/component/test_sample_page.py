@@ -1,4 +1,5 @@
-"""Pages show samples with their media, hold everything themselves, keep to their bounds, and nothing in them runs."""
+"""Pages show samples with their media, hold everything themselves, keep to their bounds, and
+nothing in them runs."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from event_samples import ended, rolled_out, scored
 from PIL import Image
 
 from relax_events.config import RunConfig
-from relax_events.control.run_log import RunLog
-from relax_events.control.samples import page as pages
-from relax_events.control.samples.cards import MAX_CHARACTERS
-from relax_events.control.samples.export import open_export
-from relax_events.control.samples.gallery import MAX_FRAMES, MAX_SECONDS, MAX_SIDE, Gallery
-from relax_events.control.samples.page import SamplePage, best_and_worst
-from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, Outcome
+from relax_events.history.run_log import RunLog
+from relax_events.history.samples.view import SampleView
 from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
+from relax_events.reports import sample_page as pages
+from relax_events.reports.sample_cards import MAX_CHARACTERS
+from relax_events.reports.sample_export import open_export
+from relax_events.reports.sample_media import MAX_FRAMES, MAX_SECONDS, MAX_SIDE, Gallery
+from relax_events.reports.sample_page import SamplePage, best_and_worst
 from tests.unit.html_page import Page
 from tests.unit.moving_and_sounding import clip_file, media_run, omni_model, sound_file
 from tests.unit.pictures import picture_file
@@ -53,11 +54,25 @@ def put(library: MediaLibrary, modality: Modality, file: bytes) -> MediaRef:
 
 
 def view(
-    *media: MediaRef, text: str = "what is it?", index: int = 0, group: str = "000000-0000-0", reward: float = 0.5, **changes: Any
+    *media: MediaRef,
+    text: str = "what is it?",
+    index: int = 0,
+    group: str = "000000-0000-0",
+    reward: float = 0.5,
+    **changes: Any,
 ) -> SampleView:
-    parts = [*(ContentPart(Modality.IMAGE, media=piece) for piece in media), ContentPart(Modality.TEXT, text)]
+    parts = [
+        *(ContentPart(Modality.IMAGE, media=piece) for piece in media),
+        ContentPart(Modality.TEXT, text),
+    ]
     sample = rolled_out(group, index, version=1, messages=[ChatMessage("user", parts)], **changes)
-    return SampleView(sample, "samples[0]@0", 1, scored(group, index, version=1, reward=reward), ended(group, outcome=Outcome.TRAINED, version=1))
+    return SampleView(
+        sample,
+        "samples[0]@0",
+        1,
+        scored(group, index, version=1, reward=reward),
+        ended(group, outcome=Outcome.TRAINED, version=1),
+    )
 
 
 def page_of(config: RunConfig, *views: SampleView) -> Page:
@@ -68,8 +83,14 @@ def page_of(config: RunConfig, *views: SampleView) -> Page:
     return Page(path.read_text())
 
 
-def test_page_shows_what_the_model_was_shown_beside_answer_and_reward(config: RunConfig, library: MediaLibrary) -> None:
-    files = {Modality.IMAGE: picture_file(64, 48), Modality.VIDEO: clip_file(32, 32, 4), Modality.AUDIO: sound_file(0.4)}
+def test_page_shows_what_the_model_was_shown_beside_answer_and_reward(
+    config: RunConfig, library: MediaLibrary
+) -> None:
+    files = {
+        Modality.IMAGE: picture_file(64, 48),
+        Modality.VIDEO: clip_file(32, 32, 4),
+        Modality.AUDIO: sound_file(0.4),
+    }
     media = [put(library, modality, file) for modality, file in files.items()]
     page = page_of(config, view(*media, completion="red", answer="blue", reward=0.25))
     shown = [np.asarray(Image.open(BytesIO(source))) for source in page.sources("img")]
@@ -87,21 +108,41 @@ def test_page_shows_what_the_model_was_shown_beside_answer_and_reward(config: Ru
 
 
 def test_hostile_texts_stay_texts(config: RunConfig, library: MediaLibrary) -> None:
-    media = replace(put(library, Modality.IMAGE, picture_file(32, 32)), uri=f"file:///{HOSTILE}", media_type=f"image/{HOSTILE}")
+    media = replace(
+        put(library, Modality.IMAGE, picture_file(32, 32)),
+        uri=f"file:///{HOSTILE}",
+        media_type=f"image/{HOSTILE}",
+    )
     hostile = view(media, text=HOSTILE, completion=HOSTILE, answer=HOSTILE)
     score = scored(index=0, version=1)
     failed = replace(hostile, score=replace(score, reward=None, error=HOSTILE))
-    page = page_of(config, replace(hostile, sample=replace(hostile.sample, prompt_group_id=HOSTILE)), failed)
-    assert not [tag for tag, attributes in page.tags if tag == "script" or any(name.startswith("on") for name in attributes)]
+    page = page_of(
+        config, replace(hostile, sample=replace(hostile.sample, prompt_group_id=HOSTILE)), failed
+    )
+    assert not [
+        tag
+        for tag, attributes in page.tags
+        if tag == "script" or any(name.startswith("on") for name in attributes)
+    ]
     assert len(page.sources("img")) == 2  # and none of them from elsewhere
     assert page.text.count(HOSTILE) >= 8
     assert any(attributes.get("title") == media.uri for _, attributes in page.tags)
-    policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attributes["content"]
+        for tag, attributes in page.tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:"
 
 
-def test_media_that_cannot_be_shown_are_named_with_the_reason(config: RunConfig, library: MediaLibrary) -> None:
-    gone = replace(put(library, Modality.IMAGE, picture_file(32, 32)), digest=bytes(32), uri=f"{config.objects_uri}/sha256/00/{64 * '0'}.png")
+def test_media_that_cannot_be_shown_are_named_with_the_reason(
+    config: RunConfig, library: MediaLibrary
+) -> None:
+    gone = replace(
+        put(library, Modality.IMAGE, picture_file(32, 32)),
+        digest=bytes(32),
+        uri=f"{config.objects_uri}/sha256/00/{64 * '0'}.png",
+    )
     strange = replace(gone, media_type="text/html")
     page = page_of(config, view(gone, strange))
     assert page.sources("img") == []
@@ -109,25 +150,38 @@ def test_media_that_cannot_be_shown_are_named_with_the_reason(config: RunConfig,
     assert "is of type 'text/html'" in page.text
 
 
-def test_model_of_text_shows_no_media_and_says_so(config: RunConfig, library: MediaLibrary, tmp_path: Path) -> None:
+def test_model_of_text_shows_no_media_and_says_so(
+    config: RunConfig, library: MediaLibrary, tmp_path: Path
+) -> None:
     media = put(library, Modality.IMAGE, picture_file(32, 32))
-    without = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "none"})})
+    without = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": tmp_path / "none"})}
+    )
     assert "not shown, the model reads text alone" in page_of(without, view(media)).text
 
 
-def test_long_clips_and_sounds_and_large_pictures_are_shown_in_part(config: RunConfig, library: MediaLibrary) -> None:
+def test_long_clips_and_sounds_and_large_pictures_are_shown_in_part(
+    config: RunConfig, library: MediaLibrary
+) -> None:
     gallery = Gallery(config, max_bytes=10**8)
     large = put(library, Modality.IMAGE, picture_file(960, 480))
     (source,) = Page(gallery.drawn(large)).sources("img")
     assert Image.open(BytesIO(source)).size == (MAX_SIDE, MAX_SIDE // 2)
-    assert len(Page(gallery.drawn(put(library, Modality.VIDEO, clip_file(32, 32, 40)))).sources("img")) == MAX_FRAMES
-    (played,) = Page(gallery.drawn(put(library, Modality.AUDIO, sound_file(MAX_SECONDS + 2)))).sources("audio")
+    assert (
+        len(Page(gallery.drawn(put(library, Modality.VIDEO, clip_file(32, 32, 40)))).sources("img"))
+        == MAX_FRAMES
+    )
+    (played,) = Page(
+        gallery.drawn(put(library, Modality.AUDIO, sound_file(MAX_SECONDS + 2)))
+    ).sources("audio")
     with wave.open(BytesIO(played)) as begin:
         assert begin.getnframes() == MAX_SECONDS * 16_000
 
 
 def test_page_that_is_full_names_the_rest(config: RunConfig, library: MediaLibrary) -> None:
-    first, second = (put(library, Modality.IMAGE, picture_file(48, 48, seed=seed)) for seed in (1, 2))
+    first, second = (
+        put(library, Modality.IMAGE, picture_file(48, 48, seed=seed)) for seed in (1, 2)
+    )
     gallery = Gallery(config, max_bytes=len(Gallery(config, max_bytes=10**6).drawn(first)))
     assert "<img" in gallery.drawn(first)
     assert "not shown, the page is full" in gallery.drawn(second)
@@ -141,13 +195,20 @@ def test_long_texts_are_cut(config: RunConfig) -> None:
 
 def test_samples_of_a_prompt_group_share_one_card(config: RunConfig, library: MediaLibrary) -> None:
     media = put(library, Modality.IMAGE, picture_file(32, 32))
-    page = page_of(config, view(media, index=0), view(group="000000-0001-0"), view(media, index=1, completion="green"))
+    page = page_of(
+        config,
+        view(media, index=0),
+        view(group="000000-0001-0"),
+        view(media, index=1, completion="green"),
+    )
     assert [tag for tag, _ in page.tags].count("article") == 2
     assert len(page.sources("img")) == 1
     assert "3 samples of 2 prompt groups" in page.text
 
 
-def test_page_of_too_many_samples_is_refused_and_leaves_nothing(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_too_many_samples_is_refused_and_leaves_nothing(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pages, "MAX_SAMPLES", 2)
     with pytest.raises(ConfigError, match="a page holds at most 2 samples"):
         page_of(config, *(view(index=index) for index in range(3)))
@@ -161,7 +222,10 @@ def test_page_takes_no_flags_of_files(config: RunConfig) -> None:
 
 
 def test_report_chooses_the_best_and_the_worst() -> None:
-    views = [view(index=index, reward=reward) for index, reward in enumerate((0.1, 0.9, 0.5, 0.2, 1.0, 0.0))]
+    views = [
+        view(index=index, reward=reward)
+        for index, reward in enumerate((0.1, 0.9, 0.5, 0.2, 1.0, 0.0))
+    ]
     lost = replace(view(index=6), score=None)
     assert [one.reward for one in best_and_worst([*views, lost])] == [1.0, 0.9, 0.0, None]
     assert len(best_and_worst(views[:3])) == 3

@@ -1,4 +1,5 @@
-"""Nothing gets out of a sandbox: ways to files, the network, other processes and the kernel, and ways to a verdict, behind each kind of walls."""
+"""Nothing gets out of a sandbox: ways to files, the network, other processes and the kernel, and
+ways to a verdict, behind each kind of walls."""
 
 from __future__ import annotations
 
@@ -27,11 +28,30 @@ PROGRAM = Path(__file__).parent / "escape_program.py"
 SECONDS = 115
 
 
-def run_program(kind: str, *, home: Path, python: str = sys.executable, command: tuple[str, ...] = ()) -> dict[str, object]:
+def run_program(
+    kind: str, *, home: Path, python: str = sys.executable, command: tuple[str, ...] = ()
+) -> dict[str, object]:
     """Try all ways out, and return what the program says."""
-    paths = [str(ROOT / "tests"), str(PROGRAM.parent), str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": ":".join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-    result = subprocess.run([*command, python, str(PROGRAM), kind], capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)
+    paths = [
+        str(ROOT / "tests"),
+        str(PROGRAM.parent),
+        str(ROOT),
+        *(path for path in sys.path if path.endswith("site-packages")),
+    ]
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "PYTHONPATH": ":".join(paths),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    result = subprocess.run(
+        [*command, python, str(PROGRAM), kind],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=SECONDS,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     said: dict[str, object] = json.loads(result.stdout)
     return said
@@ -46,7 +66,9 @@ def test_no_way_out_leads_anywhere(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_way_out_leads_anywhere_for_an_ordinary_user(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_way_out_leads_anywhere_for_an_ordinary_user(
+    kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     home = tmp_path_factory.getbasetemp().parent / f"home-of-{ORDINARY_USER}"
     home.mkdir(exist_ok=True)
     command, python = as_ordinary_user(home)
@@ -56,7 +78,9 @@ def test_no_way_out_leads_anywhere_for_an_ordinary_user(kind: str, tmp_path_fact
     assert said["escaped"] == []
 
 
-def test_ways_out_lead_somewhere_where_no_walls_stand(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_ways_out_lead_somewhere_where_no_walls_stand(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """The attempts are real: as an ordinary user without walls, many succeed."""
     home = tmp_path_factory.getbasetemp().parent / f"home-of-{ORDINARY_USER}"
     home.mkdir(exist_ok=True)
@@ -133,7 +157,9 @@ print('done')
 def test_bounds_hold_for_all_that_a_program_starts(kind: str, bound: str) -> None:
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
-    with Sandbox(BOUNDS[bound], Limits(seconds=3, memory_bytes=256 * 1024**2), walls=found) as sandbox:
+    with Sandbox(
+        BOUNDS[bound], Limits(seconds=3, memory_bytes=256 * 1024**2), walls=found
+    ) as sandbox:
         assert sandbox.run_with_input("")[0] is Verdict.OUT_OF_LIMITS
     assert not programs_left()
 
@@ -147,7 +173,9 @@ def test_nothing_is_left_of_what_a_program_started(kind: str) -> None:
 
 
 def test_doctor_tries_known_ways_out() -> None:
-    assert re.fullmatch(r"programs run behind .*; 11 ways out tried, none leads anywhere", try_walls())
+    assert re.fullmatch(
+        r"programs run behind .*; 11 ways out tried, none leads anywhere", try_walls()
+    )
 
 
 def test_doctor_names_the_ways_out_that_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +211,13 @@ print("still works")
 def test_process_that_decodes_is_kept_from_files_network_and_processes(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("of the account")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        command = [sys.executable, "-c", CONFINED, str(tmp_path / "secret"), str(server.getsockname()[1])]
+        command = [
+            sys.executable,
+            "-c",
+            CONFINED,
+            str(tmp_path / "secret"),
+            str(server.getsockname()[1]),
+        ]
         result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (result.returncode, result.stdout) == (0, "still works\n"), result.stderr
 

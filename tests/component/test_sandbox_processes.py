@@ -1,4 +1,5 @@
-"""Processes of programs: how many there may be, whatever their user has elsewhere, and that they go first where memory runs out."""
+"""Processes of programs: how many there may be, whatever their user has elsewhere, and that they go
+first where memory runs out."""
 
 from __future__ import annotations
 
@@ -55,21 +56,49 @@ else:
 def elsewhere(tmp_path: Path) -> Iterator[None]:
     """Many threads of the ordinary user, outside of the process namespace that the test makes."""
     command, python = as_ordinary_user(tmp_path)
-    with subprocess.Popen([*command, python, "-c", ELSEWHERE], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*command, python, "-c", ELSEWHERE], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         yield
         process.kill()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a process namespace with users of the machine in it")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root makes a process namespace with users of the machine in it"
+)
 @pytest.mark.usefixtures("elsewhere")
-def test_program_may_start_processes_while_its_user_has_many_in_other_containers(tmp_path: Path) -> None:
+def test_program_may_start_processes_while_its_user_has_many_in_other_containers(
+    tmp_path: Path,
+) -> None:
     command, python = as_ordinary_user(tmp_path)
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": ":".join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-    contained = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command, python, "-c", textwrap.dedent(INSIDE)]
-    result = subprocess.run(contained, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    paths = [
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
+        str(ROOT),
+        *(path for path in sys.path if path.endswith("site-packages")),
+    ]
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "PYTHONPATH": ":".join(paths),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    contained = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+        *command,
+        python,
+        "-c",
+        textwrap.dedent(INSIDE),
+    ]
+    result = subprocess.run(
+        contained, capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
     assert result.returncode == 0, result.stderr
     if result.stdout == "no walls\n":
         pytest.skip(f"this machine builds no walls of Landlock for user {ORDINARY_USER}")
@@ -89,13 +118,22 @@ def first_to_go() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_program_goes_first_where_memory_runs_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_goes_first_where_memory_runs_out(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
     program = "import time\ntime.sleep(600)\n"
     stand, await_walls = threading.Event(), box._Process._await_walls
-    monkeypatch.setattr(box._Process, "_await_walls", lambda process, started: (await_walls(process, started), stand.set()))
-    with ThreadPoolExecutor(1) as pool, Sandbox(program, Limits(seconds=60), walls=found) as sandbox:
+    monkeypatch.setattr(
+        box._Process,
+        "_await_walls",
+        lambda process, started: (await_walls(process, started), stand.set()),
+    )
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Sandbox(program, Limits(seconds=60), walls=found) as sandbox,
+    ):
         ending = pool.submit(sandbox.run_with_input, "")
         assert stand.wait(60), "before the walls stand its end is one of the sandbox"
         deadline = time.monotonic() + 60

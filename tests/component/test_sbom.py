@@ -1,4 +1,5 @@
-"""The bill of materials names all that is pinned: by the tool where `make sbom` has installed it, and by a stand-in for it anywhere."""
+"""The bill of materials names all that is pinned: by the tool where `make sbom` has installed it,
+and by a stand-in for it anywhere."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from relax_events.broker.embedded.lock import read_lock
+from relax_events.kafka.embedded.jars import read_lock
 from stack.engine import StackError
 from stack.sbom import bill, pinned, write
 
@@ -40,11 +41,23 @@ def test_bill_names_every_pinned_package_once_and_every_jar(tool: Path, tmp_path
     made = json.loads((tmp_path / "sbom.json").read_text())
     named = [one["purl"] for one in made["components"]]
     assert len(named) == len(set(named))
-    lines = [line for file in (ROOT / "requirements").glob("*.txt") for line in file.read_text().splitlines()]
+    lines = [
+        line
+        for file in (ROOT / "requirements").glob("*.txt")
+        for line in file.read_text().splitlines()
+    ]
     wanted = {match[1].lower() for line in lines if (match := re.match(r"(\S+==[^\s;\\]+)", line))}
     assert len(wanted) > 300
-    assert {purl.removeprefix("pkg:pypi/").replace("@", "==").lower() for purl in named if purl.startswith("pkg:pypi/")} == wanted
-    jars = {one["hashes"][0]["content"] for one in made["components"] if one["purl"].startswith("pkg:maven/")}
+    assert {
+        purl.removeprefix("pkg:pypi/").replace("@", "==").lower()
+        for purl in named
+        if purl.startswith("pkg:pypi/")
+    } == wanted
+    jars = {
+        one["hashes"][0]["content"]
+        for one in made["components"]
+        if one["purl"].startswith("pkg:maven/")
+    }
     assert jars == {jar.sha256 for jar in read_lock().jars}
     assert made["bomFormat"] == "CycloneDX"
 
@@ -58,7 +71,9 @@ def test_jar_is_named_as_maven_does() -> None:
 def test_package_that_the_tool_passed_over_is_named() -> None:
     read: dict[str, Any] = {"components": [{"name": "a", "version": "1", "purl": "pkg:pypi/a@1"}]}
     pins = {("a", "1"): ["light"], ("b", "2"): ["light", "cpu"]}
-    with pytest.raises(StackError, match=r"^cyclonedx-py read nothing of b==2: 1 of 2 pinned packages"):
+    with pytest.raises(
+        StackError, match=r"^cyclonedx-py read nothing of b==2: 1 of 2 pinned packages"
+    ):
         bill(read, pins, [])
     package = bill(read, {("a", "1"): ["light"]}, [])["components"][0]
     assert package["properties"] == [{"name": "relax-events:requirements", "value": "light"}]

@@ -1,4 +1,5 @@
-"""The API over a real socket: who may call, what calls come to, and that no call whatever makes it fail."""
+"""The API over a real socket: who may call, what calls come to, and that no call whatever makes it
+fail."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ from small_settings import small_run
 
 from relax_events.cli import scale
 from relax_events.config import RunConfig
-from relax_events.control.requirements import require_roles
-from relax_events.control.scaling import Bounds, ScaleState, Status
-from relax_events.control.scaling.client import ScaleClient
-from relax_events.control.scaling.desk import Errand, ScaleDesk
-from relax_events.control.scaling.place import ApiPlace
-from relax_events.control.scaling.server import ApiServer, require_api_port
+from relax_events.controller.api_client import ScaleClient
+from relax_events.controller.api_endpoint import ApiPlace
+from relax_events.controller.api_server import ApiServer, require_api_port
+from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.scaling_service import Errand, ScaleDesk
 from relax_events.errors import BrokerUnavailable, CheckFailed, ConfigError, EnvironmentProblem
 from relax_events.events.types import RunCommanded
+from relax_events.launcher.requirements import require_roles
+from relax_events.projections.scaling import ScaleState, Status
 from tests.unit.run_events import beat, run_config
 
 
@@ -40,14 +42,25 @@ class Served:
     commands: list[RunCommanded]
     client: ScaleClient
 
-    def called(self, method: str, path: str, body: Any = None, **more: str) -> tuple[int, dict[str, Any]]:
+    def called(
+        self, method: str, path: str, body: Any = None, **more: str
+    ) -> tuple[int, dict[str, Any]]:
         """Call a route; return the code and the answer."""
         import http.client
 
         host, _, port = self.client.url.removeprefix("http://").rpartition(":")
         with closing(http.client.HTTPConnection(host, int(port), timeout=60)) as connection:
-            headers = {"Authorization": f"Bearer {self.client.token}", "Content-Type": "application/json"} | more
-            content = body if isinstance(body, bytes) else orjson.dumps(body) if body is not None else None
+            headers = {
+                "Authorization": f"Bearer {self.client.token}",
+                "Content-Type": "application/json",
+            } | more
+            content = (
+                body
+                if isinstance(body, bytes)
+                else orjson.dumps(body)
+                if body is not None
+                else None
+            )
             connection.request(method, path, content, headers)
             answer = connection.getresponse()
             return answer.status, orjson.loads(answer.read())
@@ -80,9 +93,20 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def test_nobody_is_let_in_without_the_token(served: Served) -> None:
-    for authorization in ("", "Bearer", "Bearer wrong", f"Basic {served.client.token}", "Bearer \xe4"):
-        code, answer = served.called("POST", "/rollout/scale_out", {"num_replicas": 2}, Authorization=authorization)
-        assert (code, answer["message"]) == (401, "no token, or the wrong one; send `Authorization: Bearer TOKEN`")
+    for authorization in (
+        "",
+        "Bearer",
+        "Bearer wrong",
+        f"Basic {served.client.token}",
+        "Bearer \xe4",
+    ):
+        code, answer = served.called(
+            "POST", "/rollout/scale_out", {"num_replicas": 2}, Authorization=authorization
+        )
+        assert (code, answer["message"]) == (
+            401,
+            "no token, or the wrong one; send `Authorization: Bearer TOKEN`",
+        )
     assert served.commands == []
     with pytest.raises(ConfigError, match=r"refused it \(401\): no token, or the wrong one"):
         ScaleClient(served.client.url, "wrong").call("GET", "engines")
@@ -91,11 +115,21 @@ def test_nobody_is_let_in_without_the_token(served: Served) -> None:
 def test_request_is_opened_looked_at_and_cancelled(served: Served) -> None:
     call = served.client.call
     rehearsed = call("POST", "scale_out", {"num_replicas": 3, "dry_run": True})
-    assert (rehearsed["status"], rehearsed["selected_engines"], served.commands) == ("DRY_RUN", ["rollout-1", "rollout-2"], [])
+    assert (rehearsed["status"], rehearsed["selected_engines"], served.commands) == (
+        "DRY_RUN",
+        ["rollout-1", "rollout-2"],
+        [],
+    )
     opened = call("POST", "scale_out", {"num_replicas": 3, "timeout_secs": 60}, key="once")
-    assert call("POST", "scale_out", {"num_replicas": 3, "timeout_secs": 60}, key="once")["request_id"] == opened["request_id"]
+    assert (
+        call("POST", "scale_out", {"num_replicas": 3, "timeout_secs": 60}, key="once")["request_id"]
+        == opened["request_id"]
+    )
     shown = call("GET", f"scale_out/{opened['request_id']}")
-    assert {name: shown[name] for name in ("status", "model_name", "num_replicas", "engine_ids", "timeout_secs")} == {
+    assert {
+        name: shown[name]
+        for name in ("status", "model_name", "num_replicas", "engine_ids", "timeout_secs")
+    } == {
         "status": "PENDING",
         "model_name": "default",
         "num_replicas": 3,
@@ -105,9 +139,14 @@ def test_request_is_opened_looked_at_and_cancelled(served: Served) -> None:
     assert call("GET", "scale_out?status=PENDING")["total_count"] == 1
     assert call("GET", "scale_out?model_name=reward")["total_count"] == 0
     rehearsed = call("POST", "scale_out_cancel", {"model_name": "default", "dry_run": True})
-    assert (rehearsed["succeeded"], rehearsed["filters"]["model_name"]) == ([opened["request_id"]], "default")
+    assert (rehearsed["succeeded"], rehearsed["filters"]["model_name"]) == (
+        [opened["request_id"]],
+        "default",
+    )
     assert call("POST", f"scale_out/{opened['request_id']}/cancel")["status"] == "REMOVING"
-    assert call("POST", "scale_out_cancel", {})["skipped"][0]["reason"].endswith("is REMOVING; only what has not ended can be cancelled")
+    assert call("POST", "scale_out_cancel", {})["skipped"][0]["reason"].endswith(
+        "is REMOVING; only what has not ended can be cancelled"
+    )
     assert served.desk.state.requests[opened["request_id"]].outcome is Status.CANCELLED
     assert len(served.commands) == 2
 
@@ -117,7 +156,11 @@ def test_engines_are_shown_with_those_of_the_start_first(served: Served) -> None
     served.desk.tend()
     engines = served.client.call("GET", "engines?model_name=default")
     groups = engines["models"]["default"]["engine_groups"]
-    told = [(group["num_new_engines"], engine["engine_id"], engine["status"], engine["pid"]) for group in groups for engine in group["engines"]]
+    told = [
+        (group["num_new_engines"], engine["engine_id"], engine["status"], engine["pid"])
+        for group in groups
+        for engine in group["engines"]
+    ]
     assert told == [(0, "rollout-0", "working", 1), (1, "rollout-1", "waiting", None)]
     assert (engines["total_engines"], list(engines["models"])) == (2, ["default"])
 
@@ -126,20 +169,57 @@ def test_engines_are_shown_with_those_of_the_start_first(served: Served) -> None
     ("path", "body", "code", "text"),
     [
         ("scale_out", {"num_replicas": 0}, 400, "neither is given"),
-        ("scale_out", {"num_replicas": -1}, 400, "num_replicas: Input should be greater than or equal to 0, got -1"),
-        ("scale_out", {"num_replicas": 10**9}, 400, "num_replicas: Input should be less than or equal to 1000000, got 1000000000"),
-        ("scale_out", {"num_replicas": 33}, 400, "33 workers of default are more than 32: scaling.max_workers = 32"),
-        ("scale_out", {"num_replicas": "two"}, 400, "num_replicas: Input should be a valid integer"),
+        (
+            "scale_out",
+            {"num_replicas": -1},
+            400,
+            "num_replicas: Input should be greater than or equal to 0, got -1",
+        ),
+        (
+            "scale_out",
+            {"num_replicas": 10**9},
+            400,
+            "num_replicas: Input should be less than or equal to 1000000, got 1000000000",
+        ),
+        (
+            "scale_out",
+            {"num_replicas": 33},
+            400,
+            "33 workers of default are more than 32: scaling.max_workers = 32",
+        ),
+        (
+            "scale_out",
+            {"num_replicas": "two"},
+            400,
+            "num_replicas: Input should be a valid integer",
+        ),
         ("scale_out", {"replicas": 2}, 400, "replicas: Extra inputs are not permitted, got 2"),
-        ("scale_out", {"num_replicas": 2, "timeout_secs": 0}, 400, "timeout_secs: Input should be greater than 0, got 0"),
+        (
+            "scale_out",
+            {"num_replicas": 2, "timeout_secs": 0},
+            400,
+            "timeout_secs: Input should be greater than 0, got 0",
+        ),
         ("scale_out", b"\xff{", 400, ""),
-        ("scale_out", {"num_replicas": 2, "model_name": "trainer"}, 404, "this run has no model 'trainer'; there is default, reward"),
+        (
+            "scale_out",
+            {"num_replicas": 2, "model_name": "trainer"},
+            404,
+            "this run has no model 'trainer'; there is default, reward",
+        ),
         ("scale_in", {"num_replicas": 0}, 400, "neither is given"),
-        ("scale_out/nobody/cancel", None, 404, "there is no request 'nobody' among those that are kept"),
+        (
+            "scale_out/nobody/cancel",
+            None,
+            404,
+            "there is no request 'nobody' among those that are kept",
+        ),
         ("scale_sideways", {}, 404, "Not Found"),
     ],
 )
-def test_bad_call_is_told_what_is_wrong(served: Served, path: str, body: Any, code: int, text: str) -> None:
+def test_bad_call_is_told_what_is_wrong(
+    served: Served, path: str, body: Any, code: int, text: str
+) -> None:
     told, answer = served.called("POST", f"/rollout/{path}", body)
     assert (told, answer["request_id"]) == (code, "")
     assert text in answer["message"]
@@ -149,13 +229,20 @@ def test_conflict_names_the_request_that_is_open_and_the_client_says_so(served: 
     opened = served.client.call("POST", "scale_out", {"num_replicas": 2})
     code, answer = served.called("POST", "/rollout/scale_out", {"num_replicas": 3})
     assert (code, answer["status"]) == (409, "CONFLICT")
-    with pytest.raises(CheckFailed, match=rf"\(409\): request {opened['request_id']} for default is PENDING; wait for its end, or cancel it"):
+    with pytest.raises(
+        CheckFailed,
+        match=rf"\(409\): request {opened['request_id']} for default is PENDING; wait for its end, or cancel it",
+    ):
         served.client.call("POST", "scale_in", {"num_replicas": 1})
 
 
-def test_call_is_answered_when_the_broker_is_away(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_is_answered_when_the_broker_is_away(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def away(_: object) -> None:
-        raise BrokerUnavailable("2 records were not acknowledged within 120 s; see that the broker runs")
+        raise BrokerUnavailable(
+            "2 records were not acknowledged within 120 s; see that the broker runs"
+        )
 
     monkeypatch.setattr(served.desk, "_give", away)
     code, answer = served.called("POST", "/rollout/scale_out", {"num_replicas": 3})
@@ -169,7 +256,10 @@ def test_run_is_refused_when_the_port_is_taken(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         tree = run_config(tmp_path).model_dump() | {"scaling": {"port": port}}
-        with pytest.raises(EnvironmentProblem, match=rf"can't serve the API on 127.0.0.1:{port}: Address already in use; set scaling.port = 0"):
+        with pytest.raises(
+            EnvironmentProblem,
+            match=rf"can't serve the API on 127.0.0.1:{port}: Address already in use; set scaling.port = 0",
+        ):
             require_api_port(small_run(tree))
     assert require_roles(run_config(tmp_path))
 
@@ -189,26 +279,41 @@ def test_run_that_has_ended_leaves_no_address_and_no_token(tmp_path: Path) -> No
 
 def test_client_says_what_is_missing(tmp_path: Path) -> None:
     place = ApiPlace.of(run_config(tmp_path))
-    with pytest.raises(CheckFailed, match=r"api.json does not exist: the run has served no API here; start the run, or give --url"):
+    with pytest.raises(
+        CheckFailed,
+        match=r"api.json does not exist: the run has served no API here; start the run, or give --url",
+    ):
         place.url()
-    with pytest.raises(ConfigError, match=r"api-token does not exist: the run has not served its API here"):
+    with pytest.raises(
+        ConfigError, match=r"api-token does not exist: the run has not served its API here"
+    ):
         place.token()
-    with pytest.raises(CheckFailed, match=r"http://127.0.0.1:9 does not answer: .*refused.*; the run has ended, or its controller starts again"):
+    with pytest.raises(
+        CheckFailed,
+        match=r"http://127.0.0.1:9 does not answer: .*refused.*; the run has ended, or its controller starts again",
+    ):
         ScaleClient("http://127.0.0.1:9", "token").call("GET", "engines")
 
 
-def test_command_line_finds_api_and_token_in_the_folder_of_the_run(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_finds_api_and_token_in_the_folder_of_the_run(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_file = tmp_path / "run.json"
     run_file.write_bytes(orjson.dumps(served.config.model_dump(mode="json")))
     scale.out(run_file, to=2, dry_run=True)
-    assert capsys.readouterr().out == "DRY_RUN: rollout-1 comes, of model default; nothing was done\n"
+    assert (
+        capsys.readouterr().out == "DRY_RUN: rollout-1 comes, of model default; nothing was done\n"
+    )
     scale.out(run_file, to=2, output="json")
     request_id = orjson.loads(capsys.readouterr().out)["request_id"]
     with pytest.raises(CheckFailed, match=rf"\(409\): request {request_id} for default is PENDING"):
         scale.scale_in(run_file, to=1, yes=True)
     scale.status(run_file)
     shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in shown[1:3]] == [["default", "rollout-0", "working"], ["reward", "reward-0", "waiting"]]
+    assert [line.split()[:3] for line in shown[1:3]] == [
+        ["default", "rollout-0", "working"],
+        ["reward", "reward-0", "waiting"],
+    ]
     assert shown[-1].split()[:5] == [request_id, "PENDING", "default", "rollout-1", "out"]
     scale.cancel(run_file, request_id)
     assert capsys.readouterr().out == f"REMOVING {request_id}: taken back: rollout-1\n"
@@ -221,13 +326,23 @@ def test_command_line_finds_api_and_token_in_the_folder_of_the_run(served: Serve
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_no_call_of_any_form_makes_it_fail(served: Served) -> None:
-    """Walk the OpenAPI page with what it allows and with what it does not; every answer is one that the page tells of, and none is 5xx."""
+    """Walk the OpenAPI page with what it allows and with what it does not; every answer is one that
+    the page tells of, and none is 5xx."""
     import schemathesis  # takes seconds to load, which only this test waits for
     from schemathesis.checks import not_a_server_error
     from schemathesis.generation import GenerationMode
-    from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
 
-    checks = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+    checks = [
+        not_a_server_error,
+        status_code_conformance,
+        content_type_conformance,
+        response_schema_conformance,
+    ]
     headers = {"Authorization": f"Bearer {served.client.token}"}
     schema = schemathesis.openapi.from_url(f"{served.client.url}/openapi.json", headers=headers)
     codes: Counter[int] = Counter()

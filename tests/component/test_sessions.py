@@ -7,16 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-from relax_events.control.report.closing import closing_line
-from relax_events.control.sessions import RunSessions, Session, seconds_of, sessions_in
+from relax_events.reports.run_report import closing_line
+from relax_events.session.records import RunSessions, Session, seconds_of, sessions_in
 
 SECOND = 1_000_000
-HOLD = "import sys; from pathlib import Path; from relax_events.control.sessions import RunSessions; "
+HOLD = (
+    "import sys; from pathlib import Path; from relax_events.session.records import RunSessions; "
+)
 HOLD += "held = RunSessions(Path(sys.argv[1])); held.__enter__(); print('in', flush=True); input()"
 
 
 def test_session_that_was_killed_counts_up_to_its_last_step() -> None:
-    sessions = [Session(1, "here", 10 * SECOND, 40 * SECOND), Session(2, "here", 100 * SECOND), Session(3, "here", 300 * SECOND)]
+    sessions = [
+        Session(1, "here", 10 * SECOND, 40 * SECOND),
+        Session(2, "here", 100 * SECOND),
+        Session(3, "here", 300 * SECOND),
+    ]
     commits = [20 * SECOND, 130 * SECOND, 160 * SECOND, 510 * SECOND]
     assert seconds_of(sessions, commits, until=500 * SECOND) == [30.0, 60.0, 0.0]
     assert seconds_of([], commits, until=5 * SECOND) == []
@@ -28,7 +34,9 @@ def test_line_that_was_cut_is_left_out() -> None:
 
 
 def test_another_session_is_known_while_its_process_lives_and_no_longer(tmp_path: Path) -> None:
-    other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert other.stdout is not None
     assert other.stdout.readline() == b"in\n"
     with RunSessions(tmp_path) as second:
@@ -47,8 +55,19 @@ def test_another_session_is_known_while_its_process_lives_and_no_longer(tmp_path
 
 
 def test_closing_line_tells_the_whole_run_and_what_was_done_since_it_was_resumed() -> None:
-    report = {"reward_first": 0.1, "curves": {"reward_mean": [0.1, 0.3, 0.5], "loss": [2.0, 1.5, 1.0]}, "steps": 3, "total_seconds": 61.2}
+    report = {
+        "reward_first": 0.1,
+        "curves": {"reward_mean": [0.1, 0.3, 0.5], "loss": [2.0, 1.5, 1.0]},
+        "steps": 3,
+        "total_seconds": 61.2,
+    }
     resumed = report | {"steps_of_session": 1, "wall_seconds": 19.0}
-    assert closing_line(resumed, Path("r")) == "reward 0.100 -> 0.500 in 3 steps, 61 s (1 steps in 19 s since it was resumed); report: r/report.html"
+    assert closing_line(resumed, Path("r")) == (
+        "reward 0.100 -> 0.500 in 3 steps, 61 s (1 steps in 19 s since it was resumed); "
+        "report: r/report.html"
+    )
     alone = report | {"steps_of_session": 3, "wall_seconds": 61.2, "reward_first": None}
-    assert closing_line(alone, Path("r")) == "loss 2.000 -> 1.000 in 3 steps, 61 s; report: r/report.html"
+    assert (
+        closing_line(alone, Path("r"))
+        == "loss 2.000 -> 1.000 in 3 steps, 61 s; report: r/report.html"
+    )

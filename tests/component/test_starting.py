@@ -1,4 +1,5 @@
-"""Workers that are forked: each is the process that a shell would have started, and the loss of the one that forks them costs nobody anything."""
+"""Workers that are forked: each is the process that a shell would have started, and the loss of the
+one that forks them costs nobody anything."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ import psutil
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.control.starting import imports
-from relax_events.control.starting.imports import imports_of, modules_of
-from relax_events.control.starting.order import Order
-from relax_events.control.starting.starter import ForkedWorker, Starter
 from relax_events.errors import RunFailed
+from relax_events.launcher import worker_imports as imports
+from relax_events.launcher.fork_client import ForkedWorker, Starter
+from relax_events.launcher.fork_protocol import Order
+from relax_events.launcher.worker_imports import imports_of, modules_of
 
 pytestmark = pytest.mark.unit
 STAND_IN = "tests.unit.stand_in"
@@ -34,9 +35,13 @@ def starter(tmp_path: Path) -> Iterator[Starter]:
     made.close()
 
 
-def ordered(*words: str, environment: dict[str, str] | None = None, needs: list[str] | None = None) -> Order:
+def ordered(
+    *words: str, environment: dict[str, str] | None = None, needs: list[str] | None = None
+) -> Order:
     """Order the stand-in to do something."""
-    return Order(STAND_IN, list(words), dict(os.environ) if environment is None else environment, needs or [])
+    return Order(
+        STAND_IN, list(words), dict(os.environ) if environment is None else environment, needs or []
+    )
 
 
 def started(starter: Starter, log: Path, *words: str) -> ForkedWorker:
@@ -54,8 +59,16 @@ def process_of(starter: Starter) -> psutil.Process:
     return psutil.Process(starter.pid)
 
 
-def test_worker_is_the_process_that_a_shell_would_have_started(starter: Starter, tmp_path: Path) -> None:
-    order = ordered("show", "colorsys", "this", environment={"PATH": "/bin", "RELAX_MINE": "1"}, needs=["colorsys"])
+def test_worker_is_the_process_that_a_shell_would_have_started(
+    starter: Starter, tmp_path: Path
+) -> None:
+    order = ordered(
+        "show",
+        "colorsys",
+        "this",
+        environment={"PATH": "/bin", "RELAX_MINE": "1"},
+        needs=["colorsys"],
+    )
     worker = starter.start(order, log_path=tmp_path / "logs" / "worker.log")
     assert worker.wait(SECONDS) == worker.poll() == 0
     assert json.loads((tmp_path / "logs" / "worker.log").read_text()) == {
@@ -68,9 +81,14 @@ def test_worker_is_the_process_that_a_shell_would_have_started(starter: Starter,
     }
 
 
-def test_worker_is_known_to_others_by_its_own_command_line_and_has_nothing_of_the_starters_open(starter: Starter, tmp_path: Path) -> None:
+def test_worker_is_known_to_others_by_its_own_command_line_and_has_nothing_of_the_starters_open(
+    starter: Starter, tmp_path: Path
+) -> None:
     words = ["reward", "runs/a-run-of-some-name/run.json", "--index", "0"]
-    first, second = (started(starter, tmp_path / f"{name}.log", "drain", name, *words) for name in ("first", "second"))
+    first, second = (
+        started(starter, tmp_path / f"{name}.log", "drain", name, *words)
+        for name in ("first", "second")
+    )
     assert psutil.Process(second.pid).cmdline()[1:] == ["-m", STAND_IN, "drain", "second", *words]
     assert psutil.Process(second.pid).num_fds() == 3
     assert {process.pid for process in process_of(starter).children()} == {first.pid, second.pid}
@@ -79,8 +97,13 @@ def test_worker_is_known_to_others_by_its_own_command_line_and_has_nothing_of_th
         worker.wait(SECONDS)
 
 
-@pytest.mark.parametrize(("deed", "end", "code"), [("drain", ForkedWorker.terminate, 0), ("ignore", ForkedWorker.kill_group, -9)])
-def test_end_of_a_worker_is_told_as_it_was(starter: Starter, tmp_path: Path, deed: str, end: Callable[[ForkedWorker], None], code: int) -> None:
+@pytest.mark.parametrize(
+    ("deed", "end", "code"),
+    [("drain", ForkedWorker.terminate, 0), ("ignore", ForkedWorker.kill_group, -9)],
+)
+def test_end_of_a_worker_is_told_as_it_was(
+    starter: Starter, tmp_path: Path, deed: str, end: Callable[[ForkedWorker], None], code: int
+) -> None:
     worker = started(starter, tmp_path / "worker.log", deed)
     end(worker)
     assert worker.wait(SECONDS) == worker.poll() == code
@@ -88,11 +111,21 @@ def test_end_of_a_worker_is_told_as_it_was(starter: Starter, tmp_path: Path, dee
     assert starter.start(ordered("end", "5"), log_path=tmp_path / "next.log").wait(SECONDS) == 5
 
 
-def test_module_that_can_not_be_imported_is_left_to_the_worker_that_needs_it(starter: Starter, tmp_path: Path) -> None:
-    assert starter.start(ordered("end", "0", needs=["nowhere.at_all", "colorsys"]), log_path=tmp_path / "worker.log").wait(SECONDS) == 0
+def test_module_that_can_not_be_imported_is_left_to_the_worker_that_needs_it(
+    starter: Starter, tmp_path: Path
+) -> None:
+    assert (
+        starter.start(
+            ordered("end", "0", needs=["nowhere.at_all", "colorsys"]),
+            log_path=tmp_path / "worker.log",
+        ).wait(SECONDS)
+        == 0
+    )
 
 
-def test_workers_outlive_the_starter_and_another_one_takes_its_place(starter: Starter, tmp_path: Path) -> None:
+def test_workers_outlive_the_starter_and_another_one_takes_its_place(
+    starter: Starter, tmp_path: Path
+) -> None:
     worker = started(starter, tmp_path / "worker.log", "drain")
     lost = process_of(starter)
     lost.kill()
@@ -118,20 +151,33 @@ def test_starter_ends_with_whoever_orders_and_leaves_the_workers_alone(tmp_path:
 
 def test_starter_that_can_not_begin_is_named_with_its_log(tmp_path: Path) -> None:
     starter = Starter({"PYTHONHOME": str(tmp_path)}, tmp_path / "starter.log")
-    with pytest.raises(RunFailed, match=r"no worker can be started: the process that forks them ended twice; see .*starter\.log"):
+    with pytest.raises(
+        RunFailed,
+        match=r"no worker can be started: the process that forks them ended twice; see .*starter\.log",
+    ):
         starter.start(ordered("end", "0"), log_path=tmp_path / "worker.log")
     assert "PYTHONHOME" in (tmp_path / "starter.log").read_text()
 
 
-def test_starter_has_no_thread_and_nothing_open_after_imports(make_run_config: Callable[..., RunConfig], starter: Starter, tmp_path: Path) -> None:
+def test_starter_has_no_thread_and_nothing_open_after_imports(
+    make_run_config: Callable[..., RunConfig], starter: Starter, tmp_path: Path
+) -> None:
     starter._environment |= {"OMP_NUM_THREADS": "1"}
-    starter.prepare(imports_of(make_run_config(model={"device": "cpu"}, judge={"device": "cpu"}, teacher={"device": "cpu"})))
+    starter.prepare(
+        imports_of(
+            make_run_config(
+                model={"device": "cpu"}, judge={"device": "cpu"}, teacher={"device": "cpu"}
+            )
+        )
+    )
     order = ordered("show", "torch", "transformers", "workers.trainer", environment={})
     assert starter.start(order, log_path=tmp_path / "worker.log").wait(SECONDS) == 0
     assert set(json.loads((tmp_path / "worker.log").read_text())["modules"].values()) == {True}
     process = process_of(starter)
     assert process.num_threads() == 1
-    assert [file.path for file in process.open_files() if not file.path.endswith("starter.log")] == []
+    assert [
+        file.path for file in process.open_files() if not file.path.endswith("starter.log")
+    ] == []
 
 
 def test_roles_import_what_they_load_and_no_torch_where_gpus_are(
@@ -139,21 +185,32 @@ def test_roles_import_what_they_load_and_no_torch_where_gpus_are(
 ) -> None:
     config = make_run_config(engine={"name": "transformers"})
     monkeypatch.setattr(imports, "ACCELERATORS", (tmp_path / "none",))
-    found = {role: modules_of(config, role)[1:] for role in ("reward", "rollout", "trainer", "nobody")}
+    found = {
+        role: modules_of(config, role)[1:] for role in ("reward", "rollout", "trainer", "nobody")
+    }
     assert found == {
         "reward": ["workers.reward"],
-        "rollout": ["workers.rollout", "relax_events.engines.transformers"],
-        "trainer": ["workers.trainer", "relax_events.training.torch_backend"],
+        "rollout": ["workers.rollout", "relax_events.engines.transformers.engine"],
+        "trainer": ["workers.trainer", "relax_events.training.backend.torch_backend"],
         "nobody": [],
     }
-    assert modules_of(make_run_config(model={"device": "xpu"}), "rollout")[1:] == ["workers.rollout"]
+    assert modules_of(make_run_config(model={"device": "xpu"}), "rollout")[1:] == [
+        "workers.rollout"
+    ]
     monkeypatch.setattr(imports, "ACCELERATORS", (tmp_path,))
     assert modules_of(config, "rollout")[1:] == ["workers.rollout"]
 
 
-def test_nothing_that_is_imported_before_a_fork_loads_torch_where_a_gpu_is_meant(make_run_config: Callable[..., RunConfig]) -> None:
+def test_nothing_that_is_imported_before_a_fork_loads_torch_where_a_gpu_is_meant(
+    make_run_config: Callable[..., RunConfig],
+) -> None:
     config = make_run_config(model={"device": "cuda:0"}, algorithm={"name": "ppo"})
     assert {"trainer", "critic"} <= config.roles().keys()
-    code = f"import importlib, sys; [importlib.import_module(name) for name in {imports_of(config)}]; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=True)
+    code = (
+        "import importlib, sys; [importlib.import_module(name) for name in "
+        f"{imports_of(config)}]; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=True
+    )
     assert done.stdout == "False\n"

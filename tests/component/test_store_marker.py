@@ -1,4 +1,5 @@
-"""A store belongs to the run that its marker names; another run is refused, and objects of two runs never meet."""
+"""A store belongs to the run that its marker names; another run is refused, and objects of two runs
+never meet."""
 
 from __future__ import annotations
 
@@ -8,15 +9,20 @@ import pytest
 
 from relax_events.cli.models import prepare
 from relax_events.config import RunConfig, load_run_config
-from relax_events.control.runs.deletion import overlap
 from relax_events.errors import ConfigError, ObjectError
 from relax_events.events.parts import ObjectRef
+from relax_events.history.runs.deletion import overlap
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import MARKER, claim, read_mark, require_mark
 
 
 def run_of(folder: Path, name: str, uri: str) -> RunConfig:
-    tree = {"run": {"id": name, "directory": str(folder)}, "model": {"path": str(folder)}, "data": {"source": "arithmetic"}, "objects": {"uri": uri}}
+    tree = {
+        "run": {"id": name, "directory": str(folder)},
+        "model": {"path": str(folder)},
+        "data": {"source": "arithmetic"},
+        "objects": {"uri": uri},
+    }
     return RunConfig.model_validate(tree)
 
 
@@ -30,7 +36,10 @@ def test_store_is_claimed_once_and_known_again(tmp_path: Path) -> None:
 
 def test_second_run_is_refused_by_name(tmp_path: Path) -> None:
     claim(ObjectStore.open(tmp_path.as_uri()), run_id="mine")
-    with pytest.raises(ConfigError, match=r"belongs to run mine, and this is run theirs; give this run another objects\.uri"):
+    with pytest.raises(
+        ConfigError,
+        match=r"belongs to run mine, and this is run theirs; give this run another objects\.uri",
+    ):
         claim(ObjectStore.open(tmp_path.as_uri()), run_id="theirs")
 
 
@@ -39,7 +48,10 @@ def test_store_of_a_namesake_is_refused_by_the_value_on_the_log(tmp_path: Path) 
     mark = claim(store, run_id="mine")
     require_mark(mark, told=mark.value, store_uri=store.uri(""))
     require_mark(mark, told="", store_uri=store.uri(""))
-    with pytest.raises(ConfigError, match=f"must hold {'0' * 32}, got {mark.value}; give this run another run.id or objects.uri"):
+    with pytest.raises(
+        ConfigError,
+        match=f"must hold {'0' * 32}, got {mark.value}; give this run another run.id or objects.uri",
+    ):
         require_mark(mark, told="0" * 32, store_uri=store.uri(""))
 
 
@@ -52,13 +64,18 @@ def test_namesake_on_another_cluster_is_refused_by_name_before_it_writes(tmp_pat
     with pytest.raises(ConfigError, match=text):
         claim(store, run_id="mine", cluster_id="second", told="0" * 32)
     assert claim(store, run_id="mine", cluster_id="first") == mark
-    assert claim(store, run_id="mine", cluster_id="second", told=mark.value) == mark, "it has moved there with its log"
+    assert claim(store, run_id="mine", cluster_id="second", told=mark.value) == mark, (
+        "it has moved there with its log"
+    )
     assert claim(store, run_id="mine") == mark, "a broker that does not tell its cluster"
 
 
 def test_marker_of_an_older_release_names_no_cluster(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text('{"run_id": "mine", "value": "' + "a" * 32 + '"}')
-    assert claim(ObjectStore.open(tmp_path.as_uri()), run_id="mine", cluster_id="second").cluster_id == ""
+    assert (
+        claim(ObjectStore.open(tmp_path.as_uri()), run_id="mine", cluster_id="second").cluster_id
+        == ""
+    )
 
 
 def test_marker_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -75,15 +92,23 @@ def test_objects_of_runs_with_one_uri_lie_apart(tmp_path: Path) -> None:
 
 
 def test_store_of_one_process_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'memory://' lives in one process, and every worker is a process of its own; set objects\.uri"):
+    with pytest.raises(
+        ValueError,
+        match=r"'memory://' lives in one process, and every worker is a process of its own; set objects\.uri",
+    ):
         run_of(tmp_path, "mine", "memory://")
 
 
-def test_store_on_this_machine_is_claimed_before_workers_that_only_read_it_start(tmp_path: Path) -> None:
+def test_store_on_this_machine_is_claimed_before_workers_that_only_read_it_start(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     run_file, uri = tmp_path / "run.toml", (tmp_path / "objects").as_uri()
-    tables = f'[run]\nid = "mine"\n[data]\nsource = "arithmetic"\n[model]\npath = "{tmp_path}/model"\n[objects]\nuri = "{uri}"\n'
+    tables = (
+        '[run]\nid = "mine"\n[data]\nsource = "arithmetic"\n[model]\npath = '
+        f'"{tmp_path}/model"\n[objects]\nuri = "{uri}"\n'
+    )
     run_file.write_text(tables)
     prepare(run_file)
     mark = read_mark(ObjectStore.open(load_run_config(run_file).objects_uri))
@@ -104,7 +129,9 @@ def test_store_on_this_machine_is_claimed_before_workers_that_only_read_it_start
         ("s3://bucket/x", "gs://bucket/x", False),
     ],
 )
-def test_stores_overlap_whichever_way_their_uris_are_written(one: str, other: str, *, expected: bool) -> None:
+def test_stores_overlap_whichever_way_their_uris_are_written(
+    one: str, other: str, *, expected: bool
+) -> None:
     assert overlap(one, other) is overlap(other, one) is expected
 
 
@@ -114,7 +141,9 @@ def test_link_to_a_store_is_that_store(tmp_path: Path) -> None:
     assert overlap((tmp_path / "objects").as_uri(), (tmp_path / "link").as_uri())
 
 
-def test_object_of_another_size_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_of_another_size_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import obstore
 
     store = ObjectStore.open(tmp_path.as_uri())

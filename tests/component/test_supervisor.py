@@ -11,15 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.broker.examining import VARIABLE as EXAMINE
 from relax_events.config import RunConfig
-from relax_events.control.deaths import Progress
-from relax_events.control.starting.ranks import MISREAD
-from relax_events.control.supervisor import Fencing, Supervisor
-from relax_events.errors import BrokerRefused, ConfigError, Fenced, RelaxError, RunFailed, SchemaError
+from relax_events.errors import (
+    BrokerRefused,
+    ConfigError,
+    Fenced,
+    RelaxError,
+    RunFailed,
+    SchemaError,
+)
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerBeat
-from relax_events.pipeline.worker import RESTART_CODE
+from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
+from relax_events.launcher.deaths import Progress
+from relax_events.launcher.supervisor import Fencing, Supervisor
+from relax_events.launcher.worker_processes import MISREAD
+from relax_events.runtime.worker import RESTART_CODE
 
 MakeRunConfig = Callable[..., RunConfig]
 MakeEnded = Callable[[RunConfig, int | str], Supervisor]
@@ -28,7 +35,8 @@ NO_RESTART = {"max_restarts": 0}
 
 @pytest.fixture
 def ended(tmp_path: Path) -> Iterator[MakeEnded]:
-    """Give a maker of supervisors whose workers have all said why they can't go on, and ended with a code, or with an error."""
+    """Give a maker of supervisors whose workers have all said why they can't go on, and ended with
+    a code, or with an error."""
     made: list[Supervisor] = []
 
     def make(config: RunConfig, how: int | str) -> Supervisor:
@@ -36,7 +44,10 @@ def ended(tmp_path: Path) -> Iterator[MakeEnded]:
         made.append(supervisor)
         for managed in supervisor._processes.values():
             managed.orders = {
-                name: replace(order, module="tests.unit.stand_in", imports=[], arguments=["end", str(how)]) for name, order in managed.orders.items()
+                name: replace(
+                    order, module="tests.unit.stand_in", imports=[], arguments=["end", str(how)]
+                )
+                for name, order in managed.orders.items()
             }
         supervisor.start()
         for managed in supervisor._processes.values():
@@ -49,9 +60,16 @@ def ended(tmp_path: Path) -> Iterator[MakeEnded]:
         supervisor.stop(timeout_seconds=0)
 
 
-def test_every_worker_has_a_port_of_its_own_and_the_trainer_is_last(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
-    config = make_run_config(telemetry={"metrics_port": 9100}, workers={"rollout": 2}, trainer={"ranks": 2})
-    ports = {name: managed.metrics_port for name, managed in Supervisor(config, tmp_path / "run.json")._processes.items()}
+def test_every_worker_has_a_port_of_its_own_and_the_trainer_is_last(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
+    config = make_run_config(
+        telemetry={"metrics_port": 9100}, workers={"rollout": 2}, trainer={"ranks": 2}
+    )
+    ports = {
+        name: managed.metrics_port
+        for name, managed in Supervisor(config, tmp_path / "run.json")._processes.items()
+    }
     assert sorted(ports.values()) == list(range(9100, 9108))
     assert ports["trainer-0"] == 9107  # its second rank takes 9108
 
@@ -61,32 +79,54 @@ def test_ports_are_free_ones_by_default(make_run_config: MakeRunConfig, tmp_path
     assert {managed.metrics_port for managed in supervisor._processes.values()} == {0}
 
 
-def test_each_rank_of_a_trainer_is_told_its_place(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+def test_each_rank_of_a_trainer_is_told_its_place(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
     supervisor = Supervisor(make_run_config(trainer={"ranks": 2}), tmp_path / "run.json")
     orders = supervisor._processes["trainer-0"].orders
     assert [*orders] == ["trainer-0", "trainer-1"]
     for rank, order in enumerate(orders.values()):
-        assert [order.module, *order.arguments] == ["relax_events.cli", "worker", "trainer", str(tmp_path / "run.json"), "--index", str(rank)]
-        assert (order.environment["RANK"], order.environment["LOCAL_RANK"], order.environment["WORLD_SIZE"]) == (str(rank), str(rank), "2")
+        assert [order.module, *order.arguments] == [
+            "relax_events.cli",
+            "worker",
+            "trainer",
+            str(tmp_path / "run.json"),
+            "--index",
+            str(rank),
+        ]
+        assert (
+            order.environment["RANK"],
+            order.environment["LOCAL_RANK"],
+            order.environment["WORLD_SIZE"],
+        ) == (str(rank), str(rank), "2")
     ((_, alone),) = supervisor._processes["reward-0"].orders.items()
     assert alone.arguments == ["worker", "reward", str(tmp_path / "run.json"), "--index", "0"]
     assert "RANK" not in alone.environment
 
 
-@pytest.mark.parametrize(("code", "error"), [(2, ConfigError), (5, SchemaError), (1, RunFailed), (4, BrokerRefused)])
+@pytest.mark.parametrize(
+    ("code", "error"), [(2, ConfigError), (5, SchemaError), (1, RunFailed), (4, BrokerRefused)]
+)
 def test_run_ends_as_its_worker_did_where_a_restart_would_not_help(
     make_run_config: MakeRunConfig, ended: MakeEnded, code: int, error: type[RelaxError]
 ) -> None:
     supervisor = ended(make_run_config(workers=NO_RESTART), code)
-    with pytest.raises(error, match=rf"controller-0 .*: ended with exit code {code}; log: .*controller-0.log, which ends in:\nerror: the reason"):
+    with pytest.raises(
+        error,
+        match=rf"controller-0 .*: ended with exit code {code}; log: .*controller-0.log, which ends in:\nerror: the reason",
+    ):
         supervisor.tend(Progress())
 
 
-def test_worker_that_died_is_named_with_its_error_and_its_log_and_started_again(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+def test_worker_that_died_is_named_with_its_error_and_its_log_and_started_again(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
     supervisor = ended(make_run_config(), "OutOfMemoryError")
     notes = supervisor.tend(Progress())
     assert len(notes) == len(supervisor._processes)
-    assert notes[0].startswith("controller-0 died: OutOfMemoryError: no room for 7.42 GiB; it is started again; log: ")
+    assert notes[0].startswith(
+        "controller-0 died: OutOfMemoryError: no room for 7.42 GiB; it is started again; log: "
+    )
     assert notes[0].endswith("logs/controller-0.log")
     assert {managed.process for managed in supervisor._processes.values()} == {None}
     assert supervisor.fenced == {}
@@ -97,8 +137,13 @@ def test_all_examine_records_once_a_workers_client_has_misread_the_log(
 ) -> None:
     monkeypatch.setenv(EXAMINE, "")
     supervisor = ended(make_run_config(), "misread")
-    assert f"controller-0 died: {MISREAD}; it is started again; log: " in supervisor.tend(Progress())[0]
-    orders = [order for managed in supervisor._processes.values() for order in managed.orders.values()]
+    assert (
+        f"controller-0 died: {MISREAD}; it is started again; log: "
+        in supervisor.tend(Progress())[0]
+    )
+    orders = [
+        order for managed in supervisor._processes.values() for order in managed.orders.values()
+    ]
     assert {os.environ[EXAMINE], *(order.environment[EXAMINE] for order in orders)} == {"1"}
 
 
@@ -112,7 +157,9 @@ def died_again(supervisor: Supervisor, progress: Progress) -> list[str]:
     return supervisor.tend(progress)
 
 
-def test_run_ends_with_the_error_of_a_worker_that_always_dies(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+def test_run_ends_with_the_error_of_a_worker_that_always_dies(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
     supervisor = ended(make_run_config(workers={"max_restarts": 2}), "OutOfMemoryError")
     for managed in list(supervisor._processes.values())[1:]:
         supervisor._processes.pop(managed.worker_id)
@@ -123,8 +170,14 @@ def test_run_ends_with_the_error_of_a_worker_that_always_dies(make_run_config: M
         died_again(supervisor, Progress(num_steps=7))
 
 
-def test_run_goes_on_while_steps_are_committed_and_while_broker_or_store_is_away(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
-    for error, has_steps in (("OutOfMemoryError", True), ("BrokerUnavailable", False), ("StoreUnavailable", False)):
+def test_run_goes_on_while_steps_are_committed_and_while_broker_or_store_is_away(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
+    for error, has_steps in (
+        ("OutOfMemoryError", True),
+        ("BrokerUnavailable", False),
+        ("StoreUnavailable", False),
+    ):
         supervisor = ended(make_run_config(workers={"max_restarts": 1}), error)
         for managed in list(supervisor._processes.values())[1:]:
             supervisor._processes.pop(managed.worker_id)
@@ -133,12 +186,16 @@ def test_run_goes_on_while_steps_are_committed_and_while_broker_or_store_is_away
             assert len(died_again(supervisor, Progress(num_steps=num_steps * has_steps))) == 1
 
 
-def test_workers_that_the_health_manager_ends_are_its_own_to_count(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+def test_workers_that_the_health_manager_ends_are_its_own_to_count(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
     supervisor = ended(make_run_config(workers=NO_RESTART), RESTART_CODE)
     assert supervisor.tend(Progress())[0].startswith("controller-0 was ended by the health manager")
 
 
-def test_reason_is_told_although_the_folder_of_the_run_was_deleted(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+def test_reason_is_told_although_the_folder_of_the_run_was_deleted(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
     supervisor = ended(make_run_config(workers={"max_restarts": 1}), 2)
     for managed in supervisor._processes.values():
         shutil.rmtree(managed.logs, ignore_errors=True)
@@ -147,17 +204,26 @@ def test_reason_is_told_although_the_folder_of_the_run_was_deleted(make_run_conf
     for managed in supervisor._processes.values():
         assert managed.process is not None
         managed.process.wait(30)
-    with pytest.raises(ConfigError, match=r"controller-0 can't go on: ended with exit code 2; log: .*:\nerror: the reason"):
+    with pytest.raises(
+        ConfigError,
+        match=r"controller-0 can't go on: ended with exit code 2; log: .*:\nerror: the reason",
+    ):
         supervisor.tend(Progress())
 
 
-def test_worker_that_drained_is_started_again_a_moment_later_and_without_alarm(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+def test_worker_that_drained_is_started_again_a_moment_later_and_without_alarm(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
     supervisor = ended(make_run_config(), 0)
     assert supervisor.tend(Progress()) == supervisor.tend(Progress()) == []
-    assert {managed.process for managed in supervisor._processes.values()} == {None}, "the run may be ending: its command reaches workers first"
+    assert {managed.process for managed in supervisor._processes.values()} == {None}, (
+        "the run may be ending: its command reaches workers first"
+    )
 
 
-def test_fenced_worker_stays_down_until_it_is_revived(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+def test_fenced_worker_stays_down_until_it_is_revived(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
     supervisor = ended(make_run_config(), Fenced.exit_code)
     trainer = supervisor._processes["trainer-0"]
     assert trainer.process is not None
@@ -172,8 +238,19 @@ def test_fenced_worker_stays_down_until_it_is_revived(make_run_config: MakeRunCo
     assert "trainer-0" not in supervisor.fenced
 
 
-@pytest.mark.parametrize(("how", "is_owed"), [(1, True), ("OutOfMemoryError", True), (RESTART_CODE, True), (0, False), (Fenced.exit_code, False)])
-def test_goodbye_is_owed_for_workers_that_ended_without_one(make_run_config: MakeRunConfig, ended: MakeEnded, how: int | str, is_owed: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "is_owed"),
+    [
+        (1, True),
+        ("OutOfMemoryError", True),
+        (RESTART_CODE, True),
+        (0, False),
+        (Fenced.exit_code, False),
+    ],
+)
+def test_goodbye_is_owed_for_workers_that_ended_without_one(
+    make_run_config: MakeRunConfig, ended: MakeEnded, how: int | str, is_owed: bool
+) -> None:
     supervisor = ended(make_run_config(), how)
     process = supervisor._processes["trainer-0"].process
     assert process is not None
@@ -182,11 +259,18 @@ def test_goodbye_is_owed_for_workers_that_ended_without_one(make_run_config: Mak
     supervisor.tend(Progress())
     assert supervisor._processes["trainer-0"].process is None, "it is to be started again later"
     assert supervisor.owes_goodbye(newest) is is_owed
-    for different in ({"state": WorkerState.STOPPED}, {"pid": 1}, {"host": "elsewhere"}, {"worker_id": "other-0"}):
+    for different in (
+        {"state": WorkerState.STOPPED},
+        {"pid": 1},
+        {"host": "elsewhere"},
+        {"worker_id": "other-0"},
+    ):
         assert not supervisor.owes_goodbye(replace(newest, **different))
 
 
-def test_goodbye_is_owed_for_any_of_the_processes_that_died_since_the_last_goodbye(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+def test_goodbye_is_owed_for_any_of_the_processes_that_died_since_the_last_goodbye(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
     supervisor = ended(make_run_config(), 1)
     trainer = supervisor._processes["trainer-0"]
     assert trainer.process is not None
@@ -220,14 +304,22 @@ def beat(pid: int, *, beat_at: int, state: WorkerState = WorkerState.WORKING) ->
     ("newest", "over_after_seconds"),
     [
         (None, 60),
-        (beat(OURS, beat_at=FENCED_AT), 60),  # ours spoke last, woken up and not yet aware that it was fenced
+        (
+            beat(OURS, beat_at=FENCED_AT),
+            60,
+        ),  # ours spoke last, woken up and not yet aware that it was fenced
         (beat(OTHERS, beat_at=FENCED_AT - SECOND), 60),
         (beat(OTHERS, beat_at=FENCED_AT + 30 * SECOND), 90),
         (beat(OTHERS, beat_at=FENCED_AT + 30 * SECOND, state=WorkerState.STOPPED), 35),
         (beat(OURS, beat_at=FENCED_AT, state=WorkerState.STOPPED), 60),
     ],
 )
-def test_fencing_is_over_when_the_other_has_been_silent_for_long_or_said_goodbye(newest: WorkerBeat | None, over_after_seconds: int) -> None:
+def test_fencing_is_over_when_the_other_has_been_silent_for_long_or_said_goodbye(
+    newest: WorkerBeat | None, over_after_seconds: int
+) -> None:
     fencing = Fencing(OURS, FENCED_AT)
-    over = [fencing.is_over(newest, now=FENCED_AT + after * SECOND, hung_seconds=60.0) for after in (over_after_seconds, over_after_seconds + 1)]
+    over = [
+        fencing.is_over(newest, now=FENCED_AT + after * SECOND, hung_seconds=60.0)
+        for after in (over_after_seconds, over_after_seconds + 1)
+    ]
     assert over == [False, True]

@@ -1,4 +1,5 @@
-"""The benchmarks' timed engine keeps the engine protocol, and takes the time that its speed stands for."""
+"""The benchmarks' timed engine keeps the engine protocol, and takes the time that its speed stands
+for."""
 
 from __future__ import annotations
 
@@ -75,12 +76,25 @@ def make_engine(folder: Path, timing: Timing = TIMING, **settings: Any) -> Timed
     return TimedEngine(folder, config=config, model=ModelConfig(dtype="float32", path=folder))
 
 
-def request(number: int, seeds: list[int], *, so_far: list[GeneratedSample] | None = None, **sampling: Any) -> GenerationRequest:
+def request(
+    number: int, seeds: list[int], *, so_far: list[GeneratedSample] | None = None, **sampling: Any
+) -> GenerationRequest:
     """Ask for samples, or to go on with aborted ones."""
-    empty = SampleRequest(sample_id="", seed=0, tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), segments=())
-    samples = [replace(empty, sample_id=f"g{number}/{index}", seed=seed) for index, seed in enumerate(seeds)]
+    empty = SampleRequest(
+        sample_id="",
+        seed=0,
+        tokens=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        segments=(),
+    )
+    samples = [
+        replace(empty, sample_id=f"g{number}/{index}", seed=seed)
+        for index, seed in enumerate(seeds)
+    ]
     for index, old in enumerate(so_far or []):
-        samples[index] = replace(samples[index], tokens=old.tokens, logprobs=old.logprobs, segments=old.segments)
+        samples[index] = replace(
+            samples[index], tokens=old.tokens, logprobs=old.logprobs, segments=old.segments
+        )
     return GenerationRequest(
         prompt_group_id=f"g{number}",
         prompt_tokens=np.arange(1, 9, dtype=np.int32),
@@ -103,18 +117,31 @@ def test_timed_engine_gives_every_sample_once_with_the_length_of_its_seed(tmp_pa
     engine.submit(request(0, [1, 2, 3, 4]))
     engine.submit(request(1, [5, 6]))
     samples = finish(engine)
-    lengths = {f"g0/{seed - 1}" if seed < 5 else f"g1/{seed - 5}": TIMING.lengths.record_tokens(seed) for seed in range(1, 7)}
+    lengths = {
+        f"g0/{seed - 1}" if seed < 5 else f"g1/{seed - 5}": TIMING.lengths.record_tokens(seed)
+        for seed in range(1, 7)
+    }
     assert {name: len(sample.tokens) for name, sample in samples.items()} == lengths
     assert len(set(lengths.values())) > 2
     for sample in samples.values():
-        assert len(sample.logprobs) == len(sample.tokens) == sum(segment.num_tokens for segment in sample.segments)
-        assert (sample.finish_reason is FinishReason.STOP) == (sample.tokens[-1] == STOP) == (len(sample.tokens) < 100)
+        assert (
+            len(sample.logprobs)
+            == len(sample.tokens)
+            == sum(segment.num_tokens for segment in sample.segments)
+        )
+        assert (
+            (sample.finish_reason is FinishReason.STOP)
+            == (sample.tokens[-1] == STOP)
+            == (len(sample.tokens) < 100)
+        )
 
 
 def test_timed_engine_ends_a_sample_by_length_at_the_limit(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     engine.submit(request(0, [1, 2], max_new_tokens=5))
-    assert {(len(sample.tokens), sample.finish_reason) for sample in finish(engine).values()} == {(5, FinishReason.LENGTH)}
+    assert {(len(sample.tokens), sample.finish_reason) for sample in finish(engine).values()} == {
+        (5, FinishReason.LENGTH)
+    }
 
 
 def test_timed_engine_slows_down_when_samples_share_it(tmp_path: Path, clock: Clock) -> None:
@@ -166,20 +193,27 @@ def test_timed_engine_goes_on_with_what_was_aborted(tmp_path: Path, clock: Clock
         assert [segment.policy_version for segment in sample.segments] == [0, 1]
 
 
-def test_timed_engine_marks_the_tokens_of_each_version_when_weights_are_swapped(tmp_path: Path, clock: Clock) -> None:
+def test_timed_engine_marks_the_tokens_of_each_version_when_weights_are_swapped(
+    tmp_path: Path, clock: Clock
+) -> None:
     engine = timed_by(clock, make_engine(tmp_path, replace(SLOW, time_scale=1e-3)))
     engine.submit(request(0, [1]))
     assert engine.poll(timeout_seconds=0.05) == []
     engine.load_weights(Weights(3, {}, b""), on_running="swap")
     engine._timing = TIMING
     (sample,) = finish(engine).values()
-    assert [(segment.policy_version, segment.kept_cache) for segment in sample.segments] == [(0, False), (3, True)]
+    assert [(segment.policy_version, segment.kept_cache) for segment in sample.segments] == [
+        (0, False),
+        (3, True),
+    ]
     assert sum(segment.num_tokens for segment in sample.segments) == len(sample.tokens)
     assert engine.policy_version == 3
 
 
 def test_timed_engine_stands_still_while_it_sleeps(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path, replace(TIMING, time_scale=20_000 * TIMING.time_scale))  # or it may have finished before it was put to sleep
+    engine = make_engine(
+        tmp_path, replace(TIMING, time_scale=20_000 * TIMING.time_scale)
+    )  # or it may have finished before it was put to sleep
     engine.submit(request(0, [1]))
     engine.sleep()
     assert engine.poll(timeout_seconds=0.05) == []

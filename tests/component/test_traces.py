@@ -16,16 +16,20 @@ from otlp_receiver import Collector, collecting
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from relax_events.broker.records import Record
 from relax_events.config import RunConfig, TracesConfig
 from relax_events.errors import ConfigError
-from relax_events.telemetry.span_metrics import SpanMetrics
-from relax_events.telemetry.traces import NOT_TRACED, Traces, open_traces, opening, require_tracing, sending
-from relax_events.telemetry.traces.ids import is_chosen, root_of
+from relax_events.kafka.records import Record
+from relax_events.telemetry.component_metrics import SpanMetrics
+from relax_events.telemetry.traces import NOT_TRACED, Traces, open_traces, require_tracing
+from relax_events.telemetry.traces import export as sending
+from relax_events.telemetry.traces import factory as opening
+from relax_events.telemetry.traces.recorded import is_chosen, root_of
 
 MakeRunConfig = Callable[..., RunConfig]
 GROUP = "000007-0003-0"
-FOREIGN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"  # the example of W3C Trace Context
+FOREIGN = (
+    "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"  # the example of W3C Trace Context
+)
 
 
 @pytest.fixture
@@ -44,17 +48,32 @@ def open_role(make_run_config: MakeRunConfig, collector: Collector) -> Callable[
     """Return an opener of a role's traces: `open_role("trainer", ratio=0.5)`."""
 
     def opened(role: str, **keys: object) -> Traces:
-        config = make_run_config(run={"id": "test"}, telemetry={"traces": {"endpoint": collector.endpoint, **keys}})
-        return open_traces(config, role=role, worker_id=f"{role}-0", counts=SpanMetrics(role, CollectorRegistry()))
+        config = make_run_config(
+            run={"id": "test"}, telemetry={"traces": {"endpoint": collector.endpoint, **keys}}
+        )
+        return open_traces(
+            config, role=role, worker_id=f"{role}-0", counts=SpanMetrics(role, CollectorRegistry())
+        )
 
     return opened
 
 
-def record(headers: dict[str, str], *, topic: str = "prompt.groups", offset: int = 5, key: str = GROUP, age_seconds: float = 2.0) -> Record:
-    return Record(f"relax.test.{topic}", 1, offset, key, b"", headers, int((time.time() - age_seconds) * 1000))
+def record(
+    headers: dict[str, str],
+    *,
+    topic: str = "prompt.groups",
+    offset: int = 5,
+    key: str = GROUP,
+    age_seconds: float = 2.0,
+) -> Record:
+    return Record(
+        f"relax.test.{topic}", 1, offset, key, b"", headers, int((time.time() - age_seconds) * 1000)
+    )
 
 
-def test_every_role_continues_the_trace_that_the_prompter_began(open_role: Callable[..., Traces], collector: Collector) -> None:
+def test_every_role_continues_the_trace_that_the_prompter_began(
+    open_role: Callable[..., Traces], collector: Collector
+) -> None:
     prompter, rollout, trainer = (open_role(role) for role in ("prompter", "rollout", "trainer"))
     prompter.issue(GROUP, topic="prompt.groups", train_step=7).end()
     headers = dict(prompter.headers_of(GROUP))
@@ -76,18 +95,38 @@ def test_every_role_continues_the_trace_that_the_prompter_began(open_role: Calla
         role.close()
 
     spans = {span.name: span for span in collector.spans}
-    root, wait, generate = spans["issue prompt.groups"], spans["wait prompt.groups"], spans["generate prompt.groups"]
-    train, stepped, published = spans["train advantage.samples"], spans["step advantage.samples"], spans["publish control.policy-versions"]
+    root, wait, generate = (
+        spans["issue prompt.groups"],
+        spans["wait prompt.groups"],
+        spans["generate prompt.groups"],
+    )
+    train, stepped, published = (
+        spans["train advantage.samples"],
+        spans["step advantage.samples"],
+        spans["publish control.policy-versions"],
+    )
     assert headers["traceparent"] == f"00-{root.place[0].hex()}-{root.place[1].hex()}-01"
     assert {span.place[0] for span in (root, wait, generate, train)} == {root.place[0]}
     assert {span.parent for span in (wait, generate, train)} == {root.place[1]}
     assert 1.9 <= (wait.ended_ns - wait.began_ns) / 1e9 < 60
     assert (train.links, stepped.links) == ((stepped.place,), (root.place,))
     assert (published.parent, published.place[0]) == (stepped.place[1], stepped.place[0])
-    assert [span.kind for span in (root, wait, generate, stepped, published)] == ["PRODUCER", "INTERNAL", "CONSUMER", "CONSUMER", "PRODUCER"]
-    assert {span.service for span in collector.spans} == {"relax-prompter", "relax-rollout", "relax-trainer"}
+    assert [span.kind for span in (root, wait, generate, stepped, published)] == [
+        "PRODUCER",
+        "INTERNAL",
+        "CONSUMER",
+        "CONSUMER",
+        "PRODUCER",
+    ]
+    assert {span.service for span in collector.spans} == {
+        "relax-prompter",
+        "relax-rollout",
+        "relax-trainer",
+    }
     assert generate.facts["relax.policy_versions"] == [3, 4]
-    conventional = {name: value for name, value in generate.facts.items() if name.startswith("messaging.")}
+    conventional = {
+        name: value for name, value in generate.facts.items() if name.startswith("messaging.")
+    }
     assert conventional == {
         "messaging.system": "kafka",
         "messaging.client.id": "test.rollout-0",
@@ -113,12 +152,18 @@ def test_prompt_group_that_is_issued_twice_has_one_trace_and_the_next_attempt_le
     assert second.place[0] != first.place[0]
 
 
-def test_prompter_alone_chooses_what_is_traced(open_role: Callable[..., Traces], collector: Collector) -> None:
+def test_prompter_alone_chooses_what_is_traced(
+    open_role: Callable[..., Traces], collector: Collector
+) -> None:
     names = [f"{step:06d}-{seat:04d}-0" for step in range(100) for seat in range(20)]
     chosen = {name for name in names if is_chosen(root_of("test", name).trace_id, 0.25)}
     assert 0.2 < len(chosen) / len(names) < 0.3
     judge = TraceIdRatioBased(0.25)
-    assert chosen == {name for name in names if judge.should_sample(None, root_of("test", name).trace_id, "").decision.is_sampled()}
+    assert chosen == {
+        name
+        for name in names
+        if judge.should_sample(None, root_of("test", name).trace_id, "").decision.is_sampled()
+    }
 
     prompter, rollout = open_role("prompter", ratio=0.25), open_role("rollout", ratio=0.25)
     for name in names[:40]:
@@ -133,8 +178,12 @@ def test_prompter_alone_chooses_what_is_traced(open_role: Callable[..., Traces],
     assert len(chosen & set(names[:40])) > 0
 
 
-@pytest.mark.parametrize("header", ["", "nonsense", FOREIGN[:-1] + "0", "00-" + "0" * 32 + FOREIGN[35:]])
-def test_record_without_a_sampled_context_is_not_traced(open_role: Callable[..., Traces], header: str) -> None:
+@pytest.mark.parametrize(
+    "header", ["", "nonsense", FOREIGN[:-1] + "0", "00-" + "0" * 32 + FOREIGN[35:]]
+)
+def test_record_without_a_sampled_context_is_not_traced(
+    open_role: Callable[..., Traces], header: str
+) -> None:
     rollout = open_role("rollout")
     rollout.take(record({"traceparent": header} if header else {}))
     rollout.waited(GROUP, "prompt.groups")
@@ -142,7 +191,9 @@ def test_record_without_a_sampled_context_is_not_traced(open_role: Callable[...,
     assert rollout.headers_of(GROUP) == {}
 
 
-def test_trace_of_a_guest_is_continued(open_role: Callable[..., Traces], collector: Collector) -> None:
+def test_trace_of_a_guest_is_continued(
+    open_role: Callable[..., Traces], collector: Collector
+) -> None:
     rollout = open_role("rollout")
     rollout.take(record({"traceparent": FOREIGN, "tracestate": "theirs=1"}))
     rollout.begin("generate", GROUP, topic="prompt.groups").end()
@@ -152,7 +203,9 @@ def test_trace_of_a_guest_is_continued(open_role: Callable[..., Traces], collect
     assert (span.place[0].hex(), span.parent.hex()) == (FOREIGN[3:35], FOREIGN[36:52])
 
 
-def test_trace_of_what_is_not_trained_ends_with_the_reason(open_role: Callable[..., Traces], collector: Collector) -> None:
+def test_trace_of_what_is_not_trained_ends_with_the_reason(
+    open_role: Callable[..., Traces], collector: Collector
+) -> None:
     trainer = open_role("trainer")
     trainer.take(record({"traceparent": FOREIGN}, topic="advantage.samples"))
     trainer.ended(GROUP, outcome="expired", reason="version 3 left the window of version 5")
@@ -160,24 +213,36 @@ def test_trace_of_what_is_not_trained_ends_with_the_reason(open_role: Callable[.
     trainer.ended("000000-0000-0", outcome="failed", reason="nobody traces it")
     trainer.close()
     expired, failed = collector.named("end control.group-outcomes")
-    assert (expired.facts["relax.outcome"], expired.facts["relax.reason"]) == ("expired", "version 3 left the window of version 5")
+    assert (expired.facts["relax.outcome"], expired.facts["relax.reason"]) == (
+        "expired",
+        "version 3 left the window of version 5",
+    )
     assert (expired.error, failed.error) == ("", "reward: no number")
 
 
-def test_work_that_is_given_up_ends_as_failed(open_role: Callable[..., Traces], collector: Collector) -> None:
+def test_work_that_is_given_up_ends_as_failed(
+    open_role: Callable[..., Traces], collector: Collector
+) -> None:
     reward = open_role("reward")
     reward.take(record({"traceparent": FOREIGN}, topic="rollout.samples"))
-    with pytest.raises(ZeroDivisionError), reward.each("score", [GROUP, GROUP, "another"], topic="rollout.samples"):
+    with (
+        pytest.raises(ZeroDivisionError),
+        reward.each("score", [GROUP, GROUP, "another"], topic="rollout.samples"),
+    ):
         raise ZeroDivisionError
     reward.close()
     (span,) = collector.spans
     assert (span.facts["relax.num_samples"], span.error) == (2, "it was given up")
 
 
-def test_step_links_more_prompt_groups_than_the_sdk_would_by_itself(open_role: Callable[..., Traces], collector: Collector) -> None:
+def test_step_links_more_prompt_groups_than_the_sdk_would_by_itself(
+    open_role: Callable[..., Traces], collector: Collector
+) -> None:
     trainer = open_role("trainer")
     headers = [{"traceparent": f"00-{FOREIGN[3:35]}-{number:016x}-01"} for number in range(1, 301)]
-    trainer.step(0, began_ns=time.time_ns(), headers=headers).end({f"figure.{number}": 1.0 for number in range(150)})
+    trainer.step(0, began_ns=time.time_ns(), headers=headers).end(
+        {f"figure.{number}": 1.0 for number in range(150)}
+    )
     trainer.close()
     (span,) = collector.spans
     assert len(span.links) == span.facts["messaging.batch.message_count"] == 300
@@ -186,14 +251,22 @@ def test_step_links_more_prompt_groups_than_the_sdk_would_by_itself(open_role: C
 
 def test_nothing_is_written_without_a_collector(make_run_config: MakeRunConfig) -> None:
     config = make_run_config()
-    traces = open_traces(config, role="prompter", worker_id="prompter-0", counts=SpanMetrics("prompter", CollectorRegistry()))
+    traces = open_traces(
+        config,
+        role="prompter",
+        worker_id="prompter-0",
+        counts=SpanMetrics("prompter", CollectorRegistry()),
+    )
     assert traces.issue(GROUP, topic="prompt.groups") is NOT_TRACED
     traces.take(record({"traceparent": FOREIGN}))
     assert traces.headers_of(GROUP) == traces.step(0, began_ns=0, headers=()).headers == {}
 
 
 def lost(registry: CollectorRegistry, reason: str) -> float:
-    return registry.get_sample_value("relax_spans_lost_total", {"role": "rollout", "reason": reason}) or 0.0
+    return (
+        registry.get_sample_value("relax_spans_lost_total", {"role": "rollout", "reason": reason})
+        or 0.0
+    )
 
 
 class Noticed(SpanMetrics):
@@ -208,10 +281,16 @@ class Noticed(SpanMetrics):
         self.event.set()
 
 
-def test_collector_that_is_away_costs_spans_alone(make_run_config: MakeRunConfig, registry: CollectorRegistry) -> None:
+def test_collector_that_is_away_costs_spans_alone(
+    make_run_config: MakeRunConfig, registry: CollectorRegistry
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
-        config = make_run_config(telemetry={"traces": {"endpoint": f"http://127.0.0.1:{taken.getsockname()[1]}/v1/traces"}})
+        config = make_run_config(
+            telemetry={
+                "traces": {"endpoint": f"http://127.0.0.1:{taken.getsockname()[1]}/v1/traces"}
+            }
+        )
         counts = Noticed(registry)
         traces = open_traces(config, role="rollout", worker_id="rollout-0", counts=counts)
         traces.take(record({"traceparent": FOREIGN}))
@@ -248,7 +327,9 @@ def test_queue_is_bounded_and_what_it_drops_is_counted(
     monkeypatch.setattr(sending, "CLOSE_SECONDS", 0.1)
     with held_up(monkeypatch) as go:
         config = make_run_config(telemetry={"traces": {"endpoint": "http://127.0.0.1:9/v1/traces"}})
-        traces = open_traces(config, role="rollout", worker_id="rollout-0", counts=SpanMetrics("rollout", registry))
+        traces = open_traces(
+            config, role="rollout", worker_id="rollout-0", counts=SpanMetrics("rollout", registry)
+        )
         traces.take(record({"traceparent": FOREIGN}))
         for _ in range(100):
             traces.begin("generate", GROUP, topic="prompt.groups").end()
@@ -262,9 +343,15 @@ def test_queue_is_bounded_and_what_it_drops_is_counted(
 @pytest.mark.parametrize(
     ("endpoint", "complaint"),
     [
-        ("127.0.0.1:4318", "must be an address such as http://127.0.0.1:4318/v1/traces, got '127.0.0.1:4318'"),
+        (
+            "127.0.0.1:4318",
+            "must be an address such as http://127.0.0.1:4318/v1/traces, got '127.0.0.1:4318'",
+        ),
         ("http:///v1/traces", "must be an address"),
-        ("https://me:secret@collector/v1/traces", "give them as a header by OTEL_EXPORTER_OTLP_HEADERS"),
+        (
+            "https://me:secret@collector/v1/traces",
+            "give them as a header by OTEL_EXPORTER_OTLP_HEADERS",
+        ),
     ],
 )
 def test_endpoint_that_is_none_is_refused(endpoint: str, complaint: str) -> None:
@@ -272,10 +359,17 @@ def test_endpoint_that_is_none_is_refused(endpoint: str, complaint: str) -> None
         TracesConfig(endpoint=endpoint)
 
 
-def test_package_that_is_missing_is_named_with_its_extra(make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_run_config(telemetry={"traces": {"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.05}})
+def test_package_that_is_missing_is_named_with_its_extra(
+    make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run_config(
+        telemetry={"traces": {"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.05}}
+    )
     assert require_tracing(config) == "5% of the prompt groups, to http://127.0.0.1:4318/v1/traces"
     monkeypatch.setattr(opening, "PACKAGE", "a_package_that_is_not_there.http")
-    with pytest.raises(ConfigError, match=r"^telemetry.traces.endpoint needs OpenTelemetry; pip install 'relax-events\[tracing\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^telemetry.traces.endpoint needs OpenTelemetry; pip install 'relax-events\[tracing\]'",
+    ):
         require_tracing(config)
     assert require_tracing(make_run_config()) == "none: telemetry.traces.endpoint is empty"

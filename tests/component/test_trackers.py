@@ -13,9 +13,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.telemetry import feed as feeding
-from relax_events.telemetry.feed import Feed
-from relax_events.telemetry.trackers import Figures, Memory, feed_tracker, open_feeds, require_trackers
+from relax_events.telemetry import delivery as feeding
+from relax_events.telemetry.delivery import Feed
+from relax_events.telemetry.trackers import (
+    Figures,
+    Memory,
+    feed_tracker,
+    open_feeds,
+    require_trackers,
+)
 from tests.unit.run_events import run_config
 
 PATIENCE_SECONDS = 60.0
@@ -43,21 +49,35 @@ class Kept:
 
 
 def figures(step: int, series: str = "train") -> Figures:
-    return Figures(series, step, 1_700_000_000_000_000 + step, {"loss": 0.5 / (step + 1), "reward_mean": float(step)})
+    return Figures(
+        series,
+        step,
+        1_700_000_000_000_000 + step,
+        {"loss": 0.5 / (step + 1), "reward_mean": float(step)},
+    )
 
 
 @pytest.fixture
-def feed_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Feed[Figures], list[str]]]:
+def feed_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Feed[Figures], list[str]]]:
     monkeypatch.setattr(feeding, "BACKOFF_SECONDS", 0.01)
 
     def make(tracker: Kept) -> tuple[Feed[Figures], list[str]]:
         errors: list[str] = []
-        return feed_tracker("kept", lambda memory: tracker, memory=Memory(tmp_path / "kept.json"), failed=errors.append), errors
+        return feed_tracker(
+            "kept",
+            lambda memory: tracker,
+            memory=Memory(tmp_path / "kept.json"),
+            failed=errors.append,
+        ), errors
 
     return make
 
 
-def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(feed_of: Callable[..., tuple[Feed[Figures], list[str]]]) -> None:
+def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(
+    feed_of: Callable[..., tuple[Feed[Figures], list[str]]],
+) -> None:
     tracker = Kept(refusals=4)
     feed, errors = feed_of(tracker)
     for step in range(50):
@@ -84,7 +104,9 @@ def test_tracker_that_hangs_holds_up_neither_the_worker_nor_its_end(
     tracker.released.set()
 
 
-def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(feed_of: Callable[..., tuple[Feed[Figures], list[str]]]) -> None:
+def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(
+    feed_of: Callable[..., tuple[Feed[Figures], list[str]]],
+) -> None:
     feed, errors = feed_of(Kept(refusals=10**9))
     for step in range(5):
         feed.put(figures(step))
@@ -92,9 +114,17 @@ def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(feed_of: Ca
     assert errors
 
 
-@pytest.mark.parametrize(("remembers", "again"), [(True, [("train", 3), ("evaluation/held", 4)]), (False, [("train", step) for step in range(4)])])
+@pytest.mark.parametrize(
+    ("remembers", "again"),
+    [
+        (True, [("train", 3), ("evaluation/held", 4)]),
+        (False, [("train", step) for step in range(4)]),
+    ],
+)
 def test_worker_that_starts_again_doubles_nothing(
-    feed_of: Callable[..., tuple[Feed[Figures], list[str]]], remembers: bool, again: list[tuple[str, int]]
+    feed_of: Callable[..., tuple[Feed[Figures], list[str]]],
+    remembers: bool,
+    again: list[tuple[str, int]],
 ) -> None:
     first, second = Kept(remembers=remembers), Kept(remembers=remembers)
     for tracker, steps in ((first, 3), (second, 4)):
@@ -107,8 +137,13 @@ def test_worker_that_starts_again_doubles_nothing(
     assert second.taken == expected
 
 
-def test_unknown_tracker_and_missing_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"telemetry.trackers: 'aim' is not installed; installed are clearml, mlflow, tensorboard, wandb"):
+def test_unknown_tracker_and_missing_package_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"telemetry.trackers: 'aim' is not installed; installed are clearml, mlflow, tensorboard, wandb",
+    ):
         open_feeds(with_trackers(tmp_path, "aim"), failed=lambda _: None)
     own = tmp_path / "mine.py"
     own.write_text("import no_such_library\n\nclass Mine: ...\n")
@@ -120,20 +155,29 @@ def test_tracker_whose_package_is_missing_is_named_before_it_is_loaded(tmp_path:
     own = tmp_path / "mine.py"
     (tmp_path / "beside.py").write_text("")
     own.write_text("import json\nimport beside\nimport no_such_library.part\n\nclass Mine: ...\n")
-    with pytest.raises(ConfigError, match=r"Mine' needs no_such_library; pip install 'relax-events\[trackers\]', or leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Mine' needs no_such_library; pip install 'relax-events\[trackers\]', or leave it out",
+    ):
         require_trackers(with_trackers(tmp_path, f"{own}:Mine"))
     assert require_trackers(with_trackers(tmp_path, "tensorboard")) == "tensorboard"
-    with pytest.raises(ConfigError, match=r"'tensorbord' is not installed; installed are clearml.*; did you mean tensorboard\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'tensorbord' is not installed; installed are clearml.*; did you mean tensorboard\?",
+    ):
         require_trackers(with_trackers(tmp_path, "tensorbord"))
 
 
 def with_trackers(folder: Path, *names: str) -> RunConfig:
     config = run_config(folder)
-    return config.model_copy(update={"telemetry": config.telemetry.model_copy(update={"trackers": names})})
+    return config.model_copy(
+        update={"telemetry": config.telemetry.model_copy(update={"trackers": names})}
+    )
 
 
 def fed(config: RunConfig, *steps: int) -> list[str]:
-    """Feed steps to the trackers of a run, as one process of the metrics role would; return the errors."""
+    """Feed steps to the trackers of a run, as one process of the metrics role would; return the
+    errors."""
     errors: list[str] = []
     feeds = open_feeds(config, failed=errors.append)
     for step in steps:
@@ -143,16 +187,24 @@ def fed(config: RunConfig, *steps: int) -> list[str]:
     return errors
 
 
-def test_tensorboard_is_the_default_and_shows_each_step_once_after_a_restart(tmp_path: Path) -> None:
+def test_tensorboard_is_the_default_and_shows_each_step_once_after_a_restart(
+    tmp_path: Path,
+) -> None:
     config = run_config(tmp_path)
     assert fed(config, 0, 1) == fed(config, 0, 1, 2) == []
     shown: Any = EventAccumulator(str(config.run_directory / "tensorboard")).Reload()
-    assert [(point.step, point.value) for point in shown.Scalars("train/reward_mean")] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert [(point.step, point.value) for point in shown.Scalars("train/reward_mean")] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+    ]
     assert shown.Scalars("train/loss")[1].wall_time == pytest.approx(1_700_000_000.000001)
 
 
 @pytest.mark.long
-def test_mlflow_takes_the_run_up_and_holds_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_takes_the_run_up_and_holds_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -161,13 +213,17 @@ def test_mlflow_takes_the_run_up_and_holds_each_step_once(tmp_path: Path, monkey
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("relax-events").experiment_id])
     history = client.get_metric_history(run.info.run_id, "train/reward_mean")
-    assert [(point.step, point.value, point.timestamp) for point in history] == [(step, float(step), 1_700_000_000_000) for step in range(3)]
+    assert [(point.step, point.value, point.timestamp) for point in history] == [
+        (step, float(step), 1_700_000_000_000) for step in range(3)
+    ]
     assert (run.info.run_name, run.info.status) == (config.run.id, "FINISHED")
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_and_clearml_keep_offline_sessions_that_can_be_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_and_clearml_keep_offline_sessions_that_can_be_sent_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("CLEARML_OFFLINE_MODE", "1")  # read when it is imported
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "clearml"))

@@ -16,7 +16,9 @@ MADE = environment.ROOT / ".relax" / "trl" / "requirements.txt"
 
 def numbers(tree: Any) -> list[float]:
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else None
-    return [float(tree)] if parts is None else [number for part in parts for number in numbers(part)]
+    return (
+        [float(tree)] if parts is None else [number for part in parts for number in numbers(part)]
+    )
 
 
 def keys(tree: Any) -> Any:

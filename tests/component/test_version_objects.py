@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from event_samples import published, rolled_out
 
-from relax_events.control.topics.purge import oldest_with_records
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PolicyVersionPublished, SampleRolledOut
 from relax_events.objects import ObjectStore, check_in, check_out
 from relax_events.objects.version_objects import delete_before, folder_of, stored_versions
+from relax_events.ops.purge import oldest_with_records
 from relax_events.topics import TopicPlan
 
 PLAN = TopicPlan("r", 1, 2, 4, 1, "none")
@@ -28,7 +28,13 @@ def store(tmp_path: Path) -> ObjectStore:
 
 def starts_of(version: int, offset: int) -> PolicyVersionPublished:
     partitions = PLAN.partitions_of_version(version)
-    return published(version, start_offsets=[TopicOffset(PLAN.topic("rollout.samples"), partition, offset) for partition in partitions])
+    return published(
+        version,
+        start_offsets=[
+            TopicOffset(PLAN.topic("rollout.samples"), partition, offset)
+            for partition in partitions
+        ],
+    )
 
 
 def begins_at(offset_of_version: Mapping[int, int]) -> dict[tuple[str, int], int]:
@@ -44,13 +50,21 @@ def test_version_has_records_until_its_slot_begins_with_the_next_owner() -> None
     events = [starts_of(version, 10 * version) for version in range(6)]
     assert oldest_with_records(PLAN, events, begins_at({0: 0, 1: 0, 2: 0})) == 0
     assert oldest_with_records(PLAN, events, begins_at({3: 30, 1: 10, 2: 20})) == 1
-    assert oldest_with_records(PLAN, events, begins_at({3: 30, 4: 39, 5: 50})) == 1, "one record of version 1 is left"
-    assert oldest_with_records(PLAN, events, begins_at({3: 30, 4: 40, 5: 50})) == 3, "the newest owners keep theirs"
-    one_shard_behind = begins_at({3: 30, 4: 40, 5: 50}) | {(PLAN.topic("rollout.samples"), PLAN.partitions_of_version(1)[-1]): 39}
+    assert oldest_with_records(PLAN, events, begins_at({3: 30, 4: 39, 5: 50})) == 1, (
+        "one record of version 1 is left"
+    )
+    assert oldest_with_records(PLAN, events, begins_at({3: 30, 4: 40, 5: 50})) == 3, (
+        "the newest owners keep theirs"
+    )
+    one_shard_behind = begins_at({3: 30, 4: 40, 5: 50}) | {
+        (PLAN.topic("rollout.samples"), PLAN.partitions_of_version(1)[-1]): 39
+    }
     assert oldest_with_records(PLAN, events, one_shard_behind) == 1
     assert oldest_with_records(PLAN, [], {}) == 0
     assert oldest_with_records(PLAN, events[2:], begins_at({3: 30, 4: 40, 2: 20})) == 2
-    assert oldest_with_records(PLAN, events[2:], begins_at({3: 30, 4: 40, 2: 19})) == 0, "older records than those whose versions are given"
+    assert oldest_with_records(PLAN, events[2:], begins_at({3: 30, 4: 40, 2: 19})) == 0, (
+        "older records than those whose versions are given"
+    )
 
 
 def stored_sample(store: ObjectStore, version: int, *, size: int) -> SampleRolledOut:
@@ -65,7 +79,8 @@ def num_bytes(folder: Path) -> int:
 
 
 def test_store_of_a_long_run_stays_bounded(store: ObjectStore, tmp_path: Path) -> None:
-    """A step's records refer to arrays and to an image of the data set that comes again every few steps."""
+    """A step's records refer to arrays and to an image of the data set that comes again every few
+    steps."""
     size, largest, samples = 500, 0, {}
     images = [store.put(bytes([number]) * 1000, suffix=".png") for number in range(3)]
     for version in range(60):
@@ -75,14 +90,23 @@ def test_store_of_a_long_run_stays_bounded(store: ObjectStore, tmp_path: Path) -
         largest = max(largest, num_bytes(tmp_path))
     assert stored_versions(store) == [56, 57, 58, 59]
     assert largest <= (RETAINED + 1) * 3 * size * 8 + 3 * 1000
-    assert [check_out(samples[version], store).routed_experts.shape for version in range(56, 60)] == [(3, size, 8)] * 4  # type: ignore[union-attr]
+    assert [
+        check_out(samples[version], store).routed_experts.shape for version in range(56, 60)
+    ] == [(3, size, 8)] * 4  # type: ignore[union-attr]
     assert {store.get(image)[:1] for image in images} == {b"\0", b"\1", b"\2"}
 
 
-def test_equal_arrays_of_one_version_are_stored_once_and_of_two_versions_apart(store: ObjectStore) -> None:
+def test_equal_arrays_of_one_version_are_stored_once_and_of_two_versions_apart(
+    store: ObjectStore,
+) -> None:
     sample = rolled_out(tokens=np.arange(4, dtype=np.int32) + 1)
     one = check_in(sample, store, inline_max_bytes=8, folder=folder_of(3))
-    same = check_in(dataclasses.replace(sample, sample_id="000000-0000-0/1"), store, inline_max_bytes=8, folder=folder_of(3))
+    same = check_in(
+        dataclasses.replace(sample, sample_id="000000-0000-0/1"),
+        store,
+        inline_max_bytes=8,
+        folder=folder_of(3),
+    )
     later = check_in(sample, store, inline_max_bytes=8, folder=folder_of(4))
     assert one.tokens.reference == same.tokens.reference != later.tokens.reference  # type: ignore[union-attr]
     assert delete_before(store, 4) == 2, "tokens, and the log-probabilities of the engine"

@@ -20,21 +20,39 @@ def looked_for_anew() -> Iterator[None]:
 
 
 def test_walls_that_a_container_refuses_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose engine refuses new namespaces: the command that leads there ends with an error."""
-    weaker = next(one for one in walls._candidates() if not one.has_namespaces and walls._holds(one))
-    monkeypatch.setattr(walls, "_candidates", lambda: [Walls(("false",), has_namespaces=True, landlock=weaker.landlock, filters=True), weaker])
+    """As in a container whose engine refuses new namespaces: the command that leads there ends with
+    an error."""
+    weaker = next(
+        one for one in walls._candidates() if not one.has_namespaces and walls._holds(one)
+    )
+    monkeypatch.setattr(
+        walls,
+        "_candidates",
+        lambda: [
+            Walls(("false",), has_namespaces=True, landlock=weaker.landlock, filters=True),
+            weaker,
+        ],
+    )
     assert walls.find_walls() == weaker
 
 
-def test_kernel_or_container_without_landlock_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_or_container_without_landlock_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     without = next(one for one in [Walls(filters=True), Walls()] if walls._holds(one))
     monkeypatch.setattr(walls, "_candidates", lambda: [without])
-    with pytest.raises(EnvironmentProblem, match=r"nothing keeps them from files .*in a container, a seccomp profile that lets Landlock through"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"nothing keeps them from files .*in a container, a seccomp profile that lets Landlock through",
+    ):
         require_walls()
 
 
 def test_root_that_can_not_become_another_user_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walls, "_candidates", lambda: [Walls(("false",), landlock=1, filters=True)])
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(EnvironmentProblem, match=r"run it as another user than root, or give it the capabilities CHOWN, .* SETUID$"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"run it as another user than root, or give it the capabilities CHOWN, .* SETUID$",
+    ):
         require_walls()

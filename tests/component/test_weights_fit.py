@@ -1,4 +1,5 @@
-"""The model of a run file against the weights that the run has published: names and shapes, read from headers."""
+"""The model of a run file against the weights that the run has published: names and shapes, read
+from headers."""
 
 from __future__ import annotations
 
@@ -9,24 +10,28 @@ import pytest
 from safetensors.torch import load_file
 
 from relax_events.config import RunConfig
-from relax_events.control.weights_fit import difference_of, require_fitting_model, shapes_in
 from relax_events.errors import ConfigError
 from relax_events.events.types import PolicyVersionPublished
-from relax_events.models.tiny import make_tiny
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.launcher.weights_fit import difference_of, require_fitting_model, shapes_in
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifacts import write_weights
+from relax_events.weights.artifact_writer import write_weights
 
 MakeRunConfig = Callable[..., RunConfig]
 
 
 @pytest.fixture
-def published(make_run_config: MakeRunConfig, tmp_path: Path) -> tuple[RunConfig, PolicyVersionPublished]:
+def published(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> tuple[RunConfig, PolicyVersionPublished]:
     """Give a run that has published its model as version 7."""
     config = make_run_config()
     make_tiny(config.model.path, corpus=["12=21"], hidden_size=32)
     tensors = load_file(config.model.path / "model.safetensors")
     artifact, _ = write_weights(ObjectStore.open(config.objects_uri), tensors, policy_version=7)
-    return config, PolicyVersionPublished(policy_version=7, artifact=artifact, transports=["store"], start_offsets=[])
+    return config, PolicyVersionPublished(
+        policy_version=7, artifact=artifact, transports=["store"], start_offsets=[]
+    )
 
 
 def with_model(config: RunConfig, path: Path) -> RunConfig:
@@ -34,7 +39,9 @@ def with_model(config: RunConfig, path: Path) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
-def test_model_that_the_run_began_with_fits(published: tuple[RunConfig, PolicyVersionPublished]) -> None:
+def test_model_that_the_run_began_with_fits(
+    published: tuple[RunConfig, PolicyVersionPublished],
+) -> None:
     config, newest = published
     assert require_fitting_model(config, newest) == f"{config.model.path} fits policy version 7"
 
@@ -47,7 +54,10 @@ def test_model_that_the_run_began_with_fits(published: tuple[RunConfig, PolicyVe
     ],
 )
 def test_other_model_is_refused_by_what_differs(
-    published: tuple[RunConfig, PolicyVersionPublished], tmp_path: Path, made: dict[str, int], difference: str
+    published: tuple[RunConfig, PolicyVersionPublished],
+    tmp_path: Path,
+    made: dict[str, int],
+    difference: str,
 ) -> None:
     config, newest = published
     other = make_tiny(tmp_path / "other", corpus=["12=21"], **made)
@@ -56,10 +66,14 @@ def test_other_model_is_refused_by_what_differs(
         require_fitting_model(with_model(config, other), newest)
 
 
-def test_nothing_is_compared_where_there_is_nothing(published: tuple[RunConfig, PolicyVersionPublished], tmp_path: Path) -> None:
+def test_nothing_is_compared_where_there_is_nothing(
+    published: tuple[RunConfig, PolicyVersionPublished], tmp_path: Path
+) -> None:
     config, newest = published
     assert require_fitting_model(config, None).startswith("nothing to compare")
-    assert require_fitting_model(with_model(config, tmp_path / "none"), newest).startswith("nothing to compare")
+    assert require_fitting_model(with_model(config, tmp_path / "none"), newest).startswith(
+        "nothing to compare"
+    )
     for path in tmp_path.rglob("manifest-*.json"):
         path.unlink()
     assert require_fitting_model(config, newest).startswith("not compared with policy version 7: ")
@@ -69,13 +83,22 @@ def test_tensors_that_only_one_of_them_names_say_nothing() -> None:
     assert difference_of({"a": (1,), "experts.0.w": (2,)}, {"a": (1,), "experts.w": (4, 2)}) == ""
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, (100).to_bytes(8, "little") + b"{", (2).to_bytes(8, "little") + b"[]"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 8, (100).to_bytes(8, "little") + b"{", (2).to_bytes(8, "little") + b"[]"],
+)
 def test_file_that_is_cut_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is not a whole safetensors file .*; fetch it again"):
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors is not a whole safetensors file .*; fetch it again"
+    ):
         shapes_in(tmp_path)
 
 
-def test_shapes_are_those_of_the_tensors(published: tuple[RunConfig, PolicyVersionPublished]) -> None:
+def test_shapes_are_those_of_the_tensors(
+    published: tuple[RunConfig, PolicyVersionPublished],
+) -> None:
     path = published[0].model.path
-    assert shapes_in(path) == {name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()}
+    assert shapes_in(path) == {
+        name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()
+    }

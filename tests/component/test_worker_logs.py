@@ -1,4 +1,5 @@
-"""Logs of workers as readable lines: parsed, in order of time, by level, and followed while they are written."""
+"""Logs of workers as readable lines: parsed, in order of time, by level, and followed while they
+are written."""
 
 from __future__ import annotations
 
@@ -10,15 +11,26 @@ import orjson
 import pytest
 
 from relax_events.cli.logs import logs
-from relax_events.control.worker_logs import LogParser, LogTail, log_files, read_lines, severe
 from relax_events.errors import ConfigError
+from relax_events.history.worker_logs import LogParser, LogTail, log_files, read_lines, severe
 
 SECONDS = 60.0
 
 
 def event(at: int, name: str, level: str = "info", **more: object) -> bytes:
     """Return a line of a log, written in a second of a minute."""
-    return orjson.dumps({"role": "reward", "event": name, "level": level, "timestamp": f"2026-01-01T00:00:{at:02}Z", **more}) + b"\n"
+    return (
+        orjson.dumps(
+            {
+                "role": "reward",
+                "event": name,
+                "level": level,
+                "timestamp": f"2026-01-01T00:00:{at:02}Z",
+                **more,
+            }
+        )
+        + b"\n"
+    )
 
 
 @pytest.fixture
@@ -26,7 +38,9 @@ def folder(tmp_path: Path) -> Path:
     """Give the folder of a run with logs of two workers and of `relax run`."""
     logs = tmp_path / "runs" / "demo" / "logs"
     logs.mkdir(parents=True)
-    failed = b"Traceback (most recent call last):\n\n" + event(5, "worker.failed", "error", text="no room")
+    failed = b"Traceback (most recent call last):\n\n" + event(
+        5, "worker.failed", "error", text="no room"
+    )
     (logs / "trainer-0.log").write_bytes(event(1, "worker.started", metrics_port=9100) + failed)
     (logs / "trainer-1.log").write_bytes(event(2, "worker.started"))
     (logs / "run.log").write_bytes(event(3, "worker.died", "warning", worker="trainer-0"))
@@ -35,8 +49,19 @@ def folder(tmp_path: Path) -> Path:
 
 def test_line_is_readable_and_what_is_no_event_keeps_the_time_of_the_line_before() -> None:
     parser = LogParser("reward-0")
-    lines = [parser.line(raw) for raw in (event(7, "x.done", count=3, why="a b"), b"printed\n", b"\n", b'{"other": 1}\n', b"\xff" * 100_000)]
-    assert str(lines[0]) == '2026-01-01 00:00:07  reward-0         info      x.done count=3 why="a b"'
+    lines = [
+        parser.line(raw)
+        for raw in (
+            event(7, "x.done", count=3, why="a b"),
+            b"printed\n",
+            b"\n",
+            b'{"other": 1}\n',
+            b"\xff" * 100_000,
+        )
+    ]
+    assert (
+        str(lines[0]) == '2026-01-01 00:00:07  reward-0         info      x.done count=3 why="a b"'
+    )
     assert str(lines[1]) == "2026-01-01 00:00:07  reward-0                   printed"
     assert lines[2] is None
     assert [line.text[:12] if line else "" for line in lines[3:]] == ['{"other": 1}', "\ufffd" * 12]
@@ -53,17 +78,23 @@ def test_logs_are_in_order_of_time_and_those_of_a_role_or_worker_can_be_had(fold
         "worker.failed",
     ]
     assert [*log_files(folder, ["trainer"])] == ["trainer-0", "trainer-1"]
-    assert [line.text for line in severe(read_lines(log_files(folder, ["trainer-0", "run"])), "error")] == [
+    assert [
+        line.text for line in severe(read_lines(log_files(folder, ["trainer-0", "run"])), "error")
+    ] == [
         "Traceback (most recent call last):",
         'worker.failed text="no room"',
     ]
-    with pytest.raises(ConfigError, match=r"there is no log of reward in .*; there are run, trainer-0, trainer-1"):
+    with pytest.raises(
+        ConfigError, match=r"there is no log of reward in .*; there are run, trainer-0, trainer-1"
+    ):
         log_files(folder, ["reward"])
     with pytest.raises(ConfigError, match=r"there are no logs in .*nowhere"):
         log_files(folder / "nowhere")
 
 
-def test_tail_gives_whole_lines_as_they_are_written_in_logs_that_are_there_and_in_new_ones(folder: Path) -> None:
+def test_tail_gives_whole_lines_as_they_are_written_in_logs_that_are_there_and_in_new_ones(
+    folder: Path,
+) -> None:
     with (folder / "trainer-1.log").open("ab") as file:
         file.write(b'{"event":"half')
     tail, heard = LogTail(folder), SimpleQueue[str]()
@@ -91,9 +122,14 @@ def test_tail_gives_whole_lines_as_they_are_written_in_logs_that_are_there_and_i
     tail.close()
 
 
-def test_command_shows_the_last_lines_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_shows_the_last_lines_of_a_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logs("demo", "trainer", lines=2, level="warning", directory=folder.parents[2])
     logs("demo", "trainer", lines=2, level="warning", directory=folder.parents[2], output="json")
     shown = capsys.readouterr().out.splitlines()
-    assert [line.split(maxsplit=3)[3] for line in shown[:2]] == ["Traceback (most recent call last):", 'error     worker.failed text="no room"']
+    assert [line.split(maxsplit=3)[3] for line in shown[:2]] == [
+        "Traceback (most recent call last):",
+        'error     worker.failed text="no room"',
+    ]
     assert orjson.loads(shown[3])["worker"] == "trainer-0"

@@ -1,4 +1,5 @@
-"""Calls `relax` as a shell does, writes the run file of a small run, and reads what a run leaves."""
+"""Calls `relax` as a shell does, writes the run file of a small run, and reads what a run
+leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 import orjson
 
 from relax_events.config import RunConfig
-from relax_events.pipeline.failpoints import VARIABLE
+from relax_events.runtime.failpoints import VARIABLE
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,21 @@ class Finished:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that reached its goal; its run file names the broker and absolute paths, so that commands work from any folder."""
+    """A run that reached its goal; its run file names the broker and absolute paths, so that
+    commands work from any folder."""
 
     run_file: Path
     config: RunConfig
 
 
 Relax = Callable[..., Finished]
-PROMPTS = [f"spell {word} backwards" for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")]
+PROMPTS = [
+    f"spell {word} backwards"
+    for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")
+]
 
-# Spread over many values, so that nearly every prompt group of a random model has something to learn from, and the same wherever it is computed.
+# Spread over many values, so that nearly every prompt group of a random model has something to
+# learn from, and the same wherever it is computed.
 SPREAD_REWARD = """
 import zlib
 
@@ -45,12 +51,26 @@ def spread(completion, *, answer, metadata, prompt):
 """
 
 
-def call_relax(*arguments: str | Path, cwd: Path, timeout_seconds: float = 200.0, failpoints: str = "") -> Finished:
-    """Run `relax` in a folder, as a shell would; its workers die at the crash points that are armed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RELAX_")}
+def call_relax(
+    *arguments: str | Path, cwd: Path, timeout_seconds: float = 200.0, failpoints: str = ""
+) -> Finished:
+    """Run `relax` in a folder, as a shell would; its workers die at the crash points that are
+    armed."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("RELAX_")
+    }
     environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints}
     command = [sys.executable, "-m", "relax_events.cli", *map(str, arguments)]
-    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False, umask=0o022)
+    ended = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+        umask=0o022,
+    )
     return Finished(ended.returncode, ended.stdout, ended.stderr)
 
 
@@ -62,7 +82,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def report_of(folder: Path, run_id: str) -> dict[str, Any]:
     """Read the report of a run that was started in a folder."""
-    report: dict[str, Any] = orjson.loads((folder / ".relax/runs" / run_id / "report.json").read_bytes())
+    report: dict[str, Any] = orjson.loads(
+        (folder / ".relax/runs" / run_id / "report.json").read_bytes()
+    )
     return report
 
 
@@ -72,8 +94,11 @@ def log_of(folder: Path, run_id: str, worker_id: str) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in lines if line.startswith("{")]
 
 
-def run_file_text(prepared: Path, run_id: str, *, more: str = "", learning_rate: float = 1e-3) -> str:
-    """Return a run file of three steps of four prompt groups of four samples; `more` goes into its table `run`."""
+def run_file_text(
+    prepared: Path, run_id: str, *, more: str = "", learning_rate: float = 1e-3
+) -> str:
+    """Return a run file of three steps of four prompt groups of four samples; `more` goes into its
+    table `run`."""
     return f"""
 [run]
 id = "{run_id}"

@@ -1,4 +1,5 @@
-"""Whole runs through the command line: a run file of the test's own, the session's broker, and one small random model for all."""
+"""Whole runs through the command line: a run file of the test's own, the session's broker, and one
+small random model for all."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ import uuid
 from pathlib import Path
 
 import pytest
-from command_line import PROMPTS, SPREAD_REWARD, Finished, FinishedRun, Relax, call_relax, run_file_text, write_rows
+from command_line import (
+    PROMPTS,
+    SPREAD_REWARD,
+    Finished,
+    FinishedRun,
+    Relax,
+    call_relax,
+    run_file_text,
+    write_rows,
+)
 
 from relax_events.config import load_run_config
 from stack.told import Told
@@ -26,9 +36,13 @@ def relax(tmp_path: Path) -> Relax:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with prompts, a reward file and a random model, as `relax models prepare` makes it."""
+    """Return a folder with prompts, a reward file and a random model, as `relax models prepare`
+    makes it."""
     folder = tmp_path_factory.mktemp("prepared")
-    write_rows(folder / "prompts.jsonl", [{"prompt": prompt, "answer": prompt.split()[1][::-1]} for prompt in PROMPTS])
+    write_rows(
+        folder / "prompts.jsonl",
+        [{"prompt": prompt, "answer": prompt.split()[1][::-1]} for prompt in PROMPTS],
+    )
     (folder / "reward.py").write_text(SPREAD_REWARD)
     run_file = folder / "prepare.toml"
     run_file.write_text(f"""
@@ -47,7 +61,8 @@ source = "jsonl:{folder / "prompts.jsonl"}"
 
 @pytest.fixture(scope="session")
 def teacher(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model of the policy's architecture and tokenizer that likes other tokens much better than the random policy does."""
+    """Write a model of the policy's architecture and tokenizer that likes other tokens much better
+    than the random policy does."""
     import safetensors.torch
     import torch
 
@@ -55,22 +70,29 @@ def teacher(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(5)
     for path in folder.glob("*.safetensors"):
         tensors = safetensors.torch.load_file(path)
-        moved = {name: value + 0.25 * torch.randn(value.shape, generator=generator) for name, value in tensors.items()}
+        moved = {
+            name: value + 0.25 * torch.randn(value.shape, generator=generator)
+            for name, value in tensors.items()
+        }
         safetensors.torch.save_file(moved, path, metadata={"format": "pt"})
     return folder
 
 
 @pytest.fixture
 def run_file(tmp_path: Path, prepared: Path, run_id: str) -> Path:
-    """Write a run file that trains the prepared model for a few small steps; the broker's address is up to the test."""
+    """Write a run file that trains the prepared model for a few small steps; the broker's address
+    is up to the test."""
     path = tmp_path / "run.toml"
     path.write_text(run_file_text(prepared, run_id))
     return path
 
 
 @pytest.fixture(scope="session")
-def finished_run(prepared: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Return a finished run of three steps, made once for all tests that look back at one. Look, don't write: others look too.
+def finished_run(
+    prepared: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory
+) -> FinishedRun:
+    """Return a finished run of three steps, made once for all tests that look back at one. Look,
+    don't write: others look too.
 
     The first test that asks waits for it, so all that ask need `pytest.mark.timeout(300)`.
     """

@@ -1,4 +1,5 @@
-"""Every algorithm trains: one live run with rewards in components, and a replay of its rollouts for each."""
+"""Every algorithm trains: one live run with rewards in components, and a replay of its rollouts for
+each."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import orjson
 import pytest
 from command_line import FinishedRun, Relax, call_relax, run_file_text
 
-from relax_events.algorithms.describing import installed_algorithms
+from relax_events.algorithms.description import installed_algorithms
 from relax_events.config import load_run_config
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
@@ -30,8 +31,16 @@ MINE = AlgorithmSpec(
 )
 """
 MORE = {
-    "grpo": ("algorithm.dual_clip=3", "algorithm.opsm_threshold=0.1", "algorithm.entropy_coefficient=0.01"),
-    "gspo": ("algorithm.old_logprobs=actor", "algorithm.correction=mask", "algorithm.correction_level=sequence_mean"),
+    "grpo": (
+        "algorithm.dual_clip=3",
+        "algorithm.opsm_threshold=0.1",
+        "algorithm.entropy_coefficient=0.01",
+    ),
+    "gspo": (
+        "algorithm.old_logprobs=actor",
+        "algorithm.correction=mask",
+        "algorithm.correction_level=sequence_mean",
+    ),
     "cispo": (
         "algorithm.old_logprobs=trainer",
         "algorithm.correction=tis",
@@ -39,14 +48,27 @@ MORE = {
         "algorithm.rejection_high=0.5",
         "algorithm.veto_low=1e-4",
     ),
-    "rloo": ("algorithm.kl_coefficient=0.01", "algorithm.old_logprobs=trainer", "algorithm.correction=icepop"),
+    "rloo": (
+        "algorithm.kl_coefficient=0.01",
+        "algorithm.old_logprobs=trainer",
+        "algorithm.correction=icepop",
+    ),
     "reinforce_plus_plus": ("algorithm.kl_coefficient=0.01",),
-    "reinforce_plus_plus_baseline": ("algorithm.m2_threshold=0.04", "algorithm.kl_coefficient=0.01", "algorithm.kl_unbiased=true"),
+    "reinforce_plus_plus_baseline": (
+        "algorithm.m2_threshold=0.04",
+        "algorithm.kl_coefficient=0.01",
+        "algorithm.kl_unbiased=true",
+    ),
     "gdpo": ("algorithm.reward_weights={spread = 1.0, short = 0.5}",),
 }
 
-OF_THIS_SOURCE = [spec.name for spec in installed_algorithms() if "gae_lambda" not in spec.settings and spec.learns_from != "pairs"]
-"""The others need what the source has not recorded: a critic's values (see test_critic), pairs of answers."""
+OF_THIS_SOURCE = [
+    spec.name
+    for spec in installed_algorithms()
+    if "gae_lambda" not in spec.settings and spec.learns_from != "pairs"
+]
+"""The others need what the source has not recorded: a critic's values (see test_critic), pairs of
+answers."""
 
 
 def curves_of(folder: Path, run_id: str) -> dict[str, Any]:
@@ -58,16 +80,30 @@ def curves_of(folder: Path, run_id: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def source(prepared: Path, teacher: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Train three live steps by GDPO, with the reference, actor-forward and teacher roles, so that their log-probabilities are on the log."""
+def source(
+    prepared: Path, teacher: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory
+) -> FinishedRun:
+    """Train three live steps by GDPO, with the reference, actor-forward and teacher roles, so that
+    their log-probabilities are on the log."""
     folder = tmp_path_factory.mktemp("algorithms")
     (folder / "parts.py").write_text(PARTS)
     run_file = folder / "run.toml"
-    text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=f'directory = "{folder / ".relax"}"')
-    algorithm = '[algorithm]\nname = "gdpo"\nkl_coefficient = 0.001\nold_logprobs = "actor"\ncorrection = "tis"\n'
+    text = run_file_text(
+        prepared, f"t-{uuid.uuid4().hex[:12]}", more=f'directory = "{folder / ".relax"}"'
+    )
+    algorithm = (
+        '[algorithm]\nname = "gdpo"\nkl_coefficient = 0.001\nold_logprobs = "actor"\ncorrection '
+        '= "tis"\n'
+    )
     algorithm += f'distill_coefficient = 0.001\n[teacher]\nmodel_path = "{teacher}"\n'
     run_file.write_text(f'{text}\n{algorithm}[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
-    ended = call_relax("run", run_file, f"reward.function={folder / 'parts.py'}:parts", cwd=folder, timeout_seconds=200)
+    ended = call_relax(
+        "run",
+        run_file,
+        f"reward.function={folder / 'parts.py'}:parts",
+        cwd=folder,
+        timeout_seconds=200,
+    )
     assert ended.code == 0, ended.err
     return FinishedRun(run_file, load_run_config(run_file, environment={}))
 
@@ -83,11 +119,29 @@ def test_live_run_reports_what_there_was_to_correct(source: FinishedRun) -> None
 
 
 @pytest.mark.parametrize("name", [*OF_THIS_SOURCE, "mine.py:MINE"])
-def test_algorithm_trains_recorded_rollouts(name: str, relax: Relax, source: FinishedRun, run_id: str, tmp_path: Path) -> None:
+def test_algorithm_trains_recorded_rollouts(
+    name: str, relax: Relax, source: FinishedRun, run_id: str, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    where = ("--bootstrap-servers", source.config.broker.bootstrap_servers, "--directory", str(tmp_path / ".relax"), "--trust-source")
+    where = (
+        "--bootstrap-servers",
+        source.config.broker.bootstrap_servers,
+        "--directory",
+        str(tmp_path / ".relax"),
+        "--trust-source",
+    )
     overrides = (f"algorithm.name={name}", *MORE.get(name, ()))
-    ended = relax("runs", "replay", source.config.run.id, run_id, *overrides, "--until-version", "2", *where, timeout_seconds=200)
+    ended = relax(
+        "runs",
+        "replay",
+        source.config.run.id,
+        run_id,
+        *overrides,
+        "--until-version",
+        "2",
+        *where,
+        timeout_seconds=200,
+    )
     assert ended.code == 0, ended.err
     curves = curves_of(tmp_path, run_id)
     assert curves["train_step"] == [0, 1]
@@ -95,4 +149,6 @@ def test_algorithm_trains_recorded_rollouts(name: str, relax: Relax, source: Fin
     run_file = orjson.loads((tmp_path / ".relax/runs" / run_id / "run-file.json").read_bytes())
     assert run_file["algorithm"]["name"] == name
     # Only where it is the source's own algorithm are the source's settings kept.
-    assert run_file["algorithm"]["kl_coefficient"] == (0.01 if "algorithm.kl_coefficient=0.01" in overrides else 0.001 if name == "gdpo" else 0)
+    assert run_file["algorithm"]["kl_coefficient"] == (
+        0.01 if "algorithm.kl_coefficient=0.01" in overrides else 0.001 if name == "gdpo" else 0
+    )

@@ -20,7 +20,9 @@ def test_changed_run_file_is_taken_only_where_the_run_can_go_on_with_it(
     assert first.code == 0, first.err
 
     further = ("run", run_file, broker, "run.num_steps=5")
-    refused = relax(*further, "run.groups_per_step=2", "--accept-changes", timeout_seconds=RUN_SECONDS)
+    refused = relax(
+        *further, "run.groups_per_step=2", "--accept-changes", timeout_seconds=RUN_SECONDS
+    )
     assert refused.code == 2
     assert "run.groups_per_step: 4 -> 2" in refused.err
     assert f"relax runs fork {run_id} NEW_ID run.groups_per_step=2" in refused.err
@@ -31,7 +33,9 @@ def test_changed_run_file_is_taken_only_where_the_run_can_go_on_with_it(
     assert "trainer.learning_rate:" in asked.err
     assert "run.num_steps" not in asked.err
 
-    taken = relax(*further, "trainer.learning_rate=1e-4", "--accept-changes", timeout_seconds=RUN_SECONDS)
+    taken = relax(
+        *further, "trainer.learning_rate=1e-4", "--accept-changes", timeout_seconds=RUN_SECONDS
+    )
     assert taken.code == 0, taken.err
     assert "trainer.learning_rate:" in taken.err
     (change,) = report_of(tmp_path, run_id)["config_changes"]

@@ -1,4 +1,5 @@
-"""PPO through the command line: a critic that learns from the run's own log gives values, and what it gave can be trained on again."""
+"""PPO through the command line: a critic that learns from the run's own log gives values, and what
+it gave can be trained on again."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ import pytest
 from command_line import FinishedRun, Relax, call_relax, log_of, report_of, run_file_text
 
 from relax_events.algorithms.gae import GroupValues, generalised_advantages
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
 from relax_events.config import load_run_config
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, SampleEvaluated, SampleReady
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
 from relax_events.topics import TopicPlan
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,7 +31,9 @@ warmup_steps = 1
 
 
 @pytest.fixture(scope="module")
-def ppo_run(prepared: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+def ppo_run(
+    prepared: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory
+) -> FinishedRun:
     """Return a finished run of three steps, strictly on-policy."""
     folder = tmp_path_factory.mktemp("ppo")
     run_file = folder / "run.toml"
@@ -55,28 +58,53 @@ def test_critic_has_learned_as_long_as_the_policy_that_it_judges(ppo_run: Finish
     folder, run_id = ppo_run.run_file.parent, ppo_run.config.run.id
     report = report_of(folder, run_id)
     assert report["succeeded"]
-    assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (0, 0, [])
-    evaluated = [event for event in events(ppo_run, "critic.values") if isinstance(event, SampleEvaluated)]
+    assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (
+        0,
+        0,
+        [],
+    )
+    evaluated = [
+        event for event in events(ppo_run, "critic.values") if isinstance(event, SampleEvaluated)
+    ]
     assert len(evaluated) == 3 * 16
-    assert {(event.evaluator, event.policy_version - event.evaluator_version) for event in evaluated} == {("critic", 0)}
+    assert {
+        (event.evaluator, event.policy_version - event.evaluator_version) for event in evaluated
+    } == {("critic", 0)}
     assert all(np.any(event.values) == (event.policy_version > 0) for event in evaluated)
-    learned = [line for line in log_of(folder, run_id, "critic-0") if line["event"] == "critic_step.learned"]
+    learned = [
+        line
+        for line in log_of(folder, run_id, "critic-0")
+        if line["event"] == "critic_step.learned"
+    ]
     assert [line["train_step"] for line in learned][:2] == [0, 1]
     assert all(line["critic_version_lag"] == 0 for line in learned)
-    lines = [orjson.loads(line) for line in (ppo_run.config.run_directory / "metrics.jsonl").read_bytes().splitlines()]
+    lines = [
+        orjson.loads(line)
+        for line in (ppo_run.config.run_directory / "metrics.jsonl").read_bytes().splitlines()
+    ]
     assert {line["policy_version"] for line in lines if "value_loss" in line} >= {1, 2}
 
 
 def test_advantages_are_those_of_the_recorded_values(ppo_run: FinishedRun) -> None:
-    values = {event.sample_id: event.values for event in events(ppo_run, "critic.values") if isinstance(event, SampleEvaluated)}
-    ready = [event for event in events(ppo_run, "advantage.samples") if isinstance(event, SampleReady)]
+    values = {
+        event.sample_id: event.values
+        for event in events(ppo_run, "critic.values")
+        if isinstance(event, SampleEvaluated)
+    }
+    ready = [
+        event for event in events(ppo_run, "advantage.samples") if isinstance(event, SampleReady)
+    ]
     assert len(ready) == 3 * 16
     for sample in ready:
         mask = np.asarray(sample.loss_mask, bool)
         np.testing.assert_array_equal(np.asarray(sample.values), values[sample.sample_id])
         rewards = np.zeros((1, mask.sum()))
         rewards[0, -1] = sample.reward
-        given = generalised_advantages(GroupValues(rewards, np.asarray(sample.values, np.float64)[None, mask]), gamma=1.0, gae_lambda=0.95)
+        given = generalised_advantages(
+            GroupValues(rewards, np.asarray(sample.values, np.float64)[None, mask]),
+            gamma=1.0,
+            gae_lambda=0.95,
+        )
         np.testing.assert_allclose(np.asarray(sample.advantages)[mask], given[0], rtol=1e-6)
 
 
@@ -91,15 +119,39 @@ def test_policy_waits_while_only_the_critic_learns(ppo_run: FinishedRun) -> None
 def test_replay_needs_no_critic_where_values_were_recorded(
     relax: Relax, ppo_run: FinishedRun, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
-    where = ("--bootstrap-servers", ppo_run.config.broker.bootstrap_servers, "--directory", str(tmp_path / ".relax"), "--trust-source")
+    where = (
+        "--bootstrap-servers",
+        ppo_run.config.broker.bootstrap_servers,
+        "--directory",
+        str(tmp_path / ".relax"),
+        "--trust-source",
+    )
     source = ppo_run.config.run.id
-    verified = relax("runs", "replay", source, f"{run_id}-same", "--verify", *where, timeout_seconds=200)
+    verified = relax(
+        "runs", "replay", source, f"{run_id}-same", "--verify", *where, timeout_seconds=200
+    )
     assert verified.code == 0, verified.err
-    other = relax("runs", "replay", source, f"{run_id}-other", "algorithm.gae_lambda=0.5", *where, timeout_seconds=200)
+    other = relax(
+        "runs",
+        "replay",
+        source,
+        f"{run_id}-other",
+        "algorithm.gae_lambda=0.5",
+        *where,
+        timeout_seconds=200,
+    )
     assert other.code == 0, other.err
     first, second = (report_of(tmp_path, f"{run_id}-{name}") for name in ("same", "other"))
     assert first["weights_digests"] == report_of(ppo_run.run_file.parent, source)["weights_digests"]
     assert first["curves"]["grad_norm"] != second["curves"]["grad_norm"]
-    refused = relax("runs", "replay", finished_run.config.run.id, f"{run_id}-none", "algorithm.name=ppo", *where, timeout_seconds=200)
+    refused = relax(
+        "runs",
+        "replay",
+        finished_run.config.run.id,
+        f"{run_id}-none",
+        "algorithm.name=ppo",
+        *where,
+        timeout_seconds=200,
+    )
     assert refused.code != 0
     assert "lacks the critic's values" in refused.err

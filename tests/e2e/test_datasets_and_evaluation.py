@@ -1,4 +1,5 @@
-"""A run on two weighted datasets, one of them Parquet, whose versions are evaluated beside the training."""
+"""A run on two weighted datasets, one of them Parquet, whose versions are evaluated beside the
+training."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ import pytest
 from command_line import PROMPTS, Relax, log_of, report_of, write_rows
 from pyarrow import parquet as pq
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.inventory import Inventory
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, PolicyEvaluated, PromptGroupIssued, TrainStepCommitted
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.inventory import Inventory
 
 pytestmark = pytest.mark.timeout(300)
 DATA = """
@@ -57,12 +58,24 @@ reward = {{ function = "exact_match" }}
 @pytest.fixture
 def mixed_run(tmp_path: Path, run_file: Path) -> Path:
     """Write a run file with its data; one row of the Parquet file is too long for the filter."""
-    rows = [{"question": prompt, "solution": {"text": "x"}} for prompt in [*PROMPTS[:5], "spell " + 30 * "tea " + "backwards"]]
+    rows = [
+        {"question": prompt, "solution": {"text": "x"}}
+        for prompt in [*PROMPTS[:5], "spell " + 30 * "tea " + "backwards"]
+    ]
     (tmp_path / "words/train").mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "words/train/0000.parquet", row_group_size=2)
-    write_rows(tmp_path / "drinks.jsonl", [{"prompt": prompt, "answer": "y", "kind": "drink", "more": 1} for prompt in PROMPTS])
-    write_rows(tmp_path / "held-out.jsonl", [{"prompt": prompt, "answer": "z"} for prompt in PROMPTS[:4]])
-    run_file.write_text(re.sub(r"\[data\]\nsource = .*\n", DATA.format(folder=tmp_path), run_file.read_text()))
+    pq.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "words/train/0000.parquet", row_group_size=2
+    )
+    write_rows(
+        tmp_path / "drinks.jsonl",
+        [{"prompt": prompt, "answer": "y", "kind": "drink", "more": 1} for prompt in PROMPTS],
+    )
+    write_rows(
+        tmp_path / "held-out.jsonl", [{"prompt": prompt, "answer": "z"} for prompt in PROMPTS[:4]]
+    )
+    run_file.write_text(
+        re.sub(r"\[data\]\nsource = .*\n", DATA.format(folder=tmp_path), run_file.read_text())
+    )
     return run_file
 
 
@@ -70,13 +83,17 @@ def events_of(bootstrap_servers: str, run_id: str, entity: str) -> list[Event]:
     """Read a topic of a run from the log."""
     connection, topic = Connection(bootstrap_servers, client_id="test"), f"relax.{run_id}.{entity}"
     reader, codec = LogReader(connection), EventCodec()
-    records = reader.read_to_end((topic, partition) for partition in range(Inventory(connection).topics(topic)[topic]))
+    records = reader.read_to_end(
+        (topic, partition) for partition in range(Inventory(connection).topics(topic)[topic])
+    )
     reader.close()
     return [codec.decode(record.value) for record in records]
 
 
 @pytest.mark.long
-def test_run_mixes_datasets_and_evaluates_its_versions(relax: Relax, mixed_run: Path, bootstrap_servers: str, run_id: str) -> None:
+def test_run_mixes_datasets_and_evaluates_its_versions(
+    relax: Relax, mixed_run: Path, bootstrap_servers: str, run_id: str
+) -> None:
     server = f"broker.bootstrap_servers={bootstrap_servers}"
     checked = relax("doctor", mixed_run, server)
     assert "6 prompts in parquet:" in checked.out
@@ -87,7 +104,11 @@ def test_run_mixes_datasets_and_evaluates_its_versions(relax: Relax, mixed_run: 
     report = report_of(mixed_run.parent, run_id)
     assert (report["steps"], report["ledger_problems"]) == (3, [])
 
-    issued = [event for event in events_of(bootstrap_servers, run_id, "prompt.groups") if isinstance(event, PromptGroupIssued)]
+    issued = [
+        event
+        for event in events_of(bootstrap_servers, run_id, "prompt.groups")
+        if isinstance(event, PromptGroupIssued)
+    ]
     firsts = [event for event in issued if event.attempt == 0]
     kinds = Counter(orjson.loads(event.metadata).get("kind", "word") for event in firsts)
     assert len(firsts) == 12
@@ -97,23 +118,37 @@ def test_run_mixes_datasets_and_evaluates_its_versions(relax: Relax, mixed_run: 
     assert report["prompts_passed_over"].keys() == {"too_long"}
     assert {event.messages[0].text for event in firsts if "kind" in event.metadata} == {"be brief"}
 
-    evaluated = [event for event in events_of(bootstrap_servers, run_id, "control.evaluations") if isinstance(event, PolicyEvaluated)]
+    evaluated = [
+        event
+        for event in events_of(bootstrap_servers, run_id, "control.evaluations")
+        if isinstance(event, PolicyEvaluated)
+    ]
     assert [(event.policy_version, event.dataset) for event in evaluated] == [
         (version, dataset) for version in (0, 2, 3) for dataset in ("words", "greedy")
     ]
-    steps = [event for event in events_of(bootstrap_servers, run_id, "control.train-steps") if isinstance(event, TrainStepCommitted)]
+    steps = [
+        event
+        for event in events_of(bootstrap_servers, run_id, "control.train-steps")
+        if isinstance(event, TrainStepCommitted)
+    ]
     digests = {step.policy_version: step.weights_digest for step in steps}
-    assert [event.weights_digest for event in evaluated[2:]] == [digests[version] for version in (2, 2, 3, 3)]
+    assert [event.weights_digest for event in evaluated[2:]] == [
+        digests[version] for version in (2, 2, 3, 3)
+    ]
     for event in evaluated[::2]:
         assert (event.num_prompts, event.num_unscored, event.num_refused) == (4, 0, 0)
         assert 0 <= event.pass_at_k["1"] <= event.pass_at_k["4"] <= 1
-        assert event.pass_at_k["4"] * 4 == round(event.pass_at_k["4"] * 4)  # with n = k a prompt either passes or not
+        assert event.pass_at_k["4"] * 4 == round(
+            event.pass_at_k["4"] * 4
+        )  # with n = k a prompt either passes or not
         assert event.pass_at_k["1"] * 16 == pytest.approx(round(event.pass_at_k["1"] * 16))
     assert {row["dataset"] for row in report["evaluations"]} == {"words", "greedy"}
     assert "pass@4" in (mixed_run.parent / ".relax/runs" / run_id / "report.html").read_text()
 
     shown = relax("eval", "show", mixed_run, server, "--output", "json", "--dataset", "words")
-    assert [row["reward_mean"] for row in orjson.loads(shown.out)] == [event.reward_mean for event in evaluated[::2]]
+    assert [row["reward_mean"] for row in orjson.loads(shown.out)] == [
+        event.reward_mean for event in evaluated[::2]
+    ]
     assert [line["policy_version"] for line in log_of(mixed_run.parent, run_id, "evaluator-0") if line["event"] == "policy_version.evaluated"] == [
         0, 0, 2, 2, 3, 3,
     ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""A run on a saved checkpoint whose run file leaves out what can be derived: the log, the doctor and a second session have the same values."""
+"""A run on a saved checkpoint whose run file leaves out what can be derived: the log, the doctor
+and a second session have the same values."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from command_line import Relax, log_of
 
 from relax_events.config import load_run_config
-from relax_events.config.filling import missing_keys
+from relax_events.config.unset_keys import missing_keys
 
 pytestmark = pytest.mark.timeout(400)
 RUN_SECONDS = 150
@@ -24,7 +25,9 @@ EXPECTED = {
 """Of a tiny model of 4096 positions that is there already, on any machine of 8 GB or more."""
 
 
-def test_run_keeps_in_its_second_session_what_was_derived_in_the_first(prepared: Path, run_id: str, relax: Relax, tmp_path: Path) -> None:
+def test_run_keeps_in_its_second_session_what_was_derived_in_the_first(
+    prepared: Path, run_id: str, relax: Relax, tmp_path: Path
+) -> None:
     run_file = tmp_path / "run.toml"
     run_file.write_text(f"""
 [run]
@@ -56,14 +59,21 @@ api = "off"
     missing = missing_keys(given)
     told = relax("doctor", run_file)
     for key, value in EXPECTED.items():
-        assert f"{key} {value}".split() in [line.split()[:2] for line in told.out.splitlines()], told.out
+        assert f"{key} {value}".split() in [line.split()[:2] for line in told.out.splitlines()], (
+            told.out
+        )
     first = relax("run", run_file, timeout_seconds=RUN_SECONDS)
     assert first.code == 0, first.err
     began = session_of(tmp_path, run_id, missing)
     assert {key: began[key] for key in EXPECTED} == EXPECTED
-    logged = {event["key"]: event["value"] for event in log_of(tmp_path, run_id, "run") if event["event"] == "default.derived"}
+    logged = {
+        event["key"]: event["value"]
+        for event in log_of(tmp_path, run_id, "run")
+        if event["event"] == "default.derived"
+    }
     assert logged == began
-    # the machine is another one now, as far as the run file of the first session says: what it began with stays
+    # the machine is another one now, as far as the run file of the first session says: what it
+    # began with stays
     resolved = tmp_path / ".relax/runs" / run_id / "run.json"
     resolved.unlink()
     again = relax("run", run_file, "run.num_steps=2", timeout_seconds=RUN_SECONDS)

@@ -1,4 +1,5 @@
-"""A policy distilled from another model comes nearer to it, over a set of tokens and by the drawn ones, live and replayed."""
+"""A policy distilled from another model comes nearer to it, over a set of tokens and by the drawn
+ones, live and replayed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def distil(relax: Relax, run_file: Path, bootstrap_servers: str, *overrides: str) -> None:
-    common = (f"broker.bootstrap_servers={bootstrap_servers}", "algorithm.name=opd", "run.num_steps=6", "trainer.learning_rate=2e-2")
+    common = (
+        f"broker.bootstrap_servers={bootstrap_servers}",
+        "algorithm.name=opd",
+        "run.num_steps=6",
+        "trainer.learning_rate=2e-2",
+    )
     ended = relax("run", run_file, *common, *overrides, timeout_seconds=280)
     assert ended.code == 0, ended.err
 
@@ -22,14 +28,25 @@ def distil(relax: Relax, run_file: Path, bootstrap_servers: str, *overrides: str
 def curves_of(run_file: Path, run_id: str) -> dict[str, Any]:
     report = report_of(run_file.parent, run_id)
     assert report["succeeded"]
-    assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (0, 0, [])
+    assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (
+        0,
+        0,
+        [],
+    )
     curves: dict[str, Any] = report["curves"]
     return curves
 
 
 @pytest.mark.long
-def test_policy_comes_nearer_to_its_teacher(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, teacher: Path) -> None:
-    sets = ("algorithm.distill_placement=loss", "algorithm.distill_tokens=student_topk", "algorithm.distill_top_k=64", "run.groups_per_step=8")
+def test_policy_comes_nearer_to_its_teacher(
+    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, teacher: Path
+) -> None:
+    sets = (
+        "algorithm.distill_placement=loss",
+        "algorithm.distill_tokens=student_topk",
+        "algorithm.distill_top_k=64",
+        "run.groups_per_step=8",
+    )
     distil(relax, run_file, bootstrap_servers, f"teacher.model_path={teacher}", *sets)
     curves = curves_of(run_file, run_id)
     assert curves["distill_loss"][0] > 0.2
@@ -42,15 +59,44 @@ def test_policy_comes_nearer_to_its_teacher(relax: Relax, run_file: Path, bootst
 def test_drawn_tokens_are_distilled_again_with_another_coefficient(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, teacher: Path, tmp_path: Path
 ) -> None:
-    sync = ("run.mode=sync", "run.max_staleness=0")  # each step's samples are the same however fast the machine is
-    distil(relax, run_file, bootstrap_servers, f"teacher.model_path={teacher}", "run.groups_per_step=8", "run.num_steps=20", *sync)
+    sync = (
+        "run.mode=sync",
+        "run.max_staleness=0",
+    )  # each step's samples are the same however fast the machine is
+    distil(
+        relax,
+        run_file,
+        bootstrap_servers,
+        f"teacher.model_path={teacher}",
+        "run.groups_per_step=8",
+        "run.num_steps=20",
+        *sync,
+    )
     first = curves_of(run_file, run_id)
-    assert np.mean(first["teacher_kl"][-10:]) < 0.9 * np.mean(first["teacher_kl"][:3]), "of the drawn tokens alone: one step's varies by a tenth"
-    where = ("--bootstrap-servers", bootstrap_servers, "--directory", str(tmp_path / ".relax"), "--trust-source")
-    again = relax("runs", "replay", run_id, f"{run_id}-b", "algorithm.distill_coefficient=0.5", *where, timeout_seconds=200)
+    assert np.mean(first["teacher_kl"][-10:]) < 0.9 * np.mean(first["teacher_kl"][:3]), (
+        "of the drawn tokens alone: one step's varies by a tenth"
+    )
+    where = (
+        "--bootstrap-servers",
+        bootstrap_servers,
+        "--directory",
+        str(tmp_path / ".relax"),
+        "--trust-source",
+    )
+    again = relax(
+        "runs",
+        "replay",
+        run_id,
+        f"{run_id}-b",
+        "algorithm.distill_coefficient=0.5",
+        *where,
+        timeout_seconds=200,
+    )
     assert again.code == 0, again.err
     second = curves_of(run_file, f"{run_id}-b")
-    assert second["teacher_kl"] == pytest.approx(first["teacher_kl"], rel=1e-6)  # of the same recorded tokens
+    assert second["teacher_kl"] == pytest.approx(
+        first["teacher_kl"], rel=1e-6
+    )  # of the same recorded tokens
     assert second["loss"][0] == pytest.approx(first["loss"][0] / 2, rel=1e-3)
     refused = relax("runs", "replay", run_id, f"{run_id}-c", "algorithm.distill_placement=loss", "algorithm.distill_tokens=teacher_topk",
                     "algorithm.distill_top_k=4", *where, timeout_seconds=200)  # fmt: skip
@@ -58,7 +104,9 @@ def test_drawn_tokens_are_distilled_again_with_another_coefficient(
     assert "is not on the log" in refused.err
 
 
-def test_teacher_with_another_tokenizer_is_refused_before_anything_starts(relax: Relax, run_file: Path, teacher: Path, tmp_path: Path) -> None:
+def test_teacher_with_another_tokenizer_is_refused_before_anything_starts(
+    relax: Relax, run_file: Path, teacher: Path, tmp_path: Path
+) -> None:
     other = shutil.copytree(teacher, tmp_path / "other")
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"<|endoftext|>"', '"<|theend|>"'))

@@ -1,4 +1,5 @@
-"""What the documentation says can be done: run files load, commands exist with these arguments, code runs, links lead somewhere."""
+"""What the documentation says can be done: run files load, commands exist with these arguments,
+code runs, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-REQUIRED: dict[str, Any] = {"run": {"id": "documented"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}}
+REQUIRED: dict[str, Any] = {
+    "run": {"id": "documented"},
+    "model": {"path": "model"},
+    "data": {"source": "jsonl:rows"},
+}
 
 
 def blocks(language: str) -> Iterator[Any]:
@@ -35,7 +40,8 @@ def blocks(language: str) -> Iterator[Any]:
 
 
 def commands() -> Iterator[Any]:
-    """Give each command line of the bash blocks, without what leads to it and what comments on it."""
+    """Give each command line of the bash blocks, without what leads to it and what comments on
+    it."""
     for block in blocks("bash"):
         for line in block.values[0].splitlines():
             for command in line.split("&&"):
@@ -44,7 +50,11 @@ def commands() -> Iterator[Any]:
 
 
 def test_documentation_has_code_to_check() -> None:
-    assert [list(blocks(language)) != [] for language in ("bash", "toml", "python")] == [True, True, True]
+    assert [list(blocks(language)) != [] for language in ("bash", "toml", "python")] == [
+        True,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("block", list(blocks("toml")))
@@ -57,7 +67,9 @@ def test_toml_block_is_part_of_a_run_file(block: str) -> None:
 
 
 @pytest.mark.parametrize("words", list(commands()))
-def test_command_exists_with_these_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_exists_with_these_arguments(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", Path("Makefile").read_text(), re.MULTILINE)
@@ -66,7 +78,9 @@ def test_command_exists_with_these_arguments(words: list[str], monkeypatch: pyte
         command, bound, _ = app.parse_args(words[1:], print_error=False, exit_on_error=False)
         config = bound.arguments.get("config")
         assert signature(command).parameters.keys() >= bound.arguments.keys()
-        if isinstance(config, Path) and not config.is_relative_to(".relax"):  # what lies there an earlier command wrote
+        if isinstance(config, Path) and not config.is_relative_to(
+            ".relax"
+        ):  # what lies there an earlier command wrote
             load_run_config(config, bound.arguments.get("overrides", ()), environment={})
 
 
@@ -77,9 +91,17 @@ def test_python_block_runs(block: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    assert [target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()] == []
+    assert [
+        target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()
+    ] == []
 
 
 def test_reference_is_as_the_code_says() -> None:
-    checked = subprocess.run([sys.executable, ROOT / "docs/generate.py", "--check"], capture_output=True, text=True, timeout=200, check=False)
+    checked = subprocess.run(
+        [sys.executable, ROOT / "docs/generate.py", "--check"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert checked.returncode == 0, checked.stdout

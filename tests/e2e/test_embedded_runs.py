@@ -1,4 +1,5 @@
-"""Runs that bring their broker along: it is there for whoever looks, never ends under anybody, and none is left behind."""
+"""Runs that bring their broker along: it is there for whoever looks, never ends under anybody, and
+none is left behind."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 from command_line import Relax
 
-from relax_events.broker.embedded import EmbeddedBroker
-from relax_events.pipeline.failpoints import VARIABLE
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.runtime.failpoints import VARIABLE
 
 pytestmark = pytest.mark.timeout(300)
 RUN_SECONDS = 200.0
@@ -35,10 +36,19 @@ def broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
 @contextmanager
 def started(run_file: Path, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start `relax run` in the run file's folder, as a shell would."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RELAX_")} | {"OMP_NUM_THREADS": "1", VARIABLE: ""}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("RELAX_")
+    } | {"OMP_NUM_THREADS": "1", VARIABLE: ""}
     command = [sys.executable, "-m", "relax_events.cli", "run", str(run_file), *overrides]
     with (run_file.parent / "output.log").open("ab") as log:
-        process = subprocess.Popen(command, cwd=run_file.parent, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command,
+            cwd=run_file.parent,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
     try:
         yield process
     finally:
@@ -54,7 +64,9 @@ def until_workers_use_it(broker: EmbeddedBroker, process: subprocess.Popen[bytes
 
 
 @pytest.mark.long
-def test_commands_read_a_run_whose_broker_ended_with_it(relax: Relax, run_file: Path, broker: EmbeddedBroker, run_id: str) -> None:
+def test_commands_read_a_run_whose_broker_ended_with_it(
+    relax: Relax, run_file: Path, broker: EmbeddedBroker, run_id: str
+) -> None:
     ran = relax("run", run_file, timeout_seconds=RUN_SECONDS)
     assert ran.code == 0, ran.err
     assert not broker.is_running
@@ -69,7 +81,9 @@ def test_commands_read_a_run_whose_broker_ended_with_it(relax: Relax, run_file: 
 
 
 @pytest.mark.long
-def test_run_that_was_killed_leaves_no_broker(relax: Relax, run_file: Path, broker: EmbeddedBroker) -> None:
+def test_run_that_was_killed_leaves_no_broker(
+    relax: Relax, run_file: Path, broker: EmbeddedBroker
+) -> None:
     with started(run_file, "run.num_steps=500") as process:
         until_workers_use_it(broker, process)
         process.kill()
@@ -80,8 +94,13 @@ def test_run_that_was_killed_leaves_no_broker(relax: Relax, run_file: Path, brok
 
 
 @pytest.mark.long
-def test_two_runs_in_one_folder_never_stop_the_broker_under_each_other(run_file: Path, broker: EmbeddedBroker, run_id: str) -> None:
-    with started(run_file) as first, started(run_file, f"run.id={run_id}-b", "run.num_steps=6") as second:
+def test_two_runs_in_one_folder_never_stop_the_broker_under_each_other(
+    run_file: Path, broker: EmbeddedBroker, run_id: str
+) -> None:
+    with (
+        started(run_file) as first,
+        started(run_file, f"run.id={run_id}-b", "run.num_steps=6") as second,
+    ):
         codes = [process.wait(RUN_SECONDS) for process in (first, second)]
     output = (run_file.parent / "output.log").read_text()
     assert codes == [0, 0], output

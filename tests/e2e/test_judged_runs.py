@@ -43,24 +43,37 @@ def spoilt(answer: str, chance: random.Random) -> str:
 
 def judgement(answer: str, completion: str) -> str:
     """Compare letter by letter, as a judge should."""
-    marks = ["=" if answer[place : place + 1] == completion[place : place + 1] else "x" for place in range(max(len(answer), len(completion)))]
+    marks = [
+        "=" if answer[place : place + 1] == completion[place : place + 1] else "x"
+        for place in range(max(len(answer), len(completion)))
+    ]
     return f"{''.join(marks)}\nScore: {int(answer == completion)}"
 
 
 def judgements(count: int) -> list[dict[str, Any]]:
     """Make questions to a judge about the quickstart's problems, with what it should say."""
-    problems, chance = create_task("string_insertion", size=count, seed=5, options=TASK), random.Random(0)
+    problems, chance = (
+        create_task("string_insertion", size=count, seed=5, options=TASK),
+        random.Random(0),
+    )
     rows = []
     for number in range(count):
         answer = problems[number]["answer"]
         completion = answer if chance.random() < 0.5 else spoilt(answer, chance)
-        rows.append({"prompt": TEMPLATE.format(answer=answer, completion=completion), "answer": judgement(answer, completion)})
+        rows.append(
+            {
+                "prompt": TEMPLATE.format(answer=answer, completion=completion),
+                "answer": judgement(answer, completion),
+            }
+        )
     return rows
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_quickstart_learns_from_a_judge(relax: Relax, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
+def test_quickstart_learns_from_a_judge(
+    relax: Relax, bootstrap_servers: str, run_id: str, tmp_path: Path
+) -> None:
     write_rows(tmp_path / "judgements.jsonl", judgements(40_000))
     (tmp_path / "judge.toml").write_text(JUDGE_RUN.format(folder=tmp_path, steps=600))
     made = relax("models", "prepare", "judge.toml", timeout_seconds=1000)
@@ -73,21 +86,40 @@ def test_quickstart_learns_from_a_judge(relax: Relax, bootstrap_servers: str, ru
     config["reward"] = {"function": "genrm", "options": {"template": template, "max_score": 1}}
     sampling = {"top_k": 1, "max_new_tokens": 24}
     engine = {"max_context_tokens": 128, "max_running_samples": 64, "sampling": sampling}
-    config["judge"] = {"model_path": str(tmp_path / "judge"), "unreadable": "zero", "engine": engine}
-    dataset = {"name": "truth", "source": config["data"]["source"], "size": 200, "options": TASK, "reward": {"function": "reasoning_gym"}}
-    config["evaluation"] = {"every": 50, "datasets": [dataset | {"sampling": {"top_k": 1, "max_new_tokens": 8}}]}
+    config["judge"] = {
+        "model_path": str(tmp_path / "judge"),
+        "unreadable": "zero",
+        "engine": engine,
+    }
+    dataset = {
+        "name": "truth",
+        "source": config["data"]["source"],
+        "size": 200,
+        "options": TASK,
+        "reward": {"function": "reasoning_gym"},
+    }
+    config["evaluation"] = {
+        "every": 50,
+        "datasets": [dataset | {"sampling": {"top_k": 1, "max_new_tokens": 8}}],
+    }
     (tmp_path / "run.json").write_bytes(orjson.dumps(config))
     ended = relax("run", "run.json", timeout_seconds=1000)
     assert ended.code == 0, ended.err
 
     report = report_of(tmp_path, run_id)
-    assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (0, 0, [])
+    assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (
+        0,
+        0,
+        [],
+    )
     first, last = (report["curves"]["reward_mean"][place] for place in (0, -1))
     truth = [entry["reward_mean"] for entry in report["evaluations"]]
     assert first < 0.5
     assert last > 0.8
     assert truth[-1] > 0.8, "the policy has learned the task, and not the judge's weaknesses alone"
-    shown = relax("samples", "tail", "run.json", "--from", "beginning", "--limit", "1", "--output", "json")
+    shown = relax(
+        "samples", "tail", "run.json", "--from", "beginning", "--limit", "1", "--output", "json"
+    )
     assert shown.code == 0, shown.err
     sample_id = orjson.loads(shown.out.splitlines()[0])["sample_id"]
     assert "judgement:\n    " in relax("samples", "show", sample_id, "run.json").out

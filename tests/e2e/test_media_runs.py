@@ -12,14 +12,20 @@ from typing import Any
 import pytest
 from command_line import SPREAD_REWARD, Relax, report_of, write_rows
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import load_run_config
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
-from relax_events.events.types import Event, PromptGroupEnded, PromptGroupIssued, SampleRolledOut, TrainStepCommitted
+from relax_events.events.types import (
+    Event,
+    PromptGroupEnded,
+    PromptGroupIssued,
+    SampleRolledOut,
+    TrainStepCommitted,
+)
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.objects.roots import media_of
 from relax_events.topics import TopicPlan
 from tests.unit.moving_and_sounding import clip_file, sound_file
@@ -64,10 +70,20 @@ bootstrap_servers = "{bootstrap_servers}"
 
 @pytest.fixture
 def media_run(tmp_path: Path, bootstrap_servers: str, run_id: str) -> Path:
-    """Write a run file and rows about pictures, a sound, a clip, all of them, and none; among the first there are three that can't be used."""
+    """Write a run file and rows about pictures, a sound, a clip, all of them, and none; among the
+    first there are three that can't be used."""
     (tmp_path / "media").mkdir()
-    files = {"0.png": picture_file(32, 48), "1.png": picture_file(48, 48, seed=1), "a.wav": sound_file(0.4), "b.wav": sound_file(0.9, seed=1)}
-    for name, data in {**files, "a.mp4": clip_file(32, 32, 4), "b.mp4": clip_file(48, 32, 8)}.items():
+    files = {
+        "0.png": picture_file(32, 48),
+        "1.png": picture_file(48, 48, seed=1),
+        "a.wav": sound_file(0.4),
+        "b.wav": sound_file(0.9, seed=1),
+    }
+    for name, data in {
+        **files,
+        "a.mp4": clip_file(32, 32, 4),
+        "b.mp4": clip_file(48, 32, 8),
+    }.items():
         (tmp_path / "media" / name).write_bytes(data)
     cut_off = base64.b64encode(clip_file(96, 96)[:500]).decode()
     rows: list[dict[str, Any]] = [
@@ -77,13 +93,21 @@ def media_run(tmp_path: Path, bootstrap_servers: str, run_id: str) -> Path:
         {"prompt": "<audio>?", "sound": "0.png"},
         {"prompt": "<video>what is it?", "clip": "a.mp4"},
         {"prompt": "<image>?", "pictures": ["../run.toml"]},
-        {"prompt": "<image><audio><video>what are they?", "pictures": ["1.png"], "sound": "b.wav", "clip": "b.mp4"},
+        {
+            "prompt": "<image><audio><video>what are they?",
+            "pictures": ["1.png"],
+            "sound": "b.wav",
+            "clip": "b.mp4",
+        },
         {"prompt": "<image> or <image>?", "pictures": ["0.png", "1.png"]},
         {"prompt": "<video>and <audio>?", "clip": "b.mp4", "sound": "a.wav"},
         {"prompt": "<audio>or what?", "sound": "b.wav"},
         {"prompt": "and without?"},
     ]
-    write_rows(tmp_path / "rows.jsonl", [{"answer": "", "pictures": None, "sound": None, "clip": None, **row} for row in rows])
+    write_rows(
+        tmp_path / "rows.jsonl",
+        [{"answer": "", "pictures": None, "sound": None, "clip": None, **row} for row in rows],
+    )
     (tmp_path / "reward.py").write_text(SPREAD_REWARD)
     path = tmp_path / "run.toml"
     path.write_text(SETTINGS.format(run_id=run_id, bootstrap_servers=bootstrap_servers))
@@ -93,17 +117,23 @@ def media_run(tmp_path: Path, bootstrap_servers: str, run_id: str) -> Path:
 def events_of(bootstrap_servers: str, run_id: str, **partitions: int) -> list[Event]:
     """Read topics of a run; their names with an underscore for the dot."""
     places = [
-        (f"relax.{run_id}.{entity.replace('_', '.', 1).replace('_', '-')}", index) for entity, count in partitions.items() for index in range(count)
+        (f"relax.{run_id}.{entity.replace('_', '.', 1).replace('_', '-')}", index)
+        for entity, count in partitions.items()
+        for index in range(count)
     ]
     codec = EventCodec()
     with closing(LogReader(Connection(bootstrap_servers, client_id="test"))) as reader:
         return [codec.decode(record.value) for record in reader.read_to_end(places)]
 
 
-def ask_about_a_picture_that_is_gone(bootstrap_servers: str, run_id: str, *, objects_uri: str) -> str:
+def ask_about_a_picture_that_is_gone(
+    bootstrap_servers: str, run_id: str, *, objects_uri: str
+) -> str:
     """Issue a prompt group whose picture is not in the store, and return the picture's address."""
     uri = f"{objects_uri}/sha256/00/{64 * '0'}.png"
-    picture = ContentPart(Modality.IMAGE, media=MediaRef(uri, bytes(32), "image/png", 100, width=32, height=32))
+    picture = ContentPart(
+        Modality.IMAGE, media=MediaRef(uri, bytes(32), "image/png", 100, width=32, height=32)
+    )
     issued = PromptGroupIssued(
         prompt_group_id=GUEST,
         train_step=0,
@@ -115,8 +145,19 @@ def ask_about_a_picture_that_is_gone(bootstrap_servers: str, run_id: str, *, obj
         messages=[ChatMessage("user", [picture])],
         seed=1,
     )
-    with closing(RecordProducer(Connection(bootstrap_servers, client_id="test"), one_record_per_batch=True)) as producer:
-        producer.write([OutRecord(f"relax.{run_id}.prompt.groups", EventCodec().encode(issued), key=GUEST, partition=0)])
+    with closing(
+        RecordProducer(Connection(bootstrap_servers, client_id="test"), one_record_per_batch=True)
+    ) as producer:
+        producer.write(
+            [
+                OutRecord(
+                    f"relax.{run_id}.prompt.groups",
+                    EventCodec().encode(issued),
+                    key=GUEST,
+                    partition=0,
+                )
+            ]
+        )
     return uri
 
 
@@ -132,12 +173,24 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
 
     report = report_of(media_run.parent, run_id)
     assert (report["succeeded"], report["samples_lost"], report["ledger_problems"]) == (True, 0, [])
-    assert report["prompts_passed_over"] == {"media_truncated": 1, "media_wrong_type": 1, "media_outside_root": 1}
-    steps = [event for event in events_of(bootstrap_servers, run_id, control_train_steps=1) if isinstance(event, TrainStepCommitted)]
+    assert report["prompts_passed_over"] == {
+        "media_truncated": 1,
+        "media_wrong_type": 1,
+        "media_outside_root": 1,
+    }
+    steps = [
+        event
+        for event in events_of(bootstrap_servers, run_id, control_train_steps=1)
+        if isinstance(event, TrainStepCommitted)
+    ]
     assert len(steps) == 2
     assert max(step.figures["mismatch_max_abs"] for step in steps) < 1e-4
 
-    outcomes = [event for event in events_of(bootstrap_servers, run_id, control_group_outcomes=1) if isinstance(event, PromptGroupEnded)]
+    outcomes = [
+        event
+        for event in events_of(bootstrap_servers, run_id, control_group_outcomes=1)
+        if isinstance(event, PromptGroupEnded)
+    ]
     (guests_end,) = [event for event in outcomes if event.prompt_group_id == GUEST]
     assert guests_end.outcome == "failed"
     assert gone in guests_end.reason
@@ -146,22 +199,38 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
     config = load_run_config(media_run, environment={})
     samples = [
         event
-        for event in events_of(bootstrap_servers, run_id, rollout_samples=TopicPlan.of(config).num_sample_partitions)
+        for event in events_of(
+            bootstrap_servers, run_id, rollout_samples=TopicPlan.of(config).num_sample_partitions
+        )
         if isinstance(event, SampleRolledOut)
     ]
-    references = {part.media for sample in samples for message in sample.messages for part in message.parts if part.media}
+    references = {
+        part.media
+        for sample in samples
+        for message in sample.messages
+        for part in message.parts
+        if part.media
+    }
     assert len(references) == 6  # however often rows and samples name them
     about_all = next(sample for sample in samples if sample.row == 6)
     shown = relax("samples", "show", about_all.sample_id, media_run).out
-    extents = {"image/png": "48 x 48", "audio/x-wav": "14400 frames at 16000 Hz", "video/mp4": "48 x 32, 8 frames at 2 Hz"}
+    extents = {
+        "image/png": "48 x 48",
+        "audio/x-wav": "14400 frames at 16000 Hz",
+        "video/mp4": "48 x 32, 8 frames at 2 Hz",
+    }
     for reference in media_of(about_all):
-        assert f"[{reference.media_type}, {extents[reference.media_type]}, {reference.num_bytes} bytes: {reference.uri}]" in shown
+        assert (
+            f"[{reference.media_type}, {extents[reference.media_type]}, "
+            f"{reference.num_bytes} bytes: {reference.uri}]"
+        ) in shown
     assert relax("samples", "export", media_run, "--to", media_run.parent / "out.jsonl").code == 0
     kept = {path.suffix: path for path in (media_run.parent / "out-media").iterdir()}
     assert sorted(kept) == [".mp4", ".png", ".wav"]
-    assert {hashlib.sha256(path.read_bytes()).hexdigest() for path in (media_run.parent / "out-media").iterdir()} <= {
-        reference.digest.hex() for reference in references
-    }
+    assert {
+        hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (media_run.parent / "out-media").iterdir()
+    } <= {reference.digest.hex() for reference in references}
 
 
 TALKING = """
@@ -222,32 +291,62 @@ def test_run_talks_with_an_environment_that_shows_pictures_and_a_bad_one_ends_it
 ) -> None:
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(picture_file(32, 32 + 16 * number, seed=number))
-    rows = [{"prompt": "<image>what is it?", "pictures": [f"{row % 2}.png"], "answer": "a", "spoilt": row == 1} for row in range(5)]
+    rows = [
+        {
+            "prompt": "<image>what is it?",
+            "pictures": [f"{row % 2}.png"],
+            "answer": "a",
+            "spoilt": row == 1,
+        }
+        for row in range(5)
+    ]
     write_rows(tmp_path / "rows.jsonl", rows)
     (tmp_path / "environment.py").write_text(SHOW)
     (tmp_path / "reward.py").write_text(SPREAD_REWARD)
-    (tmp_path / "run.toml").write_text(TALKING.format(run_id=run_id, bootstrap_servers=bootstrap_servers))
+    (tmp_path / "run.toml").write_text(
+        TALKING.format(run_id=run_id, bootstrap_servers=bootstrap_servers)
+    )
     ended = relax("run", tmp_path / "run.toml", timeout_seconds=280)
     assert ended.code == 0, ended.err
     report = report_of(tmp_path, run_id)
     assert (report["succeeded"], report["samples_lost"], report["ledger_problems"]) == (True, 0, [])
-    steps = [event for event in events_of(bootstrap_servers, run_id, control_train_steps=1) if isinstance(event, TrainStepCommitted)]
+    steps = [
+        event
+        for event in events_of(bootstrap_servers, run_id, control_train_steps=1)
+        if isinstance(event, TrainStepCommitted)
+    ]
     assert max(step.figures["mismatch_max_abs"] for step in steps) < 1e-4
-    outcomes = [event for event in events_of(bootstrap_servers, run_id, control_group_outcomes=1) if isinstance(event, PromptGroupEnded)]
+    outcomes = [
+        event
+        for event in events_of(bootstrap_servers, run_id, control_group_outcomes=1)
+        if isinstance(event, PromptGroupEnded)
+    ]
     failed = [event for event in outcomes if event.outcome == "failed"]
-    prompts = [event for event in events_of(bootstrap_servers, run_id, prompt_groups=1) if isinstance(event, PromptGroupIssued)]
+    prompts = [
+        event
+        for event in events_of(bootstrap_servers, run_id, prompt_groups=1)
+        if isinstance(event, PromptGroupIssued)
+    ]
     rows_issued = {event.prompt_group_id: event.row for event in prompts}
     assert {rows_issued[event.prompt_group_id] for event in failed} == {1}
-    assert all("environment environment.py:show on answer 1 of sample" in event.reason and "which is no picture" in event.reason for event in failed)
+    assert all(
+        "environment environment.py:show on answer 1 of sample" in event.reason
+        and "which is no picture" in event.reason
+        for event in failed
+    )
     config = load_run_config(tmp_path / "run.toml", environment={})
     samples = [
         event
-        for event in events_of(bootstrap_servers, run_id, rollout_samples=TopicPlan.of(config).num_sample_partitions)
+        for event in events_of(
+            bootstrap_servers, run_id, rollout_samples=TopicPlan.of(config).num_sample_partitions
+        )
         if isinstance(event, SampleRolledOut)
     ]
     (talked, *_) = [sample for sample in samples if len(sample.turns) == 3]
     first, second = media_of(talked)
-    assert first.digest == second.digest  # the environment showed what the prompt had shown; what it shows goes with the sample's version
+    assert (
+        first.digest == second.digest
+    )  # the environment showed what the prompt had shown; what it shows goes with the sample's version
     shown = relax("samples", "show", talked.sample_id, tmp_path / "run.toml").out
     assert shown.count(first.uri) == shown.count(second.uri) == 1
     assert "and this?" in shown
@@ -255,13 +354,31 @@ def test_run_talks_with_an_environment_that_shows_pictures_and_a_bad_one_ends_it
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("mode", [(), ("run.mode=sync", "run.max_staleness=0")], ids=["async", "sync"])
-@pytest.mark.parametrize(("task", "chance"), [("colours", 1 / 6), ("motion", 1 / 4), ("tones", 1 / 6), ("omni", 7 / 36), ("zoom", 1 / 6)])
+@pytest.mark.parametrize(
+    "mode", [(), ("run.mode=sync", "run.max_staleness=0")], ids=["async", "sync"]
+)
+@pytest.mark.parametrize(
+    ("task", "chance"),
+    [("colours", 1 / 6), ("motion", 1 / 4), ("tones", 1 / 6), ("omni", 7 / 36), ("zoom", 1 / 6)],
+)
 def test_model_learns_what_pictures_clips_and_sounds_show(
-    relax: Relax, tmp_path: Path, bootstrap_servers: str, run_id: str, task: str, chance: float, mode: tuple[str, ...]
+    relax: Relax,
+    tmp_path: Path,
+    bootstrap_servers: str,
+    run_id: str,
+    task: str,
+    chance: float,
+    mode: tuple[str, ...],
 ) -> None:
     run_file = shutil.copy(ROOT / f"configs/{task}.toml", tmp_path / f"{task}.toml")
-    ended = relax("run", run_file, f"run.id={run_id}", f"broker.bootstrap_servers={bootstrap_servers}", *mode, timeout_seconds=1400)
+    ended = relax(
+        "run",
+        run_file,
+        f"run.id={run_id}",
+        f"broker.bootstrap_servers={bootstrap_servers}",
+        *mode,
+        timeout_seconds=1400,
+    )
     assert ended.code == 0, ended.err
     rewards = report_of(tmp_path, run_id)["curves"]["reward_mean"]
     assert sum(rewards[:3]) / 3 < chance + 0.1

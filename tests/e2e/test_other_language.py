@@ -1,4 +1,5 @@
-"""A Java program with Kafka's client and Apache's Avro asks a run for samples, and reads the same numbers out of them as we do."""
+"""A Java program with Kafka's client and Apache's Avro asks a run for samples, and reads the same
+numbers out of them as we do."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from command_line import Relax, report_of
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from java_program import JavaProgram
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.inventory import Inventory
 from relax_events.events.codec import EventCodec
 from relax_events.events.releases import current_release
 from relax_events.events.schemas import schema_directory
 from relax_events.events.types import PromptGroupEnded, SampleRolledOut, SampleScored
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.inventory import Inventory
 
 PROMPTS = ("spell \u8336 backwards", "spell tea sdrawkcab")
 SAMPLES_PER_PROMPT = 3
@@ -39,12 +40,24 @@ def read_events(bootstrap_servers: str, run_id: str) -> dict[tuple[str, str], An
     connection = Connection(bootstrap_servers, client_id="test")
     reader, codec, found = LogReader(connection), EventCodec(), {}
     counts = Inventory(connection).topics(f"relax.{run_id}.")
-    topics = [f"relax.{run_id}.{entity}" for entity in ("rollout.samples", "reward.scores", "control.group-outcomes", "prompt.groups")]
+    topics = [
+        f"relax.{run_id}.{entity}"
+        for entity in (
+            "rollout.samples",
+            "reward.scores",
+            "control.group-outcomes",
+            "prompt.groups",
+        )
+    ]
     for record in reader.read_to_end([(f"relax.{run_id}.control.schemas", 0)]):
         codec.learn(record.value)
-    for record in reader.read_to_end((topic, partition) for topic in topics for partition in range(counts[topic])):
+    for record in reader.read_to_end(
+        (topic, partition) for topic in topics for partition in range(counts[topic])
+    ):
         event = codec.decode(record.value)
-        found[type(event).__name__, getattr(event, "sample_id", None) or event.prompt_group_id] = event  # type: ignore[union-attr]
+        found[type(event).__name__, getattr(event, "sample_id", None) or event.prompt_group_id] = (
+            event  # type: ignore[union-attr]
+        )
     reader.close()
     return found
 
@@ -73,17 +86,23 @@ class Asked:
 
 
 @pytest.fixture
-def ask(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, guest: JavaProgram) -> Callable[..., Asked]:
+def ask(
+    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, guest: JavaProgram
+) -> Callable[..., Asked]:
     """Return a function that lets a guest visit a run from its start to its end."""
 
     def visit(*overrides: str) -> Asked:
         settings = (f"broker.bootstrap_servers={bootstrap_servers}", "run.num_steps=5", *overrides)
         assert relax("topics", "apply", run_file, *settings, "--yes").code == 0
-        with guest.start(bootstrap_servers, run_id, PATIENCE_SECONDS, SAMPLES_PER_PROMPT, *PROMPTS) as java:
+        with guest.start(
+            bootstrap_servers, run_id, PATIENCE_SECONDS, SAMPLES_PER_PROMPT, *PROMPTS
+        ) as java:
             ran = relax("run", run_file, *settings, timeout_seconds=280)
             out, errors = java.communicate(timeout=PATIENCE_SECONDS)
         assert (ran.code, java.returncode) == (0, 0), ran.err + errors
-        return Asked([json.loads(line) for line in out.splitlines()], read_events(bootstrap_servers, run_id))
+        return Asked(
+            [json.loads(line) for line in out.splitlines()], read_events(bootstrap_servers, run_id)
+        )
 
     return visit
 
@@ -98,7 +117,14 @@ def test_java_guest_gets_samples_of_its_own_prompts(
     check_guests(asked)
     outcomes = report_of(run_file.parent, run_id)["outcomes"]
     assert (outcomes["trained"], outcomes["filtered"], outcomes["failed"]) == (20, 0, 0)
-    checked = relax("ledger", "check", run_file, f"broker.bootstrap_servers={bootstrap_servers}", "--output", "json")
+    checked = relax(
+        "ledger",
+        "check",
+        run_file,
+        f"broker.bootstrap_servers={bootstrap_servers}",
+        "--output",
+        "json",
+    )
     assert (checked.code, json.loads(checked.out)["prompt_groups_of_guests"]) == (0, len(PROMPTS))
 
 
@@ -107,7 +133,8 @@ def test_java_guest_gets_samples_of_its_own_prompts(
 def test_run_with_a_schema_registry_is_read_by_a_guest_that_does_not_know_it(
     ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, tmp_path: Path
 ) -> None:
-    """All roles write Confluent's framing, the guest the other one; the ids of the schemas stand on the log, which outlives the registry."""
+    """All roles write Confluent's framing, the guest the other one; the ids of the schemas stand on
+    the log, which outlives the registry."""
     with serve_apicurio(tmp_path / "apicurio") as url, SchemaRegistryClient({"url": url}) as client:
         client.set_compatibility(level="FULL_TRANSITIVE")
         asked = ask(f"broker.schema_registry={url}")
@@ -115,23 +142,38 @@ def test_run_with_a_schema_registry_is_read_by_a_guest_that_does_not_know_it(
     assert versions == {name: [1] for name in current_release(schema_directory()).schemas}
     check_guests(asked)
     checked = relax("schemas", "check", run_file, f"broker.bootstrap_servers={bootstrap_servers}")
-    first, *unreleased = checked.out.splitlines()  # between two releases, those of the next one are listed behind it
+    first, *unreleased = (
+        checked.out.splitlines()
+    )  # between two releases, those of the next one are listed behind it
     assert (checked.code, first) == (0, "every release reads what is written now, and the reverse")
     assert all(line.startswith("not in any release as they stand: ") for line in unreleased)
 
 
 def check_guests(asked: Asked) -> None:
-    """See that each prompt got its samples and an end, and that Java read in every one of them what Python reads."""
+    """See that each prompt got its samples and an end, and that Java read in every one of them what
+    Python reads."""
     lines, events = asked.lines, asked.events
     for line in lines:
         check_same(line, events[line["event"], line.get("sample_id", line["prompt_group_id"])])
     samples = {line["sample_id"]: line for line in lines if line["event"] == "SampleRolledOut"}
     ended = {line["prompt_group_id"]: line for line in lines if line["event"] == "PromptGroupEnded"}
-    issued = {name: event for (kind, name), event in events.items() if kind == "PromptGroupIssued" and name in ended}
+    issued = {
+        name: event
+        for (kind, name), event in events.items()
+        if kind == "PromptGroupIssued" and name in ended
+    }
     assert [event.messages[0].text for _, event in sorted(issued.items())] == list(PROMPTS)
-    assert sorted(samples) == [f"{name}/{index}" for name in sorted(issued) for index in range(SAMPLES_PER_PROMPT)]
+    assert sorted(samples) == [
+        f"{name}/{index}" for name in sorted(issued) for index in range(SAMPLES_PER_PROMPT)
+    ]
     for line in ended.values():
-        assert (line["outcome"], line["reason"]) == ("filtered", "guest: generated and scored, not trained")
+        assert (line["outcome"], line["reason"]) == (
+            "filtered",
+            "guest: generated and scored, not trained",
+        )
     for line in samples.values():
-        assert line["messages"][0]["parts"][0]["text"] == issued[line["prompt_group_id"]].messages[0].text
+        assert (
+            line["messages"][0]["parts"][0]["text"]
+            == issued[line["prompt_group_id"]].messages[0].text
+        )
         assert sum(line["loss_mask"]) == len(line["tokens"]) - line["num_prompt_tokens"]

@@ -1,4 +1,5 @@
-"""The quickstart learns its task, from the run file that ships, with every role and with books that balance."""
+"""The quickstart learns its task, from the run file that ships, with every role and with books that
+balance."""
 
 from __future__ import annotations
 
@@ -11,8 +12,14 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 
 @pytest.mark.timeout(600)
-def test_quickstart_learns_its_task(relax: Relax, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
-    given = (f"run.id={run_id}", f"broker.bootstrap_servers={bootstrap_servers}", f"model.path={tmp_path / 'model'}")
+def test_quickstart_learns_its_task(
+    relax: Relax, bootstrap_servers: str, run_id: str, tmp_path: Path
+) -> None:
+    given = (
+        f"run.id={run_id}",
+        f"broker.bootstrap_servers={bootstrap_servers}",
+        f"model.path={tmp_path / 'model'}",
+    )
     ended = relax("run", QUICKSTART, *given, timeout_seconds=580)
     assert ended.code == 0, ended.err
     report = report_of(tmp_path, run_id)

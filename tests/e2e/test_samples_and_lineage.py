@@ -1,4 +1,5 @@
-"""A finished run is looked back at through the command line: its samples, and the way from weights to data and back."""
+"""A finished run is looked back at through the command line: its samples, and the way from weights
+to data and back."""
 
 from __future__ import annotations
 
@@ -17,12 +18,25 @@ pytestmark = pytest.mark.timeout(300)
 NUM_SAMPLES = 3 * 4 * 4
 
 
-def test_samples_are_shown_and_exported(relax: Relax, finished_run: FinishedRun, tmp_path: Path) -> None:
-    listed = relax("samples", "tail", finished_run.run_file, "--from", "beginning", "--no-follow", "--output", "json")
+def test_samples_are_shown_and_exported(
+    relax: Relax, finished_run: FinishedRun, tmp_path: Path
+) -> None:
+    listed = relax(
+        "samples",
+        "tail",
+        finished_run.run_file,
+        "--from",
+        "beginning",
+        "--no-follow",
+        "--output",
+        "json",
+    )
     lines = [orjson.loads(line) for line in listed.out.splitlines()]
     assert (listed.code, listed.err) == (0, "")
     assert len({line["sample_id"] for line in lines if line["outcome"] == "trained"}) == NUM_SAMPLES
-    assert [line["rolled_out_at"] for line in lines] == sorted(line["rolled_out_at"] for line in lines)
+    assert [line["rolled_out_at"] for line in lines] == sorted(
+        line["rolled_out_at"] for line in lines
+    )
 
     best = max(lines, key=lambda line: line["reward"])
     shown = relax("samples", "show", best["sample_id"], finished_run.run_file, "--tokens")
@@ -33,17 +47,42 @@ def test_samples_are_shown_and_exported(relax: Relax, finished_run: FinishedRun,
     assert sum(" yes " in row for row in table) == best["num_completion_tokens"]
 
     path = tmp_path / "samples.parquet"
-    exported = relax("samples", "export", finished_run.run_file, "--to", path, "--tokens", "--version", "..1")
+    exported = relax(
+        "samples", "export", finished_run.run_file, "--to", path, "--tokens", "--version", "..1"
+    )
     assert exported.code == 0, exported.err
     rows = pyarrow.parquet.read_table(path).to_pylist()
-    assert {row["sample_id"] for row in rows} == {line["sample_id"] for line in lines if line["policy_version"] <= 1}
+    assert {row["sample_id"] for row in rows} == {
+        line["sample_id"] for line in lines if line["policy_version"] <= 1
+    }
     rewards = {line["sample_id"]: line["reward"] for line in lines}
-    assert all(row["reward"] == rewards[row["sample_id"]] and len(row["tokens"]) == len(row["rollout_logprobs"]) for row in rows)
+    assert all(
+        row["reward"] == rewards[row["sample_id"]]
+        and len(row["tokens"]) == len(row["rollout_logprobs"])
+        for row in rows
+    )
 
 
 def test_following_ends_in_peace_when_interrupted(finished_run: FinishedRun) -> None:
-    command = [sys.executable, "-m", "relax_events.cli", "samples", "tail", str(finished_run.run_file), "--last", "2", "--output", "json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}) as tail:
+    command = [
+        sys.executable,
+        "-m",
+        "relax_events.cli",
+        "samples",
+        "tail",
+        str(finished_run.run_file),
+        "--last",
+        "2",
+        "--output",
+        "json",
+    ]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as tail:
         assert tail.stdout is not None
         first = [orjson.loads(tail.stdout.readline()) for _ in range(2)]
         tail.send_signal(signal.SIGINT)
@@ -66,7 +105,9 @@ def test_weights_lead_to_data_and_data_to_weights(relax: Relax, finished_run: Fi
     assert sample["place"] in way.out
     assert "in version 2 and every later one" in way.out
 
-    row = relax("lineage", "prompt", str(sample["data_row"]), finished_run.run_file, "--output", "json")
+    row = relax(
+        "lineage", "prompt", str(sample["data_row"]), finished_run.run_file, "--output", "json"
+    )
     uses = {use["prompt_group_id"]: use for use in orjson.loads(row.out)}
     assert uses[sample["prompt_group_id"]]["train_step"] == 1
     assert {use["prompt"] for use in uses.values()} == {PROMPTS[sample["data_row"]]}

@@ -1,4 +1,5 @@
-"""Whole runs whose samples come from an SGLang server: they learn what engine `transformers` learns."""
+"""Whole runs whose samples come from an SGLang server: they learn what engine `transformers`
+learns."""
 
 from __future__ import annotations
 
@@ -12,13 +13,29 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "colours"])
-def test_run_learns_on_sglang(name: str, sglang_python: str, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
-    own = (f"run.id={run_id}", f"run.directory={tmp_path / '.relax'}", f"model.path={tmp_path / 'model'}")
-    servers = (f"broker.bootstrap_servers={bootstrap_servers}", f"engine.sglang.python={sglang_python}")
-    ended = call_relax("run", f"configs/{name}-sglang.toml", *own, *servers, cwd=ROOT, timeout_seconds=2300)
+def test_run_learns_on_sglang(
+    name: str, sglang_python: str, bootstrap_servers: str, run_id: str, tmp_path: Path
+) -> None:
+    own = (
+        f"run.id={run_id}",
+        f"run.directory={tmp_path / '.relax'}",
+        f"model.path={tmp_path / 'model'}",
+    )
+    servers = (
+        f"broker.bootstrap_servers={bootstrap_servers}",
+        f"engine.sglang.python={sglang_python}",
+    )
+    ended = call_relax(
+        "run", f"configs/{name}-sglang.toml", *own, *servers, cwd=ROOT, timeout_seconds=2300
+    )
     assert ended.code == 0, ended.err
     report = report_of(tmp_path, run_id)
-    assert (report["steps"], report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (60, 0, 0, [])
+    assert (
+        report["steps"],
+        report["samples_lost"],
+        report["samples_trained_twice"],
+        report["ledger_problems"],
+    ) == (60, 0, 0, [])
     rewards = report["curves"]["reward_mean"]
     assert rewards[0] < 0.4
     assert sum(rewards[-10:]) / 10 > 0.9

@@ -1,4 +1,5 @@
-"""A run's records are anybody's to read: tapped with kcat where it is installed, decoded by Apache's avro with nothing but the published schemas."""
+"""A run's records are anybody's to read: tapped with kcat where it is installed, decoded by
+Apache's avro with nothing but the published schemas."""
 
 from __future__ import annotations
 
@@ -33,15 +34,31 @@ TAPPED = (
     "control.heartbeats.trainer",
     "control.metrics.trainer",
 )
-MARKER = b"\xc3\x01"  # Avro 1.12, single-object encoding: the marker, eight bytes of fingerprint, the body
+# Avro 1.12, single-object encoding: the marker, eight bytes of fingerprint, the body
+MARKER = b"\xc3\x01"
 TIMEOUT_SECONDS = 30.0
 Pair = tuple[bytes, bytes]
 
 
 def tap_with_kcat(bootstrap_servers: str, topic: str) -> list[Pair]:
     """Read a topic's keys and values with kcat: lengths as text, then the bytes."""
-    command = ["kcat", "-C", "-q", "-e", "-b", bootstrap_servers, "-t", topic, "-o", "beginning", "-X", "isolation.level=read_committed"]
-    tapped = subprocess.run([*command, "-f", "%K %S\n%k%s"], capture_output=True, timeout=TIMEOUT_SECONDS, check=True)
+    command = [
+        "kcat",
+        "-C",
+        "-q",
+        "-e",
+        "-b",
+        bootstrap_servers,
+        "-t",
+        topic,
+        "-o",
+        "beginning",
+        "-X",
+        "isolation.level=read_committed",
+    ]
+    tapped = subprocess.run(
+        [*command, "-f", "%K %S\n%k%s"], capture_output=True, timeout=TIMEOUT_SECONDS, check=True
+    )
     return list(split_lengths(io.BytesIO(tapped.stdout)))
 
 
@@ -54,10 +71,19 @@ def split_lengths(stream: io.BytesIO) -> Iterator[Pair]:
 
 def tap_with_client(bootstrap_servers: str, topic: str) -> list[Pair]:
     """Read the same with a bare client."""
-    client = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": "tap", "enable.partition.eof": True, "enable.auto.commit": False})
+    client = Consumer(
+        {
+            "bootstrap.servers": bootstrap_servers,
+            "group.id": "tap",
+            "enable.partition.eof": True,
+            "enable.auto.commit": False,
+        }
+    )
     try:
         partitions = client.list_topics(topic, timeout=TIMEOUT_SECONDS).topics[topic].partitions
-        client.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in partitions])
+        client.assign(
+            [TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in partitions]
+        )
         pairs, num_open = [], len(partitions)
         while num_open:
             message = client.poll(TIMEOUT_SECONDS)
@@ -83,7 +109,14 @@ def decode_by_hand(value: bytes, schemas: dict[bytes, avro.schema.Schema]) -> An
 
 def plain(schema_json: bytes) -> avro.schema.Schema:
     """Parse a published schema; times stay the integers that are on the wire."""
-    return avro.schema.parse(json.dumps(json.loads(schema_json, object_hook=lambda node: {k: v for k, v in node.items() if k != "logicalType"})))
+    return avro.schema.parse(
+        json.dumps(
+            json.loads(
+                schema_json,
+                object_hook=lambda node: {k: v for k, v in node.items() if k != "logicalType"},
+            )
+        )
+    )
 
 
 def listed(value: Any) -> Any:
@@ -94,8 +127,16 @@ def listed(value: Any) -> Any:
 
 
 @pytest.mark.timeout(240)
-def test_tapped_records_are_what_our_codec_reads(relax: Relax, run_file: Path, run_id: str, bootstrap_servers: str) -> None:
-    ran = relax("run", run_file, f"broker.bootstrap_servers={bootstrap_servers}", "run.num_steps=1", timeout_seconds=220)
+def test_tapped_records_are_what_our_codec_reads(
+    relax: Relax, run_file: Path, run_id: str, bootstrap_servers: str
+) -> None:
+    ran = relax(
+        "run",
+        run_file,
+        f"broker.bootstrap_servers={bootstrap_servers}",
+        "run.num_steps=1",
+        timeout_seconds=220,
+    )
     assert ran.code == 0, ran.err
     tap = tap_with_kcat if shutil.which("kcat") else tap_with_client
     published = dict(tap(bootstrap_servers, f"relax.{run_id}.control.schemas"))
@@ -106,7 +147,13 @@ def test_tapped_records_are_what_our_codec_reads(relax: Relax, run_file: Path, r
             ours, theirs = codec.decode(value), decode_by_hand(value, schemas)
             assert theirs == listed(record_writer(type(ours))(ours)), entity
             tapped[type(ours).__name__].append(theirs)
-    assert tapped.keys() >= {"PromptGroupIssued", "SampleScored", "SampleReady", "PolicyVersionPublished", "TrainStepCommitted"}
+    assert tapped.keys() >= {
+        "PromptGroupIssued",
+        "SampleScored",
+        "SampleReady",
+        "PolicyVersionPublished",
+        "TrainStepCommitted",
+    }
     assert tapped.keys() >= {"PromptGroupEnded", "RunCommanded", "WorkerBeat"}
     assert len(tapped["SampleRolledOut"]) >= 16
     for sample in tapped["SampleRolledOut"]:
@@ -114,8 +161,12 @@ def test_tapped_records_are_what_our_codec_reads(relax: Relax, run_file: Path, r
 
 
 def check_numbers(sample: dict[str, Any]) -> None:
-    """See that a foreign reader gets at a sample's arrays with what the record itself says about them."""
-    tokens, mask, logprobs = (np.frombuffer(sample[name]["data"], sample[name]["dtype"]) for name in ("tokens", "loss_mask", "rollout_logprobs"))
+    """See that a foreign reader gets at a sample's arrays with what the record itself says about
+    them."""
+    tokens, mask, logprobs = (
+        np.frombuffer(sample[name]["data"], sample[name]["dtype"])
+        for name in ("tokens", "loss_mask", "rollout_logprobs")
+    )
     assert sample["tokens"]["shape"] == [len(tokens)]
     assert int(mask.sum()) == len(tokens) - sample["num_prompt_tokens"]
     assert (logprobs[mask == 0] == 0).all()

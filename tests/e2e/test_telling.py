@@ -25,7 +25,11 @@ def test_run_is_in_tensorboard_without_being_asked(finished_run: FinishedRun) ->
 def test_everything_that_a_run_leaves_is_its_users_alone(finished_run: FinishedRun) -> None:
     """The commands that made it began with a file mode mask of 022."""
     folder = finished_run.config.run_directory
-    modes = {path.relative_to(folder): stat.S_IMODE(path.lstat().st_mode) for path in folder.rglob("*") if not path.is_symlink()}
+    modes = {
+        path.relative_to(folder): stat.S_IMODE(path.lstat().st_mode)
+        for path in folder.rglob("*")
+        if not path.is_symlink()
+    }
     assert len(modes) > 20
     assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -1,4 +1,5 @@
-"""Short runs through the command line: every way to spread the work and every answer to a new version reaches its goal with its books in order."""
+"""Short runs through the command line: every way to spread the work and every answer to a new
+version reaches its goal with its books in order."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ import orjson
 import pytest
 from command_line import Relax, log_of, report_of, write_rows
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import StoredArray
 from relax_events.events.types import SampleRolledOut
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
 
 pytestmark = pytest.mark.timeout(300)
 RUN_SECONDS = 280.0
@@ -25,7 +26,8 @@ def judged(completion, *, answer, metadata, prompt):
     return 0.5 if "tea" in prompt else zlib.crc32(completion.encode()) % 1000 / 1000
 """
 
-# Holds the first step back until both rollout workers have their share of the queue, however long one takes to start.
+# Holds the first step back until both rollout workers have their share of the queue, however long
+# one takes to start.
 SHARED_QUEUE = """
 import time
 import zlib
@@ -44,9 +46,17 @@ def spread(completion, *, answer, metadata, prompt):
 """
 
 
-def run_to_goal(relax: Relax, run_file: Path, bootstrap_servers: str, *overrides: str) -> dict[str, Any]:
+def run_to_goal(
+    relax: Relax, run_file: Path, bootstrap_servers: str, *overrides: str
+) -> dict[str, Any]:
     """Run, and return the report of a run that reached its goal with all promises kept."""
-    ended = relax("run", run_file, f"broker.bootstrap_servers={bootstrap_servers}", *overrides, timeout_seconds=RUN_SECONDS)
+    ended = relax(
+        "run",
+        run_file,
+        f"broker.bootstrap_servers={bootstrap_servers}",
+        *overrides,
+        timeout_seconds=RUN_SECONDS,
+    )
     assert ended.code == 0, ended.err
     assert ended.out.startswith("reward ")
     run_id = next(text.partition("=")[2] for text in overrides if text.startswith("run.id="))
@@ -54,24 +64,37 @@ def run_to_goal(relax: Relax, run_file: Path, bootstrap_servers: str, *overrides
     assert report["succeeded"]
     assert report["steps"] == report["num_steps"]
     assert report["outcomes"]["trained"] == report["num_steps"] * 4
-    assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (0, 0, [])
+    assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (
+        0,
+        0,
+        [],
+    )
     return report
 
 
-def rolled_out(bootstrap_servers: str, run_id: str, *, num_partitions: int) -> list[SampleRolledOut]:
+def rolled_out(
+    bootstrap_servers: str, run_id: str, *, num_partitions: int
+) -> list[SampleRolledOut]:
     """Read every generated sample of a run from the log."""
     reader, codec = LogReader(Connection(bootstrap_servers, client_id="test")), EventCodec()
     topic = f"relax.{run_id}.rollout.samples"
-    events = [codec.decode(record.value) for record in reader.read_to_end((topic, partition) for partition in range(num_partitions))]
+    events = [
+        codec.decode(record.value)
+        for record in reader.read_to_end((topic, partition) for partition in range(num_partitions))
+    ]
     reader.close()
     return [event for event in events if isinstance(event, SampleRolledOut)]
 
 
 @pytest.mark.long
-def test_two_ranks_train_what_one_rank_trains(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str) -> None:
+def test_two_ranks_train_what_one_rank_trains(
+    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str
+) -> None:
     sync = ("run.mode=sync", "run.max_staleness=0", "broker.shards=2", "trainer.learning_rate=1e-3")
     one = run_to_goal(relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-one")
-    two = run_to_goal(relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-two", "trainer.ranks=2")
+    two = run_to_goal(
+        relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-two", "trainer.ranks=2"
+    )
     assert two["staleness_max"] == one["staleness_max"] == 0
     assert two["curves"]["num_tokens"] == one["curves"]["num_tokens"]
     assert two["curves"]["reward_mean"] == pytest.approx(one["curves"]["reward_mean"], abs=1e-6)
@@ -81,8 +104,12 @@ def test_two_ranks_train_what_one_rank_trains(relax: Relax, run_file: Path, boot
     assert log_of(run_file.parent, f"{run_id}-two", "trainer-0")
 
 
-def test_rollout_workers_share_a_consumer_group(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
-    reward = SHARED_QUEUE.format(bootstrap_servers=bootstrap_servers, consumer_group=f"relax.{run_id}.rollout")
+def test_rollout_workers_share_a_consumer_group(
+    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path
+) -> None:
+    reward = SHARED_QUEUE.format(
+        bootstrap_servers=bootstrap_servers, consumer_group=f"relax.{run_id}.rollout"
+    )
     (tmp_path / "shared.py").write_text(reward)
     report = run_to_goal(
         relax,
@@ -104,7 +131,9 @@ def test_rollout_workers_share_a_consumer_group(relax: Relax, run_file: Path, bo
     assert report["staleness_max"] <= 1
 
 
-def test_uniform_prompt_groups_are_filtered_and_replaced(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
+def test_uniform_prompt_groups_are_filtered_and_replaced(
+    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path
+) -> None:
     (tmp_path / "judge.py").write_text(UNIFORM_FOR_TEA)
     report = run_to_goal(
         relax,
@@ -120,17 +149,34 @@ def test_uniform_prompt_groups_are_filtered_and_replaced(relax: Relax, run_file:
     )
     assert report["outcomes"]["filtered"] >= 1
     assert report["outcomes"]["failed"] == 0
-    assert report["outcomes"]["issued"] >= report["outcomes"]["trained"] + report["outcomes"]["filtered"]
-    manifests = [orjson.loads(path.read_bytes()) for path in sorted(run_file.parent.glob(f"**/{run_id}/objects/weights/*/manifest-*.json"))]
-    assert [manifest["policy_version"] for manifest in manifests if manifest["format"] == 2] == [1, 3], "the changes of every other step"
+    assert (
+        report["outcomes"]["issued"]
+        >= report["outcomes"]["trained"] + report["outcomes"]["filtered"]
+    )
+    manifests = [
+        orjson.loads(path.read_bytes())
+        for path in sorted(run_file.parent.glob(f"**/{run_id}/objects/weights/*/manifest-*.json"))
+    ]
+    assert [manifest["policy_version"] for manifest in manifests if manifest["format"] == 2] == [
+        1,
+        3,
+    ], "the changes of every other step"
 
 
 @pytest.mark.long
 def test_word_problems_go_through_the_same_pipe(
-    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path, prepared: Path
+    relax: Relax,
+    run_file: Path,
+    bootstrap_servers: str,
+    run_id: str,
+    tmp_path: Path,
+    prepared: Path,
 ) -> None:
     problems = [
-        {"question": f"Tom has {n} apples and buys {m}. How many has he?", "answer": f"{n} + {m} = <<{n}+{m}={n + m}>>{n + m}\n#### {n + m}"}
+        {
+            "question": f"Tom has {n} apples and buys {m}. How many has he?",
+            "answer": f"{n} + {m} = <<{n}+{m}={n + m}>>{n + m}\n#### {n + m}",
+        }
         for n, m in ((2, 3), (4, 5), (1, 7), (6, 6))
     ]
     rows = write_rows(tmp_path / "problems.jsonl", problems)
@@ -159,22 +205,49 @@ def test_word_problems_go_through_the_same_pipe(
     # Reference and teacher both are the model that the run starts from.
     for distance in ("kl_estimate", "distill_loss", "teacher_kl"):
         assert report["curves"][distance][0] == pytest.approx(0, abs=1e-6)
-    assert {np.asarray(sample.topk_ids).shape for sample in samples} == {(int(np.asarray(sample.loss_mask).sum()), 8) for sample in samples}
+    assert {np.asarray(sample.topk_ids).shape for sample in samples} == {
+        (int(np.asarray(sample.loss_mask).sum()), 8) for sample in samples
+    }
 
 
 @pytest.mark.long
-def test_experts_of_the_engine_are_those_of_the_trainer(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
-    own = ("model.routing_replay=rollout", f"model.path={tmp_path / 'model'}", "model.tiny.family=qwen3_moe", "model.tiny.corpus_rows=8")
-    steps = ("run.num_steps=6", "algorithm.old_logprobs=actor", "objects.inline_max_bytes=64", "trainer.learning_rate=1e-3")
-    sync = run_to_goal(relax, run_file, bootstrap_servers, *own, *steps, f"run.id={run_id}-sync", "run.mode=sync", "run.max_staleness=0")
+def test_experts_of_the_engine_are_those_of_the_trainer(
+    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path
+) -> None:
+    own = (
+        "model.routing_replay=rollout",
+        f"model.path={tmp_path / 'model'}",
+        "model.tiny.family=qwen3_moe",
+        "model.tiny.corpus_rows=8",
+    )
+    steps = (
+        "run.num_steps=6",
+        "algorithm.old_logprobs=actor",
+        "objects.inline_max_bytes=64",
+        "trainer.learning_rate=1e-3",
+    )
+    sync = run_to_goal(
+        relax,
+        run_file,
+        bootstrap_servers,
+        *own,
+        *steps,
+        f"run.id={run_id}-sync",
+        "run.mode=sync",
+        "run.max_staleness=0",
+    )
     assert max(sync["curves"]["mismatch_max_abs"]) < 1e-4
     ahead = ("run.mode=async", "run.max_staleness=2", "run.on_new_version=restart")
-    late = run_to_goal(relax, run_file, bootstrap_servers, *own, *steps, f"run.id={run_id}-async", *ahead)
+    late = run_to_goal(
+        relax, run_file, bootstrap_servers, *own, *steps, f"run.id={run_id}-async", *ahead
+    )
     assert late["staleness_max"] >= 1
     for name, num_slots in (("sync", 2), ("async", 4)):
         samples = rolled_out(bootstrap_servers, f"{run_id}-{name}", num_partitions=2 * num_slots)
         assert len(samples) >= 6 * 16
         experts = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
-        assert [array.shape for array in experts] == [(len(sample.tokens) - 1, 2, 2) for sample in samples]
+        assert [array.shape for array in experts] == [
+            (len(sample.tokens) - 1, 2, 2) for sample in samples
+        ]
         assert {np.dtype(array.dtype) for array in experts} == {np.dtype(np.uint8)}
         assert any(isinstance(array, StoredArray) for array in experts)

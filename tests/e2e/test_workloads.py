@@ -1,4 +1,5 @@
-"""A workload of the benchmarks, in small: real roles on a real bus, and a bound that no run beats."""
+"""A workload of the benchmarks, in small: real roles on a real bus, and a bound that no run
+beats."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ pytestmark = pytest.mark.e2e
 
 
 def test_workload_takes_no_less_time_than_its_bound(bootstrap_servers: str) -> None:
-    small = replace(OMNI_30B, groups_per_step=4, samples_per_prompt=2, num_engines=2, lanes_per_engine=4)
+    small = replace(
+        OMNI_30B, groups_per_step=4, samples_per_prompt=2, num_engines=2, lanes_per_engine=4
+    )
     workload = replace(small, forward_device_seconds=0.0, time_scale=0.005)
     mode = Mode(name="async K=1", colocated=False, max_staleness=1, num_steps=3, first_step=1)
     with open_stage(bootstrap_servers) as stage:
@@ -28,6 +31,8 @@ def test_workload_takes_no_less_time_than_its_bound(bootstrap_servers: str) -> N
     trained = sorted(round(mean * 8) for mean in report["curves"]["completion_tokens_mean"])
     assert trained == drawn  # what the bound is calculated from is what the engines generate
     bound = bound_seconds(run)
-    assert 0 < 2 * bound * workload.time_scale <= timeline.published[3] - timeline.published[0] + 0.002  # of two steps, and the first is in it too
+    assert (
+        0 < 2 * bound * workload.time_scale <= timeline.published[3] - timeline.published[0] + 0.002
+    )  # of two steps, and the first is in it too
     stages = timeline.stage_seconds(range(1, 3), max_staleness=1)
     assert all(seconds >= 0 for seconds in stages.values())

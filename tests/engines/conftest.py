@@ -1,4 +1,5 @@
-"""A real SGLang server, one for the session, that the tests take turns at; and engines of all kinds over the same tiny model."""
+"""A real SGLang server, one for the session, that the tests take turns at; and engines of all kinds
+over the same tiny model."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ from sglang_servers import BOUNDS, engines_at, started_server
 
 
 @pytest.fixture(scope="session")
-def server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server_url(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """Give the address of the session's server, which was started on the tiny model."""
     if given := request.config.getoption("--sglang-url"):
         yield given
         return
     sglang_python = request.getfixturevalue("sglang_python")
-    with started_server(tiny_model(), tmp_path_factory.mktemp("server"), python=sglang_python) as url:
+    with started_server(
+        tiny_model(), tmp_path_factory.mktemp("server"), python=sglang_python
+    ) as url:
         yield url
 
 
@@ -48,7 +53,9 @@ def make_served(our_url: str) -> Iterator[MakeEngine]:
 def make_routed() -> Iterator[MakeEngine]:
     """Return a maker of routers over two engines."""
     with ExitStack() as stack:
-        yield lambda path=None, **settings: stack.enter_context(closing(make_router(make_sites(2, path=path, **BOUNDS | settings))))
+        yield lambda path=None, **settings: stack.enter_context(
+            closing(make_router(make_sites(2, path=path, **BOUNDS | settings)))
+        )
 
 
 @pytest.fixture(params=["transformers", "sglang", "served", "routed"])

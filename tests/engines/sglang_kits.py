@@ -20,7 +20,13 @@ from sglang.test.kits.matched_stop_kit import MatchedStopMixin
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
 
 URL = sys.argv.pop()
-KITS = (AbortAllMixin, BasicAPIContractMixin, BasicDecodeCorrectnessMixin, MatchedStopMixin, PauseResumeInPlaceMixin)
+KITS = (
+    AbortAllMixin,
+    BasicAPIContractMixin,
+    BasicDecodeCorrectnessMixin,
+    MatchedStopMixin,
+    PauseResumeInPlaceMixin,
+)
 NEED_KNOWLEDGE = {
     "test_ascii_ratio",
     "test_basic_math",
@@ -61,7 +67,12 @@ class Client(unittest.TestCase):
     def test_gen_select_batch_and_stream(self) -> None:
         @sgl.function
         def say(s: object, word: str) -> None:
-            s += f"{word}:" + sgl.gen("first", max_tokens=6, temperature=0) + "," + sgl.gen("second", max_tokens=4, ignore_eos=True)
+            s += (
+                f"{word}:"
+                + sgl.gen("first", max_tokens=6, temperature=0)
+                + ","
+                + sgl.gen("second", max_tokens=4, ignore_eos=True)
+            )
 
         @sgl.function
         def choose(s: object) -> None:
@@ -94,5 +105,7 @@ if __name__ == "__main__":
     os.environ.setdefault("NO_PROXY", "*")
     for name in NEED_KNOWLEDGE:
         setattr(Kits, name, None)
-    result = unittest.TextTestRunner(verbosity=2).run(unittest.defaultTestLoader.loadTestsFromModule(sys.modules[__name__]))
+    result = unittest.TextTestRunner(verbosity=2).run(
+        unittest.defaultTestLoader.loadTestsFromModule(sys.modules[__name__])
+    )
     sys.exit(len(result.failures) + len(result.errors))

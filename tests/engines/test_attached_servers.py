@@ -1,4 +1,5 @@
-"""Addresses at which there is no server, but something else, or one that does not do what is wanted."""
+"""Addresses at which there is no server, but something else, or one that does not do what is
+wanted."""
 
 from __future__ import annotations
 
@@ -29,10 +30,16 @@ class RouterLike(BaseHTTPRequestHandler):
 
 
 class ServerLike(RouterLike):
-    """Answers as a server does that was started without `--enable-return-routed-experts`, where relax-events is not installed."""
+    """Answers as a server does that was started without `--enable-return-routed-experts`, where
+    relax-events is not installed."""
 
     def do_GET(self) -> None:
-        info = {"version": "0.5.23", "incremental_streaming_output": True, "enable_return_routed_experts": False, "internal_states": [{}]}
+        info = {
+            "version": "0.5.23",
+            "incremental_streaming_output": True,
+            "enable_return_routed_experts": False,
+            "internal_states": [{}],
+        }
         body = json.dumps(info).encode() if self.path == "/server_info" else b""
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Length", str(len(body)))
@@ -53,7 +60,9 @@ def answering(handler: type[RouterLike]) -> Iterator[str]:
             thread.join()
 
 
-def attach(url: str, *, family: str = "qwen3", routing_replay: Literal["none", "rollout"] = "none") -> SGLangEngine:
+def attach(
+    url: str, *, family: str = "qwen3", routing_replay: Literal["none", "rollout"] = "none"
+) -> SGLangEngine:
     path = tiny_model(family)
     return SGLangEngine(
         path,
@@ -68,8 +77,18 @@ NO_EXPERTS = r"does not tell which experts tokens go through, .*; start it with 
 @pytest.mark.parametrize(
     ("handler", "family", "routing_replay", "text"),
     [
-        (RouterLike, "qwen3", "none", r"is no SGLang server that we know, it has no /ready; name servers of SGLang 0\.5\.23 in"),
-        (ServerLike, "qwen3_vl", "none", r"the model reads media, and .* takes none in the form relax-events\.media\.2; install"),
+        (
+            RouterLike,
+            "qwen3",
+            "none",
+            r"is no SGLang server that we know, it has no /ready; name servers of SGLang 0\.5\.23 in",
+        ),
+        (
+            ServerLike,
+            "qwen3_vl",
+            "none",
+            r"the model reads media, and .* takes none in the form relax-events\.media\.2; install",
+        ),
         (ServerLike, "qwen3_moe", "rollout", NO_EXPERTS),
     ],
     ids=["router", "without the plugin", "without experts"],
@@ -82,5 +101,8 @@ def test_what_can_not_be_used_is_refused_at_once(
 
 
 def test_model_without_experts_is_refused_before_any_server_is_asked() -> None:
-    with pytest.raises(ConfigError, match=r"replays the experts of a mixture that engine 'sglang' knows, and the model in .* has none; set model"):
+    with pytest.raises(
+        ConfigError,
+        match=r"replays the experts of a mixture that engine 'sglang' knows, and the model in .* has none; set model",
+    ):
         attach("http://127.0.0.1:9", routing_replay="rollout")

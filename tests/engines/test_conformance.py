@@ -25,10 +25,10 @@ from engine_requests import (
 from routed_engines import Fragile
 
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
-from relax_events.engines.routing.router import Router
+from relax_events.engines.replicas.router import Router
 from relax_events.engines.sglang.engine import SGLangEngine
 from relax_events.engines.sglang.server import SGLangServer
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
@@ -39,7 +39,8 @@ LONG = 400
 
 
 def begin(engine: Engine, request: GenerationRequest, gate: Gate) -> None:
-    """Let an engine generate until a few tokens of each sample are there, and hold it there; SGLang goes on, slowly."""
+    """Let an engine generate until a few tokens of each sample are there, and hold it there; SGLang
+    goes on, slowly."""
     gate.shut()
     engine.submit(request)
     while True:
@@ -52,7 +53,12 @@ def begin(engine: Engine, request: GenerationRequest, gate: Gate) -> None:
 def token_counts(engine: Engine) -> list[int]:
     """Give how many tokens the samples of an engine have that are under way."""
     if isinstance(engine, Router):
-        return [count for member in engine._members if member._engine is not None for count in token_counts(member._engine)]
+        return [
+            count
+            for member in engine._members
+            if member._engine is not None
+            for count in token_counts(member._engine)
+        ]
     if isinstance(engine, Fragile):
         return token_counts(engine._engine)
     if isinstance(engine, SGLangServer):
@@ -66,7 +72,10 @@ def runs(sample: GeneratedSample) -> list[tuple[VersionSegment, slice]]:
     """Give a sample's segments with the places of their tokens."""
     ends = np.cumsum([segment.num_tokens for segment in sample.segments]).tolist()
     assert ends[-1] == len(sample.tokens) == len(sample.logprobs)
-    return [(segment, slice(end - segment.num_tokens, end)) for segment, end in zip(sample.segments, ends, strict=True)]
+    return [
+        (segment, slice(end - segment.num_tokens, end))
+        for segment, end in zip(sample.segments, ends, strict=True)
+    ]
 
 
 def test_logprobs_agree_with_one_whole_forward(make: MakeEngine) -> None:
@@ -79,9 +88,21 @@ def test_logprobs_agree_with_one_whole_forward(make: MakeEngine) -> None:
     for request in requests:
         for sample in request.samples:
             generated = samples[sample.sample_id]
-            assert (len(generated.tokens), generated.finish_reason, generated.error) == (20, FinishReason.LENGTH, "")
-            assert (generated.tokens.dtype, generated.logprobs.dtype, generated.prompt_group_id) == (np.int32, np.float32, request.prompt_group_id)
-            np.testing.assert_allclose(generated.logprobs, plain_logprobs(request.prompt_tokens, generated.tokens), atol=1e-5)
+            assert (len(generated.tokens), generated.finish_reason, generated.error) == (
+                20,
+                FinishReason.LENGTH,
+                "",
+            )
+            assert (
+                generated.tokens.dtype,
+                generated.logprobs.dtype,
+                generated.prompt_group_id,
+            ) == (np.int32, np.float32, request.prompt_group_id)
+            np.testing.assert_allclose(
+                generated.logprobs,
+                plain_logprobs(request.prompt_tokens, generated.tokens),
+                atol=1e-5,
+            )
 
 
 def test_logprobs_are_tempered_and_not_renormalised(make: MakeEngine) -> None:
@@ -89,16 +110,28 @@ def test_logprobs_are_tempered_and_not_renormalised(make: MakeEngine) -> None:
     request = make_request(1, temperature=0.7, top_k=5, top_p=0.8)
     engine.submit(request)
     for sample in finish(engine).values():
-        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, temperature=0.7), atol=1e-5)
+        np.testing.assert_allclose(
+            sample.logprobs,
+            plain_logprobs(request.prompt_tokens, sample.tokens, temperature=0.7),
+            atol=1e-5,
+        )
 
 
 def test_draws_follow_the_probabilities(make: MakeEngine) -> None:
     engine = make()
     request = make_request(1, num_samples=400, max_new_tokens=1, temperature=0.5)
     engine.submit(request)
-    drawn = np.bincount([int(sample.tokens[0]) for sample in finish(engine).values()], minlength=300)
+    drawn = np.bincount(
+        [int(sample.tokens[0]) for sample in finish(engine).values()], minlength=300
+    )
     likeliest = np.argsort(drawn)[-3:]
-    expected = [400 * np.exp(plain_logprobs(request.prompt_tokens, np.array([token], np.int32), temperature=0.5)[0]) for token in likeliest]
+    expected = [
+        400
+        * np.exp(
+            plain_logprobs(request.prompt_tokens, np.array([token], np.int32), temperature=0.5)[0]
+        )
+        for token in likeliest
+    ]
     assert np.abs(drawn[likeliest] - expected).max() < 5 * np.sqrt(max(expected))
 
 
@@ -121,7 +154,9 @@ def test_nothing_but_its_own_stop_tokens_ends_a_sample(make: MakeEngine) -> None
     engine.submit(request)
     samples = finish(engine)
     assert {len(sample.tokens) for sample in samples.values()} == {LONG}
-    assert any({256, 257} & set(sample.tokens.tolist()) for sample in samples.values())  # the tokenizer's own ends are among them
+    assert any(
+        {256, 257} & set(sample.tokens.tolist()) for sample in samples.values()
+    )  # the tokenizer's own ends are among them
 
 
 def test_sample_ends_where_the_context_is_full(make: MakeEngine) -> None:
@@ -153,9 +188,16 @@ def test_usage_counts_what_was_drawn_and_what_prompts_cost(make: MakeEngine) -> 
     usage = engine.usage
     assert (usage.num_decoding, usage.num_waiting) == (0, 0)
     assert usage.num_drawn - before.num_drawn == 3 * 4 * 5
-    num_prefilled, num_reused = usage.num_prefilled - before.num_prefilled, usage.num_reused - before.num_reused
+    num_prefilled, num_reused = (
+        usage.num_prefilled - before.num_prefilled,
+        usage.num_reused - before.num_reused,
+    )
     num_resumed = usage.num_resumed - before.num_resumed
-    assert_at_least(engine, [num_prefilled + num_reused, num_resumed], [sum(4 * len(request.prompt_tokens) for request in requests), 0])
+    assert_at_least(
+        engine,
+        [num_prefilled + num_reused, num_resumed],
+        [sum(4 * len(request.prompt_tokens) for request in requests), 0],
+    )
     assert num_prefilled >= sum(len(request.prompt_tokens) for request in requests)
 
 
@@ -169,11 +211,16 @@ def test_usage_counts_tokens_of_samples_that_go_on(make: MakeEngine, gate: Gate)
     gate.open()
     engine.submit(continued(request, partial))
     finish(engine)
-    assert_at_least(engine, [engine.usage.num_resumed - before.num_resumed], [sum(len(sample.tokens) for sample in partial)])
+    assert_at_least(
+        engine,
+        [engine.usage.num_resumed - before.num_resumed],
+        [sum(len(sample.tokens) for sample in partial)],
+    )
 
 
 def assert_at_least(engine: Engine, counts: list[int], expected: list[int]) -> None:
-    """Hold counts beside those expected; a server's may be above: a sample that one of its own end tokens has ended is sent again."""
+    """Hold counts beside those expected; a server's may be above: a sample that one of its own end
+    tokens has ended is sent again."""
     if isinstance(engine, SGLangEngine):
         assert all(count >= least for count, least in zip(counts, expected, strict=True))
     else:
@@ -195,10 +242,16 @@ def test_segments_carry_the_version_of_every_token(make: MakeEngine) -> None:
     assert engine.policy_version == 7
     for sample in finish(engine).values():
         assert sample.segments == (VersionSegment(7, 6),)
-        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=path), atol=1e-5)
+        np.testing.assert_allclose(
+            sample.logprobs,
+            plain_logprobs(request.prompt_tokens, sample.tokens, path=path),
+            atol=1e-5,
+        )
 
 
-def test_restart_computes_running_samples_again_under_the_new_weights(make: MakeEngine, gate: Gate) -> None:
+def test_restart_computes_running_samples_again_under_the_new_weights(
+    make: MakeEngine, gate: Gate
+) -> None:
     engine = make()
     request = make_request(1, max_new_tokens=LONG)
     weights, path = other_weights(1)
@@ -209,7 +262,10 @@ def test_restart_computes_running_samples_again_under_the_new_weights(make: Make
     assert len(samples) == 2
     for sample in samples.values():
         (before, first), (after, second) = runs(sample)
-        assert [(segment.policy_version, segment.kept_cache) for segment in (before, after)] == [(0, False), (1, False)]
+        assert [(segment.policy_version, segment.kept_cache) for segment in (before, after)] == [
+            (0, False),
+            (1, False),
+        ]
         old = plain_logprobs(request.prompt_tokens, sample.tokens)
         new = plain_logprobs(request.prompt_tokens, sample.tokens, path=path)
         np.testing.assert_allclose(sample.logprobs[first], old[first], atol=1e-5)
@@ -232,14 +288,20 @@ def test_swap_keeps_the_cache_and_says_so(make: MakeEngine, gate: Gate) -> None:
             assert segment.policy_version == 1 or not segment.kept_cache
             if segment.kept_cache:
                 kept.append(differences.max())
-            else:  # of the old weights, or computed anew after an end token of the model's that is none of the request's
+            # of the old weights, or computed anew after an end token of the model's that is none of
+            # the request's
+            else:
                 assert differences.max() < 1e-5
     assert kept
     assert min(kept) > 1e-3
     engine.submit(request)  # whose prompt the server has in its cache, under the old weights
     for sample in finish(engine).values():
         assert sample.segments == (VersionSegment(1, LONG),)
-        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=path), atol=1e-5)
+        np.testing.assert_allclose(
+            sample.logprobs,
+            plain_logprobs(request.prompt_tokens, sample.tokens, path=path),
+            atol=1e-5,
+        )
 
 
 def test_refused_weights_leave_the_old_ones_serving(make: MakeEngine) -> None:
@@ -250,14 +312,23 @@ def test_refused_weights_leave_the_old_ones_serving(make: MakeEngine) -> None:
     engine.submit(request)
     for sample in finish(engine).values():
         assert sample.segments == (VersionSegment(0, 6),)
-        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5)
+        np.testing.assert_allclose(
+            sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5
+        )
 
 
-def test_weights_that_are_not_finite_end_samples_with_an_error(make: MakeEngine, gate: Gate) -> None:
+def test_weights_that_are_not_finite_end_samples_with_an_error(
+    make: MakeEngine, gate: Gate
+) -> None:
     engine = make()
     weights, _ = other_weights(2)
     begin(engine, make_request(1, max_new_tokens=LONG), gate)
-    broken = Weights(1, weights.tensors | {"model.layers.0.self_attn.v_proj.weight": torch.full((16, 32), torch.nan)}, bytes(32))
+    broken = Weights(
+        1,
+        weights.tensors
+        | {"model.layers.0.self_attn.v_proj.weight": torch.full((16, 32), torch.nan)},
+        bytes(32),
+    )
     engine.load_weights(broken)
     gate.open()
     engine.submit(make_request(2))
@@ -277,14 +348,19 @@ def test_aborted_samples_go_on_where_they_were(make: MakeEngine, gate: Gate) -> 
     partial = engine.abort()
     assert engine.num_running == 0
     assert {sample.finish_reason for sample in partial} == {FinishReason.ABORT}
-    assert all(3 <= len(sample.tokens) < LONG and len(sample.logprobs) == len(sample.tokens) for sample in partial)
+    assert all(
+        3 <= len(sample.tokens) < LONG and len(sample.logprobs) == len(sample.tokens)
+        for sample in partial
+    )
     begun = {sample.sample_id: sample.tokens.tolist() for sample in partial}
     gate.open()
     engine.submit(continued(request, partial))
     for name, sample in finish(engine).items():
         assert sample.tokens[: len(begun[name])].tolist() == begun[name]
         assert sample.segments == (VersionSegment(0, LONG),)
-        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5)
+        np.testing.assert_allclose(
+            sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5
+        )
 
 
 def test_abort_takes_out_the_named_samples_alone(make: MakeEngine, gate: Gate) -> None:
@@ -301,7 +377,9 @@ def test_most_probable_tokens_come_with_those_that_were_drawn(make: MakeEngine) 
     request = make_request(2, num_top=3, temperature=0.7, top_k=2, max_new_tokens=20)
     engine.submit(request)
     for sample in finish(engine).values():
-        ids = torch.from_numpy(np.concatenate([request.prompt_tokens, sample.tokens]).astype(np.int64))[None]
+        ids = torch.from_numpy(
+            np.concatenate([request.prompt_tokens, sample.tokens]).astype(np.int64)
+        )[None]
         with torch.no_grad():
             logits = plain_model(tiny_model())(ids).logits[0][len(request.prompt_tokens) - 1 : -1]
         assert sample.top_tokens is not None
@@ -316,7 +394,10 @@ def test_continued_sample_with_nothing_left_comes_back_as_it_is(make: MakeEngine
     (whole,) = finish(engine).values()
     engine.submit(continued(request, [whole]))
     (again,) = finish(engine).values()
-    assert (again.tokens.tolist(), again.finish_reason) == (whole.tokens.tolist(), FinishReason.LENGTH)
+    assert (again.tokens.tolist(), again.finish_reason) == (
+        whole.tokens.tolist(),
+        FinishReason.LENGTH,
+    )
 
 
 def test_sleeping_engine_holds_what_runs_until_it_wakes(make: MakeEngine, gate: Gate) -> None:
@@ -331,7 +412,9 @@ def test_sleeping_engine_holds_what_runs_until_it_wakes(make: MakeEngine, gate: 
     samples = finish(engine)
     assert {sample.segments for sample in samples.values()} == {(VersionSegment(0, LONG),)}
     for sample in samples.values():
-        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5)
+        np.testing.assert_allclose(
+            sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5
+        )
 
 
 def test_load_weights_wakes_the_engine(make: MakeEngine, gate: Gate) -> None:
@@ -362,7 +445,9 @@ def test_poll_returns_when_it_is_interrupted(make: MakeEngine, gate: Gate) -> No
         ([1] * 512, "the prompt has 512 tokens and must leave room for one more"),
     ],
 )
-def test_prompt_that_can_not_be_generated_is_refused(make: MakeEngine, prompt: list[int], text: str) -> None:
+def test_prompt_that_can_not_be_generated_is_refused(
+    make: MakeEngine, prompt: list[int], text: str
+) -> None:
     engine = make()
     with pytest.raises(PoisonSample, match=text):
         engine.submit(make_request(1, prompt=np.array(prompt, np.int32)))
@@ -372,10 +457,14 @@ def test_prompt_that_can_not_be_generated_is_refused(make: MakeEngine, prompt: l
 def test_sample_that_can_not_be_generated_is_refused_with_its_group(make: MakeEngine) -> None:
     engine = make()
 
-    def request(sample_id: str, tokens: list[int], num_logprobs: int, seed: int = 1) -> GenerationRequest:
+    def request(
+        sample_id: str, tokens: list[int], num_logprobs: int, seed: int = 1
+    ) -> GenerationRequest:
         segments = (VersionSegment(0, len(tokens)),) if tokens else ()
         prefix, logprobs = np.array(tokens, np.int32), np.zeros(num_logprobs, np.float32)
-        odd = SampleRequest(sample_id=sample_id, seed=seed, tokens=prefix, logprobs=logprobs, segments=segments)
+        odd = SampleRequest(
+            sample_id=sample_id, seed=seed, tokens=prefix, logprobs=logprobs, segments=segments
+        )
         return replace(make_request(1, max_new_tokens=4), samples=(fresh_sample("b", 2), odd))
 
     for text, odd in {

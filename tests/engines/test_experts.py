@@ -1,4 +1,5 @@
-"""A mixture of experts on servers that tell which experts each token went through: SGLang's, and our own, which speaks as that does."""
+"""A mixture of experts on servers that tell which experts each token went through: SGLang's, and
+our own, which speaks as that does."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_gate import Gate
-from engine_requests import continued, finish, make_prompt, make_request, other_weights, plain_logprobs, tiny_model
+from engine_requests import (
+    continued,
+    finish,
+    make_prompt,
+    make_request,
+    other_weights,
+    plain_logprobs,
+    tiny_model,
+)
 from routed_samples import chosen_by
 from served_model import served
 
@@ -27,17 +36,30 @@ MORE = 64
 
 
 @pytest.fixture(scope="module", params=["sglang", "served"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    """Open an engine with an SGLang server of its own, which ends with it, or at a server of ours; neither leaves anything behind."""
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangEngine]:
+    """Open an engine with an SGLang server of its own, which ends with it, or at a server of ours;
+    neither leaves anything behind."""
     path, directory = tiny_model(FAMILY), tmp_path_factory.mktemp("weights")
     with ExitStack() as stack:
         if request.param == "sglang":
             server: dict[str, Any] = {"python": request.getfixturevalue("sglang_python")}
         else:
-            server = {"urls": (stack.enter_context(served(path, is_incremental=True, records_experts=True)),)}
+            server = {
+                "urls": (
+                    stack.enter_context(served(path, is_incremental=True, records_experts=True)),
+                )
+            }
         sglang = SGLangConfig(weights_directory=directory, stream_interval_tokens=4, **server)
-        config = EngineConfig(threads=1, max_running_samples=8, max_context_tokens=512, sglang=sglang)
-        opened = SGLangEngine(path, config=config, model=ModelConfig(dtype="float32", path=path, routing_replay="rollout"))
+        config = EngineConfig(
+            threads=1, max_running_samples=8, max_context_tokens=512, sglang=sglang
+        )
+        opened = SGLangEngine(
+            path,
+            config=config,
+            model=ModelConfig(dtype="float32", path=path, routing_replay="rollout"),
+        )
         stack.callback(opened.close)
         yield opened
     assert list(directory.iterdir()) == []
@@ -48,12 +70,15 @@ def sequence_of(request: GenerationRequest, sample: GeneratedSample) -> np.ndarr
 
 
 def check_whole(request: GenerationRequest, sample: GeneratedSample, path: Path) -> None:
-    """Hold log-probabilities and experts of a sample of one version beside those of transformers and of the computation by hand."""
+    """Hold log-probabilities and experts of a sample of one version beside those of transformers
+    and of the computation by hand."""
     expected = chosen_by(path, sequence_of(request, sample))
     assert sample.routed_experts is not None
     assert sample.routed_experts.dtype == np.uint8
     assert sample.routed_experts.tolist() == expected.tolist()
-    np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=path), atol=1e-5)
+    np.testing.assert_allclose(
+        sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=path), atol=1e-5
+    )
 
 
 def begin(engine: SGLangEngine, request: GenerationRequest, gate: Gate) -> list[GeneratedSample]:
@@ -68,7 +93,9 @@ def begin(engine: SGLangEngine, request: GenerationRequest, gate: Gate) -> list[
     return partial
 
 
-def test_experts_are_those_of_transformers_for_all_tokens_in_all_layers(engine: SGLangEngine) -> None:
+def test_experts_are_those_of_transformers_for_all_tokens_in_all_layers(
+    engine: SGLangEngine,
+) -> None:
     request = make_request(1, prompt=make_prompt(1, 40), max_new_tokens=60)
     engine.submit(request)
     for sample in finish(engine).values():
@@ -79,20 +106,33 @@ def test_experts_are_those_of_transformers_for_all_tokens_in_all_layers(engine: 
 
 
 @pytest.mark.parametrize("num_told", [None, 0, 5])
-def test_sample_that_goes_on_is_told_of_as_a_whole(engine: SGLangEngine, gate: Gate, num_told: int | None) -> None:
+def test_sample_that_goes_on_is_told_of_as_a_whole(
+    engine: SGLangEngine, gate: Gate, num_told: int | None
+) -> None:
     request = make_request(2, max_new_tokens=LONG, temperature=1.3)
     partial = begin(engine, request, gate)
     for sample in partial:
         assert sample.routed_experts is not None
         assert len(sample.routed_experts) == len(sequence_of(request, sample)) - 1
-    told = [replace(one, routed_experts=None if one.routed_experts is None else one.routed_experts[:num_told]) for one in partial]
+    told = [
+        replace(
+            one,
+            routed_experts=None if one.routed_experts is None else one.routed_experts[:num_told],
+        )
+        for one in partial
+    ]
     engine.submit(continued(request, told))
     for sample in finish(engine).values():
         assert sample.routed_experts is not None
-        assert sample.routed_experts.tolist() == chosen_by(tiny_model(FAMILY), sequence_of(request, sample)).tolist()
+        assert (
+            sample.routed_experts.tolist()
+            == chosen_by(tiny_model(FAMILY), sequence_of(request, sample)).tolist()
+        )
 
 
-def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(engine: SGLangEngine, gate: Gate) -> None:
+def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(
+    engine: SGLangEngine, gate: Gate
+) -> None:
     request, (weights, path) = make_request(3, max_new_tokens=LONG), other_weights(1, family=FAMILY)
     partial = begin(engine, request, gate)
     gate.shut(MORE)
@@ -116,8 +156,13 @@ def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(engine: SG
         check_whole(request, sample, path)
 
 
-def test_kept_cache_keeps_the_routing_that_it_was_made_with(engine: SGLangEngine, gate: Gate) -> None:
-    request, (weights, _) = make_request(4, max_new_tokens=440), other_weights(2, seed=5, family=FAMILY)
+def test_kept_cache_keeps_the_routing_that_it_was_made_with(
+    engine: SGLangEngine, gate: Gate
+) -> None:
+    request, (weights, _) = (
+        make_request(4, max_new_tokens=440),
+        other_weights(2, seed=5, family=FAMILY),
+    )
     before = engine.policy_version
     partial, num_drawn = begin(engine, request, gate), engine.num_tokens
     gate.shut(MORE)
@@ -130,9 +175,17 @@ def test_kept_cache_keeps_the_routing_that_it_was_made_with(engine: SGLangEngine
     samples = finish(engine).values()
     assert any(segment.kept_cache for sample in samples for segment in sample.segments)
     for sample in samples:
-        first, *later = sample.segments  # several, where one of the model's own end tokens has ended a request
-        assert (first.policy_version, {segment.policy_version for segment in later}) == (before, {2})
-        tokens, split = sequence_of(request, sample), len(request.prompt_tokens) + first.num_tokens - 1
+        first, *later = (
+            sample.segments
+        )  # several, where one of the model's own end tokens has ended a request
+        assert (first.policy_version, {segment.policy_version for segment in later}) == (
+            before,
+            {2},
+        )
+        tokens, split = (
+            sequence_of(request, sample),
+            len(request.prompt_tokens) + first.num_tokens - 1,
+        )
         assert sample.routed_experts is not None
         assert len(sample.routed_experts) == len(tokens) - 1
         assert sample.routed_experts[:split].tolist() == chosen_by(path, tokens)[:split].tolist()

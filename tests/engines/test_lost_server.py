@@ -1,4 +1,5 @@
-"""Servers of an engine's own that die, hang, take wrong weights or lose their parent: nothing hangs, no token is of the wrong weights."""
+"""Servers of an engine's own that die, hang, take wrong weights or lose their parent: nothing
+hangs, no token is of the wrong weights."""
 
 from __future__ import annotations
 
@@ -15,15 +16,22 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from engine_requests import continued, finish, make_request, other_weights, plain_logprobs, tiny_model
+from engine_requests import (
+    continued,
+    finish,
+    make_request,
+    other_weights,
+    plain_logprobs,
+    tiny_model,
+)
 from torch import Tensor
 
 from relax_events.config import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
-from relax_events.engines.routing.member import Member
+from relax_events.engines.replicas.replica import Member
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.engine import SGLangEngine
+from relax_events.engines.sglang.lifecycle import Serving
 from relax_events.engines.sglang.server import SGLangServer
-from relax_events.engines.sglang.serving import Serving
 from relax_events.errors import EngineFailed, EnvironmentProblem, WeightsError
 from relax_events.events.parts import VersionSegment
 
@@ -52,7 +60,9 @@ def open_engine(python: str, directory: Path, **settings: Any) -> SGLangEngine:
     server = SGLangConfig(python=python, weights_directory=directory, **settings)
     return SGLangEngine(
         path,
-        config=EngineConfig(threads=1, max_running_samples=8, max_context_tokens=2048, sglang=server),
+        config=EngineConfig(
+            threads=1, max_running_samples=8, max_context_tokens=2048, sglang=server
+        ),
         model=ModelConfig(dtype="float32", path=path),
     )
 
@@ -60,7 +70,11 @@ def open_engine(python: str, directory: Path, **settings: Any) -> SGLangEngine:
 def server_processes(directory: Path) -> list[psutil.Process]:
     """Find all processes of the servers that write into a folder."""
     commands = {one: " ".join(command_of(one)) for one in psutil.process_iter()}
-    mains = [one for one, command in commands.items() if "serve.py" in command and str(directory) in command]
+    mains = [
+        one
+        for one, command in commands.items()
+        if "serve.py" in command and str(directory) in command
+    ]
     return [process for main in mains for process in (main, *main.children(recursive=True))]
 
 
@@ -108,7 +122,8 @@ def begin(engine: SGLangEngine) -> dict[str, list[int]]:
 
 
 def check_whole(engine: SGLangEngine, begun: Mapping[str, list[int]]) -> None:
-    """Finish what runs: every sample is whole, keeps its first tokens, and has the log-probabilities of the version that served."""
+    """Finish what runs: every sample is whole, keeps its first tokens, and has the
+    log-probabilities of the version that served."""
     samples, path = finish(engine), other_weights(0)[1]
     assert samples.keys() == begun.keys()
     for name, sample in samples.items():
@@ -116,16 +131,22 @@ def check_whole(engine: SGLangEngine, begun: Mapping[str, list[int]]) -> None:
         assert sample.tokens[: len(begun[name])].tolist() == begun[name]
         assert sample.segments == (VersionSegment(engine.policy_version, LONG),)
         prompt = make_request(1).prompt_tokens
-        np.testing.assert_allclose(sample.logprobs, plain_logprobs(prompt, sample.tokens, path=path), atol=1e-5)
+        np.testing.assert_allclose(
+            sample.logprobs, plain_logprobs(prompt, sample.tokens, path=path), atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["serve.py", "sglang::scheduler"])
-def test_samples_go_on_after_a_process_of_the_server_is_killed(engine: SGLangEngine, directory: Path, name: str) -> None:
+def test_samples_go_on_after_a_process_of_the_server_is_killed(
+    engine: SGLangEngine, directory: Path, name: str
+) -> None:
     begun = begin(engine)
     victims = server_processes(directory)
     next(victim for victim in victims if name in " ".join(command_of(victim))).kill()
     check_whole(engine, begun)
-    assert not {victim.pid for victim in victims} & {process.pid for process in server_processes(directory)}
+    assert not {victim.pid for victim in victims} & {
+        process.pid for process in server_processes(directory)
+    }
 
 
 def test_samples_go_on_after_the_server_hangs(engine: SGLangEngine, directory: Path) -> None:
@@ -135,7 +156,9 @@ def test_samples_go_on_after_the_server_hangs(engine: SGLangEngine, directory: P
     check_whole(engine, begun)
 
 
-def test_torn_weights_leave_the_old_version_serving(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_weights_leave_the_old_version_serving(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = ModelFolder.write_version
 
     def torn(model: ModelFolder, tensors: Mapping[str, Tensor], folder: Path) -> Path:
@@ -155,7 +178,9 @@ def test_torn_weights_leave_the_old_version_serving(engine: SGLangEngine, monkey
     check_whole(engine, begun)
 
 
-def test_other_weights_than_those_that_were_meant_are_noticed(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_than_those_that_were_meant_are_noticed(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = ModelFolder.write_version
 
     def wrong(model: ModelFolder, tensors: Mapping[str, Tensor], folder: Path) -> Path:
@@ -166,7 +191,10 @@ def test_other_weights_than_those_that_were_meant_are_noticed(engine: SGLangEngi
     served = engine.policy_version
     weights, _ = other_weights(served + 1, seed=5)
     monkeypatch.setattr(ModelFolder, "write_version", wrong)
-    with pytest.raises(WeightsError, match=r"the server holds other values in model.layers.1.self_attn.qkv_proj.weight"):
+    with pytest.raises(
+        WeightsError,
+        match=r"the server holds other values in model.layers.1.self_attn.qkv_proj.weight",
+    ):
         engine.load_weights(weights)
     monkeypatch.undo()
     check_whole(engine, begun)
@@ -180,7 +208,9 @@ def test_server_that_keeps_dying_ends_the_engine(engine: SGLangEngine, directory
             for process in server_processes(directory):
                 process.kill()
 
-    with pytest.raises(EngineFailed, match="every engine was lost 4 times without a sample in between"):
+    with pytest.raises(
+        EngineFailed, match="every engine was lost 4 times without a sample in between"
+    ):
         kill_while_it_runs()
 
 
@@ -192,7 +222,9 @@ def await_servers(engine: SGLangEngine, count: int) -> None:
         pause.wait(0.2)
 
 
-def test_samples_of_a_killed_server_go_on_in_the_other_one(sglang_python: str, tmp_path: Path) -> None:
+def test_samples_of_a_killed_server_go_on_in_the_other_one(
+    sglang_python: str, tmp_path: Path
+) -> None:
     engine = open_engine(sglang_python, tmp_path, num_servers=2)
     await_servers(engine, 2)
     weights, path = other_weights(1)
@@ -218,7 +250,11 @@ def test_samples_of_a_killed_server_go_on_in_the_other_one(sglang_python: str, t
             kept = begun.get(sample.sample_id, [])
             assert whole.tokens[: len(kept)].tolist() == kept
             assert whole.segments == (VersionSegment(1, LONG),)
-            np.testing.assert_allclose(whole.logprobs, plain_logprobs(request.prompt_tokens, whole.tokens, path=path), atol=1e-5)
+            np.testing.assert_allclose(
+                whole.logprobs,
+                plain_logprobs(request.prompt_tokens, whole.tokens, path=path),
+                atol=1e-5,
+            )
     await_servers(engine, 2)
     for request in requests:
         engine.submit(replace(request, sampling=SamplingConfig(max_new_tokens=20)))
@@ -238,11 +274,21 @@ def serving_of(member: Member) -> Serving:
 def begun_in(member: Member) -> dict[str, list[int]]:
     """Give the tokens that have come of each sample that a member has."""
     flights = serving_of(member).generation._flights.values()
-    return {flight.sample.sample_id: [*flight.sample.tokens.tolist(), *flight.tokens] for flight in flights}
+    return {
+        flight.sample.sample_id: [*flight.sample.tokens.tolist(), *flight.tokens]
+        for flight in flights
+    }
 
 
 def test_server_ends_with_a_worker_that_is_killed(sglang_python: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ORPHAN_PROGRAM, str(tiny_model()), sglang_python, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-c",
+        ORPHAN_PROGRAM,
+        str(tiny_model()),
+        sglang_python,
+        str(tmp_path),
+    ]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     assert worker.stdin is not None

@@ -1,4 +1,5 @@
-"""Pictures, clips and sounds through a real SGLang server: it computes what the trainer computes of the same arrays."""
+"""Pictures, clips and sounds through a real SGLang server: it computes what the trainer computes of
+the same arrays."""
 
 from __future__ import annotations
 
@@ -24,32 +25,46 @@ from sglang_servers import engines_at, started_server
 from relax_events.config import MediaConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, Task
-from relax_events.engines.sglang import generation, media_wire
+from relax_events.engines.sglang import generation
+from relax_events.engines.sglang import media_features as media_wire
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.flights import Flight
-from relax_events.engines.sglang.media_wire import HEAD
+from relax_events.engines.sglang.inflight import Flight
+from relax_events.engines.sglang.media_features import HEAD
 from relax_events.environments.episodes import Episodes
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, Modality, VersionSegment
+from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
+from relax_events.media.model_inputs import MediaSequence, ProcessedMedia
+from relax_events.media.token_layout import MediaLayout, OmniLayout
+from relax_events.model_folder import has_experts
 from relax_events.models.families import family_of
-from relax_events.models.media_inputs import MediaSequence, ProcessedMedia
-from relax_events.models.media_layout import MediaLayout, OmniLayout
-from relax_events.models.mixtures import has_experts
-from relax_events.models.tiny import make_tiny
 from relax_events.objects.roots import media_in
 from relax_events.weights import Weights
-from relax_events.weights.artifacts import weights_digest
+from relax_events.weights.artifact_writer import weights_digest
 from tests.folders import kept_folder
-from tests.unit.moving_and_sounding import BOUNDS, OMNI, SMALL, expert_model, item_of, media_run, plain_omni, whole_omni_model
+from tests.unit.moving_and_sounding import (
+    BOUNDS,
+    OMNI,
+    SMALL,
+    expert_model,
+    item_of,
+    media_run,
+    plain_omni,
+    whole_omni_model,
+)
 from tests.unit.pictures import picture_model, plain_model, prompt_of, question, request_about
 
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
 ENVIRONMENTS = Path(__file__).parents[1] / "environments_of_tests.py"
 LONG = 200
-PICTURE, CLIP, WIDE = (Modality.IMAGE, (64, 48)), (Modality.VIDEO, (48, 32, 9)), (Modality.IMAGE, (96, 32))
+PICTURE, CLIP, WIDE = (
+    (Modality.IMAGE, (64, 48)),
+    (Modality.VIDEO, (48, 32, 9)),
+    (Modality.IMAGE, (96, 32)),
+)
 SOUND, LONGER, LONGEST = ((Modality.AUDIO, seconds) for seconds in (0.4, 1.13, 9.2))
 """Within one of the tower's windows, in two, and above what it attends to at once."""
 SEEN = [[PICTURE], [CLIP], [], [WIDE, CLIP, PICTURE], [CLIP, CLIP]]
@@ -61,9 +76,16 @@ Model = Callable[..., Path]
 
 @cache
 def deep_omni_model(seed: int = 3) -> Path:
-    """Write a tiny model that sees and hears, with a layer more than its vision tower gives something for."""
+    """Write a tiny model that sees and hears, with a layer more than its vision tower gives
+    something for."""
     sizes = {"hidden_size": 32, "num_layers": 3}
-    return make_tiny(kept_folder("media") / "model", corpus=["red", "do", "What is it?"], family=OMNI, seed=seed, **sizes)
+    return make_tiny(
+        kept_folder("media") / "model",
+        corpus=["red", "do", "What is it?"],
+        family=OMNI,
+        seed=seed,
+        **sizes,
+    )
 
 
 HEARING = [deep_omni_model, pytest.param(whole_omni_model, marks=pytest.mark.long)]
@@ -79,10 +101,15 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 
 @pytest.fixture(scope="module")
-def url(model: Model, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Give the address of a server on the tiny model; it reads prompts in pieces, which end within pictures."""
+def url(
+    model: Model, sglang_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Give the address of a server on the tiny model; it reads prompts in pieces, which end within
+    pictures."""
     arguments = ("--chunked-prefill-size", "48", *((EXPERTS,) if has_experts(model()) else ()))
-    with started_server(model(), tmp_path_factory.mktemp("server"), python=sglang_python, arguments=arguments) as url:
+    with started_server(
+        model(), tmp_path_factory.mktemp("server"), python=sglang_python, arguments=arguments
+    ) as url:
         yield url
 
 
@@ -115,13 +142,24 @@ def begin(engine: Engine, request: GenerationRequest, gate: Gate) -> None:
         assert engine.poll(timeout_seconds=0.02) == []
 
 
-def pieces_of(library: MediaLibrary, kinds: Sequence[tuple[Modality, Any]], *, seed: int = 0) -> tuple[ProcessedMedia, ...]:
+def pieces_of(
+    library: MediaLibrary, kinds: Sequence[tuple[Modality, Any]], *, seed: int = 0
+) -> tuple[ProcessedMedia, ...]:
     """Put pieces into a library, and take them out as the model is shown them."""
-    return tuple(library.processed(library.admit(item_of(*kind, seed=seed + place))) for place, kind in enumerate(kinds))
+    return tuple(
+        library.processed(library.admit(item_of(*kind, seed=seed + place)))
+        for place, kind in enumerate(kinds)
+    )
 
 
 def asked(
-    path: Path, number: int, media: tuple[ProcessedMedia, ...], *, bounds: MediaConfig = BOUNDS, num_samples: int = 2, max_new_tokens: int = 8
+    path: Path,
+    number: int,
+    media: tuple[ProcessedMedia, ...],
+    *,
+    bounds: MediaConfig = BOUNDS,
+    num_samples: int = 2,
+    max_new_tokens: int = 8,
 ) -> GenerationRequest:
     """Ask about pieces."""
     request = request_about(number, (), num_samples=num_samples, max_new_tokens=max_new_tokens)
@@ -131,7 +169,10 @@ def asked(
 def groups(path: Path, library: MediaLibrary) -> list[GenerationRequest]:
     """Ask about groups of all kinds of pieces that a model reads, others in each."""
     kinds = SEEN + (HEARD if hears(path) else [])
-    return [asked(path, number, pieces_of(library, some, seed=10 * number), num_samples=3) for number, some in enumerate(kinds)]
+    return [
+        asked(path, number, pieces_of(library, some, seed=10 * number), num_samples=3)
+        for number, some in enumerate(kinds)
+    ]
 
 
 def hears(path: Path) -> bool:
@@ -144,22 +185,38 @@ def plain(path: Path) -> Any:
 
 
 def expected(
-    request: GenerationRequest, tokens: NDArray[np.int32], *, path: Path, bounds: MediaConfig = BOUNDS, start: int | None = None
+    request: GenerationRequest,
+    tokens: NDArray[np.int32],
+    *,
+    path: Path,
+    bounds: MediaConfig = BOUNDS,
+    start: int | None = None,
 ) -> NDArray[np.float64]:
-    """Compute log-probabilities of a completion, or of all from a token on, from one whole forward as the trainer makes it, in float64."""
+    """Compute log-probabilities of a completion, or of all from a token on, from one whole forward
+    as the trainer makes it, in float64."""
     family, model = family_of(path, bounds), plain(path)
     whole = np.concatenate([request.prompt_tokens, tokens])
     given, places = np.append(request.given, np.zeros(len(tokens), bool)), np.arange(len(whole))
-    media = family.inputs([MediaSequence("expected", whole, given, request.media, places)], position_ids=places[None])
+    media = family.inputs(
+        [MediaSequence("expected", whole, given, request.media, places)], position_ids=places[None]
+    )
     ids = torch.from_numpy(whole.astype(np.int64))[None]
     with torch.no_grad():
-        logits = model.lm_head(family.hidden(model, ids, torch.from_numpy(places)[None], media, use_cache=False))[0]
-    picked: NDArray[np.float64] = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        logits = model.lm_head(
+            family.hidden(model, ids, torch.from_numpy(places)[None], media, use_cache=False)
+        )[0]
+    picked: NDArray[np.float64] = (
+        logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    )
     return picked[(len(request.prompt_tokens) if start is None else start) - 1 :]
 
 
 def check(
-    engine: Engine, requests: Sequence[GenerationRequest], *, path: Path, bounds: MediaConfig = BOUNDS
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    *,
+    path: Path,
+    bounds: MediaConfig = BOUNDS,
 ) -> dict[str, GeneratedSample]:
     """Generate, and compare."""
     for request in requests:
@@ -170,16 +227,28 @@ def check(
         for sample in request.samples:
             generated = samples[sample.sample_id]
             assert generated.error == ""
-            np.testing.assert_allclose(generated.logprobs, expected(request, generated.tokens, path=path, bounds=bounds), rtol=0, atol=TOLERANCE)
+            np.testing.assert_allclose(
+                generated.logprobs,
+                expected(request, generated.tokens, path=path, bounds=bounds),
+                rtol=0,
+                atol=TOLERANCE,
+            )
     return samples
 
 
-def chosen_by(path: Path, request: GenerationRequest, tokens: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Compute by hand through which experts all tokens but the last go, the rest by transformers."""
+def chosen_by(
+    path: Path, request: GenerationRequest, tokens: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """Compute by hand through which experts all tokens but the last go, the rest by
+    transformers."""
     found: list[Any] = []
 
     def note(layer: Any, args: tuple[Any, ...], _: Any) -> None:
-        found.append((args[0].reshape(-1, args[0].shape[-1]) @ layer.gate.weight.T).topk(layer.gate.top_k).indices)
+        found.append(
+            (args[0].reshape(-1, args[0].shape[-1]) @ layer.gate.weight.T)
+            .topk(layer.gate.top_k)
+            .indices
+        )
 
     layers = family_of(path, BOUNDS).language(plain(path)).get_submodule("layers")
     hooks = [layer.get_submodule("mlp").register_forward_hook(note) for layer in layers.children()]
@@ -192,12 +261,18 @@ def chosen_by(path: Path, request: GenerationRequest, tokens: NDArray[np.int32])
 
 def weights_of(path: Path, policy_version: int) -> Weights:
     """Give the weights of another tiny model of the same shape, as a trainer publishes them."""
-    tensors = {name.removeprefix("thinker."): tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    tensors = {
+        name.removeprefix("thinker."): tensor
+        for file in sorted(path.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
     tensors.pop("code2wav.weight", None)
     return Weights(policy_version, tensors, weights_digest(tensors))
 
 
-def test_logprobs_agree_with_one_whole_forward_under_each_version(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
+def test_logprobs_agree_with_one_whole_forward_under_each_version(
+    make: MakeEngine, model: Model, library: MediaLibrary
+) -> None:
     engine, requests, other = make(), groups(model(), library), model(seed=4)
     check(engine, requests, path=model())
     engine.load_weights(weights_of(other, 1))
@@ -205,7 +280,9 @@ def test_logprobs_agree_with_one_whole_forward_under_each_version(make: MakeEngi
     assert {sample.segments for sample in samples.values()} == {(VersionSegment(1, 8),)}
 
 
-def test_restart_looks_at_media_again_under_the_new_weights(make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary) -> None:
+def test_restart_looks_at_media_again_under_the_new_weights(
+    make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary
+) -> None:
     engine, other = make(), model(seed=4)
     kinds = [PICTURE, CLIP, LONGER] if hears(model()) else [PICTURE, CLIP]
     request = asked(model(), 1, pieces_of(library, kinds), max_new_tokens=LONG)
@@ -215,7 +292,10 @@ def test_restart_looks_at_media_again_under_the_new_weights(make: MakeEngine, ga
     for sample in finish(engine).values():
         first, second = sample.segments
         assert (first.policy_version, second.policy_version) == (0, 1)
-        old, new = expected(request, sample.tokens, path=model()), expected(request, sample.tokens, path=other)
+        old, new = (
+            expected(request, sample.tokens, path=model()),
+            expected(request, sample.tokens, path=other),
+        )
         count = first.num_tokens
         np.testing.assert_allclose(sample.logprobs[:count], old[:count], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(sample.logprobs[count:], new[count:], rtol=0, atol=TOLERANCE)
@@ -225,29 +305,45 @@ def test_restart_looks_at_media_again_under_the_new_weights(make: MakeEngine, ga
 def test_sound_of_a_clip_is_heard_where_it_is_seen(url: str, model: Model, tmp_path: Path) -> None:
     bounds = MediaConfig(**SMALL, use_audio_in_video=True)
     library = MediaLibrary(media_run(tmp_path, model(), use_audio_in_video=True))
-    requests = [asked(model(), number, pieces_of(library, some), bounds=bounds) for number, some in enumerate([[CLIP], [SOUND, CLIP, PICTURE, CLIP]])]
-    assert all(piece.samples is not None and piece.pixels is not None for piece in requests[0].media)
+    requests = [
+        asked(model(), number, pieces_of(library, some), bounds=bounds)
+        for number, some in enumerate([[CLIP], [SOUND, CLIP, PICTURE, CLIP]])
+    ]
+    assert all(
+        piece.samples is not None and piece.pixels is not None for piece in requests[0].media
+    )
     with engines_at(url, path=model(), media=bounds) as make:
         check(make(), requests, path=model(), bounds=bounds)
 
 
 @pytest.mark.parametrize("model", MIXED, indirect=True)
-def test_experts_are_those_of_the_trainer_for_all_tokens_media_among_them(url: str, model: Model, library: MediaLibrary) -> None:
+def test_experts_are_those_of_the_trainer_for_all_tokens_media_among_them(
+    url: str, model: Model, library: MediaLibrary
+) -> None:
     with engines_at(url, path=model(), media=BOUNDS, routing_replay="rollout") as make:
         requests = groups(model(), library)
         samples = check(make(), requests, path=model())
     for request in requests:
         for sample in (samples[one.sample_id] for one in request.samples):
             assert sample.routed_experts is not None
-            assert sample.routed_experts.tolist() == chosen_by(model(), request, sample.tokens).tolist()
+            assert (
+                sample.routed_experts.tolist()
+                == chosen_by(model(), request, sample.tokens).tolist()
+            )
 
 
-def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary) -> None:
-    """Some that wait, or are read in part, have the pictures of samples that run: nothing of them that the server keeps may be used."""
+def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(
+    make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary
+) -> None:
+    """Some that wait, or are read in part, have the pictures of samples that run: nothing of them
+    that the server keeps may be used."""
     engine, other = make(), model(seed=4)
     pieces = [pieces_of(library, [PICTURE, CLIP, WIDE], seed=10 * number) for number in range(5)]
     running = asked(model(), 1, pieces[0], num_samples=3, max_new_tokens=2 * LONG)
-    requests = [running, *(asked(model(), 2 + number, shown) for number, shown in enumerate(pieces))]
+    requests = [
+        running,
+        *(asked(model(), 2 + number, shown) for number, shown in enumerate(pieces)),
+    ]
     begin(engine, running, gate)
     for request in requests[1:]:
         engine.submit(request)
@@ -258,7 +354,10 @@ def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(make: MakeEngine
     for request in requests:
         for name in (sample.sample_id for sample in request.samples):
             sample, first = samples[name], 0
-            by_version = [expected(request, sample.tokens, path=model()), expected(request, sample.tokens, path=other)]
+            by_version = [
+                expected(request, sample.tokens, path=model()),
+                expected(request, sample.tokens, path=other),
+            ]
             for segment in sample.segments:
                 place = slice(first, first := first + segment.num_tokens)
                 largest = np.abs(sample.logprobs - by_version[segment.policy_version])[place].max()
@@ -269,7 +368,9 @@ def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(make: MakeEngine
     check(engine, [asked(model(), 0, pieces[0])], path=other)
 
 
-def test_aborted_samples_go_on_behind_their_media(make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary) -> None:
+def test_aborted_samples_go_on_behind_their_media(
+    make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary
+) -> None:
     engine, request = make(), asked(model(), 1, pieces_of(library, [CLIP]), max_new_tokens=LONG)
     begin(engine, request, gate)
     partial = engine.abort()
@@ -278,7 +379,9 @@ def test_aborted_samples_go_on_behind_their_media(make: MakeEngine, gate: Gate, 
     check(engine, [replace(continued(request, partial), media=request.media)], path=model())
 
 
-def test_pictures_of_the_same_patches_and_another_shape_share_no_cache(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
+def test_pictures_of_the_same_patches_and_another_shape_share_no_cache(
+    make: MakeEngine, model: Model, library: MediaLibrary
+) -> None:
     """One colour cuts into the same patches whatever its shape; only the positions differ."""
     engine, requests = make(), []
     for number, size in enumerate([(96, 32), (32, 96), (96, 32)]):
@@ -294,41 +397,71 @@ def test_pictures_of_the_same_patches_and_another_shape_share_no_cache(make: Mak
 def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
     make: MakeEngine, model: Model, library: MediaLibrary, tmp_path: Path
 ) -> None:
-    sections = {"environment": {"function": f"{ENVIRONMENTS}:show_pictures"}, "engine": SERVER_BOUNDS}
+    sections = {
+        "environment": {"function": f"{ENVIRONMENTS}:show_pictures"},
+        "engine": SERVER_BOUNDS,
+    }
     config = media_run(tmp_path, model(), sections=sections)
     renderer = PromptRenderer.from_folder(model(), config.data, media=BOUNDS)
-    inner, pool, request = make(), EnvironmentPool(config), asked(model(), 1, pieces_of(library, [WIDE]), num_samples=4, max_new_tokens=40)
+    inner, pool, request = (
+        make(),
+        EnvironmentPool(config),
+        asked(model(), 1, pieces_of(library, [WIDE]), num_samples=4, max_new_tokens=40),
+    )
     stops = (*renderer.stop_token_ids, *range(0, 256, 3))  # so that answers end soon
     with closing(pool):
         engine = Episodes(inner, pool, config=config, renderer=renderer, library=library)
-        engine.submit(replace(request, stop_token_ids=stops, task=Task(messages=question(*(piece.reference for piece in request.media)))))
+        engine.submit(
+            replace(
+                request,
+                stop_token_ids=stops,
+                task=Task(messages=question(*(piece.reference for piece in request.media))),
+            )
+        )
         samples = list(finish(engine).values())
     prompt = request.prompt_tokens
     assert max(len(sample.turns) for sample in samples) == 5
     for sample in samples:
         assert sample.error == ""
         assert sample.loss_mask is not None
-        media = request.media + tuple(library.processed(reference) for reference in media_in(sample.turns))
-        whole, is_chosen = np.append(prompt, sample.tokens), np.append(np.zeros(len(prompt), bool), sample.loss_mask.astype(bool))
+        media = request.media + tuple(
+            library.processed(reference) for reference in media_in(sample.turns)
+        )
+        whole, is_chosen = (
+            np.append(prompt, sample.tokens),
+            np.append(np.zeros(len(prompt), bool), sample.loss_mask.astype(bool)),
+        )
         talked = replace(request, prompt_tokens=whole[:-1], chosen=is_chosen[:-1], media=media)
         found = expected(talked, whole[-1:], path=model(), start=len(prompt))
-        what = f"{sample.sample_id}: {whole.tolist()}, chosen {np.flatnonzero(is_chosen).tolist()}, {[item.reference.digest for item in media]}"
+        what = (
+            f"{sample.sample_id}: {whole.tolist()}, chosen {np.flatnonzero(is_chosen).tolist()}, "
+            f"{[item.reference.digest for item in media]}"
+        )
         shown = sample.logprobs[is_chosen[len(prompt) :]], found[is_chosen[len(prompt) :]]
         np.testing.assert_allclose(*shown, rtol=0, atol=TOLERANCE, err_msg=what)
     first_turns = sum(len(sample.turns) > 1 for sample in samples)
-    assert inner.usage.num_reused >= first_turns * len(prompt)  # a turn reads nothing again that the server has in its cache
+    assert inner.usage.num_reused >= first_turns * len(
+        prompt
+    )  # a turn reads nothing again that the server has in its cache
 
 
 def test_placeholder_that_the_policy_wrote_stands_for_nothing(
     make: MakeEngine, model: Model, library: MediaLibrary, layout: MediaLayout
 ) -> None:
     """As in an answer before the next turn, which brings another picture."""
-    engine, turns = make(), [asked(model(), number, pieces_of(library, [PICTURE], seed=number)) for number in range(2)]
-    answer = np.array([layout.placeholders[Modality.IMAGE], 65, layout.placeholders[Modality.VIDEO]], np.int32)
+    engine, turns = (
+        make(),
+        [asked(model(), number, pieces_of(library, [PICTURE], seed=number)) for number in range(2)],
+    )
+    answer = np.array(
+        [layout.placeholders[Modality.IMAGE], 65, layout.placeholders[Modality.VIDEO]], np.int32
+    )
     prompt = np.concatenate([turns[0].prompt_tokens, answer, turns[1].prompt_tokens])
     chosen = np.zeros(len(prompt), bool)
     chosen[len(turns[0].prompt_tokens) :][: len(answer)] = True
-    request = replace(turns[0], prompt_tokens=prompt, media=turns[0].media + turns[1].media, chosen=chosen)
+    request = replace(
+        turns[0], prompt_tokens=prompt, media=turns[0].media + turns[1].media, chosen=chosen
+    )
     check(engine, [request], path=model())
     with pytest.raises(PoisonSample, match="the sequence holds 26 placeholders"):
         engine.submit(replace(request, chosen=None))
@@ -337,19 +470,38 @@ def test_placeholder_that_the_policy_wrote_stands_for_nothing(
 def test_placeholders_among_the_tokens_that_are_drawn_do_no_harm(
     make: MakeEngine, model: Model, library: MediaLibrary, layout: MediaLayout
 ) -> None:
-    engine, request = make(), asked(model(), 1, pieces_of(library, [PICTURE]), num_samples=8, max_new_tokens=LONG)
+    engine, request = (
+        make(),
+        asked(model(), 1, pieces_of(library, [PICTURE]), num_samples=8, max_new_tokens=LONG),
+    )
     weights = weights_of(model(), 1)
-    engine.load_weights(replace(weights, tensors={name: tensor * (0 if name == "lm_head.weight" else 1) for name, tensor in weights.tensors.items()}))
+    engine.load_weights(
+        replace(
+            weights,
+            tensors={
+                name: tensor * (0 if name == "lm_head.weight" else 1)
+                for name, tensor in weights.tensors.items()
+            },
+        )
+    )
     engine.submit(request)
     samples = finish(engine)
     drawn = {token for sample in samples.values() for token in sample.tokens.tolist()}
     assert drawn >= set(layout.placeholders.values())
-    begun = [replace(sample, tokens=sample.tokens[:150], logprobs=sample.logprobs[:150]) for sample in samples.values()]
+    begun = [
+        replace(sample, tokens=sample.tokens[:150], logprobs=sample.logprobs[:150])
+        for sample in samples.values()
+    ]
     partial = [replace(sample, segments=(VersionSegment(1, 150),)) for sample in begun]
     engine.load_weights(replace(weights, policy_version=2))
     engine.submit(replace(continued(request, partial), media=request.media))
     for sample in finish(engine).values():
-        np.testing.assert_allclose(sample.logprobs[150:], expected(request, sample.tokens, path=model())[150:], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(
+            sample.logprobs[150:],
+            expected(request, sample.tokens, path=model())[150:],
+            rtol=0,
+            atol=TOLERANCE,
+        )
 
 
 def test_prompt_that_the_server_reads_otherwise_fails_by_name(
@@ -358,22 +510,40 @@ def test_prompt_that_the_server_reads_otherwise_fails_by_name(
     engine, request = make(), asked(model(), 1, pieces_of(library, []))
     whole = Flight.prompt.fget
     assert whole is not None
-    monkeypatch.setattr(Flight, "prompt", property(lambda flight: {**whole(flight), "input_ids": [*flight.sample.sequence.tolist(), 65, 66]}))
+    monkeypatch.setattr(
+        Flight,
+        "prompt",
+        property(
+            lambda flight: {
+                **whole(flight),
+                "input_ids": [*flight.sample.sequence.tolist(), 65, 66],
+            }
+        ),
+    )
     engine.submit(request)
     samples = finish(engine)
     num_sent = len(request.prompt_tokens)
     assert {sample.finish_reason for sample in samples.values()} == {FinishReason.ERROR}
-    assert all(f"it read {num_sent + 2} tokens, and its prompt has {num_sent}" in sample.error for sample in samples.values())
+    assert all(
+        f"it read {num_sent + 2} tokens, and its prompt has {num_sent}" in sample.error
+        for sample in samples.values()
+    )
     assert all(len(sample.tokens) == 0 for sample in samples.values())
 
 
 @pytest.mark.parametrize("said", ["{}", "[1", '{"shown": [{"modality": "smell"}], "runs": []}'])
 def test_media_that_can_not_be_read_fail_by_name_and_alone(
-    make: MakeEngine, model: Model, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch, said: str
+    make: MakeEngine,
+    model: Model,
+    library: MediaLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
 ) -> None:
     engine, request = make(), asked(model(), 1, pieces_of(library, [PICTURE]))
     with monkeypatch.context() as broken:
-        broken.setattr(generation, "requested", lambda samples, *_, **__: [HEAD + said] * len(samples))
+        broken.setattr(
+            generation, "requested", lambda samples, *_, **__: [HEAD + said] * len(samples)
+        )
         engine.submit(request)
         assert all("can't be read" in sample.error for sample in finish(engine).values())
     check(engine, [request], path=model())
@@ -386,5 +556,8 @@ def test_places_that_the_features_do_not_fit_into_are_refused_by_the_server(
     with monkeypatch.context() as broken:
         broken.setattr(media_wire, "_runs", lambda cells: [(int(cells[0]), int(cells[-1]) + 1)])
         engine.submit(request)
-        assert all("12 features (image) don't fit into the places" in sample.error for sample in finish(engine).values())
+        assert all(
+            "12 features (image) don't fit into the places" in sample.error
+            for sample in finish(engine).values()
+        )
     check(engine, [request], path=model())

@@ -1,4 +1,5 @@
-"""A model behind `relax serve`: what SGLang's own tests say of it, and what a person meets who asks it amiss."""
+"""A model behind `relax serve`: what SGLang's own tests say of it, and what a person meets who asks
+it amiss."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from engine_requests import other_weights, plain_logprobs, tiny_model
 from routed_samples import chosen_by
 from served_model import served
 
-from relax_events.broker.deadline import Deadline
 from relax_events.cli.serve import serve
+from relax_events.deadline import Deadline
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import ConfigError
-from relax_events.models.tiny import make_tiny
+from relax_events.examples.tiny_models import make_tiny
 from relax_events.weights import Weights
 
 KITS = Path(__file__).with_name("sglang_kits.py")
@@ -51,15 +52,37 @@ def ask(url: str, path: str, body: dict[str, Any], code: int = 200) -> Any:
     return reply.json() if reply.content else None
 
 
-def generate(url: str, *, code: int = 200, num_tokens: int = 8, sampling: dict[str, Any] | None = None, **body: Any) -> Any:
+def generate(
+    url: str,
+    *,
+    code: int = 200,
+    num_tokens: int = 8,
+    sampling: dict[str, Any] | None = None,
+    **body: Any,
+) -> Any:
     """Ask SGLang's way."""
     prompt = {} if "text" in body else {"input_ids": PROMPT}
-    return ask(url, "/generate", prompt | {"sampling_params": {"max_new_tokens": num_tokens, "ignore_eos": True, **(sampling or {})}} | body, code)
+    return ask(
+        url,
+        "/generate",
+        prompt
+        | {
+            "sampling_params": {
+                "max_new_tokens": num_tokens,
+                "ignore_eos": True,
+                **(sampling or {}),
+            }
+        }
+        | body,
+        code,
+    )
 
 
 def events(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Read a stream to its end."""
-    with httpx2.stream("POST", f"{url}{path}", json=body, timeout=SECONDS, trust_env=False) as reply:
+    with httpx2.stream(
+        "POST", f"{url}{path}", json=body, timeout=SECONDS, trust_env=False
+    ) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
@@ -67,42 +90,66 @@ def events(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(300)
 def test_kits_and_client_of_sglang_pass(url: str, sglang_python: str) -> None:
-    ran = subprocess.run([sglang_python, str(KITS), url], capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(
+        [sglang_python, str(KITS), url], capture_output=True, text=True, timeout=280
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert ran.stderr.count("... ok") >= 13
     assert "skipped" not in ran.stderr
 
 
 def test_logprobs_of_prompt_and_completion_are_those_of_the_model(url: str) -> None:
-    reply = generate(url, return_logprob=True, logprob_start_len=0, sampling={"temperature": 0.7, "top_k": 5})
+    reply = generate(
+        url, return_logprob=True, logprob_start_len=0, sampling={"temperature": 0.7, "top_k": 5}
+    )
     entries = reply["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == reply["output_ids"]
     expected = plain_logprobs(np.array(PROMPT), np.array(reply["output_ids"]), temperature=0.7)
     np.testing.assert_allclose([entry[0] for entry in entries], expected, atol=1e-5)
     (first, *others) = reply["meta_info"]["input_token_logprobs"]
     assert first[:2] == [None, PROMPT[0]]
-    np.testing.assert_allclose([entry[0] for entry in others], plain_logprobs(np.array(PROMPT[:1]), np.array(PROMPT[1:])), atol=1e-5)
+    np.testing.assert_allclose(
+        [entry[0] for entry in others],
+        plain_logprobs(np.array(PROMPT[:1]), np.array(PROMPT[1:])),
+        atol=1e-5,
+    )
 
 
 def test_a_seed_and_greedy_sampling_repeat_themselves(url: str) -> None:
     drawn = [generate(url, sampling={"sampling_seed": 5})["output_ids"] for _ in range(2)]
     assert drawn[0] == drawn[1] != generate(url, sampling={"sampling_seed": 6})["output_ids"]
-    assert len({tuple(generate(url, sampling={"temperature": 0})["output_ids"]) for _ in range(2)}) == 1
+    assert (
+        len({tuple(generate(url, sampling={"temperature": 0})["output_ids"]) for _ in range(2)})
+        == 1
+    )
 
 
 def test_several_prompts_come_back_in_order_with_settings_of_their_own(url: str) -> None:
-    body = {"text": ["12=", "a"], "rid": ["one", "two"], "sampling_params": [{"max_new_tokens": count, "ignore_eos": True} for count in (2, 5)]}
+    body = {
+        "text": ["12=", "a"],
+        "rid": ["one", "two"],
+        "sampling_params": [{"max_new_tokens": count, "ignore_eos": True} for count in (2, 5)],
+    }
     replies = ask(url, "/generate", body)
-    assert [(reply["meta_info"]["id"], len(reply["output_ids"])) for reply in replies] == [("one", 2), ("two", 5)]
+    assert [(reply["meta_info"]["id"], len(reply["output_ids"])) for reply in replies] == [
+        ("one", 2),
+        ("two", 5),
+    ]
     again = generate(url, rid="many", sampling={"n": 3})
     assert [reply["meta_info"]["id"] for reply in again] == ["many/0", "many/1", "many/2"]
 
 
 def test_text_that_stops_ends_the_answer_before_it(url: str) -> None:
     whole = generate(url, num_tokens=60, sampling={"temperature": 0, "top_k": 1})["text"]
-    stop = next(text for place in range(5, len(whole)) if "\ufffd" not in (text := whole[place : place + 2]) and len(text) == 2)
+    stop = next(
+        text
+        for place in range(5, len(whole))
+        if "\ufffd" not in (text := whole[place : place + 2]) and len(text) == 2
+    )
     for more in ({}, {"no_stop_trim": True}):
-        reply = generate(url, num_tokens=60, sampling={"temperature": 0, "stop": ["never there", stop], **more})
+        reply = generate(
+            url, num_tokens=60, sampling={"temperature": 0, "stop": ["never there", stop], **more}
+        )
         assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
         assert reply["text"] == whole[: whole.index(stop) + (len(stop) if more else 0)]
         assert reply["meta_info"]["completion_tokens"] == len(reply["output_ids"]) < 60
@@ -110,20 +157,35 @@ def test_text_that_stops_ends_the_answer_before_it(url: str) -> None:
 
 def test_stream_grows_to_what_is_answered_at_once(url: str) -> None:
     sampling = {"max_new_tokens": 300, "ignore_eos": True, "sampling_seed": 9}
-    *growing, last = events(url, "/generate", {"input_ids": PROMPT, "sampling_params": sampling, "stream": True})
+    *growing, last = events(
+        url, "/generate", {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
+    )
     assert growing
     whole = generate(url, sampling=sampling)
     assert (last["output_ids"], last["text"]) == (whole["output_ids"], whole["text"])
-    assert all(event["output_ids"] == whole["output_ids"][: len(event["output_ids"])] for event in growing)
+    assert all(
+        event["output_ids"] == whole["output_ids"][: len(event["output_ids"])] for event in growing
+    )
     assert {event["meta_info"]["finish_reason"] is None for event in growing} == {True}
 
 
 def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "12="}]}], "max_tokens": 20, "seed": 3}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "12="}]}],
+        "max_tokens": 20,
+        "seed": 3,
+    }
     whole = ask(url, "/v1/chat/completions", body | {"n": 2})
     texts = [choice["message"]["content"] for choice in whole["choices"]]
-    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] + whole["usage"]["completion_tokens"]
-    pieces = [event["choices"][0] for event in events(url, "/v1/chat/completions", body | {"stream": True})]
+    assert (
+        whole["usage"]["total_tokens"]
+        == whole["usage"]["prompt_tokens"] + whole["usage"]["completion_tokens"]
+    )
+    pieces = [
+        event["choices"][0]
+        for event in events(url, "/v1/chat/completions", body | {"stream": True})
+    ]
     assert "".join(piece["delta"]["content"] for piece in pieces) == texts[0] != texts[1]
     assert pieces[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
     assert httpx2.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"] == "tiny"
@@ -134,23 +196,53 @@ def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
     [
         ("/generate", {"sampling_params": {}}, "the prompt is given once, as text or as input_ids"),
         ("/generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, "max_tokens"),
-        ("/generate", {"text": "a", "sampling_params": {"min_p": 0.5}}, "sampling by min_p is not supported here"),
+        (
+            "/generate",
+            {"text": "a", "sampling_params": {"min_p": 0.5}},
+            "sampling by min_p is not supported here",
+        ),
         ("/generate", {"text": "a", "image_data": "x.png"}, "image_data is not taken here"),
-        ("/generate", {"text": "a", "return_routed_experts": True}, "start the server with --enable-return-routed-experts"),
-        ("/generate", {"input_ids": [1, 5000]}, "prompt 0 must have at least one token, of ids from 0 to"),
+        (
+            "/generate",
+            {"text": "a", "return_routed_experts": True},
+            "start the server with --enable-return-routed-experts",
+        ),
+        (
+            "/generate",
+            {"input_ids": [1, 5000]},
+            "prompt 0 must have at least one token, of ids from 0 to",
+        ),
         ("/generate", {"input_ids": []}, "must have at least one token"),
         ("/generate", {"input_ids": [1] * 5000}, "must leave room for one more"),
         ("/generate", {"text": ["a", "b"], "rid": "one"}, "each of 2 prompts has a rid of its own"),
-        ("/generate", {"text": ["a", "b"], "rid": ["one", "one"]}, "rid 'one' is given more than once"),
+        (
+            "/generate",
+            {"text": ["a", "b"], "rid": ["one", "one"]},
+            "rid 'one' is given more than once",
+        ),
         ("/pause_generation", {"mode": "softly"}, "mode"),
         ("/update_weights_from_disk", {"model_path": "/nowhere"}, "/nowhere holds no config.json"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
-        ("/v1/completions", {"prompt": "a", "return_routed_experts": True}, "return_routed_experts is not supported here"),
-        ("/v1/completions", {"prompt": "a", "frequency_penalty": 0.4}, "frequency_penalty is not supported here"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools is not supported here"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "return_routed_experts": True},
+            "return_routed_experts is not supported here",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "frequency_penalty": 0.4},
+            "frequency_penalty is not supported here",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+            "tools is not supported here",
+        ),
     ],
 )
-def test_what_is_asked_amiss_is_refused_by_name(url: str, path: str, body: dict[str, Any], text: str) -> None:
+def test_what_is_asked_amiss_is_refused_by_name(
+    url: str, path: str, body: dict[str, Any], text: str
+) -> None:
     assert text in json.dumps(ask(url, path, body, code=400))
     assert len(generate(url)["output_ids"]) == 8
 
@@ -161,74 +253,126 @@ def test_other_weights_take_over_between_two_tokens(tmp_path: Path, gate: Gate) 
     version = folder.write_version(folder.fitted(weights.tensors), tmp_path / "version")
     with served(max_context_tokens=4096) as url:
         replies: list[Any] = []
-        caller = threading.Thread(target=lambda: replies.append(generate(url, num_tokens=600, return_logprob=True)))
+        caller = threading.Thread(
+            target=lambda: replies.append(generate(url, num_tokens=600, return_logprob=True))
+        )
         gate.shut()
         caller.start()
         assert gate.reached.wait(SECONDS)
         ask(url, "/pause_generation", {"mode": "retract"})
-        assert ask(url, "/update_weights_from_disk", {"model_path": str(version), "weight_version": "v1"})["success"]
+        assert ask(
+            url, "/update_weights_from_disk", {"model_path": str(version), "weight_version": "v1"}
+        )["success"]
         ask(url, "/continue_generation", {})
         gate.open()
         caller.join(SECONDS)
         (reply,) = replies
         assert httpx2.get(f"{url}/model_info", trust_env=False).json()["weight_version"] == "v1"
     before, after = reply["meta_info"]["weight_versions"]
-    assert [(span["version"], span["start"]) for span in (before, after)] == [("default", 0), ("v1", before["end"])]
-    tokens, logprobs = np.array(reply["output_ids"]), np.array([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+    assert [(span["version"], span["start"]) for span in (before, after)] == [
+        ("default", 0),
+        ("v1", before["end"]),
+    ]
+    tokens, logprobs = (
+        np.array(reply["output_ids"]),
+        np.array([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]),
+    )
     for span, path in ((before, tiny_model()), (after, other)):
         place = slice(span["start"], span["end"])
-        np.testing.assert_allclose(logprobs[place], plain_logprobs(np.array(PROMPT), tokens, path=path)[place], atol=1e-5)
+        np.testing.assert_allclose(
+            logprobs[place], plain_logprobs(np.array(PROMPT), tokens, path=path)[place], atol=1e-5
+        )
 
 
 def told(reply: dict[str, Any], *, num_layers: int = 2, top_k: int = 2) -> np.ndarray:
     """Read what is told of experts, as SGLang's `extract_routed_experts_from_meta_info` does."""
-    return np.frombuffer(b64decode(reply["meta_info"]["routed_experts"]), np.int32).reshape(-1, num_layers, top_k)
+    return np.frombuffer(b64decode(reply["meta_info"]["routed_experts"]), np.int32).reshape(
+        -1, num_layers, top_k
+    )
 
 
 def test_experts_are_told_of_as_by_sglang_at_the_end_alone() -> None:
     path = tiny_model("qwen3_moe")
     with served(path, records_experts=True) as url:
-        assert httpx2.get(f"{url}/server_info", trust_env=False).json()["enable_return_routed_experts"] is True
-        whole = generate(url, num_tokens=300, return_routed_experts=True, sampling={"sampling_seed": 3})
+        assert (
+            httpx2.get(f"{url}/server_info", trust_env=False).json()["enable_return_routed_experts"]
+            is True
+        )
+        whole = generate(
+            url, num_tokens=300, return_routed_experts=True, sampling={"sampling_seed": 3}
+        )
         expected = chosen_by(path, np.array(PROMPT + whole["output_ids"]))
         assert told(whole).tolist() == expected.tolist()
         assert "routed_experts" not in generate(url, num_tokens=2)["meta_info"]
         sampling = {"max_new_tokens": 300, "ignore_eos": True, "sampling_seed": 3}
-        body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True, "return_routed_experts": True, "routed_experts_start_len": 2}
+        body = {
+            "input_ids": PROMPT,
+            "sampling_params": sampling,
+            "stream": True,
+            "return_routed_experts": True,
+            "routed_experts_start_len": 2,
+        }
         *growing, last = events(url, "/generate", body)
         assert growing
         assert not any("routed_experts" in event["meta_info"] for event in growing)
         assert told(last).tolist() == expected[2:].tolist()
         stop = whole["text"][100:103]
-        cut = generate(url, num_tokens=300, return_routed_experts=True, sampling={"sampling_seed": 3, "stop": stop})
+        cut = generate(
+            url,
+            num_tokens=300,
+            return_routed_experts=True,
+            sampling={"sampling_seed": 3, "stop": stop},
+        )
         assert 0 < len(told(cut)) == len(PROMPT) + len(cut["output_ids"]) - 1 < len(expected)
-        for asked, text in {(4, 8): "must lie in each prompt, got 4 for one of 3 tokens", (0, 0): "draw a token"}.items():
+        for asked, text in {
+            (4, 8): "must lie in each prompt, got 4 for one of 3 tokens",
+            (0, 0): "draw a token",
+        }.items():
             start, num_tokens = asked
-            refused = generate(url, code=400, num_tokens=num_tokens, return_routed_experts=True, routed_experts_start_len=start)
+            refused = generate(
+                url,
+                code=400,
+                num_tokens=num_tokens,
+                return_routed_experts=True,
+                routed_experts_start_len=start,
+            )
             assert text in refused["message"]
 
 
 def test_experts_that_a_model_does_not_have_are_not_told_of() -> None:
-    with pytest.raises(ConfigError, match="is no mixture of experts; leave --enable-return-routed-experts out"):
+    with pytest.raises(
+        ConfigError, match="is no mixture of experts; leave --enable-return-routed-experts out"
+    ):
         serve(tiny_model(), enable_return_routed_experts=True)
 
 
 def test_checksums_of_experts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    path = make_tiny(tmp_path / "experts", corpus=["12=21"], family="qwen3_moe", hidden_size=32, seed=1)
+    path = make_tiny(
+        tmp_path / "experts", corpus=["12=21"], family="qwen3_moe", hidden_size=32, seed=1
+    )
     with served(path) as url:
         (rank,) = ask(url, "/weights_checker", {"action": "checksum"})["ranks"]
     folder = ModelFolder.read(path)
-    assert rank["checksums"].keys() == folder.fitted(Weights(0, folder.tensors(), b"").tensors).keys()
+    assert (
+        rank["checksums"].keys() == folder.fitted(Weights(0, folder.tensors(), b"").tensors).keys()
+    )
 
 
 def test_who_hangs_up_is_not_generated_for(url: str, gate: Gate) -> None:
     gate.shut()  # what nobody took out would run until the test ends
     asked = {"input_ids": PROMPT, "sampling_params": LONGEST}
     with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=SECONDS)) as caller:
-        caller.request("POST", "/generate", body=json.dumps(asked), headers={"Content-Type": "application/json"})
+        caller.request(
+            "POST",
+            "/generate",
+            body=json.dumps(asked),
+            headers={"Content-Type": "application/json"},
+        )
         assert gate.reached.wait(SECONDS)
     await_none(gate)
-    with httpx2.stream("POST", f"{url}/generate", json={**asked, "stream": True}, timeout=SECONDS, trust_env=False) as reply:
+    with httpx2.stream(
+        "POST", f"{url}/generate", json={**asked, "stream": True}, timeout=SECONDS, trust_env=False
+    ) as reply:
         next(reply.iter_lines())
     await_none(gate)
     gate.open()
@@ -247,15 +391,30 @@ def await_none(gate: Gate) -> None:
 def test_only_who_has_the_token_is_answered() -> None:
     with served(token="secret") as url:
         assert httpx2.get(f"{url}/health", trust_env=False).status_code == 401
-        assert httpx2.get(f"{url}/health", headers={"Authorization": "Bearer secret"}, trust_env=False).status_code == 200
+        assert (
+            httpx2.get(
+                f"{url}/health", headers={"Authorization": "Bearer secret"}, trust_env=False
+            ).status_code
+            == 200
+        )
 
 
 def test_command_serves_until_it_is_told_to_end() -> None:
     command = [sys.executable, "-m", "relax_events.cli", "serve"]
-    refused = subprocess.run([*command, str(tiny_model()), "--host", "0.0.0.0"], capture_output=True, text=True, timeout=SECONDS)
+    refused = subprocess.run(
+        [*command, str(tiny_model()), "--host", "0.0.0.0"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     assert refused.returncode == 2
-    assert "--host 0.0.0.0 lets other machines load weights from any folder here; give a --token-file" in refused.stderr
-    with subprocess.Popen([*command, str(tiny_model()), "--port", "0"], stdout=subprocess.PIPE, text=True) as server:
+    assert (
+        "--host 0.0.0.0 lets other machines load weights from any folder here; give a --token-file"
+        in refused.stderr
+    )
+    with subprocess.Popen(
+        [*command, str(tiny_model()), "--port", "0"], stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         while server.poll() is None:
@@ -265,7 +424,12 @@ def test_command_serves_until_it_is_told_to_end() -> None:
             except httpx2.TransportError:
                 time.sleep(0.1)
         assert len(generate(url)["output_ids"]) == 8
-        taken = subprocess.run([*command, str(tiny_model()), "--port", url.rpartition(":")[2]], capture_output=True, text=True, timeout=SECONDS)
+        taken = subprocess.run(
+            [*command, str(tiny_model()), "--port", url.rpartition(":")[2]],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
         server.send_signal(signal.SIGTERM)
         assert server.wait(SECONDS) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
     assert taken.returncode == 2
@@ -275,8 +439,17 @@ def test_command_serves_until_it_is_told_to_end() -> None:
 def test_weights_are_loaded_from_below_the_root_alone(tmp_path: Path) -> None:
     outside = {"model_path": str(tmp_path / "root" / ".." / "missing"), "weight_version": "1"}
     with served(weights_root=tmp_path / "root") as address:
-        assert "not loaded from there" in ask(address, "/update_weights_from_disk", outside, 403)["message"]
+        assert (
+            "not loaded from there"
+            in ask(address, "/update_weights_from_disk", outside, 403)["message"]
+        )
         below = outside | {"model_path": str(tmp_path / "root" / "x")}
-        assert "holds no config.json" in ask(address, "/update_weights_from_disk", below, 400)["message"]
+        assert (
+            "holds no config.json"
+            in ask(address, "/update_weights_from_disk", below, 400)["message"]
+        )
     with served(weights_root=None) as address:
-        assert "not loaded from there" in ask(address, "/update_weights_from_disk", outside, 403)["message"]
+        assert (
+            "not loaded from there"
+            in ask(address, "/update_weights_from_disk", outside, 403)["message"]
+        )

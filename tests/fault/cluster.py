@@ -1,6 +1,8 @@
-"""A cluster of three nodes on this machine: three copies of everything, two of which must have a record before it counts.
+"""A cluster of three nodes on this machine: three copies of everything, two of which must have a
+record before it counts.
 
-The nodes reach each other over links only, so that one can be cut off from the other two while all clients still reach it.
+The nodes reach each other over links only, so that one can be cut off from the other two while all
+clients still reach it.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import psutil
 from link import Link
 from node import Node, choose_ports
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.embedded.ports import HOST
-from relax_events.broker.embedded.storage import new_id
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.embedded.ports import HOST
+from relax_events.kafka.embedded.storage import new_id
 
 NUM_NODES = 3
 REPLICATED = {
@@ -39,15 +41,19 @@ FAST_FAILOVER = {
 
 
 class Cluster:
-    """Three combined nodes with static voters. It is used where a run has an embedded broker. Nobody logs in to it."""
+    """Three combined nodes with static voters. It is used where a run has an embedded broker.
+    Nobody logs in to it."""
 
     password_file: Path | None = None
 
     def __init__(self, directory: Path) -> None:
         client_ports, inner_ports, controller_ports, inner_link_ports, controller_link_ports = (
-            dict(zip(range(1, NUM_NODES + 1), ports, strict=True)) for ports in grouped(choose_ports(5 * NUM_NODES))
+            dict(zip(range(1, NUM_NODES + 1), ports, strict=True))
+            for ports in grouped(choose_ports(5 * NUM_NODES))
         )
-        voters = ",".join(f"{number}@{HOST}:{port}" for number, port in controller_link_ports.items())
+        voters = ",".join(
+            f"{number}@{HOST}:{port}" for number, port in controller_link_ports.items()
+        )
         cluster_id = new_id()
         self._cut_off: int | None = None
         self._stack = ExitStack()
@@ -56,7 +62,9 @@ class Cluster:
         for number, port in client_ports.items():
             admits = partial(self._admits, number)
             inner = Link(inner_ports[number], port=inner_link_ports[number], admits=admits)
-            controller = Link(controller_ports[number], port=controller_link_ports[number], admits=admits)
+            controller = Link(
+                controller_ports[number], port=controller_link_ports[number], admits=admits
+            )
             self._links += [inner, controller]
             listeners = f"PLAINTEXT://{HOST}:{port},INNER://{HOST}:{inner.target_port},CONTROLLER://{HOST}:{controller.target_port}"
             advertised = f"PLAINTEXT://{HOST}:{port},INNER://{HOST}:{inner.port},CONTROLLER://{HOST}:{controller.port}"
@@ -93,7 +101,11 @@ class Cluster:
         """Return which node leads a topic's first partition."""
         admin = Admin(Connection(self.bootstrap_servers))
         try:
-            return next(state.leader for state in admin.partitions(topic) if (state.topic, state.partition) == (topic, 0))
+            return next(
+                state.leader
+                for state in admin.partitions(topic)
+                if (state.topic, state.partition) == (topic, 0)
+            )
         finally:
             admin.close()
 
@@ -120,10 +132,13 @@ class Cluster:
             link.reset()
 
     def _admits(self, target: int, client_port: int) -> bool:
-        """Tell whether the node at the other end of a connection is on the same side of the cut as its target."""
+        """Tell whether the node at the other end of a connection is on the same side of the cut as
+        its target."""
         if self._cut_off is None:
             return True
-        client = next((number for number, node in self.nodes.items() if holds_port(node, client_port)), None)
+        client = next(
+            (number for number, node in self.nodes.items() if holds_port(node, client_port)), None
+        )
         return client is not None and (client == self._cut_off) == (target == self._cut_off)
 
     def __enter__(self) -> Self:
@@ -147,7 +162,9 @@ def holds_port(node: Node, port: int) -> bool:
     """Tell whether a connection of a node's process has this local port."""
     try:
         return node.pid is not None and any(
-            connection.laddr.port == port for connection in psutil.Process(node.pid).net_connections("tcp") if connection.laddr
+            connection.laddr.port == port
+            for connection in psutil.Process(node.pid).net_connections("tcp")
+            if connection.laddr
         )
     except psutil.NoSuchProcess:
         return False

@@ -1,4 +1,5 @@
-"""Whole runs to be broken: one broker and one small random model for the session, a run of its own for every test."""
+"""Whole runs to be broken: one broker and one small random model for the session, a run of its own
+for every test."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 from harness import FaultRun
 from stage import laid_over, lay_out, make_model, usual_tree
 
-from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.config import RunConfig
+from relax_events.kafka.embedded import EmbeddedBroker
 
 TEST_SECONDS = 480
 NUM_OUTPUT_LINES = 40
@@ -49,8 +50,11 @@ def model(directory: Path) -> Path:
 
 
 @pytest.fixture
-def start_run(directory: Path, broker: EmbeddedBroker, model: Path, run_id: str) -> Iterator[Callable[..., FaultRun]]:
-    """Return a maker of runs with every role in them: `start_run(run={"num_steps": 8})` lays sections over the usual ones."""
+def start_run(
+    directory: Path, broker: EmbeddedBroker, model: Path, run_id: str
+) -> Iterator[Callable[..., FaultRun]]:
+    """Return a maker of runs with every role in them: `start_run(run={"num_steps": 8})` lays
+    sections over the usual ones."""
     opened: list[FaultRun] = []
 
     def start(**sections: dict[str, Any]) -> FaultRun:
@@ -63,4 +67,6 @@ def start_run(directory: Path, broker: EmbeddedBroker, model: Path, run_id: str)
     for run in opened:
         run.__exit__(None, None, None)
         if run.output.exists():
-            print("\n".join(run.output.read_text(errors="replace").splitlines()[-NUM_OUTPUT_LINES:]))  # shown beside a failure
+            print(
+                "\n".join(run.output.read_text(errors="replace").splitlines()[-NUM_OUTPUT_LINES:])
+            )  # shown beside a failure

@@ -1,4 +1,5 @@
-"""A broker's log on disk, seen from outside: where its record batches lie, and one bit of them altered."""
+"""A broker's log on disk, seen from outside: where its record batches lie, and one bit of them
+altered."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Starts whole runs as a shell does, breaks them on purpose, and reads what they leave.
 
-A run is watched through its control log, as every role does: conditions are waited for, nothing sleeps.
+A run is watched through its control log, as every role does: conditions are waited for, nothing
+sleeps.
 """
 
 from __future__ import annotations
@@ -21,29 +22,36 @@ import psutil
 from link import Link
 from node import Node
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.embedded import EmbeddedBroker
-from relax_events.broker.examining import VARIABLE as EXAMINE
-from relax_events.broker.records import Record
 from relax_events.config import RunConfig
-from relax_events.control.address import reached
-from relax_events.control.run_state import RunState
-from relax_events.control.topics.applying import apply_topics
 from relax_events.errors import BrokerUnavailable
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import Event, PromptGroupEnded
-from relax_events.pipeline.failpoints import VARIABLE, marks_folder, parsed
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.kafka.records import Record
+from relax_events.ops.topic_apply import apply_topics
+from relax_events.projections.run_state import RunState
+from relax_events.runtime.failpoints import VARIABLE, marks_folder, parsed
+from relax_events.session.broker_address import reached
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import HEARTBEATS
 
-WATCHED = ("control.policy-versions", "control.train-steps", "control.group-outcomes", "control.commands", *HEARTBEATS.values())
+WATCHED = (
+    "control.policy-versions",
+    "control.train-steps",
+    "control.group-outcomes",
+    "control.commands",
+    *HEARTBEATS.values(),
+)
 READY = (WorkerState.IDLE, WorkerState.WORKING)
 PATIENCE_SECONDS = 240.0
 """How long anything is waited for: a hang fails, a busy machine does not."""
-# By when a run must have gone on after a fault, on a machine that does as much as two cores do which have nothing else to do: see `slowness`.
+# By when a run must have gone on after a fault, on a machine that does as much as two cores do
+# which have nothing else to do: see `slowness`.
 WORKER_SECONDS = 35.0
 BROKER_SECONDS = 45.0
 EVERYTHING_SECONDS = 60.0
@@ -52,14 +60,17 @@ LIVING_SECONDS = 20.0
 USUAL_START_SECONDS = 15.0
 """From `relax run` to the first step, at most, where the bounds hold as they are."""
 NUM_ASKED = 4
-"""How often a command is tried whose broker does not answer: a machine that is busy with other things may keep it from that."""
+"""How often a command is tried whose broker does not answer: a machine that is busy with other
+things may keep it from that."""
 READ_UP_SECONDS = 0.2
 """What was committed so long ago has been read by then."""
 
 
 def environment() -> dict[str, str]:
     """Return what a shell without settings of ours would have."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("RELAX_")} | {"OMP_NUM_THREADS": "1"}
+    return {name: value for name, value in os.environ.items() if not name.startswith("RELAX_")} | {
+        "OMP_NUM_THREADS": "1"
+    }
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -68,9 +79,12 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 class FaultRun:
-    """A run in a folder of its own: `relax run` as a process, and the control log as its witness. Leaving it ends all its processes."""
+    """A run in a folder of its own: `relax run` as a process, and the control log as its witness.
+    Leaving it ends all its processes."""
 
-    def __init__(self, config: RunConfig, broker: EmbeddedBroker | Node, link: Link | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, broker: EmbeddedBroker | Node, link: Link | None = None
+    ) -> None:
         self.config, self.broker, self.link = config, broker, link
         self.folder = config.run_directory
         self.folder.mkdir(parents=True)
@@ -80,7 +94,9 @@ class FaultRun:
         connection = reached(config.broker, broker.bootstrap_servers, broker.password_file)
         self.connection = Connection.of(connection, client_id=f"{config.run.id}.test")
         apply_topics(config, Admin(self.connection))
-        self._reader = LogReader(self.connection, start={(self.plan.topic(entity), 0): 0 for entity in WATCHED})
+        self._reader = LogReader(
+            self.connection, start={(self.plan.topic(entity), 0): 0 for entity in WATCHED}
+        )
         self._codec = EventCodec()
         self.state = RunState()
         self.failures: dict[str, str] = {}
@@ -92,7 +108,8 @@ class FaultRun:
         self.output = self.folder / "output.log"
         self._began_at = self._first_step_at = 0.0
         self.patience = 1.0
-        """Multiplies how long commands and ends may take, for a machine that is busy with other things."""
+        """Multiplies how long commands and ends may take, for a machine that is busy with other
+        things."""
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +150,11 @@ class FaultRun:
 
     def worker_processes(self) -> list[psutil.Process]:
         """Return the workers of this run that live."""
-        return [process for process in psutil.process_iter(["cmdline"]) if str(self.folder / "run.json") in (process.info["cmdline"] or ())]
+        return [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if str(self.folder / "run.json") in (process.info["cmdline"] or ())
+        ]
 
     def living(self) -> dict[str, psutil.Process]:
         """Return the workers of this run that live, by id."""
@@ -145,13 +166,22 @@ class FaultRun:
                 found[f"{words[place + 1]}-{words[words.index('--index') + 1]}"] = process
         return found
 
-    def until(self, condition: Callable[[], bool], what: str, *, timeout_seconds: float | None = None) -> None:
-        """Follow the control log until the condition holds; fail at the timeout, or when `relax run` ended meanwhile."""
-        timeout_seconds = PATIENCE_SECONDS * self.patience if timeout_seconds is None else timeout_seconds
+    def until(
+        self, condition: Callable[[], bool], what: str, *, timeout_seconds: float | None = None
+    ) -> None:
+        """Follow the control log until the condition holds; fail at the timeout, or when `relax
+        run` ended meanwhile."""
+        timeout_seconds = (
+            PATIENCE_SECONDS * self.patience if timeout_seconds is None else timeout_seconds
+        )
         deadline = time.monotonic() + timeout_seconds
         while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout_seconds:g} s: {what}; {self._standing()}"
-            assert any(process.poll() is None for process in self._started), f"ended before: {what}; {self._standing()}"
+            assert time.monotonic() < deadline, (
+                f"not within {timeout_seconds:g} s: {what}; {self._standing()}"
+            )
+            assert any(process.poll() is None for process in self._started), (
+                f"ended before: {what}; {self._standing()}"
+            )
             self._pump()
 
     def follow_for(self, seconds: float) -> None:
@@ -160,21 +190,32 @@ class FaultRun:
         while time.monotonic() < over:
             self._pump()
 
-    def until_ended(self, process: subprocess.Popen[bytes], *, timeout_seconds: float | None = None) -> int:
+    def until_ended(
+        self, process: subprocess.Popen[bytes], *, timeout_seconds: float | None = None
+    ) -> int:
         """Follow the control log until a process of ours has ended, and return its exit code."""
-        timeout_seconds = PATIENCE_SECONDS * self.patience if timeout_seconds is None else timeout_seconds
+        timeout_seconds = (
+            PATIENCE_SECONDS * self.patience if timeout_seconds is None else timeout_seconds
+        )
         deadline = time.monotonic() + timeout_seconds
         while (code := process.poll()) is None:
-            assert time.monotonic() < deadline, f"did not end within {timeout_seconds:g} s; {self._standing()}"
+            assert time.monotonic() < deadline, (
+                f"did not end within {timeout_seconds:g} s; {self._standing()}"
+            )
             self._pump()
         return code
 
     def until_steps(self, num_steps: int, *, timeout_seconds: float | None = None) -> None:
         """Wait until so many train steps are committed."""
-        self.until(lambda: self.state.num_steps >= num_steps, f"{num_steps} train steps", timeout_seconds=timeout_seconds)
+        self.until(
+            lambda: self.state.num_steps >= num_steps,
+            f"{num_steps} train steps",
+            timeout_seconds=timeout_seconds,
+        )
 
     def arm(self, *points: str) -> None:
-        """Have whatever is started from now on pass these crash points, given as `name[:n]=action`; they may fire again."""
+        """Have whatever is started from now on pass these crash points, given as `name[:n]=action`;
+        they may fire again."""
         self.variables[VARIABLE] = ",".join(points)
         for point in points:
             (marks_folder(self.folder) / mark_of(point)).unlink(missing_ok=True)
@@ -185,39 +226,63 @@ class FaultRun:
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
     def slowness(self) -> float:
-        """How many times as long as usual anything takes here: by how long the run's own start took, and by how many processes want a core."""
+        """How many times as long as usual anything takes here: by how long the run's own start
+        took, and by how many processes want a core."""
         start_seconds = max(self._first_step_at - self._began_at, 0.0)
-        return max(1.0, start_seconds / USUAL_START_SECONDS, os.getloadavg()[0] / (os.cpu_count() or 1))
+        return max(
+            1.0, start_seconds / USUAL_START_SECONDS, os.getloadavg()[0] / (os.cpu_count() or 1)
+        )
 
     def recovers_within(self, seconds: float, *, is_stretched: bool = True) -> float:
-        """Wait until the run is over what was just done to it, and return how many seconds that took; fail if more than this.
+        """Wait until the run is over what was just done to it, and return how many seconds that
+        took; fail if more than this.
 
-        Over it means: a step was committed whose prompt groups were issued since, so that every role has worked again. What was on its
+        Over it means: a step was committed whose prompt groups were issued since, so that every
+            role has worked again. What was on its
         way before may still make `max_staleness` steps and the one at work.
 
         Args:
             seconds: The bound, on a machine as the bounds were measured on.
-            is_stretched: Whether the bound is multiplied on a slower machine, and on one that is busy with other things.
+            is_stretched: Whether the bound is multiplied on a slower machine, and on one that is
+                busy with other things.
         """
         started = time.monotonic()
         self.follow_for(READ_UP_SECONDS)
         goal = self.state.num_steps + self.config.run.max_staleness + 2
-        self.until_steps(goal, timeout_seconds=max(seconds, PATIENCE_SECONDS) if is_stretched else seconds)
-        taken, bound = time.monotonic() - started, seconds * (self.slowness() if is_stretched else 1.0)
-        assert taken <= bound, f"over it after {taken:.1f} s, the bound is {bound:.1f} s; {self._standing()}"
+        self.until_steps(
+            goal, timeout_seconds=max(seconds, PATIENCE_SECONDS) if is_stretched else seconds
+        )
+        taken, bound = (
+            time.monotonic() - started,
+            seconds * (self.slowness() if is_stretched else 1.0),
+        )
+        assert taken <= bound, (
+            f"over it after {taken:.1f} s, the bound is {bound:.1f} s; {self._standing()}"
+        )
         return taken
 
-    def until_ready_again(self, *worker_ids: str, killed: dict[str, int], timeout_seconds: float | None = None) -> None:
-        """Wait until other processes than the killed ones have taken up the work of these workers."""
+    def until_ready_again(
+        self, *worker_ids: str, killed: dict[str, int], timeout_seconds: float | None = None
+    ) -> None:
+        """Wait until other processes than the killed ones have taken up the work of these
+        workers."""
 
         def taken_up() -> bool:
-            return all(self.pid(worker_id) != killed[worker_id] and self.state.workers[worker_id].state in READY for worker_id in worker_ids)
+            return all(
+                self.pid(worker_id) != killed[worker_id]
+                and self.state.workers[worker_id].state in READY
+                for worker_id in worker_ids
+            )
 
         self.until(taken_up, f"{', '.join(worker_ids)} beat again", timeout_seconds=timeout_seconds)
 
-    def until_gone(self, processes: list[psutil.Process], *, timeout_seconds: float | None = None) -> None:
+    def until_gone(
+        self, processes: list[psutil.Process], *, timeout_seconds: float | None = None
+    ) -> None:
         """Wait until these processes have ended."""
-        timeout_seconds = PATIENCE_SECONDS * self.patience if timeout_seconds is None else timeout_seconds
+        timeout_seconds = (
+            PATIENCE_SECONDS * self.patience if timeout_seconds is None else timeout_seconds
+        )
         _, alive = psutil.wait_procs(processes, timeout=timeout_seconds)
         assert alive == [], f"still there: {[process.cmdline() for process in alive]}"
 
@@ -260,7 +325,11 @@ class FaultRun:
     @property
     def worker_ids(self) -> list[str]:
         """Every worker that `relax run` starts for this run."""
-        return [f"{role}-{index}" for role, count in self.config.roles().items() for index in range(count)]
+        return [
+            f"{role}-{index}"
+            for role, count in self.config.roles().items()
+            for index in range(count)
+        ]
 
     def report(self) -> dict[str, Any]:
         """Read report.json."""
@@ -268,12 +337,14 @@ class FaultRun:
         return report
 
     def ledger(self) -> dict[str, Any]:
-        """Run `relax ledger check` and return its figures; fail when a promise was broken. A broker that did not answer in time is asked again."""
+        """Run `relax ledger check` and return its figures; fail when a promise was broken. A broker
+        that did not answer in time is asked again."""
         for _ in range(NUM_ASKED):
             ended = subprocess.run(
                 command("ledger", "check", self.run_file, "--output", "json"),
                 cwd=self.folder,
-                env=environment() | {name: value for name, value in self.variables.items() if name == EXAMINE},
+                env=environment()
+                | {name: value for name, value in self.variables.items() if name == EXAMINE},
                 capture_output=True,
                 timeout=200 * self.patience,
                 check=False,
@@ -281,13 +352,21 @@ class FaultRun:
             if ended.returncode != BrokerUnavailable.exit_code:
                 break
         figures: dict[str, Any] = orjson.loads(ended.stdout or b"{}")
-        assert (ended.returncode, figures.get("problems")) == (0, []), f"{figures}\n{ended.stderr.decode()}"
+        assert (ended.returncode, figures.get("problems")) == (0, []), (
+            f"{figures}\n{ended.stderr.decode()}"
+        )
         return figures
 
     def metrics(self, worker_id: str) -> dict[str, float]:
         """Scrape a worker; return values by sample, named as Prometheus's text format writes it."""
-        with urlopen(f"http://127.0.0.1:{self.state.workers[worker_id].metrics_port}/metrics", timeout=60) as answer:
-            lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
+        with urlopen(
+            f"http://127.0.0.1:{self.state.workers[worker_id].metrics_port}/metrics", timeout=60
+        ) as answer:
+            lines = [
+                line.rsplit(" ", 1)
+                for line in answer.read().decode().splitlines()
+                if not line.startswith("#")
+            ]
         return {sample: float(value) for sample, value in lines}
 
     def decode(self, record: Record) -> Event:
@@ -298,7 +377,9 @@ class FaultRun:
         """Read a topic to its end."""
         reader = LogReader(self.connection)
         try:
-            return reader.read_to_end([(self.plan.topic(entity), partition) for partition in range(num_partitions)])
+            return reader.read_to_end(
+                [(self.plan.topic(entity), partition) for partition in range(num_partitions)]
+            )
         finally:
             reader.close()
 
@@ -321,7 +402,9 @@ class FaultRun:
                 self.failures[event.prompt_group_id] = event.reason
 
     def _standing(self) -> str:
-        workers = {worker_id: f"{beat.state} {beat.pid}" for worker_id, beat in self.state.workers.items()}
+        workers = {
+            worker_id: f"{beat.state} {beat.pid}" for worker_id, beat in self.state.workers.items()
+        }
         output = self.output.read_text(errors="replace") if self.output.exists() else ""
         return f"{self.state.num_steps} steps, {workers}, the output:\n{output[-3000:]}"
 
@@ -333,14 +416,21 @@ def mark_of(point: str) -> str:
 
 
 def assert_books_balance(run: FaultRun) -> dict[str, Any]:
-    """Assert what every fault leaves untouched, by the log and by the report; return the ledger's figures."""
+    """Assert what every fault leaves untouched, by the log and by the report; return the ledger's
+    figures."""
     ledger, report, config = run.ledger(), run.report(), run.config.run
     assert report["succeeded"], report["reason"]
     assert report["ledger_problems"] == []
     outcomes = ledger["outcomes"]
     assert outcomes["trained"] == config.num_steps * config.groups_per_step
-    assert outcomes["issued"] == sum(outcomes[name] for name in ("trained", "filtered", "expired", "failed", "in_flight"))
+    assert outcomes["issued"] == sum(
+        outcomes[name] for name in ("trained", "filtered", "expired", "failed", "in_flight")
+    )
     assert ledger["samples_trained"] == outcomes["trained"] * config.samples_per_prompt
-    assert (ledger["steps"], ledger["samples_trained_twice"], ledger["samples_lost"]) == (config.num_steps, 0, 0)
+    assert (ledger["steps"], ledger["samples_trained_twice"], ledger["samples_lost"]) == (
+        config.num_steps,
+        0,
+        0,
+    )
     assert ledger["staleness_max"] <= config.max_staleness
     return ledger

@@ -1,4 +1,5 @@
-"""A bad network between clients and a broker: a relay on the loopback interface that can be slow, silent, cut or down."""
+"""A bad network between clients and a broker: a relay on the loopback interface that can be slow,
+silent, cut or down."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from relax_events.broker.embedded.ports import HOST, choose_port
+from relax_events.kafka.embedded.ports import HOST, choose_port
 
 CHUNK_BYTES = 16_384
 NUM_UNDER_WAY = 64
@@ -22,11 +23,17 @@ ABORT = struct.pack("ii", 1, 0)
 class Link:
     """Relays connections from a port of its own to another, as well as it is told to.
 
-    A silent link loses nothing that TCP would not send again: what was sent meanwhile arrives when it speaks again. As a context manager
-    it relays from entry to exit.
+    A silent link loses nothing that TCP would not send again: what was sent meanwhile arrives when
+    it speaks again. As a context manager it relays from entry to exit.
     """
 
-    def __init__(self, target_port: int, *, port: int | None = None, admits: Callable[[int], bool] | None = None) -> None:
+    def __init__(
+        self,
+        target_port: int,
+        *,
+        port: int | None = None,
+        admits: Callable[[int], bool] | None = None,
+    ) -> None:
         self.port = port or choose_port(taken=frozenset({target_port}))
         self.target_port = target_port
         self._admits = admits
@@ -41,7 +48,9 @@ class Link:
         self._sockets: set[socket.socket] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"link-{self.port}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"link-{self.port}", daemon=True
+        )
 
     @property
     def address(self) -> str:
@@ -104,20 +113,27 @@ class Link:
         for task in self._tasks:
             task.cancel()
 
-    async def _relay(self, from_client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+    async def _relay(
+        self, from_client: asyncio.StreamReader, to_client: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         self._tasks.add(task)
         ends = [to_client]
         try:
             self._sockets.add(to_client.get_extra_info("socket"))
-            if self._admits and not await asyncio.to_thread(self._admits, to_client.get_extra_info("peername")[1]):
+            if self._admits and not await asyncio.to_thread(
+                self._admits, to_client.get_extra_info("peername")[1]
+            ):
                 while await from_client.read(CHUNK_BYTES):
                     pass
                 return
             from_target, to_target = await asyncio.open_connection(HOST, self.target_port)
             ends.append(to_target)
             self._sockets.add(to_target.get_extra_info("socket"))
-            ways = [self._carry(from_client, to_target, self._lanes[0]), self._carry(from_target, to_client, self._lanes[1])]
+            ways = [
+                self._carry(from_client, to_target, self._lanes[0]),
+                self._carry(from_target, to_client, self._lanes[1]),
+            ]
             running = [asyncio.ensure_future(way) for way in ways]
             try:
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -133,7 +149,9 @@ class Link:
                 self._sockets.discard(end.get_extra_info("socket"))
                 end.transport.abort()
 
-    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, lane: asyncio.Lock) -> None:
+    async def _carry(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, lane: asyncio.Lock
+    ) -> None:
         """Carry one way until one end closes."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(NUM_UNDER_WAY)
         delivery = asyncio.ensure_future(self._deliver(under_way, sink, lane))
@@ -146,7 +164,12 @@ class Link:
             delivery.cancel()
             await asyncio.gather(delivery, return_exceptions=True)
 
-    async def _deliver(self, under_way: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter, lane: asyncio.Lock) -> None:
+    async def _deliver(
+        self,
+        under_way: asyncio.Queue[tuple[float, bytes]],
+        sink: asyncio.StreamWriter,
+        lane: asyncio.Lock,
+    ) -> None:
         while True:
             sent_at, chunk = await under_way.get()
             await asyncio.sleep(max(0.0, sent_at + self.latency_seconds - self._loop.time()))

@@ -9,16 +9,14 @@ from typing import Self
 
 import psutil
 
-from relax_events.broker.embedded import process as processes
-from relax_events.broker.embedded.access import START_SECONDS
-from relax_events.broker.embedded.cache import cache_directory
-from relax_events.broker.embedded.download import ensure_jars
-from relax_events.broker.embedded.java import broker_command, class_archive_path, find_java
-from relax_events.broker.embedded.lock import read_lock
-from relax_events.broker.embedded.ports import HOST, choose_port
-from relax_events.broker.embedded.readiness import becomes_ready
-from relax_events.broker.embedded.settings import server_properties
-from relax_events.broker.embedded.storage import NODE_ID, ensure_formatted
+from relax_events.kafka.embedded import process as processes
+from relax_events.kafka.embedded.directory import START_SECONDS
+from relax_events.kafka.embedded.jars import cache_directory, ensure_jars, read_lock
+from relax_events.kafka.embedded.java import broker_command, class_archive_path, find_java
+from relax_events.kafka.embedded.ports import HOST, choose_port
+from relax_events.kafka.embedded.process import becomes_ready
+from relax_events.kafka.embedded.settings import server_properties
+from relax_events.kafka.embedded.storage import NODE_ID, ensure_formatted
 
 STOP_SECONDS = 10.0
 
@@ -34,20 +32,32 @@ def choose_ports(number: int) -> list[int]:
 class Node:
     """One Kafka node in a folder. Clients connect to `port`; `properties` lays out the rest.
 
-    It is used where a run has an embedded broker: it starts, is killed, and keeps its records and ports. Nobody logs in to it.
+    It is used where a run has an embedded broker: it starts, is killed, and keeps its records and
+    ports. Nobody logs in to it.
     """
 
     password_file: Path | None = None
 
     def __init__(
-        self, directory: Path, *, port: int, controller_port: int, properties: Mapping[str, str], node_id: int = NODE_ID, cluster_id: str = ""
+        self,
+        directory: Path,
+        *,
+        port: int,
+        controller_port: int,
+        properties: Mapping[str, str],
+        node_id: int = NODE_ID,
+        cluster_id: str = "",
     ) -> None:
         self.directory, self.port = directory, port
         (directory / "tmp").mkdir(parents=True)
         ensure_formatted(self.data, node_id=node_id, cluster_id=cluster_id)
-        text = server_properties(self.data, port=port, controller_port=controller_port, overrides={})
+        text = server_properties(
+            self.data, port=port, controller_port=controller_port, overrides={}
+        )
         self._properties = directory / "server.properties"
-        self._properties.write_text(text + "".join(f"{key}={value}\n" for key, value in properties.items()))  # the last one of a key counts
+        self._properties.write_text(
+            text + "".join(f"{key}={value}\n" for key, value in properties.items())
+        )  # the last one of a key counts
         self._process: psutil.Process | None = None
 
     @property
@@ -81,7 +91,9 @@ class Node:
         """Start it unless it runs, and wait until it serves."""
         self.spawn()
         assert self._process is not None
-        ready = becomes_ready(self._process, self.port, deadline_seconds=time.monotonic() + START_SECONDS, client={})
+        ready = becomes_ready(
+            self._process, self.port, deadline_seconds=time.monotonic() + START_SECONDS, client={}
+        )
         assert ready, (self.directory / "broker.log").read_text()[-3000:]
 
     def stop(self) -> None:

@@ -1,4 +1,5 @@
-"""Runs `relax` as another release of it would, whose SampleScored has fewer or more fields: `other_release.py older worker reward ...`."""
+"""Runs `relax` as another release of it would, whose SampleScored has fewer or more fields:
+`other_release.py older worker reward ...`."""
 
 from __future__ import annotations
 
@@ -11,14 +12,21 @@ from relax_events.events import codec
 
 CHANGED = "relax.events.sample.SampleScored"
 CAME_LATER = ("reward_digest", "seconds")
-TO_COME = {"name": "judge", "type": ["null", "string"], "default": None, "doc": "Who gave the reward."}
+TO_COME = {
+    "name": "judge",
+    "type": ["null", "string"],
+    "default": None,
+    "doc": "Who gave the reward.",
+}
 
 
 def of_release(release: str, schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema as the release has it."""
     changed = copy.deepcopy(schema)
     if release == "older":
-        changed["fields"] = [field for field in changed["fields"] if field["name"] not in CAME_LATER]
+        changed["fields"] = [
+            field for field in changed["fields"] if field["name"] not in CAME_LATER
+        ]
     else:
         changed["fields"].append(TO_COME)
     return changed

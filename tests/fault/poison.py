@@ -1,4 +1,5 @@
-"""What strangers may write into a run's topics: bytes that no worker can use, and records that no broker takes."""
+"""What strangers may write into a run's topics: bytes that no worker can use, and records that no
+broker takes."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ import fastavro
 import numpy as np
 from event_samples import ready, rolled_out
 
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ObjectRef, StoredArray
 from relax_events.events.types import Event
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.topics import TopicPlan
 
 CODEC = EventCodec()
@@ -43,13 +44,18 @@ def poisoned(event: Event) -> Iterator[tuple[str, bytes]]:
     yield CorruptRecord.__name__, with_shape(event, "tokens", [10**9])
     yield CorruptRecord.__name__, with_shape(event, "rollout_logprobs", [10**9, 10**9])
     yield PoisonSample.__name__, CODEC.encode(dataclasses.replace(event, rollout_logprobs=NAN))
-    missing = StoredArray("<i4", (10**9,), ObjectRef("file:///nowhere/at-all", bytes(32), 4 * 10**9))
+    missing = StoredArray(
+        "<i4", (10**9,), ObjectRef("file:///nowhere/at-all", bytes(32), 4 * 10**9)
+    )
     yield "ObjectError", CODEC.encode(dataclasses.replace(event, tokens=missing))
 
 
 def poison_samples(producer: RecordProducer, plan: TopicPlan, *, version: int) -> int:
     """Write poison into the topics that scorers and trainer read; return how many records."""
-    events = {"rollout.samples": rolled_out(STRANGE, of=4, version=version), "advantage.samples": ready(STRANGE, of=4, version=version)}
+    events = {
+        "rollout.samples": rolled_out(STRANGE, of=4, version=version),
+        "advantage.samples": ready(STRANGE, of=4, version=version),
+    }
     records = [
         OutRecord(plan.topic(entity), value, key=key, partition=partition)
         for entity, event in events.items()
@@ -63,6 +69,11 @@ def poison_samples(producer: RecordProducer, plan: TopicPlan, *, version: int) -
 def poison_prompts(producer: RecordProducer, plan: TopicPlan, *, version: int) -> int:
     """Write poison into the prompt queue; return how many records."""
     sample = CODEC.encode(rolled_out(STRANGE, of=4, version=version))
-    values = (("", b"garbage"), ("no id", b"\xc3\x01garbage"), (STRANGE, sample), (STRANGE, b"\xc3\x01"))
+    values = (
+        ("", b"garbage"),
+        ("no id", b"\xc3\x01garbage"),
+        (STRANGE, sample),
+        (STRANGE, b"\xc3\x01"),
+    )
     producer.write(OutRecord(plan.topic("prompt.groups"), value, key=key) for key, value in values)
     return len(values)

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from harness import FaultRun, command, environment
 
-from relax_events.control.scaling import ScaleState, Status
+from relax_events.projections.scaling import ScaleState, Status
 
 API = {"scaling": {"api": "on"}}
 
@@ -17,7 +17,9 @@ def scale(run: FaultRun, *words: str) -> tuple[int, dict[str, Any]]:
     """Call `relax scale` as a shell does, with nothing but the run file."""
     verb, *rest = words
     line = command("scale", verb, run.run_file, *rest, "--output", "json")
-    ended = subprocess.run(line, cwd=run.folder, env=environment(), capture_output=True, timeout=200, check=False)
+    ended = subprocess.run(
+        line, cwd=run.folder, env=environment(), capture_output=True, timeout=200, check=False
+    )
     return ended.returncode, orjson.loads(ended.stdout or b"{}")
 
 
@@ -38,5 +40,9 @@ def until_over(run: FaultRun, request_id: str) -> Status:
 def statuses(run: FaultRun, request_id: str) -> list[str]:
     """Return the statuses of a request, as the log has them."""
     events = [run.decode(record) for record in run.records("control.commands")]
-    given = [event.arguments for event in events if getattr(event, "arguments", {}).get("request") == request_id]
+    given = [
+        event.arguments
+        for event in events
+        if getattr(event, "arguments", {}).get("request") == request_id
+    ]
     return [arguments["status"] for arguments in given if "status" in arguments]

@@ -1,9 +1,11 @@
-"""Breaks runs for as long as one likes, by a seeded schedule, and has the ledger check them: `make soak MINUTES=60 SEED=1`.
+"""Breaks runs for as long as one likes, by a seeded schedule, and has the ledger check them: `make
+soak MINUTES=60 SEED=1`.
 
-A soak is a row of runs with different settings; every other one has a link between it and its broker. Into each, one fault after another is
-injected; the run must be over each within its bound. The ledger is checked on the running log every minute, and when the run has reached a
-goal at its end. Exit code 6 means that a promise was broken, or a bound passed: then everything is kept. Otherwise each run's topics and
-files go before the next one starts.
+A soak is a row of runs with different settings; every other one has a link between it and its
+broker. Into each, one fault after another is injected; the run must be over each within its bound.
+The ledger is checked on the running log every minute, and when the run has reached a goal at its
+end. Exit code 6 means that a promise was broken, or a bound passed: then everything is kept.
+Otherwise each run's topics and files go before the next one starts.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from node import Node, choose_ports, node_behind_link
 from soak_faults import FAULTS, MAX_RESTARTS, SLOW_FACTOR, Fault, delete, files_below
 from stage import laid_over, lay_out, make_model, usual_tree
 
-from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.cli.output import print_table
 from relax_events.config import RunConfig
+from relax_events.kafka.embedded import EmbeddedBroker
 
 RUN_SECONDS = 300.0
 CHECK_SECONDS = 60.0
@@ -41,7 +43,9 @@ LINK_REQUEST_SECONDS = 5.0
 START_SECONDS = 120.0
 LAST_STEPS = 5
 SLOW_SECONDS = 120.0
-LEAST_SLOW_SECONDS = 30.0  # below that, `workers.hung_seconds` would be less than workers are paused for
+LEAST_SLOW_SECONDS = (
+    30.0  # below that, `workers.hung_seconds` would be less than workers are paused for
+)
 ENDLESS = 1_000_000
 MAX_ROLLOUT = 2
 VIOLATED = 6
@@ -56,7 +60,8 @@ MODES: tuple[dict[str, Any], ...] = (
 
 @dataclass(slots=True)
 class Injected:
-    """A fault that was injected, and how long the run needed to be over it; None when it was not, in time."""
+    """A fault that was injected, and how long the run needed to be over it; None when it was not,
+    in time."""
 
     kind: str
     target: str
@@ -92,7 +97,10 @@ class Soak:
         lay_out(self.folder)
         make_model(self.folder)
         random = Random(self.seed)
-        with near_broker(self.folder / "broker") as own, far_broker(self.folder / "far") as (far, link):
+        with (
+            near_broker(self.folder / "broker") as own,
+            far_broker(self.folder / "far") as (far, link),
+        ):
             self.started = time.monotonic()
             number = 0
             while self.seconds_left > 0 and not self.violations:
@@ -110,7 +118,14 @@ class Soak:
     def _chosen(self, condition: Callable[[Fault], bool]) -> list[str]:
         return [kind for kind in self.kinds if condition(FAULTS[kind])]
 
-    def _end_one(self, kind: str, number: int, random: Random, broker: EmbeddedBroker | Node, link: Link | None) -> None:
+    def _end_one(
+        self,
+        kind: str,
+        number: int,
+        random: Random,
+        broker: EmbeddedBroker | Node,
+        link: Link | None,
+    ) -> None:
         """Give a fault that ends its run a run of its own."""
         config = self._settings(number, random, link, suffix=f"-{kind}", max_restarts=2)
         begun_at = time.monotonic()
@@ -125,12 +140,17 @@ class Soak:
                 broken_at = time.monotonic()
                 target = FAULTS[kind].inject(run, random)
                 seconds = time.monotonic() - broken_at
-                assert seconds <= bound, f"the run ended after {seconds:.1f} s, its bound is {bound:g} s"
+                assert seconds <= bound, (
+                    f"the run ended after {seconds:.1f} s, its bound is {bound:g} s"
+                )
             except AssertionError as error:
                 self.violations.append(f"{config.run.id}: {kind}: {error}")
                 seconds = None
             self.injected.append(Injected(kind, target, seconds))
-            self._say(f"{kind:<20}{target:<64}  {'NOT ENDED AS IT MUST' if seconds is None else f'ended in {seconds:.1f} s of {bound:g}'}")
+            self._say(
+                f"{kind:<20}{target:<64}  "
+                f"{'NOT ENDED AS IT MUST' if seconds is None else f'ended in {seconds:.1f} s of {bound:g}'}"
+            )
         if not self.violations:
             self._forget(run)
         self.seconds_left -= time.monotonic() - begun_at
@@ -144,22 +164,49 @@ class Soak:
             return
         shutil.rmtree(run.folder)
 
-    def _settings(self, number: int, random: Random, link: Link | None, *, suffix: str = "", max_restarts: int = MAX_RESTARTS) -> RunConfig:
-        over_link = {"bootstrap_servers": link.address, "request_timeout_seconds": LINK_REQUEST_SECONDS} if link else {}
+    def _settings(
+        self,
+        number: int,
+        random: Random,
+        link: Link | None,
+        *,
+        suffix: str = "",
+        max_restarts: int = MAX_RESTARTS,
+    ) -> RunConfig:
+        over_link = (
+            {"bootstrap_servers": link.address, "request_timeout_seconds": LINK_REQUEST_SECONDS}
+            if link
+            else {}
+        )
         lease = random.choice(["share_group", "share_group", "consumer_group"])
-        queue = {"lease": lease, "queue_partitions": 1 if lease == "share_group" else MAX_ROLLOUT}  # a worker without a partition gets no prompts
+        queue = {
+            "lease": lease,
+            "queue_partitions": 1 if lease == "share_group" else MAX_ROLLOUT,
+        }  # a worker without a partition gets no prompts
         limits = {"max_restarts": max_restarts, "hung_seconds": self.slow_seconds / SLOW_FACTOR}
         tree = laid_over(
             usual_tree(self.folder, f"soak-{self.seed}-{number}{suffix}"),
             {
-                "run": MODES[number % len(MODES)] | {"num_steps": ENDLESS, "seed": random.randrange(2**31), "max_failed_groups": ENDLESS},
+                "run": MODES[number % len(MODES)]
+                | {
+                    "num_steps": ENDLESS,
+                    "seed": random.randrange(2**31),
+                    "max_failed_groups": ENDLESS,
+                },
                 "broker": queue | over_link,
                 # All share one store; the arrays of most samples travel by reference.
                 "objects": {"uri": (self.folder / "bucket").as_uri(), "inline_max_bytes": 60},
                 "engine": {"name": f"{soak_plugins.__file__}:SoakedEngine"},
                 "trainer": {"backend": f"{soak_plugins.__file__}:SoakedTrainer"},
-                "reward": {"function": f"{self.folder / 'reward.py'}:as_told", "timeout_seconds": 2.0},
-                "workers": {"rollout": random.randint(1, MAX_ROLLOUT), "advantage": random.choice([1, 2])} | limits,
+                "reward": {
+                    "function": f"{self.folder / 'reward.py'}:as_told",
+                    "timeout_seconds": 2.0,
+                },
+                "workers": {
+                    "rollout": random.randint(1, MAX_ROLLOUT),
+                    "advantage": random.choice([1, 2]),
+                }
+                | limits,
             },
         )
         return RunConfig.model_validate(tree)
@@ -184,14 +231,24 @@ class Soak:
             self.violations.append(f"{config.run.id}: {error}")
             return
         self.num_crash_points += len(run.fired())
-        self.runs.append({"run_id": config.run.id, "settings": run.config.run.model_dump(mode="json") | settings, "ledger": ledger, **sizes(run)})
+        self.runs.append(
+            {
+                "run_id": config.run.id,
+                "settings": run.config.run.model_dump(mode="json") | settings,
+                "ledger": ledger,
+                **sizes(run),
+            }
+        )
         self._say(f"run {config.run.id} ended at its goal, {standing(ledger)}; {sizes(run)}")
 
     def _break(self, run: FaultRun, random: Random) -> None:
-        """Inject faults until this run's time is over, or with `meets_each` once each was injected."""
+        """Inject faults until this run's time is over, or with `meets_each` once each was
+        injected."""
         begun_at = checked_at = time.monotonic()
         ends_at = begun_at + min(RUN_SECONDS, self.seconds_left)
-        possible = self._chosen(lambda fault: not fault.ends_run and (run.link is not None or not fault.needs_link))
+        possible = self._chosen(
+            lambda fault: not fault.ends_run and (run.link is not None or not fault.needs_link)
+        )
         awaited = set(possible if self.meets_each else ())
         while possible and (awaited or time.monotonic() < ends_at) and not self.violations:
             kind = self._next_kind(possible, random)
@@ -204,9 +261,14 @@ class Soak:
         self.seconds_left -= time.monotonic() - begun_at
 
     def _next_kind(self, possible: list[str], random: Random) -> str:
-        """Draw a kind that this run can have: over all runs, each comes once before any comes again."""
+        """Draw a kind that this run can have: over all runs, each comes once before any comes
+        again."""
         if not any(kind in possible for kind in self.due):
-            drawn = [kind for kind in self._chosen(lambda fault: not fault.ends_run) if kind not in self.due]
+            drawn = [
+                kind
+                for kind in self._chosen(lambda fault: not fault.ends_run)
+                if kind not in self.due
+            ]
             self.due += random.sample(drawn, len(drawn))
         kind = next(kind for kind in self.due if kind in possible)
         self.due.remove(kind)
@@ -221,7 +283,9 @@ class Soak:
             seconds: float | None = run.recovers_within(bound, is_stretched=False)
         except AssertionError as error:
             seconds = None
-            self.violations.append(f"{run.config.run.id}: {kind} on {target}: not over it within {bound:g} s: {error}")
+            self.violations.append(
+                f"{run.config.run.id}: {kind} on {target}: not over it within {bound:g} s: {error}"
+            )
         self.injected.append(Injected(kind, target, seconds))
         recovered = "NOT RECOVERED" if seconds is None else f"recovered in {seconds:.1f} s"
         self._say(f"{kind:<20}{target:<64}  {recovered} of {bound:g}, {run.state.num_steps} steps")
@@ -235,7 +299,11 @@ class Soak:
             "seed": self.seed,
             "minutes": self.minutes,
             "cpus": os.cpu_count(),
-            "faults": {kind: self._figures(kind, fault) for kind, fault in FAULTS.items() if kind in self.kinds},
+            "faults": {
+                kind: self._figures(kind, fault)
+                for kind, fault in FAULTS.items()
+                if kind in self.kinds
+            },
             "num_faults": len(self.injected),
             "num_crash_points_fired": self.num_crash_points,
             "runs": self.runs,
@@ -266,14 +334,19 @@ def near_broker(folder: Path) -> Iterator[EmbeddedBroker]:
 
 @contextmanager
 def far_broker(folder: Path) -> Iterator[tuple[Node, Link]]:
-    """Give a broker that a run reaches over a link, and others without it; nobody but a fault starts it again."""
+    """Give a broker that a run reaches over a link, and others without it; nobody but a fault
+    starts it again."""
     port, linked_port = choose_ports(2)
-    with Link(linked_port) as link, node_behind_link(folder, port=port, linked_port=linked_port, link_port=link.port) as node:
+    with (
+        Link(linked_port) as link,
+        node_behind_link(folder, port=port, linked_port=linked_port, link_port=link.port) as node,
+    ):
         yield node, link
 
 
 def finished(run: FaultRun) -> dict[str, Any]:
-    """Have the run end some steps further on, at a goal; return the ledger's figures, which must balance, as the disk must be swept."""
+    """Have the run end some steps further on, at a goal; return the ledger's figures, which must
+    balance, as the disk must be swept."""
     workers = run.worker_processes()
     run.process.send_signal(signal.SIGTERM)
     run.until_ended(run.process, timeout_seconds=60 * run.patience)
@@ -283,22 +356,36 @@ def finished(run: FaultRun) -> dict[str, Any]:
     process = run.start("run", run.run_file, f"run.num_steps={num_steps}", "--accept-changes")
     code = run.until_ended(process)
     assert code == 0, f"the run was to end at step {num_steps}, it ended with exit code {code}"
-    config = run.config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"num_steps": num_steps})})
+    config = run.config = run.config.model_copy(
+        update={"run": run.config.run.model_copy(update={"num_steps": num_steps})}
+    )
     left = sizes(run)
-    assert left["weight_versions"] <= 2 * run.plan.num_slots + 2, f"weights of {left['weight_versions']} versions are left"
-    assert left["checkpoints"] <= config.trainer.keep_checkpoints + 3, f"{left['checkpoints']} checkpoints are left"
+    assert left["weight_versions"] <= 2 * run.plan.num_slots + 2, (
+        f"weights of {left['weight_versions']} versions are left"
+    )
+    assert left["checkpoints"] <= config.trainer.keep_checkpoints + 3, (
+        f"{left['checkpoints']} checkpoints are left"
+    )
     return assert_books_balance(run)
 
 
 def standing(ledger: dict[str, Any]) -> str:
     """Return the ledger's figures in a line."""
     outcomes = ", ".join(f"{name} {count}" for name, count in ledger["outcomes"].items())
-    return f"{ledger['steps']} steps, {outcomes}, regenerated {ledger['rollouts_regenerated']}, staleness up to {ledger['staleness_max']}"
+    return (
+        f"{ledger['steps']} steps, {outcomes}, regenerated {ledger['rollouts_regenerated']}, "
+        f"staleness up to {ledger['staleness_max']}"
+    )
 
 
 def sizes(run: FaultRun) -> dict[str, int]:
-    """Return what the run left on the disk: it must not grow with the number of steps, but for logs and samples by reference."""
-    files = {path: path.stat().st_size for folder in (run.folder, run.objects) for path in files_below(folder)}
+    """Return what the run left on the disk: it must not grow with the number of steps, but for logs
+    and samples by reference."""
+    files = {
+        path: path.stat().st_size
+        for folder in (run.folder, run.objects)
+        for path in files_below(folder)
+    }
     return {
         "weight_versions": len(list((run.objects / "weights").glob("*"))),
         "checkpoints": len(list((run.objects / "checkpoints").glob("*/*"))),
@@ -310,8 +397,17 @@ def sizes(run: FaultRun) -> dict[str, int]:
 def show(summary: dict[str, Any]) -> None:
     """Print the table at the end."""
     columns = ("fault", "injected", "recovered", "p50 s", "max s", "bound s")
-    print_table(columns, [(kind, *("" if value is None else value for value in figures.values())) for kind, figures in summary["faults"].items()])
-    print(f"{summary['num_faults']} faults, {summary['num_crash_points_fired']} crash points, {len(summary['runs'])} runs, seed {summary['seed']}")
+    print_table(
+        columns,
+        [
+            (kind, *("" if value is None else value for value in figures.values()))
+            for kind, figures in summary["faults"].items()
+        ],
+    )
+    print(
+        f"{summary['num_faults']} faults, {summary['num_crash_points_fired']} crash points, "
+        f"{len(summary['runs'])} runs, seed {summary['seed']}"
+    )
     print(f"violations = {len(summary['violations'])}")
     for violation in summary["violations"]:
         print(f"VIOLATED  {violation}")
@@ -320,17 +416,52 @@ def show(summary: dict[str, Any]) -> None:
 def main(words: list[str] | None = None) -> int:
     """Read the command line, soak, say what came of it, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--minutes", type=float, default=5.0, help="how long faults are injected; starting and ending comes on top")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=5.0,
+        help="how long faults are injected; starting and ending comes on top",
+    )
     parser.add_argument("--seed", type=int, default=0, help="decides settings, faults and targets")
-    parser.add_argument("--patience", type=float, default=1.0, help="multiplies every bound, for a machine that is busy with other things")
-    parser.add_argument("--slow-seconds", type=float, default=SLOW_SECONDS, help=f"how long a slow step takes, at least {LEAST_SLOW_SECONDS:g}")
-    parser.add_argument("--each", action="store_true", help="go on in each run until every kind of fault was injected, however long that takes")
-    parser.add_argument("--fault", action="append", choices=sorted(FAULTS), help="a kind of fault to draw from; may be repeated; default: all")
-    parser.add_argument("--summary", type=Path, help="write what was done and found to this file, as JSON")
-    parser.add_argument("--folder", type=Path, help="where everything lies; default: a temporary folder, deleted unless something was found")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="multiplies every bound, for a machine that is busy with other things",
+    )
+    parser.add_argument(
+        "--slow-seconds",
+        type=float,
+        default=SLOW_SECONDS,
+        help=f"how long a slow step takes, at least {LEAST_SLOW_SECONDS:g}",
+    )
+    parser.add_argument(
+        "--each",
+        action="store_true",
+        help="go on in each run until every kind of fault was injected, however long that takes",
+    )
+    parser.add_argument(
+        "--fault",
+        action="append",
+        choices=sorted(FAULTS),
+        help="a kind of fault to draw from; may be repeated; default: all",
+    )
+    parser.add_argument(
+        "--summary", type=Path, help="write what was done and found to this file, as JSON"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help=(
+            "where everything lies; default: a temporary folder, deleted unless something was found"
+        ),
+    )
     arguments = parser.parse_args(words)
     if arguments.slow_seconds < LEAST_SLOW_SECONDS:
-        parser.error(f"--slow-seconds must be >= {LEAST_SLOW_SECONDS:g}, got {arguments.slow_seconds:g}: others are paused for a quarter of that")
+        parser.error(
+            f"--slow-seconds must be >= {LEAST_SLOW_SECONDS:g}, got "
+            f"{arguments.slow_seconds:g}: others are paused for a quarter of that"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder: Path = arguments.folder or Path(tempfile.mkdtemp(prefix="relax-soak-"))
     soak = Soak(

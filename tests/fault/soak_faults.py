@@ -1,4 +1,5 @@
-"""The faults that a soak draws from: how each is done to a run, and how soon the run must be over it."""
+"""The faults that a soak draws from: how each is done to a run, and how soon the run must be over
+it."""
 
 from __future__ import annotations
 
@@ -21,18 +22,22 @@ from poison import OVERSIZE_BYTES, poison_prompts, poison_samples
 from soak_plugins import ALWAYS, ERROR, SLOW_STEP, deaths_of
 from stage import PROMPTS
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
-from relax_events.pipeline.failpoints import POINTS
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.runtime.failpoints import POINTS
 
 MAX_RESTARTS = 6
 """`workers.max_restarts` of runs that must go on."""
 SLOW_FACTOR = 3
 """How many times `workers.hung_seconds` a slow step takes."""
-CALLS = {"accumulate": "train a micro-batch", "step": "step the optimizer", "weights": "write weights"}
+CALLS = {
+    "accumulate": "train a micro-batch",
+    "step": "step the optimizer",
+    "weights": "write weights",
+}
 """Calls of the trainer that may be slow, with the name that its heartbeats give to them."""
 OBJECT_NAME = "[0-9a-f]{64}"
 NUM_HUNG = 3
@@ -46,7 +51,8 @@ Inject = Callable[[FaultRun, Random], str]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind of fault. `inject` does it and names its target; it returns once nothing more is done to the run."""
+    """One kind of fault. `inject` does it and names its target; it returns once nothing more is
+    done to the run."""
 
     inject: Inject
     bound_seconds: float
@@ -54,7 +60,8 @@ class Fault:
     needs_link: bool = False
     """Whether only a run can have it that reaches its broker over a link."""
     ends_run: bool = False
-    """Whether it ends its run, as it must: then it has a run of its own, and the bound is that of the end."""
+    """Whether it ends its run, as it must: then it has a run of its own, and the bound is that of
+    the end."""
 
 
 def kill_workers(run: FaultRun, random: Random) -> str:
@@ -77,7 +84,8 @@ def pause_worker(run: FaultRun, random: Random) -> str:
 
 
 def kill_broker(run: FaultRun, random: Random) -> str:
-    """Kill the broker; `relax run` starts its own again, one that it was given has to be started for it."""
+    """Kill the broker; `relax run` starts its own again, one that it was given has to be started
+    for it."""
     run.broker.kill()
     if run.link is not None:
         run.follow_for(random.uniform(0.0, PAUSE_SECONDS))
@@ -96,14 +104,17 @@ def pause_broker(run: FaultRun, random: Random) -> str:
 
 
 def second_trainer(run: FaultRun, random: Random) -> str:
-    """Stop the trainer, have another one take over, let the first come back and be fenced, end the other."""
+    """Stop the trainer, have another one take over, let the first come back and be fenced, end the
+    other."""
     run.until(lambda: "trainer-0" in run.living(), "there is a trainer to be replaced")
     zombie = run.living()["trainer-0"].pid
     num_fenced = len(run.logged("run", "worker.fenced"))
     with paused(zombie):
         second = run.start_worker("trainer", index=0)
         run.until_ready_again("trainer-0", killed={"trainer-0": zombie})
-    run.until(lambda: len(run.logged("run", "worker.fenced")) > num_fenced, "the first trainer is fenced")
+    run.until(
+        lambda: len(run.logged("run", "worker.fenced")) > num_fenced, "the first trainer is fenced"
+    )
     second.send_signal(signal.SIGTERM)
     run.until_ended(second)
     return f"trainer-0, process {zombie}"
@@ -113,7 +124,9 @@ def poison(run: FaultRun, random: Random) -> str:
     """Write garbage into the topics that workers read."""
     with stranger(run) as producer:
         version = max(run.state.policy_version, 0)
-        num_records = poison_samples(producer, run.plan, version=version) + poison_prompts(producer, run.plan, version=version)
+        num_records = poison_samples(producer, run.plan, version=version) + poison_prompts(
+            producer, run.plan, version=version
+        )
     return f"{num_records} records"
 
 
@@ -130,12 +143,16 @@ def oversize(run: FaultRun, random: Random) -> str:
 
 def damage_objects(run: FaultRun, random: Random) -> str:
     """Alter or delete stored arrays that workers are about to read, for a while."""
-    objects = newest(run.objects / "samples", "*/sha256/*/" + 64 * "[0-9a-f]", 12)  # none that is still being written
+    objects = newest(
+        run.objects / "samples", "*/sha256/*/" + 64 * "[0-9a-f]", 12
+    )  # none that is still being written
     assert objects, "no sample travels by reference"
     is_deleted = random.random() < 0.5
     originals = {path: path.read_bytes() for path in objects}
     for path, data in originals.items():
-        path.unlink(missing_ok=True) if is_deleted else path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        path.unlink(missing_ok=True) if is_deleted else path.write_bytes(
+            bytes([data[0] ^ 1]) + data[1:]
+        )
     run.follow_for(LOOK_SECONDS)
     for path, data in originals.items():
         path.write_bytes(data)  # a trainer that replays needs what it trained
@@ -144,7 +161,11 @@ def damage_objects(run: FaultRun, random: Random) -> str:
 
 def damage_weights(run: FaultRun, random: Random) -> str:
     """Alter the newest artifact before the engines have read it, for a while."""
-    rollouts = [process.pid for worker_id, process in run.living().items() if worker_id.startswith("rollout")]
+    rollouts = [
+        process.pid
+        for worker_id, process in run.living().items()
+        if worker_id.startswith("rollout")
+    ]
     with paused(*rollouts):
         run.follow_for(LOOK_SECONDS / 2)
         (file,) = newest(run.objects / "weights", "*/*.safetensors", 1)
@@ -167,7 +188,8 @@ def drain_run(run: FaultRun, random: Random) -> str:
 
 
 def crash_points(run: FaultRun, random: Random) -> str:
-    """Start everything again with three armed crash points; those that are not passed soon stay armed."""
+    """Start everything again with three armed crash points; those that are not passed soon stay
+    armed."""
     points = [f"{name}:{random.randint(1, 4)}=kill" for name in random.sample(sorted(POINTS), 3)]
     run.arm(*points)
     restart(run, signal.SIGTERM)
@@ -179,7 +201,10 @@ def join_and_leave(run: FaultRun, random: Random) -> str:
     """Let one more rollout worker join, and leave in peace or by a crash."""
     worker_id = f"rollout-{run.config.workers.rollout}"
     extra = run.start_worker("rollout", index=run.config.workers.rollout)
-    run.until(lambda: run.is_ready(worker_id) and run.pid(worker_id) == extra.pid, "the extra rollout worker is ready")
+    run.until(
+        lambda: run.is_ready(worker_id) and run.pid(worker_id) == extra.pid,
+        "the extra rollout worker is ready",
+    )
     run.follow_for(LOOK_SECONDS)
     number = random.choice([signal.SIGTERM, signal.SIGKILL])
     extra.send_signal(number)
@@ -188,10 +213,13 @@ def join_and_leave(run: FaultRun, random: Random) -> str:
 
 
 def slow_step(run: FaultRun, random: Random) -> str:
-    """Let one call of the trainer take longer than any worker may be silent; nobody may be taken for hung, or be started again."""
+    """Let one call of the trainer take longer than any worker may be silent; nobody may be taken
+    for hung, or be started again."""
     call, activity = random.choice(sorted(CALLS.items()))
     seconds = SLOW_FACTOR * run.config.workers.hung_seconds
-    run.until(lambda: "trainer-0" in run.living() and run.is_ready("trainer-0"), "there is a trainer")
+    run.until(
+        lambda: "trainer-0" in run.living() and run.is_ready("trainer-0"), "there is a trainer"
+    )
     restarts = commanded_restarts(run), len(run.logged("run", "worker.died"))
     pid, order = run.pid("trainer-0"), run.folder / SLOW_STEP
     write_whole(order, f"{call} {seconds}")
@@ -201,23 +229,35 @@ def slow_step(run: FaultRun, random: Random) -> str:
         run.follow_for(0.2)
         seen.add(run.state.workers["trainer-0"].activity)
     run.until_steps(run.state.num_steps + 1)
-    assert activity in seen, f"the trainer's heartbeats named {sorted(seen)} while it was in {call!r} for {seconds:g} s, not {activity!r}"
+    assert activity in seen, (
+        f"the trainer's heartbeats named {sorted(seen)} while it was in {call!r} for "
+        f"{seconds:g} s, not {activity!r}"
+    )
     assert run.pid("trainer-0") == pid, f"the trainer was started again for a slow {call!r}"
-    assert (commanded_restarts(run), len(run.logged("run", "worker.died"))) == restarts, f"workers were started again during a slow {call!r}"
+    assert (commanded_restarts(run), len(run.logged("run", "worker.died"))) == restarts, (
+        f"workers were started again during a slow {call!r}"
+    )
     return f"{activity}, {seconds:g} s of {run.config.workers.hung_seconds:g}"
 
 
 def hanging_verifier(run: FaultRun, random: Random) -> str:
-    """Let the reward hang on all samples of two prompts; their prompt groups fail with the reason, a few times over."""
+    """Let the reward hang on all samples of two prompts; their prompt groups fail with the reason,
+    a few times over."""
     prompts, order, known = random.sample(PROMPTS, 2), run.folder / HANGING, set(run.failures)
     reason = f"took longer than {run.config.reward.timeout_seconds:g} s (reward.timeout_seconds)"
 
     def failed() -> list[str]:
-        return [prompt_group_id for prompt_group_id, why in run.failures.items() if prompt_group_id not in known and reason in why]
+        return [
+            prompt_group_id
+            for prompt_group_id, why in run.failures.items()
+            if prompt_group_id not in known and reason in why
+        ]
 
     deaths = len(run.logged("run", "worker.died"))
     write_whole(order, "\n".join(prompts))
-    run.until(lambda: len(failed()) >= NUM_HUNG, f"{NUM_HUNG} prompt groups fail since the verifier hangs")
+    run.until(
+        lambda: len(failed()) >= NUM_HUNG, f"{NUM_HUNG} prompt groups fail since the verifier hangs"
+    )
     order.unlink()
     assert len(run.logged("run", "worker.died")) == deaths, "a worker died of a verifier that hangs"
     return f"{len(failed())} prompt groups"
@@ -225,25 +265,39 @@ def hanging_verifier(run: FaultRun, random: Random) -> str:
 
 def crash_loop(run: FaultRun, random: Random) -> str:
     """Let a worker die at every try, but fewer times than end the run."""
-    worker_id, num_deaths = random.choice(["rollout-0", "trainer-0"]), random.randint(2, MAX_RESTARTS // 2)
+    worker_id, num_deaths = (
+        random.choice(["rollout-0", "trainer-0"]),
+        random.randint(2, MAX_RESTARTS // 2),
+    )
     order, known = run.folder / deaths_of(worker_id), num_told_deaths(run)
     write_whole(order, "x" * num_deaths)
     run.until(lambda: not order.exists(), f"{worker_id} died {num_deaths} times")
-    run.until(lambda: num_told_deaths(run) == known + num_deaths, f"relax run has seen {worker_id} die {num_deaths} times")
+    run.until(
+        lambda: num_told_deaths(run) == known + num_deaths,
+        f"relax run has seen {worker_id} die {num_deaths} times",
+    )
     return f"{worker_id}, {num_deaths} times"
 
 
 def endless_crash_loop(run: FaultRun, random: Random) -> str:
-    """Let a worker die at every try: the run must end with the worker's error, and without a process left."""
-    alone = run.config.workers.rollout == 1  # while another one generates, steps are committed, and the run goes on
+    """Let a worker die at every try: the run must end with the worker's error, and without a
+    process left."""
+    alone = (
+        run.config.workers.rollout == 1
+    )  # while another one generates, steps are committed, and the run goes on
     worker_id = random.choice(["rollout-0", "trainer-0"]) if alone else "trainer-0"
     write_whole(run.folder / deaths_of(worker_id), ALWAYS)
     code = run.until_ended(run.process)
     assert code == 1, f"the run was to end with exit code 1, got {code}"
     run.follow_for(1.0)
     max_restarts = run.config.workers.max_restarts
-    reason = f"{worker_id} died {max_restarts + 1} times in a row without a committed step: RuntimeError: {ERROR}; log: "
-    assert f"error: {reason}" in run.output.read_text(errors="replace"), f"the output does not say why the run ended: {reason}"
+    reason = (
+        f"{worker_id} died {max_restarts + 1} times in a row without a committed step: "
+        f"RuntimeError: {ERROR}; log: "
+    )
+    assert f"error: {reason}" in run.output.read_text(errors="replace"), (
+        f"the output does not say why the run ended: {reason}"
+    )
     assert run.state.ended is not None, "the log does not say that the run ended"
     assert run.state.ended.reason.startswith(reason), f"the log says {run.state.ended.reason!r}"
     left = [process.cmdline() for process in run.worker_processes()]
@@ -253,31 +307,58 @@ def endless_crash_loop(run: FaultRun, random: Random) -> str:
 
 
 def shared_bucket(run: FaultRun, random: Random) -> str:
-    """Let a neighbour with the same `objects.uri` train, purge, prune and be deleted; neither may lose an object to the other."""
+    """Let a neighbour with the same `objects.uri` train, purge, prune and be deleted; neither may
+    lose an object to the other."""
     # This run purges nothing; names of another form are of objects that are still being written.
-    retained = {path: path.stat().st_size for path in files_below(run.objects / "samples") if re.fullmatch(OBJECT_NAME, path.name)}
+    retained = {
+        path: path.stat().st_size
+        for path in files_below(run.objects / "samples")
+        if re.fullmatch(OBJECT_NAME, path.name)
+    }
     with FaultRun(neighbour_of(run.config), run.broker, run.link) as neighbour:
         neighbour.patience = run.patience
         process, samples = neighbour.start(), neighbour.objects / "samples"
 
         def has_purged() -> bool:
-            assert process.poll() is None, f"the neighbour ended with exit code {process.returncode}: {neighbour.output.read_text()[-2000:]}"
+            assert process.poll() is None, (
+                f"the neighbour ended with exit code {process.returncode}: "
+                f"{neighbour.output.read_text()[-2000:]}"
+            )
             return bool(files_below(samples)) and not files_below(samples / "00000000")
 
-        run.until(has_purged, "the neighbour purges objects of its first version", timeout_seconds=NEIGHBOUR_SECONDS * run.patience)
+        run.until(
+            has_purged,
+            "the neighbour purges objects of its first version",
+            timeout_seconds=NEIGHBOUR_SECONDS * run.patience,
+        )
         process.send_signal(signal.SIGTERM)
         run.until(lambda: process.poll() is not None, "the neighbour drains")
-        assert process.returncode == 128 + signal.SIGTERM, f"the neighbour ended with exit code {process.returncode}"
-        lost = [path for path, size in retained.items() if not path.exists() or path.stat().st_size != size]
-        assert lost == [], f"{len(lost)} objects of {run.config.run.id} went with a purge of {neighbour.config.run.id}: {lost[:3]}"
+        assert process.returncode == 128 + signal.SIGTERM, (
+            f"the neighbour ended with exit code {process.returncode}"
+        )
+        lost = [
+            path
+            for path, size in retained.items()
+            if not path.exists() or path.stat().st_size != size
+        ]
+        assert lost == [], (
+            f"{len(lost)} objects of {run.config.run.id} went with a purge of "
+            f"{neighbour.config.run.id}: {lost[:3]}"
+        )
         finished = stamps(neighbour.objects)
-        run.until_steps(run.state.num_steps + 2 * run.config.trainer.checkpoint_every)  # it prunes weights and checkpoints meanwhile
-        assert stamps(neighbour.objects) == finished, f"{run.config.run.id} altered objects of {neighbour.config.run.id}, which had ended"
+        run.until_steps(
+            run.state.num_steps + 2 * run.config.trainer.checkpoint_every
+        )  # it prunes weights and checkpoints meanwhile
+        assert stamps(neighbour.objects) == finished, (
+            f"{run.config.run.id} altered objects of {neighbour.config.run.id}, which had ended"
+        )
     processes = [run.process.pid, *(worker.pid for worker in run.worker_processes())]
     with paused(*processes):
         own = stamps(run.objects)
         delete(neighbour)
-        assert stamps(run.objects) == own, f"deleting {neighbour.config.run.id} altered objects of {run.config.run.id}"
+        assert stamps(run.objects) == own, (
+            f"deleting {neighbour.config.run.id} altered objects of {run.config.run.id}"
+        )
     shutil.rmtree(neighbour.folder)
     return f"{len(retained)} and {len(finished)} objects"
 
@@ -285,8 +366,13 @@ def shared_bucket(run: FaultRun, random: Random) -> str:
 def slow_link(run: FaultRun, random: Random) -> str:
     """Let the link be slow for a while, with little room."""
     link = linked(run)
-    link.latency_seconds, link.bytes_per_second = random.uniform(0.02, 0.2), random.uniform(0.2e6, 2e6)
-    slowness = f"{1000 * link.latency_seconds:.0f} ms each way, {link.bytes_per_second / 1e6:.1f} MB/s"
+    link.latency_seconds, link.bytes_per_second = (
+        random.uniform(0.02, 0.2),
+        random.uniform(0.2e6, 2e6),
+    )
+    slowness = (
+        f"{1000 * link.latency_seconds:.0f} ms each way, {link.bytes_per_second / 1e6:.1f} MB/s"
+    )
     run.follow_for(PAUSE_SECONDS)
     link.heal()
     return slowness
@@ -358,20 +444,36 @@ def num_told_deaths(run: FaultRun) -> int:
 
 def neighbour_of(config: RunConfig) -> RunConfig:
     """Return a run with the same store, which keeps little."""
-    run = config.run.model_copy(update={"id": f"{config.run.id}-neighbour", "retain_versions": config.run.max_staleness + 1})
+    run = config.run.model_copy(
+        update={"id": f"{config.run.id}-neighbour", "retain_versions": config.run.max_staleness + 1}
+    )
     trainer = config.trainer.model_copy(update={"checkpoint_every": 2})
-    return RunConfig.model_validate(config.model_dump(mode="json") | {"run": run.model_dump(mode="json"), "trainer": trainer.model_dump(mode="json")})
+    return RunConfig.model_validate(
+        config.model_dump(mode="json")
+        | {"run": run.model_dump(mode="json"), "trainer": trainer.model_dump(mode="json")}
+    )
 
 
 def delete(run: FaultRun) -> None:
-    """Delete a run that has ended, as a person does, and see that its topics and objects are gone."""
+    """Delete a run that has ended, as a person does, and see that its topics and objects are
+    gone."""
     words = command("runs", "delete", run.config.run.id, "--config", run.run_file, "--yes")
     seconds = DELETE_SECONDS * run.patience
     try:
-        ended = subprocess.run(words, cwd=run.folder, env=environment(), capture_output=True, text=True, timeout=seconds, check=False)
+        ended = subprocess.run(
+            words,
+            cwd=run.folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise AssertionError(f"relax runs delete did not end within {seconds:g} s") from None
-    assert ended.returncode == 0, f"relax runs delete ended with exit code {ended.returncode}: {ended.stdout}\n{ended.stderr}"
+    assert ended.returncode == 0, (
+        f"relax runs delete ended with exit code {ended.returncode}: {ended.stdout}\n{ended.stderr}"
+    )
     admin = Admin(run.connection)
     try:
         topics = sorted(admin.topics(run.plan.topic("")))
@@ -384,7 +486,9 @@ def delete(run: FaultRun) -> None:
 
 def files_below(folder: Path) -> list[Path]:
     """Return all files in a folder and its folders."""
-    return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]  # it passes over what is deleted meanwhile
+    return [
+        Path(parent, name) for parent, _, names in os.walk(folder) for name in names
+    ]  # it passes over what is deleted meanwhile
 
 
 def stamps(folder: Path) -> dict[Path, tuple[int, int]]:

@@ -1,7 +1,9 @@
-"""The trainer and the engine of a soaked run: they do as usual until a file in the run's folder, where workers work, tells them otherwise.
+"""The trainer and the engine of a soaked run: they do as usual until a file in the run's folder,
+where workers work, tells them otherwise.
 
 slow_step         the trainer's next call of the name in the file takes seconds longer, as many as the file says
-dies.<worker id>  the worker dies, as many times as the file has bytes; one that says `always` lets it die at every try
+dies.<worker id>  the worker dies, as many times as the file has bytes; one that says `always` lets
+it die at every try
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import psutil
 from torch import Tensor
 
 from relax_events.engines.protocol import GeneratedSample
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.types import SampleReady
-from relax_events.training.protocol import StepFigures
-from relax_events.training.torch_backend import TorchBackend
+from relax_events.training.backend.protocol import StepFigures
+from relax_events.training.backend.torch_backend import TorchBackend
 
 SLOW_STEP = "slow_step"
 ALWAYS = "always"

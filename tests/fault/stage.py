@@ -1,4 +1,5 @@
-"""What every broken run stands on: a folder with prompts and reward functions, a small random model, the usual run file."""
+"""What every broken run stands on: a folder with prompts and reward functions, a small random
+model, the usual run file."""
 
 from __future__ import annotations
 
@@ -10,11 +11,16 @@ from typing import Any
 import orjson
 from harness import command, environment
 
-PROMPTS = [f"spell {word} backwards" for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")]
-# `spread`: over many values, so that nearly every prompt group of a random model has something to learn from, and the same wherever it is
-# computed. `slowly`: for tests that need time within a run on a machine of any speed. `badly`: what reward functions of users do now and
-# then. `hang_once`: on the first sample of a run, in whose folder it is called. `hang_on_milk`: on all samples of one prompt. `as_told`: on all
-# samples of the prompts that a file in the run's folder names, and `badly` otherwise.
+PROMPTS = [
+    f"spell {word} backwards"
+    for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")
+]
+# `spread`: over many values, so that nearly every prompt group of a random model has something to
+# learn from, and the same wherever it is computed. `slowly`: for tests that need time within a run
+# on a machine of any speed. `badly`: what reward functions of users do now and then. `hang_once`:
+# on the first sample of a run, in whose folder it is called. `hang_on_milk`: on all samples of one
+# prompt. `as_told`: on all samples of the prompts that a file in the run's folder names, and
+# `badly` otherwise.
 REWARDS = """
 import time
 import zlib
@@ -56,8 +62,9 @@ def as_told(completion, *, answer, metadata, prompt):
     return badly(completion, answer=answer, metadata=metadata, prompt=prompt)
 """
 SLOW_SECONDS = 24.0
-# A judge's engine, `Grader`, which writes a score in place of what a random model writes. Engines that breathe and draw nothing any more:
-# `StuckOnce` for the first time in a run, in whose folder it is, `Stuck` whenever it gets so far.
+# A judge's engine, `Grader`, which writes a score in place of what a random model writes. Engines
+# that breathe and draw nothing any more: `StuckOnce` for the first time in a run, in whose folder
+# it is, `Stuck` whenever it gets so far.
 ENGINES = """
 import dataclasses
 import time
@@ -102,8 +109,8 @@ class StuckOnce(Stuck):
             self.marked = True
         return True
 """
-# A trainer whose gradients are infinite from step 3 on; one that takes long over a micro-batch, an optimizer step and a copy of the weights; one
-# that never comes back from an optimizer step.
+# A trainer whose gradients are infinite from step 3 on; one that takes long over a micro-batch, an
+# optimizer step and a copy of the weights; one that never comes back from an optimizer step.
 TRAINERS = """
 import time
 
@@ -143,20 +150,33 @@ def lay_out(folder: Path) -> None:
     """Write the prompts, the reward file and the engines."""
     (folder / "engine.py").write_text(ENGINES)
     (folder / "trainer.py").write_text(TRAINERS)
-    (folder / "prompts.jsonl").write_bytes(b"".join(orjson.dumps({"prompt": prompt, "answer": ""}) + b"\n" for prompt in PROMPTS))
+    (folder / "prompts.jsonl").write_bytes(
+        b"".join(orjson.dumps({"prompt": prompt, "answer": ""}) + b"\n" for prompt in PROMPTS)
+    )
     (folder / "reward.py").write_text(REWARDS)
 
 
 def make_model(folder: Path) -> Path:
-    """Make a random model, as `relax models prepare` does, and return its path; the folder that it gives to a run's objects is removed."""
+    """Make a random model, as `relax models prepare` does, and return its path; the folder that it
+    gives to a run's objects is removed."""
     tree = {
         "run": {"id": "prepare", "directory": str(folder)},
-        "model": {"path": str(folder / "model"), "tiny": {"hidden_size": 32, "num_layers": 1, "corpus_rows": len(PROMPTS)}},
+        "model": {
+            "path": str(folder / "model"),
+            "tiny": {"hidden_size": 32, "num_layers": 1, "corpus_rows": len(PROMPTS)},
+        },
         "data": {"source": f"jsonl:{folder / 'prompts.jsonl'}"},
     }
     run_file = folder / "prepare.json"
     run_file.write_bytes(orjson.dumps(tree))
-    subprocess.run(command("models", "prepare", run_file), cwd=folder, env=environment(), timeout=200, check=True, capture_output=True)
+    subprocess.run(
+        command("models", "prepare", run_file),
+        cwd=folder,
+        env=environment(),
+        timeout=200,
+        check=True,
+        capture_output=True,
+    )
     shutil.rmtree(folder / "runs" / "prepare")
     return folder / "model"
 
@@ -164,11 +184,23 @@ def make_model(folder: Path) -> Path:
 def usual_tree(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
     """Return a run file with every role in it, and steps of well under a second."""
     return {
-        "run": {"id": run_id, "directory": str(folder), "groups_per_step": 8, "samples_per_prompt": 4, "max_staleness": 2},
+        "run": {
+            "id": run_id,
+            "directory": str(folder),
+            "groups_per_step": 8,
+            "samples_per_prompt": 4,
+            "max_staleness": 2,
+        },
         "model": {"path": str(folder / "model")},
         "data": {"source": f"jsonl:{folder / 'prompts.jsonl'}"},
         "broker": {"session_timeout_seconds": 3.0, "request_timeout_seconds": 10.0},
-        "engine": {"max_context_tokens": 96, "max_running_samples": 64, "max_prompt_groups": 16, "threads": 1, "sampling": {"max_new_tokens": 6}},
+        "engine": {
+            "max_context_tokens": 96,
+            "max_running_samples": 64,
+            "max_prompt_groups": 16,
+            "threads": 1,
+            "sampling": {"max_new_tokens": 6},
+        },
         "reward": {"function": f"{folder / 'reward.py'}:slowly"},
         "algorithm": {"kl_coefficient": 0.001, "old_logprobs": "actor"},
         "trainer": {"checkpoint_every": 5, "learning_rate": 1e-3, "threads": 1},
@@ -178,11 +210,22 @@ def usual_tree(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
 
 
 def judged_by(folder: Path, **judge: Any) -> dict[str, dict[str, Any]]:
-    """Return the sections of a run whose rewards are a judge's, which writes for a while and has an opinion of everything."""
-    engine = {"name": f"{folder / 'engine.py'}:Grader", "max_context_tokens": 1024, "max_running_samples": 16, "sampling": {"max_new_tokens": 8}}
-    return {"judge": {"model_path": str(folder / "model"), "engine": engine, **judge}, "reward": {"function": "genrm"}}
+    """Return the sections of a run whose rewards are a judge's, which writes for a while and has an
+    opinion of everything."""
+    engine = {
+        "name": f"{folder / 'engine.py'}:Grader",
+        "max_context_tokens": 1024,
+        "max_running_samples": 16,
+        "sampling": {"max_new_tokens": 8},
+    }
+    return {
+        "judge": {"model_path": str(folder / "model"), "engine": engine, **judge},
+        "reward": {"function": "genrm"},
+    }
 
 
-def laid_over(tree: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def laid_over(
+    tree: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """Return the tree with the keys of these sections laid over its own."""
     return tree | {name: tree.get(name, {}) | keys for name, keys in sections.items()}

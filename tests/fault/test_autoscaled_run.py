@@ -1,4 +1,5 @@
-"""The number of rollout workers follows the work of a real run by itself: one more while prompts wait, one fewer while nothing comes."""
+"""The number of rollout workers follows the work of a real run by itself: one more while prompts
+wait, one fewer while nothing comes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from harness import FaultRun, assert_books_balance
 from scaling_calls import state_of, until_over
 
-from relax_events.control.scaling import Kind, ScaleRequest, Status
+from relax_events.projections.scaling import Kind, ScaleRequest, Status
 
 QUICK = {
     "enabled": True,
@@ -27,13 +28,23 @@ QUICK = {
 def asked(run: FaultRun, kind: Kind) -> list[ScaleRequest]:
     """Return the requests that nobody but the autoscaler can have made."""
     requests = state_of(run).requests.values()
-    return [request for request in requests if request.kind is kind and request.key.startswith("autoscaler/")]
+    return [
+        request
+        for request in requests
+        if request.kind is kind and request.key.startswith("autoscaler/")
+    ]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_workers_come_while_prompts_wait_and_go_while_nothing_does(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": 120}, engine={"max_prompt_groups": 2}, scaling={"max_workers": 2, "autoscaler": QUICK})
+def test_workers_come_while_prompts_wait_and_go_while_nothing_does(
+    start_run: Callable[..., FaultRun],
+) -> None:
+    run = start_run(
+        run={"num_steps": 120},
+        engine={"max_prompt_groups": 2},
+        scaling={"max_workers": 2, "autoscaler": QUICK},
+    )
     run.start()
     run.until(lambda: bool(asked(run, Kind.OUT)), "another worker is asked for")
     (grown,) = asked(run, Kind.OUT)
@@ -53,4 +64,7 @@ def test_workers_come_while_prompts_wait_and_go_while_nothing_does(start_run: Ca
     assert run.until_ended(run.process) == 0
     ledger = assert_books_balance(run)
     assert (ledger["rollouts_regenerated"], ledger["outcomes"]["failed"]) == (0, 0)
-    assert [line["direction"] for line in run.logged("controller-0", "scaling.asked")][:2] == ["out", "in"]
+    assert [line["direction"] for line in run.logged("controller-0", "scaling.asked")][:2] == [
+        "out",
+        "in",
+    ]

@@ -1,4 +1,5 @@
-"""The link between the run and its broker is slow, silent, cut again and again, or down; then it heals."""
+"""The link between the run and its broker is slow, silent, cut again and again, or down; then it
+heals."""
 
 from __future__ import annotations
 
@@ -29,13 +30,18 @@ def link() -> Iterator[Link]:
 def broker(directory: Path, run_id: str, link: Link) -> Iterator[Node]:
     """Give a broker that the run reaches over the link only, and the test without it."""
     (port,) = choose_ports(1)
-    with node_behind_link(directory / f"{run_id}-node", port=port, linked_port=link.target_port, link_port=link.port) as node:
+    with node_behind_link(
+        directory / f"{run_id}-node", port=port, linked_port=link.target_port, link_port=link.port
+    ) as node:
         yield node
 
 
 @pytest.mark.long
 def test_run_goes_on_over_bad_links(start_run: Callable[..., FaultRun], link: Link) -> None:
-    run = start_run(run={"num_steps": 50}, broker={"bootstrap_servers": link.address, "request_timeout_seconds": REQUEST_SECONDS})
+    run = start_run(
+        run={"num_steps": 50},
+        broker={"bootstrap_servers": link.address, "request_timeout_seconds": REQUEST_SECONDS},
+    )
     run.start()
     run.until_steps(4)
 
@@ -65,8 +71,13 @@ def test_run_goes_on_over_bad_links(start_run: Callable[..., FaultRun], link: Li
     assert run.state.num_steps <= before + 2, "nothing comes over a link that is down"
     link.heal()
     healed.append(run.recovers_within(BROKER_SECONDS))
-    assert run.state.num_steps < run.config.run.num_steps, "all this was done within the run, not after it"
-    print("seconds from healing, slow, silent, reset, down:", *(f"{seconds:.1f}" for seconds in healed))
+    assert run.state.num_steps < run.config.run.num_steps, (
+        "all this was done within the run, not after it"
+    )
+    print(
+        "seconds from healing, slow, silent, reset, down:",
+        *(f"{seconds:.1f}" for seconds in healed),
+    )
 
     assert run.until_ended(run.process) == 0
     assert_books_balance(run)

@@ -1,4 +1,5 @@
-"""A prompter that chooses its prompts by a hook and by what they earned dies in the middle: no row is issued twice, none is forgotten."""
+"""A prompter that chooses its prompts by a hook and by what they earned dies in the middle: no row
+is issued twice, none is forgotten."""
 
 from __future__ import annotations
 
@@ -20,11 +21,17 @@ def choose(prompt, *, answer, metadata, mean_rewards, train_step):
 
 
 @pytest.mark.long
-def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(start_run: Callable[..., FaultRun], directory: Path) -> None:
+def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(
+    start_run: Callable[..., FaultRun], directory: Path
+) -> None:
     (directory / "hook.py").write_text(HOOK)
     run = start_run(
         run={"num_steps": 12},
-        data={"hook": f"{directory / 'hook.py'}:choose", "hook_block_rows": BLOCK_ROWS, "pass_rate": [0.15, 0.95]},
+        data={
+            "hook": f"{directory / 'hook.py'}:choose",
+            "hook_block_rows": BLOCK_ROWS,
+            "pass_rate": [0.15, 0.95],
+        },
         algorithm={"filter_uniform_rewards": True},
     )
     points = ("prompter.after_issue:2=kill", "trainer.in_transaction:4=kill")
@@ -34,13 +41,24 @@ def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(start_run: C
     assert_books_balance(run)
 
     codec = EventCodec()
-    events = [codec.decode(record.value) for record in run.records("prompt.groups", num_partitions=run.plan.queue_partitions)]
-    issued = {event.prompt_group_id: event for event in events if isinstance(event, PromptGroupIssued)}
+    events = [
+        codec.decode(record.value)
+        for record in run.records("prompt.groups", num_partitions=run.plan.queue_partitions)
+    ]
+    issued = {
+        event.prompt_group_id: event for event in events if isinstance(event, PromptGroupIssued)
+    }
     ends = [codec.decode(record.value) for record in run.records("control.group-outcomes")]
-    expired = {end.prompt_group_id for end in ends if isinstance(end, PromptGroupEnded) and end.outcome is Outcome.EXPIRED}
+    expired = {
+        end.prompt_group_id
+        for end in ends
+        if isinstance(end, PromptGroupEnded) and end.outcome is Outcome.EXPIRED
+    }
     rows = [event.row for name, event in issued.items() if not _takes_the_seat_of(name, expired)]
     assert len(rows) == len(set(rows))
-    passed_over = {int(row): reason for event in issued.values() for row, reason in event.passed_over.items()}
+    passed_over = {
+        int(row): reason for event in issued.values() for row, reason in event.passed_over.items()
+    }
     assert not passed_over.keys() & set(rows)
     assert "hook" in passed_over.values()
     assert not [event for event in issued.values() if "tea" in event.messages[-1].text]

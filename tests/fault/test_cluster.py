@@ -1,4 +1,5 @@
-"""One of three brokers dies, or is cut off from the other two, while it leads the control topics: the others take over."""
+"""One of three brokers dies, or is cut off from the other two, while it leads the control topics:
+the others take over."""
 
 from __future__ import annotations
 
@@ -18,8 +19,13 @@ def broker(directory: Path, run_id: str) -> Iterator[Cluster]:
 
 
 @pytest.mark.long
-def test_run_goes_on_when_a_leading_broker_dies_and_when_one_is_lost_for_good(start_run: Callable[..., FaultRun], broker: Cluster) -> None:
-    run = start_run(run={"num_steps": 30}, broker={"bootstrap_servers": broker.bootstrap_servers, "replication_factor": 3})
+def test_run_goes_on_when_a_leading_broker_dies_and_when_one_is_lost_for_good(
+    start_run: Callable[..., FaultRun], broker: Cluster
+) -> None:
+    run = start_run(
+        run={"num_steps": 30},
+        broker={"bootstrap_servers": broker.bootstrap_servers, "replication_factor": 3},
+    )
     topic = run.plan.topic("control.train-steps")
     run.start()
     run.until_steps(3)
@@ -28,13 +34,19 @@ def test_run_goes_on_when_a_leading_broker_dies_and_when_one_is_lost_for_good(st
     seconds = run.recovers_within(BROKER_SECONDS)
     broker.nodes[first].start()
     back = run.recovers_within(BROKER_SECONDS)
-    run.until(lambda: broker.is_whole(""), "the node that came back has caught up", timeout_seconds=BROKER_SECONDS)
+    run.until(
+        lambda: broker.is_whole(""),
+        "the node that came back has caught up",
+        timeout_seconds=BROKER_SECONDS,
+    )
 
     second = broker.leader(topic)
     assert second != first, "another node leads meanwhile"
     broker.nodes[second].kill()
     lost = run.recovers_within(BROKER_SECONDS)
-    assert run.state.num_steps < run.config.run.num_steps, "all this was done within the run, not after it"
+    assert run.state.num_steps < run.config.run.num_steps, (
+        "all this was done within the run, not after it"
+    )
     print(f"seconds: leader killed {seconds:.1f}, back {back:.1f}, another lost {lost:.1f}")
 
     assert run.until_ended(run.process) == 0
@@ -43,9 +55,15 @@ def test_run_goes_on_when_a_leading_broker_dies_and_when_one_is_lost_for_good(st
 
 
 @pytest.mark.long
-def test_run_goes_on_when_the_leading_broker_is_cut_off_from_the_others(start_run: Callable[..., FaultRun], broker: Cluster) -> None:
-    """Every client still reaches it, and it still believes that it leads: what it takes must not count, and nobody may wait for it long."""
-    run = start_run(run={"num_steps": 40}, broker={"bootstrap_servers": broker.bootstrap_servers, "replication_factor": 3})
+def test_run_goes_on_when_the_leading_broker_is_cut_off_from_the_others(
+    start_run: Callable[..., FaultRun], broker: Cluster
+) -> None:
+    """Every client still reaches it, and it still believes that it leads: what it takes must not
+    count, and nobody may wait for it long."""
+    run = start_run(
+        run={"num_steps": 40},
+        broker={"bootstrap_servers": broker.bootstrap_servers, "replication_factor": 3},
+    )
     topic = run.plan.topic("control.train-steps")
     run.start()
     run.until_steps(3)
@@ -57,9 +75,15 @@ def test_run_goes_on_when_the_leading_broker_is_cut_off_from_the_others(start_ru
 
     broker.reunite()
     reunited = run.recovers_within(BROKER_SECONDS)
-    run.until(lambda: broker.is_whole(""), "the node that was cut off has caught up", timeout_seconds=BROKER_SECONDS)
+    run.until(
+        lambda: broker.is_whole(""),
+        "the node that was cut off has caught up",
+        timeout_seconds=BROKER_SECONDS,
+    )
     assert broker.nodes[first].pid == pid
-    assert run.state.num_steps < run.config.run.num_steps, "all this was done within the run, not after it"
+    assert run.state.num_steps < run.config.run.num_steps, (
+        "all this was done within the run, not after it"
+    )
     print(f"seconds: cut off {seconds:.1f}, reunited {reunited:.1f}")
 
     assert run.until_ended(run.process) == 0

@@ -1,4 +1,5 @@
-"""Bytes of the log are altered on the broker's disk: nobody trains on them, nobody loops over them, and the books still balance."""
+"""Bytes of the log are altered on the broker's disk: nobody trains on them, nobody loops over them,
+and the books still balance."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from disk import BatchOnDisk, batches
 from harness import BROKER_SECONDS, PATIENCE_SECONDS, FaultRun, assert_books_balance
 from node import Node, choose_ports
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer, LogReader
-from relax_events.broker.examining import VARIABLE as EXAMINE
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord, Record
 from relax_events.errors import BrokerError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupEnded
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import GroupConsumer, LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord, Record
 from relax_events.topics.plan import TopicSpec
 
 READERS = ("reward", "reference", "actor", "advantage")
@@ -31,33 +32,48 @@ PILE_UP_SECONDS = 2.0
 def broker(directory: Path, run_id: str) -> Iterator[Node]:
     """Give a broker that nobody but the test starts and stops."""
     port, controller_port = choose_ports(2)
-    with Node(directory / f"{run_id}-node", port=port, controller_port=controller_port, properties={}) as node:
+    with Node(
+        directory / f"{run_id}-node", port=port, controller_port=controller_port, properties={}
+    ) as node:
         yield node
 
 
 def newest_batches(node: Node, topic: str, num_partitions: int) -> dict[int, BatchOnDisk]:
     """Return the last record batch of every partition that has any."""
-    found = {partition: list(batches(node.data / f"{topic}-{partition}")) for partition in range(num_partitions)}
+    found = {
+        partition: list(batches(node.data / f"{topic}-{partition}"))
+        for partition in range(num_partitions)
+    }
     return {partition: listed[-1] for partition, listed in found.items() if listed}
 
 
 @pytest.mark.long
-def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(start_run: Callable[..., FaultRun], broker: Node) -> None:
+def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
+    start_run: Callable[..., FaultRun], broker: Node
+) -> None:
     run = start_run(run={"num_steps": 24}, broker={"bootstrap_servers": broker.bootstrap_servers})
     run.start()
     run.until_steps(4)
     topic, num_partitions = run.plan.topic("rollout.samples"), run.plan.num_sample_partitions
     readers = [worker_id for worker_id in run.worker_ids if worker_id.startswith(READERS)]
     run.signal(signal.SIGSTOP, *readers)
-    before = {partition: batch.last for partition, batch in newest_batches(broker, topic, num_partitions).items()}
+    before = {
+        partition: batch.last
+        for partition, batch in newest_batches(broker, topic, num_partitions).items()
+    }
 
     def unread() -> dict[int, BatchOnDisk]:
         after = newest_batches(broker, topic, num_partitions)
-        return {partition: batch for partition, batch in after.items() if batch.first > before.get(partition, -1)}
+        return {
+            partition: batch
+            for partition, batch in after.items()
+            if batch.first > before.get(partition, -1)
+        }
 
     run.until(lambda: bool(unread()), "rollout workers went on")
     run.follow_for(PILE_UP_SECONDS)
-    broker.stop()  # in good order: after a kill it would cut an altered batch off the segment that it still writes
+    # in good order: after a kill it would cut an altered batch off the segment that it still writes
+    broker.stop()
     altered = unread()
     for batch in altered.values():
         batch.flip_a_bit()
@@ -68,24 +84,40 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(start_ru
     assert run.until_ended(run.process) == 0
     run.variables[EXAMINE] = "1"
     ledger = assert_books_balance(run)
-    assert ledger["records_unreadable"] == sum(batch.last - batch.first + 1 for batch in altered.values()), "the ledger counts the gap"
+    assert ledger["records_unreadable"] == sum(
+        batch.last - batch.first + 1 for batch in altered.values()
+    ), "the ledger counts the gap"
     assert ledger["outcomes"]["failed"] >= len(altered)
     met = [line for worker_id in readers for line in run.logged(worker_id, "record_batch.damaged")]
-    assert {(line["partition"], line["offset"]) for line in met} == {(partition, batch.first) for partition, batch in altered.items()}
+    assert {(line["partition"], line["offset"]) for line in met} == {
+        (partition, batch.first) for partition, batch in altered.items()
+    }
     codes = {line["code"] for line in run.logged("run", "worker.died")}
-    assert codes <= {-signal.SIGABRT}, "only the client library may stumble, over what it takes for records behind a damaged batch"
+    assert codes <= {-signal.SIGABRT}, (
+        "only the client library may stumble, over what it takes for records behind a damaged batch"
+    )
     died = [line["worker_id"] for line in run.logged("run", "worker.died")]
     assert len(died) == len(set(died)), "who has died of it once checks record batches itself"
 
     codec = EventCodec()
     ends = [codec.decode(record.value) for record in run.records("control.group-outcomes")]
-    failed = {event.prompt_group_id for event in ends if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.FAILED}
-    named = {record.key for role in ("reward", "advantage") for record in run.records(f"{role}.dead-letters")}
+    failed = {
+        event.prompt_group_id
+        for event in ends
+        if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.FAILED
+    }
+    named = {
+        record.key
+        for role in ("reward", "advantage")
+        for record in run.records(f"{role}.dead-letters")
+    }
     assert named == failed, "the prompt groups that ended are those whose samples were altered"
 
 
 @pytest.mark.long
-def test_run_with_an_altered_decision_is_not_taken_up(start_run: Callable[..., FaultRun], broker: Node) -> None:
+def test_run_with_an_altered_decision_is_not_taken_up(
+    start_run: Callable[..., FaultRun], broker: Node
+) -> None:
     run = start_run(run={"num_steps": 60}, broker={"bootstrap_servers": broker.bootstrap_servers})
     first = run.start()
     run.until_steps(4)
@@ -103,26 +135,38 @@ def test_run_with_an_altered_decision_is_not_taken_up(start_run: Callable[..., F
     complaint = run.output.read_text()
     assert f"record {topic}[0]@{altered.first} fails its checksum" in complaint
     assert "restore the partition from a replica" in complaint
-    assert [path.stat().st_size for path in altered.file.parent.glob("*.log")] == size, "no step was trained again"
+    assert [path.stat().st_size for path in altered.file.parent.glob("*.log")] == size, (
+        "no step was trained again"
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("examines", ["", "1"])
 @pytest.mark.parametrize("place", ["middle", "end"])
-def test_readers_pass_over_an_altered_batch_once(broker: Node, place: str, examines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_pass_over_an_altered_batch_once(
+    broker: Node, place: str, examines: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(EXAMINE, examines)
     connection = Connection(broker.bootstrap_servers)
     Admin(connection).create([TopicSpec("altered", 1, 1, "")])
     producer = RecordProducer(connection)
     for batch in range(3):
-        producer.write([OutRecord("altered", f"{batch}-{number}".encode() * 20, key=f"key-{number}") for number in range(5)])
+        producer.write(
+            [
+                OutRecord("altered", f"{batch}-{number}".encode() * 20, key=f"key-{number}")
+                for number in range(5)
+            ]
+        )
     producer.close()
     broker.stop()
     altered = list(batches(broker.data / "altered-0"))[1 if place == "middle" else -1]
     altered.flip_a_bit()
     broker.start()
 
-    expected = [(offset, altered.first <= offset <= altered.last, f"key-{offset % 5}") for offset in range(15)]
+    expected = [
+        (offset, altered.first <= offset <= altered.last, f"key-{offset % 5}")
+        for offset in range(15)
+    ]
     group = GroupConsumer(connection, consumer_group="readers", topics=["altered"])
     for reader in (LogReader(connection, start={("altered", 0): 0}), group):
         records: list[Record] = []
@@ -133,7 +177,9 @@ def test_readers_pass_over_an_altered_batch_once(broker: Node, place: str, exami
         assert reader.fetch(timeout_seconds=2.0) == [], "nothing is read twice"
         reader.close()
     reader = LogReader(connection)
-    assert [record.offset for record in reader.stream({("altered", 0): (0, 15)}, with_damaged=True)] == list(range(15))
+    assert [
+        record.offset for record in reader.stream({("altered", 0): (0, 15)}, with_damaged=True)
+    ] == list(range(15))
     with pytest.raises(BrokerError, match=rf"altered\[0\]@{altered.first} fails its checksum"):
         reader.read_to_end([("altered", 0)])
     reader.close()

@@ -1,4 +1,5 @@
-"""A published artifact is altered before the engine has read it: it is refused whole, and the next version heals the run."""
+"""A published artifact is altered before the engine has read it: it is refused whole, and the next
+version heals the run."""
 
 from __future__ import annotations
 
@@ -15,10 +16,17 @@ STEPS = 24
 
 
 def publish_behind_the_engines_back(run: FaultRun) -> int:
-    """Stop rollout and let the trainer publish, then stop it too; return the newest version, which the engine has not read."""
+    """Stop rollout and let the trainer publish, then stop it too; return the newest version, which
+    the engine has not read."""
     while True:
         run.until_steps(run.state.num_steps + 1)
-        run.until(lambda: run.logged("rollout-0", "weights.loaded")[-1]["policy_version"] >= run.state.policy_version, "the engine has the newest")
+        run.until(
+            lambda: (
+                run.logged("rollout-0", "weights.loaded")[-1]["policy_version"]
+                >= run.state.policy_version
+            ),
+            "the engine has the newest",
+        )
         run.signal(signal.SIGSTOP, "rollout-0")
         before = run.state.policy_version
         run.follow_for(1.5)
@@ -32,7 +40,9 @@ def publish_behind_the_engines_back(run: FaultRun) -> int:
 
 
 @pytest.mark.long
-def test_engine_refuses_an_altered_artifact_and_recovers_with_the_next_version(start_run: Callable[..., FaultRun]) -> None:
+def test_engine_refuses_an_altered_artifact_and_recovers_with_the_next_version(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": STEPS})
     run.start()
     run.until_steps(2)
@@ -44,17 +54,36 @@ def test_engine_refuses_an_altered_artifact_and_recovers_with_the_next_version(s
     run.signal(signal.SIGCONT, "rollout-0", "trainer-0")
     run.recovers_within(WORKER_SECONDS)
 
-    run.until(lambda: bool(run.logged("rollout-0", "weights.refused")), "the engine refuses the version")
-    run.until(lambda: run.logged("rollout-0", "weights.loaded")[-1]["policy_version"] > altered, "the engine loads a newer version")
+    run.until(
+        lambda: bool(run.logged("rollout-0", "weights.refused")), "the engine refuses the version"
+    )
+    run.until(
+        lambda: run.logged("rollout-0", "weights.loaded")[-1]["policy_version"] > altered,
+        "the engine loads a newer version",
+    )
     assert run.until_ended(run.process) == 0
     assert_books_balance(run)
     refused = run.logged("rollout-0", "weights.refused")
-    loaded = [line["policy_version"] for line in run.logged("rollout-0", "weights.loaded") if line["timestamp"] < refused[0]["timestamp"]]
-    assert {(line["policy_version"], line["serving"]) for line in refused} == {(altered, loaded[-1])}
+    loaded = [
+        line["policy_version"]
+        for line in run.logged("rollout-0", "weights.loaded")
+        if line["timestamp"] < refused[0]["timestamp"]
+    ]
+    assert {(line["policy_version"], line["serving"]) for line in refused} == {
+        (altered, loaded[-1])
+    }
     assert f"{altered:08d}" in refused[0]["error"]
     assert "SHA-256" in refused[0]["error"]
     assert len(run.logged("rollout-0", "worker.started")) == 1
-    events = [EventCodec().decode(record.value) for record in run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)]
-    versions = {segment.policy_version for event in events if isinstance(event, SampleRolledOut) for segment in event.version_segments}
+    events = [
+        EventCodec().decode(record.value)
+        for record in run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)
+    ]
+    versions = {
+        segment.policy_version
+        for event in events
+        if isinstance(event, SampleRolledOut)
+        for segment in event.version_segments
+    }
     assert altered not in versions
     assert min(versions) < altered < max(versions)

@@ -1,4 +1,5 @@
-"""Every role kills itself at every named crash point: a few runs, in each of which every role dies at points of its own."""
+"""Every role kills itself at every named crash point: a few runs, in each of which every role dies
+at points of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from stage import judged_by
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import EnginesEnlisted, PolicyEvaluated, TrainStepCommitted
-from relax_events.pipeline.failpoints import POINTS
+from relax_events.runtime.failpoints import POINTS
 
 STEPS = 14
 STEPS_OF_ONE_ROLE = 6
@@ -50,17 +51,31 @@ LONG = [
         "metrics.before_write:5",
         "controller.before_command",
     ),
-    ("rollout.before_load:3", "advantage.handing_over", "checkpoint.before_manifest", "trainer.after_ends"),
+    (
+        "rollout.before_load:3",
+        "advantage.handing_over",
+        "checkpoint.before_manifest",
+        "trainer.after_ends",
+    ),
     ("teacher.before_flush:2", "teacher.before_commit", "teacher.after_commit"),
     ("judge.at_work:5", "judge.before_flush:8", "judge.before_commit:4", "judge.after_commit:6"),
     ("evaluator.before_load:2", "evaluator.generating:2", "evaluator.after_write:2"),
     ("trainer.after_optimizer_step:6",),
-    ("critic.before_flush:2", "critic.before_commit:4", "critic.after_commit:6", "critic.learning:5"),
+    (
+        "critic.before_flush:2",
+        "critic.before_commit:4",
+        "critic.after_commit:6",
+        "critic.learning:5",
+    ),
 ]
 
 
 def test_every_point_has_its_turn() -> None:
-    assert sorted(mark_of(f"{point}=kill").rpartition(":")[0] for points in BY_DEFAULT + LONG for point in points) == sorted(POINTS)
+    assert sorted(
+        mark_of(f"{point}=kill").rpartition(":")[0]
+        for points in BY_DEFAULT + LONG
+        for point in points
+    ) == sorted(POINTS)
 
 
 @pytest.mark.parametrize(
@@ -68,20 +83,39 @@ def test_every_point_has_its_turn() -> None:
     [*BY_DEFAULT, *(pytest.param(points, marks=pytest.mark.long) for points in LONG)],
     ids=lambda points: points[0].partition(":")[0],
 )
-def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, ...], start_run: Callable[..., FaultRun], directory: Path) -> None:
-    # Two advantage workers, so that one hands partitions over to the other; a reward function that raises, so that prompt groups end untrained.
-    evaluation = {"every": 3, "datasets": [{"name": name, "source": f"jsonl:{directory / 'prompts.jsonl'}"} for name in ("one", "two")]}
-    is_evaluated, is_taught, is_broadcast = (points[0].startswith(place) for place in ("evaluator.", "teacher.", "weights.broadcasting"))
+def test_run_ends_by_itself_when_workers_kill_themselves_at(
+    points: tuple[str, ...], start_run: Callable[..., FaultRun], directory: Path
+) -> None:
+    # Two advantage workers, so that one hands partitions over to the other; a reward function that
+    # raises, so that prompt groups end untrained.
+    evaluation = {
+        "every": 3,
+        "datasets": [
+            {"name": name, "source": f"jsonl:{directory / 'prompts.jsonl'}"}
+            for name in ("one", "two")
+        ],
+    }
+    is_evaluated, is_taught, is_broadcast = (
+        points[0].startswith(place) for place in ("evaluator.", "teacher.", "weights.broadcasting")
+    )
     judged = judged_by(directory) if points[0].startswith("judge.") else {}
     run = start_run(
         run={"num_steps": STEPS_OF_ONE_ROLE if is_taught else STEPS},
         evaluation=evaluation if is_evaluated else {},
-        algorithm={"distill_coefficient": 0.1} if is_taught else {"name": "ppo"} if points[0].startswith("critic.") else {},
+        algorithm={"distill_coefficient": 0.1}
+        if is_taught
+        else {"name": "ppo"}
+        if points[0].startswith("critic.")
+        else {},
         teacher={"model_path": str(directory / "model")} if is_taught else {},
-        trainer={"checkpoint_every": 3} | ({"num_epochs": 2, "num_mini_batches": 2} if points[0].startswith("trainer.") else {}),
-        weights={"transport": "gloo", "bucket_bytes": 4096, "overlap": True} if is_broadcast else {},
+        trainer={"checkpoint_every": 3}
+        | ({"num_epochs": 2, "num_mini_batches": 2} if points[0].startswith("trainer.") else {}),
+        weights={"transport": "gloo", "bucket_bytes": 4096, "overlap": True}
+        if is_broadcast
+        else {},
         workers={"advantage": 2, "max_restarts": len(points)},
-        **{"reward": {"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0}} | judged,
+        **{"reward": {"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0}}
+        | judged,
     )
     armed = [f"{point}=kill" for point in points]
     run.arm(*armed)
@@ -95,25 +129,46 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, .
 
 
 def assert_evaluated_once(run: FaultRun) -> None:
-    """Assert that what was evaluated has one result each, first and last version among them, of the weights that the trainer published."""
+    """Assert that what was evaluated has one result each, first and last version among them, of the
+    weights that the trainer published."""
     codec = EventCodec()
-    events = [codec.decode(record.value) for entity in ("control.evaluations", "control.train-steps") for record in run.records(entity)]
+    events = [
+        codec.decode(record.value)
+        for entity in ("control.evaluations", "control.train-steps")
+        for record in run.records(entity)
+    ]
     found = [event for event in events if isinstance(event, PolicyEvaluated)]
-    digests = {event.policy_version: event.weights_digest for event in events if isinstance(event, TrainStepCommitted)}
+    digests = {
+        event.policy_version: event.weights_digest
+        for event in events
+        if isinstance(event, TrainStepCommitted)
+    }
     names = [(event.policy_version, event.dataset) for event in found]
     assert len(set(names)) == len(names)
     assert {(version, name) for version in (0, STEPS) for name in ("one", "two")} <= set(names)
-    assert all(event.weights_digest == digests[event.policy_version] for event in found if event.policy_version)
+    assert all(
+        event.weights_digest == digests[event.policy_version]
+        for event in found
+        if event.policy_version
+    )
 
 
 def assert_broadcast_again(run: FaultRun) -> None:
-    """Assert that engine and trainer came together again after each of them had died, and that every life of the engine began by the store."""
+    """Assert that engine and trainer came together again after each of them had died, and that
+    every life of the engine began by the store."""
     codec = EventCodec()
-    lists = [event for record in run.records("control.engines") if isinstance(event := codec.decode(record.value), EnginesEnlisted)]
+    lists = [
+        event
+        for record in run.records("control.engines")
+        if isinstance(event := codec.decode(record.value), EnginesEnlisted)
+    ]
     assert [told.list_version for told in lists] == list(range(1, len(lists) + 1))
     assert len({told.ticket for told in lists}) == 2, "of two trainers"
     starts = [line["timestamp"] for line in run.logged("rollout-0", "worker.started")]
     loads = run.logged("rollout-0", "weights.loaded")
-    lives = [[line["transport"] for line in loads if start < line["timestamp"] < end] for start, end in zip(starts, [*starts[1:], "9"], strict=True)]
+    lives = [
+        [line["transport"] for line in loads if start < line["timestamp"] < end]
+        for start, end in zip(starts, [*starts[1:], "9"], strict=True)
+    ]
     assert [ways[0] for ways in lives] == ["store", "store"]
     assert "memory" in lives[-1]

@@ -12,56 +12,95 @@ from harness import FaultRun, assert_books_balance
 from scaling_calls import API, scale, state_of, statuses, until_over
 from stage import judged_by
 
-from relax_events.control.scaling import Status
 from relax_events.events.parts import WorkerState
+from relax_events.projections.scaling import Status
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_nothing(start_run: Callable[..., FaultRun]) -> None:
+def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_nothing(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 40}, **API)
     run.start()
     run.until_steps(2)
-    run.signal(signal.SIGSTOP, "trainer-0")  # so that there is work left, however long two workers take to start
+    run.signal(
+        signal.SIGSTOP, "trainer-0"
+    )  # so that there is work left, however long two workers take to start
     assert stat.S_IMODE((run.folder / "api-token").stat().st_mode) == 0o600
-    run.process.send_signal(signal.SIGSTOP)  # so that the request is open until it has been asked for again
+    run.process.send_signal(
+        signal.SIGSTOP
+    )  # so that the request is open until it has been asked for again
     code, answer = scale(run, "out", "--to", "3", "--key", "grow")
-    assert (code, answer["status"], answer["selected_engines"]) == (0, "PENDING", ["rollout-1", "rollout-2"])
+    assert (code, answer["status"], answer["selected_engines"]) == (
+        0,
+        "PENDING",
+        ["rollout-1", "rollout-2"],
+    )
     grown = answer["request_id"]
     assert scale(run, "out", "--to", "3", "--key", "grow")[1]["request_id"] == grown
     assert scale(run, "in", "--to", "1", "--yes")[0] == 6, "the first request is open"
     run.process.send_signal(signal.SIGCONT)
-    run.until(lambda: run.is_ready("rollout-1") and run.is_ready("rollout-2"), "two workers more are ready")
+    run.until(
+        lambda: run.is_ready("rollout-1") and run.is_ready("rollout-2"),
+        "two workers more are ready",
+    )
     run.signal(signal.SIGCONT, "trainer-0")
     assert until_over(run, grown) is Status.ACTIVE
-    assert statuses(run, grown) == ["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", "ACTIVE"]
-    run.until(lambda: min(run.num_taken(f"rollout-{index}") for index in (1, 2)) > 0, "both have taken prompt groups")
+    assert statuses(run, grown) == [
+        "CREATING",
+        "HEALTH_CHECKING",
+        "WEIGHT_SYNCING",
+        "READY",
+        "ACTIVE",
+    ]
+    run.until(
+        lambda: min(run.num_taken(f"rollout-{index}") for index in (1, 2)) > 0,
+        "both have taken prompt groups",
+    )
 
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before they have left
     code, shrunk = scale(run, "in", "--to", "1", "--yes")
     assert (code, shrunk["selected_engines"]) == (0, ["rollout-2", "rollout-1"])
     assert until_over(run, shrunk["request_id"]) is Status.COMPLETED
     left = state_of(run)
-    assert (left.workers, sorted(left.requests[shrunk["request_id"]].left)) == ({}, ["rollout-1", "rollout-2"])
-    assert set(run.living()) == set(run.worker_ids), "nobody is left behind, and those of the start stay"
-    assert [run.state.workers[f"rollout-{index}"].state for index in (1, 2)] == [WorkerState.STOPPED] * 2
+    assert (left.workers, sorted(left.requests[shrunk["request_id"]].left)) == (
+        {},
+        ["rollout-1", "rollout-2"],
+    )
+    assert set(run.living()) == set(run.worker_ids), (
+        "nobody is left behind, and those of the start stay"
+    )
+    assert [run.state.workers[f"rollout-{index}"].state for index in (1, 2)] == [
+        WorkerState.STOPPED
+    ] * 2
     run.signal(signal.SIGCONT, "trainer-0")
 
     assert run.until_ended(run.process) == 0
     ledger = assert_books_balance(run)
-    assert (ledger["rollouts_regenerated"], ledger["outcomes"]["expired"], ledger["outcomes"]["failed"]) == (0, 0, 0)
+    assert (
+        ledger["rollouts_regenerated"],
+        ledger["outcomes"]["expired"],
+        ledger["outcomes"]["failed"],
+    ) == (0, 0, 0)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_judges_go_from_one_to_two_and_back_under_load_and_lose_nothing(start_run: Callable[..., FaultRun], directory: Path) -> None:
+def test_judges_go_from_one_to_two_and_back_under_load_and_lose_nothing(
+    start_run: Callable[..., FaultRun], directory: Path
+) -> None:
     run = start_run(run={"num_steps": 40}, **judged_by(directory), **API)
     run.start()
     run.until_steps(2)
-    run.signal(signal.SIGSTOP, "trainer-0")  # so that there is work left, however long a worker takes to start
+    run.signal(
+        signal.SIGSTOP, "trainer-0"
+    )  # so that there is work left, however long a worker takes to start
     code, answer = scale(run, "out", "--model", "judge", "--to", "2")
     assert (code, answer["selected_engines"]) == (0, ["judge-1"])
-    assert scale(run, "out", "--model", "judge", "--engine-url", "http://127.0.0.1:1")[0] != 0, "a server is the run file's to name"
+    assert scale(run, "out", "--model", "judge", "--engine-url", "http://127.0.0.1:1")[0] != 0, (
+        "a server is the run file's to name"
+    )
     run.until(lambda: run.is_ready("judge-1"), "a second judge is ready")
     run.signal(signal.SIGCONT, "trainer-0")
     assert until_over(run, answer["request_id"]) is Status.ACTIVE

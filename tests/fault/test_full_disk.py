@@ -1,4 +1,5 @@
-"""The object store's disk fills up: the trainer says so and waits until there is room; where a file may not grow it is started again until it may."""
+"""The object store's disk fills up: the trainer says so and waits until there is room; where a file
+may not grow it is started again until it may."""
 
 from __future__ import annotations
 
@@ -14,11 +15,16 @@ NO_SPACE, TOO_LARGE = "No space left on device", "File too large"
 
 
 class SmallDisk:
-    """A file system of a few megabytes, or, where this process may not mount one, a limit on the size of the trainer's files."""
+    """A file system of a few megabytes, or, where this process may not mount one, a limit on the
+    size of the trainer's files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._filler = folder, folder / "filler"
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder],
+            capture_output=True,
+            check=False,
+        )
         self.is_mounted = mounted.returncode == 0
 
     @property
@@ -29,10 +35,18 @@ class SmallDisk:
     def fill(self, run: FaultRun) -> None:
         """Leave no room for the next weights."""
         if self.is_mounted:
-            subprocess.run(["dd", "if=/dev/zero", f"of={self._filler}", "bs=4096"], check=False, capture_output=True)
+            subprocess.run(
+                ["dd", "if=/dev/zero", f"of={self._filler}", "bs=4096"],
+                check=False,
+                capture_output=True,
+            )
         else:
-            largest = max(path.stat().st_size for path in self.folder.glob("*/weights/*/*.safetensors"))
-            resource.prlimit(run.pid("trainer-0"), resource.RLIMIT_FSIZE, (largest - 1, resource.RLIM_INFINITY))
+            largest = max(
+                path.stat().st_size for path in self.folder.glob("*/weights/*/*.safetensors")
+            )
+            resource.prlimit(
+                run.pid("trainer-0"), resource.RLIMIT_FSIZE, (largest - 1, resource.RLIM_INFINITY)
+            )
 
     def free(self) -> None:
         """Make room again; the trainer's limit went with its process."""
@@ -55,7 +69,9 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 @pytest.mark.long
-def test_trainer_says_that_the_disk_is_full_and_goes_on_when_there_is_room(start_run: Callable[..., FaultRun], disk: SmallDisk) -> None:
+def test_trainer_says_that_the_disk_is_full_and_goes_on_when_there_is_room(
+    start_run: Callable[..., FaultRun], disk: SmallDisk
+) -> None:
     run = start_run(run={"num_steps": 16}, objects={"uri": disk.folder.as_uri()})
     run.start()
     run.until_steps(4)
@@ -76,4 +92,6 @@ def test_trainer_says_that_the_disk_is_full_and_goes_on_when_there_is_room(start
     assert run.until_ended(run.process) == 0
     assert assert_books_balance(run)["rollouts_regenerated"] == 0
     died = {line["worker_id"] for line in run.logged("run", "worker.died")}
-    assert died == (set() if disk.is_mounted else {"trainer-0"}), "a full disk is the trainer's trouble alone, and is waited for"
+    assert died == (set() if disk.is_mounted else {"trainer-0"}), (
+        "a full disk is the trainer's trouble alone, and is waited for"
+    )

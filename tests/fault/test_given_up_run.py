@@ -1,4 +1,5 @@
-"""A worker that dies at every try ends its run with its error: on the console, on the log, and for the next `relax run`."""
+"""A worker that dies at every try ends its run with its error: on the console, on the log, and for
+the next `relax run`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import FaultRun
 
-from relax_events.control.runs.reading import read_run
+from relax_events.history.runs.listing import read_run
 
 ALWAYS_DIES = """
 from relax_events.training.torch_backend import TorchBackend
@@ -21,13 +22,25 @@ class NoRoom(TorchBackend):
 
 
 @pytest.mark.long
-def test_run_ends_with_the_error_of_a_worker_that_dies_at_every_try(start_run: Callable[..., FaultRun], tmp_path: Path) -> None:
+def test_run_ends_with_the_error_of_a_worker_that_dies_at_every_try(
+    start_run: Callable[..., FaultRun], tmp_path: Path
+) -> None:
     (tmp_path / "no_room.py").write_text(ALWAYS_DIES)
-    run = start_run(run={"num_steps": 5}, trainer={"backend": f"{tmp_path / 'no_room.py'}:NoRoom"}, workers={"max_restarts": 2})
+    run = start_run(
+        run={"num_steps": 5},
+        trainer={"backend": f"{tmp_path / 'no_room.py'}:NoRoom"},
+        workers={"max_restarts": 2},
+    )
     assert run.until_ended(run.start()) == 1
     shown = run.output.read_text()
-    assert shown.count("trainer-0 died: MemoryError: no room for 7.42 GiB; it is started again; log: ") == 2
-    reason = "trainer-0 died 3 times in a row without a committed step: MemoryError: no room for 7.42 GiB; log: "
+    assert (
+        shown.count("trainer-0 died: MemoryError: no room for 7.42 GiB; it is started again; log: ")
+        == 2
+    )
+    reason = (
+        "trainer-0 died 3 times in a row without a committed step: MemoryError: no room for 7.42 "
+        "GiB; log: "
+    )
     assert f"error: {reason}" in shown
     run.until_gone(run.worker_processes())
     run.follow_for(1.0)
@@ -40,5 +53,8 @@ def test_run_ends_with_the_error_of_a_worker_that_dies_at_every_try(start_run: C
     assert (listed.standing, listed.alive) == ("ended", []), "the run can be deleted at once"
     (run.config.run_directory / "report.json").unlink()
     assert run.until_ended(run.start("report", run.run_file)) == 0
-    assert f"run {run.config.run.id} did not reach its goal at step 0 of 5: {reason}" in run.output.read_text()
+    assert (
+        f"run {run.config.run.id} did not reach its goal at step 0 of 5: {reason}"
+        in run.output.read_text()
+    )
     assert run.report()["reason"] == report["reason"]

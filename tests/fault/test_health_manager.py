@@ -1,4 +1,5 @@
-"""Workers that hang, and workers that breathe and do nothing: they are seen, helped, and in the end given up; on the real broker, with whole runs."""
+"""Workers that hang, and workers that breathe and do nothing: they are seen, helped, and in the end
+given up; on the real broker, with whole runs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ WORKERS = {"beat_seconds": 0.2, "hung_seconds": 10.0}
 def asked(run: FaultRun, worker_id: str, path: str) -> str:
     """Ask a worker's endpoint, and return what it says."""
     try:
-        with urlopen(f"http://127.0.0.1:{run.state.workers[worker_id].metrics_port}{path}", timeout=60) as answer:
+        with urlopen(
+            f"http://127.0.0.1:{run.state.workers[worker_id].metrics_port}{path}", timeout=60
+        ) as answer:
             return str(answer.read().decode().strip())
     except HTTPError as refusal:
         return refusal.read().decode().strip()
@@ -30,16 +33,25 @@ def commanded(run: FaultRun) -> list[tuple[str | None, str | None, str | None]]:
     """Return what the health manager has commanded: worker, tier, symptom."""
     events = [run.decode(record) for record in run.records("control.commands")]
     restarts = [event for event in events if getattr(event, "arguments", {}).get("tier")]
-    return [(event.worker_id, event.arguments["tier"], event.arguments["symptom"]) for event in restarts]
+    return [
+        (event.worker_id, event.arguments["tier"], event.arguments["symptom"]) for event in restarts
+    ]
 
 
-def test_stuck_worker_is_started_again_and_the_count_outlives_the_controller(start_run: Callable[..., FaultRun], directory: Path) -> None:
+def test_stuck_worker_is_started_again_and_the_count_outlives_the_controller(
+    start_run: Callable[..., FaultRun], directory: Path
+) -> None:
     engine = {"name": f"{directory / 'engine.py'}:StuckOnce"}
     run = start_run(run={"num_steps": 40}, engine=engine, health=HEALTH)
     run.start()
     run.until(lambda: (run.folder / "stuck").exists(), "the engine draws nothing any more")
     stuck = run.pid("rollout-0")
-    run.until(lambda: asked(run, "rollout-0", "/healthz").startswith("no: it has not got on with its work for"), "it says that it is stuck")
+    run.until(
+        lambda: asked(run, "rollout-0", "/healthz").startswith(
+            "no: it has not got on with its work for"
+        ),
+        "it says that it is stuck",
+    )
     run.until(lambda: run.pid("rollout-0") not in (stuck, -1), "another process generates")
     run.until_ready_again("controller-0", killed=run.kill("controller-0"))
     run.recovers_within(WORKER_SECONDS)
@@ -53,16 +65,26 @@ def test_stuck_worker_is_started_again_and_the_count_outlives_the_controller(sta
 
 
 @pytest.mark.long
-def test_run_skips_steps_that_are_not_finite_and_ends_after_several_in_a_row(start_run: Callable[..., FaultRun], directory: Path) -> None:
-    run = start_run(run={"num_steps": 20}, trainer={"backend": f"{directory / 'trainer.py'}:NotFinite", "max_steps_not_finite": 2})
+def test_run_skips_steps_that_are_not_finite_and_ends_after_several_in_a_row(
+    start_run: Callable[..., FaultRun], directory: Path
+) -> None:
+    run = start_run(
+        run={"num_steps": 20},
+        trainer={"backend": f"{directory / 'trainer.py'}:NotFinite", "max_steps_not_finite": 2},
+    )
     run.start()
     assert run.until_ended(run.process) == 1
     assert run.state.ended is not None
-    assert "train steps in a row had a loss or gradient that is not finite (trainer.max_steps_not_finite)" in run.state.ended.reason
+    assert (
+        "train steps in a row had a loss or gradient that is not finite "
+        "(trainer.max_steps_not_finite)"
+    ) in run.state.ended.reason
     skipped = [step.train_step for step in run.state.steps if step.update_skipped]
     assert skipped == [3, *range(6, run.state.num_steps)]
     assert len(skipped) >= 3
-    assert [line["worker_id"] for line in run.logged("run", "worker.spawned")].count("trainer-0") == 1
+    assert [line["worker_id"] for line in run.logged("run", "worker.spawned")].count(
+        "trainer-0"
+    ) == 1
     ledger = run.ledger()
     assert (ledger["samples_lost"], ledger["updates_skipped"]) == (0, len(skipped))
 
@@ -81,10 +103,17 @@ def test_hung_worker_is_started_again(start_run: Callable[..., FaultRun]) -> Non
 
 
 @pytest.mark.long
-def test_trainer_whose_calls_take_longer_than_silence_may_last_is_left_alone(start_run: Callable[..., FaultRun], directory: Path) -> None:
+def test_trainer_whose_calls_take_longer_than_silence_may_last_is_left_alone(
+    start_run: Callable[..., FaultRun], directory: Path
+) -> None:
     workers = {"beat_seconds": 0.2, "hung_seconds": SLOW_SECONDS / 2}
     health = HEALTH | {"stuck_seconds": 8 * SLOW_SECONDS, "max_restarts": 1, "max_restores": 0}
-    run = start_run(run={"num_steps": 3}, trainer={"backend": f"{directory / 'trainer.py'}:Slow"}, workers=workers, health=health)
+    run = start_run(
+        run={"num_steps": 3},
+        trainer={"backend": f"{directory / 'trainer.py'}:Slow"},
+        workers=workers,
+        health=health,
+    )
     run.start()
     inside = set[str]()
 
@@ -105,7 +134,12 @@ def test_trainer_that_hangs_inside_a_call_is_started_again_at_its_deadline_and_t
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     health = HEALTH | {"max_restarts": 1, "max_restores": 0}
-    run = start_run(run={"num_steps": 3}, trainer={"backend": f"{directory / 'trainer.py'}:Hung"}, workers=WORKERS, health=health)
+    run = start_run(
+        run={"num_steps": 3},
+        trainer={"backend": f"{directory / 'trainer.py'}:Hung"},
+        workers=WORKERS,
+        health=health,
+    )
     run.start()
     assert run.until_ended(run.process) == 1
     assert commanded(run) == [("trainer-0", "restart", "overdue")]
@@ -114,11 +148,21 @@ def test_trainer_that_hangs_inside_a_call_is_started_again_at_its_deadline_and_t
 
 
 @pytest.mark.long
-def test_run_is_restored_and_then_given_up_when_nothing_helps(start_run: Callable[..., FaultRun], directory: Path) -> None:
-    engine = {"name": f"{directory / 'engine.py'}:Stuck", "max_running_samples": 4, "max_prompt_groups": 1}
+def test_run_is_restored_and_then_given_up_when_nothing_helps(
+    start_run: Callable[..., FaultRun], directory: Path
+) -> None:
+    engine = {
+        "name": f"{directory / 'engine.py'}:Stuck",
+        "max_running_samples": 4,
+        "max_prompt_groups": 1,
+    }
     health = HEALTH | {"stuck_seconds": 15.0, "max_restarts": 1, "max_restores": 1}
     few_roles = {"kl_coefficient": 0.0, "old_logprobs": "rollout"}
-    sections = {"run": {"num_steps": 40, "groups_per_step": 64}, "algorithm": few_roles, "workers": {"beat_seconds": 0.2, "hung_seconds": 20.0}}
+    sections = {
+        "run": {"num_steps": 40, "groups_per_step": 64},
+        "algorithm": few_roles,
+        "workers": {"beat_seconds": 0.2, "hung_seconds": 20.0},
+    }
     run = start_run(**sections, engine=engine, health=health)
     run.start()
     assert run.until_ended(run.process, timeout_seconds=220) == 1
@@ -129,12 +173,15 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(start_run: Callabl
     assert run.state.ended is not None
     assert run.state.ended.reason.startswith("rollout-0 has had work for ")
     assert run.state.ended.reason.endswith(
-        "1 restarts were in vain; and 1 restores were (health.max_restores); see docs/how-to/alerts/relax-run-given-up.md"
+        "1 restarts were in vain; and 1 restores were (health.max_restores); see "
+        "docs/how-to/alerts/relax-run-given-up.md"
     )
 
 
 @pytest.mark.long
-def test_controller_that_hangs_ends_itself_when_it_can_again(start_run: Callable[..., FaultRun]) -> None:
+def test_controller_that_hangs_ends_itself_when_it_can_again(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 240}, workers=WORKERS | {"hung_seconds": 25.0})
     run.start()
     run.until_steps(3)
@@ -148,7 +195,9 @@ def test_controller_that_hangs_ends_itself_when_it_can_again(start_run: Callable
 
 
 @pytest.mark.long
-def test_worker_is_well_and_not_ready_while_the_broker_is_away(start_run: Callable[..., FaultRun]) -> None:
+def test_worker_is_well_and_not_ready_while_the_broker_is_away(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 60})
     run.start()
     run.until_steps(2)
@@ -157,7 +206,10 @@ def test_worker_is_well_and_not_ready_while_the_broker_is_away(start_run: Callab
     assert run.broker.pid is not None
     os.kill(run.broker.pid, signal.SIGSTOP)
     try:
-        run.until(lambda: asked(run, "reward-0", "/readyz") == "no: the broker does not answer", "a worker notices")
+        run.until(
+            lambda: asked(run, "reward-0", "/readyz") == "no: the broker does not answer",
+            "a worker notices",
+        )
         assert asked(run, "reward-0", "/healthz").startswith("ok")
     finally:
         os.kill(run.broker.pid, signal.SIGCONT)

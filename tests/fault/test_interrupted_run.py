@@ -1,4 +1,5 @@
-"""A run that is interrupted says so at once, ends with the shell's code for the signal, and accounts for all its sessions once it is resumed."""
+"""A run that is interrupted says so at once, ends with the shell's code for the signal, and
+accounts for all its sessions once it is resumed."""
 
 from __future__ import annotations
 
@@ -15,23 +16,32 @@ DRAINING = "draining; press Ctrl-C again to stop at once"
 
 
 def interrupted(run: FaultRun, number: int, *, after_steps: int, num_answers: int) -> int:
-    """Start a run, interrupt it, wait for its answer while it can't drain, and return its exit code."""
+    """Start a run, interrupt it, wait for its answer while it can't drain, and return its exit
+    code."""
     process = run.start()
     run.until_steps(after_steps)
     held = run.signal(signal.SIGSTOP, "reward-0")
     process.send_signal(number)
-    run.until(lambda: run.output.read_text().count(DRAINING) == num_answers, "it answers while its workers drain")
+    run.until(
+        lambda: run.output.read_text().count(DRAINING) == num_answers,
+        "it answers while its workers drain",
+    )
     assert process.poll() is None
     os.kill(held["reward-0"], signal.SIGCONT)
     return run.until_ended(process)
 
 
 @pytest.mark.long
-def test_interrupted_run_answers_at_once_and_its_resumed_session_reports_the_whole(start_run: Callable[..., FaultRun]) -> None:
+def test_interrupted_run_answers_at_once_and_its_resumed_session_reports_the_whole(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 14})
     assert interrupted(run, signal.SIGINT, after_steps=2, num_answers=1) == 130
     assert interrupted(run, signal.SIGTERM, after_steps=6, num_answers=2) == 143
-    assert f"run {run.config.run.id} ended before its goal: interrupted; the same command" in run.output.read_text()
+    assert (
+        f"run {run.config.run.id} ended before its goal: interrupted; the same command"
+        in run.output.read_text()
+    )
     interrupted_at = run.state.num_steps
 
     process = run.start()
@@ -40,13 +50,17 @@ def test_interrupted_run_answers_at_once_and_its_resumed_session_reports_the_who
     assert report["steps"] == 14
     assert report["steps_of_session"] <= 14 - interrupted_at
     assert report["total_seconds"] > report["wall_seconds"]
-    resumed = f"{report['steps_of_session']} steps in {report['wall_seconds']:.0f} s since it was resumed"
+    resumed = (
+        f"{report['steps_of_session']} steps in {report['wall_seconds']:.0f} s since it was resumed"
+    )
     closing = rf"in 14 steps, {report['total_seconds']:.0f} s \({resumed}\)"
     assert re.search(closing, run.output.read_text())
 
 
 @pytest.mark.long
-def test_second_relax_run_says_who_works_on_the_run_already(start_run: Callable[..., FaultRun]) -> None:
+def test_second_relax_run_says_who_works_on_the_run_already(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 100_000})
     first = run.start()
     run.until_steps(1)

@@ -10,14 +10,16 @@ from broker_steps import MEMBER, next_line, other_process
 from harness import BROKER_SECONDS, EVERYTHING_SECONDS, FaultRun, assert_books_balance
 from node import Node, choose_ports
 
-from relax_events.broker import eviction
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.eviction import evict_predecessors
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.protocol import eviction
+from relax_events.kafka.protocol.eviction import evict_predecessors
 from relax_events.topics import TopicSpec
 
 
-def test_run_ends_by_itself_when_broker_and_workers_are_killed(start_run: Callable[..., FaultRun]) -> None:
+def test_run_ends_by_itself_when_broker_and_workers_are_killed(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 30})
     process = run.start()
     run.until_steps(5)
@@ -28,7 +30,9 @@ def test_run_ends_by_itself_when_broker_and_workers_are_killed(start_run: Callab
 
     run.broker.kill()
     run.recovers_within(BROKER_SECONDS)
-    assert run.state.num_steps < run.config.run.num_steps, "the broker was killed within the run, not after it"
+    assert run.state.num_steps < run.config.run.num_steps, (
+        "the broker was killed within the run, not after it"
+    )
 
     assert run.until_ended(process) == 0
     assert_books_balance(run)
@@ -37,10 +41,14 @@ def test_run_ends_by_itself_when_broker_and_workers_are_killed(start_run: Callab
 def test_a_killed_workers_place_is_free_although_the_broker_was_killed_too(
     directory: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eviction, "EVICTION_SECONDS", 300.0)  # a busy machine takes long to start a broker
+    monkeypatch.setattr(
+        eviction, "EVICTION_SECONDS", 300.0
+    )  # a busy machine takes long to start a broker
     port, controller_port = choose_ports(2)
     topic, group, name = f"{run_id}.samples", f"{run_id}.reward", f"{run_id}.reward-0"
-    with Node(directory / f"{run_id}-node", port=port, controller_port=controller_port, properties={}) as node:
+    with Node(
+        directory / f"{run_id}-node", port=port, controller_port=controller_port, properties={}
+    ) as node:
         connection = Connection(node.bootstrap_servers, client_id=name)
         Admin(connection).create([TopicSpec(topic, 4, 1, "of a test", {})])
         with other_process(MEMBER, node.bootstrap_servers, name, group, topic) as member:
@@ -49,5 +57,7 @@ def test_a_killed_workers_place_is_free_although_the_broker_was_killed_too(
             member.kill()
             member.wait(60)
         node.spawn()
-        assert evict_predecessors(connection, group) == 1, "it waited for the broker, and for the group to be read"
+        assert evict_predecessors(connection, group) == 1, (
+            "it waited for the broker, and for the group to be read"
+        )
         assert evict_predecessors(connection, group) == 0

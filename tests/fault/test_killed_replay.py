@@ -1,4 +1,5 @@
-"""A replay whose trainer dies again and again comes out as its source, bit for bit, with its own books in order."""
+"""A replay whose trainer dies again and again comes out as its source, bit for bit, with its own
+books in order."""
 
 from __future__ import annotations
 
@@ -8,14 +9,25 @@ import pytest
 from harness import FaultRun, assert_books_balance, mark_of
 
 STEPS = 10
-POINTS = ("trainer.after_weights:2=kill", "trainer.in_transaction:3=kill", "trainer.after_commit:4=kill", "trainer.replaying=kill")
+POINTS = (
+    "trainer.after_weights:2=kill",
+    "trainer.in_transaction:3=kill",
+    "trainer.after_commit:4=kill",
+    "trainer.replaying=kill",
+)
 
 
 @pytest.mark.long
-def test_replay_comes_out_as_its_source_when_its_trainer_is_killed(start_run: Callable[..., FaultRun]) -> None:
+def test_replay_comes_out_as_its_source_when_its_trainer_is_killed(
+    start_run: Callable[..., FaultRun],
+) -> None:
     source = start_run(run={"num_steps": STEPS})
     assert source.until_ended(source.start()) == 0
-    replay = start_run(run={"num_steps": STEPS}, source={"run": source.config.run.id}, trainer={"checkpoint_every": 3})
+    replay = start_run(
+        run={"num_steps": STEPS},
+        source={"run": source.config.run.id},
+        trainer={"checkpoint_every": 3},
+    )
     replay.arm(*POINTS)
     assert replay.until_ended(replay.start()) == 0
     assert replay.fired() == {mark_of(point) for point in POINTS}

@@ -1,4 +1,5 @@
-"""Every role is killed in turn, within one run, and before them the process that they were forked from."""
+"""Every role is killed in turn, within one run, and before them the process that they were forked
+from."""
 
 from __future__ import annotations
 
@@ -7,19 +8,30 @@ from collections.abc import Callable
 import psutil
 from harness import WORKER_SECONDS, FaultRun, assert_books_balance
 
-# Without one of these the run stands still within a few steps, so each can be waited for; metrics and controller are missed by nobody but the end.
-NEEDED = ("prompter-0", "rollout-0", "reward-0", "reference-0", "actor-forward-0", "advantage-0", "trainer-0")
+# Without one of these the run stands still within a few steps, so each can be waited for; metrics
+# and controller are missed by nobody but the end.
+NEEDED = (
+    "prompter-0",
+    "rollout-0",
+    "reward-0",
+    "reference-0",
+    "actor-forward-0",
+    "advantage-0",
+    "trainer-0",
+)
 MISSED_LATER = ("metrics-0", "controller-0")
 
 
-def test_run_ends_by_itself_when_every_role_is_killed_once_and_the_starter_before_them(start_run: Callable[..., FaultRun]) -> None:
+def test_run_ends_by_itself_when_every_role_is_killed_once_and_the_starter_before_them(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 44})
     assert sorted(run.worker_ids) == sorted(NEEDED + MISSED_LATER)
     process = run.start()
     run.until_steps(2)
     starter = psutil.Process(run.pid("trainer-0")).parent()
     assert starter is not None
-    assert "relax_events.control.starting.program" in starter.cmdline()
+    assert "relax_events.launcher.fork_server" in starter.cmdline()
     starter.kill()
     killed = run.kill(*MISSED_LATER)
     for worker_id in NEEDED:
@@ -27,10 +39,18 @@ def test_run_ends_by_itself_when_every_role_is_killed_once_and_the_starter_befor
         run.recovers_within(WORKER_SECONDS)
         run.until_ready_again(worker_id, killed=killed)
     run.until_ready_again(*run.worker_ids, killed=killed)
-    assert run.state.num_steps < run.config.run.num_steps, "everything was killed within the run, not after it"
+    assert run.state.num_steps < run.config.run.num_steps, (
+        "everything was killed within the run, not after it"
+    )
     served = run.metrics("controller-0")
-    assert served["relax_train_steps_total"] >= len(NEEDED), "the controller that came after knows the run from its log"
-    assert sum(value for sample, value in served.items() if sample.startswith("relax_workers{") and "silent" not in sample) == len(run.worker_ids)
+    assert served["relax_train_steps_total"] >= len(NEEDED), (
+        "the controller that came after knows the run from its log"
+    )
+    assert sum(
+        value
+        for sample, value in served.items()
+        if sample.startswith("relax_workers{") and "silent" not in sample
+    ) == len(run.worker_ids)
 
     assert run.until_ended(process) == 0
     assert_books_balance(run)

@@ -1,4 +1,5 @@
-"""The controller dies in every state of a request for workers: the one that follows takes it up where the log says it is."""
+"""The controller dies in every state of a request for workers: the one that follows takes it up
+where the log says it is."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from harness import FaultRun, assert_books_balance, mark_of
 from scaling_calls import API, scale, state_of, statuses, until_over
 
-from relax_events.control.scaling import Status
+from relax_events.projections.scaling import Status
 
 OUT = ["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", "ACTIVE"]
 IN = ["DRAINING", "REMOVING", "COMPLETED"]
@@ -32,7 +33,8 @@ POINTS = {
 
 
 def call(run: FaultRun, *words: str) -> str:
-    """Call until a controller answers, as a script does: the key keeps a call that is repeated from being a second one."""
+    """Call until a controller answers, as a script does: the key keeps a call that is repeated from
+    being a second one."""
     answers = []
 
     def is_answered() -> bool:
@@ -46,7 +48,9 @@ def call(run: FaultRun, *words: str) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
-def test_controller_that_dies_in_a_state_of_scaling_leaves_nothing_half_done(points: list[str], start_run: Callable[..., FaultRun]) -> None:
+def test_controller_that_dies_in_a_state_of_scaling_leaves_nothing_half_done(
+    points: list[str], start_run: Callable[..., FaultRun]
+) -> None:
     run = start_run(run={"num_steps": 12}, workers={"max_restarts": len(points) + 1}, **API)
     armed = [f"{point}=kill" for point in points]
     run.arm(*armed)
@@ -61,7 +65,9 @@ def test_controller_that_dies_in_a_state_of_scaling_leaves_nothing_half_done(poi
     run.signal(signal.SIGCONT, "trainer-0")
 
     assert run.fired() == {mark_of(point) for point in armed}
-    assert (statuses(run, grown), statuses(run, shrunk)) == (OUT, IN), "no step twice, none left out"
+    assert (statuses(run, grown), statuses(run, shrunk)) == (OUT, IN), (
+        "no step twice, none left out"
+    )
     left = state_of(run)
     assert ([*left.requests], left.workers) == ([grown, shrunk], {})
     assert set(run.living()) == set(run.worker_ids)

@@ -1,4 +1,5 @@
-"""`relax run` itself is killed: its workers end by themselves, and the same command takes the run up."""
+"""`relax run` itself is killed: its workers end by themselves, and the same command takes the run
+up."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from collections.abc import Callable
 from harness import EVERYTHING_SECONDS, FaultRun, assert_books_balance
 
 
-def test_run_is_taken_up_by_the_same_command_when_relax_run_is_killed(start_run: Callable[..., FaultRun]) -> None:
+def test_run_is_taken_up_by_the_same_command_when_relax_run_is_killed(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 20})
     first = run.start()
     run.until_steps(4)
@@ -21,4 +24,6 @@ def test_run_is_taken_up_by_the_same_command_when_relax_run_is_killed(start_run:
     run.recovers_within(EVERYTHING_SECONDS)
     assert run.until_ended(second) == 0
     ledger = assert_books_balance(run)
-    assert ledger["rollouts_regenerated"] == 0, "the workers drained: what they held was finished or given back"
+    assert ledger["rollouts_regenerated"] == 0, (
+        "the workers drained: what they held was finished or given back"
+    )

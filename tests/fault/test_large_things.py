@@ -1,4 +1,5 @@
-"""Large arrays travel by reference, and what they refer to can get lost; a record that is too large is refused where it is written."""
+"""Large arrays travel by reference, and what they refer to can get lost; a record that is too large
+is refused where it is written."""
 
 from __future__ import annotations
 
@@ -11,20 +12,24 @@ import pytest
 from harness import LIVING_SECONDS, FaultRun, assert_books_balance
 from poison import OVERSIZE_BYTES
 
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.errors import BrokerRefused
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import StoredArray
 from relax_events.events.types import PromptGroupEnded, SampleRolledOut
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 
-INLINE_MAX_BYTES = 64  # tokens and log-probabilities of every sample are larger, here as elsewhere those of long ones
+# tokens and log-probabilities of every sample are larger, here as elsewhere those of long ones
+INLINE_MAX_BYTES = 64
 
 
 def rolled_out(run: FaultRun) -> dict[str, Path]:
     """Return where the tokens of a sample of each prompt group lie."""
     codec = EventCodec()
-    events = [codec.decode(record.value) for record in run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)]
+    events = [
+        codec.decode(record.value)
+        for record in run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)
+    ]
     return {
         event.prompt_group_id: Path(unquote(urlsplit(event.tokens.reference.uri).path))
         for event in events
@@ -34,23 +39,35 @@ def rolled_out(run: FaultRun) -> dict[str, Path]:
 
 def num_waiting(run: FaultRun) -> int:
     """Return how many prompt groups were issued and have no sample yet."""
-    issued = {record.key for record in run.records("prompt.groups", num_partitions=run.plan.queue_partitions)}
+    issued = {
+        record.key
+        for record in run.records("prompt.groups", num_partitions=run.plan.queue_partitions)
+    }
     return len(issued - rolled_out(run).keys())
 
 
-def test_lost_and_altered_objects_cost_their_prompt_groups_alone(start_run: Callable[..., FaultRun]) -> None:
+def test_lost_and_altered_objects_cost_their_prompt_groups_alone(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 12}, objects={"inline_max_bytes": INLINE_MAX_BYTES})
     run.start()
     run.until_steps(2)
     run.signal(signal.SIGSTOP, "rollout-0")
     run.until(lambda: num_waiting(run) >= 2, "prompt groups wait for rollout")
-    # The reward role alone will not have read what comes now: the advantage role will, and wait for scores that never come.
+    # The reward role alone will not have read what comes now: the advantage role will, and wait for
+    # scores that never come.
     run.signal(signal.SIGSTOP, "reward-0")
     before = rolled_out(run)
     run.signal(signal.SIGCONT, "rollout-0")
-    run.until(lambda: len(rolled_out(run).keys() - before.keys()) >= 2, "samples wait for their reward")
-    run.until(lambda: run.state.workers["rollout-0"].num_in_flight == 0, "nothing is being generated")
-    (lost, lost_path), (altered, altered_path) = sorted((group, path) for group, path in rolled_out(run).items() if group not in before)[-2:]
+    run.until(
+        lambda: len(rolled_out(run).keys() - before.keys()) >= 2, "samples wait for their reward"
+    )
+    run.until(
+        lambda: run.state.workers["rollout-0"].num_in_flight == 0, "nothing is being generated"
+    )
+    (lost, lost_path), (altered, altered_path) = sorted(
+        (group, path) for group, path in rolled_out(run).items() if group not in before
+    )[-2:]
     lost_path.unlink()
     altered_path.write_bytes(altered_path.read_bytes()[:-1] + b"\xff")
     run.signal(signal.SIGCONT, "reward-0")
@@ -59,20 +76,31 @@ def test_lost_and_altered_objects_cost_their_prompt_groups_alone(start_run: Call
     assert run.until_ended(run.process) == 0
     assert assert_books_balance(run)["outcomes"]["failed"] == 2
     letters = {letter.key: letter.headers for letter in run.records("reward.dead-letters")}
-    assert {group: headers["error-class"] for group, headers in letters.items()} == {lost: "ObjectError", altered: "ObjectError"}
+    assert {group: headers["error-class"] for group, headers in letters.items()} == {
+        lost: "ObjectError",
+        altered: "ObjectError",
+    }
     assert "there is no such object" in letters[lost]["error-text"]
     assert "was altered: its SHA-256 must be" in letters[altered]["error-text"]
     events = [EventCodec().decode(record.value) for record in run.records("control.group-outcomes")]
-    outcomes = {event.prompt_group_id: event.outcome.value for event in events if isinstance(event, PromptGroupEnded)}
+    outcomes = {
+        event.prompt_group_id: event.outcome.value
+        for event in events
+        if isinstance(event, PromptGroupEnded)
+    }
     assert (outcomes[lost], outcomes[altered]) == ("failed", "failed")
 
 
 @pytest.mark.parametrize("entity", ["prompt.groups", "rollout.samples"])
-def test_oversize_record_is_refused_by_the_broker(start_run: Callable[..., FaultRun], entity: str) -> None:
+def test_oversize_record_is_refused_by_the_broker(
+    start_run: Callable[..., FaultRun], entity: str
+) -> None:
     run = start_run()
     producer = RecordProducer(run.connection)
     with pytest.raises(BrokerRefused, match="MSG_SIZE_TOO_LARGE"):
         producer.write([OutRecord(run.plan.topic(entity), bytes(OVERSIZE_BYTES), partition=0)])
-    producer.write([OutRecord(run.plan.topic(entity), b"the producer is of use still", partition=0)])
+    producer.write(
+        [OutRecord(run.plan.topic(entity), b"the producer is of use still", partition=0)]
+    )
     producer.close()
     assert [record.value for record in run.records(entity)] == [b"the producer is of use still"]

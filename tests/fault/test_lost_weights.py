@@ -1,4 +1,5 @@
-"""The newest version's weights are lost in the store: the run does not go on being started in vain, and trains to its end."""
+"""The newest version's weights are lost in the store: the run does not go on being started in vain,
+and trains to its end."""
 
 from __future__ import annotations
 
@@ -19,9 +20,13 @@ def test_run_goes_on_when_the_newest_weights_are_lost(start_run: Callable[..., F
     run.follow_for(1.5)
     lost = run.state.policy_version
     shutil.rmtree(run.folder / "objects" / "weights" / f"{lost:08d}")
-    run.until_ready_again("actor-forward-0", "trainer-0", killed=run.kill("actor-forward-0", "trainer-0"))
+    run.until_ready_again(
+        "actor-forward-0", "trainer-0", killed=run.kill("actor-forward-0", "trainer-0")
+    )
     assert run.until_ended(run.process) == 0
     assert_books_balance(run)
     restored = run.logged("trainer-0", "weights.restored")
     assert [(line["policy_version"], line["is_same"]) for line in restored] == [(lost, True)]
-    assert len(run.logged("actor-forward-0", "worker.started")) == 2, "it was killed once, and ended by itself never"
+    assert len(run.logged("actor-forward-0", "worker.started")) == 2, (
+        "it was killed once, and ended by itself never"
+    )

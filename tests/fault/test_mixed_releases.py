@@ -1,4 +1,5 @@
-"""Workers of an older and of a newer release score beside ours: whoever reads their scores understands all three."""
+"""Workers of an older and of a newer release score beside ours: whoever reads their scores
+understands all three."""
 
 from __future__ import annotations
 
@@ -19,19 +20,39 @@ def test_run_goes_on_when_releases_are_mixed(start_run: Callable[..., FaultRun])
     run = start_run(run={"num_steps": 24})
     run.start()
     run.until_steps(2)
-    run.signal(signal.SIGSTOP, "trainer-0")  # so that there is work left, however long the others take to start
+    run.signal(
+        signal.SIGSTOP, "trainer-0"
+    )  # so that there is work left, however long the others take to start
     for release, worker_id in RELEASES.items():
-        words = ["worker", "reward", str(run.folder / "run.json"), "--index", worker_id.rpartition("-")[2]]
+        words = [
+            "worker",
+            "reward",
+            str(run.folder / "run.json"),
+            "--index",
+            worker_id.rpartition("-")[2],
+        ]
         run.start_program([sys.executable, str(Path(other_release.__file__)), release, *words])
-    run.until(lambda: all(run.is_ready(worker_id) for worker_id in RELEASES.values()), "both other releases are ready")
+    run.until(
+        lambda: all(run.is_ready(worker_id) for worker_id in RELEASES.values()),
+        "both other releases are ready",
+    )
     run.signal(signal.SIGCONT, "trainer-0")
     run.recovers_within(LIVING_SECONDS)
-    run.until(lambda: all(run.state.workers[worker_id].num_processed > 0 for worker_id in RELEASES.values()), "both have scored")
-    assert run.state.num_steps < run.config.run.num_steps, "they scored within the run, not after it"
+    run.until(
+        lambda: all(
+            run.state.workers[worker_id].num_processed > 0 for worker_id in RELEASES.values()
+        ),
+        "both have scored",
+    )
+    assert run.state.num_steps < run.config.run.num_steps, (
+        "they scored within the run, not after it"
+    )
 
     assert run.until_ended(run.process) == 0
     ledger = assert_books_balance(run)
     assert (ledger["outcomes"]["failed"], ledger["records_unreadable"]) == (0, 0)
     scores = run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
-    assert len({record.value[:10] for record in scores}) == 3, "three writer schemas are on the topic"
+    assert len({record.value[:10] for record in scores}) == 3, (
+        "three writer schemas are on the topic"
+    )
     assert run.records("advantage.dead-letters") == []

@@ -1,4 +1,5 @@
-"""The broker is stopped for longer than sessions last and goes on: what its clients held is delivered once."""
+"""The broker is stopped for longer than sessions last and goes on: what its clients held is
+delivered once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ PAUSE_SECONDS = 8.0
 
 
 @pytest.mark.long
-def test_run_goes_on_when_the_broker_pauses_longer_than_sessions_last(start_run: Callable[..., FaultRun]) -> None:
+def test_run_goes_on_when_the_broker_pauses_longer_than_sessions_last(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 24})
     run.start()
     run.until_steps(4)
@@ -21,7 +24,9 @@ def test_run_goes_on_when_the_broker_pauses_longer_than_sessions_last(start_run:
     with paused(pid):
         before = run.state.num_steps
         run.follow_for(PAUSE_SECONDS)
-        assert run.state.num_steps <= before + 1, "nothing is committed without a broker, but what was being read"
+        assert run.state.num_steps <= before + 1, (
+            "nothing is committed without a broker, but what was being read"
+        )
     print(f"recovered in {run.recovers_within(BROKER_SECONDS):.1f} s")
     assert run.state.num_steps < run.config.run.num_steps, "it paused within the run, not after it"
 

@@ -1,4 +1,5 @@
-"""Workers that fall silent and come back, and a second trainer: nothing is doubled, nobody is missed."""
+"""Workers that fall silent and come back, and a second trainer: nothing is doubled, nobody is
+missed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ PAUSED = ("trainer-0", "rollout-0", "advantage-0")
 
 
 @pytest.mark.long
-def test_run_goes_on_when_workers_pause_longer_than_their_sessions(start_run: Callable[..., FaultRun]) -> None:
+def test_run_goes_on_when_workers_pause_longer_than_their_sessions(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 36})
     run.start()
     run.until_steps(3)
@@ -26,7 +29,9 @@ def test_run_goes_on_when_workers_pause_longer_than_their_sessions(start_run: Ca
     assert run.state.num_steps < 36
     assert run.until_ended(run.process) == 0
     assert assert_books_balance(run)["rollouts_regenerated"] == 0
-    assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, "nobody had to be started again"
+    assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, (
+        "nobody had to be started again"
+    )
 
 
 def test_trainer_is_fenced_when_a_second_one_takes_over(start_run: Callable[..., FaultRun]) -> None:
@@ -38,7 +43,10 @@ def test_trainer_is_fenced_when_a_second_one_takes_over(start_run: Callable[...,
     run.recovers_within(WORKER_SECONDS)
     run.until_ready_again("trainer-0", killed=zombie)
     run.signal_process(signal.SIGCONT, zombie["trainer-0"])
-    run.until(lambda: bool(run.logged("run", "worker.fenced")), "the supervisor sees that its trainer was fenced")
+    run.until(
+        lambda: bool(run.logged("run", "worker.fenced")),
+        "the supervisor sees that its trainer was fenced",
+    )
     assert [line["pid"] for line in run.logged("run", "worker.fenced")] == [zombie["trainer-0"]]
 
     assert (run.until_ended(run.process), run.until_ended(second)) == (0, 0)

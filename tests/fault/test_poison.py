@@ -1,4 +1,5 @@
-"""Strangers write garbage into the run's topics: it is dead-lettered with a reason, and hurts nobody else."""
+"""Strangers write garbage into the run's topics: it is dead-lettered with a reason, and hurts
+nobody else."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from event_samples import rolled_out
 from harness import LIVING_SECONDS, FaultRun, assert_books_balance
 from poison import CODEC, STRANGE, poison_prompts, poison_samples, poisoned
 
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.errors import ForeignRecord, PoisonSample
 from relax_events.events.types import PromptGroupEnded
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 
 SCORERS = ("reward", "reference", "actor-forward", "advantage")
 
@@ -25,15 +26,27 @@ def test_poison_is_dead_lettered_and_the_run_goes_on(start_run: Callable[..., Fa
     run.until_steps(3)
     version = run.state.policy_version
     sample = rolled_out(STRANGE, of=4, version=version)
-    strange_version = dataclasses.replace(sample, policy_version=10**6, min_policy_version=10**6, max_policy_version=10**6)
+    strange_version = dataclasses.replace(
+        sample, policy_version=10**6, min_policy_version=10**6, max_policy_version=10**6
+    )
     strange_tokens = dataclasses.replace(
-        sample, tokens=np.array([5, 6, 10**8, 8], np.int32), prompt_group_id="000900-0001-0", sample_id="000900-0001-0/0"
+        sample,
+        tokens=np.array([5, 6, 10**8, 8], np.int32),
+        prompt_group_id="000900-0001-0",
+        sample_id="000900-0001-0/0",
     )
     producer = RecordProducer(run.connection)
     poison_samples(producer, run.plan, version=version)
     num_prompts = poison_prompts(producer, run.plan, version=version)
     for event in (strange_version, strange_tokens):
-        producer.send(OutRecord(run.plan.topic("rollout.samples"), CODEC.encode(event), key=event.prompt_group_id, partition=0))
+        producer.send(
+            OutRecord(
+                run.plan.topic("rollout.samples"),
+                CODEC.encode(event),
+                key=event.prompt_group_id,
+                partition=0,
+            )
+        )
     producer.flush()
     producer.close()
     run.recovers_within(LIVING_SECONDS)
@@ -41,18 +54,33 @@ def test_poison_is_dead_lettered_and_the_run_goes_on(start_run: Callable[..., Fa
 
     assert run.until_ended(run.process) == 0
     ledger = assert_books_balance(run)
-    assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, "poison killed nobody"
-    assert (ledger["outcomes"]["failed"], ledger["outcomes"]["issued"]) == (0, 16 * 8), "nobody's prompt group was hurt"
+    assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, (
+        "poison killed nobody"
+    )
+    assert (ledger["outcomes"]["failed"], ledger["outcomes"]["issued"]) == (0, 16 * 8), (
+        "nobody's prompt group was hurt"
+    )
     assert ledger["samples_foreign"] > 0
     expected = Counter(name for name, _ in poisoned(sample) for _ in range(2))
     for role in (*SCORERS, "trainer"):
         letters = run.records(f"{role}.dead-letters")
         found = Counter(letter.headers["error-class"] for letter in letters)
-        if role == "trainer":  # it knows that nobody issued such a prompt group, before it looks at the numbers
+        if (
+            role == "trainer"
+        ):  # it knows that nobody issued such a prompt group, before it looks at the numbers
             found[PoisonSample.__name__] += found[ForeignRecord.__name__]
         assert all(found[name] >= count for name, count in expected.items()), (role, found)
-        assert all(letter.headers["error-text"] and letter.headers["origin-offset"].isdigit() for letter in letters)
+        assert all(
+            letter.headers["error-text"] and letter.headers["origin-offset"].isdigit()
+            for letter in letters
+        )
     assert len(run.records("rollout.dead-letters")) == num_prompts
-    ended = [event for record in run.records("control.group-outcomes") if isinstance(event := CODEC.decode(record.value), PromptGroupEnded)]
+    ended = [
+        event
+        for record in run.records("control.group-outcomes")
+        if isinstance(event := CODEC.decode(record.value), PromptGroupEnded)
+    ]
     strangers = [event for event in ended if event.prompt_group_id == STRANGE]
-    assert [event.outcome.value for event in strangers] == ["failed"], "a stranger's prompt group is ended once, as failed"
+    assert [event.outcome.value for event in strangers] == ["failed"], (
+        "a stranger's prompt group is ended once, as failed"
+    )

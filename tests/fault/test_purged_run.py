@@ -1,4 +1,5 @@
-"""A run that deletes old records as it goes loses nothing that a restart needs: the trainer and the prompter are killed after purges."""
+"""A run that deletes old records as it goes loses nothing that a restart needs: the trainer and the
+prompter are killed after purges."""
 
 from __future__ import annotations
 
@@ -7,20 +8,29 @@ from collections.abc import Callable
 import pytest
 from harness import FaultRun, assert_books_balance
 
-from relax_events.broker.admin import Admin
+from relax_events.kafka.admin import Admin
 from relax_events.objects import ObjectStore
 from relax_events.objects.version_objects import stored_versions
 
 
 @pytest.mark.long
 def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": 24, "retain_versions": 3}, trainer={"checkpoint_every": 2}, objects={"inline_max_bytes": 60})
+    run = start_run(
+        run={"num_steps": 24, "retain_versions": 3},
+        trainer={"checkpoint_every": 2},
+        objects={"inline_max_bytes": 60},
+    )
     process = run.start()
     admin = Admin(run.connection)
-    topics = [run.plan.topic(entity) for entity in ("advantage.samples", "rollout.samples", "prompt.groups")]
+    topics = [
+        run.plan.topic(entity)
+        for entity in ("advantage.samples", "rollout.samples", "prompt.groups")
+    ]
 
     def is_purged() -> bool:
-        places = [(topic, partition) for topic in topics for partition in range(run.plan.queue_partitions)]
+        places = [
+            (topic, partition) for topic in topics for partition in range(run.plan.queue_partitions)
+        ]
         begins = admin.begin_offsets(places)
         return all(any(begins[place] for place in places if place[0] == topic) for topic in topics)
 
@@ -31,8 +41,12 @@ def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., Fau
     ledger = assert_books_balance(run)
     assert min(ledger["samples_purged"], ledger["prompt_groups_purged"]) > 0
     assert len(ledger["unproven"]) == 2
-    # The prompter that started anew knew of seats whose issue was purged: it issued none of them again.
-    assert sum(line["num_prompt_groups"] for line in run.logged("prompter-0", "prompt_groups.issued")) <= ledger["outcomes"]["issued"]
+    # The prompter that started anew knew of seats whose issue was purged: it issued none of them
+    # again.
+    assert (
+        sum(line["num_prompt_groups"] for line in run.logged("prompter-0", "prompt_groups.issued"))
+        <= ledger["outcomes"]["issued"]
+    )
     # Bit for bit: what was trained again from the log has the weights that were published.
     assert all(line["identical"] for line in run.logged("trainer-0", "train_steps.replayed"))
     assert run.logged("trainer-0", "checkpoint.loaded")

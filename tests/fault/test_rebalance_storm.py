@@ -1,4 +1,5 @@
-"""Members of the groups that share a run's work come and go every second: the run goes on, and little is done twice."""
+"""Members of the groups that share a run's work come and go every second: the run goes on, and
+little is done twice."""
 
 from __future__ import annotations
 
@@ -8,24 +9,30 @@ from collections.abc import Callable
 import pytest
 from harness import LIVING_SECONDS, FaultRun, assert_books_balance
 
-from relax_events.broker.consumer import GroupConsumer
-from relax_events.broker.deadline import Deadline
+from relax_events.deadline import Deadline
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleScored
+from relax_events.kafka.consumer import GroupConsumer
 
 NUM_VISITS = 20
 VISIT_SECONDS = 1.0
-TOPICS = {"reward": ["rollout.samples"], "advantage": ["rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs"]}
+TOPICS = {
+    "reward": ["rollout.samples"],
+    "advantage": ["rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs"],
+}
 
 
 def visit(run: FaultRun, role: str) -> int:
-    """Join a role's group, wait until partitions are given, commit nothing, leave; return how many there were."""
+    """Join a role's group, wait until partitions are given, commit nothing, leave; return how many
+    there were."""
     given: set[tuple[str, int]] = set()
     member = GroupConsumer(
         run.connection,
         consumer_group=run.plan.consumer_group(role),
         topics=[run.plan.topic(entity) for entity in TOPICS[role]],
-        on_assigned=lambda offsets: given.update((offset.topic, offset.partition) for offset in offsets),
+        on_assigned=lambda offsets: given.update(
+            (offset.topic, offset.partition) for offset in offsets
+        ),
     )
     deadline = Deadline(LIVING_SECONDS)
     try:
@@ -39,7 +46,9 @@ def visit(run: FaultRun, role: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("lease", ["share_group", "consumer_group"])
-def test_run_goes_on_while_members_come_and_go(start_run: Callable[..., FaultRun], lease: str) -> None:
+def test_run_goes_on_while_members_come_and_go(
+    start_run: Callable[..., FaultRun], lease: str
+) -> None:
     run = start_run(run={"num_steps": 64}, broker={"lease": lease})
     run.start()
     run.until_steps(3)
@@ -53,10 +62,17 @@ def test_run_goes_on_while_members_come_and_go(start_run: Callable[..., FaultRun
 
     assert run.until_ended(run.process) == 0
     assert_books_balance(run)
-    assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, "nobody had to be started again"
+    assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, (
+        "nobody had to be started again"
+    )
     codec = EventCodec()
-    events = [codec.decode(record.value) for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)]
+    events = [
+        codec.decode(record.value)
+        for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
+    ]
     times_scored = Counter(event.sample_id for event in events if isinstance(event, SampleScored))
     num_again = times_scored.total() - len(times_scored)
     print(f"{lease}: {num_again} of {len(times_scored)} samples scored again")
-    assert num_again <= len(times_scored) / 2, "a partition that moves is read again from its last commit, not from its beginning"
+    assert num_again <= len(times_scored) / 2, (
+        "a partition that moves is read again from its last commit, not from its beginning"
+    )

@@ -1,4 +1,5 @@
-"""A sync run that computes samples one at a time repeats bit for bit, also when its trainer dies: recorded batches are trained again from the log."""
+"""A sync run that computes samples one at a time repeats bit for bit, also when its trainer dies:
+recorded batches are trained again from the log."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ SYNC: dict[str, Any] = {
     "engine": {"max_running_samples": 1},
     "trainer": {"max_tokens_per_micro_batch": 1},
 }
-"""No sample shares a computation with another one, so whatever order records arrive in, every run repeats the same ones."""
+"""No sample shares a computation with another one, so whatever order records arrive in, every run
+repeats the same ones."""
 
 
 @pytest.mark.long
-def test_sync_run_repeats_bit_for_bit_when_the_trainer_is_killed(start_run: Callable[..., FaultRun]) -> None:
+def test_sync_run_repeats_bit_for_bit_when_the_trainer_is_killed(
+    start_run: Callable[..., FaultRun],
+) -> None:
     first, second = (undisturbed(start_run(**SYNC)) for _ in range(2))
     assert curves(second) == curves(first)
 
@@ -48,4 +52,7 @@ def undisturbed(run: FaultRun) -> dict[str, Any]:
 def curves(report: dict[str, Any]) -> dict[str, Any]:
     """Return what must be equal to the last bit."""
     timed = {"step_seconds", "tokens_per_second", "phase_seconds"}
-    return {"weights": report["weights_digests"], **{name: values for name, values in report["curves"].items() if name not in timed}}
+    return {
+        "weights": report["weights_digests"],
+        **{name: values for name, values in report["curves"].items() if name not in timed},
+    }

@@ -14,11 +14,15 @@ STEPS = 32
 
 
 @pytest.mark.long
-def test_second_rollout_worker_takes_work_within_five_seconds_and_leaves_none(start_run: Callable[..., FaultRun]) -> None:
+def test_second_rollout_worker_takes_work_within_five_seconds_and_leaves_none(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": STEPS})
     run.start()
     run.until_steps(2)
-    run.signal(signal.SIGSTOP, "trainer-0")  # so that there is work left, however long the second worker takes to start
+    run.signal(
+        signal.SIGSTOP, "trainer-0"
+    )  # so that there is work left, however long the second worker takes to start
     started_at = now_micros()
     second = run.start_worker("rollout", index=1)
     run.until(lambda: run.is_ready("rollout-1"), "the second rollout worker is ready")
@@ -26,15 +30,24 @@ def test_second_rollout_worker_takes_work_within_five_seconds_and_leaves_none(st
     run.signal(signal.SIGCONT, "trainer-0")
     run.until(lambda: run.num_taken("rollout-1") > 0, "it has taken prompt groups")
     working_at = run.state.workers["rollout-1"].beat_at
-    print(f"ready {(ready_at - started_at) / 1e6:.1f} s after the start of the process, at work {(working_at - ready_at) / 1e6:.2f} s later")
+    print(
+        f"ready {(ready_at - started_at) / 1e6:.1f} s after the start of the process, at "
+        f"work {(working_at - ready_at) / 1e6:.2f} s later"
+    )
     assert working_at - ready_at < 5_000_000 * run.slowness()
     run.until(lambda: run.state.workers["rollout-1"].num_processed > 0, "it has written samples")
 
-    run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before the worker has left
+    run.signal(
+        signal.SIGSTOP, "trainer-0"
+    )  # so that the run is not over before the worker has left
     second.send_signal(signal.SIGTERM)
     assert run.until_ended(second) == 0
     assert run.state.num_steps < STEPS
     run.signal(signal.SIGCONT, "trainer-0")
     assert run.until_ended(run.process) == 0
     ledger = assert_books_balance(run)
-    assert (ledger["rollouts_regenerated"], ledger["outcomes"]["expired"], ledger["outcomes"]["failed"]) == (0, 0, 0)
+    assert (
+        ledger["rollouts_regenerated"],
+        ledger["outcomes"]["expired"],
+        ledger["outcomes"]["failed"],
+    ) == (0, 0, 0)

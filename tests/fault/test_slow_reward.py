@@ -1,4 +1,5 @@
-"""A reward function hangs on one sample, longer than any timeout: the sample's prompt group fails, counted, and the run goes on."""
+"""A reward function hangs on one sample, longer than any timeout: the sample's prompt group fails,
+counted, and the run goes on."""
 
 from __future__ import annotations
 
@@ -12,12 +13,22 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupEnded
 
-TIMEOUT_SECONDS = 4.0  # a member that did not look after its session for so long would have lost its partitions: they last 3 s
+# a member that did not look after its session for so long would have lost its partitions: they last
+# 3 s
+TIMEOUT_SECONDS = 4.0
 
 
 @pytest.mark.long
-def test_hanging_reward_costs_one_prompt_group(start_run: Callable[..., FaultRun], directory: Path) -> None:
-    run = start_run(run={"num_steps": 8}, reward={"function": f"{directory / 'reward.py'}:hang_once", "timeout_seconds": TIMEOUT_SECONDS})
+def test_hanging_reward_costs_one_prompt_group(
+    start_run: Callable[..., FaultRun], directory: Path
+) -> None:
+    run = start_run(
+        run={"num_steps": 8},
+        reward={
+            "function": f"{directory / 'reward.py'}:hang_once",
+            "timeout_seconds": TIMEOUT_SECONDS,
+        },
+    )
     run.start()
     run.until(lambda: bool(list(run.folder.glob("hangs"))), "the reward function hangs")
     run.recovers_within(WORKER_SECONDS)
@@ -25,21 +36,36 @@ def test_hanging_reward_costs_one_prompt_group(start_run: Callable[..., FaultRun
     assert run.until_ended(run.process) == 0
     assert assert_books_balance(run)["outcomes"]["failed"] == 1
     events = [EventCodec().decode(record.value) for record in run.records("control.group-outcomes")]
-    (failed,) = (event for event in events if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.FAILED)
+    (failed,) = (
+        event
+        for event in events
+        if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.FAILED
+    )
     assert f"took longer than {TIMEOUT_SECONDS:g} s (reward.timeout_seconds)" in failed.reason
     assert len(run.logged("reward-0", "worker.started")) == 1
     assert not run.logged("reward-0", "partitions.lost")
 
 
 @pytest.mark.long
-def test_prompt_whose_samples_all_hang_the_verifier_fails_and_never_ends_the_run(start_run: Callable[..., FaultRun], directory: Path) -> None:
+def test_prompt_whose_samples_all_hang_the_verifier_fails_and_never_ends_the_run(
+    start_run: Callable[..., FaultRun], directory: Path
+) -> None:
     """Its verdicts together take longer than a worker may be silent; each alone does not."""
-    reward = {"function": f"{directory / 'reward.py'}:hang_on_milk", "timeout_seconds": 2.0, "processes": 1}
+    reward = {
+        "function": f"{directory / 'reward.py'}:hang_on_milk",
+        "timeout_seconds": 2.0,
+        "processes": 1,
+    }
     workers = {"beat_seconds": 0.2, "hung_seconds": 10.0}
     health = {"backoff_seconds": 0.5, "max_restarts": 1, "max_restores": 0}
-    sections = {"run": {"num_steps": 2, "samples_per_prompt": 8}, "algorithm": {"kl_coefficient": 0.0, "old_logprobs": "rollout"}}
+    sections = {
+        "run": {"num_steps": 2, "samples_per_prompt": 8},
+        "algorithm": {"kl_coefficient": 0.0, "old_logprobs": "rollout"},
+    }
     run = start_run(**sections, reward=reward, workers=workers, health=health)
     run.start()
     assert run.until_ended(run.process) == 0
     assert assert_books_balance(run)["outcomes"]["failed"] >= 1
-    assert [line["worker_id"] for line in run.logged("run", "worker.spawned")].count("reward-0") == 1
+    assert [line["worker_id"] for line in run.logged("run", "worker.spawned")].count(
+        "reward-0"
+    ) == 1

@@ -18,7 +18,13 @@ from harness import FaultRun, environment
 from soak_faults import FAULTS
 
 TESTS = Path(__file__).parents[1]
-QUICK = ("kill-workers", "kill-broker", "poison", "damage-objects", "oversize")  # what does not start everything again
+QUICK = (
+    "kill-workers",
+    "kill-broker",
+    "poison",
+    "damage-objects",
+    "oversize",
+)  # what does not start everything again
 LONG_CALLS = ("slow-step", "hanging-verifier", "crash-loop")
 NEIGHBOURS = ("shared-bucket", "endless-crash-loop")
 SOAK_SECONDS = 1500
@@ -31,7 +37,15 @@ def soaked(folder: Path, *words: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     summary_file = folder / "summary.json"
     ended = subprocess.run(
         [
-            *(sys.executable, soak.__file__, "--folder", str(folder / "soak"), "--summary", str(summary_file), *words),
+            *(
+                sys.executable,
+                soak.__file__,
+                "--folder",
+                str(folder / "soak"),
+                "--summary",
+                str(summary_file),
+                *words,
+            ),
             *(word for kind in kinds for word in ("--fault", kind)),
         ],
         cwd=folder,
@@ -45,9 +59,18 @@ def soaked(folder: Path, *words: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     print(ended.stdout)
     summary: dict[str, Any] = orjson.loads(summary_file.read_bytes())
     assert (ended.returncode, summary["violations"]) == (0, [])
-    assert summary["num_faults"] == sum(figures["recovered"] for figures in summary["faults"].values()) > 0
+    assert (
+        summary["num_faults"]
+        == sum(figures["recovered"] for figures in summary["faults"].values())
+        > 0
+    )
     for run in summary["runs"]:
-        assert run["ledger"]["samples_trained"] > run["ledger"]["samples_lost"] == run["ledger"]["samples_trained_twice"] == 0
+        assert (
+            run["ledger"]["samples_trained"]
+            > run["ledger"]["samples_lost"]
+            == run["ledger"]["samples_trained_twice"]
+            == 0
+        )
     assert list((folder / "soak" / "runs").iterdir()) == [], "a run that ended well is deleted"
     return summary
 
@@ -68,7 +91,10 @@ def test_every_kind_comes_once_before_any_comes_again_over_all_runs(tmp_path: Pa
 @pytest.mark.long
 @pytest.mark.timeout(SOAK_SECONDS + 60)
 def test_short_soak_breaks_no_promise(tmp_path: Path) -> None:
-    assert len(soaked(tmp_path, "--minutes", "0.25", "--seed", "5", *PATIENCE, kinds=QUICK)["runs"]) == 1
+    assert (
+        len(soaked(tmp_path, "--minutes", "0.25", "--seed", "5", *PATIENCE, kinds=QUICK)["runs"])
+        == 1
+    )
 
 
 @pytest.mark.long
@@ -77,7 +103,9 @@ def test_short_soak_breaks_no_promise(tmp_path: Path) -> None:
 def test_soak_of_chosen_kinds_meets_each(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     words = ("--minutes", "0.1", "--each", "--seed", "3", "--slow-seconds", "30", *PATIENCE)
     summary = soaked(tmp_path, *words, kinds=kinds)
-    assert {kind for kind, figures in summary["faults"].items() if figures["injected"]} == set(kinds)
+    assert {kind for kind, figures in summary["faults"].items() if figures["injected"]} == set(
+        kinds
+    )
 
 
 def test_slow_seconds_below_a_pause_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,19 +114,27 @@ def test_slow_seconds_below_a_pause_are_refused(capsys: pytest.CaptureFixture[st
     assert "--slow-seconds must be >= 30, got 12" in capsys.readouterr().err
 
 
-def test_each_kind_is_injected_though_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_is_injected_though_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     injected: list[str] = []
     monkeypatch.setattr(soak.Soak, "_inject", lambda self, run, kind, random: injected.append(kind))
     run = cast("FaultRun", SimpleNamespace(link=None, follow_for=lambda seconds: None))
     one = soak.Soak(tmp_path, seed=1, minutes=0.0, meets_each=True)
     one._break(run, Random(1))
-    assert sorted(injected) == [kind for kind, fault in sorted(soak.FAULTS.items()) if not (fault.needs_link or fault.ends_run)]
+    assert sorted(injected) == [
+        kind
+        for kind, fault in sorted(soak.FAULTS.items())
+        if not (fault.needs_link or fault.ends_run)
+    ]
     injected.clear()
     soak.Soak(tmp_path, seed=1, minutes=0.0)._break(run, Random(1))
     assert injected == []
 
 
-def test_worker_dies_as_often_as_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_dies_as_often_as_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     order = tmp_path / soak_plugins.deaths_of("trainer-0")
     order.write_text("xx")
@@ -117,14 +153,18 @@ def test_violation_gives_exit_code_6_and_keeps_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(self: soak.Soak) -> None:
-        self.injected += [soak.Injected("poison", "3 records", seconds) for seconds in (2.0, 4.0, None)]
+        self.injected += [
+            soak.Injected("poison", "3 records", seconds) for seconds in (2.0, 4.0, None)
+        ]
         self.violations.append("soak-0-0: sample trained twice: 1")
 
     monkeypatch.setattr(soak.Soak, "run", run)
     monkeypatch.setattr(soak.signal, "signal", lambda *_: None)
     assert soak.main(["--folder", str(tmp_path), "--summary", str(tmp_path / "summary.json")]) == 6
     figures = orjson.loads((tmp_path / "summary.json").read_bytes())["faults"]["poison"]
-    assert {name: figures[name] for name in ("injected", "recovered", "seconds_p50", "seconds_max")} == {
+    assert {
+        name: figures[name] for name in ("injected", "recovered", "seconds_p50", "seconds_max")
+    } == {
         "injected": 3,
         "recovered": 2,
         "seconds_p50": 3.0,
@@ -137,6 +177,9 @@ def test_violation_gives_exit_code_6_and_keeps_everything(
 
 def test_every_setting_that_a_soak_draws_is_one_that_a_run_takes(tmp_path: Path) -> None:
     random = Random(1)
-    drawn = [soak.Soak(tmp_path, seed=1, minutes=1.0)._settings(number, random, None) for number in range(60)]
+    drawn = [
+        soak.Soak(tmp_path, seed=1, minutes=1.0)._settings(number, random, None)
+        for number in range(60)
+    ]
     kinds = {(config.broker.lease, config.workers.rollout, config.run.mode) for config in drawn}
     assert len(kinds) == 8, "each lease with one and two rollout workers, async and sync"

@@ -1,4 +1,5 @@
-"""A worker falls silent between its output and its commit, another takes its partitions over: the late commit is refused, nothing is doubled."""
+"""A worker falls silent between its output and its commit, another takes its partitions over: the
+late commit is refused, nothing is doubled."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from harness import WORKER_SECONDS, FaultRun, assert_books_balance, mark_of
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleScored
-from relax_events.pipeline.failpoints import marks_folder
+from relax_events.runtime.failpoints import marks_folder
 
 POINT = "reward.before_commit:3=stop"
 
 
 @pytest.mark.long
-def test_stale_commit_is_refused_and_its_work_is_done_again(start_run: Callable[..., FaultRun]) -> None:
+def test_stale_commit_is_refused_and_its_work_is_done_again(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 36}, workers={"reward": 2}, telemetry={"log_level": "debug"})
     run.arm(POINT)
     run.start()
@@ -27,13 +30,20 @@ def test_stale_commit_is_refused_and_its_work_is_done_again(start_run: Callable[
     (stale,) = (worker_id for worker_id in ("reward-0", "reward-1") if run.pid(worker_id) == pid)
     run.recovers_within(WORKER_SECONDS)
     os.kill(pid, signal.SIGCONT)
-    run.until(lambda: bool(run.logged(stale, "offset_commit.refused")), "the late commit is refused")
-    assert run.state.num_steps < run.config.run.num_steps, "it came back within the run, not after it"
+    run.until(
+        lambda: bool(run.logged(stale, "offset_commit.refused")), "the late commit is refused"
+    )
+    assert run.state.num_steps < run.config.run.num_steps, (
+        "it came back within the run, not after it"
+    )
 
     assert run.until_ended(run.process) == 0
     assert_books_balance(run)
     assert len(run.logged(stale, "worker.started")) == 1
     codec = EventCodec()
-    events = [codec.decode(record.value) for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)]
+    events = [
+        codec.decode(record.value)
+        for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
+    ]
     times_scored = Counter(event.sample_id for event in events if isinstance(event, SampleScored))
     assert max(times_scored.values()) == 2, "what was written and not committed was written again"

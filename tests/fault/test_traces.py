@@ -1,4 +1,5 @@
-"""What is trained is traced from prompt to step, though a rollout worker is killed; and a collector that goes away is missed by nobody."""
+"""What is trained is traced from prompt to step, though a rollout worker is killed; and a collector
+that goes away is missed by nobody."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from harness import FaultRun, assert_books_balance
 from otlp_receiver import Collector, ReceivedSpan, collecting
 
 from relax_events.events.types import TrainStepCommitted
-from relax_events.pipeline.failpoints import VARIABLE
+from relax_events.runtime.failpoints import VARIABLE
 
 LOST = 'relax_spans_lost_total{reason="collector",role="trainer"}'
 PATH = {
@@ -44,18 +45,35 @@ def traces_of(collector: Collector) -> dict[bytes, list[ReceivedSpan]]:
 
 
 def assert_is_traced(step: TrainStepCommitted, collector: Collector) -> None:
-    """Assert that a step's span links the prompt groups that it trained, and that the trace of each is whole, connected, and leads to the step."""
-    (span,) = [span for span in collector.named("step advantage.samples") if span.facts["relax.train_step"] == step.train_step]
-    (publication,) = [other for other in collector.named("publish control.policy-versions") if other.parent == span.place[1]]
+    """Assert that a step's span links the prompt groups that it trained, and that the trace of each
+    is whole, connected, and leads to the step."""
+    (span,) = [
+        span
+        for span in collector.named("step advantage.samples")
+        if span.facts["relax.train_step"] == step.train_step
+    ]
+    (publication,) = [
+        other
+        for other in collector.named("publish control.policy-versions")
+        if other.parent == span.place[1]
+    ]
     assert publication.facts["relax.policy_version"] == step.policy_version
     traces = traces_of(collector)
     found = []
     for trace_id, root_id in span.links:
         trace = traces[trace_id]
         (root,) = [one for one in trace if not one.parent]
-        assert (root.name, root.place, root.kind) == ("issue prompt.groups", (trace_id, root_id), "PRODUCER")
-        assert {one.parent for one in trace if one is not root} == {root_id}, "every span hangs on the root"
-        assert {one.facts["relax.prompt_group_id"] for one in trace} == {root.facts["relax.prompt_group_id"]}
+        assert (root.name, root.place, root.kind) == (
+            "issue prompt.groups",
+            (trace_id, root_id),
+            "PRODUCER",
+        )
+        assert {one.parent for one in trace if one is not root} == {root_id}, (
+            "every span hangs on the root"
+        )
+        assert {one.facts["relax.prompt_group_id"] for one in trace} == {
+            root.facts["relax.prompt_group_id"]
+        }
         (trained,) = [one for one in trace if one.name == "train advantage.samples"]
         assert (trained.links, trained.kind) == ((span.place,), "CONSUMER")
         assert trained.facts["messaging.destination.name"].endswith(".advantage.samples")
@@ -69,29 +87,50 @@ def assert_shows_the_whole_path(trace: list[ReceivedSpan]) -> None:
     assert services == PATH
     assert {span.service for span in trace if span.name == "evaluate rollout.samples"} == EVALUATORS
     generated = next(span for span in trace if span.name == "generate prompt.groups")
-    assert (generated.facts["relax.num_samples"], generated.facts["relax.engine"]) == (4, "transformers")
+    assert (generated.facts["relax.num_samples"], generated.facts["relax.engine"]) == (
+        4,
+        "transformers",
+    )
     assert 4 <= generated.facts["relax.num_tokens"] <= 24
     assert generated.facts["messaging.kafka.offset"] >= 0
 
 
-def test_trained_prompt_groups_are_traced_and_a_collector_that_is_away_is_missed_by_nobody(start_run: Callable[..., FaultRun]) -> None:
+def test_trained_prompt_groups_are_traced_and_a_collector_that_is_away_is_missed_by_nobody(
+    start_run: Callable[..., FaultRun],
+) -> None:
     with collecting() as collector:
-        run = start_run(run={"num_steps": 40}, telemetry={"traces": {"endpoint": collector.endpoint}})
+        run = start_run(
+            run={"num_steps": 40}, telemetry={"traces": {"endpoint": collector.endpoint}}
+        )
         run.variables[VARIABLE] = KILLED
         process = run.start()
-        run.until(lambda: any(redelivered(span) for span in collector.named("generate prompt.groups")), "another took up its work")
+        run.until(
+            lambda: any(redelivered(span) for span in collector.named("generate prompt.groups")),
+            "another took up its work",
+        )
         num_traced = run.state.num_steps + 2
         run.until_steps(num_traced)
-        run.until(lambda: len(collector.named("step advantage.samples")) >= num_traced, "the steps' spans came")
+        run.until(
+            lambda: len(collector.named("step advantage.samples")) >= num_traced,
+            "the steps' spans came",
+        )
     run.until(lambda: run.metrics("trainer-0").get(LOST, 0) > 0, "the trainer lost spans")
     assert run.state.num_steps < run.config.run.num_steps, "the collector went away within the run"
     assert run.until_ended(process) == 0
     assert_books_balance(run)
 
-    steps = committed(run)[: num_traced - 1]  # of the last one others than the trainer may not have sent all
+    steps = committed(run)[
+        : num_traced - 1
+    ]  # of the last one others than the trainer may not have sent all
     for step in steps:
         assert_is_traced(step, collector)
     trained = {name for step in steps for name in step.prompt_group_ids}
-    taken_up = {span.facts["relax.prompt_group_id"]: span.place[0] for span in collector.named("generate prompt.groups") if redelivered(span)}
-    assert taken_up.keys() & trained, "what the killed worker held was trained, and is among the traced"
+    taken_up = {
+        span.facts["relax.prompt_group_id"]: span.place[0]
+        for span in collector.named("generate prompt.groups")
+        if redelivered(span)
+    }
+    assert taken_up.keys() & trained, (
+        "what the killed worker held was trained, and is among the traced"
+    )
     assert_shows_the_whole_path(traces_of(collector)[taken_up[min(taken_up.keys() & trained)]])

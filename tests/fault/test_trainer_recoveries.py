@@ -1,4 +1,5 @@
-"""What a trainer has to survive: an unreadable checkpoint, a sample that it can't compute, and kernels that do not repeat themselves."""
+"""What a trainer has to survive: an unreadable checkpoint, a sample that it can't compute, and
+kernels that do not repeat themselves."""
 
 from __future__ import annotations
 
@@ -67,12 +68,22 @@ def own_backend(folder: Path, code: str, name: str) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_trainer_takes_an_older_checkpoint_where_the_newest_is_unreadable(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": STEPS}, trainer={"checkpoint_every": 2, "keep_checkpoints": 2})
+def test_trainer_takes_an_older_checkpoint_where_the_newest_is_unreadable(
+    start_run: Callable[..., FaultRun],
+) -> None:
+    run = start_run(
+        run={"num_steps": STEPS}, trainer={"checkpoint_every": 2, "keep_checkpoints": 2}
+    )
     process = run.start()
 
     def checkpoints() -> list[int]:
-        return sorted({step.checkpoint.policy_version for step in run.state.steps if step.checkpoint is not None})
+        return sorted(
+            {
+                step.checkpoint.policy_version
+                for step in run.state.steps
+                if step.checkpoint is not None
+            }
+        )
 
     run.until(lambda: len(checkpoints()) >= 2, "two checkpoints are named")
     process.send_signal(signal.SIGTERM)
@@ -92,7 +103,9 @@ def test_trainer_takes_an_older_checkpoint_where_the_newest_is_unreadable(start_
 
 
 @pytest.mark.long
-def test_sample_that_the_trainer_can_not_compute_costs_its_prompt_group_alone(start_run: Callable[..., FaultRun], tmp_path: Path) -> None:
+def test_sample_that_the_trainer_can_not_compute_costs_its_prompt_group_alone(
+    start_run: Callable[..., FaultRun], tmp_path: Path
+) -> None:
     run = start_run(run={"num_steps": 4}, trainer=own_backend(tmp_path, REFUSES, "Refusing"))
     assert run.until_ended(run.start()) == 0
     run.follow_for(1.0)
@@ -109,9 +122,13 @@ def test_sample_that_the_trainer_can_not_compute_costs_its_prompt_group_alone(st
 
 
 @pytest.mark.long
-def test_master_weights_outlive_a_trainer_whose_kernels_do_not_repeat_themselves(start_run: Callable[..., FaultRun], tmp_path: Path) -> None:
+def test_master_weights_outlive_a_trainer_whose_kernels_do_not_repeat_themselves(
+    start_run: Callable[..., FaultRun], tmp_path: Path
+) -> None:
     backend = own_backend(tmp_path, NEVER_REPEATS, "NeverRepeating")
-    run = start_run(run={"num_steps": 6}, model={"dtype": "bfloat16"}, trainer={"checkpoint_every": 3} | backend)
+    run = start_run(
+        run={"num_steps": 6}, model={"dtype": "bfloat16"}, trainer={"checkpoint_every": 3} | backend
+    )
     run.arm("trainer.after_commit:5=kill")
     assert run.until_ended(run.start()) == 0
     assert_books_balance(run)
@@ -124,8 +141,12 @@ def test_master_weights_outlive_a_trainer_whose_kernels_do_not_repeat_themselves
     num_weights = num_coarse = 0
     for name in before.files:
         one, other = before[name], after[name]
-        assert np.all(np.abs(one - other) <= 2.0**-7 * np.abs(one) + 1e-12), name  # both round to the published value
+        assert np.all(np.abs(one - other) <= 2.0**-7 * np.abs(one) + 1e-12), (
+            name
+        )  # both round to the published value
         num_weights += other.size
         num_coarse += int(np.sum((other.view(np.uint32) & 0xFFFF) == 0))
-    assert num_coarse < 0.05 * num_weights, "the master weights have become those that were published"
+    assert num_coarse < 0.05 * num_weights, (
+        "the master weights have become those that were published"
+    )
     assert diverged["num_moved"] < 0.05 * diverged["num_weights"]

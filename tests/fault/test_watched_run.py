@@ -23,7 +23,14 @@ class Terminal:
     def __init__(self, words: list[str], folder: Path) -> None:
         self.shown, self._changed = "", threading.Condition()
         self._ours, theirs = pty.openpty()
-        self.process = subprocess.Popen(words, env=environment() | {"TERM": "xterm"}, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs)
+        self.process = subprocess.Popen(
+            words,
+            env=environment() | {"TERM": "xterm"},
+            cwd=folder,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
         os.close(theirs)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -52,11 +59,21 @@ class Terminal:
 
 def called(run: FaultRun, *words: str | Path) -> tuple[int, str]:
     """Call `relax` in another process, and return its exit code and what it printed."""
-    ended = subprocess.run(command(*words), env=environment(), cwd=run.folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+    ended = subprocess.run(
+        command(*words),
+        env=environment(),
+        cwd=run.folder,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
     return ended.returncode, ended.stdout or ended.stderr
 
 
-def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(start_run: Callable[..., FaultRun]) -> None:
+def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
+    start_run: Callable[..., FaultRun],
+) -> None:
     run = start_run(run={"num_steps": 100_000})
     run_id, where = run.config.run.id, ("--directory", run.config.run.directory)
     first = run.start()
@@ -66,15 +83,25 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(start_run: 
 
     code, shown = called(run, "status", run_id, *where, "--output", "json")
     status = orjson.loads(shown)
-    assert (code, status["run_id"], status["standing"], status["reason"]) == (0, run_id, "running", "")
+    assert (code, status["run_id"], status["standing"], status["reason"]) == (
+        0,
+        run_id,
+        "running",
+        "",
+    )
     assert status["figures"]["step"] >= 2
-    assert {worker["worker_id"] for worker in status["workers"] if worker["is_well"]} == set(run.worker_ids)
+    assert {worker["worker_id"] for worker in status["workers"] if worker["is_well"]} == set(
+        run.worker_ids
+    )
     code, shown = called(run, "status", run.run_file)
     assert code == 0
     assert shown.startswith(f"run {run_id} running\nstep ")
 
     code, shown = called(run, "health", run_id, *where, "--output", "json")
-    assert (code, {row["worker"]: row["pid"] for row in orjson.loads(shown)}) == (0, {name: run.pid(name) for name in run.worker_ids})
+    assert (code, {row["worker"]: row["pid"] for row in orjson.loads(shown)}) == (
+        0,
+        {name: run.pid(name) for name in run.worker_ids},
+    )
     code, shown = called(run, "logs", run.run_file, "trainer-0", "--lines", "1")
     assert (code, "trainer-0" in shown, len(shown.splitlines())) == (0, True, 1)
 
@@ -86,11 +113,20 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(start_run: 
     stopped = orjson.loads(shown)
     assert (code, stopped["left"], set(stopped["stopped"])) == (0, [], set(run.worker_ids))
     assert run.until_ended(first) == 1
-    assert f"run {run_id} ended before its goal: relax runs stop asked for it; the same relax run resumes it" in run.output.read_text()
-    assert called(run, "runs", "stop", run_id, *where)[1].startswith(f"run {run_id} has ended already, at step ")
+    assert (
+        f"run {run_id} ended before its goal: relax runs stop asked for it; the same relax "
+        "run resumes it"
+    ) in run.output.read_text()
+    assert called(run, "runs", "stop", run_id, *where)[1].startswith(
+        f"run {run_id} has ended already, at step "
+    )
     assert called(run, "health", run_id, *where)[0] == 6
-    assert called(run, "status", run_id, *where)[1].startswith(f"run {run_id} ended: relax runs stop asked for it")
+    assert called(run, "status", run_id, *where)[1].startswith(
+        f"run {run_id} ended: relax runs stop asked for it"
+    )
 
-    second = run.start("run", run.run_file, f"run.num_steps={run.state.num_steps + 2}", "--accept-changes")
+    second = run.start(
+        "run", run.run_file, f"run.num_steps={run.state.num_steps + 2}", "--accept-changes"
+    )
     assert run.until_ended(second) == 0
     assert run.ledger()["samples_lost"] == 0

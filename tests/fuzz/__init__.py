@@ -1,1 +1,2 @@
-"""Fuzzing of everything that decodes: `make fuzz MINUTES=60`. Inputs that once crashed a target lie in `examples` and are run by a test."""
+"""Fuzzing of everything that decodes: `make fuzz MINUTES=60`. Inputs that once crashed a target lie
+in `examples` and are run by a test."""

@@ -1,4 +1,5 @@
-"""Fuzz all targets in turn: python -m tests.fuzz --minutes 60. Exit code 6 when an input broke one."""
+"""Fuzz all targets in turn: python -m tests.fuzz --minutes 60. Exit code 6 when an input broke
+one."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ def main() -> int:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=None, help="of the first target; another one each time when it is not given")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        help="of the first target; another one each time when it is not given",
+    )
     parser.add_argument("--targets", nargs="*", default=[])
     arguments = parser.parse_args()
     names = arguments.targets or list(TARGETS)
@@ -28,19 +34,34 @@ def main() -> int:
     seconds = arguments.minutes * 60 / len(names)
     reports = []
     for place, name in enumerate(names):
-        reports.append(report := run_target(TARGETS[name], seconds=seconds, seed=seed + place * 1_000_000))
+        reports.append(
+            report := run_target(TARGETS[name], seconds=seconds, seed=seed + place * 1_000_000)
+        )
         print(line_of(report), flush=True)
         SUMMARY.parent.mkdir(exist_ok=True)
-        SUMMARY.write_text(json.dumps({"seed": seed, "targets": [asdict(one) for one in reports]}, indent=1))
-    total, broken = sum(report.executions for report in reports), [report for report in reports if report.crashes]
-    print(f"{total} executions, {sum(len(report.crashes) for report in broken)} crashes in {len(broken)} of {len(reports)} targets; {SUMMARY}")
+        SUMMARY.write_text(
+            json.dumps({"seed": seed, "targets": [asdict(one) for one in reports]}, indent=1)
+        )
+    total, broken = (
+        sum(report.executions for report in reports),
+        [report for report in reports if report.crashes],
+    )
+    print(
+        f"{total} executions, {sum(len(report.crashes) for report in broken)} crashes in "
+        f"{len(broken)} of {len(reports)} targets; {SUMMARY}"
+    )
     return 6 if broken else 0
 
 
 def line_of(report: Report) -> str:
     """Show a report."""
     slowest = f"slowest {report.slowest_seconds * 1000:.0f} ms of {report.slowest_bytes} bytes"
-    lines = [f"{report.target:20} {report.executions:9} executions in {report.seconds:.0f} s, {slowest}, memory +{report.grown_bytes >> 20} MiB"]
+    lines = [
+        (
+            f"{report.target:20} {report.executions:9} executions in {report.seconds:.0f} s, "
+            f"{slowest}, memory +{report.grown_bytes >> 20} MiB"
+        )
+    ]
     return "\n".join([*lines, *(f"    {what}: {file}" for what, file in report.crashes.items())])
 
 

@@ -13,22 +13,55 @@ import orjson
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from relax_events.control.scaling.bodies import CancelBody, ScaleInBody, ScaleOutBody
-from relax_events.engines.api.bodies import AbortBody, ChatBody, CompletionBody, GenerateBody, LoadBody, PauseBody, SamplingParams
-from relax_events.http_guard import Guard
-from relax_events.telemetry.alert_receiver import text_of
+from relax_events.controller.api_schemas import CancelBody, ScaleInBody, ScaleOutBody
+from relax_events.http.guard import Guard
+from relax_events.notifications.alert_receiver import text_of
+from relax_events.serving.schemas import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    LoadBody,
+    PauseBody,
+    SamplingParams,
+)
 from tests.fuzz.inputs import TEXTS, as_json, json_bytes, mutated
 from tests.fuzz.target import Target
 
 BODIES: dict[type[BaseModel], list[Any]] = {
     GenerateBody: [
-        {"text": "hi", "sampling_params": {"max_new_tokens": 4, "stop": ["a"], "top_k": 3}, "stream": True},
-        {"input_ids": [[1, 2], [3]], "rid": ["a", "b"], "return_logprob": [True, False], "sampling_params": [{"n": 2}, {}]},
+        {
+            "text": "hi",
+            "sampling_params": {"max_new_tokens": 4, "stop": ["a"], "top_k": 3},
+            "stream": True,
+        },
+        {
+            "input_ids": [[1, 2], [3]],
+            "rid": ["a", "b"],
+            "return_logprob": [True, False],
+            "sampling_params": [{"n": 2}, {}],
+        },
     ],
-    CompletionBody: [{"prompt": ["a", "b"], "max_tokens": 3, "stop": "x", "seed": 1}, {"prompt": [1, 2], "temperature": 0}],
-    ChatBody: [{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 3, "n": 2}],
+    CompletionBody: [
+        {"prompt": ["a", "b"], "max_tokens": 3, "stop": "x", "seed": 1},
+        {"prompt": [1, 2], "temperature": 0},
+    ],
+    ChatBody: [
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+            "max_tokens": 3,
+            "n": 2,
+        }
+    ],
     SamplingParams: [{"temperature": 0.5, "top_p": 0.9, "min_p": 0, "stop_token_ids": [1]}],
-    ScaleOutBody: [{"model_name": "default", "num_replicas": 3, "engine_urls": ["http://a:1"], "timeout_secs": 5.0}],
+    ScaleOutBody: [
+        {
+            "model_name": "default",
+            "num_replicas": 3,
+            "engine_urls": ["http://a:1"],
+            "timeout_secs": 5.0,
+        }
+    ],
     ScaleInBody: [{"num_replicas": 1, "force": True, "dry_run": True}],
     CancelBody: [{"model_name": "reward", "status_filter": "PENDING"}],
     AbortBody: [{"rid": "a"}],
@@ -38,7 +71,8 @@ BODIES: dict[type[BaseModel], list[Any]] = {
 
 
 def body(data: bytes) -> None:
-    """Read a body as every route that takes one would, and what is made of it before anything is computed."""
+    """Read a body as every route that takes one would, and what is made of it before anything is
+    computed."""
     for kind in BODIES:
         with suppress(ValidationError):
             made = kind.model_validate_json(data)
@@ -51,7 +85,13 @@ def body(data: bytes) -> None:
 def _used(made: GenerateBody) -> None:
     for place in range(min(made.num_prompts, 20)):
         params = made.of("sampling_params", place)
-        _ = [made.of(key, place) for key in ("rid", "input_ids", "text", "return_logprob", "logprob_start_len")], params.stops
+        _ = (
+            [
+                made.of(key, place)
+                for key in ("rid", "input_ids", "text", "return_logprob", "logprob_start_len")
+            ],
+            params.stops,
+        )
         _ = params.sampling
 
 
@@ -78,13 +118,17 @@ class Chunks:
 
 def stream(data: bytes) -> None:
     """Read a server's stream in pieces of several sizes: the same events come out of all."""
-    from relax_events.engines.sglang.flights import Flight  # loads torch, which no other target needs
+    from relax_events.engines.sglang.inflight import (
+        Flight,  # loads torch, which no other target needs
+    )
 
     found = [_run(_events(Chunks(data, size))) for size in (max(1, len(data)), 1000, 7)]
     assert found[0] == found[1] == found[2]
     sample = SimpleNamespace(top_tokens=np.zeros((0, 1), np.int32), sequence=np.zeros(2, np.int32))
     flight = Flight(sample, "a", 1)  # type: ignore[arg-type]
-    with suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):  # what it can't understand makes the engine doubt the server
+    with suppress(
+        ValueError, KeyError, TypeError, IndexError, AttributeError
+    ):  # what it can't understand makes the engine doubt the server
         for event in found[0]:
             flight.take(orjson.loads(event))
 
@@ -104,7 +148,9 @@ def alert(data: bytes) -> None:
 
 def guard(data: bytes) -> None:
     """Let the guard of the HTTP servers judge a call: only one with the token comes through."""
-    headers = [(name, value) for name, _, value in (line.partition(b":") for line in data.split(b"\n"))]
+    headers = [
+        (name, value) for name, _, value in (line.partition(b":") for line in data.split(b"\n"))
+    ]
     answered: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -117,7 +163,9 @@ def guard(data: bytes) -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
-    guarded = Guard(app, problem=lambda status, text: text.encode("ascii"), host="127.0.0.1", token="token")
+    guarded = Guard(
+        app, problem=lambda status, text: text.encode("ascii"), host="127.0.0.1", token="token"
+    )
     asyncio.run(guarded({"type": "http", "headers": headers}, receive, send))
     assert answered[0] != 200 or b"Bearer token" in data
 
@@ -135,17 +183,35 @@ EVENT = {
 }
 LAST = {
     "output_ids": [],
-    "meta_info": {**EVENT["meta_info"], "finish_reason": {"type": "stop"}, "weight_versions": [{"version": "1", "start": 0, "end": 1}]},
+    "meta_info": {
+        **EVENT["meta_info"],
+        "finish_reason": {"type": "stop"},
+        "weight_versions": [{"version": "1", "start": 0, "end": 1}],
+    },
 }  # type: ignore[dict-item]
-STREAM = b"".join(b"data: " + as_json(event) + b"\n\n" for event in (EVENT, LAST)) + b"data: [DONE]\n\n"
+STREAM = (
+    b"".join(b"data: " + as_json(event) + b"\n\n" for event in (EVENT, LAST)) + b"data: [DONE]\n\n"
+)
 ALERT = {
     "status": "firing",
-    "alerts": [{"status": "firing", "labels": {"alertname": "A", "severity": "critical"}, "annotations": {"summary": "s", "runbook": "r"}}],
+    "alerts": [
+        {
+            "status": "firing",
+            "labels": {"alertname": "A", "severity": "critical"},
+            "annotations": {"summary": "s", "runbook": "r"},
+        }
+    ],
 }
 
 TARGETS = [
-    Target("api-body", st.one_of([json_bytes(seeds, odd=TEXTS) for seeds in BODIES.values()]), body),
+    Target(
+        "api-body", st.one_of([json_bytes(seeds, odd=TEXTS) for seeds in BODIES.values()]), body
+    ),
     Target("sglang-stream", mutated([STREAM]), stream),
-    Target("guarded-call", mutated([HEADERS, HEADERS + b"\norigin:http://127.0.0.1:80\nsec-fetch-site:same-origin"]), guard),
+    Target(
+        "guarded-call",
+        mutated([HEADERS, HEADERS + b"\norigin:http://127.0.0.1:80\nsec-fetch-site:same-origin"]),
+        guard,
+    ),
     Target("alert", json_bytes([ALERT], odd=TEXTS), alert),
 ]

@@ -1,6 +1,8 @@
-"""Runs targets in turn, each in a child process that is bounded in time and memory, and keeps the inputs that broke one.
+"""Runs targets in turn, each in a child process that is bounded in time and memory, and keeps the
+inputs that broke one.
 
-The child writes each input into a file that the parent reads after its death: so an input is known that ends the process, or never ends.
+The child writes each input into a file that the parent reads after its death: so an input is known
+that ends the process, or never ends.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Report:
 
 
 class Blackboard:
-    """A small file in memory, shared by child and parent: how many executions began, and the input of the last one."""
+    """A small file in memory, shared by child and parent: how many executions began, and the input
+    of the last one."""
 
     def __init__(self, file: Path) -> None:
         with file.open("r+b") as opened:
@@ -81,7 +84,9 @@ class Blackboard:
     @property
     def data(self) -> bytes:
         """Of the last one."""
-        return self._memory[HEAD_BYTES : HEAD_BYTES + int.from_bytes(self._memory[8:HEAD_BYTES], "big")]
+        return self._memory[
+            HEAD_BYTES : HEAD_BYTES + int.from_bytes(self._memory[8:HEAD_BYTES], "big")
+        ]
 
 
 def keep(target: str, data: bytes) -> Path:
@@ -112,19 +117,28 @@ class Child:
                 warm_bytes = process.memory_info().rss
         if warm_bytes:
             self.report.grown_bytes = max(0, process.memory_info().rss - warm_bytes)
-        self.report.crashes = {what: str(keep(self._target.name, data)) for what, data in self._smallest.items()}
+        self.report.crashes = {
+            what: str(keep(self._target.name, data)) for what, data in self._smallest.items()
+        }
         return self.report
 
     def _batch(self, seed: int) -> None:
         self._raised = ""
         checked = given(self._target.inputs)(self._execute)
         phases = (Phase.generate, Phase.shrink)
-        quiet = settings(max_examples=BATCH, database=None, deadline=None, phases=phases, suppress_health_check=list(HealthCheck))
+        quiet = settings(
+            max_examples=BATCH,
+            database=None,
+            deadline=None,
+            phases=phases,
+            suppress_health_check=list(HealthCheck),
+        )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", HypothesisWarning)
                 seeded(seed)(quiet(checked))()
-        except BaseException:  # what a target raised is noted already; what hypothesis says of it beside is of no use here
+        # what a target raised is noted already; what hypothesis says of it beside is of no use here
+        except BaseException:
             if not self._raised and time.monotonic() < self._until:
                 raise
             gc.collect()  # what it keeps for its report
@@ -141,14 +155,17 @@ class Child:
             if self._is_new(what_of(error), data):
                 raise
         finally:
-            took = time.thread_time() - began if self.report.executions > 1 else 0.0  # what the first one takes is what it loads
+            took = (
+                time.thread_time() - began if self.report.executions > 1 else 0.0
+            )  # what the first one takes is what it loads
             if took > self.report.slowest_seconds:
                 self.report.slowest_seconds, self.report.slowest_bytes = took, len(data)
         if took > SLOW_SECONDS and self._is_new("slow", data):
             raise TimeoutError(f"took {took:.1f} s")
 
     def _is_new(self, what: str, data: bytes) -> bool:
-        """Note an input that broke the target; only the first kind of a batch is raised, so that it alone is made smaller."""
+        """Note an input that broke the target; only the first kind of a batch is raised, so that it
+        alone is made smaller."""
         known = self._smallest.get(what)
         if known is None or (len(data), data) < (len(known), known):
             self._smallest[what] = data
@@ -160,7 +177,11 @@ class Child:
 def what_of(error: BaseException) -> str:
     """Name an error by its type and by where our code met it."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/relax_events/" in frame.filename or "/workers/" in frame.filename]
+    ours = [
+        frame
+        for frame in frames
+        if "/relax_events/" in frame.filename or "/workers/" in frame.filename
+    ]
     frame = (ours or frames)[-1]
     return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno} {frame.name}"
 
@@ -182,7 +203,11 @@ def run_target(target: Target, *, seconds: float, seed: int) -> Report:
         if not (child := os.fork()):
             _be_child(target, seconds, seed, board, said)
         ending = _watched(child, board)
-        report = Report(**json.loads(said.read_text())) if said.exists() else Report(target.name, executions=board.executions)
+        report = (
+            Report(**json.loads(said.read_text()))
+            if said.exists()
+            else Report(target.name, executions=board.executions)
+        )
         if not said.exists():
             report.crashes[ending] = str(keep(target.name, board.data))
         report.seconds = time.monotonic() - began
@@ -200,7 +225,8 @@ def _be_child(target: Target, seconds: float, seed: int, board: Blackboard, said
 
 
 def _watched(child: int, board: Blackboard) -> str:
-    """Wait for the end of a child, and name it; one that does not get on with an input is killed."""
+    """Wait for the end of a child, and name it; one that does not get on with an input is
+    killed."""
     process, seen, since = psutil.Process(child), -1, 0.0
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)

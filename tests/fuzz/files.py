@@ -13,22 +13,28 @@ import numpy as np
 import orjson
 from PIL import Image
 
-from relax_events.broker.embedded.state import read_state
 from relax_events.config import MediaConfig, load_run_config
 from relax_events.config.data import DataConfig
-from relax_events.control.transfer.manifest import MANIFEST, Manifest
 from relax_events.data.jsonl import JsonlSource
-from relax_events.errors import ConfigError, CorruptRecord, EnvironmentProblem, MediaError, WeightsError
+from relax_events.errors import (
+    ConfigError,
+    CorruptRecord,
+    EnvironmentProblem,
+    MediaError,
+    WeightsError,
+)
 from relax_events.events.container import ContainerWriter, LoggedRecord, read_container
 from relax_events.events.parts import Modality
+from relax_events.kafka.embedded.directory import read_state
 from relax_events.media.archives import read_member
-from relax_events.media.clips import inspect_clip
+from relax_events.media.audio import inspect_sound
+from relax_events.media.images import decode_picture, inspect_picture
 from relax_events.media.items import MediaAccess, items_of
-from relax_events.media.pictures import decode_picture, inspect_picture
-from relax_events.media.sounds import inspect_sound
-from relax_events.models.vocabulary import read_vocabulary
+from relax_events.media.videos import inspect_clip
+from relax_events.models.token_table import read_vocabulary
 from relax_events.objects.marker import MARKER, read_mark
 from relax_events.objects.store import ObjectStore
+from relax_events.ops.export_manifest import MANIFEST, Manifest
 from relax_events.weights.manifest import WeightManifest
 from tests.fuzz.inputs import TEXTS, as_json, json_bytes, mutated
 from tests.fuzz.target import SCRATCH, Target
@@ -61,12 +67,16 @@ def override(data: bytes) -> None:
     """Lay an argument over a run file."""
     text = data.decode(errors="replace")
     with suppress(ConfigError):
-        load_run_config(ROOT / "configs" / "quickstart.toml", [text], environment={"RELAX_RUN__SEED": text})
+        load_run_config(
+            ROOT / "configs" / "quickstart.toml", [text], environment={"RELAX_RUN__SEED": text}
+        )
 
 
 def rows(data: bytes) -> None:
     """Open a file of rows and read all of them."""
-    config = DataConfig(source="jsonl:rows", max_bad_rows=3, multimodal_keys={"image": "image"}, media_root=FOLDER)
+    config = DataConfig(
+        source="jsonl:rows", max_bad_rows=3, multimodal_keys={"image": "image"}, media_root=FOLDER
+    )
     with suppress(ConfigError):
         source = JsonlSource(_as_file("rows.jsonl", data), config)
         for index in range(min(source.rows, 50)):
@@ -218,15 +228,26 @@ def _movie(file: io.BytesIO, *, kind: str = "mp4", codec: str = "mpeg4") -> None
         stream = made.add_stream(codec, rate=4)
         stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
         for number in range(4):
-            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), number * 40, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                np.full((32, 32, 3), number * 40, np.uint8), format="rgb24"
+            )
             made.mux(stream.encode(frame))
         made.mux(stream.encode(None))
 
 
 ROWS = [
     {"prompt": "2 + 2?", "answer": "4"},
-    {"prompt": [{"role": "user", "content": "<image> what?"}], "answer": 4, "image": ["a.png"], "metadata": {"a": 1}},
-    {"prompt": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "answer": None, "tools": [{"name": "f"}]},
+    {
+        "prompt": [{"role": "user", "content": "<image> what?"}],
+        "answer": 4,
+        "image": ["a.png"],
+        "metadata": {"a": 1},
+    },
+    {
+        "prompt": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "answer": None,
+        "tools": [{"name": "f"}],
+    },
 ]
 ITEMS = [
     "a.png",
@@ -238,21 +259,69 @@ ITEMS = [
 ]
 REFERENCE = {"uri": "file:///a", "digest": "ab" * 32, "num_bytes": 5}
 TENSOR = {"name": "w", "dtype": "F32", "shape": [2, 2], "file": 0}
-MANIFEST_TREE = {"format": 1, "policy_version": 1, "model_type": "qwen3", "digest": "cd" * 32, "files": [REFERENCE], "tensors": [TENSOR]}
-CHANGES_TREE = MANIFEST_TREE | {"format": 2, "base": REFERENCE | {"weights_digest": "ef" * 32}, "changed": ["w"], "in_transit": "ab"}
-PARTITION = {"entity": "a", "partition": 0, "begin": 0, "end": 5, "is_compacted": False, "file": "a.avro"}
-EXPORT = {"format": 1, "run_id": "r", "topics": {"a": {}}, "partitions": [PARTITION], "objects": [{"key": "a", "num_bytes": 1, "digest": "ab"}]}
-STATE = {"port": 9092, "controller_port": 9093, "kafka_version": "4.3.1", "pid": 1, "started_at_seconds": 1.0}
+MANIFEST_TREE = {
+    "format": 1,
+    "policy_version": 1,
+    "model_type": "qwen3",
+    "digest": "cd" * 32,
+    "files": [REFERENCE],
+    "tensors": [TENSOR],
+}
+CHANGES_TREE = MANIFEST_TREE | {
+    "format": 2,
+    "base": REFERENCE | {"weights_digest": "ef" * 32},
+    "changed": ["w"],
+    "in_transit": "ab",
+}
+PARTITION = {
+    "entity": "a",
+    "partition": 0,
+    "begin": 0,
+    "end": 5,
+    "is_compacted": False,
+    "file": "a.avro",
+}
+EXPORT = {
+    "format": 1,
+    "run_id": "r",
+    "topics": {"a": {}},
+    "partitions": [PARTITION],
+    "objects": [{"key": "a", "num_bytes": 1, "digest": "ab"}],
+}
+STATE = {
+    "port": 9092,
+    "controller_port": 9093,
+    "kafka_version": "4.3.1",
+    "pid": 1,
+    "started_at_seconds": 1.0,
+}
 TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<end>"}]}
 RUN_FILES = [file.read_bytes() for file in sorted((ROOT / "configs").glob("*.toml"))]
-RUN_TREE = {"run": {"id": "a"}, "model": {"path": "m"}, "data": {"source": "jsonl:rows"}, "broker": {"client": {"a.b": 1}}}
-OVERRIDES = [b"run.seed=1", b"broker.client.a=[1]", b'data.source="x"', b"run.id='''a'''", b"algorithm.kl_coefficient=1e9999", b"run={a=1}"]
+RUN_TREE = {
+    "run": {"id": "a"},
+    "model": {"path": "m"},
+    "data": {"source": "jsonl:rows"},
+    "broker": {"client": {"a.b": 1}},
+}
+OVERRIDES = [
+    b"run.seed=1",
+    b"broker.client.a=[1]",
+    b'data.source="x"',
+    b"run.id='''a'''",
+    b"algorithm.kl_coefficient=1e9999",
+    b"run={a=1}",
+]
 
 TARGETS = [
     Target("run-file", mutated(RUN_FILES), run_file),
     Target("run-file-json", json_bytes([RUN_TREE], odd=TEXTS), run_file_as_json),
     Target("override", mutated(OVERRIDES), override),
-    Target("rows", json_bytes(ROWS).map(lambda line: line + b"\n" + as_json(ROWS[0])) | mutated([b"\n".join(map(as_json, ROWS))]), rows),
+    Target(
+        "rows",
+        json_bytes(ROWS).map(lambda line: line + b"\n" + as_json(ROWS[0]))
+        | mutated([b"\n".join(map(as_json, ROWS))]),
+        rows,
+    ),
     Target("packed-rows", mutated([_packed(b"\n".join(map(as_json, ROWS)))]), packed_rows),
     Target("partition-file", mutated([_container_seed()]), container),
     Target("export-manifest", json_bytes([EXPORT]), export_manifest),
@@ -262,7 +331,13 @@ TARGETS = [
     Target("vocabulary", json_bytes([TOKENIZER]), vocabulary),
     Target("picture", mutated(_picture_seeds()), picture),
     Target("sound", mutated([_moving(_wave)]), sound),
-    Target("clip", mutated([_moving(_movie), _moving(lambda file: _movie(file, kind="matroska"))]), clip),
-    Target("archive", mutated([_tar_seed(tarfile.PAX_FORMAT), _tar_seed(tarfile.GNU_FORMAT)]), archive),
+    Target(
+        "clip",
+        mutated([_moving(_movie), _moving(lambda file: _movie(file, kind="matroska"))]),
+        clip,
+    ),
+    Target(
+        "archive", mutated([_tar_seed(tarfile.PAX_FORMAT), _tar_seed(tarfile.GNU_FORMAT)]), archive
+    ),
     Target("media-item", json_bytes(ITEMS, odd=TEXTS), media_item),
 ]

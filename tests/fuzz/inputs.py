@@ -51,7 +51,12 @@ SEEDS = st.integers(0, 2**48)
 
 def mutated(seeds: Sequence[bytes], *, most: int = 8) -> st.SearchStrategy[bytes]:
     """Give seeds with up to so many changes to their bytes."""
-    return st.builds(_mutated, st.sampled_from(list(seeds)), st.lists(SEEDS, max_size=most), st.just(tuple(seeds)))
+    return st.builds(
+        _mutated,
+        st.sampled_from(list(seeds)),
+        st.lists(SEEDS, max_size=most),
+        st.just(tuple(seeds)),
+    )
 
 
 def _mutated(seed: bytes, changes: list[int], seeds: tuple[bytes, ...]) -> bytes:
@@ -75,7 +80,9 @@ def _flip(data: bytearray, random: Random, _: tuple[bytes, ...]) -> None:
 
 def _set(data: bytearray, random: Random, _: tuple[bytes, ...]) -> None:
     if data:
-        data[random.randrange(len(data))] = random.choice((0, 1, 0x7F, 0x80, 0xFF, random.randrange(256)))
+        data[random.randrange(len(data))] = random.choice(
+            (0, 1, 0x7F, 0x80, 0xFF, random.randrange(256))
+        )
 
 
 def _insert(data: bytearray, random: Random, _: tuple[bytes, ...]) -> None:
@@ -107,13 +114,29 @@ def _splice(data: bytearray, random: Random, seeds: tuple[bytes, ...]) -> None:
     data[_span(data, random)] = other[random.randrange(len(other) + 1) :]
 
 
-BYTE_CHANGES: list[Callable[[bytearray, Random, tuple[bytes, ...]], None]] = [_flip, _set, _insert, _overwrite, _delete, _repeat, _cut, _splice]
+BYTE_CHANGES: list[Callable[[bytearray, Random, tuple[bytes, ...]], None]] = [
+    _flip,
+    _set,
+    _insert,
+    _overwrite,
+    _delete,
+    _repeat,
+    _cut,
+    _splice,
+]
 
 
-def documents(seeds: Sequence[Any], *, odd: Sequence[Any] = (), most: int = 6) -> st.SearchStrategy[Any]:
-    """Give JSON trees with up to so many changed nodes; `odd` are values that are put into them besides numbers and texts."""
+def documents(
+    seeds: Sequence[Any], *, odd: Sequence[Any] = (), most: int = 6
+) -> st.SearchStrategy[Any]:
+    """Give JSON trees with up to so many changed nodes; `odd` are values that are put into them
+    besides numbers and texts."""
     texts = [json.dumps(seed) for seed in seeds]
-    return st.builds(lambda text, changes: _changed(json.loads(text), changes, tuple(odd)), st.sampled_from(texts), st.lists(SEEDS, max_size=most))
+    return st.builds(
+        lambda text, changes: _changed(json.loads(text), changes, tuple(odd)),
+        st.sampled_from(texts),
+        st.lists(SEEDS, max_size=most),
+    )
 
 
 def as_json(tree: Any) -> bytes:
@@ -147,11 +170,21 @@ def _changed(tree: Any, changes: list[int], odd: tuple[Any, ...]) -> Any:
             for _ in range(random.choice((1, 3, 200))):
                 container[key] = random.choice(([container[key]], {"a": container[key]}))
         else:
-            container[key] = random.choice((*NUMBERS, *TEXTS, None, True, False, [], {}, *odd, *odd))
+            container[key] = random.choice(
+                (*NUMBERS, *TEXTS, None, True, False, [], {}, *odd, *odd)
+            )
     return holder[0]
 
 
 def _places(node: Any, depth: int = 0) -> list[tuple[Any, Any]]:
-    keys = list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
+    keys = (
+        list(node)
+        if isinstance(node, dict)
+        else list(range(len(node)))
+        if isinstance(node, list)
+        else []
+    )
     found = [(node, key) for key in keys]
-    return found + [place for key in keys[:50] if depth < 30 for place in _places(node[key], depth + 1)]
+    return found + [
+        place for key in keys[:50] if depth < 30 for place in _places(node[key], depth + 1)
+    ]

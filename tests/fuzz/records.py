@@ -14,20 +14,26 @@ import numpy as np
 import orjson
 from hypothesis import strategies as st
 
-from relax_events.broker.records import Record
 from relax_events.config import RunConfig
-from relax_events.control.dead_letters import letter_of
-from relax_events.control.topics.tail import plain
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, SchemaError
 from relax_events.events.codec import HEADER_BYTES, MAGIC, EventCodec
 from relax_events.events.parts import ObjectRef, StoredArray
 from relax_events.events.types import Event, RunDescribed, SampleRolledOut
+from relax_events.kafka.records import Record
 from relax_events.objects.claim_check import check_out
 from relax_events.objects.roots import AllowedRoots
 from relax_events.objects.store import ObjectStore
-from relax_events.pipeline.description import described_config
-from relax_events.pipeline.validation import check_ended, check_issued, check_ready, check_sample, outcomes_on
-from relax_events.policy import IssuedGroup
+from relax_events.ops.dead_letters import letter_of
+from relax_events.ops.topic_tail import plain
+from relax_events.runtime.run_description import described_config
+from relax_events.runtime.validation import (
+    check_ended,
+    check_issued,
+    check_ready,
+    check_sample,
+    outcomes_on,
+)
+from relax_events.staleness import IssuedGroup
 from tests import event_samples
 from tests.fuzz.inputs import TEXTS, as_json, documents, json_bytes, mutated
 from tests.fuzz.target import SCRATCH, Target
@@ -40,11 +46,28 @@ EVENTS: list[Event] = [
     event_samples.scored(),
     event_samples.ended(),
     event_samples.ready(),
-    event_samples.rolled_out(tokens=StoredArray("<i4", (4,), ObjectRef("file:///a/b", bytes(32), 16))),
+    event_samples.rolled_out(
+        tokens=StoredArray("<i4", (4,), ObjectRef("file:///a/b", bytes(32), 16))
+    ),
 ]
 BODIES = [CODEC.encode(event)[HEADER_BYTES:] for event in EVENTS]
 SCHEMAS = list(CODEC.schemas.values())
-KINDS = ("null", "boolean", "int", "long", "float", "double", "bytes", "string", "array", "map", "record", "enum", "fixed", "union")
+KINDS = (
+    "null",
+    "boolean",
+    "int",
+    "long",
+    "float",
+    "double",
+    "bytes",
+    "string",
+    "array",
+    "map",
+    "record",
+    "enum",
+    "fixed",
+    "union",
+)
 TYPES = [
     *KINDS,
     {"type": "array", "items": "null"},
@@ -66,7 +89,11 @@ TYPES = [
 
 def _schema_inputs() -> st.SearchStrategy[bytes]:
     bodies = mutated(BODIES) | st.binary(max_size=200)
-    return st.builds(lambda schema, body: as_json({"schema": schema, "body": base64.b64encode(body).decode()}), documents(SCHEMAS, odd=TYPES), bodies)
+    return st.builds(
+        lambda schema, body: as_json({"schema": schema, "body": base64.b64encode(body).decode()}),
+        documents(SCHEMAS, odd=TYPES),
+        bodies,
+    )
 
 
 def learn_and_decode(data: bytes) -> None:
@@ -95,19 +122,46 @@ def decode(data: bytes) -> None:
         orjson.dumps(plain(event))
         AllowedRoots(("file:///a/",)).check(event)
         may_end = partial(check_ended, allowed=outcomes_on("prompt.end-requests"))
-        checks = {"SampleRolledOut": check_sample, "SampleReady": check_ready, "PromptGroupIssued": check_issued, "PromptGroupEnded": may_end}
+        checks = {
+            "SampleRolledOut": check_sample,
+            "SampleReady": check_ready,
+            "PromptGroupIssued": check_issued,
+            "PromptGroupEnded": may_end,
+        }
         check: Any = checks.get(type(event).__name__)
         if check is not None:
             check(event)
 
 
 def _header_inputs() -> st.SearchStrategy[bytes]:
-    names = ["policy-version", "origin-partition", "origin-offset", "origin-topic", "error-class", "resolves", "traceparent"]
+    names = [
+        "policy-version",
+        "origin-partition",
+        "origin-offset",
+        "origin-topic",
+        "error-class",
+        "resolves",
+        "traceparent",
+    ]
     values = st.binary(max_size=20) | st.sampled_from(
-        [b"7", b"-1", b"9" * 18, b"9" * 5000, "\u0663".encode(), b"\xff", b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"]
+        [
+            b"7",
+            b"-1",
+            b"9" * 18,
+            b"9" * 5000,
+            "\u0663".encode(),
+            b"\xff",
+            b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01",
+        ]
     )
-    headers = st.lists(st.tuples(st.sampled_from(names), values.map(lambda value: value.hex())), max_size=6)
-    return st.builds(lambda found, key: as_json({"headers": found, "key": key}), headers, st.sampled_from(["", "00", "ff"]))
+    headers = st.lists(
+        st.tuples(st.sampled_from(names), values.map(lambda value: value.hex())), max_size=6
+    )
+    return st.builds(
+        lambda found, key: as_json({"headers": found, "key": key}),
+        headers,
+        st.sampled_from(["", "00", "ff"]),
+    )
 
 
 def read_headers(data: bytes) -> None:
@@ -192,14 +246,30 @@ def _encoded(event: Event) -> bytes:
 
 
 CLAIM = {"uri": "", "num_bytes": 16, "dtype": "<i4", "shape": [4]}
-DTYPES = ["<i8", "|u1", "|O", "O", "U4", "datetime64[s]", "(1000000,1000000)i4", "i4,i4", "<f2", "V0", "|S0", "<c8"]
+DTYPES = [
+    "<i8",
+    "|u1",
+    "|O",
+    "O",
+    "U4",
+    "datetime64[s]",
+    "(1000000,1000000)i4",
+    "i4,i4",
+    "<f2",
+    "V0",
+    "|S0",
+    "<c8",
+]
 
 
 def described(data: bytes) -> None:
     """Read the run file that a log holds."""
     text = data.decode(errors="replace")
     with suppress(ConfigError):
-        described_config(RunDescribed(run_id="fuzzed", config=text, config_digest="", package_version="0"), run_id="other")
+        described_config(
+            RunDescribed(run_id="fuzzed", config=text, config_digest="", package_version="0"),
+            run_id="other",
+        )
 
 
 def _tree() -> Any:
@@ -216,7 +286,14 @@ def group_id(data: bytes) -> None:
 TARGETS = [
     Target("schema-and-record", _schema_inputs(), learn_and_decode),
     Target("schema", json_bytes(SCHEMAS, odd=TYPES), learn),
-    Target("record", mutated([CODEC.encode(event) for event in EVENTS] + [MAGIC + fingerprint for fingerprint in CODEC.schemas]), decode),
+    Target(
+        "record",
+        mutated(
+            [CODEC.encode(event) for event in EVENTS]
+            + [MAGIC + fingerprint for fingerprint in CODEC.schemas]
+        ),
+        decode,
+    ),
     Target("headers", _header_inputs(), read_headers),
     Target("reference", mutated([uri.encode() for uri in REFERENCES]), reference),
     Target("claim-check", documents([CLAIM], odd=DTYPES).map(as_json), claim),

@@ -21,4 +21,5 @@ class Target:
     name: str
     inputs: st.SearchStrategy[bytes]
     check: Callable[[bytes], object]
-    """Takes any bytes; raises where the code under test does something else than to accept them or to refuse them by its own error."""
+    """Takes any bytes; raises where the code under test does something else than to accept them or
+    to refuse them by its own error."""

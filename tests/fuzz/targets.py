@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from tests.fuzz import calls, files, records, texts
 
-TARGETS = {target.name: target for module in (records, files, calls, texts) for target in module.TARGETS}
+TARGETS = {
+    target.name: target for module in (records, files, calls, texts) for target in module.TARGETS
+}

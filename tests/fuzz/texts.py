@@ -8,12 +8,12 @@ from typing import Any
 
 import orjson
 
-from relax_events.control.samples.cards import text_html
 from relax_events.errors import RewardError
 from relax_events.printable import printable
-from relax_events.rewards.printed import BURST_BYTES, PrintBudget
+from relax_events.reports.sample_cards import text_html
+from relax_events.rewards.process import BURST_BYTES, PrintBudget
 from relax_events.rewards.verifiers import choices, text_match
-from relax_events.rewards.verifiers.answers import last_box, references, short_answer
+from relax_events.rewards.verifiers.answer_extraction import last_box, references, short_answer
 from tests.fuzz.inputs import mutated
 from tests.fuzz.target import Target
 
@@ -33,10 +33,19 @@ def budget(data: bytes) -> None:
     """Print within a budget: no more comes out than it allows, however it is cut."""
     printed = PrintBudget(now=0.0)
     pieces = [data[at : at + 97] for at in range(0, len(data), 97)]
-    assert sum(len(printed.take(piece, now=1.0)) for piece in pieces) <= BURST_BYTES + 2_000 + 80 * len(pieces)
+    assert sum(
+        len(printed.take(piece, now=1.0)) for piece in pieces
+    ) <= BURST_BYTES + 2_000 + 80 * len(pieces)
 
 
-REWARDS: list[Any] = [text_match.exact_match, text_match.gsm8k, text_match.squad_exact_match, text_match.f1, choices.gpqa, choices.multiple_choice]
+REWARDS: list[Any] = [
+    text_match.exact_match,
+    text_match.gsm8k,
+    text_match.squad_exact_match,
+    text_match.f1,
+    choices.gpqa,
+    choices.multiple_choice,
+]
 
 
 def rewarded(data: bytes) -> None:
@@ -44,9 +53,15 @@ def rewarded(data: bytes) -> None:
     completion, _, answer = data.decode(errors="replace").partition("\x01")
     for reward in REWARDS:
         with suppress(ValueError):  # the row's own answer is refused so, and the text says why
-            found = reward(completion, answer=answer or "4", metadata={"choices": ["a", "b"]}, prompt="?")
+            found = reward(
+                completion, answer=answer or "4", metadata={"choices": ["a", "b"]}, prompt="?"
+            )
             assert 0.0 <= found <= 1.0
-    for read in (lambda: last_box(completion), lambda: short_answer(completion), lambda: references(answer)):
+    for read in (
+        lambda: last_box(completion),
+        lambda: short_answer(completion),
+        lambda: references(answer),
+    ):
         with suppress(ValueError, RewardError):  # an answer that is too long, or none
             read()
 

@@ -1,4 +1,5 @@
-"""What each engine's worker runs in test_broadcast: lists and publications come by stdin, what was fetched goes to stdout."""
+"""What each engine's worker runs in test_broadcast: lists and publications come by stdin, what was
+fetched goes to stdout."""
 
 import json
 import os
@@ -13,9 +14,9 @@ from relax_events.config import WeightsConfig
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import EnginesEnlisted, PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.pipeline.failpoints import arm_failpoints
+from relax_events.runtime.failpoints import arm_failpoints
 from relax_events.telemetry.metrics import WorkerMetrics
-from relax_events.weights.artifacts import weights_digest
+from relax_events.weights.artifact_writer import weights_digest
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.transports import ReceivingTransport
 
@@ -25,7 +26,11 @@ def main() -> None:
     store_uri, worker_id, seconds, folder = sys.argv[1:]
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     arm_failpoints(Path(folder), os.environ)
-    receiver = Receiver(worker_id, WeightsConfig(stall_seconds=float(seconds)), metrics=WorkerMetrics("rollout").weights)
+    receiver = Receiver(
+        worker_id,
+        WeightsConfig(stall_seconds=float(seconds)),
+        metrics=WorkerMetrics("rollout").weights,
+    )
     with closing(ReceivingTransport(ObjectStore.open(store_uri), receiver)) as transport:
         note = transport.follow(lambda: None)
         for line in sys.stdin:
@@ -34,12 +39,23 @@ def main() -> None:
                 note(EnginesEnlisted(**event))
                 continue
             artifact = event["artifact"]
-            reference = ObjectRef(artifact["uri"], bytes.fromhex(artifact["digest"]), artifact["num_bytes"])
-            published = PolicyVersionPublished(policy_version=event["policy_version"], artifact=reference, transports=[], start_offsets=[])
+            reference = ObjectRef(
+                artifact["uri"], bytes.fromhex(artifact["digest"]), artifact["num_bytes"]
+            )
+            published = PolicyVersionPublished(
+                policy_version=event["policy_version"],
+                artifact=reference,
+                transports=[],
+                start_offsets=[],
+            )
             while transport.is_coming(published):
                 time.sleep(0.001)
             weights = transport.fetch(published)
-            told = {"policy_version": weights.policy_version, "transport": weights.transport, "digest": weights_digest(weights.tensors).hex()}
+            told = {
+                "policy_version": weights.policy_version,
+                "transport": weights.transport,
+                "digest": weights_digest(weights.tensors).hex(),
+            }
             print(json.dumps(told), flush=True)
 
 

@@ -1,4 +1,5 @@
-"""Fixtures over the session's broker: a connection, an admin client, topics of the test's own, and whole runs with the plan applied."""
+"""Fixtures over the session's broker: a connection, an admin client, topics of the test's own, and
+whole runs with the plan applied."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.producer import RecordProducer
 from relax_events.config import RunConfig
-from relax_events.control.topics.applying import apply_topics
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.producer import RecordProducer
+from relax_events.ops.topic_apply import apply_topics
 from relax_events.topics import TopicPlan, TopicSpec
 
 QUICK_GROUP = {"consumer.session.timeout.ms": "3000", "consumer.heartbeat.interval.ms": "100"}
@@ -50,7 +51,17 @@ def make_topic(admin: Admin, run_id: str) -> Callable[..., str]:
 
     def make(entity: str, num_partitions: int = 1, **config: str) -> str:
         name = f"{run_id}.{entity}"
-        admin.create([TopicSpec(name, num_partitions, 1, "of a test", {key.replace("_", "."): value for key, value in config.items()})])
+        admin.create(
+            [
+                TopicSpec(
+                    name,
+                    num_partitions,
+                    1,
+                    "of a test",
+                    {key.replace("_", "."): value for key, value in config.items()},
+                )
+            ]
+        )
         return name
 
     return make
@@ -79,7 +90,9 @@ def make_share_group(admin: Admin, run_id: str) -> Callable[[str], str]:
 
 
 @pytest.fixture
-def apply_run(bootstrap_servers: str, make_run_config: Callable[..., RunConfig], admin: Admin) -> Callable[..., RunConfig]:
+def apply_run(
+    bootstrap_servers: str, make_run_config: Callable[..., RunConfig], admin: Admin
+) -> Callable[..., RunConfig]:
     """Return a maker of runs on the session's broker, with their topics and groups in place."""
 
     def make(**sections: dict[str, Any]) -> RunConfig:

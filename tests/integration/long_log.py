@@ -1,6 +1,8 @@
-"""Writes the control log and the prompt queue of a run that goes on for long, and starts roles on it: `python long_log.py ROLE... CONFIG`.
+"""Writes the control log and the prompt queue of a run that goes on for long, and starts roles on
+it: `python long_log.py ROLE... CONFIG`.
 
-The program prints what each start took: seconds, records decoded, and the most memory that the process held.
+The program prints what each start took: seconds, records decoded, and the most memory that the
+    process held.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
-from relax_events.control.run_state import RunState
 from relax_events.data.sources import open_stream
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import ChatMessage, CheckpointRef, ObjectRef, Outcome, TopicOffset, WorkerState
+from relax_events.events.parts import (
+    ChatMessage,
+    CheckpointRef,
+    ObjectRef,
+    Outcome,
+    TopicOffset,
+    WorkerState,
+)
 from relax_events.events.types import (
     Event,
     MetricsReported,
@@ -32,23 +37,32 @@ from relax_events.events.types import (
     TrainStepCommitted,
     WorkerBeat,
 )
-from relax_events.pipeline.control import ControlFollower
-from relax_events.policy import IssuedGroup, Place, end_of
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.projections.run_state import RunState
+from relax_events.projections.training_history import TrainingHistory
+from relax_events.runtime.control_view import ControlFollower
+from relax_events.staleness import IssuedGroup, Place, end_of
 from relax_events.topics import TopicPlan
-from relax_events.training.history import TrainingHistory
 
 WORKERS = 20
-PROMPT = "A farmer has seventeen sheep and all but nine run away; how many are left? Say how you know. " * 10
+PROMPT = (
+    "A farmer has seventeen sheep and all but nine run away; how many are left? Say how you know. "
+    * 10
+)
 ARTIFACT = ObjectRef("file:///objects/weights/00000000/manifest.json", bytes(32), 4096)
 
 
 class LongLog:
-    """A run that has come to a step. Nothing was filtered, so that offsets are known: one record for each step, version and end.
+    """A run that has come to a step. Nothing was filtered, so that offsets are known: one record
+    for each step, version and end.
 
     Args:
         config: Says how many prompt groups a step has, and how many samples those.
         num_steps: Steps that are committed.
-        reports: Reports of metrics for each step, and as many heartbeats; there are more in truth, and they are not kept for so long.
+        reports: Reports of metrics for each step, and as many heartbeats; there are more in truth,
+            and they are not kept for so long.
     """
 
     def __init__(self, config: RunConfig, *, num_steps: int, reports: int) -> None:
@@ -59,10 +73,19 @@ class LongLog:
 
     def write(self) -> None:
         """Write all of it, step by step, as the roles would."""
-        producer = RecordProducer(Connection.of(self._config.broker, client_id=f"{self._config.run.id}.long"), linger_ms=50)
+        producer = RecordProducer(
+            Connection.of(self._config.broker, client_id=f"{self._config.run.id}.long"),
+            linger_ms=50,
+        )
         schemas = self._codec.published_form()
-        producer.write(OutRecord(self._plan.topic("control.schemas"), schema, key=name.hex()) for name, schema in schemas.items())
-        start: list[tuple[str, str, Event]] = [*self._issues(range(self._staleness + 1)), ("control.policy-versions", "0", self._published(0))]
+        producer.write(
+            OutRecord(self._plan.topic("control.schemas"), schema, key=name.hex())
+            for name, schema in schemas.items()
+        )
+        start: list[tuple[str, str, Event]] = [
+            *self._issues(range(self._staleness + 1)),
+            ("control.policy-versions", "0", self._published(0)),
+        ]
         producer.write(self._out(*item) for item in start)
         for first in range(0, self._num_steps, 64):
             steps = range(first, min(first + 64, self._num_steps))
@@ -75,23 +98,47 @@ class LongLog:
         return OutRecord(self._plan.topic(entity), value, key=key, partition=0)
 
     def _group_ids(self, step: int) -> list[str]:
-        return [IssuedGroup(Place(step, seat), 0, -1).prompt_group_id for seat in range(self._groups)]
+        return [
+            IssuedGroup(Place(step, seat), 0, -1).prompt_group_id for seat in range(self._groups)
+        ]
 
     def _step(self, step: int) -> Iterator[tuple[str, str, Event]]:
         group_ids = self._group_ids(step)
         yield "control.train-steps", str(step), self._committed(step, group_ids)
         for group_id in group_ids:
-            end = end_of(group_id, Outcome.TRAINED, policy_version=step, trainer_version=step, mean_reward=0.5)
+            end = end_of(
+                group_id,
+                Outcome.TRAINED,
+                policy_version=step,
+                trainer_version=step,
+                mean_reward=0.5,
+            )
             yield "control.group-outcomes", group_id, end
         yield "control.policy-versions", str(step + 1), self._published(step + 1)
         yield from self._issues(range(step + self._staleness + 1, step + self._staleness + 2))
         if (step + 1) % 8 == 0:
             yield "control.summaries", "prompter", self._summed(step)
         for number in range(self._reports):
-            worker_id, values = f"rollout-{number % WORKERS}", {f"figure_{place}": 0.5 for place in range(8)}
-            yield "control.metrics.rollout", worker_id, MetricsReported(worker_id=worker_id, role="rollout", policy_version=step, values=values)
+            worker_id, values = (
+                f"rollout-{number % WORKERS}",
+                {f"figure_{place}": 0.5 for place in range(8)},
+            )
+            yield (
+                "control.metrics.rollout",
+                worker_id,
+                MetricsReported(
+                    worker_id=worker_id, role="rollout", policy_version=step, values=values
+                ),
+            )
             beat = WorkerBeat(
-                worker_id=worker_id, role="rollout", host="h", pid=1, state=WorkerState.WORKING, num_processed=1, num_in_flight=1, last_progress_at=1
+                worker_id=worker_id,
+                role="rollout",
+                host="h",
+                pid=1,
+                state=WorkerState.WORKING,
+                num_processed=1,
+                num_in_flight=1,
+                last_progress_at=1,
             )
             yield f"control.heartbeats.{beat.role}", worker_id, beat
 
@@ -117,10 +164,20 @@ class LongLog:
                 )
 
     def _committed(self, step: int, group_ids: list[str]) -> TrainStepCommitted:
-        samples = [f"{group_id}/{index}" for group_id in group_ids for index in range(self._config.run.samples_per_prompt)]
+        samples = [
+            f"{group_id}/{index}"
+            for group_id in group_ids
+            for index in range(self._config.run.samples_per_prompt)
+        ]
         count, every = len(samples), self._config.trainer.checkpoint_every
         named = (step - 1) // every * every  # it is written beside the step that follows it
-        checkpoint = CheckpointRef(named, f"file:///objects/checkpoints/{named:08d}/manifest.json", bytes(32)) if named > 0 else None
+        checkpoint = (
+            CheckpointRef(
+                named, f"file:///objects/checkpoints/{named:08d}/manifest.json", bytes(32)
+            )
+            if named > 0
+            else None
+        )
         return TrainStepCommitted(
             train_step=step,
             policy_version=step + 1,
@@ -130,7 +187,10 @@ class LongLog:
             offsets=np.arange(step * count, (step + 1) * count, dtype=np.int64),
             ranks=np.zeros(count, np.int32),
             micro_batches=np.arange(count, dtype=np.int32) // 8,
-            consumed=[TopicOffset(self._plan.topic("advantage.samples"), partition, step) for partition in range(self._plan.num_sample_partitions)],
+            consumed=[
+                TopicOffset(self._plan.topic("advantage.samples"), partition, step)
+                for partition in range(self._plan.num_sample_partitions)
+            ],
             staleness_counts=[count],
             figures={f"figure_{place}": 0.5 for place in range(30)} | {"reward_mean": 0.5},
             phase_seconds={"wait": 1.0, "forward_backward": 90.0, "update": 1.0},
@@ -140,28 +200,48 @@ class LongLog:
 
     def _published(self, version: int) -> PolicyVersionPublished:
         before = max(version - 1, 0)
-        ends = {"control.train-steps": before, "control.group-outcomes": before * self._groups, "control.policy-versions": version}
-        starts = [TopicOffset(topic, at, version * 64) for topic in self._plan.sample_topics() for at in self._plan.partitions_of_version(version)]
+        ends = {
+            "control.train-steps": before,
+            "control.group-outcomes": before * self._groups,
+            "control.policy-versions": version,
+        }
+        starts = [
+            TopicOffset(topic, at, version * 64)
+            for topic in self._plan.sample_topics()
+            for at in self._plan.partitions_of_version(version)
+        ]
         return PolicyVersionPublished(
             policy_version=version,
             artifact=ARTIFACT,
             transports=["store"],
             start_offsets=starts,
-            control_offsets=[TopicOffset(self._plan.topic(entity), 0, offset) for entity, offset in ends.items()],
+            control_offsets=[
+                TopicOffset(self._plan.topic(entity), 0, offset) for entity, offset in ends.items()
+            ],
             num_steps_before=before,
             ended_before={"trained": before * self._groups} if before else {},
         )
 
     def _summed(self, step: int) -> PromptsSummed:
         next_step = step + self._staleness + 2
-        in_flight = [group_id for other in range(step + 1, next_step) for group_id in self._group_ids(other)]
-        ends = {"prompt.groups": next_step * self._groups, "control.group-outcomes": (step + 1) * self._groups}
+        in_flight = [
+            group_id for other in range(step + 1, next_step) for group_id in self._group_ids(other)
+        ]
+        ends = {
+            "prompt.groups": next_step * self._groups,
+            "control.group-outcomes": (step + 1) * self._groups,
+        }
         return PromptsSummed(
-            positions=[TopicOffset(self._plan.topic(entity), 0, offset) for entity, offset in ends.items()],
+            positions=[
+                TopicOffset(self._plan.topic(entity), 0, offset) for entity, offset in ends.items()
+            ],
             next_step=next_step,
             next_row=next_step * self._groups,
             later_rows=[],
-            in_flight={group_id: (step + 1) * self._groups + place for place, group_id in enumerate(in_flight)},
+            in_flight={
+                group_id: (step + 1) * self._groups + place
+                for place, group_id in enumerate(in_flight)
+            },
             num_trained={},
             earned_places=np.zeros((0, 2), np.int64),
             earned_rewards=np.zeros(0, np.float64),
@@ -170,25 +250,35 @@ class LongLog:
 
 def start_trainer(config: RunConfig) -> Any:
     """Read what a trainer reads before it loads its checkpoint."""
-    from workers.opening import open_worker
+    from relax_events.roles.worker_factory import open_worker
 
     with open_worker("trainer", config, index=0) as worker:
         history = TrainingHistory.read(worker)
-        return {"steps_held": len(history.steps), "num_steps": history.num_steps, "trained": history.outcomes["trained"]}
+        return {
+            "steps_held": len(history.steps),
+            "num_steps": history.num_steps,
+            "trained": history.outcomes["trained"],
+        }
 
 
 def start_prompter(config: RunConfig) -> Any:
     """Recover, and follow the control log."""
-    from workers.opening import open_worker
+    from relax_events.roles.worker_factory import open_worker
     from workers.prompter import PrompterLoop
 
-    with open_worker("prompter", config, index=0, follow=("control.group-outcomes",), linger_ms=0) as worker:
+    with open_worker(
+        "prompter", config, index=0, follow=("control.group-outcomes",), linger_ms=0
+    ) as worker:
         loop = PrompterLoop(worker, open_stream(config.data, seed=config.run.seed))
         loop._recover()
         worker.follow(loop._put, begins={"control.group-outcomes": loop._ends_position})
         while not loop._inbox.empty():
             loop._take(*loop._inbox.get())
-        return {"in_flight": len(loop._in_flight), "next_step": loop._next_step, "next_row": loop._chooser.floor}
+        return {
+            "in_flight": len(loop._in_flight),
+            "next_step": loop._next_step,
+            "next_row": loop._chooser.floor,
+        }
 
 
 def start_controller(config: RunConfig) -> Any:
@@ -200,18 +290,26 @@ def start_controller(config: RunConfig) -> Any:
         worker.follow(loop._inbox.put)
         loop._take()
         state: RunState = loop._state
-        return {"num_steps": state.num_steps, "trained": state.outcomes["trained"], "steps_held": len(state.steps), "workers": len(state.workers)}
+        return {
+            "num_steps": state.num_steps,
+            "trained": state.outcomes["trained"],
+            "steps_held": len(state.steps),
+            "workers": len(state.workers),
+        }
 
 
 def start_metrics(config: RunConfig) -> Any:
     """Go on with the file of figures where it was saved."""
-    from relax_events.telemetry.figures_file import FiguresFile
+    from relax_events.roles.worker_factory import open_worker
+    from relax_events.telemetry.metrics_file import FiguresFile
     from workers.metrics import FOLLOWED, MetricsLoop
-    from workers.opening import open_worker
 
     with open_worker("metrics", config, index=0, follow=FOLLOWED) as worker:
         reader = ControlFollower(worker.connection, worker.plan, worker.codec)
-        ends = {entity: reader._reader.watermarks(worker.plan.topic(entity), 0)[1] for entity in filter(worker.plan.has, FOLLOWED)}
+        ends = {
+            entity: reader._reader.watermarks(worker.plan.topic(entity), 0)[1]
+            for entity in filter(worker.plan.has, FOLLOWED)
+        }
         reader.close()
         path = config.run_directory / "metrics.jsonl"
         with FiguresFile(path) as file:
@@ -223,7 +321,10 @@ def start_metrics(config: RunConfig) -> Any:
 
 def start_follower(config: RunConfig) -> Any:
     """Follow control as every worker does; a rollout worker does nothing more."""
-    connection, inbox = Connection.of(config.broker, client_id=f"{config.run.id}.follower"), queue.SimpleQueue[Event]()
+    connection, inbox = (
+        Connection.of(config.broker, client_id=f"{config.run.id}.follower"),
+        queue.SimpleQueue[Event](),
+    )
     follower = ControlFollower(connection, TopicPlan.of(config), EventCodec())
     follower.start(inbox.put)
     version = follower.policy_version
@@ -261,7 +362,13 @@ def main() -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
         before, started = peak_mib(), time.monotonic()
         found = STARTS[name](config)
-        taken = {"role": name, "seconds": round(time.monotonic() - started, 2), "decoded": decoded, "before_mib": before, "peak_mib": peak_mib()}
+        taken = {
+            "role": name,
+            "seconds": round(time.monotonic() - started, 2),
+            "decoded": decoded,
+            "before_mib": before,
+            "peak_mib": peak_mib(),
+        }
         print(json.dumps(taken | found), flush=True)
 
 

@@ -1,4 +1,5 @@
-"""What a rank does in test_ranks_together: it joins the others as the trainer does, then one rank fails, or all wait. `python -m ... RANK DEED`."""
+"""What a rank does in test_ranks_together: it joins the others as the trainer does, then one rank
+fails, or all wait. `python -m ... RANK DEED`."""
 
 from __future__ import annotations
 
@@ -10,11 +11,14 @@ import time
 import numpy as np
 
 from relax_events import cli
-from relax_events.control.orphans import end_with_supervisor
 from relax_events.errors import ConfigError, Fenced, RelaxError
+from relax_events.launcher.parent_watch import end_with_supervisor
 from relax_events.training.distributed import open_ranks
 
-DEEDS: dict[str, RelaxError] = {"fenced": Fenced("another instance took over"), "wrong": ConfigError("trainer.learning_rate is wrong")}
+DEEDS: dict[str, RelaxError] = {
+    "fenced": Fenced("another instance took over"),
+    "wrong": ConfigError("trainer.learning_rate is wrong"),
+}
 
 
 def act() -> None:
@@ -24,7 +28,9 @@ def act() -> None:
     with open_ranks(timeout_seconds=60.0) as ranks:
         ranks.all_gather(np.zeros(1))
         print("joined", os.getpid(), flush=True)
-        if deed == "hang":  # as in a kernel that never ends: no signal handler of Python's gets a turn
+        if (
+            deed == "hang"
+        ):  # as in a kernel that never ends: no signal handler of Python's gets a turn
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if ranks.rank != failing:
                 time.sleep(600)

@@ -11,20 +11,26 @@ import torch
 
 from relax_events.errors import RelaxError
 from relax_events.objects import ObjectStore
-from relax_events.training.checkpoints import Checkpoints
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.batch.packing import pack_order
+from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.distributed import open_ranks
-from relax_events.training.packing import pack_order
-from relax_events.training.torch_backend import TorchBackend
 from tests.unit.trainer_samples import changed, make_samples, run_config
 
 SPLITS = {"even": (0.0, 0.5, 1.0), "uneven": (0.0, 0.2, 1.0), "one_idle": (0.0, 1.0, 1.0)}
 PLAIN = {"kl_coefficient": 0.1, "aggregation": "sample_mean"}
 REJECTION = {"rejection": "k2", "rejection_over": "max", "rejection_high": 0.06, "veto_high": 1.4}
-WHOLE_STEP = {"name": "reinforce_plus_plus_baseline", "m2_threshold": 0.05, "old_logprobs": "trainer", "correction": "icepop"} | REJECTION
+WHOLE_STEP = {
+    "name": "reinforce_plus_plus_baseline",
+    "m2_threshold": 0.05,
+    "old_logprobs": "trainer",
+    "correction": "icepop",
+} | REJECTION
 
 
 def train(ranks, model_path, bounds, algorithm=PLAIN):
-    """Train three steps, each rank on its part of the samples; return all figures, and the weights."""
+    """Train three steps, each rank on its part of the samples; return all figures, and the
+    weights."""
     config = run_config(model_path, algorithm=algorithm, trainer={"max_grad_norm": 0.5})
     backend = TorchBackend(config, ranks=ranks, dtype=torch.float64)
     all_figures = []
@@ -52,7 +58,8 @@ def talk(ranks):
 
 
 def diverge(ranks, model_path):
-    """Give rank 1 alone a sample that breaks the loss, so that all skip; tell what each rank raised, and how many samples the next step has."""
+    """Give rank 1 alone a sample that breaks the loss, so that all skip; tell what each rank
+    raised, and how many samples the next step has."""
     backend = TorchBackend(run_config(model_path), ranks=ranks)
     samples = make_samples(4, seed=1, model_path=model_path)
     far = np.where(samples[3].loss_mask, np.float32(3e38), np.float32(0))
@@ -69,11 +76,14 @@ def diverge(ranks, model_path):
 
 
 def save(ranks, folder):
-    """Train a step and save a checkpoint from all ranks; return the reference as each saw it, and the state."""
+    """Train a step and save a checkpoint from all ranks; return the reference as each saw it, and
+    the state."""
     backend = TorchBackend(run_config(folder / "model"), ranks=ranks)
     backend.accumulate(make_samples(4, seed=1, model_path=folder / "model"))
     backend.step()
-    with Checkpoints(ObjectStore.open((folder / "objects").as_uri()), ranks=ranks, keep=1) as checkpoints:
+    with Checkpoints(
+        ObjectStore.open((folder / "objects").as_uri()), ranks=ranks, keep=1
+    ) as checkpoints:
         reference = checkpoints.save(backend.state(), extra={"rank": ranks.rank}).wait(30)
     mine = f"{reference.policy_version} {reference.uri} {reference.digest.hex()}"
     return [data.decode() for data in ranks.all_gather_bytes(mine.encode())], {
@@ -98,7 +108,9 @@ def main(folder):
         results, tensors = {}, {}
         for name, bounds in SPLITS.items():
             results[name], tensors[name] = train(ranks, folder / "model", bounds)
-            results[f"{name}_whole"], tensors[f"{name}_whole"] = train(ranks, folder / "model", bounds, WHOLE_STEP)
+            results[f"{name}_whole"], tensors[f"{name}_whole"] = train(
+                ranks, folder / "model", bounds, WHOLE_STEP
+            )
         results["talk"] = talk(ranks)
         results["diverge"] = diverge(ranks, folder / "model")
         results["save"], tensors["save"] = save(ranks, folder)

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from broker_steps import fill, turn_until
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.embedded.ports import choose_port
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
-from relax_events.control.topics.applying import apply_topics
-from relax_events.control.topics.lag import consumer_lag
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.embedded.ports import choose_port
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.ops.consumer_lag import consumer_lag
+from relax_events.ops.topic_apply import apply_topics
 from relax_events.topics import TopicPlan, TopicSpec
 
 MakeTopic = Callable[..., str]
@@ -28,35 +28,56 @@ def test_ping_counts_brokers(admin: Admin) -> None:
 
 def test_ping_names_address_and_remedy_when_no_broker_answers() -> None:
     address = f"127.0.0.1:{choose_port()}"
-    with pytest.raises(BrokerUnavailable, match=rf"no broker answered at {address} within 0.3 s; start it, or set broker.bootstrap_servers"):
+    with pytest.raises(
+        BrokerUnavailable,
+        match=rf"no broker answered at {address} within 0.3 s; start it, or set broker.bootstrap_servers",
+    ):
         Admin(Connection(address)).ping(timeout_seconds=0.3)
 
 
-def test_applied_topics_are_those_of_the_plan(admin: Admin, apply_run: Callable[..., RunConfig]) -> None:
+def test_applied_topics_are_those_of_the_plan(
+    admin: Admin, apply_run: Callable[..., RunConfig]
+) -> None:
     broker = {"shards": 3, "lease": "consumer_group", "queue_partitions": 5, "compression": "zstd"}
     plan = TopicPlan.of(apply_run(run={"max_staleness": 2}, broker=broker))
     found = admin.topics(plan.topic(""))
     assert found.keys() == {spec.name for spec in plan.specs()}
     for topic in plan.sample_topics():
-        assert (found[topic].num_partitions, found[topic].settings["compression.type"]) == (12, "zstd")
+        assert (found[topic].num_partitions, found[topic].settings["compression.type"]) == (
+            12,
+            "zstd",
+        )
     assert found[plan.topic("prompt.groups")].num_partitions == 5
     assert found[plan.topic("control.heartbeats.trainer")].settings["cleanup.policy"] == "compact"
     for state in found.values():
-        assert (state.settings["message.timestamp.type"], state.replication_factor) == ("LogAppendTime", 1)
+        assert (state.settings["message.timestamp.type"], state.replication_factor) == (
+            "LogAppendTime",
+            1,
+        )
 
 
-def test_apply_changes_nothing_when_it_is_done_again(admin: Admin, apply_run: Callable[..., RunConfig]) -> None:
+def test_apply_changes_nothing_when_it_is_done_again(
+    admin: Admin, apply_run: Callable[..., RunConfig]
+) -> None:
     assert apply_topics(apply_run(), admin) == []
 
 
-def test_apply_refuses_another_number_of_partitions(admin: Admin, apply_run: Callable[..., RunConfig]) -> None:
+def test_apply_refuses_another_number_of_partitions(
+    admin: Admin, apply_run: Callable[..., RunConfig]
+) -> None:
     apply_run(run={"max_staleness": 1})
-    with pytest.raises(BrokerRefused, match=r"has 6 partitions, the plan says 8; keep run.max_staleness and broker.shards as they were"):
+    with pytest.raises(
+        BrokerRefused,
+        match=r"has 6 partitions, the plan says 8; keep run.max_staleness and broker.shards as they were",
+    ):
         apply_run(run={"max_staleness": 2})
 
 
 def test_create_names_the_remedy_when_there_are_too_few_brokers(admin: Admin, run_id: str) -> None:
-    with pytest.raises(BrokerRefused, match=r"creating topic .*; set broker\.replication_factor to the number of brokers or less"):
+    with pytest.raises(
+        BrokerRefused,
+        match=r"creating topic .*; set broker\.replication_factor to the number of brokers or less",
+    ):
         admin.create([TopicSpec(f"{run_id}.wide", 1, 50, "of a test")])
 
 
@@ -74,7 +95,9 @@ def test_settings_and_topics_change_and_go(admin: Admin, make_topic: MakeTopic) 
     turn_until(lambda: admin.topics(topic) == {})
 
 
-def test_offsets_are_those_of_the_log(admin: Admin, producer: RecordProducer, make_topic: MakeTopic, run_id: str) -> None:
+def test_offsets_are_those_of_the_log(
+    admin: Admin, producer: RecordProducer, make_topic: MakeTopic, run_id: str
+) -> None:
     topic = make_topic("a", 2)
     fill(producer, topic, [b"x"] * 7)
     assert admin.end_offsets([(topic, 0), (topic, 1)]) == {(topic, 0): 7, (topic, 1): 0}
@@ -88,10 +111,15 @@ def test_end_offsets_name_a_topic_that_does_not_exist(connection: Connection, ru
         impatient.end_offsets([(f"{run_id}.missing", 0)])
 
 
-def test_consumer_lag_is_counted_by_slot(admin: Admin, connection: Connection, producer: RecordProducer, apply_run: Callable[..., RunConfig]) -> None:
-    from relax_events.broker.consumer import LogReader
-    from relax_events.broker.transactions import TransactionalWriter
+def test_consumer_lag_is_counted_by_slot(
+    admin: Admin,
+    connection: Connection,
+    producer: RecordProducer,
+    apply_run: Callable[..., RunConfig],
+) -> None:
     from relax_events.events.parts import TopicOffset
+    from relax_events.kafka.consumer import LogReader
+    from relax_events.kafka.transactions import TransactionalWriter
 
     config = apply_run(run={"max_staleness": 0}, broker={"shards": 2})
     plan = TopicPlan.of(config)
@@ -101,26 +129,40 @@ def test_consumer_lag_is_counted_by_slot(admin: Admin, connection: Connection, p
     reader = LogReader(connection, consumer_group=group)
     writer = TransactionalWriter(connection, transactional_id=plan.transactional_id("trainer"))
     consumed = {0: 4, 1: 1, 2: 2, 3: 0}
-    writer.commit([], offsets=[TopicOffset(topic, partition, offset) for partition, offset in consumed.items()], reader=reader)
+    writer.commit(
+        [],
+        offsets=[TopicOffset(topic, partition, offset) for partition, offset in consumed.items()],
+        reader=reader,
+    )
     assert consumer_lag(config, admin) == {"trainer": {0: 3, 1: 0}}
     writer.close()
     reader.close()
 
 
-def test_write_is_refused_when_the_record_is_larger_than_the_topic_allows(producer: RecordProducer, make_topic: MakeTopic) -> None:
+def test_write_is_refused_when_the_record_is_larger_than_the_topic_allows(
+    producer: RecordProducer, make_topic: MakeTopic
+) -> None:
     topic = make_topic("a", max_message_bytes="1000")
     with pytest.raises(BrokerRefused, match="delivering records: MSG_SIZE_TOO_LARGE"):
         producer.write([OutRecord(topic, bytes(5000))])
     producer.write([OutRecord(topic, b"small")])
 
 
-def test_write_is_refused_when_the_record_is_larger_than_the_client_allows(producer: RecordProducer, make_topic: MakeTopic) -> None:
+def test_write_is_refused_when_the_record_is_larger_than_the_client_allows(
+    producer: RecordProducer, make_topic: MakeTopic
+) -> None:
     topic = make_topic("a")
-    with pytest.raises(BrokerRefused, match=f"writing 67108865 bytes to {topic}: MSG_SIZE_TOO_LARGE"):
+    with pytest.raises(
+        BrokerRefused, match=f"writing 67108865 bytes to {topic}: MSG_SIZE_TOO_LARGE"
+    ):
         producer.write([OutRecord(topic, bytes(64 * 1024**2 + 1))])
 
 
-def test_write_is_refused_when_the_topic_does_not_exist(bootstrap_servers: str, run_id: str) -> None:
+def test_write_is_refused_when_the_topic_does_not_exist(
+    bootstrap_servers: str, run_id: str
+) -> None:
     quick = Connection(bootstrap_servers, client={"topic.metadata.propagation.max.ms": 100})
-    with pytest.raises(BrokerRefused, match=r"delivering records: (_UNKNOWN_TOPIC|UNKNOWN_TOPIC_OR_PART)"):
+    with pytest.raises(
+        BrokerRefused, match=r"delivering records: (_UNKNOWN_TOPIC|UNKNOWN_TOPIC_OR_PART)"
+    ):
         RecordProducer(quick).write([OutRecord(f"{run_id}.missing", b"x")])

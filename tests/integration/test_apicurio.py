@@ -1,4 +1,5 @@
-"""The same against a real registry: ids, framing, evolution under FULL_TRANSITIVE, and its refusals."""
+"""The same against a real registry: ids, framing, evolution under FULL_TRANSITIVE, and its
+refusals."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from event_samples import ended
 from schema_changes import ALLOWED, FORBIDDEN, changed
 
-from relax_events.broker.registry import RegistryClient, open_codec
 from relax_events.config import BrokerConfig
 from relax_events.errors import BrokerRefused, SchemaError
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.releases import current_release
 from relax_events.events.schemas import schema_directory
+from relax_events.kafka.schema_registry import RegistryClient, open_codec
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 SCHEMAS = current_release(schema_directory()).schemas
@@ -38,7 +39,9 @@ def client(config: BrokerConfig) -> Iterator[SchemaRegistryClient]:
         yield opened
 
 
-def test_every_event_has_one_id_and_comes_back(config: BrokerConfig, client: SchemaRegistryClient) -> None:
+def test_every_event_has_one_id_and_comes_back(
+    config: BrokerConfig, client: SchemaRegistryClient
+) -> None:
     first, second = open_codec(config), open_codec(config)
     assert set(client.get_subjects()) == set(SCHEMAS)
     assert first.encode(ended()) == second.encode(ended())
@@ -47,18 +50,28 @@ def test_every_event_has_one_id_and_comes_back(config: BrokerConfig, client: Sch
     assert json.loads(client.get_schema(schema_id).schema_str or "") == SCHEMAS[NAME]
 
 
-def test_confluents_serializer_and_ours_read_each_other(config: BrokerConfig, client: SchemaRegistryClient) -> None:
+def test_confluents_serializer_and_ours_read_each_other(
+    config: BrokerConfig, client: SchemaRegistryClient
+) -> None:
     codec = open_codec(config)
     read = AvroDeserializer(client)(codec.encode(ended()), CONTEXT)
-    serialize = AvroSerializer(client, json.dumps(SCHEMAS[NAME]), conf={"subject.name.strategy": record_subject_name_strategy})
+    serialize = AvroSerializer(
+        client,
+        json.dumps(SCHEMAS[NAME]),
+        conf={"subject.name.strategy": record_subject_name_strategy},
+    )
     assert codec.decode(serialize(read, CONTEXT)) == ended()
 
 
-def test_compatible_schema_gets_a_new_id_and_both_are_read(config: BrokerConfig, client: SchemaRegistryClient) -> None:
+def test_compatible_schema_gets_a_new_id_and_both_are_read(
+    config: BrokerConfig, client: SchemaRegistryClient
+) -> None:
     open_codec(config)
     client.set_compatibility(NAME, "FULL_TRANSITIVE")
     newer = changed(ALLOWED["field with a default added"]).schemas[NAME]
-    serialize = AvroSerializer(client, json.dumps(newer), conf={"subject.name.strategy": record_subject_name_strategy})
+    serialize = AvroSerializer(
+        client, json.dumps(newer), conf={"subject.name.strategy": record_subject_name_strategy}
+    )
     read = AvroDeserializer(client)(open_codec(config).encode(ended()), CONTEXT)
     before = client.get_versions(NAME)
     data = serialize({**read, "judge": "x"}, CONTEXT)
@@ -66,7 +79,9 @@ def test_compatible_schema_gets_a_new_id_and_both_are_read(config: BrokerConfig,
     assert open_codec(config).decode(data) == ended()
 
 
-def test_incompatible_schema_is_a_schema_error(config: BrokerConfig, client: SchemaRegistryClient) -> None:
+def test_incompatible_schema_is_a_schema_error(
+    config: BrokerConfig, client: SchemaRegistryClient
+) -> None:
     open_codec(config)
     client.set_compatibility(NAME, "FULL_TRANSITIVE")
     edit, *_ = FORBIDDEN["field added without a default"]
@@ -78,7 +93,14 @@ def test_incompatible_schema_is_a_schema_error(config: BrokerConfig, client: Sch
 
 
 def test_unknown_id_and_another_address_are_told_apart(config: BrokerConfig) -> None:
-    with pytest.raises(UnknownFingerprint, match=r"schema id 99999 .* is neither on control\.schemas nor"):
+    with pytest.raises(
+        UnknownFingerprint, match=r"schema id 99999 .* is neither on control\.schemas nor"
+    ):
         open_codec(config).decode(b"\0" + (99_999).to_bytes(4, "big") + b"body")
     with pytest.raises(BrokerRefused, match="Confluent's interface"):
-        open_codec(BrokerConfig(schema_registry=config.schema_registry.removesuffix("/ccompat/v7"), request_timeout_seconds=20.0))
+        open_codec(
+            BrokerConfig(
+                schema_registry=config.schema_registry.removesuffix("/ccompat/v7"),
+                request_timeout_seconds=20.0,
+            )
+        )

@@ -1,4 +1,5 @@
-"""The benchmark of the bus: our side runs on a real broker and loses nothing; what the page says follows from the figures."""
+"""The benchmark of the bus: our side runs on a real broker and loses nothing; what the page says
+follows from the figures."""
 
 from __future__ import annotations
 
@@ -40,7 +41,12 @@ class SessionBroker:
 
 @pytest.fixture
 def side(bootstrap_servers: str) -> Iterator[Side]:
-    with Side(bus.OURS, plane="kafka", python=Path(sys.executable), server=SessionBroker(bootstrap_servers)) as running:
+    with Side(
+        bus.OURS,
+        plane="kafka",
+        python=Path(sys.executable),
+        server=SessionBroker(bootstrap_servers),
+    ) as running:
         yield running
 
 
@@ -48,16 +54,27 @@ def result(rate: float, *, p99_ms: float = 5.0, num_lost: int = 0) -> Result:
     return Result(100, rate, 1.0, p99_ms, 0.5, num_lost)
 
 
-def measured(ours: list[Result], theirs: list[Result], *, cell: str = bus.ONE_BY_ONE, lost: int = 0) -> bus.Measured:
+def measured(
+    ours: list[Result], theirs: list[Result], *, cell: str = bus.ONE_BY_ONE, lost: int = 0
+) -> bus.Measured:
     results = {bus.OURS: ours, bus.TRANSFER_QUEUE: theirs}
-    return bus.Measured({"7 KB": {cell: results}}, {bus.OURS: Losses(40, 10, 0, lost, ""), bus.TRANSFER_QUEUE: Losses(40, 10, 10, 20, "gone")})
+    return bus.Measured(
+        {"7 KB": {cell: results}},
+        {bus.OURS: Losses(40, 10, 0, lost, ""), bus.TRANSFER_QUEUE: Losses(40, 10, 10, 20, "gone")},
+    )
 
 
 def test_our_side_brings_every_sample_to_every_reader_however_it_is_put(side: Side) -> None:
-    cells = [Cell("streamed", 512, is_streaming=True), Cell("to two", 4096, batch=64, num_readers=2), Cell("paced", 512, per_second=100)]
+    cells = [
+        Cell("streamed", 512, is_streaming=True),
+        Cell("to two", 4096, batch=64, num_readers=2),
+        Cell("paced", 512, per_second=100),
+    ]
     results = [side.run(cell, 128) for cell in cells]
     assert [one.num_lost for one in results] == [0, 0, 0]
-    assert results[2].samples_per_second < 128 / (127 / 100)  # the last is put 1.27 s after the first, at the earliest
+    assert results[2].samples_per_second < 128 / (
+        127 / 100
+    )  # the last is put 1.27 s after the first, at the earliest
     assert all(0 < one.p50_ms <= one.p99_ms for one in results)
     assert all(one.samples_per_second > 0 and one.cpu_seconds_per_1000 >= 0 for one in results)
 
@@ -75,18 +92,33 @@ def test_our_side_loses_nothing_when_a_consumer_is_killed(side: Side) -> None:
         (Cell("batches", 512, batch=64), 1000, 768),
         (Cell("batches", 40_960, batch=512), 1000, 1024),
         (Cell("streamed", 512, is_streaming=True), 1000, 768),
-        (Cell("paced", 512, per_second=40), 1000, 240),  # 6 s of them whatever the time given, so that a p99 rests on enough
+        (
+            Cell("paced", 512, per_second=40),
+            1000,
+            240,
+        ),  # 6 s of them whatever the time given, so that a p99 rests on enough
     ],
 )
-def test_counts_are_whole_batches_that_fill_the_time(cell: Cell, per_second: float, expected: int) -> None:
+def test_counts_are_whole_batches_that_fill_the_time(
+    cell: Cell, per_second: float, expected: int
+) -> None:
     assert bus.num_samples(cell, per_second=per_second, seconds=0.8) == expected
 
 
 def test_ratio_is_taken_within_a_round(tmp_path: Path) -> None:
-    found = bus.tables(measured([result(100), result(300), result(900)], [result(10), result(10), result(100)]))
-    assert [row["our rate is"] for row in found["Samples of 7 KB"]] == ["", "10.00x (9.00 to 30.00)"]
+    found = bus.tables(
+        measured([result(100), result(300), result(900)], [result(10), result(10), result(100)])
+    )
+    assert [row["our rate is"] for row in found["Samples of 7 KB"]] == [
+        "",
+        "10.00x (9.00 to 30.00)",
+    ]
     assert [row["samples/s"] for row in found["Samples of 7 KB"]] == ["300", "10"]
-    assert list(found["Acknowledged samples lost when something is killed"][1].values()) == [bus.TRANSFER_QUEUE, "10", "20"]
+    assert list(found["Acknowledged samples lost when something is killed"][1].values()) == [
+        bus.TRANSFER_QUEUE,
+        "10",
+        "20",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -94,19 +126,29 @@ def test_ratio_is_taken_within_a_round(tmp_path: Path) -> None:
     [
         (measured([result(210)], [result(10)]), ["reached", "reached"]),
         (measured([result(190)], [result(10)]), ["missed", "reached"]),
-        (measured([result(40, p99_ms=11)], [result(40)], cell=f"{bus.ONE_BY_ONE}, 50 a second"), ["missed", "reached"]),
-        (measured([result(40, p99_ms=9)], [result(40)], cell=f"{bus.ONE_BY_ONE}, 50 a second"), ["reached", "reached"]),
+        (
+            measured([result(40, p99_ms=11)], [result(40)], cell=f"{bus.ONE_BY_ONE}, 50 a second"),
+            ["missed", "reached"],
+        ),
+        (
+            measured([result(40, p99_ms=9)], [result(40)], cell=f"{bus.ONE_BY_ONE}, 50 a second"),
+            ["reached", "reached"],
+        ),
         (measured([result(16)], [result(10)], cell="batches of 64"), ["reached", "reached"]),
         (measured([result(14)], [result(10)], cell="batches of 64"), ["missed", "reached"]),
         (measured([result(210, num_lost=1)], [result(10)]), ["reached", "missed"]),
         (measured([result(210)], [result(10)], lost=1), ["reached", "missed"]),
     ],
 )
-def test_aims_are_judged_by_rate_latency_and_losses(given: bus.Measured, expected: list[str]) -> None:
+def test_aims_are_judged_by_rate_latency_and_losses(
+    given: bus.Measured, expected: list[str]
+) -> None:
     assert [line.rsplit(" ", 1)[1] for line in bus.aims(given)] == expected
 
 
-def test_page_and_data_are_written_when_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_and_data_are_written_when_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bus.publish(measured([result(210)], [result(10)]), bus.QUICK, folder=tmp_path)
     page, data = (tmp_path / "bus.md").read_text(), json.loads((tmp_path / "bus.json").read_text())
     assert page.startswith("# The bus beside")

@@ -1,4 +1,5 @@
-"""Trainer and engines, real gloo or memory between them, engines in processes of their own where they are killed: nobody waits for a bad one."""
+"""Trainer and engines, real gloo or memory between them, engines in processes of their own where
+they are killed: nobody waits for a bad one."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from relax_events.broker.deadline import Deadline
 from relax_events.config import WeightsConfig
+from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem, ObjectError
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import EnginesEnlisted, PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.pipeline.failpoints import VARIABLE
+from relax_events.runtime.failpoints import VARIABLE
 from relax_events.telemetry.metrics import WorkerMetrics
-from relax_events.weights.artifacts import weights_digest
+from relax_events.weights.artifact_writer import weights_digest
 from relax_events.weights.broadcast import receiver
-from relax_events.weights.broadcast.layout import Layout
-from relax_events.weights.broadcast.line import Line
-from relax_events.weights.broadcast.pair import LinkLost
+from relax_events.weights.broadcast.buckets import Layout
+from relax_events.weights.broadcast.channel import LinkLost
+from relax_events.weights.broadcast.control_socket import Line
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
 from relax_events.weights.broadcast.transports import ReceivingTransport, SendingTransport
@@ -42,7 +43,8 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 60.0
 STALL_SECONDS = 10.0
 STEP_SECONDS = 8.0
-"""What publishing may cost the trainer, whatever the engines do: below what an engine that hangs is given."""
+"""What publishing may cost the trainer, whatever the engines do: below what an engine that hangs is
+given."""
 
 
 def tensors_of(version: int, *, num_rows: int = 64) -> dict[str, Tensor]:
@@ -66,13 +68,19 @@ def until(condition: Callable[[], bool], what: str) -> None:
 class Trainer:
     """A trainer's side, and the lists that it wrote."""
 
-    def __init__(self, store: ObjectStore, way: str, *, bucket_bytes: int = 1024, last_list: int = 0) -> None:
+    def __init__(
+        self, store: ObjectStore, way: str, *, bucket_bytes: int = 1024, last_list: int = 0
+    ) -> None:
         self.lists: list[EnginesEnlisted] = []
         self.listeners: list[Callable[[EnginesEnlisted], object]] = []
         self.metrics = WorkerMetrics("trainer")
         seconds = {"deadline_seconds": PATIENCE_SECONDS, "stall_seconds": STALL_SECONDS}
-        config = WeightsConfig(transport="gloo", shares_memory=way == "memory", bucket_bytes=bucket_bytes, **seconds)
-        self.broadcaster = Broadcaster(config, metrics=self.metrics.weights, announce=self._tell, last_list=last_list)
+        config = WeightsConfig(
+            transport="gloo", shares_memory=way == "memory", bucket_bytes=bucket_bytes, **seconds
+        )
+        self.broadcaster = Broadcaster(
+            config, metrics=self.metrics.weights, announce=self._tell, last_list=last_list
+        )
         self._transport = SendingTransport(store, self.broadcaster)
 
     def _tell(self, enlisted: EnginesEnlisted) -> None:
@@ -85,12 +93,21 @@ class Trainer:
         self.listeners.append(listener)
         listener(self.lists[-1])
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor] | None = None) -> PolicyVersionPublished:
+    def publish(
+        self, version: int, tensors: Mapping[str, Tensor] | None = None
+    ) -> PolicyVersionPublished:
         """Publish a version, and check that no engine held this up."""
         started = time.monotonic()
-        artifact, _ = self._transport.publish(tensors_of(version) if tensors is None else tensors, policy_version=version)
+        artifact, _ = self._transport.publish(
+            tensors_of(version) if tensors is None else tensors, policy_version=version
+        )
         assert time.monotonic() - started < STEP_SECONDS
-        return PolicyVersionPublished(policy_version=version, artifact=artifact, transports=["store", "gloo"], start_offsets=[])
+        return PolicyVersionPublished(
+            policy_version=version,
+            artifact=artifact,
+            transports=["store", "gloo"],
+            start_offsets=[],
+        )
 
     def until_joined(self, *worker_ids: str) -> None:
         """Wait until just these engines are sent new versions."""
@@ -105,7 +122,9 @@ class Engine:
 
     def __init__(self, store: ObjectStore, worker_id: str) -> None:
         self.metrics = WorkerMetrics("rollout")
-        self.receiver = Receiver(worker_id, WeightsConfig(stall_seconds=STALL_SECONDS), metrics=self.metrics.weights)
+        self.receiver = Receiver(
+            worker_id, WeightsConfig(stall_seconds=STALL_SECONDS), metrics=self.metrics.weights
+        )
         self.transport = ReceivingTransport(store, self.receiver)
         self.woken = threading.Semaphore(0)
         self.note = self.transport.follow(self.woken.release)
@@ -115,12 +134,19 @@ class Engine:
         until(lambda: not self.transport.is_coming(published), "nothing is under way")
         weights = self.transport.fetch(published)
         assert weights.policy_version == published.policy_version
-        assert weights_digest(weights.tensors) == weights.digest == weights_digest(tensors_of(weights.policy_version))
+        assert (
+            weights_digest(weights.tensors)
+            == weights.digest
+            == weights_digest(tensors_of(weights.policy_version))
+        )
         return weights.transport
 
     def until_arrived(self, version: int) -> None:
         """Wait until a version has come by broadcast."""
-        until(lambda: getattr(self.receiver._arrived, "policy_version", -1) == version, f"version {version} has arrived")
+        until(
+            lambda: getattr(self.receiver._arrived, "policy_version", -1) == version,
+            f"version {version} has arrived",
+        )
 
     def close(self) -> None:
         self.transport.close()
@@ -130,16 +156,33 @@ class EngineProcess:
     """A rollout worker's side in a process of its own."""
 
     def __init__(self, store: ObjectStore, worker_id: str, *, folder: Path, failpoint: str) -> None:
-        words = [sys.executable, str(PROGRAM), store.uri("").rstrip("/"), worker_id, str(STALL_SECONDS), str(folder)]
-        variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", VARIABLE: failpoint}
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
+        words = [
+            sys.executable,
+            str(PROGRAM),
+            store.uri("").rstrip("/"),
+            worker_id,
+            str(STALL_SECONDS),
+            str(folder),
+        ]
+        variables = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            VARIABLE: failpoint,
+        }
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+        )
 
     def note(self, enlisted: EnginesEnlisted) -> None:
         self._write(asdict(enlisted))
 
     def fetch(self, published: PolicyVersionPublished) -> str:
         """Fetch a version, check it, and give the way that it came."""
-        artifact = {"uri": published.artifact.uri, "digest": published.artifact.digest.hex(), "num_bytes": published.artifact.num_bytes}
+        artifact = {
+            "uri": published.artifact.uri,
+            "digest": published.artifact.digest.hex(),
+            "num_bytes": published.artifact.num_bytes,
+        }
         self._write({"policy_version": published.policy_version, "artifact": artifact})
         told: dict[str, Any] = json.loads(self.process.stdout.readline())  # type: ignore[union-attr]
         assert told["digest"] == weights_digest(tensors_of(told["policy_version"])).hex()
@@ -196,7 +239,12 @@ def make_engine(store: ObjectStore, trainer: Trainer, opened: ExitStack) -> Call
 def failures(metrics: WorkerMetrics) -> dict[str, float]:
     """Give how many broadcasts failed, by reason."""
     name = "relax_weights_broadcast_failures_total"
-    return {sample.labels["reason"]: sample.value for family in metrics.registry.collect() for sample in family.samples if sample.name == name}
+    return {
+        sample.labels["reason"]: sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == name
+    }
 
 
 def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_trainer(
@@ -210,11 +258,16 @@ def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_tra
         engine.until_arrived(version)
         assert engine.woken.acquire(timeout=PATIENCE_SECONDS)
         assert engine.fetch(published) == way
-    assert [(told.list_version, told.engines) for told in trainer.lists] == [(1, []), (2, ["rollout-0"])]
+    assert [(told.list_version, told.engines) for told in trainer.lists] == [
+        (1, []),
+        (2, ["rollout-0"]),
+    ]
     assert (failures(trainer.metrics), failures(engine.metrics)) == ({}, {})
 
 
-def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(trainer: Trainer, make_engine: Callable[[str], Engine], way: str) -> None:
+def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(
+    trainer: Trainer, make_engine: Callable[[str], Engine], way: str
+) -> None:
     first = trainer.publish(0)
     engines = {name: make_engine(name) for name in ("rollout-0", "rollout-1")}
     for name, engine in engines.items():
@@ -234,7 +287,9 @@ def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(trai
     ]
 
 
-def test_version_that_arrived_is_not_served_when_another_one_was_published(trainer: Trainer, store: ObjectStore, make_engine: Any, way: str) -> None:
+def test_version_that_arrived_is_not_served_when_another_one_was_published(
+    trainer: Trainer, store: ObjectStore, make_engine: Any, way: str
+) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
@@ -245,13 +300,17 @@ def test_version_that_arrived_is_not_served_when_another_one_was_published(train
     assert failures(engine.metrics) == {"torn": 1}
 
 
-def test_altered_bucket_is_noticed_on_both_sides(trainer: Trainer, make_engine: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_altered_bucket_is_noticed_on_both_sides(
+    trainer: Trainer, make_engine: Any, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
     filled = Layout.filled
 
-    def altered(layout: Layout, bucket: range, tensors: Mapping[str, Tensor], *, staging: Tensor) -> Tensor:
+    def altered(
+        layout: Layout, bucket: range, tensors: Mapping[str, Tensor], *, staging: Tensor
+    ) -> Tensor:
         data = filled(layout, bucket, tensors, staging=staging).clone()
         data[5] ^= bucket.start == 2048
         return data
@@ -269,7 +328,9 @@ def test_altered_bucket_is_noticed_on_both_sides(trainer: Trainer, make_engine: 
     assert engine.fetch(published) == way
 
 
-def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(trainer: Trainer, make_engine: Any, way: str) -> None:
+def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(
+    trainer: Trainer, make_engine: Any, way: str
+) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
@@ -277,7 +338,10 @@ def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(tr
     published = trainer.publish(1, strange)
     until(lambda: failures(engine.metrics) == {"refused": 1}, "the engine refuses")
     weights = engine.transport.fetch(published)
-    assert (weights.transport, weights_digest(weights.tensors)) == ("store", weights_digest(strange))
+    assert (weights.transport, weights_digest(weights.tensors)) == (
+        "store",
+        weights_digest(strange),
+    )
     until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
     published = trainer.publish(2, tensors_of(2) | {"model.unknown.weight": torch.zeros(3)})
     engine.until_arrived(2)
@@ -298,7 +362,11 @@ def test_ports_are_free_once_both_sides_are_closed(store: ObjectStore, way: str)
 
 def listened_at() -> set[int]:
     """Return the ports that this process listens at."""
-    return {connection.laddr.port for connection in psutil.Process().net_connections("inet") if connection.status == psutil.CONN_LISTEN}
+    return {
+        connection.laddr.port
+        for connection in psutil.Process().net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 @pytest.mark.parametrize("ticket", ["0" * 32, "\u00fc", None])
@@ -311,11 +379,15 @@ def test_nobody_joins_without_the_ticket(trainer: Trainer, ticket: str | None) -
     assert trainer.broadcaster.engines == []
 
 
-def test_engine_joins_the_trainer_that_comes_after(trainer: Trainer, store: ObjectStore, make_engine: Any, way: str) -> None:
+def test_engine_joins_the_trainer_that_comes_after(
+    trainer: Trainer, store: ObjectStore, make_engine: Any, way: str
+) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
-    with closing(Trainer(store, way, last_list=trainer.lists[-1].list_version)) as successor:  # the one before hangs, and keeps its line
+    with closing(
+        Trainer(store, way, last_list=trainer.lists[-1].list_version)
+    ) as successor:  # the one before hangs, and keeps its line
         successor.tell(engine.note)
         successor.until_joined("rollout-0")
         published = successor.publish(1)
@@ -325,7 +397,9 @@ def test_engine_joins_the_trainer_that_comes_after(trainer: Trainer, store: Obje
     trainer.until_joined()
 
 
-def test_version_that_the_store_did_not_get_is_nobodys(trainer: Trainer, store: ObjectStore, make_engine: Any, monkeypatch: Any, way: str) -> None:
+def test_version_that_the_store_did_not_get_is_nobodys(
+    trainer: Trainer, store: ObjectStore, make_engine: Any, monkeypatch: Any, way: str
+) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
@@ -348,10 +422,22 @@ def test_version_that_the_store_did_not_get_is_nobodys(trainer: Trainer, store: 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody(
-    trainer: Trainer, store: ObjectStore, make_engine: Any, opened: ExitStack, tmp_path: Path, action: str, way: str
+    trainer: Trainer,
+    store: ObjectStore,
+    make_engine: Any,
+    opened: ExitStack,
+    tmp_path: Path,
+    action: str,
+    way: str,
 ) -> None:
     healthy = make_engine("rollout-0")
-    victim = opened.enter_context(closing(EngineProcess(store, "rollout-1", folder=tmp_path, failpoint=f"rollout.receiving:3={action}")))
+    victim = opened.enter_context(
+        closing(
+            EngineProcess(
+                store, "rollout-1", folder=tmp_path, failpoint=f"rollout.receiving:3={action}"
+            )
+        )
+    )
     trainer.tell(victim.note)
     first = trainer.publish(0)
     assert (healthy.fetch(first), victim.fetch(first)) == ("store", "store")
@@ -371,12 +457,25 @@ def test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody(
 
 
 @pytest.mark.parametrize("transport", ["nccl", "store"])
-def test_trainer_says_what_a_transport_needs_when_it_is_not_here(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_says_what_a_transport_needs_when_it_is_not_here(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EnvironmentProblem, match=f"weights.transport = '{transport}' needs"):
-        Broadcaster(WeightsConfig(transport=transport), metrics=WorkerMetrics("trainer").weights, announce=lambda _: None)
+        Broadcaster(
+            WeightsConfig(transport=transport),
+            metrics=WorkerMetrics("trainer").weights,
+            announce=lambda _: None,
+        )
 
 
 def test_trainer_names_an_address_that_is_not_its_own() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"weights\.host = '192\.0\.2\.1' must be an address of the trainer's machine"):
-        Broadcaster(WeightsConfig(transport="gloo", host="192.0.2.1"), metrics=WorkerMetrics("trainer").weights, announce=lambda _: None)
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"weights\.host = '192\.0\.2\.1' must be an address of the trainer's machine",
+    ):
+        Broadcaster(
+            WeightsConfig(transport="gloo", host="192.0.2.1"),
+            metrics=WorkerMetrics("trainer").weights,
+            announce=lambda _: None,
+        )

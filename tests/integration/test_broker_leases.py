@@ -1,4 +1,5 @@
-"""The embedded broker runs as long as somebody uses it, whatever becomes of those who started it, and never ends under anybody."""
+"""The embedded broker runs as long as somebody uses it, whatever becomes of those who started it,
+and never ends under anybody."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import IO
 
 import pytest
 
-from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.cli.broker import app
 from relax_events.config import RunConfig
-from relax_events.control.address import attached
 from relax_events.errors import BrokerUnavailable, CheckFailed
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.session.broker_address import attached
 
 USER = """
 import pathlib, sys
@@ -64,7 +65,9 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
-def test_users_who_come_together_share_a_broker_that_the_last_one_stops(broker: EmbeddedBroker) -> None:
+def test_users_who_come_together_share_a_broker_that_the_last_one_stops(
+    broker: EmbeddedBroker,
+) -> None:
     with user(broker) as first, user(broker) as second:  # the later one waits for the start
         assert sorted([said(first), said(second)]) == ["found", "started"]
         assert sorted(broker.users) == sorted([first.pid, second.pid])
@@ -89,7 +92,9 @@ def test_next_user_stops_the_broker_of_one_who_was_killed(broker: EmbeddedBroker
     assert not broker.is_running
 
 
-def test_broker_that_was_killed_and_restarted_under_its_users_is_stopped_by_the_last_one(broker: EmbeddedBroker) -> None:
+def test_broker_that_was_killed_and_restarted_under_its_users_is_stopped_by_the_last_one(
+    broker: EmbeddedBroker,
+) -> None:
     with broker:
         broker.kill()
         again = EmbeddedBroker(broker.directory)  # as another process restarts it
@@ -98,7 +103,9 @@ def test_broker_that_was_killed_and_restarted_under_its_users_is_stopped_by_the_
     assert not broker.is_running
 
 
-def test_broker_start_keeps_the_broker_when_its_users_leave(broker: EmbeddedBroker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broker_start_keeps_the_broker_when_its_users_leave(
+    broker: EmbeddedBroker, capsys: pytest.CaptureFixture[str]
+) -> None:
     with user(broker) as other:
         said(other)
         app(["start", "--directory", str(broker.directory)], result_action="return_value")
@@ -115,14 +122,22 @@ def test_broker_start_keeps_the_broker_when_its_users_leave(broker: EmbeddedBrok
     assert not broker.is_running
 
 
-def test_command_brings_the_broker_up_for_itself(make_run_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_brings_the_broker_up_for_itself(
+    make_run_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
     config = make_run_config()
     broker = EmbeddedBroker(config.run.directory / "broker")
-    with pytest.raises(BrokerUnavailable, match="no broker was ever started"), attached(config, by="relax ledger check"):
+    with (
+        pytest.raises(BrokerUnavailable, match="no broker was ever started"),
+        attached(config, by="relax ledger check"),
+    ):
         pass
     with broker:
         pass
-    with pytest.raises(BrokerUnavailable, match="does not run; start it with"), attached(config, by="relax worker reward", brings_up=False):
+    with (
+        pytest.raises(BrokerUnavailable, match="does not run; start it with"),
+        attached(config, by="relax worker reward", brings_up=False),
+    ):
         pass
     with attached(config, by="relax ledger check") as reached:
         assert reached.broker.bootstrap_servers == broker.bootstrap_servers

@@ -1,4 +1,5 @@
-"""A worker that is started by hand, or in a container, does not work on a run whose prompt groups it would leave open."""
+"""A worker that is started by hand, or in a container, does not work on a run whose prompt groups
+it would leave open."""
 
 from __future__ import annotations
 
@@ -6,22 +7,28 @@ from collections.abc import Callable
 
 import pytest
 
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
-from relax_events.pipeline.description import describe
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.roles.worker_factory import open_worker
+from relax_events.runtime.run_description import describe
 from relax_events.topics import TopicPlan
-from workers.opening import open_worker
 
 
 @pytest.mark.parametrize("role", ["prompter", "advantage"])
-def test_worker_refuses_a_run_file_that_the_run_can_not_go_on_with(apply_run: Callable[..., RunConfig], producer: RecordProducer, role: str) -> None:
+def test_worker_refuses_a_run_file_that_the_run_can_not_go_on_with(
+    apply_run: Callable[..., RunConfig], producer: RecordProducer, role: str
+) -> None:
     config = apply_run()
     topic = TopicPlan.of(config).topic("control.commands")
     producer.write([OutRecord(topic, EventCodec().encode(describe(config)), key="k")])
-    changed = config.model_copy(update={"run": config.run.model_copy(update={"groups_per_step": 2 * config.run.groups_per_step})})
+    changed = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"groups_per_step": 2 * config.run.groups_per_step})
+        }
+    )
     with pytest.raises(ConfigError, match=r"run.groups_per_step: 16 -> 32"):
         open_worker(role, changed, index=0)
     with open_worker(role, config, index=0) as worker:

@@ -1,4 +1,5 @@
-"""Members of a consumer group share partitions, meet on the same ones of all topics, and take over where a commit stands."""
+"""Members of a consumer group share partitions, meet on the same ones of all topics, and take over
+where a commit stands."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ import pytest
 from broker_steps import fetch_until, fill, next_line, other_process, turn_until
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from relax_events.broker import consumer as consumers
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer
-from relax_events.broker.deadline import Deadline
-from relax_events.broker.heartbeats import HeartbeatWatch
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord, Record
-from relax_events.broker.transactions import TransactionalWriter
+from relax_events.deadline import Deadline
 from relax_events.errors import ClientFailed
 from relax_events.events.parts import TopicOffset
+from relax_events.kafka import consumer as consumers
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.client_statistics import HeartbeatWatch
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.transactions import TransactionalWriter
 
 MakeTopic = Callable[..., str]
 MakeGroup = Callable[[str], str]
@@ -50,7 +51,12 @@ def test_member_reads_all_records_in_order_when_it_is_alone(
 ) -> None:
     topic = make_topic("work")
     headers = {"policy-version": "7", "note": "caf\u00e9"}
-    producer.write([OutRecord(topic, b"a", key="k", partition=0, headers=headers), OutRecord(topic, b"b", partition=0)])
+    producer.write(
+        [
+            OutRecord(topic, b"a", key="k", partition=0, headers=headers),
+            OutRecord(topic, b"b", partition=0),
+        ]
+    )
     consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     first, second = fetch_until(consumer, lambda records: len(records) == 2)
     assert (first.value, first.key, first.headers, first.policy_version) == (b"a", "k", headers, 7)
@@ -65,7 +71,9 @@ def test_member_that_is_paused_takes_nothing_gives_partitions_back_and_goes_on(
 ) -> None:
     topic, group = make_topic("work", 2), make_group("reward")
     paused = GroupConsumer(connection, consumer_group=group, topics=[topic])
-    turn_until(lambda: partitions_of(paused, topic) == {0, 1}, lambda: paused.fetch(timeout_seconds=0.1))
+    turn_until(
+        lambda: partitions_of(paused, topic) == {0, 1}, lambda: paused.fetch(timeout_seconds=0.1)
+    )
     paused.pause()
     fill(producer, topic, [b"a"] * 3)
     fill(producer, topic, [b"b"] * 3, partition=1)
@@ -75,10 +83,20 @@ def test_member_that_is_paused_takes_nothing_gives_partitions_back_and_goes_on(
         assert paused.fetch(timeout_seconds=0.1) == []
         taken.extend(other.fetch(timeout_seconds=0.1))
 
-    turn_until(lambda: len(partitions_of(paused, topic)) == len(partitions_of(other, topic)) == 1 and len(taken) == 3, turn)
+    turn_until(
+        lambda: (
+            len(partitions_of(paused, topic)) == len(partitions_of(other, topic)) == 1
+            and len(taken) == 3
+        ),
+        turn,
+    )
     other.close()
-    turn_until(lambda: partitions_of(paused, topic) == {0, 1}, lambda: paused.fetch(timeout_seconds=0.1))
-    assert paused.fetch(timeout_seconds=0.5) == [], "a partition that comes while it is paused is paused too"
+    turn_until(
+        lambda: partitions_of(paused, topic) == {0, 1}, lambda: paused.fetch(timeout_seconds=0.1)
+    )
+    assert paused.fetch(timeout_seconds=0.5) == [], (
+        "a partition that comes while it is paused is paused too"
+    )
     paused.resume()
     assert len(fetch_until(paused, lambda records: len(records) == 6)) == 6
     paused.close()
@@ -93,7 +111,10 @@ def test_lag_of_a_member_is_what_it_has_not_fetched(
     consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     assert consumer.lag() == {}
     taken: list[Record] = []
-    turn_until(lambda: len(taken) >= 3 and len(consumer.lag()) == 2, lambda: taken.extend(consumer.fetch(1, timeout_seconds=0.2)))
+    turn_until(
+        lambda: len(taken) >= 3 and len(consumer.lag()) == 2,
+        lambda: taken.extend(consumer.fetch(1, timeout_seconds=0.2)),
+    )
     unread = {(topic, 0): 10, (topic, 1): 4}
     for record in taken:
         unread[record.topic, record.partition] -= 1
@@ -104,7 +125,10 @@ def test_lag_of_a_member_is_what_it_has_not_fetched(
 
 
 def test_heartbeats_show_in_the_clients_statistics_however_idle_the_member(
-    connection: Connection, make_topic: MakeTopic, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    connection: Connection,
+    make_topic: MakeTopic,
+    make_group: MakeGroup,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noted: list[tuple[int, float]] = []
 
@@ -114,7 +138,9 @@ def test_heartbeats_show_in_the_clients_statistics_however_idle_the_member(
             noted.append((self._num_heartbeats, self._silent_seconds))
 
     monkeypatch.setattr(consumers, "HeartbeatWatch", Seen)
-    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[make_topic("work")])
+    consumer = GroupConsumer(
+        connection, consumer_group=make_group("reward"), topics=[make_topic("work")]
+    )
     turn_until(lambda: len(noted) >= 4, lambda: consumer.fetch(timeout_seconds=0.2))
     consumer.close()
     first, *_, last = [count for count, _ in noted if count]
@@ -123,7 +149,10 @@ def test_heartbeats_show_in_the_clients_statistics_however_idle_the_member(
 
 
 def test_member_whose_heartbeats_have_stopped_ends_its_worker(
-    connection: Connection, make_topic: MakeTopic, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    connection: Connection,
+    make_topic: MakeTopic,
+    make_group: MakeGroup,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(HeartbeatWatch, "is_silent", True)
     group = make_group("reward")
@@ -141,12 +170,22 @@ def test_members_hold_the_same_partitions_of_all_topics_when_there_are_two(
     members = [GroupConsumer(connection, consumer_group=group, topics=topics) for _ in range(2)]
 
     def is_divided() -> bool:
-        return all(len(partitions_of(member, topics[0])) == 2 for member in members) and all(len(member.positions) == 4 for member in members)
+        return all(len(partitions_of(member, topics[0])) == 2 for member in members) and all(
+            len(member.positions) == 4 for member in members
+        )
 
-    turn_until(is_divided, *(lambda member=member: member.fetch(timeout_seconds=0.05) for member in members))
+    turn_until(
+        is_divided,
+        *(lambda member=member: member.fetch(timeout_seconds=0.05) for member in members),
+    )
     for member in members:
         assert partitions_of(member, topics[0]) == partitions_of(member, topics[1])
-    assert partitions_of(members[0], topics[0]) | partitions_of(members[1], topics[0]) == {0, 1, 2, 3}
+    assert partitions_of(members[0], topics[0]) | partitions_of(members[1], topics[0]) == {
+        0,
+        1,
+        2,
+        3,
+    }
     for member in members:
         member.close()
 
@@ -166,8 +205,14 @@ def test_revoked_member_commits_first_when_a_second_one_joins(
     first = GroupConsumer(connection, consumer_group=group, topics=[topic], on_revoked=give_back)
     fetch_until(first, lambda records: len(records) == 10)
     assigned: list[TopicOffset] = []
-    second = GroupConsumer(connection, consumer_group=group, topics=[topic], on_assigned=assigned.extend)
-    turn_until(lambda: bool(assigned), lambda: first.fetch(timeout_seconds=0.05), lambda: second.fetch(timeout_seconds=0.05))
+    second = GroupConsumer(
+        connection, consumer_group=group, topics=[topic], on_assigned=assigned.extend
+    )
+    turn_until(
+        lambda: bool(assigned),
+        lambda: first.fetch(timeout_seconds=0.05),
+        lambda: second.fetch(timeout_seconds=0.05),
+    )
     assert [offset.offset for offset in revoked] == [5]
     assert assigned == revoked
     first.close()
@@ -175,7 +220,11 @@ def test_revoked_member_commits_first_when_a_second_one_joins(
 
 
 def test_next_member_starts_at_the_commit_when_one_is_killed(
-    bootstrap_servers: str, connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
+    bootstrap_servers: str,
+    connection: Connection,
+    producer: RecordProducer,
+    make_topic: MakeTopic,
+    make_group: MakeGroup,
 ) -> None:
     topic, group = make_topic("work"), make_group("reward")
     fill(producer, topic, [str(index).encode() for index in range(10)])
@@ -188,7 +237,11 @@ def test_next_member_starts_at_the_commit_when_one_is_killed(
 
 
 def test_commit_outlives_the_member_when_nobody_waited_for_it(
-    connection: Connection, producer: RecordProducer, admin: Admin, make_topic: MakeTopic, make_group: MakeGroup
+    connection: Connection,
+    producer: RecordProducer,
+    admin: Admin,
+    make_topic: MakeTopic,
+    make_group: MakeGroup,
 ) -> None:
     topic, group = make_topic("work"), make_group("reward")
     fill(producer, topic, [b"a", b"b", b"c"])
@@ -233,7 +286,9 @@ class BusyCoordinator:
     def __init__(self) -> None:
         self.failures = [KafkaException(KafkaError(KafkaError._TIMED_OUT))]
 
-    def committed(self, partitions: list[TopicPartition], *, timeout: float) -> list[TopicPartition]:
+    def committed(
+        self, partitions: list[TopicPartition], *, timeout: float
+    ) -> list[TopicPartition]:
         if self.failures:
             raise self.failures.pop()
         return [TopicPartition(partition.topic, partition.partition, 7) for partition in partitions]
@@ -250,30 +305,48 @@ def test_member_asks_again_when_the_coordinator_was_too_busy_to_tell_where_to_be
 
 
 def test_client_that_does_not_fetch_one_of_its_partitions_any_more_is_given_up(
-    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    connection: Connection,
+    producer: RecordProducer,
+    make_topic: MakeTopic,
+    make_group: MakeGroup,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.broker.membership.LOOK_SECONDS", 0.3)
+    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.LOOK_SECONDS", 0.3)
     topic = make_topic("work", 2)
     consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     turn_until(lambda: len(consumer.positions) == 2, lambda: consumer.fetch(timeout_seconds=0.1))
-    consumer._consumer.pause([TopicPartition(topic, 1)])  # behind our back, so that the client behaves as one that has lost it
+    consumer._consumer.pause(
+        [TopicPartition(topic, 1)]
+    )  # behind our back, so that the client behaves as one that has lost it
     fill(producer, topic, [b"comes"])
     fill(producer, topic, [b"lies"], partition=1)
-    assert [record.value for record in fetch_until(consumer, lambda records: len(records) == 1)] == [b"comes"]
+    assert [
+        record.value for record in fetch_until(consumer, lambda records: len(records) == 1)
+    ] == [b"comes"]
     with pytest.raises(ClientFailed, match=re.escape(f"does not fetch what lies at {topic}[1]@0")):
         turn_until(lambda: False, lambda: consumer.fetch(timeout_seconds=0.1))
     consumer.close()
 
 
 def test_marks_of_a_transaction_that_nobody_is_given_are_no_reason_to_give_a_client_up(
-    connection: Connection, make_topic: MakeTopic, make_group: MakeGroup, run_id: str, monkeypatch: pytest.MonkeyPatch
+    connection: Connection,
+    make_topic: MakeTopic,
+    make_group: MakeGroup,
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.broker.membership.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.LOOK_SECONDS", 0.1)
     topic = make_topic("work")
     writer = TransactionalWriter(connection, transactional_id=f"{run_id}.marks")
     consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     looks = []
-    monkeypatch.setattr(consumer, "_prove_unreadable", lambda unread: looks.append(dict(unread)) or GroupConsumer._prove_unreadable(consumer, unread))
+    monkeypatch.setattr(
+        consumer,
+        "_prove_unreadable",
+        lambda unread: (
+            looks.append(dict(unread)) or GroupConsumer._prove_unreadable(consumer, unread)
+        ),
+    )
     writer.commit([OutRecord(topic, b"comes", partition=0)])
     turn_until(lambda: bool(looks), lambda: consumer.fetch(timeout_seconds=0.1))
     assert looks == [{(topic, 0): 1}]
@@ -281,9 +354,13 @@ def test_marks_of_a_transaction_that_nobody_is_given_are_no_reason_to_give_a_cli
 
 
 def test_client_that_is_paused_is_not_given_up(
-    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    connection: Connection,
+    producer: RecordProducer,
+    make_topic: MakeTopic,
+    make_group: MakeGroup,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.broker.membership.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.LOOK_SECONDS", 0.1)
     topic = make_topic("work")
     consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     turn_until(lambda: len(consumer.positions) == 1, lambda: consumer.fetch(timeout_seconds=0.1))
@@ -292,5 +369,7 @@ def test_client_that_is_paused_is_not_given_up(
     for _ in range(10):
         assert consumer.fetch(timeout_seconds=0.15) == []
     consumer.resume()
-    assert [record.value for record in fetch_until(consumer, lambda records: len(records) == 1)] == [b"waits"]
+    assert [
+        record.value for record in fetch_until(consumer, lambda records: len(records) == 1)
+    ] == [b"waits"]
     consumer.close()

@@ -1,4 +1,5 @@
-"""Following the control log: history first, then live, in one order for all; and what every worker does with it."""
+"""Following the control log: history first, then live, in one order for all; and what every worker
+does with it."""
 
 from __future__ import annotations
 
@@ -13,22 +14,36 @@ import pytest
 from broker_steps import TIMEOUT_SECONDS, turn_until
 from event_samples import committed, ended, published, rolled_out
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.embedded.ports import choose_port
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.errors import BrokerUnavailable, ClientFailed, ConfigError, CorruptRecord, PoisonSample
+from relax_events.errors import (
+    BrokerUnavailable,
+    ClientFailed,
+    ConfigError,
+    CorruptRecord,
+    PoisonSample,
+)
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command, Outcome, StoredArray, WorkerState
-from relax_events.events.types import Event, MetricsReported, PolicyVersionPublished, PromptGroupEnded, RunCommanded, SampleRolledOut, WorkerBeat
+from relax_events.events.types import (
+    Event,
+    MetricsReported,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    RunCommanded,
+    SampleRolledOut,
+    WorkerBeat,
+)
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.embedded.ports import choose_port
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord, Record
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import claim
-from relax_events.pipeline.control import ControlFollower
-from relax_events.pipeline.worker import Worker
+from relax_events.roles.worker_factory import StoreClaimCheck, open_store, open_worker
+from relax_events.runtime.control_view import ControlFollower
+from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from workers.opening import StoreClaimCheck, open_store, open_worker
 
 CODEC = EventCodec()
 
@@ -54,7 +69,9 @@ def tell(producer: RecordProducer, plan: TopicPlan) -> Callable[[str, Event], No
 @pytest.fixture
 def worker(config: RunConfig, tmp_path: Path) -> Iterator[Worker]:
     store = ObjectStore.open((tmp_path / "objects").as_uri())
-    with Worker("reward", config, claim_check=StoreClaimCheck(store, inline_max_bytes=1000), index=3) as opened:
+    with Worker(
+        "reward", config, claim_check=StoreClaimCheck(store, inline_max_bytes=1000), index=3
+    ) as opened:
         yield opened
 
 
@@ -70,7 +87,9 @@ def next_of(inbox: queue.SimpleQueue[Event], count: int) -> list[Event]:
     return [inbox.get(timeout=TIMEOUT_SECONDS) for _ in range(count)]
 
 
-def test_follower_that_stopped_reads_what_was_committed_before(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+def test_follower_that_stopped_reads_what_was_committed_before(
+    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
+) -> None:
     follower = ControlFollower(connection, plan, EventCodec(), also=["control.group-outcomes"])
     heard: list[Event] = []
     follower.start(heard.append)
@@ -87,7 +106,9 @@ def test_follower_that_stopped_reads_what_was_committed_before(connection: Conne
         follower.close()
 
 
-def test_follower_tells_history_then_live_in_log_order(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+def test_follower_tells_history_then_live_in_log_order(
+    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
+) -> None:
     for version in (0, 1):
         tell("control.policy-versions", published(version))
     follower = ControlFollower(connection, plan, EventCodec(), also=["control.group-outcomes"])
@@ -101,7 +122,9 @@ def test_follower_tells_history_then_live_in_log_order(connection: Connection, p
     follower.close()
 
 
-def test_follower_ignores_a_version_that_is_not_newer(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+def test_follower_ignores_a_version_that_is_not_newer(
+    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
+) -> None:
     follower = ControlFollower(connection, plan, EventCodec())
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     follower.start(inbox.put)
@@ -113,7 +136,9 @@ def test_follower_ignores_a_version_that_is_not_newer(connection: Connection, pl
     follower.close()
 
 
-def test_follower_wakes_who_waits_for_a_version(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+def test_follower_wakes_who_waits_for_a_version(
+    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
+) -> None:
     follower = ControlFollower(connection, plan, EventCodec())
     follower.start()
     assert not follower.wait_for_version(0, timeout_seconds=0.05)
@@ -130,9 +155,16 @@ def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting
     turn_until(lambda: worker.control.policy_version == 0)
     waited: list[int] = []
     wait = worker.control.wait_for_version
-    monkeypatch.setattr(worker.control, "wait_for_version", lambda version, **how: waited.append(version) or wait(version, **how))
+    monkeypatch.setattr(
+        worker.control,
+        "wait_for_version",
+        lambda version, **how: waited.append(version) or wait(version, **how),
+    )
     for version in (7, 8, 9):
-        with pytest.raises(PoisonSample, match=rf"is of policy version {version}, which was never published; the newest is 0"):
+        with pytest.raises(
+            PoisonSample,
+            match=rf"is of policy version {version}, which was never published; the newest is 0",
+        ):
             worker.await_published(version)
     assert waited == []
     tell("control.policy-versions", published(1))
@@ -141,13 +173,18 @@ def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting
 
 
 def test_follower_that_lost_its_brokers_for_good_reads_on_with_a_new_client(
-    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
+    connection: Connection,
+    plan: TopicPlan,
+    tell: Callable[[str, Event], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.pipeline.control.SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("relax_events.runtime.control_view.SILENT_SECONDS", 0.2)
     tell("control.policy-versions", published(0))
     follower = ControlFollower(connection, plan, EventCodec())
     follower._reader.close()
-    follower._reader = LogReader(Connection(f"127.0.0.1:{choose_port()}", request_timeout_seconds=1.0))
+    follower._reader = LogReader(
+        Connection(f"127.0.0.1:{choose_port()}", request_timeout_seconds=1.0)
+    )
     follower._starts = {(plan.topic("control.policy-versions"), 0): 0}
     follower._thread.start()
     for version in (1, 2):
@@ -159,16 +196,22 @@ def test_follower_that_lost_its_brokers_for_good_reads_on_with_a_new_client(
 def test_sample_is_no_poison_where_the_clients_of_a_worker_hear_nothing(
     worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client may lose all brokers and never find them again: the worker must end, and the next one takes the sample."""
+    """A client may lose all brokers and never find them again: the worker must end, and the next
+    one takes the sample."""
     tell("control.policy-versions", published(0))
     worker.follow()
     turn_until(lambda: worker.control.policy_version == 0)
     worker.control.stop()
     tell("control.policy-versions", published(1))
-    monkeypatch.setattr("relax_events.pipeline.worker.ANNOUNCEMENT_SECONDS", 0.1)
+    monkeypatch.setattr("relax_events.runtime.worker.ANNOUNCEMENT_SECONDS", 0.1)
     cut_off = Connection(f"127.0.0.1:{choose_port()}", request_timeout_seconds=1.0)
     worker.control._checking = LogReader(cut_off)
-    with pytest.raises(ClientFailed, match="policy version 1 is published, and the client of the control topics has not read of it"):
+    with pytest.raises(
+        ClientFailed,
+        match=(
+            "policy version 1 is published, and the client of the control topics has not read of it"
+        ),
+    ):
         worker.await_published(1)
     monkeypatch.setattr(worker.control, "_connection", cut_off)
     worker.control._drop_checking()
@@ -190,7 +233,10 @@ def test_version_that_the_follower_has_not_read_is_found_on_the_log(
 
 
 def test_follower_goes_on_when_a_control_record_is_corrupt(
-    connection: Connection, producer: RecordProducer, plan: TopicPlan, tell: Callable[[str, Event], None]
+    connection: Connection,
+    producer: RecordProducer,
+    plan: TopicPlan,
+    tell: Callable[[str, Event], None],
 ) -> None:
     for topic in ("control.policy-versions", "control.schemas"):
         producer.write([OutRecord(plan.topic(topic), b"no event", key="x")])
@@ -201,18 +247,45 @@ def test_follower_goes_on_when_a_control_record_is_corrupt(
 
 
 def test_follower_takes_nothing_that_its_writer_may_not_say(
-    connection: Connection, plan: TopicPlan, producer: RecordProducer, tell: Callable[[str, Event], None]
+    connection: Connection,
+    plan: TopicPlan,
+    producer: RecordProducer,
+    tell: Callable[[str, Event], None],
 ) -> None:
-    """Reward may write its own heartbeats and metrics; so nothing counts there but what they say of its own workers."""
-    idle: dict[str, Any] = {"host": "h", "pid": 1, "state": WorkerState.IDLE, "num_processed": 0, "num_in_flight": 0, "last_progress_at": 0}
+    """Reward may write its own heartbeats and metrics; so nothing counts there but what they say of
+    its own workers."""
+    idle: dict[str, Any] = {
+        "host": "h",
+        "pid": 1,
+        "state": WorkerState.IDLE,
+        "num_processed": 0,
+        "num_in_flight": 0,
+        "last_progress_at": 0,
+    }
     named = (("trainer-0", "trainer"), ("trainer-0", "reward"), ("reward-0", "reward"))
     beats = [WorkerBeat(worker_id=name, role=role, **idle) for name, role in named]
-    for event in (*beats, committed(7), ended("000001-0002-0"), RunCommanded(command=Command.STOP, reason="forged"), published(9)):
-        producer.write([OutRecord(plan.topic("control.heartbeats.reward"), CODEC.encode(event), key="reward-0")])
-    forged = MetricsReported(worker_id="trainer-0", role="trainer", values={"steps_not_finite": 1.0})
+    for event in (
+        *beats,
+        committed(7),
+        ended("000001-0002-0"),
+        RunCommanded(command=Command.STOP, reason="forged"),
+        published(9),
+    ):
+        producer.write(
+            [
+                OutRecord(
+                    plan.topic("control.heartbeats.reward"), CODEC.encode(event), key="reward-0"
+                )
+            ]
+        )
+    forged = MetricsReported(
+        worker_id="trainer-0", role="trainer", values={"steps_not_finite": 1.0}
+    )
     for event in (forged, beats[2]):
         tell("control.metrics.reward", event)
-    follower = ControlFollower(connection, plan, EventCodec(), also=["control.heartbeats.reward", "control.metrics.reward"])
+    follower = ControlFollower(
+        connection, plan, EventCodec(), also=["control.heartbeats.reward", "control.metrics.reward"]
+    )
     heard: list[Event] = []
     follower.start(heard.append)
     assert (heard, follower.policy_version) == ([beats[2]], -1)
@@ -225,7 +298,9 @@ def test_honest_schema_can_be_neither_blanked_nor_overwritten(
     topic, published_form = plan.topic("control.schemas"), worker.codec.published_form()
     forged = next(schema for name, schema in published_form.items() if b"WorkerBeat" in schema)
     keys = [name.hex() for name in published_form]
-    producer.write(OutRecord(topic, value, key=key) for key in keys for value in (b"", forged, b"{}"))
+    producer.write(
+        OutRecord(topic, value, key=key) for key in keys for value in (b"", forged, b"{}")
+    )
     first = {}
     for record in read(connection, topic):
         first.setdefault(record.key, record.value)
@@ -236,65 +311,115 @@ def test_honest_schema_can_be_neither_blanked_nor_overwritten(
     follower.close()
 
 
-def test_worker_that_starts_again_publishes_no_schema_twice(worker: Worker, config: RunConfig, connection: Connection, plan: TopicPlan) -> None:
+def test_worker_that_starts_again_publishes_no_schema_twice(
+    worker: Worker, config: RunConfig, connection: Connection, plan: TopicPlan
+) -> None:
     before = len(read(connection, plan.topic("control.schemas")))
     with Worker("reward", config, claim_check=worker._claim_check, index=4):
-        assert len(read(connection, plan.topic("control.schemas"))) == before == len(worker.codec.published_form())
+        assert (
+            len(read(connection, plan.topic("control.schemas")))
+            == before
+            == len(worker.codec.published_form())
+        )
 
 
-def test_worker_pauses_and_resumes_when_it_is_meant(worker: Worker, tell: Callable[[str, Event], None]) -> None:
+def test_worker_pauses_and_resumes_when_it_is_meant(
+    worker: Worker, tell: Callable[[str, Event], None]
+) -> None:
     worker.follow()
     for command, expected in ((Command.PAUSE, True), (Command.RESUME, False)):
         tell("control.commands", RunCommanded(command=command, reason="of a test"))
         turn_until(lambda expected=expected: worker.paused is expected)
-    tell("control.commands", RunCommanded(command=Command.PAUSE, role="trainer", reason="another role"))
+    tell(
+        "control.commands",
+        RunCommanded(command=Command.PAUSE, role="trainer", reason="another role"),
+    )
     tell("control.commands", RunCommanded(command=Command.DRAIN, reason="read after the pause"))
     assert worker.drain.wait(TIMEOUT_SECONDS)
     assert not worker.paused
 
 
-def test_worker_publishes_its_schemas_and_beats(worker: Worker, connection: Connection, plan: TopicPlan) -> None:
-    published_schemas = {record.key: record.value for record in read(connection, plan.topic("control.schemas"))}
-    assert published_schemas == {name.hex(): schema for name, schema in worker.codec.published_form().items()}
+def test_worker_publishes_its_schemas_and_beats(
+    worker: Worker, connection: Connection, plan: TopicPlan
+) -> None:
+    published_schemas = {
+        record.key: record.value for record in read(connection, plan.topic("control.schemas"))
+    }
+    assert published_schemas == {
+        name.hex(): schema for name, schema in worker.codec.published_form().items()
+    }
     worker.beats.progress(5, seconds=0.1)
     worker.beats.num_in_flight = 2
-    turn_until(lambda: len(read(connection, plan.topic("control.heartbeats.reward"))) >= 2, lambda: worker.tick(working=True))
+    turn_until(
+        lambda: len(read(connection, plan.topic("control.heartbeats.reward"))) >= 2,
+        lambda: worker.tick(working=True),
+    )
     beat = CODEC.decode(read(connection, plan.topic("control.heartbeats.reward"))[-1].value)
     assert isinstance(beat, WorkerBeat)
-    assert (beat.worker_id, beat.role, beat.num_processed, beat.num_in_flight) == ("reward-3", "reward", 5, 2)
+    assert (beat.worker_id, beat.role, beat.num_processed, beat.num_in_flight) == (
+        "reward-3",
+        "reward",
+        5,
+        2,
+    )
 
 
-def test_worker_drains_or_ends_when_it_is_meant(worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_drains_or_ends_when_it_is_meant(
+    worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     exits: list[int] = []
-    monkeypatch.setattr("relax_events.pipeline.worker.os._exit", exits.append)
+    monkeypatch.setattr("relax_events.runtime.worker.os._exit", exits.append)
     worker.follow()
     for other in (
         RunCommanded(command=Command.DRAIN, role="trainer", reason="another role"),
-        RunCommanded(command=Command.RESTART, role="reward", worker_id="reward-4", reason="another worker"),
-        RunCommanded(command=Command.RESTART, role="reward", worker_id="reward-3", reason="meant for our predecessor", commanded_at=1),
+        RunCommanded(
+            command=Command.RESTART, role="reward", worker_id="reward-4", reason="another worker"
+        ),
+        RunCommanded(
+            command=Command.RESTART,
+            role="reward",
+            worker_id="reward-3",
+            reason="meant for our predecessor",
+            commanded_at=1,
+        ),
         RunCommanded(command=Command.PAUSE, reason="no drain"),
     ):
         tell("control.commands", other)
     turn_until(lambda: worker.paused)
     assert not worker.drain.requested
-    tell("control.commands", RunCommanded(command=Command.RESTART, role="reward", worker_id="reward-3", reason="hung"))
+    tell(
+        "control.commands",
+        RunCommanded(command=Command.RESTART, role="reward", worker_id="reward-3", reason="hung"),
+    )
     turn_until(lambda: bool(exits))
     assert (exits, worker.drain.requested) == ([8], False)
-    tell("control.commands", RunCommanded(command=Command.DRAIN, role="reward", worker_id="reward-3", reason="scaled down"))
+    tell(
+        "control.commands",
+        RunCommanded(
+            command=Command.DRAIN, role="reward", worker_id="reward-3", reason="scaled down"
+        ),
+    )
     assert worker.drain.wait(TIMEOUT_SECONDS)
 
 
-def test_worker_whose_follower_fails_ends_with_the_reason(worker: Worker, tell: Callable[[str, Event], None]) -> None:
+def test_worker_whose_follower_fails_ends_with_the_reason(
+    worker: Worker, tell: Callable[[str, Event], None]
+) -> None:
     def fail(event: Event) -> None:
         raise ZeroDivisionError(f"of {type(event).__name__}")
 
     worker.follow(fail)
     tell("control.policy-versions", published(0))
-    with pytest.raises(ClientFailed, match=r"follows the control log ended with ZeroDivisionError: of PolicyVersionPublished; this process must"):
+    with pytest.raises(
+        ClientFailed,
+        match=r"follows the control log ended with ZeroDivisionError: of PolicyVersionPublished; this process must",
+    ):
         turn_until(lambda: False, lambda: worker.tick(working=True))
 
 
-def test_worker_whose_follower_has_a_broken_client_ends_with_the_reason(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_whose_follower_has_a_broken_client_ends_with_the_reason(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fetch(*_: object, **__: object) -> list[Record]:
         raise ClientFailed("reading control.commands: _FATAL the client is of no use any more")
 
@@ -304,11 +429,18 @@ def test_worker_whose_follower_has_a_broken_client_ends_with_the_reason(worker: 
         turn_until(lambda: False, lambda: worker.tick(working=True))
 
 
-def test_dead_letter_keeps_the_record_untouched(worker: Worker, producer: RecordProducer, connection: Connection, plan: TopicPlan) -> None:
+def test_dead_letter_keeps_the_record_untouched(
+    worker: Worker, producer: RecordProducer, connection: Connection, plan: TopicPlan
+) -> None:
     source = plan.topic("rollout.samples")
     poison = bytes(reversed(range(256)))
     producer.write(
-        [OutRecord(source, b"first", partition=2), OutRecord(source, poison, key="000001-0002-0", partition=2, headers={"policy-version": "1"})]
+        [
+            OutRecord(source, b"first", partition=2),
+            OutRecord(
+                source, poison, key="000001-0002-0", partition=2, headers={"policy-version": "1"}
+            ),
+        ]
     )
     record = read(connection, source, 2)[1]
     assert worker.decode(record) is None
@@ -324,11 +456,17 @@ def test_dead_letter_keeps_the_record_untouched(worker: Worker, producer: Record
         "error-class": CorruptRecord.__name__,
         "worker-id": "reward-3",
     }
-    assert b'relax_dead_letters_total{reason="CorruptRecord",role="reward"} 1.0' in worker.metrics.exposition()
+    assert (
+        b'relax_dead_letters_total{reason="CorruptRecord",role="reward"} 1.0'
+        in worker.metrics.exposition()
+    )
 
 
-def test_worker_learns_a_schema_that_was_published_after_its_start(worker: Worker, producer: RecordProducer, plan: TopicPlan) -> None:
-    """A newer writer, whose samples have a field more, publishes its schema before its first record."""
+def test_worker_learns_a_schema_that_was_published_after_its_start(
+    worker: Worker, producer: RecordProducer, plan: TopicPlan
+) -> None:
+    """A newer writer, whose samples have a field more, publishes its schema before its first
+    record."""
     import copy
     import io
 
@@ -339,16 +477,43 @@ def test_worker_learns_a_schema_that_was_published_after_its_start(worker: Worke
     newer["fields"].append({"name": "judge", "type": "string", "doc": "New.", "default": ""})
     fingerprint = EventCodec().learn(json.dumps(newer))
     body = io.BytesIO()
-    values = {"prompt_group_id": "000001-0002-0", "train_step": 1, "group_index": 2, "attempt": 0, "row": 7, "outcome": "failed", "reason": "because"}
-    values |= {"policy_version": 0, "trainer_version": 0, "mean_reward": None, "ended_at": 1, "judge": "x"}
+    values = {
+        "prompt_group_id": "000001-0002-0",
+        "train_step": 1,
+        "group_index": 2,
+        "attempt": 0,
+        "row": 7,
+        "outcome": "failed",
+        "reason": "because",
+    }
+    values |= {
+        "policy_version": 0,
+        "trainer_version": 0,
+        "mean_reward": None,
+        "ended_at": 1,
+        "judge": "x",
+    }
     fastavro.schemaless_writer(body, fastavro.parse_schema(newer), values)
-    producer.write([OutRecord(plan.topic("control.schemas"), json.dumps(newer).encode(), key=fingerprint.hex())])
+    producer.write(
+        [
+            OutRecord(
+                plan.topic("control.schemas"), json.dumps(newer).encode(), key=fingerprint.hex()
+            )
+        ]
+    )
     record = Record("t", 0, 0, "000001-0002-0", b"\xc3\x01" + fingerprint + body.getvalue(), {}, 0)
     assert worker.decode(record) == ended("000001-0002-0")
 
 
-def test_sample_records_take_the_partition_of_their_version_and_carry_it_in_a_header(worker: Worker, plan: TopicPlan) -> None:
-    record = worker.sample_record("rollout.samples", rolled_out("000001-0002-0", version=4), prompt_group_id="000001-0002-0", policy_version=4)
+def test_sample_records_take_the_partition_of_their_version_and_carry_it_in_a_header(
+    worker: Worker, plan: TopicPlan
+) -> None:
+    record = worker.sample_record(
+        "rollout.samples",
+        rolled_out("000001-0002-0", version=4),
+        prompt_group_id="000001-0002-0",
+        policy_version=4,
+    )
     assert record.topic == plan.topic("rollout.samples")
     assert record.partition in plan.partitions_of_version(4)
     assert (record.key, record.headers) == ("000001-0002-0", {"policy-version": "4"})
@@ -356,7 +521,11 @@ def test_sample_records_take_the_partition_of_their_version_and_carry_it_in_a_he
 
 def test_large_arrays_travel_by_reference(worker: Worker) -> None:
     tokens = np.arange(1000, dtype=np.int32)
-    sample = rolled_out(tokens=tokens, loss_mask=np.ones(1000, np.uint8), rollout_logprobs=np.zeros(1000, np.float32))
+    sample = rolled_out(
+        tokens=tokens,
+        loss_mask=np.ones(1000, np.uint8),
+        rollout_logprobs=np.zeros(1000, np.float32),
+    )
     out = worker.outbound("rollout.samples", sample)
     plain = CODEC.decode(out.value)
     assert isinstance(plain, SampleRolledOut)
@@ -369,21 +538,34 @@ def test_large_arrays_travel_by_reference(worker: Worker) -> None:
     np.testing.assert_array_equal(fetched.tokens, tokens)
 
 
-def test_tombstone_goes_into_the_newest_versions_slot(worker: Worker, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+def test_tombstone_goes_into_the_newest_versions_slot(
+    worker: Worker, plan: TopicPlan, tell: Callable[[str, Event], None]
+) -> None:
     worker.follow()
     tell("control.policy-versions", published(5))
     assert worker.control.wait_for_version(5, timeout_seconds=TIMEOUT_SECONDS)
     record = worker.tombstone("000004-0002-1", Outcome.FAILED, "engine: no", policy_version=3)
-    assert (plan.entity(record.topic), record.partition in plan.partitions_of_version(5)) == ("prompt.end-requests", True)
+    assert (plan.entity(record.topic), record.partition in plan.partitions_of_version(5)) == (
+        "prompt.end-requests",
+        True,
+    )
     event = CODEC.decode(record.value)
     assert isinstance(event, PromptGroupEnded)
-    assert (event.train_step, event.group_index, event.attempt, event.policy_version, event.trainer_version) == (4, 2, 1, 3, 5)
+    assert (
+        event.train_step,
+        event.group_index,
+        event.attempt,
+        event.policy_version,
+        event.trainer_version,
+    ) == (4, 2, 1, 3, 5)
     assert not worker.is_expired(4)
     assert worker.is_expired(3)
     assert not worker.is_expired(None)
 
 
-def test_worker_of_a_namesake_on_another_cluster_is_refused_before_it_writes(config: RunConfig, connection: Connection, plan: TopicPlan) -> None:
+def test_worker_of_a_namesake_on_another_cluster_is_refused_before_it_writes(
+    config: RunConfig, connection: Connection, plan: TopicPlan
+) -> None:
     follower = ControlFollower(connection, plan, EventCodec())
     assert len(follower.cluster_id) == 22, "Kafka's ids are UUIDs in base64"
     follower.close()

@@ -1,4 +1,5 @@
-"""A critic that learns from a log: on through restarts with the same bits, and what it has not read is not purged."""
+"""A critic that learns from a log: on through restarts with the same bits, and what it has not read
+is not purged."""
 
 from __future__ import annotations
 
@@ -14,23 +15,25 @@ import torch
 from event_samples import ready
 from written_run import CODEC, WrittenRun
 
-from relax_events.broker.admin import Admin
 from relax_events.config import AlgorithmConfig, RunConfig
-from relax_events.control.topics.purger import PurgeBooks, Purger
 from relax_events.errors import ConfigError, RunFailed, StepNotFinite
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleReady, TrainStepCommitted
-from relax_events.models.tiny import make_tiny
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.kafka.admin import Admin
 from relax_events.objects import ObjectStore
-from relax_events.pipeline.worker import Worker
+from relax_events.ops.run_purger import PurgeBooks, Purger
+from relax_events.roles.worker_factory import StoreClaimCheck
+from relax_events.runtime.worker import Worker
+from relax_events.training.backend.torch_critic import TorchCritic
 from relax_events.training.critic_learning import CriticLearning
-from relax_events.training.torch_critic import TorchCritic
-from workers.opening import StoreClaimCheck
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model"), corpus=["12=21"], hidden_size=32, num_layers=1)
+    return make_tiny(
+        tmp_path_factory.mktemp("model"), corpus=["12=21"], hidden_size=32, num_layers=1
+    )
 
 
 @pytest.fixture
@@ -55,8 +58,14 @@ def train_steps(run: WrittenRun, first: int, last: int, **changes: Any) -> list[
         group_id, generator = f"{step:06d}-0000-0", np.random.default_rng(step)
         places = []
         for index in range(4):
-            numbers = {name: np.array([0, 0, *generator.normal(size=2)], np.float32) for name in ("advantages", "values")}
-            run.write_sample("advantage.samples", replace(ready(group_id, index, version=step, of=4), **numbers | changes))
+            numbers = {
+                name: np.array([0, 0, *generator.normal(size=2)], np.float32)
+                for name in ("advantages", "values")
+            }
+            run.write_sample(
+                "advantage.samples",
+                replace(ready(group_id, index, version=step, of=4), **numbers | changes),
+            )
             place = (run.plan.topic("advantage.samples"), run.plan.partition(group_id, step))
             places.append((place[1], run.end_offset(place) - 1))
         partitions, offsets = (np.array(column) for column in zip(*places, strict=True))
@@ -74,7 +83,9 @@ def train_steps(run: WrittenRun, first: int, last: int, **changes: Any) -> list[
     return steps
 
 
-def test_critic_skips_the_update_of_a_step_that_is_not_finite_and_ends_after_several_in_a_row(run: WrittenRun, tmp_path: Path) -> None:
+def test_critic_skips_the_update_of_a_step_that_is_not_finite_and_ends_after_several_in_a_row(
+    run: WrittenRun, tmp_path: Path
+) -> None:
     far = np.array([0, 0, 3e38, 3e38], np.float32)
     train_steps(run, 0, 1)
     with learning(run, tmp_path) as (critic, _, _):
@@ -82,9 +93,16 @@ def test_critic_skips_the_update_of_a_step_that_is_not_finite_and_ends_after_sev
     train_steps(run, 1, 3, advantages=far)
     with learning(run, tmp_path) as (critic, _, _):
         assert critic.policy_version == 3
-        assert all(torch.equal(tensor, first[name]) for name, tensor in critic.state().tensors.items())
+        assert all(
+            torch.equal(tensor, first[name]) for name, tensor in critic.state().tensors.items()
+        )
     train_steps(run, 3, 4, advantages=far)
-    with pytest.raises(StepNotFinite, match="train step 3: the critic's loss and gradient must be finite"), learning(run, tmp_path):
+    with (
+        pytest.raises(
+            StepNotFinite, match="train step 3: the critic's loss and gradient must be finite"
+        ),
+        learning(run, tmp_path),
+    ):
         pass
 
 
@@ -92,7 +110,9 @@ def test_critic_skips_the_update_of_a_step_that_is_not_finite_and_ends_after_sev
 def learning(run: WrittenRun, folder: Path) -> Iterator[tuple[TorchCritic, CriticLearning, Worker]]:
     """Start a critic with its checkpoints in a folder."""
     store = ObjectStore.open(folder.as_uri())
-    with Worker("critic", run.config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as worker:
+    with Worker(
+        "critic", run.config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+    ) as worker:
         worker.follow()
         critic = TorchCritic(run.config)
         with CriticLearning(worker, critic, store) as learner:
@@ -103,7 +123,9 @@ def tensors(critic: TorchCritic) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in critic.state().tensors.items()}
 
 
-def test_critic_that_was_killed_has_the_bits_of_one_that_was_not(run: WrittenRun, tmp_path: Path) -> None:
+def test_critic_that_was_killed_has_the_bits_of_one_that_was_not(
+    run: WrittenRun, tmp_path: Path
+) -> None:
     train_steps(run, 0, 3)
     with learning(run, tmp_path / "killed") as (critic, learner, _):
         assert critic.policy_version == 3
@@ -123,8 +145,11 @@ def test_critic_that_was_killed_has_the_bits_of_one_that_was_not(run: WrittenRun
     assert not all(torch.equal(before[name], tensor) for name, tensor in whole.items())
 
 
-def test_critic_learns_returns_of_its_own_lambda(run: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With lambda and gamma 1 each loss token's return is the reward, whatever advantages the policy was given."""
+def test_critic_learns_returns_of_its_own_lambda(
+    run: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lambda and gamma 1 each loss token's return is the reward, whatever advantages the
+    policy was given."""
     train_steps(run, 0, 1, reward=3.0)
     taken: list[SampleReady] = []
     accumulate = TorchCritic.accumulate
@@ -134,11 +159,15 @@ def test_critic_learns_returns_of_its_own_lambda(run: WrittenRun, tmp_path: Path
         accumulate(self, samples)
 
     monkeypatch.setattr(TorchCritic, "accumulate", noted)
-    run.config = run.config.model_copy(update={"algorithm": AlgorithmConfig(name="ppo", critic_gae_lambda=1.0)})
+    run.config = run.config.model_copy(
+        update={"algorithm": AlgorithmConfig(name="ppo", critic_gae_lambda=1.0)}
+    )
     with learning(run, tmp_path) as (critic, _, _):
         assert (critic.policy_version, len(taken)) == (1, 4)
     for sample in taken:
-        returns = (np.asarray(sample.advantages) + np.asarray(sample.values))[np.asarray(sample.loss_mask, bool)]
+        returns = (np.asarray(sample.advantages) + np.asarray(sample.values))[
+            np.asarray(sample.loss_mask, bool)
+        ]
         assert returns.tolist() == pytest.approx([3.0, 3.0], rel=1e-6)
 
 
@@ -147,11 +176,14 @@ def test_what_the_critic_has_not_read_stays_on_the_log(run: WrittenRun, tmp_path
     for step in train_steps(run, 0, 5):
         books.note(step)
     purger = Purger(run.config, run.connection, store, CODEC)
-    assert {name: set(bounds.values()) for name, bounds in purger._critic_bounds(books).items()} == {"critic's steps": {0}}
+    assert {
+        name: set(bounds.values()) for name, bounds in purger._critic_bounds(books).items()
+    } == {"critic's steps": {0}}
     with learning(run, tmp_path) as (_, learner, _):
         if learner._pending is not None:
             learner._pending.wait(10.0)  # the checkpoint of version 4
-    # Its newest checkpoint is that of version 4, so the four records of each of the steps 0 to 3 are read: those of step 4 stay.
+    # Its newest checkpoint is that of version 4, so the four records of each of the steps 0 to 3
+    # are read: those of step 4 stay.
     topic = run.plan.topic("advantage.samples")
     read = {(topic, run.plan.partition(f"{step:06d}-0000-0", step)): 0 for step in range(3)}
     for step in range(4):
@@ -160,15 +192,29 @@ def test_what_the_critic_has_not_read_stays_on_the_log(run: WrittenRun, tmp_path
     purger.close()
 
 
-def test_records_that_are_gone_are_named_with_the_remedy(run: WrittenRun, tmp_path: Path, admin: Admin) -> None:
+def test_records_that_are_gone_are_named_with_the_remedy(
+    run: WrittenRun, tmp_path: Path, admin: Admin
+) -> None:
     train_steps(run, 0, 2)
     topic = run.plan.topic("advantage.samples")
     admin.delete_records([TopicOffset(topic, run.plan.partition("000000-0000-0", 0), 3)])
-    with pytest.raises(ConfigError, match=r"can't be trained again: .*was purged.*the critic has to learn from them"), learning(run, tmp_path):
+    with (
+        pytest.raises(
+            ConfigError,
+            match=r"can't be trained again: .*was purged.*the critic has to learn from them",
+        ),
+        learning(run, tmp_path),
+    ):
         pass
 
 
 def test_step_without_values_can_not_be_learned_from(run: WrittenRun, tmp_path: Path) -> None:
     train_steps(run, 0, 1, values=None)
-    with pytest.raises(RunFailed, match=r"the critic can't learn from train step 0: sample 000000-0000-0/0 has no values"), learning(run, tmp_path):
+    with (
+        pytest.raises(
+            RunFailed,
+            match=r"the critic can't learn from train step 0: sample 000000-0000-0/0 has no values",
+        ),
+        learning(run, tmp_path),
+    ):
         pass

@@ -1,4 +1,5 @@
-"""Dead letters are listed, go back as they were, and are dropped; a requeued record of a prompt group that ended is harmless."""
+"""Dead letters are listed, go back as they were, and are dropped; a requeued record of a prompt
+group that ended is harmless."""
 
 from __future__ import annotations
 
@@ -16,22 +17,29 @@ from broker_steps import TIMEOUT_SECONDS, turn_until
 from event_samples import ready, rolled_out, scored
 from written_run import WrittenRun
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.control.dead_letters import DeadLetter, Selection, drop, read_letter, read_letters, requeue
-from relax_events.control.run_log import RunLog
 from relax_events.errors import ConfigError, CorruptRecord, PoisonSample, RelaxError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleReady
+from relax_events.history.run_log import RunLog
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.records import OutRecord, Record
 from relax_events.objects import ObjectStore
-from relax_events.pipeline.worker import Worker
-from relax_events.training.assembly import GroupAssembler
+from relax_events.ops.dead_letters import (
+    DeadLetter,
+    Selection,
+    drop,
+    read_letter,
+    read_letters,
+    requeue,
+)
+from relax_events.roles.worker_factory import StoreClaimCheck
+from relax_events.runtime.worker import Worker
+from relax_events.training.batch.assembly import GroupAssembler
 from relax_events.training.issue_terms import IssueTerms
 from workers.advantage import AdvantageLoop
-from workers.opening import StoreClaimCheck
 from workers.trainer import TrainLoop
 
 GROUP = "000000-0000-0"
@@ -49,7 +57,9 @@ def written(apply_run: Callable[..., RunConfig]) -> Iterator[WrittenRun]:
 def open_worker(written: WrittenRun, tmp_path: Path) -> Callable[[str], Worker]:
     def opened(role: str) -> Worker:
         store = ObjectStore.open((tmp_path / "objects").as_uri())
-        return Worker(role, written.config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6))
+        return Worker(
+            role, written.config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+        )
 
     return opened
 
@@ -68,14 +78,26 @@ def dead_letter(written: WrittenRun, open_worker: Callable[[str], Worker]) -> Ca
 
 
 @pytest.mark.parametrize("is_read_again", [False, True])
-def test_letters_of_the_trainer_are_safe_before_the_offsets_that_pass_their_records(written: WrittenRun, tmp_path: Path, is_read_again: bool) -> None:
+def test_letters_of_the_trainer_are_safe_before_the_offsets_that_pass_their_records(
+    written: WrittenRun, tmp_path: Path, is_read_again: bool
+) -> None:
     places: list[tuple[int, int]] = []
-    record = OutRecord(written.plan.topic("advantage.samples"), b"no event", key="nobody's", partition=1)
+    record = OutRecord(
+        written.plan.topic("advantage.samples"), b"no event", key="nobody's", partition=1
+    )
     written.producer.write([record])
-    claim_check = StoreClaimCheck(ObjectStore.open((tmp_path / "objects").as_uri()), inline_max_bytes=10**6)
-    with Worker("trainer", written.config, claim_check=claim_check, linger_ms=100_000) as worker:  # nothing goes by itself
-        loop: Any = SimpleNamespace(_worker=worker, _terms=IssueTerms.of(written.config), _topic=record.topic)
-        loop._assembler = GroupAssembler(max_staleness=written.config.run.max_staleness, decided=set())
+    claim_check = StoreClaimCheck(
+        ObjectStore.open((tmp_path / "objects").as_uri()), inline_max_bytes=10**6
+    )
+    with Worker(
+        "trainer", written.config, claim_check=claim_check, linger_ms=100_000
+    ) as worker:  # nothing goes by itself
+        loop: Any = SimpleNamespace(
+            _worker=worker, _terms=IssueTerms.of(written.config), _topic=record.topic
+        )
+        loop._assembler = GroupAssembler(
+            max_staleness=written.config.run.max_staleness, decided=set()
+        )
         for found in records_of(written, "advantage.samples"):
             places.append((found.partition, found.offset))
             if not is_read_again:
@@ -92,7 +114,9 @@ def records_of(written: WrittenRun, entity: str) -> list[Record]:
     reader = LogReader(written.connection)
     partitions = range(1 if entity.endswith("dead-letters") else written.plan.num_sample_partitions)
     try:
-        return reader.read_to_end([(written.plan.topic(entity), partition) for partition in partitions])
+        return reader.read_to_end(
+            [(written.plan.topic(entity), partition) for partition in partitions]
+        )
     finally:
         reader.close()
 
@@ -104,10 +128,16 @@ def letters_of(written: WrittenRun, *, roles: tuple[str, ...] = ()) -> list[Dead
 
 def requeue_all(written: WrittenRun, selection: Selection | None = None) -> int:
     with RunLog(written.config, name="test") as log:
-        return requeue(log, (selection or Selection(everything=True)).choose(read_letters(log)), written.producer)
+        return requeue(
+            log,
+            (selection or Selection(everything=True)).choose(read_letters(log)),
+            written.producer,
+        )
 
 
-def test_letters_are_listed_with_reason_and_origin(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
+def test_letters_are_listed_with_reason_and_origin(
+    written: WrittenRun, dead_letter: Callable[..., None]
+) -> None:
     written.write_bytes("rollout.samples", b"garbage", group_id=GROUP, version=0)
     dead_letter("reward", "rollout.samples", CorruptRecord("no event"))
     dead_letter("advantage", "rollout.samples", PoisonSample("no good"))
@@ -124,17 +154,27 @@ def test_letters_are_listed_with_reason_and_origin(written: WrittenRun, dead_let
         assert (letter.num_bytes, record.value) == (7, b"garbage")
         with pytest.raises(ConfigError, match="there is no dead letter reward@1"):
             read_letter(log, "reward@1")
-        with pytest.raises(ConfigError, match="role 'dancer' has no dead letters; those that may have some: actor-forward, advantage"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                "role 'dancer' has no dead letters; those that may have some: actor-forward, "
+                "advantage"
+            ),
+        ):
             read_letters(log, roles=["dancer"])
 
 
-def test_record_goes_back_untouched_and_only_once(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
+def test_record_goes_back_untouched_and_only_once(
+    written: WrittenRun, dead_letter: Callable[..., None]
+) -> None:
     written.write_sample("rollout.samples", rolled_out(GROUP, version=1))
     dead_letter("reward", "rollout.samples", PoisonSample("the judge was out"))
     assert requeue_all(written) == 1
     first, second = records_of(written, "rollout.samples")
     assert replace(second, offset=first.offset, timestamp_ms=first.timestamp_ms) == first
-    assert [(letter.name, letter.resolution) for letter in letters_of(written)] == [("reward@0", "requeued")]
+    assert [(letter.name, letter.resolution) for letter in letters_of(written)] == [
+        ("reward@0", "requeued")
+    ]
     assert requeue_all(written) == 0
     with pytest.raises(ConfigError, match="dead letter reward@0 was requeued before; give --again"):
         requeue_all(written, Selection(names=["reward@0"]))
@@ -142,7 +182,9 @@ def test_record_goes_back_untouched_and_only_once(written: WrittenRun, dead_lett
     assert len(records_of(written, "rollout.samples")) == 3
 
 
-def test_dropped_letter_keeps_its_reason(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
+def test_dropped_letter_keeps_its_reason(
+    written: WrittenRun, dead_letter: Callable[..., None]
+) -> None:
     written.write_sample("rollout.samples", rolled_out(GROUP))
     dead_letter("reward", "rollout.samples", PoisonSample("no good"))
     with RunLog(written.config, name="test") as log:
@@ -153,12 +195,23 @@ def test_dropped_letter_keeps_its_reason(written: WrittenRun, dead_letter: Calla
     assert len(records_of(written, "rollout.samples")) == 1
 
 
-def test_forged_letter_writes_nothing(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
+def test_forged_letter_writes_nothing(
+    written: WrittenRun, dead_letter: Callable[..., None]
+) -> None:
     written.write_sample("rollout.samples", rolled_out(GROUP))
     dead_letter("reward", "rollout.samples", PoisonSample("no good"))
-    headers = {"origin-topic": written.plan.topic("control.train-steps"), "origin-partition": "0", "origin-offset": "0"}
-    written.producer.write([OutRecord(written.plan.topic("reward.dead-letters"), b"forged", headers=headers)])
-    with pytest.raises(ConfigError, match=r"dead letter reward@1 says that it came from .*control\.train-steps\[0\]@0: records of reward go back to"):
+    headers = {
+        "origin-topic": written.plan.topic("control.train-steps"),
+        "origin-partition": "0",
+        "origin-offset": "0",
+    }
+    written.producer.write(
+        [OutRecord(written.plan.topic("reward.dead-letters"), b"forged", headers=headers)]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"dead letter reward@1 says that it came from .*control\.train-steps\[0\]@0: records of reward go back to",
+    ):
         requeue_all(written)
     assert len(records_of(written, "rollout.samples")) == 1
     assert letters_of(written)[0].resolution == ""
@@ -167,23 +220,45 @@ def test_forged_letter_writes_nothing(written: WrittenRun, dead_letter: Callable
 @pytest.mark.parametrize(
     ("entity", "offset", "text"),
     [
-        ("rollout.samples", 0, r"dead letter reward@1 holds other bytes than .*rollout\.samples\[0\]@0, where it says that it came from; drop it"),
-        ("rollout.samples", 7, r"can't be read, so nothing proves them: record .*rollout\.samples\[0\]@7 does not exist.*; drop them"),
-        ("advantage.samples", 0, r"dead letter reward@1 says that it came from .*: records of reward go back to rollout\.samples; drop it"),
+        (
+            "rollout.samples",
+            0,
+            r"dead letter reward@1 holds other bytes than .*rollout\.samples\[0\]@0, where it says that it came from; drop it",
+        ),
+        (
+            "rollout.samples",
+            7,
+            r"can't be read, so nothing proves them: record .*rollout\.samples\[0\]@7 does not exist.*; drop them",
+        ),
+        (
+            "advantage.samples",
+            0,
+            r"dead letter reward@1 says that it came from .*: records of reward go back to rollout\.samples; drop it",
+        ),
     ],
 )
 def test_operator_writes_nothing_that_a_role_has_forged(
     written: WrittenRun, dead_letter: Callable[..., None], entity: str, offset: int, text: str
 ) -> None:
-    """The operator may write every topic, and reward only its own: a letter must not carry its bytes across."""
+    """The operator may write every topic, and reward only its own: a letter must not carry its
+    bytes across."""
     written.write_sample("rollout.samples", rolled_out(GROUP))
     dead_letter("reward", "rollout.samples", PoisonSample("no good"))
-    headers = {"origin-topic": written.plan.topic(entity), "origin-partition": "0", "origin-offset": str(offset)}
+    headers = {
+        "origin-topic": written.plan.topic(entity),
+        "origin-partition": "0",
+        "origin-offset": str(offset),
+    }
     forged = EventCodec().encode(rolled_out(GROUP, tokens=np.array([6, 6, 6, 6], np.int32)))
-    written.producer.write([OutRecord(written.plan.topic("reward.dead-letters"), forged, key=GROUP, headers=headers)])
+    written.producer.write(
+        [OutRecord(written.plan.topic("reward.dead-letters"), forged, key=GROUP, headers=headers)]
+    )
     with pytest.raises(ConfigError, match=text):
         requeue_all(written)
-    assert (len(records_of(written, "rollout.samples")), records_of(written, "advantage.samples")) == (1, [])
+    assert (
+        len(records_of(written, "rollout.samples")),
+        records_of(written, "advantage.samples"),
+    ) == (1, [])
 
 
 @pytest.fixture
@@ -207,9 +282,14 @@ def advantage(open_worker: Callable[[str], Worker]) -> Callable[[], AbstractCont
 
 def await_consumed(written: WrittenRun, admin: Admin, entity: str) -> None:
     """Wait until the advantage role has dealt with all that a topic holds."""
-    places = [(written.plan.topic(entity), partition) for partition in range(written.plan.num_sample_partitions)]
+    places = [
+        (written.plan.topic(entity), partition)
+        for partition in range(written.plan.num_sample_partitions)
+    ]
     ends = {place: end for place, end in admin.end_offsets(places).items() if end}
-    turn_until(lambda: admin.committed(written.plan.consumer_group("advantage"), list(ends)) == ends)
+    turn_until(
+        lambda: admin.committed(written.plan.consumer_group("advantage"), list(ends)) == ends
+    )
 
 
 @pytest.mark.timeout(180)
@@ -232,24 +312,34 @@ def test_requeued_records_of_a_prompt_group_that_ended_are_harmless(
         for version in (1, 2):
             written.publish(version)
         assert worker.control.wait_for_version(2, timeout_seconds=TIMEOUT_SECONDS)
-        requeue_all(written, Selection(everything=True, again=True))  # when it has left it, and is forgotten
+        requeue_all(
+            written, Selection(everything=True, again=True)
+        )  # when it has left it, and is forgotten
         written.publish(3)
         await_consumed(written, admin, "rollout.samples")
     assert len(records_of(written, "rollout.samples")) == 6
-    events = [EventCodec().decode(record.value) for record in records_of(written, "advantage.samples")]
+    events = [
+        EventCodec().decode(record.value) for record in records_of(written, "advantage.samples")
+    ]
     again = [event for event in events if not isinstance(event, SampleReady)]
     assert len(events) - len(again) == made, "nothing is made twice"
-    assert {event.outcome for event in again if isinstance(event, PromptGroupEnded)} <= {Outcome.EXPIRED}, "the trainer knows its end"
+    assert {event.outcome for event in again if isinstance(event, PromptGroupEnded)} <= {
+        Outcome.EXPIRED
+    }, "the trainer knows its end"
 
 
-def test_requeued_sample_that_was_trained_is_a_duplicate_for_the_trainer(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
+def test_requeued_sample_that_was_trained_is_a_duplicate_for_the_trainer(
+    written: WrittenRun, dead_letter: Callable[..., None]
+) -> None:
     for index in range(2):
         written.write_sample("advantage.samples", ready(GROUP, index))
     dead_letter("trainer", "advantage.samples", PoisonSample("the model was too small"))
     requeue_all(written)
     assembler = GroupAssembler(max_staleness=1, decided={GROUP})
     with RunLog(written.config, name="test") as log:
-        for record in log.records(log.whole("advantage.samples", range(written.plan.num_sample_partitions))):
+        for record in log.records(
+            log.whole("advantage.samples", range(written.plan.num_sample_partitions))
+        ):
             event = log.decode(record)
             assert isinstance(event, SampleReady)
             assembler.add(record, event, trainer_version=1)

@@ -1,4 +1,5 @@
-"""The doctor in front of a broker: it says what would be created, and refuses a plan that contradicts the topics."""
+"""The doctor in front of a broker: it says what would be created, and refuses a plan that
+contradicts the topics."""
 
 from __future__ import annotations
 
@@ -6,17 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from relax_events.broker.admin import Admin
 from relax_events.config import RunConfig
-from relax_events.control.doctor import check_broker
 from relax_events.errors import BrokerUnavailable, CheckFailed
+from relax_events.kafka.admin import Admin
+from relax_events.launcher.doctor import check_broker
 from relax_events.topics import TopicPlan
 
 
-def test_new_run_has_all_its_topics_to_create(make_run_config: Callable[..., RunConfig], bootstrap_servers: str, admin: Admin) -> None:
+def test_new_run_has_all_its_topics_to_create(
+    make_run_config: Callable[..., RunConfig], bootstrap_servers: str, admin: Admin
+) -> None:
     config = make_run_config(broker={"bootstrap_servers": bootstrap_servers})
     plan = TopicPlan.of(config)
-    assert check_broker(config).startswith(f"{bootstrap_servers} answers; {len(plan.specs())} topic change(s) to apply; room for ")
+    assert check_broker(config).startswith(
+        f"{bootstrap_servers} answers; {len(plan.specs())} topic change(s) to apply; room for "
+    )
     assert admin.topics(plan.topic("")) == {}
 
 
@@ -26,12 +31,25 @@ def test_run_with_its_topics_has_nothing_to_change(apply_run: Callable[..., RunC
 
 def test_other_staleness_contradicts_the_topics(apply_run: Callable[..., RunConfig]) -> None:
     config = apply_run()
-    other = config.model_copy(update={"run": config.run.model_copy(update={"max_staleness": config.run.max_staleness + 1})})
-    with pytest.raises(CheckFailed, match=r"has 6 partitions, the plan says 8; take another run.id"):
+    other = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"max_staleness": config.run.max_staleness + 1})
+        }
+    )
+    with pytest.raises(
+        CheckFailed, match=r"has 6 partitions, the plan says 8; take another run.id"
+    ):
         check_broker(other)
 
 
-def test_broker_that_does_not_answer_is_found_by_the_request_timeout(make_run_config: Callable[..., RunConfig]) -> None:
-    config = make_run_config(broker={"bootstrap_servers": "127.0.0.1:1", "request_timeout_seconds": 1.0})
-    with pytest.raises(BrokerUnavailable, match=r"no broker answered at 127.0.0.1:1 within 1 s; start it, or set broker.bootstrap_servers"):
+def test_broker_that_does_not_answer_is_found_by_the_request_timeout(
+    make_run_config: Callable[..., RunConfig],
+) -> None:
+    config = make_run_config(
+        broker={"bootstrap_servers": "127.0.0.1:1", "request_timeout_seconds": 1.0}
+    )
+    with pytest.raises(
+        BrokerUnavailable,
+        match=r"no broker answered at 127.0.0.1:1 within 1 s; start it, or set broker.bootstrap_servers",
+    ):
         check_broker(config)

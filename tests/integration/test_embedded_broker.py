@@ -1,4 +1,5 @@
-"""The embedded broker as it really runs: lifecycle, crash, and the Kafka features that the pipeline relies on."""
+"""The embedded broker as it really runs: lifecycle, crash, and the Kafka features that the pipeline
+relies on."""
 
 import json
 import subprocess
@@ -8,13 +9,26 @@ from pathlib import Path
 
 import psutil
 import pytest
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaError, Message, Producer, ShareConsumer, TopicPartition
-from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    KafkaError,
+    Message,
+    Producer,
+    ShareConsumer,
+    TopicPartition,
+)
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewTopic,
+)
 
-from relax_events.broker.embedded import EmbeddedBroker
-from relax_events.broker.embedded.cache import cache_directory
-from relax_events.broker.embedded.lock import read_lock
 from relax_events.errors import EnvironmentProblem
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.kafka.embedded.jars import cache_directory, read_lock
 
 TIMEOUT_SECONDS = 30.0
 
@@ -31,24 +45,33 @@ def admin(broker: EmbeddedBroker) -> AdminClient:
 
 
 def make_topic(admin: AdminClient, name: str, *, num_partitions: int = 1) -> str:
-    admin.create_topics([NewTopic(name, num_partitions, 1)], request_timeout=TIMEOUT_SECONDS)[name].result(TIMEOUT_SECONDS)
+    admin.create_topics([NewTopic(name, num_partitions, 1)], request_timeout=TIMEOUT_SECONDS)[
+        name
+    ].result(TIMEOUT_SECONDS)
     return name
 
 
 def configure_group(admin: AdminClient, name: str, **settings: str) -> None:
-    entries = [ConfigEntry(key.replace("_", "."), value, incremental_operation=AlterConfigOpType.SET) for key, value in settings.items()]
+    entries = [
+        ConfigEntry(key.replace("_", "."), value, incremental_operation=AlterConfigOpType.SET)
+        for key, value in settings.items()
+    ]
     resource = ConfigResource(ConfigResource.Type.GROUP, name, incremental_configs=entries)
     admin.incremental_alter_configs([resource])[resource].result(TIMEOUT_SECONDS)
 
 
 def produce(broker: EmbeddedBroker, topic: str, values: list[bytes], **settings: str | int) -> None:
-    producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "enable.idempotence": True, **settings})
+    producer = Producer(
+        {"bootstrap.servers": broker.bootstrap_servers, "enable.idempotence": True, **settings}
+    )
     for value in values:
         producer.produce(topic, value)
     assert producer.flush(TIMEOUT_SECONDS) == 0
 
 
-def consume(broker: EmbeddedBroker, topic: str, num_records: int, **settings: str | int) -> list[Message]:
+def consume(
+    broker: EmbeddedBroker, topic: str, num_records: int, **settings: str | int
+) -> list[Message]:
     """Read a topic from its beginning in a KIP-848 group."""
     consumer = Consumer(
         {
@@ -66,7 +89,9 @@ def consume(broker: EmbeddedBroker, topic: str, num_records: int, **settings: st
         messages: list[Message] = []
         while len(messages) < num_records:
             received = consumer.consume(num_records - len(messages), timeout=TIMEOUT_SECONDS)
-            assert received, f"{len(messages)} of {num_records} records came within {TIMEOUT_SECONDS} s"
+            assert received, (
+                f"{len(messages)} of {num_records} records came within {TIMEOUT_SECONDS} s"
+            )
             assert all(message.error() is None for message in received)
             messages += received
         return messages
@@ -75,7 +100,9 @@ def consume(broker: EmbeddedBroker, topic: str, num_records: int, **settings: st
 
 
 @pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
-def test_records_come_back_whole_when_compressed(broker: EmbeddedBroker, admin: AdminClient, codec: str) -> None:
+def test_records_come_back_whole_when_compressed(
+    broker: EmbeddedBroker, admin: AdminClient, codec: str
+) -> None:
     topic = make_topic(admin, f"codec-{codec}")
     values = [f"record {index} ".encode() * 50 for index in range(200)]
     produce(broker, topic, values, **{"compression.type": codec})
@@ -97,18 +124,36 @@ def test_a_record_of_sixty_mebibytes_passes(broker: EmbeddedBroker, admin: Admin
 
 
 def test_topics_are_never_made_by_accident(broker: EmbeddedBroker) -> None:
-    producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "topic.metadata.propagation.max.ms": 100, "message.timeout.ms": 5000})
+    producer = Producer(
+        {
+            "bootstrap.servers": broker.bootstrap_servers,
+            "topic.metadata.propagation.max.ms": 100,
+            "message.timeout.ms": 5000,
+        }
+    )
     reports: list[KafkaError | None] = []
-    producer.produce("never-declared", b"x", on_delivery=lambda error, message: reports.append(error))
+    producer.produce(
+        "never-declared", b"x", on_delivery=lambda error, message: reports.append(error)
+    )
     assert producer.flush(TIMEOUT_SECONDS) == 0
     assert [error.code() for error in reports if error] == [KafkaError.UNKNOWN_TOPIC_OR_PART]
 
 
-def test_transactions_hide_what_was_aborted_and_commit_offsets(broker: EmbeddedBroker, admin: AdminClient) -> None:
+def test_transactions_hide_what_was_aborted_and_commit_offsets(
+    broker: EmbeddedBroker, admin: AdminClient
+) -> None:
     source, sink = make_topic(admin, "tx-source"), make_topic(admin, "tx-sink")
     produce(broker, source, [b"in"] * 3)
-    consumer = Consumer({"bootstrap.servers": broker.bootstrap_servers, "group.id": "tx-group", "group.protocol": "consumer"})
-    producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "transactional.id": "tx-trainer"})
+    consumer = Consumer(
+        {
+            "bootstrap.servers": broker.bootstrap_servers,
+            "group.id": "tx-group",
+            "group.protocol": "consumer",
+        }
+    )
+    producer = Producer(
+        {"bootstrap.servers": broker.bootstrap_servers, "transactional.id": "tx-trainer"}
+    )
     producer.init_transactions(TIMEOUT_SECONDS)
     producer.begin_transaction()
     producer.produce(sink, b"aborted")
@@ -116,18 +161,30 @@ def test_transactions_hide_what_was_aborted_and_commit_offsets(broker: EmbeddedB
     producer.abort_transaction(TIMEOUT_SECONDS)
     producer.begin_transaction()
     producer.produce(sink, b"committed")
-    producer.send_offsets_to_transaction([TopicPartition(source, 0, 3)], consumer.consumer_group_metadata(), TIMEOUT_SECONDS)
+    producer.send_offsets_to_transaction(
+        [TopicPartition(source, 0, 3)], consumer.consumer_group_metadata(), TIMEOUT_SECONDS
+    )
     producer.commit_transaction(TIMEOUT_SECONDS)
     consumer.close()
-    assert [message.value() for message in consume(broker, sink, 1, **{"isolation.level": "read_committed"})] == [b"committed"]
+    assert [
+        message.value()
+        for message in consume(broker, sink, 1, **{"isolation.level": "read_committed"})
+    ] == [b"committed"]
     request = ConsumerGroupTopicPartitions("tx-group", [TopicPartition(source, 0)])
     answer = admin.list_consumer_group_offsets([request])["tx-group"].result(TIMEOUT_SECONDS)
     assert [partition.offset for partition in answer.topic_partitions] == [3]
 
 
-def test_share_groups_hand_out_each_record_and_take_long_locks(broker: EmbeddedBroker, admin: AdminClient) -> None:
+def test_share_groups_hand_out_each_record_and_take_long_locks(
+    broker: EmbeddedBroker, admin: AdminClient
+) -> None:
     topic = make_topic(admin, "work")
-    configure_group(admin, "workers", share_record_lock_duration_ms="3600000", share_auto_offset_reset="earliest")
+    configure_group(
+        admin,
+        "workers",
+        share_record_lock_duration_ms="3600000",
+        share_auto_offset_reset="earliest",
+    )
     produce(broker, topic, [b"a", b"b"], **{"batch.num.messages": 1})
     consumer = ShareConsumer({"bootstrap.servers": broker.bootstrap_servers, "group.id": "workers"})
     try:
@@ -143,7 +200,9 @@ def test_share_groups_hand_out_each_record_and_take_long_locks(broker: EmbeddedB
 
 
 def test_consumer_groups_take_quick_sessions(broker: EmbeddedBroker, admin: AdminClient) -> None:
-    configure_group(admin, "quick", consumer_session_timeout_ms="3000", consumer_heartbeat_interval_ms="100")
+    configure_group(
+        admin, "quick", consumer_session_timeout_ms="3000", consumer_heartbeat_interval_ms="100"
+    )
 
 
 def test_start_attaches_when_the_broker_runs(broker: EmbeddedBroker) -> None:
@@ -159,7 +218,9 @@ def test_start_refuses_another_port_when_the_broker_runs(broker: EmbeddedBroker)
         EmbeddedBroker(broker.directory, port=19_999).start()
 
 
-def test_records_and_port_survive_when_the_broker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_and_port_survive_when_the_broker_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LC_ALL", "C")  # in which Java can't name the folder
     broker = EmbeddedBroker(tmp_path / "a folder: caf\u00e9", has_password=False)
     try:
@@ -178,18 +239,26 @@ def test_records_and_port_survive_when_the_broker_is_killed(tmp_path: Path, monk
         assert broker.bootstrap_servers == before
         assert broker.pid != first_pid
         assert producer.flush(TIMEOUT_SECONDS) == 0
-        assert [message.value() for message in consume(broker, topic, 2)] == [b"acknowledged before the crash", b"sent into the crash"]
+        assert [message.value() for message in consume(broker, topic, 2)] == [
+            b"acknowledged before the crash",
+            b"sent into the crash",
+        ]
         broker.stop()
         broker.start()
         reader = Consumer({"bootstrap.servers": before, "group.id": "offsets-only"})
-        assert reader.get_watermark_offsets(TopicPartition(topic, 0), timeout=TIMEOUT_SECONDS) == (0, 2)
+        assert reader.get_watermark_offsets(TopicPartition(topic, 0), timeout=TIMEOUT_SECONDS) == (
+            0,
+            2,
+        )
         reader.close()
     finally:
         broker.stop()
     assert broker.pid is None
 
 
-def test_a_start_does_not_fail_when_the_class_archive_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_does_not_fail_when_the_class_archive_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not a JVM's archive at all: the runtime goes on without."""
     cache = cache_directory(read_lock())
     target = tmp_path / "cache" / "relax-events" / cache.name
@@ -199,7 +268,9 @@ def test_a_start_does_not_fail_when_the_class_archive_is_damaged(tmp_path: Path,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     damaged = EmbeddedBroker(tmp_path / "node")
     with damaged:
-        drafts = [Path(word).name for word in psutil.Process(damaged.pid).cmdline() if "/classes-" in word]
+        drafts = [
+            Path(word).name for word in psutil.Process(damaged.pid).cmdline() if "/classes-" in word
+        ]
     assert len(drafts) == 1, "a first start writes an archive at its end, if it has the time"
     (target / drafts[0].split(".")[0]).with_suffix(".jsa").write_bytes(b"damaged" * 1000)
     with damaged:

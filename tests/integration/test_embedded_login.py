@@ -1,4 +1,5 @@
-"""An embedded broker and the machine's other users: whoever does not know the password gets nothing, whatever happened to the folder before."""
+"""An embedded broker and the machine's other users: whoever does not know the password gets
+nothing, whatever happened to the folder before."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ import psutil
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.embedded import EmbeddedBroker
-from relax_events.broker.embedded.state import write_state
-from relax_events.broker.embedded.tools import client_properties
-from relax_events.broker.quotas import QuotaEntity, read_quotas
 from relax_events.config import BrokerConfig
 from relax_events.errors import AccessDenied
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.kafka.embedded.directory import write_state
+from relax_events.kafka.embedded.tool_login import client_properties
+from relax_events.kafka.protocol.quotas import QuotaEntity, read_quotas
 
 SECONDS = 10.0
 METADATA = bytes.fromhex("0000000e0003000100000001ffff00000000")
@@ -32,7 +33,11 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]
 
 
 def connection(broker: EmbeddedBroker, password_file: Path | None) -> Connection:
-    table = BrokerConfig(bootstrap_servers=broker.bootstrap_servers, embedded_password_file=password_file, request_timeout_seconds=SECONDS)
+    table = BrokerConfig(
+        bootstrap_servers=broker.bootstrap_servers,
+        embedded_password_file=password_file,
+        request_timeout_seconds=SECONDS,
+    )
     return Connection.of(table, client_id="test")
 
 
@@ -47,7 +52,10 @@ def test_whoever_reads_the_folder_gets_in(broker: EmbeddedBroker) -> None:
 
 
 def test_others_are_refused_with_the_remedy(broker: EmbeddedBroker, tmp_path: Path) -> None:
-    with pytest.raises(AccessDenied, match=r"lets in only clients that log in, and this one does not; an embedded broker's password lies in its"):
+    with pytest.raises(
+        AccessDenied,
+        match=r"lets in only clients that log in, and this one does not; an embedded broker's password lies in its",
+    ):
         ping(broker, None)
     (tmp_path / "guessed").write_text("guessed")
     with pytest.raises(AccessDenied, match="user 'relax' was not let in"):
@@ -68,10 +76,23 @@ def test_password_is_for_its_owner_alone_and_nowhere_else(broker: EmbeddedBroker
     settings = broker.directory / "server.properties"
     password = broker.password_file.read_text()
     assert stat.S_IMODE(broker.directory.stat().st_mode) == 0o700
-    assert stat.S_IMODE(broker.password_file.stat().st_mode) == stat.S_IMODE(settings.stat().st_mode) == 0o600
-    node_secret = next(line for line in settings.read_text().splitlines() if "plain.sasl.jaas" in line).split('"')[3]
+    assert (
+        stat.S_IMODE(broker.password_file.stat().st_mode)
+        == stat.S_IMODE(settings.stat().st_mode)
+        == 0o600
+    )
+    node_secret = next(
+        line for line in settings.read_text().splitlines() if "plain.sasl.jaas" in line
+    ).split('"')[3]
     process = psutil.Process(broker.pid)
-    shown = " ".join([*process.cmdline(), *process.environ().values(), broker.log_path.read_text(), (broker.directory / "broker.json").read_text()])
+    shown = " ".join(
+        [
+            *process.cmdline(),
+            *process.environ().values(),
+            broker.log_path.read_text(),
+            (broker.directory / "broker.json").read_text(),
+        ]
+    )
     assert len(node_secret) >= 43
     assert node_secret not in shown
     assert password not in shown
@@ -80,7 +101,9 @@ def test_password_is_for_its_owner_alone_and_nowhere_else(broker: EmbeddedBroker
 
 
 def test_tools_get_in_by_what_they_are_told(broker: EmbeddedBroker) -> None:
-    settings: dict[str, str | int | float | bool] = dict(line.split("=", 1) for line in client_properties(broker, form="librdkafka").splitlines())
+    settings: dict[str, str | int | float | bool] = dict(
+        line.split("=", 1) for line in client_properties(broker, form="librdkafka").splitlines()
+    )
     assert AdminClient(settings).list_topics(timeout=SECONDS).brokers
 
 
@@ -94,7 +117,9 @@ def test_folder_of_an_open_broker_is_taken_over_with_its_records(tmp_path: Path)
         assert broker.password_file is None, "it was opened on purpose, and stays so"
     state = broker.state
     assert state is not None
-    write_state(folder / "broker.json", replace(state, login=""))  # as a release without passwords left it
+    write_state(
+        folder / "broker.json", replace(state, login="")
+    )  # as a release without passwords left it
     with EmbeddedBroker(folder) as broker:
         assert "kept" in Admin(connection(broker, broker.password_file)).topics("")
         with pytest.raises(AccessDenied, match="lets in only clients that log in"):

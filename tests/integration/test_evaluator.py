@@ -1,4 +1,5 @@
-"""The evaluator on the real control log: one version at a time, on through a restart, whatever is published meanwhile."""
+"""The evaluator on the real control log: one version at a time, on through a restart, whatever is
+published meanwhile."""
 
 from __future__ import annotations
 
@@ -14,10 +15,6 @@ import pytest
 from broker_steps import TIMEOUT_SECONDS
 from event_samples import published
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.data.sources import evaluated_parts, open_source
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
@@ -25,13 +22,17 @@ from relax_events.errors import WeightsError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished
-from relax_events.models.tiny import make_tiny
-from relax_events.pipeline.worker import Worker
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.rewards.pool import RewardPool
+from relax_events.roles.worker_factory import open_worker
+from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.weights.manifest import Weights
 from workers.evaluator import EvaluatorLoop
-from workers.opening import open_worker
 
 CODEC = EventCodec()
 REWARD = """
@@ -45,9 +46,12 @@ def grade(completion, *, answer, metadata, prompt):
 
 
 class CountingEngine:
-    """Writes the sample's number as its completion, or one more token than fits; says how many samples are enough before it calls out."""
+    """Writes the sample's number as its completion, or one more token than fits; says how many
+    samples are enough before it calls out."""
 
-    def __init__(self, digits: list[int], *, call_after: int = 10**9, call: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, digits: list[int], *, call_after: int = 10**9, call: Callable[[], None] = lambda: None
+    ) -> None:
         self.policy_version = -1
         self.loaded: list[int] = []
         self.seeds: dict[str, int] = {}
@@ -82,7 +86,9 @@ class CountingEngine:
         taken, self._queued = self._queued, []
         return taken
 
-    def load_weights(self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart") -> None:
+    def load_weights(
+        self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
+    ) -> None:
         assert not self._queued
         self.policy_version = weights.policy_version
         self.loaded.append(weights.policy_version)
@@ -117,8 +123,18 @@ def evaluated_run(apply_run: Callable[..., RunConfig], tmp_path: Path) -> RunCon
     rows = [{"prompt": "how many?", "answer": "", "passing": passing} for passing in (1, 3, 0)]
     (tmp_path / "rows.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     reward = {"function": f"{tmp_path / 'reward.py'}:grade"}
-    datasets = [{"name": name, "source": f"jsonl:{tmp_path / 'rows.jsonl'}", "samples_per_prompt": 4, "pass_at": [1, 2]} for name in ("a", "b")]
-    return apply_run(run={"num_steps": 6}, reward=reward, evaluation={"every": 2, "datasets": datasets})
+    datasets = [
+        {
+            "name": name,
+            "source": f"jsonl:{tmp_path / 'rows.jsonl'}",
+            "samples_per_prompt": 4,
+            "pass_at": [1, 2],
+        }
+        for name in ("a", "b")
+    ]
+    return apply_run(
+        run={"num_steps": 6}, reward=reward, evaluation={"every": 2, "datasets": datasets}
+    )
 
 
 def digits_of(folder: Path) -> list[int]:
@@ -130,13 +146,24 @@ def digits_of(folder: Path) -> list[int]:
 class Session:
     """An evaluator in a thread of this process, from start to drain."""
 
-    def __init__(self, config: RunConfig, *, call_after: int = 10**9, deleted: Collection[int] = ()) -> None:
+    def __init__(
+        self, config: RunConfig, *, call_after: int = 10**9, deleted: Collection[int] = ()
+    ) -> None:
         self._stack = ExitStack()
-        self.worker: Worker = self._stack.enter_context(open_worker("evaluator", config, index=0, follow=("control.evaluations",)))
-        self.engine = CountingEngine(digits_of(config.model.path), call_after=call_after, call=self.worker.drain.start)
-        sources = {part.name: open_source(part, seed=0, section=section) for section, part in evaluated_parts(config)}
+        self.worker: Worker = self._stack.enter_context(
+            open_worker("evaluator", config, index=0, follow=("control.evaluations",))
+        )
+        self.engine = CountingEngine(
+            digits_of(config.model.path), call_after=call_after, call=self.worker.drain.start
+        )
+        sources = {
+            part.name: open_source(part, seed=0, section=section)
+            for section, part in evaluated_parts(config)
+        }
         rewards = {name: self._stack.enter_context(RewardPool(config.reward)) for name in sources}
-        loop = EvaluatorLoop(self.worker, self.engine, KeptWeights(deleted), sources=sources, rewards=rewards)
+        loop = EvaluatorLoop(
+            self.worker, self.engine, KeptWeights(deleted), sources=sources, rewards=rewards
+        )
         self._thread = threading.Thread(target=loop.run)
         self._thread.start()
 
@@ -154,7 +181,15 @@ class Session:
 
 def publish(producer: RecordProducer, plan: TopicPlan, *versions: int) -> None:
     for version in versions:
-        producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)), partition=0)])
+        producer.write(
+            [
+                OutRecord(
+                    plan.topic("control.policy-versions"),
+                    CODEC.encode(published(version)),
+                    partition=0,
+                )
+            ]
+        )
 
 
 def evaluations(connection: Connection, plan: TopicPlan, *, count: int) -> list[PolicyEvaluated]:
@@ -162,7 +197,11 @@ def evaluations(connection: Connection, plan: TopicPlan, *, count: int) -> list[
     reader = LogReader(connection, start={(plan.topic("control.evaluations"), 0): 0})
     found: list[PolicyEvaluated] = []
     for _ in range(int(TIMEOUT_SECONDS / 0.2)):
-        found += [event for record in reader.fetch(timeout_seconds=0.2) if isinstance(event := CODEC.decode(record.value), PolicyEvaluated)]
+        found += [
+            event
+            for record in reader.fetch(timeout_seconds=0.2)
+            if isinstance(event := CODEC.decode(record.value), PolicyEvaluated)
+        ]
         if len(found) >= count:
             break
     reader.close()
@@ -181,35 +220,63 @@ def test_evaluator_finishes_a_version_through_publications_and_a_restart(
     second = Session(evaluated_run)
     found = evaluations(connection, plan, count=4)
     second.drain()
-    assert [(event.policy_version, event.dataset) for event in found] == [(0, "a"), (0, "b"), (2, "a"), (2, "b")]
-    assert [event.weights_digest for event in found] == [bytes([version]) * 32 for version in (0, 0, 2, 2)]
+    assert [(event.policy_version, event.dataset) for event in found] == [
+        (0, "a"),
+        (0, "b"),
+        (2, "a"),
+        (2, "b"),
+    ]
+    assert [event.weights_digest for event in found] == [
+        bytes([version]) * 32 for version in (0, 0, 2, 2)
+    ]
     assert (first.engine.loaded, second.engine.loaded) == ([0], [0, 2])
     # A version that is evaluated again, and every other one, answers with the same draws.
     again = {name: seed for name, seed in second.engine.seeds.items() if name in first.engine.seeds}
     assert again
     assert again.items() <= first.engine.seeds.items()
-    assert all(second.engine.seeds[f"2:{name[2:]}"] == seed for name, seed in first.engine.seeds.items())
+    assert all(
+        second.engine.seeds[f"2:{name[2:]}"] == seed for name, seed in first.engine.seeds.items()
+    )
 
 
-def test_evaluator_gives_the_figures_of_its_samples(evaluated_run: RunConfig, producer: RecordProducer, connection: Connection) -> None:
+def test_evaluator_gives_the_figures_of_its_samples(
+    evaluated_run: RunConfig, producer: RecordProducer, connection: Connection
+) -> None:
     plan = TopicPlan.of(evaluated_run)
     publish(producer, plan, 0)
     session = Session(evaluated_run)
     event = evaluations(connection, plan, count=1)[0]
     session.drain()
-    # Completions are 0, 1, 2 and 3; 3 can't be graded, and below `passing` = 1, 3 and 0 lie one, three and none of the other three.
-    assert (event.num_prompts, event.samples_per_prompt, event.num_unscored, event.num_truncated, event.num_refused) == (3, 4, 3, 3, 0)
+    # Completions are 0, 1, 2 and 3; 3 can't be graded, and below `passing` = 1, 3 and 0 lie one,
+    # three and none of the other three.
+    assert (
+        event.num_prompts,
+        event.samples_per_prompt,
+        event.num_unscored,
+        event.num_truncated,
+        event.num_refused,
+    ) == (3, 4, 3, 3, 0)
     assert event.reward_mean == pytest.approx((1 / 3 + 1 + 0) / 3)
     assert event.reward_stderr == pytest.approx(np.std([1 / 3, 1, 0], ddof=1) / np.sqrt(3))
     # pass@2 of one in three: 1 - C(2, 2) / C(3, 2) = 2 / 3.
-    assert event.pass_at_k == {"1": pytest.approx((1 / 3 + 1 + 0) / 3), "2": pytest.approx((2 / 3 + 1 + 0) / 3)}
+    assert event.pass_at_k == {
+        "1": pytest.approx((1 / 3 + 1 + 0) / 3),
+        "2": pytest.approx((2 / 3 + 1 + 0) / 3),
+    }
     assert (event.completion_tokens_mean, event.reward_name) == (1.0, evaluated_run.reward.function)
 
 
-def test_evaluator_skips_a_version_whose_weights_are_gone(evaluated_run: RunConfig, producer: RecordProducer, connection: Connection) -> None:
+def test_evaluator_skips_a_version_whose_weights_are_gone(
+    evaluated_run: RunConfig, producer: RecordProducer, connection: Connection
+) -> None:
     plan = TopicPlan.of(evaluated_run)
     publish(producer, plan, 0, 1, 2, 3, 4, 5, 6)
     session = Session(evaluated_run, deleted=(0, 2))
     found = evaluations(connection, plan, count=4)
     session.drain()
-    assert [(event.policy_version, event.dataset) for event in found] == [(4, "a"), (4, "b"), (6, "a"), (6, "b")]
+    assert [(event.policy_version, event.dataset) for event in found] == [
+        (4, "a"),
+        (4, "b"),
+        (6, "a"),
+        (6, "b"),
+    ]

@@ -1,4 +1,5 @@
-"""A worker that is started again has its partitions at once, whatever its predecessor's session says."""
+"""A worker that is started again has its partitions at once, whatever its predecessor's session
+says."""
 
 from __future__ import annotations
 
@@ -7,16 +8,20 @@ from dataclasses import replace
 
 from broker_steps import MEMBER, next_line, other_process, turn_until
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer
-from relax_events.broker.eviction import evict_predecessors
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.protocol.eviction import evict_predecessors
 
 LONG_SESSION = {"consumer.session.timeout.ms": "45000", "consumer.heartbeat.interval.ms": "500"}
 
 
 def test_partitions_of_a_killed_worker_are_free_when_it_starts_again(
-    admin: Admin, connection: Connection, bootstrap_servers: str, make_topic: Callable[..., str], run_id: str
+    admin: Admin,
+    connection: Connection,
+    bootstrap_servers: str,
+    make_topic: Callable[..., str],
+    run_id: str,
 ) -> None:
     topic, group = make_topic("samples", 4), f"{run_id}.reward"
     admin.alter_group(group, LONG_SESSION)
@@ -27,10 +32,14 @@ def test_partitions_of_a_killed_worker_are_free_when_it_starts_again(
         process.kill()
         process.wait(10)
         again = replace(connection, client_id=f"{run_id}.reward-0")
-        assert [member.client_id for member in admin.groups(group)[group].members] == [f"{run_id}.reward-0"], "the broker takes it for alive"
+        assert [member.client_id for member in admin.groups(group)[group].members] == [
+            f"{run_id}.reward-0"
+        ], "the broker takes it for alive"
         assert evict_predecessors(again, group) == 1
         consumer = GroupConsumer(again, consumer_group=group, topics=[topic])
-        turn_until(lambda: len(consumer.positions) == 4, lambda: consumer.fetch(timeout_seconds=0.2))
+        turn_until(
+            lambda: len(consumer.positions) == 4, lambda: consumer.fetch(timeout_seconds=0.2)
+        )
         assert evict_predecessors(stranger, group) == 0
         consumer.close()
 

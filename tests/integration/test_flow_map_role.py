@@ -1,4 +1,5 @@
-"""A map role that works on many samples side by side answers them as they are done, and what it leaves undone its successor does."""
+"""A map role that works on many samples side by side answers them as they are done, and what it
+leaves undone its successor does."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ import pytest
 from broker_steps import TIMEOUT_SECONDS, turn_until
 from event_samples import rolled_out, scored
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleRolledOut, SampleScored
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.objects import ObjectStore
-from relax_events.pipeline.flow_map_role import Done, FlowMapRole, Key
-from relax_events.pipeline.worker import Worker
+from relax_events.roles.worker_factory import StoreClaimCheck
+from relax_events.runtime.concurrent_processor import Done, FlowMapRole, Key
+from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from workers.opening import StoreClaimCheck
 
 CODEC = EventCodec()
 GROUP = "000000-0000-0"
@@ -58,7 +59,9 @@ class Holding:
     def _answer(self, sample: SampleRolledOut) -> OutRecord:
         version = sample.policy_version
         event = scored(sample.prompt_group_id, sample.sample_index, version=version)
-        return self.worker.sample_record("reward.scores", event, prompt_group_id=sample.prompt_group_id, policy_version=version)
+        return self.worker.sample_record(
+            "reward.scores", event, prompt_group_id=sample.prompt_group_id, policy_version=version
+        )
 
 
 @pytest.fixture
@@ -78,7 +81,9 @@ def role(config: RunConfig, tmp_path: Path) -> Callable[[Holding], AbstractConte
     @contextmanager
     def run(flow: Holding) -> Iterator[None]:
         store = ObjectStore.open((tmp_path / "objects").as_uri())
-        with Worker("reward", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as flow.worker:
+        with Worker(
+            "reward", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+        ) as flow.worker:
             thread = threading.Thread(target=FlowMapRole(flow.worker, flow).run)
             thread.start()
             try:
@@ -95,7 +100,13 @@ def role(config: RunConfig, tmp_path: Path) -> Callable[[Holding], AbstractConte
 def written(producer: RecordProducer, plan: TopicPlan) -> None:
     """Write three samples into one partition."""
     producer.write(
-        OutRecord(plan.topic("rollout.samples"), CODEC.encode(sample), key=GROUP, partition=plan.partition(GROUP, 0), headers={"policy-version": "0"})
+        OutRecord(
+            plan.topic("rollout.samples"),
+            CODEC.encode(sample),
+            key=GROUP,
+            partition=plan.partition(GROUP, 0),
+            headers={"policy-version": "0"},
+        )
         for sample in (rolled_out(GROUP, index, of=3) for index in range(3))
     )
 
@@ -106,7 +117,11 @@ def answered(connection: Connection, plan: TopicPlan) -> list[str]:
         records = reader.read_to_end([(plan.topic("reward.scores"), plan.partition(GROUP, 0))])
     finally:
         reader.close()
-    return [event.sample_id for record in records if isinstance(event := CODEC.decode(record.value), SampleScored)]
+    return [
+        event.sample_id
+        for record in records
+        if isinstance(event := CODEC.decode(record.value), SampleScored)
+    ]
 
 
 def committed(admin: Admin, plan: TopicPlan) -> int:
@@ -116,7 +131,10 @@ def committed(admin: Admin, plan: TopicPlan) -> int:
 
 @pytest.mark.usefixtures("written")
 def test_answers_overtake_one_another_and_the_offset_waits_for_the_oldest(
-    role: Callable[[Holding], AbstractContextManager[None]], plan: TopicPlan, connection: Connection, admin: Admin
+    role: Callable[[Holding], AbstractContextManager[None]],
+    plan: TopicPlan,
+    connection: Connection,
+    admin: Admin,
 ) -> None:
     flow = Holding()
     flow.released = {2}
@@ -132,7 +150,10 @@ def test_answers_overtake_one_another_and_the_offset_waits_for_the_oldest(
 
 @pytest.mark.usefixtures("written")
 def test_what_is_undone_when_the_drain_is_over_is_done_by_the_next(
-    role: Callable[[Holding], AbstractContextManager[None]], plan: TopicPlan, connection: Connection, admin: Admin
+    role: Callable[[Holding], AbstractContextManager[None]],
+    plan: TopicPlan,
+    connection: Connection,
+    admin: Admin,
 ) -> None:
     flow = Holding()
     flow.released = {0, 2}
@@ -143,4 +164,6 @@ def test_what_is_undone_when_the_drain_is_over_is_done_by_the_next(
     successor.released = {0, 1, 2}
     with role(successor):
         turn_until(lambda: committed(admin, plan) == 3)
-    assert sorted(answered(connection, plan)) == [*NAMES, NAMES[2]], "the last one again, and the join keeps the first copy"
+    assert sorted(answered(connection, plan)) == [*NAMES, NAMES[2]], (
+        "the last one again, and the join keeps the first copy"
+    )

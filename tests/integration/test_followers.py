@@ -1,4 +1,5 @@
-"""A run that replays another one is a bound of that run's purge, for so many versions as the source says."""
+"""A run that replays another one is a bound of that run's purge, for so many versions as the source
+says."""
 
 from __future__ import annotations
 
@@ -11,32 +12,42 @@ import orjson
 import pytest
 from event_samples import committed
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.producer import RecordProducer
 from relax_events.config import RunConfig
-from relax_events.control.topics.followers import describe_followers
-from relax_events.control.topics.lag import read_lag
-from relax_events.control.topics.purger import PlannedPurge, open_purge
 from relax_events.errors import CheckFailed
 from relax_events.events.parts import CheckpointRef, TopicOffset
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.producer import RecordProducer
 from relax_events.objects import ObjectStore
+from relax_events.ops.consumer_lag import read_lag
+from relax_events.ops.dependent_runs import describe_followers
+from relax_events.ops.run_purger import PlannedPurge, open_purge
 from relax_events.topics import TopicPlan
-from relax_events.training.follower_position import FollowerPosition
+from relax_events.training.replay.follower_position import FollowerPosition
 from tests.integration.test_topic_tools import STEPS, SmallRun
 
 ALL = {0: 2, 1: 2, 2: 2}
-"""Steps 0 to 2 trained two samples each, of a partition each; what may go of them before the checkpoint at version 3."""
+"""Steps 0 to 2 trained two samples each, of a partition each; what may go of them before the
+checkpoint at version 3."""
 NONE = {0: 0, 1: 0, 2: 0}
 
 
 @pytest.fixture
-def source(apply_run: Callable[..., RunConfig], connection: Connection, admin: Admin, producer: RecordProducer) -> SmallRun:
-    config = apply_run(run={"max_staleness": 1, "num_steps": STEPS}, broker={"shards": 1, "queue_partitions": 1})
+def source(
+    apply_run: Callable[..., RunConfig],
+    connection: Connection,
+    admin: Admin,
+    producer: RecordProducer,
+) -> SmallRun:
+    config = apply_run(
+        run={"max_staleness": 1, "num_steps": STEPS}, broker={"shards": 1, "queue_partitions": 1}
+    )
     run = SmallRun(config, TopicPlan.of(config), connection, admin)
     store = ObjectStore.open(config.objects_uri)
     shard = store.put_at("checkpoints/00000003/a/shard.safetensors", b"tensors")
-    manifest = store.put_at("checkpoints/00000003/a/manifest.json", orjson.dumps({"shards": [{"uri": shard.uri}]}))
+    manifest = store.put_at(
+        "checkpoints/00000003/a/manifest.json", orjson.dumps({"shards": [{"uri": shard.uri}]})
+    )
     run.write(producer, checkpoint=CheckpointRef(3, manifest.uri, manifest.digest))
     run.commit_all()
     return run
@@ -59,7 +70,9 @@ def replay(source: SmallRun) -> Iterator[FollowerPosition]:
 
 def keeping(source: SmallRun, num_versions: int) -> RunConfig:
     """Return the source that keeps so many versions for those that replay it."""
-    return source.config.model_copy(update={"run": source.config.run.model_copy(update={"follower_versions": num_versions})})
+    return source.config.model_copy(
+        update={"run": source.config.run.model_copy(update={"follower_versions": num_versions})}
+    )
 
 
 @contextmanager
@@ -70,22 +83,35 @@ def planned(config: RunConfig) -> Iterator[PlannedPurge]:
 
 def trained_records_that_go(config: RunConfig) -> dict[int, int]:
     with planned(config) as purge:
-        return {cut.place[1]: cut.num_records for cut in purge.cuts if "advantage.samples" in cut.place[0]}
+        return {
+            cut.place[1]: cut.num_records
+            for cut in purge.cuts
+            if "advantage.samples" in cut.place[0]
+        }
 
 
-def train(replay: FollowerPosition, source: SmallRun, step: int, *, checkpoint: int | None = None) -> None:
+def train(
+    replay: FollowerPosition, source: SmallRun, step: int, *, checkpoint: int | None = None
+) -> None:
     at = TopicOffset(source.plan.topic("advantage.samples"), step % 3, 2)
-    replay.trained(committed(step, consumed=[at]), CheckpointRef(checkpoint, "memory://c", bytes(32)) if checkpoint else None)
+    replay.trained(
+        committed(step, consumed=[at]),
+        CheckpointRef(checkpoint, "memory://c", bytes(32)) if checkpoint else None,
+    )
     replay.committed()
 
 
-def test_purge_leaves_what_a_replay_has_no_checkpoint_behind(source: SmallRun, replay: FollowerPosition) -> None:
+def test_purge_leaves_what_a_replay_has_no_checkpoint_behind(
+    source: SmallRun, replay: FollowerPosition
+) -> None:
     assert trained_records_that_go(source.config) == ALL
     replay.begin()
     assert trained_records_that_go(source.config) == NONE
     train(replay, source, 0)
     train(replay, source, 1)
-    assert trained_records_that_go(source.config) == NONE, "after a crash it would train from its beginning again"
+    assert trained_records_that_go(source.config) == NONE, (
+        "after a crash it would train from its beginning again"
+    )
     train(replay, source, 2, checkpoint=2)
     assert trained_records_that_go(source.config) == {0: 2, 1: 2, 2: 0}
     with planned(source.config) as purge:
@@ -94,7 +120,9 @@ def test_purge_leaves_what_a_replay_has_no_checkpoint_behind(source: SmallRun, r
     assert f"run {source.config.run.id}-again, which trains these samples" in held_by
 
 
-def test_replay_that_starts_again_does_not_ask_for_what_its_checkpoint_covers(source: SmallRun, replay: FollowerPosition) -> None:
+def test_replay_that_starts_again_does_not_ask_for_what_its_checkpoint_covers(
+    source: SmallRun, replay: FollowerPosition
+) -> None:
     replay.begin()
     train(replay, source, 0)
     train(replay, source, 1, checkpoint=1)
@@ -102,9 +130,13 @@ def test_replay_that_starts_again_does_not_ask_for_what_its_checkpoint_covers(so
     assert trained_records_that_go(source.config) == {0: 2, 1: 0, 2: 0}
 
 
-def test_replay_at_its_goal_holds_nothing_and_is_shown_no_more(source: SmallRun, replay: FollowerPosition) -> None:
+def test_replay_at_its_goal_holds_nothing_and_is_shown_no_more(
+    source: SmallRun, replay: FollowerPosition
+) -> None:
     replay.begin()
-    assert {row.role for row in read_lag(source.config, source.admin)} >= {f"run {source.config.run.id}-again"}
+    assert {row.role for row in read_lag(source.config, source.admin)} >= {
+        f"run {source.config.run.id}-again"
+    }
     replay.finished()
     assert trained_records_that_go(source.config) == ALL
     assert describe_followers(source.config) == "none"
@@ -112,7 +144,9 @@ def test_replay_at_its_goal_holds_nothing_and_is_shown_no_more(source: SmallRun,
     assert trained_records_that_go(source.config) == NONE, "it was given another goal"
 
 
-@pytest.mark.parametrize(("num_versions", "gone"), [(0, ALL), (1, ALL), (3, {0: 2, 1: 0, 2: 0}), (4, NONE)])
+@pytest.mark.parametrize(
+    ("num_versions", "gone"), [(0, ALL), (1, ALL), (3, {0: 2, 1: 0, 2: 0}), (4, NONE)]
+)
 def test_replay_that_is_gone_holds_no_more_versions_than_the_source_allows(
     source: SmallRun, replay: FollowerPosition, num_versions: int, gone: dict[int, int]
 ) -> None:
@@ -120,19 +154,31 @@ def test_replay_that_is_gone_holds_no_more_versions_than_the_source_allows(
     assert trained_records_that_go(keeping(source, num_versions)) == gone
 
 
-def test_lag_and_doctor_show_how_far_a_replay_is(source: SmallRun, replay: FollowerPosition) -> None:
+def test_lag_and_doctor_show_how_far_a_replay_is(
+    source: SmallRun, replay: FollowerPosition
+) -> None:
     replay.begin()
     train(replay, source, 0)
     train(replay, source, 1, checkpoint=1)
     name = f"run {source.config.run.id}-again"
-    rows = {row.place[1]: row.num_records for row in read_lag(source.config, source.admin) if row.role == name}
+    rows = {
+        row.place[1]: row.num_records
+        for row in read_lag(source.config, source.admin)
+        if row.role == name
+    }
     assert rows == {0: 2, 1: 4, 2: 2}
     assert describe_followers(source.config) == (
-        f"{name} needs the samples of version 1 and later, the newest is 5; up to 200 versions are kept for them"
+        f"{name} needs the samples of version 1 and later, the newest is 5; up to 200 "
+        "versions are kept for them"
     )
     tight = keeping(source, 1)
-    source.admin.set_committed(replay._group, [TopicOffset(source.plan.topic("advantage.samples"), 1, 1)])
+    source.admin.set_committed(
+        replay._group, [TopicOffset(source.plan.topic("advantage.samples"), 1, 1)]
+    )
     with planned(tight) as purge:
         purge.apply()
-    with pytest.raises(CheckFailed, match=r"advantage.samples\[1\]@1 is purged: run.follower_versions = 1 keeps no more for it"):
+    with pytest.raises(
+        CheckFailed,
+        match=r"advantage.samples\[1\]@1 is purged: run.follower_versions = 1 keeps no more for it",
+    ):
         describe_followers(tight)

@@ -1,4 +1,5 @@
-"""A rollout worker that has to leave in the middle keeps its tokens, and the worker that takes the prompt group next goes on from them."""
+"""A rollout worker that has to leave in the middle keeps its tokens, and the worker that takes the
+prompt group next goes on from them."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ import pytest
 from broker_steps import TIMEOUT_SECONDS, turn_until
 from event_samples import issued
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleRolledOut
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.objects import ObjectStore
+from relax_events.roles.handover import PREFIX
+from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.topics import TopicPlan
 from relax_events.weights.transport import VersionsOnly
 from tests.unit.pictures import picture_engine, picture_model
-from workers.handing_over import PREFIX
-from workers.opening import open_store, open_worker
 from workers.rollout import RolloutLoop
 
 CODEC, GROUP = EventCodec(), "000000-0000-0"
@@ -61,11 +62,21 @@ def work(config: RunConfig, engine: object, until: Callable[[], bool]) -> None:
 
 
 def test_worker_that_leaves_in_the_middle_keeps_its_tokens_and_the_next_one_goes_on(
-    apply_run: Callable[..., RunConfig], connection: Connection, producer: RecordProducer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    apply_run: Callable[..., RunConfig],
+    connection: Connection,
+    producer: RecordProducer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = {"max_context_tokens": 256, "sampling": {"max_new_tokens": 24}}
     model, workers = {"path": picture_model(), "device": "cpu"}, {"drain_seconds": 0.5}
-    config = apply_run(run={"directory": tmp_path}, model=model, data={"source": "scenes:colour"}, engine=engine, workers=workers)
+    config = apply_run(
+        run={"directory": tmp_path},
+        model=model,
+        data={"source": "scenes:colour"},
+        engine=engine,
+        workers=workers,
+    )
     plan, store = TopicPlan.of(config), open_store(config)
     producer.write([OutRecord(plan.topic("prompt.groups"), CODEC.encode(issued(GROUP)), key=GROUP)])
     first, second = picture_engine(), picture_engine()
@@ -74,7 +85,10 @@ def test_worker_that_leaves_in_the_middle_keeps_its_tokens_and_the_next_one_goes
     assert kept(store) == [f"{PREFIX}{GROUP}"]
     num_before = first.num_tokens
 
-    places = [(plan.topic("rollout.samples"), partition) for partition in range(plan.num_sample_partitions)]
+    places = [
+        (plan.topic("rollout.samples"), partition)
+        for partition in range(plan.num_sample_partitions)
+    ]
     reader, written = LogReader(connection, start=dict.fromkeys(places, 0)), list[SampleRolledOut]()
 
     def is_written() -> bool:

@@ -1,4 +1,5 @@
-"""A log that a stranger has written: looking at it and forking it runs no code of his and contacts no address, before somebody agrees."""
+"""A log that a stranger has written: looking at it and forking it runs no code of his and contacts
+no address, before somebody agrees."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ from typing import Any
 import orjson
 import pytest
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.cli import rewards, runs
 from relax_events.config import RunConfig
-from relax_events.control.cluster import Cluster
-from relax_events.control.runs.forking import SourceChoice, make_run_file
-from relax_events.control.runs.replay import settle_source
-from relax_events.control.runs.taking_over import NotTrusted
 from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
-from relax_events.pipeline.description import describe
-from relax_events.pipeline.source_run import SourceRun
+from relax_events.history.cluster import Cluster
+from relax_events.history.runs.forking import SourceChoice, make_run_file
+from relax_events.history.runs.inherited_code import NotTrusted
+from relax_events.history.runs.replay import settle_source
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.run_description import describe
 from relax_events.topics import TopicPlan
 
 CODEC = EventCodec()
@@ -57,15 +58,27 @@ class Hostile:
 
 
 @pytest.fixture
-def hostile(apply_run: ApplyRun, producer: RecordProducer, tmp_path: Path, stranger: socket.socket) -> Hostile:
-    config, trace, url = apply_run(), tmp_path / "trace", f"http://127.0.0.1:{stranger.getsockname()[1]}"
+def hostile(
+    apply_run: ApplyRun, producer: RecordProducer, tmp_path: Path, stranger: socket.socket
+) -> Hostile:
+    config, trace, url = (
+        apply_run(),
+        tmp_path / "trace",
+        f"http://127.0.0.1:{stranger.getsockname()[1]}",
+    )
     (tmp_path / "evil.py").write_text(f"open({str(trace)!r}, 'w')\n")
     evil = f"{tmp_path / 'evil.py'}:x"
     tree = orjson.loads(describe(config).config)
     tree["run"]["directory"] = str(tmp_path / "theirs")
     tree["algorithm"]["name"] = tree["trainer"]["backend"] = tree["engine"]["name"] = evil
-    tree["reward"] |= {"function": "genrm", "options": {"url": url, "token_variable": "JUDGE_TOKEN"}}
-    tree["engine"]["sglang"]["urls"], tree["telemetry"]["traces"]["endpoint"] = [url], f"{url}/v1/traces"
+    tree["reward"] |= {
+        "function": "genrm",
+        "options": {"url": url, "token_variable": "JUDGE_TOKEN"},
+    }
+    tree["engine"]["sglang"]["urls"], tree["telemetry"]["traces"]["endpoint"] = (
+        [url],
+        f"{url}/v1/traces",
+    )
     topic = TopicPlan.of(config).topic("control.commands")
 
     def tell(told: dict[str, Any]) -> None:
@@ -96,8 +109,20 @@ def test_hostile_log_is_refused_with_a_list_and_nothing_is_used(
         verb(hostile.config.run.id, f"{hostile.config.run.id}-new", **place)
     assert refused.value.exit_code == 2
     listed = {named.key for named in refused.value.named}
-    used_by_both = {"algorithm.name", "trainer.backend", "model.path", "run.directory", "telemetry.traces.endpoint"}
-    of_a_fork = {"engine.name", "engine.sglang.urls", "reward.options.url", "reward.options.token_variable", "data.source"}
+    used_by_both = {
+        "algorithm.name",
+        "trainer.backend",
+        "model.path",
+        "run.directory",
+        "telemetry.traces.endpoint",
+    }
+    of_a_fork = {
+        "engine.name",
+        "engine.sglang.urls",
+        "reward.options.url",
+        "reward.options.token_variable",
+        "data.source",
+    }
     assert listed == (used_by_both | of_a_fork if verb is runs.fork else used_by_both)
     assert "give --trust-source to take them over as they are" in str(refused.value)
     assert not hostile.trace.exists()
@@ -106,14 +131,26 @@ def test_hostile_log_is_refused_with_a_list_and_nothing_is_used(
 
 
 def test_comparing_rewards_uses_nothing_that_the_log_names(
-    hostile: Hostile, stranger: socket.socket, bootstrap_servers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hostile: Hostile,
+    stranger: socket.socket,
+    bootstrap_servers: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given: dict[str, Any] = {"run": hostile.config.run.id, "bootstrap_servers": bootstrap_servers, "directory": tmp_path / "mine", "output": "json"}
+    given: dict[str, Any] = {
+        "run": hostile.config.run.id,
+        "bootstrap_servers": bootstrap_servers,
+        "directory": tmp_path / "mine",
+        "output": "json",
+    }
     rewards.compare("exact_match", "f1", **given)
     assert orjson.loads(capsys.readouterr().out)["counts"]["num_samples"] == 0
     with pytest.raises(NotTrusted) as refused:
         rewards.compare("exact_match", "genrm", **given)
-    assert {named.key for named in refused.value.named} == {"reward.options.url", "reward.options.token_variable"}
+    assert {named.key for named in refused.value.named} == {
+        "reward.options.url",
+        "reward.options.token_variable",
+    }
     assert not hostile.trace.exists()
     assert not was_called(stranger)
     rewards.compare("exact_match", "genrm", trust_source=True, **given)
@@ -127,18 +164,34 @@ def test_store_of_the_source_is_the_one_that_was_agreed_to(
     honest = orjson.loads(describe(hostile.config).config)
     honest["run"]["directory"] = str(tmp_path / "theirs")
     hostile.tell(honest)
-    cluster = Cluster.named(config=None, bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine")
+    cluster = Cluster.named(
+        config=None, bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine"
+    )
     source = SourceRun.read(connection, hostile.config.run.id)
     new = f"{hostile.config.run.id}-new"
-    config = make_run_file(cluster, source, new, SourceChoice(hostile.config.run.id, "live", 0), (), accept=lambda _: None)
+    config = make_run_file(
+        cluster,
+        source,
+        new,
+        SourceChoice(hostile.config.run.id, "live", 0),
+        (),
+        accept=lambda _: None,
+    )
     assert config.source.objects_uri == source.config.objects_uri
     assert settle_source(config).source.objects_uri == source.config.objects_uri
     honest["run"]["directory"] = str(tmp_path / "evil")
     hostile.tell(honest)
     again = SourceRun.read(connection, hostile.config.run.id, own=config)
     assert again.config.objects_uri != again.objects_uri == config.source.objects_uri
-    with pytest.raises(ConfigError, match=r"says that its objects lie in file://.*/evil/.*; set source\.objects_uri to where they are"):
+    with pytest.raises(
+        ConfigError,
+        match=r"says that its objects lie in file://.*/evil/.*; set source\.objects_uri to where they are",
+    ):
         settle_source(config)
-    unsaid = config.model_copy(update={"source": config.source.model_copy(update={"objects_uri": ""})})
-    with pytest.raises(ConfigError, match=r"and the run file that they lie in file://.*/mine/runs/"):
+    unsaid = config.model_copy(
+        update={"source": config.source.model_copy(update={"objects_uri": ""})}
+    )
+    with pytest.raises(
+        ConfigError, match=r"and the run file that they lie in file://.*/mine/runs/"
+    ):
         settle_source(unsaid)

@@ -12,20 +12,20 @@ import pytest
 from broker_steps import TIMEOUT_SECONDS, turn_until
 from event_samples import issued
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.leases import Lease
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome
 from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.leases import Lease
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord, Record
+from relax_events.roles.worker_factory import open_worker
 from relax_events.topics import TopicPlan
 from relax_events.weights.transport import VersionsOnly
 from tests.unit.pictures import picture_engine, picture_model
-from workers.opening import open_worker
 from workers.rollout import MAX_DELIVERIES, RolloutLoop
 
 CODEC, GROUP = EventCodec(), "000000-0000-0"
@@ -42,7 +42,9 @@ class Gated:
 
     def poll(self, *, timeout_seconds: float) -> list[object]:
         self.is_busy.set()
-        return list(self._engine.poll(timeout_seconds=0.0)) if self.gate.wait(timeout_seconds) else []
+        return (
+            list(self._engine.poll(timeout_seconds=0.0)) if self.gate.wait(timeout_seconds) else []
+        )
 
 
 class Log:
@@ -50,13 +52,20 @@ class Log:
 
     def __init__(self, connection: Connection, plan: TopicPlan) -> None:
         topics = {plan.topic("rollout.samples"), plan.topic(plan.end_requests("rollout"))}
-        places = [(spec.name, partition) for spec in plan.specs() if spec.name in topics for partition in range(spec.num_partitions)]
+        places = [
+            (spec.name, partition)
+            for spec in plan.specs()
+            if spec.name in topics
+            for partition in range(spec.num_partitions)
+        ]
         assert {topic for topic, _ in places} == topics
         self._reader = LogReader(connection, start=dict.fromkeys(places, 0))
         self._events: list[Event] = []
 
     def of(self, kind: type[Event]) -> list[Any]:
-        self._events += [CODEC.decode(record.value) for record in self._reader.fetch(timeout_seconds=0.1)]
+        self._events += [
+            CODEC.decode(record.value) for record in self._reader.fetch(timeout_seconds=0.1)
+        ]
         return [event for event in self._events if isinstance(event, kind)]
 
 
@@ -64,7 +73,13 @@ class Log:
 def config(apply_run: Callable[..., RunConfig], tmp_path: Path) -> RunConfig:
     engine = {"max_context_tokens": 256, "sampling": {"max_new_tokens": 4}}
     model, workers = {"path": picture_model(), "device": "cpu"}, {"beat_seconds": 1.0}
-    return apply_run(run={"directory": tmp_path}, model=model, data={"source": "scenes:colour"}, engine=engine, workers=workers)
+    return apply_run(
+        run={"directory": tmp_path},
+        model=model,
+        data={"source": "scenes:colour"},
+        engine=engine,
+        workers=workers,
+    )
 
 
 @pytest.fixture
@@ -87,11 +102,22 @@ def at_work(config: RunConfig, engine: object, *, index: int) -> Iterator[Rollou
 
 
 @contextmanager
-def generating(config: RunConfig, producer: RecordProducer, *, settle: Callable[[bool], None]) -> Iterator[tuple[Gated, RolloutLoop]]:
-    """Give two workers: one that generates the prompt group, and another that is given the same record, at its last delivery."""
+def generating(
+    config: RunConfig, producer: RecordProducer, *, settle: Callable[[bool], None]
+) -> Iterator[tuple[Gated, RolloutLoop]]:
+    """Give two workers: one that generates the prompt group, and another that is given the same
+    record, at its last delivery."""
     first = Gated(picture_engine())
     with at_work(config, first, index=0) as holder:
-        producer.write([OutRecord(TopicPlan.of(config).topic("prompt.groups"), CODEC.encode(issued(GROUP)), key=GROUP)])
+        producer.write(
+            [
+                OutRecord(
+                    TopicPlan.of(config).topic("prompt.groups"),
+                    CODEC.encode(issued(GROUP)),
+                    key=GROUP,
+                )
+            ]
+        )
         assert first.is_busy.wait(TIMEOUT_SECONDS)
         record = holder._running[GROUP].leases[0].record
         with at_work(config, picture_engine(), index=1) as other:
@@ -113,19 +139,28 @@ def test_prompt_group_that_another_worker_generates_is_left_to_it_at_its_last_de
     assert log.of(PromptGroupEnded) == []
 
 
-def test_prompt_group_that_nobody_has_fails_at_its_last_delivery(config: RunConfig, log: Log) -> None:
+def test_prompt_group_that_nobody_has_fails_at_its_last_delivery(
+    config: RunConfig, log: Log
+) -> None:
     settled: list[bool] = []
-    record = Record(TopicPlan.of(config).topic("prompt.groups"), 0, 0, GROUP, CODEC.encode(issued(GROUP)), {}, 0)
+    record = Record(
+        TopicPlan.of(config).topic("prompt.groups"), 0, 0, GROUP, CODEC.encode(issued(GROUP)), {}, 0
+    )
     with at_work(config, Gated(picture_engine()), index=1) as other:
         other._put(Lease(record, MAX_DELIVERIES, settled.append))
         turn_until(lambda: settled == [True])
         turn_until(lambda: len(log.of(PromptGroupEnded)) == 1)
     (end,) = log.of(PromptGroupEnded)
     assert (end.prompt_group_id, end.outcome) == (GROUP, Outcome.FAILED)
-    assert end.reason == "given up at its delivery number 8: the workers that took it died or were stopped"
+    assert (
+        end.reason
+        == "given up at its delivery number 8: the workers that took it died or were stopped"
+    )
 
 
-def test_worker_that_leaves_releases_what_it_holds_at_its_last_delivery(config: RunConfig, producer: RecordProducer, log: Log) -> None:
+def test_worker_that_leaves_releases_what_it_holds_at_its_last_delivery(
+    config: RunConfig, producer: RecordProducer, log: Log
+) -> None:
     settled: list[bool] = []
     with generating(config, producer, settle=settled.append) as (first, other):
         turn_until(lambda: bool(other._last_deliveries._held))

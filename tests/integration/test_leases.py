@@ -1,4 +1,5 @@
-"""Both kinds of leases keep the same promises: each record to one holder, back when it is released or its holder dies."""
+"""Both kinds of leases keep the same promises: each record to one holder, back when it is released
+or its holder dies."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from typing import Any
 import pytest
 from broker_steps import TIMEOUT_SECONDS, next_line, other_process, turn_until
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.backlog import queue_backlog
-from relax_events.broker.connection import Connection
-from relax_events.broker.group_leases import GroupLeases
-from relax_events.broker.leases import Lease, LeaseSource, delivery_limit
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
-from relax_events.broker.share_leases import ShareLeases
 from relax_events.errors import AccessDenied
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.group_leases import GroupLeases
+from relax_events.kafka.leases import Lease, LeaseSource, delivery_limit
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.protocol.queue_lag import queue_backlog
+from relax_events.kafka.records import OutRecord
+from relax_events.kafka.share_leases import ShareLeases
 
 HOLDER = """
 import sys, queue
@@ -52,7 +53,9 @@ class Queue:
     def holder(self, *, lanes: int) -> Iterator[tuple[LeaseSource, queue.SimpleQueue[Lease]]]:
         inbox: queue.SimpleQueue[Lease] = queue.SimpleQueue()
         make: Any = {"ShareLeases": ShareLeases, "GroupLeases": GroupLeases}[self.kind]
-        source = make(self.connection, group=self.group, topic=self.topic, lanes=lanes, on_lease=inbox.put)
+        source = make(
+            self.connection, group=self.group, topic=self.topic, lanes=lanes, on_lease=inbox.put
+        )
         try:
             yield source, inbox
         finally:
@@ -60,13 +63,21 @@ class Queue:
 
 
 @pytest.fixture
-def share_queue(connection: Connection, make_topic: Callable[..., str], make_share_group: Callable[[str], str]) -> Queue:
-    return Queue("ShareLeases", connection, make_topic("prompt.groups", 1), 1, make_share_group("rollout"))
+def share_queue(
+    connection: Connection, make_topic: Callable[..., str], make_share_group: Callable[[str], str]
+) -> Queue:
+    return Queue(
+        "ShareLeases", connection, make_topic("prompt.groups", 1), 1, make_share_group("rollout")
+    )
 
 
 @pytest.fixture
-def group_queue(connection: Connection, make_topic: Callable[..., str], make_group: Callable[[str], str]) -> Queue:
-    return Queue("GroupLeases", connection, make_topic("prompt.groups", 2), 2, make_group("rollout"))
+def group_queue(
+    connection: Connection, make_topic: Callable[..., str], make_group: Callable[[str], str]
+) -> Queue:
+    return Queue(
+        "GroupLeases", connection, make_topic("prompt.groups", 2), 2, make_group("rollout")
+    )
 
 
 @pytest.fixture(params=["share_queue", "group_queue"])
@@ -77,14 +88,18 @@ def work(request: pytest.FixtureRequest) -> Queue:
 
 @pytest.fixture
 def single(connection: Connection) -> Iterator[RecordProducer]:
-    """A producer as the prompter has it: one record in each batch, so that one can be leased at a time."""
+    """A producer as the prompter has it: one record in each batch, so that one can be leased at a
+    time."""
     opened = RecordProducer(connection, one_record_per_batch=True)
     yield opened
     opened.close()
 
 
 def enqueue(producer: RecordProducer, work: Queue, names: list[str]) -> None:
-    producer.write(OutRecord(work.topic, name.encode(), key=name, partition=index % work.num_partitions) for index, name in enumerate(names))
+    producer.write(
+        OutRecord(work.topic, name.encode(), key=name, partition=index % work.num_partitions)
+        for index, name in enumerate(names)
+    )
 
 
 def take(inbox: queue.SimpleQueue[Lease], count: int) -> list[Lease]:
@@ -95,7 +110,9 @@ def values(leases: list[Lease]) -> list[str]:
     return sorted(lease.record.value.decode() for lease in leases)
 
 
-def test_each_record_is_leased_once_when_two_workers_share_the_queue(work: Queue, single: RecordProducer) -> None:
+def test_each_record_is_leased_once_when_two_workers_share_the_queue(
+    work: Queue, single: RecordProducer
+) -> None:
     names = [f"p{index:02}" for index in range(20)]
     enqueue(single, work, names)
     seen: Counter[str] = Counter()
@@ -112,7 +129,9 @@ def test_each_record_is_leased_once_when_two_workers_share_the_queue(work: Queue
     assert seen == Counter(names)
 
 
-def test_no_more_records_are_leased_than_there_are_lanes(work: Queue, single: RecordProducer) -> None:
+def test_no_more_records_are_leased_than_there_are_lanes(
+    work: Queue, single: RecordProducer
+) -> None:
     enqueue(single, work, [f"p{index}" for index in range(6)])
     with work.holder(lanes=2) as (_, inbox):
         held = take(inbox, 2)
@@ -124,7 +143,9 @@ def test_no_more_records_are_leased_than_there_are_lanes(work: Queue, single: Re
             inbox.get(timeout=0.5)
 
 
-def test_backlog_of_a_share_group_is_what_is_not_done_held_or_not(share_queue: Queue, single: RecordProducer) -> None:
+def test_backlog_of_a_share_group_is_what_is_not_done_held_or_not(
+    share_queue: Queue, single: RecordProducer
+) -> None:
     def backlog() -> int:
         return queue_backlog(share_queue.connection, share_queue.group)
 
@@ -139,7 +160,9 @@ def test_backlog_of_a_share_group_is_what_is_not_done_held_or_not(share_queue: Q
         turn_until(lambda: backlog() == 5)
 
 
-def test_held_records_go_to_another_worker_when_the_holder_closes(work: Queue, single: RecordProducer) -> None:
+def test_held_records_go_to_another_worker_when_the_holder_closes(
+    work: Queue, single: RecordProducer
+) -> None:
     enqueue(single, work, ["a", "b", "c", "d"])
     with work.holder(lanes=4) as (_, inbox):
         held = {lease.record.key: lease for lease in take(inbox, 4)}
@@ -151,7 +174,9 @@ def test_held_records_go_to_another_worker_when_the_holder_closes(work: Queue, s
             inbox.get(timeout=0.5)
 
 
-def test_stopped_source_leases_nothing_new_and_keeps_what_it_holds(work: Queue, single: RecordProducer) -> None:
+def test_stopped_source_leases_nothing_new_and_keeps_what_it_holds(
+    work: Queue, single: RecordProducer
+) -> None:
     enqueue(single, work, ["a", "b"])
     with work.holder(lanes=2) as (source, inbox):
         held = take(inbox, 2)
@@ -165,7 +190,9 @@ def test_stopped_source_leases_nothing_new_and_keeps_what_it_holds(work: Queue, 
         assert values(take(inbox, 2)) == ["c", "d"]
 
 
-def test_records_come_again_when_their_holder_was_killed(work: Queue, single: RecordProducer, bootstrap_servers: str) -> None:
+def test_records_come_again_when_their_holder_was_killed(
+    work: Queue, single: RecordProducer, bootstrap_servers: str
+) -> None:
     enqueue(single, work, ["a", "b"])
     with other_process(HOLDER, work.kind, bootstrap_servers, work.group, work.topic, "2") as holder:
         assert sorted([next_line(holder), next_line(holder)]) == ["a", "b"]
@@ -173,10 +200,15 @@ def test_records_come_again_when_their_holder_was_killed(work: Queue, single: Re
         assert values(take(inbox, 2)) == ["a", "b"]
 
 
-def test_killed_holder_costs_a_record_few_deliveries(share_queue: Queue, single: RecordProducer, bootstrap_servers: str) -> None:
-    """The broker notices the death of a worker lane by lane, and hands its records to those that it has not noticed yet."""
+def test_killed_holder_costs_a_record_few_deliveries(
+    share_queue: Queue, single: RecordProducer, bootstrap_servers: str
+) -> None:
+    """The broker notices the death of a worker lane by lane, and hands its records to those that it
+    has not noticed yet."""
     enqueue(single, share_queue, ["a", "b"])
-    with other_process(HOLDER, "ShareLeases", bootstrap_servers, share_queue.group, share_queue.topic, "32") as holder:
+    with other_process(
+        HOLDER, "ShareLeases", bootstrap_servers, share_queue.group, share_queue.topic, "32"
+    ) as holder:
         assert sorted([next_line(holder), next_line(holder)]) == ["a", "b"]
     counts = []
     with share_queue.holder(lanes=2) as (_, inbox):
@@ -186,7 +218,9 @@ def test_killed_holder_costs_a_record_few_deliveries(share_queue: Queue, single:
     assert max(counts) <= 3
 
 
-def test_released_record_is_leased_again_when_it_lies_in_a_share_group(share_queue: Queue, single: RecordProducer) -> None:
+def test_released_record_is_leased_again_when_it_lies_in_a_share_group(
+    share_queue: Queue, single: RecordProducer
+) -> None:
     enqueue(single, share_queue, ["a"])
     with share_queue.holder(lanes=1) as (_, inbox):
         first = inbox.get(timeout=TIMEOUT_SECONDS)
@@ -197,8 +231,11 @@ def test_released_record_is_leased_again_when_it_lies_in_a_share_group(share_que
         second.done()
 
 
-def test_stopping_costs_a_record_at_most_one_delivery(share_queue: Queue, single: RecordProducer) -> None:
-    """Idle lanes are in their last poll when the others release: taken up by one after the other, a record would be dropped by the broker."""
+def test_stopping_costs_a_record_at_most_one_delivery(
+    share_queue: Queue, single: RecordProducer
+) -> None:
+    """Idle lanes are in their last poll when the others release: taken up by one after the other, a
+    record would be dropped by the broker."""
     enqueue(single, share_queue, [f"p{index}" for index in range(4)])
     with share_queue.holder(lanes=16) as (source, inbox):
         held = take(inbox, 4)
@@ -207,7 +244,9 @@ def test_stopping_costs_a_record_at_most_one_delivery(share_queue: Queue, single
             lease.release()
     counts = []
     with share_queue.holder(lanes=4) as (_, inbox):
-        while len(counts) < 4:  # one lane may take neighbours together, and hands them over one by one
+        while (
+            len(counts) < 4
+        ):  # one lane may take neighbours together, and hands them over one by one
             lease = inbox.get(timeout=TIMEOUT_SECONDS)
             counts.append(lease.delivery_count)
             lease.done()
@@ -229,20 +268,37 @@ def test_lease_may_be_settled_twice(share_queue: Queue, single: RecordProducer) 
         assert sorted(rest) == ["a", "b", "c"]
 
 
-def test_group_offset_follows_the_oldest_open_lease(group_queue: Queue, single: RecordProducer, admin: Admin) -> None:
-    single.write(OutRecord(group_queue.topic, str(index).encode(), partition=0) for index in range(4))
+def test_group_offset_follows_the_oldest_open_lease(
+    group_queue: Queue, single: RecordProducer, admin: Admin
+) -> None:
+    single.write(
+        OutRecord(group_queue.topic, str(index).encode(), partition=0) for index in range(4)
+    )
     with group_queue.holder(lanes=4) as (_, inbox):
         held = sorted(take(inbox, 4), key=lambda lease: lease.record.offset)
         held[3].done()
         held[1].done()
         held[0].done()
-        turn_until(lambda: admin.committed(group_queue.group, [(group_queue.topic, 0)]) == {(group_queue.topic, 0): 2})
+        turn_until(
+            lambda: (
+                admin.committed(group_queue.group, [(group_queue.topic, 0)])
+                == {(group_queue.topic, 0): 2}
+            )
+        )
         held[2].done()
-        turn_until(lambda: admin.committed(group_queue.group, [(group_queue.topic, 0)]) == {(group_queue.topic, 0): 4})
+        turn_until(
+            lambda: (
+                admin.committed(group_queue.group, [(group_queue.topic, 0)])
+                == {(group_queue.topic, 0): 4}
+            )
+        )
 
 
-def test_records_of_partitions_that_come_while_all_lanes_are_taken_are_not_lost(group_queue: Queue, single: RecordProducer) -> None:
-    """A full holder keeps its membership without taking records; partitions assigned to it meanwhile start unread."""
+def test_records_of_partitions_that_come_while_all_lanes_are_taken_are_not_lost(
+    group_queue: Queue, single: RecordProducer
+) -> None:
+    """A full holder keeps its membership without taking records; partitions assigned to it
+    meanwhile start unread."""
     enqueue(single, group_queue, ["a", "b", "c", "d"])
     with group_queue.holder(lanes=1) as (_, first):
         held = first.get(timeout=TIMEOUT_SECONDS)
@@ -258,13 +314,17 @@ def test_records_of_partitions_that_come_while_all_lanes_are_taken_are_not_lost(
         assert other.record.key in seen
 
 
-def test_delivery_limit_is_the_groups_own_or_else_the_brokers(connection: Connection, admin: Admin, make_share_group: Callable[[str], str]) -> None:
+def test_delivery_limit_is_the_groups_own_or_else_the_brokers(
+    connection: Connection, admin: Admin, make_share_group: Callable[[str], str]
+) -> None:
     own, other = make_share_group("own"), make_share_group("other")
     admin.alter_group(own, {"share.delivery.count.limit": "7"})
     assert (delivery_limit(connection, own), delivery_limit(connection, other)) == (7, 5)
 
 
-def test_delivery_limit_is_the_usual_one_where_the_broker_does_not_say(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delivery_limit_is_the_usual_one_where_the_broker_does_not_say(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(self: Admin, name: str) -> dict[str, str]:
         raise AccessDenied(f"describing group {name}: no right")
 
@@ -272,8 +332,11 @@ def test_delivery_limit_is_the_usual_one_where_the_broker_does_not_say(connectio
     assert delivery_limit(connection, "rollout") == 5
 
 
-def test_released_neighbours_are_in_work_together(share_queue: Queue, single: RecordProducer) -> None:
-    """The broker hands them to one lane, which must not keep the others waiting; nor are more taken than there is room for."""
+def test_released_neighbours_are_in_work_together(
+    share_queue: Queue, single: RecordProducer
+) -> None:
+    """The broker hands them to one lane, which must not keep the others waiting; nor are more taken
+    than there is room for."""
     enqueue(single, share_queue, [f"p{index}" for index in range(6)])
     with share_queue.holder(lanes=4) as (_, inbox):
         take(inbox, 4)

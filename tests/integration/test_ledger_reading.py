@@ -1,4 +1,5 @@
-"""The ledger reads a really written log in blocks: it finds each broken promise and holds no more than the window in memory."""
+"""The ledger reads a really written log in blocks: it finds each broken promise and holds no more
+than the window in memory."""
 
 from __future__ import annotations
 
@@ -11,18 +12,20 @@ import torch
 from event_samples import rolled_out
 from sound_run import SETTINGS, TAMPERINGS, SoundRun
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.cli.ledger import check
 from relax_events.config import RunConfig
-from relax_events.control.ledger import Ledger, read_ledger, reading
 from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ObjectRef, TopicOffset
+from relax_events.history import ledger as reading
+from relax_events.history.ledger import read_ledger
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.objects import ObjectStore
+from relax_events.projections.ledger import Ledger
 from relax_events.topics import TopicPlan
-from relax_events.weights.artifacts import write_weights
+from relax_events.weights.artifact_writer import write_weights
 
 WEIGHTS = {"weight": torch.ones(3)}
 
@@ -40,17 +43,23 @@ def write(config: RunConfig, producer: RecordProducer) -> Callable[[SoundRun], N
     def write(run: SoundRun) -> None:
         codec = EventCodec()
         schemas = TopicPlan.of(config).topic("control.schemas")
-        producer.write(OutRecord(schemas, schema, key=name.hex()) for name, schema in codec.published_form().items())
+        producer.write(
+            OutRecord(schemas, schema, key=name.hex())
+            for name, schema in codec.published_form().items()
+        )
         for at, event in run.items():
             key = getattr(event, "prompt_group_id", "")
-            producer.write([OutRecord(at.topic, codec.encode(event), key=key, partition=at.partition)])
+            producer.write(
+                [OutRecord(at.topic, codec.encode(event), key=key, partition=at.partition)]
+            )
 
     return write
 
 
 @pytest.fixture(params=["one block", "many blocks"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have the log read in one block, or in the smallest; give how much the ledger held when each was settled."""
+    """Have the log read in one block, or in the smallest; give how much the ledger held when each
+    was settled."""
     held: list[int] = []
 
     def settle(self: Ledger, below: int) -> None:
@@ -65,7 +74,9 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     return held
 
 
-def test_sound_log_is_read_whole_and_in_the_window_s_memory(config: RunConfig, write: Callable[[SoundRun], None], blocks: list[int]) -> None:
+def test_sound_log_is_read_whole_and_in_the_window_s_memory(
+    config: RunConfig, write: Callable[[SoundRun], None], blocks: list[int]
+) -> None:
     run = SoundRun(30, run_id=config.run.id)
     write(run)
     books = read_ledger(config)
@@ -85,32 +96,50 @@ def test_broken_promise_is_found_alone_on_a_written_log(
     assert [finding.rule for finding in read_ledger(config).findings()] == [rule]
 
 
-def test_purged_records_leave_claims_without_proof(config: RunConfig, write: Callable[[SoundRun], None], admin: Admin) -> None:
+def test_purged_records_leave_claims_without_proof(
+    config: RunConfig, write: Callable[[SoundRun], None], admin: Admin
+) -> None:
     run = SoundRun(12, run_id=config.run.id)
     write(run)
-    places = [(run.plan.topic(entity), partition) for entity in ("rollout.samples", "reward.scores") for partition in range(6)]
+    places = [
+        (run.plan.topic(entity), partition)
+        for entity in ("rollout.samples", "reward.scores")
+        for partition in range(6)
+    ]
     ends = {place: len(run.at(run.plan.entity(place[0]), place[1])) for place in places}
     admin.delete_records(TopicOffset(*place, end // 2) for place, end in ends.items() if end)
     books = read_ledger(config)
     assert books.problems() == []
     gone = sum(end // 2 for place, end in ends.items() if place[0].endswith("rollout.samples"))
     assert books.figures()["samples_purged"] == gone
-    assert f"that {gone} trained samples were generated as they were trained, since their records are purged or damaged" in books.unproven()
+    assert (
+        f"that {gone} trained samples were generated as they were trained, since their "
+        "records are purged or damaged"
+    ) in books.unproven()
 
 
-def test_strangers_records_are_counted_and_do_no_harm(config: RunConfig, write: Callable[[SoundRun], None], producer: RecordProducer) -> None:
+def test_strangers_records_are_counted_and_do_no_harm(
+    config: RunConfig, write: Callable[[SoundRun], None], producer: RecordProducer
+) -> None:
     run = SoundRun(6, run_id=config.run.id)
     run.at("rollout.samples", 0).append(rolled_out("000900-0000-0"))
     write(run)
-    producer.write(OutRecord(run.plan.topic("rollout.samples"), b"no event", partition=partition) for partition in range(6))
+    producer.write(
+        OutRecord(run.plan.topic("rollout.samples"), b"no event", partition=partition)
+        for partition in range(6)
+    )
     figures = read_ledger(config).figures()
     assert (figures["records_unreadable"], figures["samples_foreign"]) == (6, 1)
 
 
-def test_manifests_that_are_left_must_be_those_that_were_published(config: RunConfig, write: Callable[[SoundRun], None]) -> None:
+def test_manifests_that_are_left_must_be_those_that_were_published(
+    config: RunConfig, write: Callable[[SoundRun], None]
+) -> None:
     run, store = SoundRun(3, run_id=config.run.id), ObjectStore.open(config.objects_uri)
     for version in range(4):
-        artifact, digest = write_weights(store, {**WEIGHTS, "version": torch.tensor(version)}, policy_version=version)
+        artifact, digest = write_weights(
+            store, {**WEIGHTS, "version": torch.tensor(version)}, policy_version=version
+        )
         run.change("control.policy-versions", version, artifact=artifact)
         if version:
             run.change("control.train-steps", version - 1, weights_digest=digest)
@@ -128,7 +157,10 @@ def test_manifests_that_are_left_must_be_those_that_were_published(config: RunCo
 
 
 def test_command_names_rule_places_and_remedy(
-    config: RunConfig, write: Callable[[SoundRun], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: RunConfig,
+    write: Callable[[SoundRun], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = SoundRun(6, run_id=config.run.id)
     TAMPERINGS["trained offset holds another record than the train step says"](run)
@@ -139,7 +171,9 @@ def test_command_names_rule_places_and_remedy(
     printed = capsys.readouterr().out
     partition, offset = run.find("advantage.samples", sample_id="000003-0000-0/1")
     assert "BROKEN  trained offset holds another record than the train step says: 2\n" in printed
-    assert f"000003-0000-0/0 of train step 3 at advantage.samples[{partition}]@{offset}\n" in printed
+    assert (
+        f"000003-0000-0/0 of train step 3 at advantage.samples[{partition}]@{offset}\n" in printed
+    )
     assert "remedy: is this the run's own cluster" in printed
     assert check(run_file, output="json") == 6
     (problem,) = orjson.loads(capsys.readouterr().out)["problems"]

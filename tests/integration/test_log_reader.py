@@ -1,4 +1,5 @@
-"""Readers that choose their own positions: to the end, exactly these records, and over a log that was cut off."""
+"""Readers that choose their own positions: to the end, exactly these records, and over a log that
+was cut off."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from broker_steps import fetch_until, fill
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer, LogReader
-from relax_events.broker.deadline import Deadline
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
-from relax_events.broker.transactions import TransactionalWriter
+from relax_events.deadline import Deadline
 from relax_events.errors import BrokerError
 from relax_events.events.parts import TopicOffset
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import GroupConsumer, LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.kafka.transactions import TransactionalWriter
 
 MakeTopic = Callable[..., str]
 
@@ -59,7 +60,10 @@ def test_lag_counts_from_where_the_reader_was_assigned_or_from_what_is_left(
     purge(connection, purged, below=7)
     reader.assign({(topic, 0): 4, (purged, 0): 0})
     records = fetch_until(reader, lambda records: len(records) == 9)
-    assert {place: record.offset for record in records for place in [record.topic]} == {topic: 9, purged: 9}
+    assert {place: record.offset for record in records for place in [record.topic]} == {
+        topic: 9,
+        purged: 9,
+    }
     assert reader.lag() == {(topic, 0): 0, (purged, 0): 0}
     reader.assign({(topic, 0): 4})
     fetch_until(reader, lambda records: len(reader.lag()) == 1)
@@ -68,7 +72,9 @@ def test_lag_counts_from_where_the_reader_was_assigned_or_from_what_is_left(
     reader.close()
 
 
-def test_reader_seeks_while_the_client_changes_over_to_other_partitions(reader: LogReader, producer: RecordProducer, make_topic: MakeTopic) -> None:
+def test_reader_seeks_while_the_client_changes_over_to_other_partitions(
+    reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
+) -> None:
     topic, other = make_topic("a"), make_topic("b")
     for name in (topic, other):
         fill(producer, name, numbered(10))
@@ -82,16 +88,24 @@ def test_reader_seeks_while_the_client_changes_over_to_other_partitions(reader: 
     reader.close()
 
 
-def test_read_to_end_starts_where_it_is_told(reader: LogReader, producer: RecordProducer, make_topic: MakeTopic) -> None:
+def test_read_to_end_starts_where_it_is_told(
+    reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
+) -> None:
     topic = make_topic("a")
     fill(producer, topic, numbered(10))
-    assert [record.offset for record in reader.read_to_end([(topic, 0)], from_offsets={(topic, 0): 8})] == [8, 9]
+    assert [
+        record.offset for record in reader.read_to_end([(topic, 0)], from_offsets={(topic, 0): 8})
+    ] == [8, 9]
     assert reader.read_to_end([(topic, 0)], from_offsets={(topic, 0): 10}) == []
     reader.close()
 
 
 def test_read_to_end_sees_committed_records_only_when_there_were_transactions(
-    reader: LogReader, connection: Connection, producer: RecordProducer, make_topic: MakeTopic, run_id: str
+    reader: LogReader,
+    connection: Connection,
+    producer: RecordProducer,
+    make_topic: MakeTopic,
+    run_id: str,
 ) -> None:
     """The log ends with a marker, which is an offset without a record."""
     topic = make_topic("a")
@@ -105,7 +119,9 @@ def test_read_to_end_sees_committed_records_only_when_there_were_transactions(
 
 
 def abort_one(connection: Connection, topic: str, transactional_id: str) -> None:
-    other = Producer({"bootstrap.servers": connection.bootstrap_servers, "transactional.id": transactional_id})
+    other = Producer(
+        {"bootstrap.servers": connection.bootstrap_servers, "transactional.id": transactional_id}
+    )
     other.init_transactions(10)
     other.begin_transaction()
     other.produce(topic, b"aborted")
@@ -114,11 +130,17 @@ def abort_one(connection: Connection, topic: str, transactional_id: str) -> None
 
 
 def test_read_to_end_stops_before_a_transaction_that_is_open(
-    reader: LogReader, connection: Connection, producer: RecordProducer, make_topic: MakeTopic, run_id: str
+    reader: LogReader,
+    connection: Connection,
+    producer: RecordProducer,
+    make_topic: MakeTopic,
+    run_id: str,
 ) -> None:
     topic = make_topic("a")
     fill(producer, topic, [b"before"])
-    other = Producer({"bootstrap.servers": connection.bootstrap_servers, "transactional.id": f"{run_id}.open"})
+    other = Producer(
+        {"bootstrap.servers": connection.bootstrap_servers, "transactional.id": f"{run_id}.open"}
+    )
     other.init_transactions(10)
     other.begin_transaction()
     other.produce(topic, b"open")
@@ -128,14 +150,21 @@ def test_read_to_end_stops_before_a_transaction_that_is_open(
     reader.close()
 
 
-def test_read_exactly_returns_the_wanted_records(reader: LogReader, producer: RecordProducer, make_topic: MakeTopic) -> None:
+def test_read_exactly_returns_the_wanted_records(
+    reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
+) -> None:
     topic = make_topic("a", 2)
     for partition in range(2):
         fill(producer, topic, numbered(50), partition=partition)
     places = {(0, 0), (0, 49), (1, 17), (1, 18)}
     found = reader.read_exactly(topic, places)
     assert found.keys() == places
-    assert {place: record.value for place, record in found.items()} == {(0, 0): b"0", (0, 49): b"49", (1, 17): b"17", (1, 18): b"18"}
+    assert {place: record.value for place, record in found.items()} == {
+        (0, 0): b"0",
+        (0, 49): b"49",
+        (1, 17): b"17",
+        (1, 18): b"18",
+    }
     assert reader.read_exactly(topic, set()) == {}
     reader.close()
 
@@ -146,15 +175,21 @@ def test_read_exactly_says_so_at_once_when_a_record_was_purged(
     topic = make_topic("a")
     fill(producer, topic, numbered(10))
     purge(connection, topic, below=4)
-    with pytest.raises(BrokerError, match=rf"record {topic}\[0\]@3 was purged: the log begins at 4"):
+    with pytest.raises(
+        BrokerError, match=rf"record {topic}\[0\]@3 was purged: the log begins at 4"
+    ):
         reader.read_exactly(topic, {(0, 3), (0, 5)})
     reader.close()
 
 
-def test_read_exactly_says_so_at_once_when_a_record_was_never_written(reader: LogReader, producer: RecordProducer, make_topic: MakeTopic) -> None:
+def test_read_exactly_says_so_at_once_when_a_record_was_never_written(
+    reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
+) -> None:
     topic = make_topic("a")
     fill(producer, topic, numbered(2))
-    with pytest.raises(BrokerError, match=rf"record {topic}\[0\]@2 does not exist: the log ends at 2"):
+    with pytest.raises(
+        BrokerError, match=rf"record {topic}\[0\]@2 does not exist: the log ends at 2"
+    ):
         reader.read_exactly(topic, {(0, 1), (0, 2)})
     reader.close()
 
@@ -171,12 +206,17 @@ def test_reading_goes_on_at_the_oldest_record_when_the_log_was_cut_off(
         records = fetch_until(reader, lambda records: len(records) == 4)
     assert [record.offset for record in records] == [6, 7, 8, 9]
     assert [(entry["event"], entry["resumed_at"]) for entry in logs] == [("log.truncated", 6)]
-    assert [record.offset for record in reader.read_to_end([(topic, 0)], from_offsets={(topic, 0): 2})] == [6, 7, 8, 9]
+    assert [
+        record.offset for record in reader.read_to_end([(topic, 0)], from_offsets={(topic, 0): 2})
+    ] == [6, 7, 8, 9]
     reader.close()
 
 
 def test_group_member_goes_on_at_the_oldest_record_when_its_commit_was_cut_off(
-    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: Callable[[str], str]
+    connection: Connection,
+    producer: RecordProducer,
+    make_topic: MakeTopic,
+    make_group: Callable[[str], str],
 ) -> None:
     topic, group = make_topic("a"), make_group("reward")
     fill(producer, topic, numbered(10))
@@ -192,7 +232,9 @@ def test_group_member_goes_on_at_the_oldest_record_when_its_commit_was_cut_off(
     consumer.close()
 
 
-def test_fetch_bounds_the_number_of_records(connection: Connection, producer: RecordProducer, make_topic: MakeTopic) -> None:
+def test_fetch_bounds_the_number_of_records(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic
+) -> None:
     topic = make_topic("a")
     fill(producer, topic, numbered(50))
     reader = LogReader(connection, start={(topic, 0): 0})

@@ -1,4 +1,5 @@
-"""What a role reads and holds at its start does not grow with the run: the control log and the queue of a long run, on the real broker."""
+"""What a role reads and holds at its start does not grow with the run: the control log and the
+queue of a long run, on the real broker."""
 
 from __future__ import annotations
 
@@ -26,44 +27,89 @@ def started(config: RunConfig, folder: Path, *roles: str) -> dict[str, dict[str,
     path = folder / "run.json"
     path.write_text(config.model_dump_json())
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    command = [sys.executable, str(ROOT / "tests" / "integration" / "long_log.py"), *roles, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "integration" / "long_log.py"),
+        *roles,
+        str(path),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=START_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"role": ')]
     return {line["role"]: line for line in lines}
 
 
-def long_run(apply_run: Callable[..., RunConfig], folder: Path, *, run_id: str, groups: int, samples: int, every: int) -> RunConfig:
+def long_run(
+    apply_run: Callable[..., RunConfig],
+    folder: Path,
+    *,
+    run_id: str,
+    groups: int,
+    samples: int,
+    every: int,
+) -> RunConfig:
     rows = folder / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(64)))
-    run = {"id": run_id, "groups_per_step": groups, "samples_per_prompt": samples, "num_steps": 10**6, "max_staleness": 1}
-    return apply_run(run=run, data={"source": f"jsonl:{rows}"}, trainer={"checkpoint_every": every}, telemetry={"trackers": []})
+    run = {
+        "id": run_id,
+        "groups_per_step": groups,
+        "samples_per_prompt": samples,
+        "num_steps": 10**6,
+        "max_staleness": 1,
+    }
+    return apply_run(
+        run=run,
+        data={"source": f"jsonl:{rows}"},
+        trainer={"checkpoint_every": every},
+        telemetry={"trackers": []},
+    )
 
 
-def test_start_reads_and_holds_as_much_after_many_steps_as_after_few(apply_run: Callable[..., RunConfig], run_id: str, tmp_path: Path) -> None:
-    """Both runs stand behind a checkpoint alike; the longer one has more than twice as many steps, ends, prompts and reports."""
+def test_start_reads_and_holds_as_much_after_many_steps_as_after_few(
+    apply_run: Callable[..., RunConfig], run_id: str, tmp_path: Path
+) -> None:
+    """Both runs stand behind a checkpoint alike; the longer one has more than twice as many steps,
+    ends, prompts and reports."""
     found: dict[int, dict[str, dict[str, Any]]] = {}
     for num_steps in (SHORT, LONG):
-        config = long_run(apply_run, tmp_path, run_id=f"{run_id}-{num_steps}", groups=GROUPS, samples=2, every=20)
+        config = long_run(
+            apply_run, tmp_path, run_id=f"{run_id}-{num_steps}", groups=GROUPS, samples=2, every=20
+        )
         LongLog(config, num_steps=num_steps, reports=20).write()
         found[num_steps] = {role: started(config, tmp_path, role)[role] for role in STARTS}
     for num_steps, roles in found.items():
-        assert (roles["trainer"]["num_steps"], roles["trainer"]["trained"]) == (num_steps, num_steps * GROUPS)
-        assert (roles["controller"]["num_steps"], roles["controller"]["trained"]) == (num_steps, num_steps * GROUPS)
-        assert (roles["prompter"]["next_step"], roles["prompter"]["next_row"]) == (num_steps + 2, (num_steps + 2) * GROUPS)
+        assert (roles["trainer"]["num_steps"], roles["trainer"]["trained"]) == (
+            num_steps,
+            num_steps * GROUPS,
+        )
+        assert (roles["controller"]["num_steps"], roles["controller"]["trained"]) == (
+            num_steps,
+            num_steps * GROUPS,
+        )
+        assert (roles["prompter"]["next_step"], roles["prompter"]["next_row"]) == (
+            num_steps + 2,
+            (num_steps + 2) * GROUPS,
+        )
         assert roles["prompter"]["in_flight"] == 2 * GROUPS
         assert roles["follower"]["policy_version"] == num_steps
         assert roles["trainer"]["steps_held"] <= 3 * 20
         assert roles["metrics"]["lines"] == 500 + min(num_steps, 500)
     for role in ("trainer", "prompter", "follower"):
         few, many = found[SHORT][role]["decoded"], found[LONG][role]["decoded"]
-        assert many <= few + 128, f"{role} decoded {few} records after {SHORT} steps and {many} after {LONG}"
+        assert many <= few + 128, (
+            f"{role} decoded {few} records after {SHORT} steps and {many} after {LONG}"
+        )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_run_of_many_steps_starts_again_quickly(apply_run: Callable[..., RunConfig], run_id: str, tmp_path: Path) -> None:
-    """Prints what each start takes behind 20,000 steps of 64 prompt groups of 8 samples; only counts are held, since machines differ."""
+def test_run_of_many_steps_starts_again_quickly(
+    apply_run: Callable[..., RunConfig], run_id: str, tmp_path: Path
+) -> None:
+    """Prints what each start takes behind 20,000 steps of 64 prompt groups of 8 samples; only
+    counts are held, since machines differ."""
     config = long_run(apply_run, tmp_path, run_id=run_id, groups=64, samples=8, every=50)
     log = LongLog(config, num_steps=int(os.environ.get("LONG_RUN_STEPS", NUM_STEPS)), reports=2)
     log.write()

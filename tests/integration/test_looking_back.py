@@ -1,4 +1,5 @@
-"""A log that was written by hand is read back: by version, reward and id, as lineage, and with another reward function."""
+"""A log that was written by hand is read back: by version, reward and id, as lineage, and with
+another reward function."""
 
 from __future__ import annotations
 
@@ -10,24 +11,32 @@ import pytest
 from small_settings import small_run
 from written_run import WrittenRun
 
-from relax_events.broker.records import OutRecord
 from relax_events.cli.app import app
 from relax_events.config import RewardConfig, RunConfig
-from relax_events.control.lineage.prompt import prompt_lineage
-from relax_events.control.lineage.reading import sample_lineage
-from relax_events.control.lineage.version import version_lineage
-from relax_events.control.run_log import RunLog
-from relax_events.control.samples.detail import read_detail
-from relax_events.control.samples.filter import EVERYTHING, Bounds, SampleFilter
-from relax_events.control.samples.reading import history_lines, last_lines, last_samples, read_samples
-from relax_events.control.samples.rescoring import RescoringProgress, rescore
-from relax_events.control.samples.score_comparison import Comparison
-from relax_events.control.samples.tail import follow_samples, live_starts
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import SampleScored
+from relax_events.history.lineage.prompt import prompt_lineage
+from relax_events.history.lineage.reader import sample_lineage
+from relax_events.history.lineage.version import version_lineage
+from relax_events.history.run_log import RunLog
+from relax_events.history.samples.detail import read_detail
+from relax_events.history.samples.filter import EVERYTHING, Bounds, SampleFilter
+from relax_events.history.samples.reader import (
+    history_lines,
+    last_lines,
+    last_samples,
+    read_samples,
+)
+from relax_events.history.samples.rescoring import RescoringProgress, rescore
+from relax_events.history.samples.score_comparison import Comparison
+from relax_events.history.samples.tail import follow_samples, live_starts
+from relax_events.kafka.records import OutRecord
 
-A, B, C, D, E, F, G = (f"{step:06d}-{place:04d}-0" for step, place in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)))
+A, B, C, D, E, F, G = (
+    f"{step:06d}-{place:04d}-0"
+    for step, place in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0))
+)
 REWARDS = """
 def opposite(completion, *, answer, metadata, prompt):
     return {"reward": 0.0 if "completion 1" in completion else 1.0}
@@ -40,13 +49,18 @@ def picky(completion, *, answer, metadata, prompt):
 
 
 @pytest.fixture(scope="module")
-def written(bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WrittenRun]:
-    """Write versions 0 to 3: A, B and C on version 0, D on 1, E (failed) and F (unscored) on 2, G (open) on 3; garbage behind F and G.
+def written(
+    bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WrittenRun]:
+    """Write versions 0 to 3: A, B and C on version 0, D on 1, E (failed) and F (unscored) on 2, G
+    (open) on 3; garbage behind F and G.
 
     There are three slots, so version 3 goes on in the partitions of version 0.
     """
     folder = tmp_path_factory.mktemp("written")
-    (folder / "rows.jsonl").write_bytes(b"".join(orjson.dumps({"prompt": text, "answer": ""}) + b"\n" for text in "abcd"))
+    (folder / "rows.jsonl").write_bytes(
+        b"".join(orjson.dumps({"prompt": text, "answer": ""}) + b"\n" for text in "abcd")
+    )
     (folder / "rewards.py").write_text(REWARDS)
     tree = {
         "run": {"id": f"t-{uuid.uuid4().hex[:12]}", "directory": str(folder), "max_staleness": 1},
@@ -101,7 +115,9 @@ def groups_of(log: RunLog, wanted: SampleFilter) -> list[str]:
     ],
     ids=str,
 )
-def test_samples_are_found_and_only_where_they_can_lie(log: RunLog, wanted: SampleFilter, groups: list[str], num_unreadable: int) -> None:
+def test_samples_are_found_and_only_where_they_can_lie(
+    log: RunLog, wanted: SampleFilter, groups: list[str], num_unreadable: int
+) -> None:
     """The garbage among versions 2 and 3 tells which parts were read."""
     assert groups_of(log, wanted) == groups
     assert log.unreadable.count == num_unreadable
@@ -120,18 +136,33 @@ def test_sample_comes_with_score_and_end(log: RunLog) -> None:
     views = {view.sample.sample_id: view for view in read_samples(log, SampleFilter())}
     assert len(views) == 14
     trained, failed, unscored = views[f"{C}/0"], views[f"{E}/0"], views[f"{F}/1"]
-    assert (trained.reward, trained.outcome, trained.train_step, trained.staleness(3)) == (0.75, "trained", 1, 1)
-    assert (failed.reward, failed.outcome, failed.train_step, failed.staleness(3)) == (0.0, "failed", None, 1)
+    assert (trained.reward, trained.outcome, trained.train_step, trained.staleness(3)) == (
+        0.75,
+        "trained",
+        1,
+        1,
+    )
+    assert (failed.reward, failed.outcome, failed.train_step, failed.staleness(3)) == (
+        0.0,
+        "failed",
+        None,
+        1,
+    )
     assert (unscored.reward, unscored.outcome) == (None, "open")
 
 
 def test_last_samples_are_the_newest(log: RunLog) -> None:
     def newest_first_by_version(count: int) -> list[str]:
-        return [line.sample_id for line in last_lines(log, SampleFilter(worker_id="rollout-1"), count=count)]
+        return [
+            line.sample_id
+            for line in last_lines(log, SampleFilter(worker_id="rollout-1"), count=count)
+        ]
 
     assert newest_first_by_version(1) == [f"{B}/1"]
     assert newest_first_by_version(9) == [f"{B}/0", f"{B}/1"]
-    assert {view.sample.sample_id for view in last_samples(log, SampleFilter(versions=(3, 3)), count=1)} == {f"{G}/1"}
+    assert {
+        view.sample.sample_id for view in last_samples(log, SampleFilter(versions=(3, 3)), count=1)
+    } == {f"{G}/1"}
     assert last_lines(log, SampleFilter(), count=0) == []
 
 
@@ -147,14 +178,26 @@ def test_samples_are_followed_as_they_come(apply_run: Callable[..., RunConfig]) 
         run.generate(B, version=0, rewards=[0.25, 0.75])
         line = next(live)
     run.close()
-    assert (line.sample_id, line.reward, line.outcome, line.staleness) == (f"{B}/1", 0.75, "open", 1)
+    assert (line.sample_id, line.reward, line.outcome, line.staleness) == (
+        f"{B}/1",
+        0.75,
+        "open",
+        1,
+    )
 
 
 def test_detail_holds_what_the_trainer_got(log: RunLog) -> None:
     detail = read_detail(log, f"{D}/1")
     assert detail.ready is not None
-    assert (detail.view.sample.completion, detail.ready.event.reward, detail.num_generations) == (f"completion 1 of {D}", 0.5, 1)
-    for name, text in ((D, "is no sample id"), ("000009-0000-0/0", "has no sample 000009-0000-0/0")):
+    assert (detail.view.sample.completion, detail.ready.event.reward, detail.num_generations) == (
+        f"completion 1 of {D}",
+        0.5,
+        1,
+    )
+    for name, text in (
+        (D, "is no sample id"),
+        ("000009-0000-0/0", "has no sample 000009-0000-0/0"),
+    ):
         with pytest.raises(ConfigError, match=text):
             read_detail(log, name)
 
@@ -162,41 +205,89 @@ def test_detail_holds_what_the_trainer_got(log: RunLog) -> None:
 def test_sample_leads_from_its_row_to_its_version(log: RunLog) -> None:
     lineage = sample_lineage(log, f"{C}/1")
     stages = {stage.what: stage for stage in lineage.stages}
-    assert list(stages) == ["issued", "rolled_out", "scored", "ready", "trained", "published", "ended"]
+    assert list(stages) == [
+        "issued",
+        "rolled_out",
+        "scored",
+        "ready",
+        "trained",
+        "published",
+        "ended",
+    ]
     assert (stages["issued"].facts["data_row"], stages["issued"].facts["row"]) == (2, 2)
     assert stages["rolled_out"].facts["policy_version"] == 0
-    assert (stages["scored"].facts["reward"], stages["scored"].facts["reward_name"]) == (1.0, "exact_match")
+    assert (stages["scored"].facts["reward"], stages["scored"].facts["reward_name"]) == (
+        1.0,
+        "exact_match",
+    )
     assert (stages["trained"].facts["train_step"], stages["trained"].facts["staleness"]) == (1, 1)
     assert stages["published"].facts["policy_version"] == 2
-    assert stages["scored"].place.startswith(f"relax.{log.config.run.id}.reward.scores[{log.plan.partition(C, 0)}]@")
+    assert stages["scored"].place.startswith(
+        f"relax.{log.config.run.id}.reward.scores[{log.plan.partition(C, 0)}]@"
+    )
     assert (lineage.first_version, lineage.num_generations) == (2, 1)
 
 
 def test_untrained_sample_leads_to_its_end(log: RunLog) -> None:
-    assert [stage.what for stage in sample_lineage(log, f"{F}/0").stages] == ["issued", "rolled_out"]
+    assert [stage.what for stage in sample_lineage(log, f"{F}/0").stages] == [
+        "issued",
+        "rolled_out",
+    ]
     lineage = sample_lineage(log, f"{E}/0")
-    assert [stage.what for stage in lineage.stages] == ["issued", "rolled_out", "scored", "ready", "ended"]
+    assert [stage.what for stage in lineage.stages] == [
+        "issued",
+        "rolled_out",
+        "scored",
+        "ready",
+        "ended",
+    ]
     assert (lineage.stages[-1].facts["outcome"], lineage.first_version) == ("failed", None)
 
 
 def test_version_leads_back_to_its_samples_rewards_and_rows(log: RunLog) -> None:
     lineage = version_lineage(log, 2)
-    assert (lineage.train_step, lineage.prompt_group_ids, lineage.staleness_counts) == (1, [C, D], [2, 2])
-    found = [(sample.sample_id, sample.data_row, sample.policy_version, sample.reward) for sample in lineage.samples]
-    assert found == [(f"{C}/0", 2, 0, 0.75), (f"{C}/1", 2, 0, 1.0), (f"{D}/0", 3, 1, 0.5), (f"{D}/1", 3, 1, 0.5)]
-    assert [(use.reward_name, use.num_samples, use.mean_reward) for use in lineage.rewards] == [("exact_match", 4, 0.6875)]
+    assert (lineage.train_step, lineage.prompt_group_ids, lineage.staleness_counts) == (
+        1,
+        [C, D],
+        [2, 2],
+    )
+    found = [
+        (sample.sample_id, sample.data_row, sample.policy_version, sample.reward)
+        for sample in lineage.samples
+    ]
+    assert found == [
+        (f"{C}/0", 2, 0, 0.75),
+        (f"{C}/1", 2, 0, 1.0),
+        (f"{D}/0", 3, 1, 0.5),
+        (f"{D}/1", 3, 1, 0.5),
+    ]
+    assert [(use.reward_name, use.num_samples, use.mean_reward) for use in lineage.rewards] == [
+        ("exact_match", 4, 0.6875)
+    ]
     assert version_lineage(log, 0).train_step is None
-    with pytest.raises(ConfigError, match=r"version 4 was not published; run .* has versions 0 to 3"):
+    with pytest.raises(
+        ConfigError, match=r"version 4 was not published; run .* has versions 0 to 3"
+    ):
         version_lineage(log, 4)
 
 
 def test_row_leads_to_every_step_that_trained_it(log: RunLog) -> None:
     uses = prompt_lineage(log, "0")  # four rows in their own order: positions 0 and 4
-    assert [(use.prompt_group_id, use.outcome, use.train_step) for use in uses] == [(A, "trained", 0), (E, "failed", None)]
+    assert [(use.prompt_group_id, use.outcome, use.train_step) for use in uses] == [
+        (A, "trained", 0),
+        (E, "failed", None),
+    ]
     assert [(use.data_row, use.row) for use in uses] == [(0, 0), (0, 4)]
     (use,) = prompt_lineage(log, D)
-    assert [(line.sample_id, line.reward) for line in use.samples] == [(f"{D}/0", 0.5), (f"{D}/1", 0.5)]
-    for prompt, text in (("7", "never issued row 7"), ("000009-0000-0", "never issued prompt group"), ("tea", "rows of the data are numbers")):
+    assert [(line.sample_id, line.reward) for line in use.samples] == [
+        (f"{D}/0", 0.5),
+        (f"{D}/1", 0.5),
+    ]
+    for prompt, text in (
+        ("7", "never issued row 7"),
+        ("000009-0000-0", "never issued prompt group"),
+        ("tea", "rows of the data are numbers"),
+    ):
         with pytest.raises(ConfigError, match=text):
             prompt_lineage(log, prompt)
 
@@ -205,41 +296,78 @@ def test_row_leads_to_every_step_that_trained_it(log: RunLog) -> None:
 def run_rescore(written: WrittenRun) -> Callable[..., tuple[Comparison, RescoringProgress]]:
     """Return what rescores the written run."""
 
-    def run(function: str, *, name: str, versions: Bounds = EVERYTHING) -> tuple[Comparison, RescoringProgress]:
+    def run(
+        function: str, *, name: str, versions: Bounds = EVERYTHING
+    ) -> tuple[Comparison, RescoringProgress]:
         progress = RescoringProgress()
-        reward = RewardConfig(function=f"{written.config.run.directory / 'rewards.py'}:{function}", timeout_seconds=10)
+        reward = RewardConfig(
+            function=f"{written.config.run.directory / 'rewards.py'}:{function}", timeout_seconds=10
+        )
 
         def keep(newest: RescoringProgress) -> None:
             nonlocal progress
             progress = newest
 
         with RunLog(written.config, name="rescore") as log:
-            return rescore(log, reward, name=name, versions=versions, threshold=0.5, report=keep), progress
+            return rescore(
+                log, reward, name=name, versions=versions, threshold=0.5, report=keep
+            ), progress
 
     return run
 
 
-def test_rescoring_goes_on_where_it_stopped(written: WrittenRun, run_rescore: Callable[..., tuple[Comparison, RescoringProgress]]) -> None:
+def test_rescoring_goes_on_where_it_stopped(
+    written: WrittenRun, run_rescore: Callable[..., tuple[Comparison, RescoringProgress]]
+) -> None:
     _, first = run_rescore("opposite", name="other", versions=(0, 0))
     comparison, second = run_rescore("opposite", name="other")
-    assert (first.num_scored, second.num_scored, second.num_scored_before, second.num_failed) == (6, 8, 6, 0)
+    assert (first.num_scored, second.num_scored, second.num_scored_before, second.num_failed) == (
+        6,
+        8,
+        6,
+        0,
+    )
     with RunLog(written.config, name="test") as log:
-        found = list(log.found(log.whole("reward.scores.other", range(log.plan.num_sample_partitions)), SampleScored))
+        found = list(
+            log.found(
+                log.whole("reward.scores.other", range(log.plan.num_sample_partitions)),
+                SampleScored,
+            )
+        )
     assert len({item.event.sample_id for item in found}) == len(found) == 14
-    partitions = [written.plan.partition(item.event.prompt_group_id, item.event.policy_version) for item in found]
-    assert [item.place.partition("@")[0] for item in found] == [f"{written.plan.topic('reward.scores.other')}[{place}]" for place in partitions]
-    # F was not scored originally. Originals 0 1 .25 .5 .75 1 .5 .5 0 0 1 0, new 1 0 1 0 1 0 1 0 1 0 1 0
-    assert (comparison.num_samples, comparison.num_compared, comparison.num_prompt_groups) == (14, 12, 6)
+    partitions = [
+        written.plan.partition(item.event.prompt_group_id, item.event.policy_version)
+        for item in found
+    ]
+    assert [item.place.partition("@")[0] for item in found] == [
+        f"{written.plan.topic('reward.scores.other')}[{place}]" for place in partitions
+    ]
+    # F was not scored originally. Originals 0 1 .25 .5 .75 1 .5 .5 0 0 1 0, new 1 0 1 0 1 0 1 0 1 0
+    # 1 0
+    assert (comparison.num_samples, comparison.num_compared, comparison.num_prompt_groups) == (
+        14,
+        12,
+        6,
+    )
     assert comparison.original_mean == pytest.approx(5.5 / 12)
     assert comparison.new_mean == 0.5
-    assert comparison.mean_absolute_difference == pytest.approx((1 + 1 + 0.75 + 0.5 + 0.25 + 1 + 0.5 + 0.5 + 1 + 0 + 0 + 0) / 12)
+    assert comparison.mean_absolute_difference == pytest.approx(
+        (1 + 1 + 0.75 + 0.5 + 0.25 + 1 + 0.5 + 0.5 + 1 + 0 + 0 + 0) / 12
+    )
     assert comparison.original_failed_ratio == pytest.approx(2 / 14)
     assert comparison.num_reranked == 5, "all but G, whose two samples keep their order"
     assert comparison.num_became_informative == 2, "D and E, whose rewards were equal"
-    assert {pair.sample_id for pair in comparison.extremes[:4]} == {f"{A}/0", f"{A}/1", f"{C}/1", f"{E}/0"}
+    assert {pair.sample_id for pair in comparison.extremes[:4]} == {
+        f"{A}/0",
+        f"{A}/1",
+        f"{C}/1",
+        f"{E}/0",
+    }
 
 
-def test_failures_are_kept_with_their_reason(written: WrittenRun, run_rescore: Callable[..., tuple[Comparison, RescoringProgress]]) -> None:
+def test_failures_are_kept_with_their_reason(
+    written: WrittenRun, run_rescore: Callable[..., tuple[Comparison, RescoringProgress]]
+) -> None:
     comparison, progress = run_rescore("picky", name="picky", versions=(0, 0))
     assert (progress.num_scored, progress.num_failed) == (6, 2)
     assert (comparison.new_failed_ratio, comparison.num_compared) == (pytest.approx(2 / 6), 4)
@@ -248,17 +376,27 @@ def test_failures_are_kept_with_their_reason(written: WrittenRun, run_rescore: C
     assert "raised ValueError: not that one" in (scores["picky"].error or "")
 
 
-def test_scores_of_two_functions_are_not_mixed(run_rescore: Callable[..., tuple[Comparison, RescoringProgress]]) -> None:
+def test_scores_of_two_functions_are_not_mixed(
+    run_rescore: Callable[..., tuple[Comparison, RescoringProgress]],
+) -> None:
     run_rescore("opposite", name="one", versions=(3, 3))
-    with pytest.raises(ConfigError, match=r"reward\.scores\.one holds scores of .*rewards\.py:opposite, version .*; take another --name"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.scores\.one holds scores of .*rewards\.py:opposite, version .*; take another --name",
+    ):
         run_rescore("picky", name="one", versions=(3, 3))
     with pytest.raises(ConfigError, match="the name of scores must be"):
         run_rescore("picky", name="Not/a/name")
 
 
 def test_run_that_is_not_there_is_named(written: WrittenRun) -> None:
-    config = written.config.model_copy(update={"run": written.config.run.model_copy(update={"id": "nobody"})})
-    with pytest.raises(ConfigError, match=r"the broker has no topics of a run 'nobody'; see run\.id and broker\.bootstrap_servers"):
+    config = written.config.model_copy(
+        update={"run": written.config.run.model_copy(update={"id": "nobody"})}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"the broker has no topics of a run 'nobody'; see run\.id and broker\.bootstrap_servers",
+    ):
         RunLog(config, name="test")
 
 
@@ -266,20 +404,34 @@ def test_run_that_is_not_there_is_named(written: WrittenRun) -> None:
 def run_file(written: WrittenRun) -> str:
     """Write the written run's run file."""
     path = written.config.run.directory / "run.toml"
-    tables = {"run": ("id", "directory", "max_staleness"), "model": ("path",), "data": ("source", "shuffle"), "broker": ("bootstrap_servers",)}
+    tables = {
+        "run": ("id", "directory", "max_staleness"),
+        "model": ("path",),
+        "data": ("source", "shuffle"),
+        "broker": ("bootstrap_servers",),
+    }
     tree = written.config.model_dump(mode="json")
-    lines = [f"[{name}]\n" + "".join(f"{key} = {orjson.dumps(tree[name][key]).decode()}\n" for key in keys) for name, keys in tables.items()]
+    lines = [
+        f"[{name}]\n"
+        + "".join(f"{key} = {orjson.dumps(tree[name][key]).decode()}\n" for key in keys)
+        for name, keys in tables.items()
+    ]
     path.write_text("".join(lines))
     return str(path)
 
 
-def test_command_compares_and_fails_below_a_correlation(written: WrittenRun, run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_compares_and_fails_below_a_correlation(
+    written: WrittenRun, run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     reward = f"{written.config.run.directory / 'rewards.py'}:opposite"
     words = ["rescore", run_file, "--reward", reward, "--name", "shown", "--version", "0..1"]
     assert app([*words, "--output", "json", "--fail-below=-1"]) == 0
     out, err = capsys.readouterr()
     document = orjson.loads(out)
-    assert (document["topic"], document["num_compared"]) == (written.plan.topic("reward.scores.shown"), 8)
+    assert (document["topic"], document["num_compared"]) == (
+        written.plan.topic("reward.scores.shown"),
+        8,
+    )
     assert "8 samples scored, 0 of them failed, 0 were scored before; partition 4 of 4" in err
     assert app([*words, "--fail-below", "0.5"]) == 6
     out, _ = capsys.readouterr()
@@ -287,26 +439,60 @@ def test_command_compares_and_fails_below_a_correlation(written: WrittenRun, run
     assert f"{A}/0  0        0.000     1.000  completion 0 of {A}" in out
 
 
-def test_rewards_are_compared_on_the_samples_of_a_run(written: WrittenRun, run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rewards = [f"{written.config.run.directory / 'rewards.py'}:{name}" for name in ("opposite", "picky")]
+def test_rewards_are_compared_on_the_samples_of_a_run(
+    written: WrittenRun, run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = [
+        f"{written.config.run.directory / 'rewards.py'}:{name}" for name in ("opposite", "picky")
+    ]
     written.describe()
     for words in (["--run", run_file], ["--run", written.config.run.id, "--config", run_file]):
         app(["rewards", "compare", *rewards, *words, "--limit", "3", "--output", "json"])
         out, err = capsys.readouterr()
         found = orjson.loads(out)
         counts = found["counts"]
-        assert (counts["num_samples"], counts["num_agree"], counts["num_differ"], counts["num_second_higher"]) == (14, 6, 6, 6)
-        assert (counts["num_first_failed"], counts["num_second_failed"], counts["num_both_failed"]) == (0, 2, 0)
-        assert [example["completion_end"].startswith("completion 1 of ") for example in found["examples"]] == [True, True, True]
+        assert (
+            counts["num_samples"],
+            counts["num_agree"],
+            counts["num_differ"],
+            counts["num_second_higher"],
+        ) == (14, 6, 6, 6)
+        assert (
+            counts["num_first_failed"],
+            counts["num_second_failed"],
+            counts["num_both_failed"],
+        ) == (0, 2, 0)
+        assert [
+            example["completion_end"].startswith("completion 1 of ")
+            for example in found["examples"]
+        ] == [True, True, True]
         assert "2 records could not be read" in err
-    app(["rewards", "compare", *rewards, "--run", run_file, "--version", "0", "--limit", "9", "--output", "json"])
+    app(
+        [
+            "rewards",
+            "compare",
+            *rewards,
+            "--run",
+            run_file,
+            "--version",
+            "0",
+            "--limit",
+            "9",
+            "--output",
+            "json",
+        ]
+    )
     found = orjson.loads(capsys.readouterr().out)
     samples = [example["sample_id"] for example in found["examples"]]
-    assert (set(samples[:2]), set(samples[2:])) == ({f"{A}/1", f"{C}/1"}, {f"{B}/0", f"{B}/1"}), "those that only one could score come last"
+    assert (set(samples[:2]), set(samples[2:])) == ({f"{A}/1", f"{C}/1"}, {f"{B}/0", f"{B}/1"}), (
+        "those that only one could score come last"
+    )
     assert "raised ValueError: not that one" in found["examples"][2]["second"]["error"]
 
 
-def test_last_samples_are_shown_and_bad_flags_refused(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_samples_are_shown_and_bad_flags_refused(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     app(["samples", "tail", run_file, "--last", "2", "--no-follow", "--version", "..1"])
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["sample", f"{D}/0", f"{D}/1"]
@@ -315,18 +501,36 @@ def test_last_samples_are_shown_and_bad_flags_refused(run_file: str, capsys: pyt
         app(["samples", "tail", run_file, "--version", "new"])
 
 
-def test_dead_letters_are_requeued_by_command(written: WrittenRun, run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dead_letters_are_requeued_by_command(
+    written: WrittenRun, run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     topic = written.plan.topic("rollout.samples")
-    headers = {"origin-topic": topic, "origin-partition": "0", "origin-offset": "0", "error-class": "PoisonSample", "error-text": "no good"}
-    written.producer.write([OutRecord(written.plan.topic("reward.dead-letters"), b"garbage", headers=headers)])
+    headers = {
+        "origin-topic": topic,
+        "origin-partition": "0",
+        "origin-offset": "0",
+        "error-class": "PoisonSample",
+        "error-text": "no good",
+    }
+    written.producer.write(
+        [OutRecord(written.plan.topic("reward.dead-letters"), b"garbage", headers=headers)]
+    )
     app(["deadletter", "list", run_file, "--output", "json"])
     listed = orjson.loads(capsys.readouterr().out)
-    assert (listed["counts"], [letter["letter"] for letter in listed["letters"]]) == ({"reward PoisonSample": 1}, ["reward@0"])
+    assert (listed["counts"], [letter["letter"] for letter in listed["letters"]]) == (
+        {"reward PoisonSample": 1},
+        ["reward@0"],
+    )
     app(["deadletter", "show", "reward@0", run_file])
     assert "000000  67 61 72 62 61 67 65" in capsys.readouterr().out
     assert app(["deadletter", "drop", run_file, "--all", "--because", "a test", "--dry-run"]) == 0
     assert "would drop 1 records" in capsys.readouterr().err
-    assert app(["deadletter", "drop", run_file, "--letter", "reward@0", "--because", "a test", "--yes"]) == 0
+    assert (
+        app(
+            ["deadletter", "drop", run_file, "--letter", "reward@0", "--because", "a test", "--yes"]
+        )
+        == 0
+    )
     assert "dropped 1 records" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="dead letter reward@0 was dropped before"):
         app(["deadletter", "requeue", run_file, "--letter", "reward@0", "--yes"])

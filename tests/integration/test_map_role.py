@@ -1,4 +1,5 @@
-"""A map role writes one record for each sample, commits after, passes over what expired, and keeps what it could not use."""
+"""A map role writes one record for each sample, commits after, passes over what expired, and keeps
+what it could not use."""
 
 from __future__ import annotations
 
@@ -13,29 +14,31 @@ import pytest
 from broker_steps import TIMEOUT_SECONDS, turn_until
 from event_samples import evaluated, published, rolled_out
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleEvaluated, SampleRolledOut
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord, Record
 from relax_events.objects import ObjectStore
 from relax_events.objects.claim_check import store_array
 from relax_events.objects.outages import outages
-from relax_events.pipeline.map_role import MapRole
-from relax_events.pipeline.worker import Worker
+from relax_events.roles.worker_factory import StoreClaimCheck
+from relax_events.runtime.processors import MapRole
+from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from workers.opening import StoreClaimCheck
 
 CODEC = EventCodec()
 
 
 @pytest.fixture
 def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
-    return apply_run(run={"max_staleness": 1}, broker={"shards": 1}, algorithm={"kl_coefficient": 0.1})
+    return apply_run(
+        run={"max_staleness": 1}, broker={"shards": 1}, algorithm={"kl_coefficient": 0.1}
+    )
 
 
 @pytest.fixture
@@ -45,18 +48,25 @@ def plan(config: RunConfig) -> TopicPlan:
 
 @pytest.fixture
 def role(config: RunConfig, tmp_path: Path) -> Callable[[], AbstractContextManager[Worker]]:
-    """Return what runs the reference role, with a forward pass that gives zeros, until the block ends."""
+    """Return what runs the reference role, with a forward pass that gives zeros, until the block
+    ends."""
 
     @contextmanager
     def run() -> Iterator[Worker]:
         store = ObjectStore.open((tmp_path / "objects").as_uri())
-        with Worker("reference", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as worker:
+        with Worker(
+            "reference", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+        ) as worker:
 
             def handle(samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
                 return [
                     worker.sample_record(
                         "reference.logprobs",
-                        evaluated(sample.prompt_group_id, sample.sample_index, version=sample.policy_version),
+                        evaluated(
+                            sample.prompt_group_id,
+                            sample.sample_index,
+                            version=sample.policy_version,
+                        ),
                         prompt_group_id=sample.prompt_group_id,
                         policy_version=sample.policy_version,
                     )
@@ -75,7 +85,9 @@ def role(config: RunConfig, tmp_path: Path) -> Callable[[], AbstractContextManag
     return run
 
 
-def write(producer: RecordProducer, plan: TopicPlan, *samples: SampleRolledOut, value: bytes | None = None) -> None:
+def write(
+    producer: RecordProducer, plan: TopicPlan, *samples: SampleRolledOut, value: bytes | None = None
+) -> None:
     producer.write(
         OutRecord(
             plan.topic("rollout.samples"),
@@ -90,51 +102,101 @@ def write(producer: RecordProducer, plan: TopicPlan, *samples: SampleRolledOut, 
 
 def read(connection: Connection, plan: TopicPlan, entity: str) -> list[Record]:
     reader = LogReader(connection)
-    num_partitions = plan.num_sample_partitions if entity in ("rollout.samples", "reference.logprobs", "prompt.end-requests") else 1
+    num_partitions = (
+        plan.num_sample_partitions
+        if entity in ("rollout.samples", "reference.logprobs", "prompt.end-requests")
+        else 1
+    )
     try:
-        return reader.read_to_end([(plan.topic(entity), partition) for partition in range(num_partitions)])
+        return reader.read_to_end(
+            [(plan.topic(entity), partition) for partition in range(num_partitions)]
+        )
     finally:
         reader.close()
 
 
 def committed(admin: Admin, plan: TopicPlan) -> dict[tuple[str, int], int]:
-    places = [(plan.topic("rollout.samples"), partition) for partition in range(plan.num_sample_partitions)]
+    places = [
+        (plan.topic("rollout.samples"), partition)
+        for partition in range(plan.num_sample_partitions)
+    ]
     return admin.committed(plan.consumer_group("reference"), places)
 
 
-def announce(producer: RecordProducer, plan: TopicPlan, version: int, *, start_offset: int = 0) -> None:
-    starts = [TopicOffset(plan.topic("rollout.samples"), partition, start_offset) for partition in plan.partitions_of_version(version)]
-    producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version, start_offsets=starts)))])
+def announce(
+    producer: RecordProducer, plan: TopicPlan, version: int, *, start_offset: int = 0
+) -> None:
+    starts = [
+        TopicOffset(plan.topic("rollout.samples"), partition, start_offset)
+        for partition in plan.partitions_of_version(version)
+    ]
+    producer.write(
+        [
+            OutRecord(
+                plan.topic("control.policy-versions"),
+                CODEC.encode(published(version, start_offsets=starts)),
+            )
+        ]
+    )
 
 
 def test_every_sample_is_answered_in_its_partition_and_committed(
-    role: Callable[[], AbstractContextManager[Worker]], plan: TopicPlan, producer: RecordProducer, connection: Connection, admin: Admin
+    role: Callable[[], AbstractContextManager[Worker]],
+    plan: TopicPlan,
+    producer: RecordProducer,
+    connection: Connection,
+    admin: Admin,
 ) -> None:
-    samples = [rolled_out("000000-0000-0", 0), rolled_out("000000-0000-0", 1), rolled_out("000001-0000-0", 0, version=1)]
+    samples = [
+        rolled_out("000000-0000-0", 0),
+        rolled_out("000000-0000-0", 1),
+        rolled_out("000001-0000-0", 0, version=1),
+    ]
     write(producer, plan, *samples)
     with role():
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 3)
         turn_until(lambda: sum(committed(admin, plan).values()) == 3)
-    answers = [CODEC.decode(record.value) for record in read(connection, plan, "reference.logprobs")]
-    assert {answer.sample_id for answer in answers if isinstance(answer, SampleEvaluated)} == {sample.sample_id for sample in samples}
+    answers = [
+        CODEC.decode(record.value) for record in read(connection, plan, "reference.logprobs")
+    ]
+    assert {answer.sample_id for answer in answers if isinstance(answer, SampleEvaluated)} == {
+        sample.sample_id for sample in samples
+    }
     assert {record.partition for record in read(connection, plan, "reference.logprobs")} == {0, 1}
 
 
 def test_store_that_is_away_is_waited_for_and_costs_no_sample(
-    config: RunConfig, plan: TopicPlan, producer: RecordProducer, connection: Connection, tmp_path: Path
+    config: RunConfig,
+    plan: TopicPlan,
+    producer: RecordProducer,
+    connection: Connection,
+    tmp_path: Path,
 ) -> None:
     folder, elsewhere = tmp_path / "objects", tmp_path / "unmounted"
     store = ObjectStore.open(folder.as_uri())
     whole = rolled_out("000000-0000-0", 0)
-    write(producer, plan, dataclasses.replace(whole, tokens=store_array(np.asarray(whole.tokens), store)))
+    write(
+        producer,
+        plan,
+        dataclasses.replace(whole, tokens=store_array(np.asarray(whole.tokens), store)),
+    )
     folder.rename(elsewhere)
-    with Worker("reference", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as worker:
+    with Worker(
+        "reference", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+    ) as worker:
 
         def handle(samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
             (sample,) = samples
             assert np.asarray(sample.tokens).tolist() == np.asarray(whole.tokens).tolist()
             answer = evaluated(sample.prompt_group_id)
-            return [worker.sample_record("reference.logprobs", answer, prompt_group_id=sample.prompt_group_id, policy_version=0)]
+            return [
+                worker.sample_record(
+                    "reference.logprobs",
+                    answer,
+                    prompt_group_id=sample.prompt_group_id,
+                    policy_version=0,
+                )
+            ]
 
         def run() -> None:
             worker.wait_for_stores(outages, deadline_seconds=3600)
@@ -156,7 +218,10 @@ def test_store_that_is_away_is_waited_for_and_costs_no_sample(
 
 
 def test_poison_goes_to_the_dead_letters_and_the_rest_goes_on(
-    role: Callable[[], AbstractContextManager[Worker]], plan: TopicPlan, producer: RecordProducer, connection: Connection
+    role: Callable[[], AbstractContextManager[Worker]],
+    plan: TopicPlan,
+    producer: RecordProducer,
+    connection: Connection,
 ) -> None:
     write(producer, plan, rolled_out(rollout_logprobs=np.full(4, np.nan, np.float32)))
     write(producer, plan, rolled_out(index=1), value=b"garbage")
@@ -165,28 +230,52 @@ def test_poison_goes_to_the_dead_letters_and_the_rest_goes_on(
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
         turn_until(lambda: len(read(connection, plan, "reference.dead-letters")) == 2)
         turn_until(lambda: len(read(connection, plan, "prompt.end-requests")) == 2)
-    assert [letter.headers["error-class"] for letter in read(connection, plan, "reference.dead-letters")] == ["PoisonSample", "CorruptRecord"]
+    assert [
+        letter.headers["error-class"] for letter in read(connection, plan, "reference.dead-letters")
+    ] == ["PoisonSample", "CorruptRecord"]
     ends = [CODEC.decode(record.value) for record in read(connection, plan, "prompt.end-requests")]
-    asked = [(end.prompt_group_id, end.outcome.value, end.reason.partition(": ")[0]) for end in ends if isinstance(end, PromptGroupEnded)]
-    assert asked == [("000000-0000-0", "failed", "reference")] * 2, "nobody would wait for our output for ever"
+    asked = [
+        (end.prompt_group_id, end.outcome.value, end.reason.partition(": ")[0])
+        for end in ends
+        if isinstance(end, PromptGroupEnded)
+    ]
+    assert asked == [("000000-0000-0", "failed", "reference")] * 2, (
+        "nobody would wait for our output for ever"
+    )
 
 
 def test_expired_samples_are_passed_over_without_being_decoded(
-    role: Callable[[], AbstractContextManager[Worker]], plan: TopicPlan, producer: RecordProducer, connection: Connection
+    role: Callable[[], AbstractContextManager[Worker]],
+    plan: TopicPlan,
+    producer: RecordProducer,
+    connection: Connection,
 ) -> None:
     """Garbage of a version that left the window is not even a dead letter."""
     for version in range(3):
         announce(producer, plan, version)
     write(producer, plan, rolled_out(version=0), value=b"garbage")
-    write(producer, plan, rolled_out("000001-0000-0", version=1), rolled_out("000002-0000-0", version=2))
+    write(
+        producer,
+        plan,
+        rolled_out("000001-0000-0", version=1),
+        rolled_out("000002-0000-0", version=2),
+    )
     with role() as worker:
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 2)
-        turn_until(lambda: b'relax_records_expired_total{role="reference"} 1.0' in worker.metrics.exposition())
+        turn_until(
+            lambda: (
+                b'relax_records_expired_total{role="reference"} 1.0' in worker.metrics.exposition()
+            )
+        )
     assert read(connection, plan, "reference.dead-letters") == []
 
 
 def test_published_version_moves_the_consumer_past_what_is_stale_in_its_slot(
-    role: Callable[[], AbstractContextManager[Worker]], plan: TopicPlan, producer: RecordProducer, connection: Connection, admin: Admin
+    role: Callable[[], AbstractContextManager[Worker]],
+    plan: TopicPlan,
+    producer: RecordProducer,
+    connection: Connection,
+    admin: Admin,
 ) -> None:
     """Version 3 takes over the slot of version 0; ten records of version 0 lie before its own."""
     announce(producer, plan, 0)
@@ -197,5 +286,9 @@ def test_published_version_moves_the_consumer_past_what_is_stale_in_its_slot(
     write(producer, plan, rolled_out("000003-0000-0", version=3))
     with role() as worker:
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
-        turn_until(lambda: b'relax_records_expired_total{role="reference"} 10.0' in worker.metrics.exposition())
+        turn_until(
+            lambda: (
+                b'relax_records_expired_total{role="reference"} 10.0' in worker.metrics.exposition()
+            )
+        )
         turn_until(lambda: committed(admin, plan).get((plan.topic("rollout.samples"), 0)) == 11)

@@ -1,4 +1,5 @@
-"""An engine goes on while a prompt group's media are on their way, and a piece that can't be had costs its own prompt group."""
+"""An engine goes on while a prompt group's media are on their way, and a piece that can't be had
+costs its own prompt group."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ import pytest
 from broker_steps import TIMEOUT_SECONDS
 from event_samples import issued
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import MediaRef, Outcome
 from relax_events.events.types import PromptGroupEnded, PromptGroupIssued, SampleRolledOut
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
+from relax_events.roles.worker_factory import open_worker
 from relax_events.topics import TopicPlan
 from relax_events.weights.transport import VersionsOnly
 from tests.unit.pictures import picture_engine, picture_item, picture_model, question
-from workers.opening import open_worker
 from workers.rollout import RolloutLoop
 
 CODEC = EventCodec()
@@ -45,18 +46,33 @@ class SlowLibrary(MediaLibrary):
 
 
 class Session:
-    """A rollout worker in a thread of this process whose engine reads pictures, and what it wrote."""
+    """A rollout worker in a thread of this process whose engine reads pictures, and what it
+    wrote."""
 
-    def __init__(self, config: RunConfig, connection: Connection, producer: RecordProducer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        connection: Connection,
+        producer: RecordProducer,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         self.config, self.plan, self._producer = config, TopicPlan.of(config), producer
         self.library = SlowLibrary(config)
-        monkeypatch.setattr("workers.rollout.MediaLibrary", lambda _: self.library)  # the one that runs ahead
+        monkeypatch.setattr(
+            "workers.rollout.MediaLibrary", lambda _: self.library
+        )  # the one that runs ahead
         self._stack = ExitStack()
         self.worker = self._stack.enter_context(open_worker("rollout", config, index=0))
-        loop = RolloutLoop(self.worker, picture_engine(), VersionsOnly(), library=MediaLibrary(config))
+        loop = RolloutLoop(
+            self.worker, picture_engine(), VersionsOnly(), library=MediaLibrary(config)
+        )
         self._thread = threading.Thread(target=loop.run)
         entities = ("rollout.samples", "prompt.end-requests")
-        places = [(self.plan.topic(entity), partition) for entity in entities for partition in range(self.plan.num_sample_partitions)]
+        places = [
+            (self.plan.topic(entity), partition)
+            for entity in entities
+            for partition in range(self.plan.num_sample_partitions)
+        ]
         self._reader = LogReader(connection, start=dict.fromkeys(places, 0))
 
     def __enter__(self) -> Session:
@@ -73,14 +89,20 @@ class Session:
 
     def issue(self, *groups: PromptGroupIssued) -> None:
         topic = self.plan.topic("prompt.groups")
-        self._producer.write([OutRecord(topic, CODEC.encode(group), key=group.prompt_group_id) for group in groups])
+        self._producer.write(
+            [OutRecord(topic, CODEC.encode(group), key=group.prompt_group_id) for group in groups]
+        )
 
     def written(self, *, count: int) -> list[SampleRolledOut | PromptGroupEnded]:
         """Wait for so many events, and return them."""
         found: list[SampleRolledOut | PromptGroupEnded] = []
         for _ in range(int(TIMEOUT_SECONDS / 0.2)):
-            events = [CODEC.decode(record.value) for record in self._reader.fetch(timeout_seconds=0.2)]
-            found += [event for event in events if isinstance(event, SampleRolledOut | PromptGroupEnded)]
+            events = [
+                CODEC.decode(record.value) for record in self._reader.fetch(timeout_seconds=0.2)
+            ]
+            found += [
+                event for event in events if isinstance(event, SampleRolledOut | PromptGroupEnded)
+            ]
             if len(found) >= count:
                 break
         return found
@@ -95,14 +117,25 @@ def session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Session:
     model = {"path": picture_model(), "device": "cpu"}
-    config = apply_run(run={"directory": tmp_path}, model=model, data={"source": "scenes:colour"}, engine={"max_context_tokens": 256})
+    config = apply_run(
+        run={"directory": tmp_path},
+        model=model,
+        data={"source": "scenes:colour"},
+        engine={"max_context_tokens": 256},
+    )
     return Session(config, connection, producer, monkeypatch)
 
 
 def about_a_picture(session: Session) -> PromptGroupIssued:
     """Ask about a picture that is in the store, and not yet on the worker's machine."""
-    elsewhere = session.config.model_copy(update={"run": session.config.run.model_copy(update={"directory": Path("elsewhere").absolute()})})
-    reference = MediaLibrary(elsewhere, store=ObjectStore.open(session.config.objects_uri)).admit(picture_item(64, 48))
+    elsewhere = session.config.model_copy(
+        update={
+            "run": session.config.run.model_copy(update={"directory": Path("elsewhere").absolute()})
+        }
+    )
+    reference = MediaLibrary(elsewhere, store=ObjectStore.open(session.config.objects_uri)).admit(
+        picture_item(64, 48)
+    )
     return replace(issued(SHOWN), messages=question(reference))
 
 
@@ -110,7 +143,9 @@ def groups_of(events: Iterable[SampleRolledOut | PromptGroupEnded]) -> list[str]
     return sorted({event.prompt_group_id for event in events})
 
 
-def test_engine_goes_on_while_a_picture_is_on_its_way(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_goes_on_while_a_picture_is_on_its_way(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with session:
         session.issue(about_a_picture(session), issued(PLAIN))
@@ -121,12 +156,16 @@ def test_engine_goes_on_while_a_picture_is_on_its_way(session: Session, tmp_path
         assert all(isinstance(event, SampleRolledOut) for event in events)
 
 
-def test_picture_that_is_gone_costs_its_prompt_group_alone(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_that_is_gone_costs_its_prompt_group_alone(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with session:
         group = about_a_picture(session)
         (reference,) = (part.media for part in group.messages[0].parts if part.media is not None)
-        ObjectStore.open(session.config.objects_uri).delete([reference.uri.removeprefix(session.config.objects_uri).lstrip("/")])
+        ObjectStore.open(session.config.objects_uri).delete(
+            [reference.uri.removeprefix(session.config.objects_uri).lstrip("/")]
+        )
         session.library.may_bring.set()
         session.issue(group, issued(PLAIN))
         events = session.written(count=3)

@@ -1,4 +1,5 @@
-"""A quiet member of a consumer group asks the broker whether it is one, and says so when it is not."""
+"""A quiet member of a consumer group asks the broker whether it is one, and says so when it is
+not."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from dataclasses import replace
 import pytest
 from broker_steps import turn_until
 
-from relax_events.broker import membership
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer
-from relax_events.broker.membership import Membership, memberships
 from relax_events.errors import ClientFailed
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.protocol import group_membership as membership
+from relax_events.kafka.protocol.group_membership import Membership, memberships
 
 QUIET_SECONDS = 4.0
 
@@ -38,12 +39,17 @@ def test_members_are_those_that_joined_with_what_they_hold(
         for consumer in consumers:
             consumer.fetch(timeout_seconds=0.1)
 
-    turn_until(lambda: sorted(len(consumer.positions) for consumer in consumers) == [0, 1, 1], fetch)
+    turn_until(
+        lambda: sorted(len(consumer.positions) for consumer in consumers) == [0, 1, 1], fetch
+    )
     deadline = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < deadline:
         fetch()  # several looks of each, the idle one too: nobody fails
     held = {member.client_id: member.places for member in memberships(connection, group)}
-    assert held == {f"reward-{number}": frozenset(consumer.positions) for number, consumer in enumerate(consumers)}
+    assert held == {
+        f"reward-{number}": frozenset(consumer.positions)
+        for number, consumer in enumerate(consumers)
+    }
     for consumer in consumers:
         consumer.close()
 
@@ -52,9 +58,15 @@ def test_there_are_no_members_where_there_is_no_group(connection: Connection, ru
     assert memberships(connection, f"{run_id}.reward") == []
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["unknown to the broker", "given what it does not hold"])
+@pytest.mark.parametrize(
+    "known", [False, True], ids=["unknown to the broker", "given what it does not hold"]
+)
 def test_client_that_the_broker_sees_otherwise_fails(
-    connection: Connection, make_topic: Callable[..., str], make_group: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, known: bool
+    connection: Connection,
+    make_topic: Callable[..., str],
+    make_group: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    known: bool,
 ) -> None:
     topic, group = make_topic("samples", 2), make_group("reward")
     consumer = joined(connection, "reward-0", group, topic)
@@ -62,6 +74,11 @@ def test_client_that_the_broker_sees_otherwise_fails(
     (member,) = memberships(connection, group)
     other = Membership(member.member_id, member.client_id, frozenset([(topic, 0)]))
     monkeypatch.setattr(membership, "memberships", lambda *_: [other] if known else [])
-    with pytest.raises(ClientFailed, match="gave this client 1 partitions, which holds 2" if known else "does not know this client"):
+    with pytest.raises(
+        ClientFailed,
+        match="gave this client 1 partitions, which holds 2"
+        if known
+        else "does not know this client",
+    ):
         turn_until(lambda: False, lambda: consumer.fetch(timeout_seconds=0.1))
     consumer.close()

@@ -1,4 +1,5 @@
-"""The object store over HTTP: a small S3 server of our own, so that refusals, hangs and half answers can be had at will."""
+"""The object store over HTTP: a small S3 server of our own, so that refusals, hangs and half
+answers can be had at will."""
 
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ IMPATIENT = Deadlines(connect_seconds=1.0, request_seconds=0.3, retry_seconds=1.
 
 
 class S3Server(ThreadingHTTPServer):
-    """Keeps objects in a dict; answers 503 while `num_refusals` is above 0, and not at all while `hangs`."""
+    """Keeps objects in a dict; answers 503 while `num_refusals` is above 0, and not at all while
+    `hangs`."""
 
     daemon_threads = True
 
@@ -64,13 +66,23 @@ class S3Handler(BaseHTTPRequestHandler):
     def s3_post(self, path: str, query: dict[str, list[str]], body: bytes) -> None:
         if "uploads" in query:
             self.server.parts[path] = {}
-            self.answer(200, f"<InitiateMultipartUploadResult><UploadId>{path}</UploadId></InitiateMultipartUploadResult>".encode())
+            self.answer(
+                200,
+                f"<InitiateMultipartUploadResult><UploadId>{path}</UploadId></InitiateMultipartUploadResult>".encode(),
+            )
         elif "uploadId" in query:
             parts = self.server.parts.pop(query["uploadId"][0])
             self.server.objects[path] = b"".join(parts[number] for number in sorted(parts))
-            self.answer(200, b"<CompleteMultipartUploadResult><ETag>tag</ETag></CompleteMultipartUploadResult>")
+            self.answer(
+                200,
+                b"<CompleteMultipartUploadResult><ETag>tag</ETag></CompleteMultipartUploadResult>",
+            )
         else:
-            keys = [element.text for element in ET.fromstring(body).iter() if element.tag.rpartition("}")[2] == "Key"]
+            keys = [
+                element.text
+                for element in ET.fromstring(body).iter()
+                if element.tag.rpartition("}")[2] == "Key"
+            ]
             for key in keys:
                 self.server.objects.pop(f"{path.rstrip('/')}/{key}", None)
             deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
@@ -85,7 +97,10 @@ class S3Handler(BaseHTTPRequestHandler):
                 for key in keys
                 if key.startswith(query["prefix"][0])
             )
-            self.answer(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}</ListBucketResult>".encode())
+            self.answer(
+                200,
+                f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}</ListBucketResult>".encode(),
+            )
         elif path not in self.server.objects:
             self.answer(404)
         else:
@@ -97,7 +112,11 @@ class S3Handler(BaseHTTPRequestHandler):
         headers = {"ETag": '"tag"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
         if wanted := self.headers.get("Range"):
             first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
-            self.answer(206, data[first : last + 1], headers | {"Content-Range": f"bytes {first}-{last}/{len(data)}"})
+            self.answer(
+                206,
+                data[first : last + 1],
+                headers | {"Content-Range": f"bytes {first}-{last}/{len(data)}"},
+            )
         else:
             self.answer(200, data, headers)
 
@@ -184,7 +203,9 @@ def test_calls_fail_by_the_deadline_when_the_server_hangs(server: S3Server) -> N
     assert {request.split()[0] for request in server.requests} == {"PUT", "HEAD"}
 
 
-def test_worker_waits_for_a_bucket_that_is_away_and_goes_on_with_the_same_object(server: S3Server) -> None:
+def test_worker_waits_for_a_bucket_that_is_away_and_goes_on_with_the_same_object(
+    server: S3Server,
+) -> None:
     store = ObjectStore.open("s3://bucket", deadlines=IMPATIENT)
     reference = store.put(b"hello")
     server.num_refusals = 10**9

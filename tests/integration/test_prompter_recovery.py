@@ -1,4 +1,5 @@
-"""A prompter that starts again goes on where the log says: past guests, lost rows, rows that were passed over, and lost pictures."""
+"""A prompter that starts again goes on where the log says: past guests, lost rows, rows that were
+passed over, and lost pictures."""
 
 from __future__ import annotations
 
@@ -11,24 +12,24 @@ from pathlib import Path
 from broker_steps import TIMEOUT_SECONDS, fetch_until
 from event_samples import issued, published
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
-from relax_events.data.judging import judges_of
+from relax_events.data.prompt_filter import judges_of
 from relax_events.data.row_media import stored_messages
 from relax_events.data.sources import open_source
 from relax_events.data.stream import PromptStream
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, Outcome, TopicOffset
 from relax_events.events.types import PromptGroupIssued
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.media.library import MediaLibrary
-from relax_events.policy import end_of
+from relax_events.roles.worker_factory import open_worker
+from relax_events.staleness import end_of
 from relax_events.topics import TopicPlan
 from tests.unit.pictures import picture_file, picture_model
-from workers.opening import open_worker
 from workers.prompter import PrompterLoop
 
 CODEC = EventCodec()
@@ -49,68 +50,180 @@ def of_guest(prompt_group_id: str, *, group_index: int) -> PromptGroupIssued:
 
 
 def test_guests_take_no_seats_and_no_rows(
-    apply_run: Callable[..., RunConfig], producer: RecordProducer, connection: Connection, tmp_path: Path
+    apply_run: Callable[..., RunConfig],
+    producer: RecordProducer,
+    connection: Connection,
+    tmp_path: Path,
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "answer": ""}\n{"prompt": "two", "answer": ""}\n')
-    config = apply_run(run={"groups_per_step": 2, "num_steps": 1}, data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"})
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "one", "answer": ""}\n{"prompt": "two", "answer": ""}\n'
+    )
+    config = apply_run(
+        run={"groups_per_step": 2, "num_steps": 1},
+        data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
+    )
     plan = TopicPlan.of(config)
-    strangers = [of_guest("000000-1000000-0", group_index=1_000_000), of_guest("000000-1000001-0", group_index=1)]
+    strangers = [
+        of_guest("000000-1000000-0", group_index=1_000_000),
+        of_guest("000000-1000001-0", group_index=1),
+    ]
     queue = plan.topic("prompt.groups")
-    producer.write(OutRecord(queue, CODEC.encode(event), key=event.prompt_group_id, partition=0) for event in strangers)
+    producer.write(
+        OutRecord(queue, CODEC.encode(event), key=event.prompt_group_id, partition=0)
+        for event in strangers
+    )
     producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
     events = issued_by_prompter(config, connection, num_records=4)
-    assert sorted((event.prompt_group_id, event.row) for event in events if event.row < 10**6) == [("000000-0000-0", 0), ("000000-0001-0", 1)]
+    assert sorted((event.prompt_group_id, event.row) for event in events if event.row < 10**6) == [
+        ("000000-0000-0", 0),
+        ("000000-0001-0", 1),
+    ]
 
 
 def test_rows_of_lost_records_are_issued_before_new_ones(
-    apply_run: Callable[..., RunConfig], producer: RecordProducer, connection: Connection, tmp_path: Path
+    apply_run: Callable[..., RunConfig],
+    producer: RecordProducer,
+    connection: Connection,
+    tmp_path: Path,
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(20)))
-    config = apply_run(run={"groups_per_step": 4, "num_steps": 2, "max_staleness": 0}, data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"})
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(20))
+    )
+    config = apply_run(
+        run={"groups_per_step": 4, "num_steps": 2, "max_staleness": 0},
+        data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
+    )
     plan = TopicPlan.of(config)
-    # Of the first step's prompt groups two were written when the prompter died; row 2 had been passed over, rows 0 and 1 are lost.
-    written = [replace(issued("000000-0002-0", row=3), passed_over={"2": "too_long"}), issued("000000-0003-0", row=4)]
-    producer.write(OutRecord(plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0) for event in written)
-    producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version))) for version in (0, 1)])
+    # Of the first step's prompt groups two were written when the prompter died; row 2 had been
+    # passed over, rows 0 and 1 are lost.
+    written = [
+        replace(issued("000000-0002-0", row=3), passed_over={"2": "too_long"}),
+        issued("000000-0003-0", row=4),
+    ]
+    producer.write(
+        OutRecord(
+            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
+        )
+        for event in written
+    )
+    producer.write(
+        [
+            OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
+            for version in (0, 1)
+        ]
+    )
     events = issued_by_prompter(config, connection, num_records=8)
     rows = {event.prompt_group_id: event.row for event in events}
-    assert [rows[f"00000{step}-000{seat}-0"] for step in (0, 1) for seat in range(4)] == [0, 1, 3, 4, 5, 6, 7, 8]
+    assert [rows[f"00000{step}-000{seat}-0"] for step in (0, 1) for seat in range(4)] == [
+        0,
+        1,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
 
 
 def test_rows_of_purged_records_are_not_issued_again(
-    apply_run: Callable[..., RunConfig], producer: RecordProducer, connection: Connection, admin: Admin, tmp_path: Path
+    apply_run: Callable[..., RunConfig],
+    producer: RecordProducer,
+    connection: Connection,
+    admin: Admin,
+    tmp_path: Path,
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(20)))
-    config = apply_run(run={"groups_per_step": 2, "num_steps": 3, "max_staleness": 0}, data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"})
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(20))
+    )
+    config = apply_run(
+        run={"groups_per_step": 2, "num_steps": 3, "max_staleness": 0},
+        data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
+    )
     plan = TopicPlan.of(config)
-    written = [issued(f"00000{step}-000{seat}-0", row=2 * step + seat) for step in (0, 1) for seat in (0, 1)]
-    producer.write(OutRecord(plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0) for event in written)
-    ends = [end_of(event.prompt_group_id, Outcome.TRAINED, policy_version=0, trainer_version=0) for event in written[:2]]
-    producer.write([OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0) for event in ends])
+    written = [
+        issued(f"00000{step}-000{seat}-0", row=2 * step + seat)
+        for step in (0, 1)
+        for seat in (0, 1)
+    ]
+    producer.write(
+        OutRecord(
+            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
+        )
+        for event in written
+    )
+    ends = [
+        end_of(event.prompt_group_id, Outcome.TRAINED, policy_version=0, trainer_version=0)
+        for event in written[:2]
+    ]
+    producer.write(
+        [
+            OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
+            for event in ends
+        ]
+    )
     admin.delete_records([TopicOffset(plan.topic("prompt.groups"), 0, 2)])
-    producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version))) for version in (0, 1, 2)])
+    producer.write(
+        [
+            OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
+            for version in (0, 1, 2)
+        ]
+    )
     events = issued_by_prompter(config, connection, num_records=4)
-    assert sorted((event.prompt_group_id, event.row) for event in events if event.train_step == 2) == [("000002-0000-0", 4), ("000002-0001-0", 5)]
+    assert sorted(
+        (event.prompt_group_id, event.row) for event in events if event.train_step == 2
+    ) == [("000002-0000-0", 4), ("000002-0001-0", 5)]
 
 
 def test_prompts_that_earned_too_much_do_not_come_round_again(
-    apply_run: Callable[..., RunConfig], producer: RecordProducer, connection: Connection, tmp_path: Path
+    apply_run: Callable[..., RunConfig],
+    producer: RecordProducer,
+    connection: Connection,
+    tmp_path: Path,
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(3)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(3))
+    )
     data = {"source": f"jsonl:{tmp_path / 'rows.jsonl'}", "pass_rate": [0.1, 0.9]}
     config = apply_run(run={"groups_per_step": 3, "num_steps": 2, "max_staleness": 0}, data=data)
     plan = TopicPlan.of(config)
     written = [issued(f"000000-000{seat}-0", row=seat) for seat in range(3)]
-    producer.write(OutRecord(plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0) for event in written)
-    producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version))) for version in (0, 1)])
+    producer.write(
+        OutRecord(
+            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
+        )
+        for event in written
+    )
+    producer.write(
+        [
+            OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
+            for version in (0, 1)
+        ]
+    )
     ends = [
-        end_of(event.prompt_group_id, Outcome.TRAINED, policy_version=0, trainer_version=0, mean_reward=reward)
+        end_of(
+            event.prompt_group_id,
+            Outcome.TRAINED,
+            policy_version=0,
+            trainer_version=0,
+            mean_reward=reward,
+        )
         for event, reward in zip(written, (1.0, 0.5, 0.0), strict=True)
     ]
-    producer.write([OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0) for event in ends])
+    producer.write(
+        [
+            OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
+            for event in ends
+        ]
+    )
     events = issued_by_prompter(config, connection, num_records=6)
-    second = sorted((event.prompt_group_id, event.row, event.passed_over) for event in events if event.train_step == 1)
-    # Rows 3, 4 and 5 of the stream are the three prompts again, and so on: only the second, at 4, 7 and 10, is taken.
+    second = sorted(
+        (event.prompt_group_id, event.row, event.passed_over)
+        for event in events
+        if event.train_step == 1
+    )
+    # Rows 3, 4 and 5 of the stream are the three prompts again, and so on: only the second, at 4, 7
+    # and 10, is taken.
     drops = [
         {"3": "pass_rate_too_high"},
         {"5": "pass_rate_too_low", "6": "pass_rate_too_high"},
@@ -120,39 +233,97 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
 
 
 def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passed_over(
-    apply_run: Callable[..., RunConfig], producer: RecordProducer, connection: Connection, tmp_path: Path
+    apply_run: Callable[..., RunConfig],
+    producer: RecordProducer,
+    connection: Connection,
+    tmp_path: Path,
 ) -> None:
-    for number, content in ((1, picture_file(32, 32)), (2, picture_file(96, 96)[:400]), (3, picture_file(48, 32))):
+    for number, content in (
+        (1, picture_file(32, 32)),
+        (2, picture_file(96, 96)[:400]),
+        (3, picture_file(48, 32)),
+    ):
         (tmp_path / f"{number}.png").write_bytes(content)
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "<image>", "answer": "", "image": "{number}.png"}}\n' for number in range(4)))
-    data = {"source": f"jsonl:{tmp_path / 'rows.jsonl'}", "multimodal_keys": {"image": "image"}, "media_root": tmp_path}
-    config = apply_run(run={"groups_per_step": 2, "num_steps": 1}, data=data, model={"path": picture_model()})
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            f'{{"prompt": "<image>", "answer": "", "image": "{number}.png"}}\n'
+            for number in range(4)
+        )
+    )
+    data = {
+        "source": f"jsonl:{tmp_path / 'rows.jsonl'}",
+        "multimodal_keys": {"image": "image"},
+        "media_root": tmp_path,
+    }
+    config = apply_run(
+        run={"groups_per_step": 2, "num_steps": 1}, data=data, model={"path": picture_model()}
+    )
     plan = TopicPlan.of(config)
     written = [issued(f"000000-000{seat}-0", row=seat) for seat in (0, 1)]
-    producer.write(OutRecord(plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0) for event in written)
+    producer.write(
+        OutRecord(
+            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
+        )
+        for event in written
+    )
     producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
-    ends = [end_of(event.prompt_group_id, Outcome.EXPIRED, policy_version=0, trainer_version=0) for event in written]
-    producer.write([OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0) for event in ends])
-    again = {event.prompt_group_id: event for event in issued_by_prompter(config, connection, num_records=4) if event.attempt}
-    assert {name: event.row for name, event in again.items()} == {"000000-0000-1": 3, "000000-0001-1": 1}
+    ends = [
+        end_of(event.prompt_group_id, Outcome.EXPIRED, policy_version=0, trainer_version=0)
+        for event in written
+    ]
+    producer.write(
+        [
+            OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
+            for event in ends
+        ]
+    )
+    again = {
+        event.prompt_group_id: event
+        for event in issued_by_prompter(config, connection, num_records=4)
+        if event.attempt
+    }
+    assert {name: event.row for name, event in again.items()} == {
+        "000000-0000-1": 3,
+        "000000-0001-1": 1,
+    }
     assert again["000000-0000-1"].passed_over == {"2": "media_truncated"}
-    widths = {name: event.messages[0].parts[0].media.width for name, event in again.items() if event.messages[0].parts[0].media}
+    widths = {
+        name: event.messages[0].parts[0].media.width
+        for name, event in again.items()
+        if event.messages[0].parts[0].media
+    }
     assert widths == {"000000-0000-1": 48, "000000-0001-1": 32}
 
 
-def issued_by_prompter(config: RunConfig, connection: Connection, *, num_records: int) -> list[PromptGroupIssued]:
+def issued_by_prompter(
+    config: RunConfig, connection: Connection, *, num_records: int
+) -> list[PromptGroupIssued]:
     """Run a prompter until the queue holds so many records, and return what they are."""
     plan = TopicPlan.of(config)
     stream = PromptStream(open_source(config.data, seed=0), seed=0, shuffle=False)
     messages_of = stored_messages(MediaLibrary(config))
     judges = judges_of(config.data, renderer=None, messages_of=messages_of)
-    with open_worker("prompter", config, index=0, follow=("control.group-outcomes",)) as worker, closing(LogReader(connection)) as reader:
-        thread = threading.Thread(target=PrompterLoop(worker, stream, judges, messages_of=messages_of).run)
+    with (
+        open_worker("prompter", config, index=0, follow=("control.group-outcomes",)) as worker,
+        closing(LogReader(connection)) as reader,
+    ):
+        thread = threading.Thread(
+            target=PrompterLoop(worker, stream, judges, messages_of=messages_of).run
+        )
         thread.start()
-        reader.assign({(plan.topic("prompt.groups"), partition): 0 for partition in range(plan.queue_partitions)})
+        reader.assign(
+            {
+                (plan.topic("prompt.groups"), partition): 0
+                for partition in range(plan.queue_partitions)
+            }
+        )
         try:
             records = fetch_until(reader, lambda found: len(found) == num_records)
         finally:
             worker.drain.start()
             thread.join(TIMEOUT_SECONDS)
-    return [event for record in records if isinstance(event := CODEC.decode(record.value), PromptGroupIssued)]
+    return [
+        event
+        for record in records
+        if isinstance(event := CODEC.decode(record.value), PromptGroupIssued)
+    ]

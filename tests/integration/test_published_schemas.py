@@ -1,4 +1,5 @@
-"""`relax schemas check CONFIG` compares with what a run's writers have published, and doctors look at the registry."""
+"""`relax schemas check CONFIG` compares with what a run's writers have published, and doctors look
+at the registry."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import pytest
 from registry_server import serve_registry
 from schema_changes import FORBIDDEN, changed
 
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
-from relax_events.control.doctor import check_registry
-from relax_events.control.schemas import check_run
 from relax_events.errors import BrokerUnavailable, ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.schemas import schema_directory, schema_fingerprint
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.launcher.doctor import check_registry
+from relax_events.ops.schema_check import check_run
 from relax_events.topics import TopicPlan
 
 ENDED = "relax.events.sample.PromptGroupEnded"
@@ -34,13 +35,17 @@ def publish(config: RunConfig, producer: RecordProducer) -> Callable[[str, bytes
     return lambda key, value: producer.write([OutRecord(topic, value, key=key)])
 
 
-def test_schemas_of_our_own_workers_pass(config: RunConfig, publish: Callable[[str, bytes | None], None]) -> None:
+def test_schemas_of_our_own_workers_pass(
+    config: RunConfig, publish: Callable[[str, bytes | None], None]
+) -> None:
     for fingerprint, schema in EventCodec().published_form().items():
         publish(fingerprint.hex(), schema)
     assert check_run(config, schema_directory()) == []
 
 
-def test_writer_of_an_incompatible_schema_is_named(config: RunConfig, publish: Callable[[str, bytes | None], None]) -> None:
+def test_writer_of_an_incompatible_schema_is_named(
+    config: RunConfig, publish: Callable[[str, bytes | None], None]
+) -> None:
     edit, *_ = FORBIDDEN["type promoted"]
     schema = changed(edit).schemas[ENDED]
     name = schema_fingerprint(schema).hex()
@@ -48,14 +53,27 @@ def test_writer_of_an_incompatible_schema_is_named(config: RunConfig, publish: C
     other = {"type": "record", "name": "Other", "namespace": "of.others", "fields": []}
     key = schema_fingerprint(other).hex()
     publish(key, json.dumps(other).encode())
-    found = [(problem.schema, problem.field, problem.what) for problem in check_run(config, schema_directory())]
+    found = [
+        (problem.schema, problem.field, problem.what)
+        for problem in check_run(config, schema_directory())
+    ]
     assert found == [
-        (ENDED, "attempt", f"current can't read what the run's writer ({name}) wrote: long can't be read as int"),
-        ("of.others.Other", "", f"the run has a writer of such records ({key}), current has no schema for them"),
+        (
+            ENDED,
+            "attempt",
+            f"current can't read what the run's writer ({name}) wrote: long can't be read as int",
+        ),
+        (
+            "of.others.Other",
+            "",
+            f"the run has a writer of such records ({key}), current has no schema for them",
+        ),
     ]
     publish(name, None)
     publish(key, b"{}")
-    assert len(check_run(config, schema_directory())) == len(found), "what a writer has published, no other record takes away"
+    assert len(check_run(config, schema_directory())) == len(found), (
+        "what a writer has published, no other record takes away"
+    )
 
 
 @pytest.mark.parametrize("value", [b"{", b"[]", b"\xff", b'{"type": "record"}'])
@@ -76,16 +94,24 @@ def test_run_without_topics_is_a_config_error(config: RunConfig) -> None:
 @pytest.fixture
 def with_registry(config: RunConfig) -> Iterator[RunConfig]:
     with serve_registry() as registry:
-        broker = config.broker.model_copy(update={"schema_registry": registry.url, "request_timeout_seconds": 0.6})
+        broker = config.broker.model_copy(
+            update={"schema_registry": registry.url, "request_timeout_seconds": 0.6}
+        )
         yield config.model_copy(update={"broker": broker})
 
 
 def test_doctor_asks_the_registry(config: RunConfig, with_registry: RunConfig) -> None:
     assert check_registry(config) == "none: records carry their schema's fingerprint"
-    assert check_registry(with_registry) == f"{with_registry.broker.schema_registry} answers; it holds 0 subject(s)"
+    assert (
+        check_registry(with_registry)
+        == f"{with_registry.broker.schema_registry} answers; it holds 0 subject(s)"
+    )
 
 
 def test_doctor_tells_when_the_registry_is_away(with_registry: RunConfig) -> None:
     away = with_registry.broker.model_copy(update={"schema_registry": "http://127.0.0.1:1"})
-    with pytest.raises(BrokerUnavailable, match=r"schema registry http://127\.0\.0\.1:1, asking for the subjects: ConnectError"):
+    with pytest.raises(
+        BrokerUnavailable,
+        match=r"schema registry http://127\.0\.0\.1:1, asking for the subjects: ConnectError",
+    ):
         check_registry(with_registry.model_copy(update={"broker": away}))

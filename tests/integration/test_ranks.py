@@ -1,4 +1,5 @@
-"""Two ranks under torchrun against one. torchrun takes some ten seconds to start, so one start runs all scenarios."""
+"""Two ranks under torchrun against one. torchrun takes some ten seconds to start, so one start runs
+all scenarios."""
 
 import json
 import os
@@ -11,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from relax_events.events.parts import CheckpointRef
-from relax_events.models.tiny import make_tiny
+from relax_events.examples.tiny_models import make_tiny
 from relax_events.objects import ObjectStore
-from relax_events.training.checkpoints import Checkpoints
+from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.ranks import SingleRank
 from tests.integration.ranks_program import PLAIN, SPLITS, WHOLE_STEP, train
 
@@ -30,10 +31,14 @@ def folder(tmp_path_factory):
     environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
         "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(tmp_path_factory.mktemp("launcher")),  # torchrun leaves its logs in the temporary folder, and ranks that it ends their models
+        "TMPDIR": str(
+            tmp_path_factory.mktemp("launcher")
+        ),  # torchrun leaves its logs in the temporary folder, and ranks that it ends their models
     }
     command = [*LAUNCHER, str(ROOT / "tests" / "integration" / "ranks_program.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -46,7 +51,10 @@ def results(folder):
 @pytest.fixture(scope="module")
 def alone(folder):
     algorithms = {"": PLAIN, "_whole": WHOLE_STEP}
-    return {name: train(SingleRank(), folder / "model", (0.0, 1.0), algorithm) for name, algorithm in algorithms.items()}
+    return {
+        name: train(SingleRank(), folder / "model", (0.0, 1.0), algorithm)
+        for name, algorithm in algorithms.items()
+    }
 
 
 @pytest.mark.parametrize("algorithm", ["", "_whole"])
@@ -90,13 +98,20 @@ def test_checkpoint_of_two_ranks_is_restored_on_one(folder, results):
     store = ObjectStore.open((folder / "objects").as_uri())
     with Checkpoints(store, ranks=SingleRank(), keep=1) as checkpoints:
         restored = checkpoints.load(CheckpointRef(int(version), uri, bytes.fromhex(digest)))
-    assert len([key for key in store.list("checkpoints/") if key.endswith("of-00002.safetensors")]) == 2
+    assert (
+        len([key for key in store.list("checkpoints/") if key.endswith("of-00002.safetensors")])
+        == 2
+    )
     assert restored.extra == {"rank": 0}
     expected = load_file(folder / "save.safetensors")
     assert restored.state.tensors.keys() == expected.keys()
-    assert all(torch.equal(restored.state.tensors[name], tensor) for name, tensor in expected.items())
+    assert all(
+        torch.equal(restored.state.tensors[name], tensor) for name, tensor in expected.items()
+    )
 
 
 def test_a_lost_rank_is_an_error_on_the_other(results):
-    assert "rank 0 of 2: all_gather failed, another rank died or is behind" in results["lose_a_rank"]
+    assert (
+        "rank 0 of 2: all_gather failed, another rank died or is behind" in results["lose_a_rank"]
+    )
     assert "see its log" in results["lose_a_rank"]

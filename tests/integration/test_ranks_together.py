@@ -1,4 +1,5 @@
-"""Two ranks of a trainer under the supervisor: they end together, with the error of the one that was the cause, and with their supervisor."""
+"""Two ranks of a trainer under the supervisor: they end together, with the error of the one that
+was the cause, and with their supervisor."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ import psutil
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.control.deaths import Progress
-from relax_events.control.starting import ranks as ranks_module
-from relax_events.control.supervisor import Supervisor
 from relax_events.errors import ConfigError, RunFailed
+from relax_events.launcher import worker_processes as ranks_module
+from relax_events.launcher.deaths import Progress
+from relax_events.launcher.supervisor import Supervisor
 
 pytestmark = pytest.mark.integration
 SECONDS = 120.0
@@ -32,7 +33,8 @@ def supervisor_of(config: RunConfig, *, failing: int, deed: str) -> Supervisor:
     trainer = supervisor._processes["trainer-0"]
     arguments = [str(failing), deed]
     trainer.orders = {
-        name: replace(order, module="tests.integration.rank_deeds", imports=[], arguments=arguments) for name, order in trainer.orders.items()
+        name: replace(order, module="tests.integration.rank_deeds", imports=[], arguments=arguments)
+        for name, order in trainer.orders.items()
     }
     return supervisor
 
@@ -90,26 +92,42 @@ def test_fenced_rank_is_seen_as_fenced_whatever_the_others_died_of(started: Make
 @pytest.mark.parametrize(
     ("deed", "kind", "text"),
     [
-        ("wrong", ConfigError, r"trainer-1 can't go on: ConfigError: trainer.learning_rate is wrong; log: .*trainer-1.log"),
-        ("killed", RunFailed, r"trainer-1 died 1 times in a row without a committed step: ended by SIGKILL; log: .*trainer-1.log"),
+        (
+            "wrong",
+            ConfigError,
+            r"trainer-1 can't go on: ConfigError: trainer.learning_rate is wrong; log: .*trainer-1.log",
+        ),
+        (
+            "killed",
+            RunFailed,
+            r"trainer-1 died 1 times in a row without a committed step: ended by SIGKILL; log: .*trainer-1.log",
+        ),
     ],
 )
-def test_error_of_the_rank_that_failed_is_the_trainers(started: MakeSupervisor, deed: str, kind: type[Exception], text: str) -> None:
+def test_error_of_the_rank_that_failed_is_the_trainers(
+    started: MakeSupervisor, deed: str, kind: type[Exception], text: str
+) -> None:
     supervisor = started(failing=1, deed=deed)
     with pytest.raises(kind, match=text):
         until_ended(supervisor)
     assert supervisor.pids == {}
 
 
-def test_rank_that_hangs_is_killed_when_another_one_has_failed(started: MakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_hangs_is_killed_when_another_one_has_failed(
+    started: MakeSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks_module, "OTHERS_SECONDS", 0.5)
     supervisor = started(failing=1, deed="hang")
-    with pytest.raises(RunFailed, match=r"trainer-1 died 1 times .*: MemoryError: no room; log: .*trainer-1.log"):
+    with pytest.raises(
+        RunFailed, match=r"trainer-1 died 1 times .*: MemoryError: no room; log: .*trainer-1.log"
+    ):
         until_ended(supervisor)
     assert supervisor.pids == {}
 
 
-def test_command_to_kill_one_rank_ends_them_all(started: MakeSupervisor, two_ranks: RunConfig) -> None:
+def test_command_to_kill_one_rank_ends_them_all(
+    started: MakeSupervisor, two_ranks: RunConfig
+) -> None:
     supervisor = started(failing=-1, deed="hang")
     assert joined(two_ranks) == supervisor.pids
     supervisor.kill("trainer-1")
@@ -117,7 +135,9 @@ def test_command_to_kill_one_rank_ends_them_all(started: MakeSupervisor, two_ran
     assert supervisor.pids == {}
 
 
-def test_no_rank_is_left_when_the_supervisor_is_killed(two_ranks: RunConfig, tmp_path: Path) -> None:
+def test_no_rank_is_left_when_the_supervisor_is_killed(
+    two_ranks: RunConfig, tmp_path: Path
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(two_ranks.model_dump_json())
     words = [sys.executable, "-m", "tests.integration.rank_supervisor", str(path)]

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.rebuild import PartitionWriter
-from relax_events.broker.records import OutRecord
 from relax_events.errors import BrokerError
 from relax_events.events.container import LoggedRecord
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.partition_writer import PartitionWriter
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 
 MakeTopic = Callable[..., str]
 LAYOUTS = {
@@ -41,12 +41,21 @@ def writer(connection: Connection, run_id: str) -> Iterator[PartitionWriter]:
 
 def record(offset: int) -> LoggedRecord:
     """Return a record whose fields follow from its offset, nulls and empty ones among them."""
-    key, value = (None, b"", b"k%d" % offset)[offset % 3], (b"v%d" % offset, None, b"")[offset // 3 % 3]
-    headers = (("policy-version", b"%d" % offset), ("empty", b""), ("policy-version", None))[: offset % 4]
-    return LoggedRecord(offset, 1_600_000_000_000 + offset, key, value, headers)  # so old that a topic with a retention would lose it
+    key, value = (
+        (None, b"", b"k%d" % offset)[offset % 3],
+        (b"v%d" % offset, None, b"")[offset // 3 % 3],
+    )
+    headers = (("policy-version", b"%d" % offset), ("empty", b""), ("policy-version", None))[
+        : offset % 4
+    ]
+    return LoggedRecord(
+        offset, 1_600_000_000_000 + offset, key, value, headers
+    )  # so old that a topic with a retention would lose it
 
 
-def test_every_record_gets_its_offset_back(connection: Connection, admin: Admin, make_topic: MakeTopic, writer: PartitionWriter) -> None:
+def test_every_record_gets_its_offset_back(
+    connection: Connection, admin: Admin, make_topic: MakeTopic, writer: PartitionWriter
+) -> None:
     topic = make_topic("copy", len(LAYOUTS), message_timestamp_type="CreateTime", retention_ms="-1")
     for partition, (offsets, end) in enumerate(LAYOUTS.values()):
         writer.write(topic, partition, map(record, offsets), end=end)
@@ -54,12 +63,16 @@ def test_every_record_gets_its_offset_back(connection: Connection, admin: Admin,
     begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
     reader = LogReader(connection)
     for place, (offsets, end) in zip(places, LAYOUTS.values(), strict=True):
-        assert list(reader.stream_bytes({place: (0, end)})) == [record(offset) for offset in offsets]
+        assert list(reader.stream_bytes({place: (0, end)})) == [
+            record(offset) for offset in offsets
+        ]
         assert (begins[place], ends[place]) == ((offsets or [end])[0], end)
     reader.close()
 
 
-def test_appended_records_lie_behind_each_other(connection: Connection, make_topic: MakeTopic, writer: PartitionWriter) -> None:
+def test_appended_records_lie_behind_each_other(
+    connection: Connection, make_topic: MakeTopic, writer: PartitionWriter
+) -> None:
     topic = make_topic("copy", message_timestamp_type="CreateTime", retention_ms="-1")
     writer.append(topic, 0, map(record, [3, 9, 700]))
     reader = LogReader(connection)
@@ -71,8 +84,13 @@ def test_appended_records_lie_behind_each_other(connection: Connection, make_top
     reader.close()
 
 
-def test_partition_that_is_not_empty_is_refused(producer: RecordProducer, make_topic: MakeTopic, writer: PartitionWriter) -> None:
+def test_partition_that_is_not_empty_is_refused(
+    producer: RecordProducer, make_topic: MakeTopic, writer: PartitionWriter
+) -> None:
     topic = make_topic("copy", message_timestamp_type="CreateTime", retention_ms="-1")
     producer.write([OutRecord(topic, b"a stranger's", partition=0)])
-    with pytest.raises(BrokerError, match=r"@0: the record lies at 1; the partition was not empty, or somebody else writes to it"):
+    with pytest.raises(
+        BrokerError,
+        match=r"@0: the record lies at 1; the partition was not empty, or somebody else writes to it",
+    ):
         writer.write(topic, 0, [record(0)], end=1)

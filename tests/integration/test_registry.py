@@ -1,4 +1,5 @@
-"""With a schema registry records are Confluent's on the wire: its own serializer reads ours, we read its, and every failure says what to do."""
+"""With a schema registry records are Confluent's on the wire: its own serializer reads ours, we
+read its, and every failure says what to do."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from event_samples import ended, rolled_out
 from registry_server import FIRST_ID, Registry, serve_registry
 
-from relax_events.broker.registry import RegistryClient, open_codec, registry_login
 from relax_events.config import BrokerConfig
-from relax_events.errors import BrokerRefused, BrokerUnavailable, ConfigError, CorruptRecord, SchemaError
+from relax_events.errors import (
+    BrokerRefused,
+    BrokerUnavailable,
+    ConfigError,
+    CorruptRecord,
+    SchemaError,
+)
 from relax_events.events.codec import CONFLUENT_HEADER_BYTES, EventCodec, UnknownFingerprint
 from relax_events.events.releases import current_release
 from relax_events.events.schemas import schema_directory
+from relax_events.kafka.schema_registry import RegistryClient, open_codec, registry_login
 from relax_events.telemetry.redaction import redacted
 
 SCHEMAS = current_release(schema_directory()).schemas
@@ -46,7 +53,10 @@ def as_plain(event: Any) -> dict[str, Any]:
 def test_every_event_is_registered_once_under_its_record_name(registry: Registry) -> None:
     codec = open_codec(config_of(registry))
     assert set(registry.subjects) == set(SCHEMAS)
-    registered = {name: json.loads(registry.schemas[ids[0] - FIRST_ID]) for name, ids in registry.subjects.items()}
+    registered = {
+        name: json.loads(registry.schemas[ids[0] - FIRST_ID])
+        for name, ids in registry.subjects.items()
+    }
     assert registered == SCHEMAS
     before = sum(registry.calls.values())
     for _ in range(3):
@@ -71,12 +81,15 @@ def test_confluents_deserializer_reads_what_we_write(registry: Registry) -> None
 
 
 def test_we_read_what_confluents_serializer_writes(registry: Registry) -> None:
-    """A stranger's schema: fewer fields, one of its own, registered by the serializer and published nowhere else."""
+    """A stranger's schema: fewer fields, one of its own, registered by the serializer and published
+    nowhere else."""
     schema = json.loads(json.dumps(SCHEMAS[NAME]))
     schema["fields"] = [field for field in schema["fields"] if field["name"] != "mean_reward"]
     schema["fields"].append({"name": "judge", "type": "string", "default": ""})
     with SchemaRegistryClient({"url": registry.url}) as client:
-        serializer = AvroSerializer(client, json.dumps(schema), conf={"subject.name.strategy": record_subject_name_strategy})
+        serializer = AvroSerializer(
+            client, json.dumps(schema), conf={"subject.name.strategy": record_subject_name_strategy}
+        )
         data = serializer({**as_plain(ended()), "judge": "x"}, CONTEXT)
     codec = open_codec(config_of(registry))
     asked = registry.calls.copy()
@@ -92,7 +105,9 @@ def test_both_framings_are_read_with_a_registry_and_without_one(registry: Regist
     for schema in framed.published_form().values():
         plain.learn(schema)
     for codec in (framed, plain):
-        assert codec.decode(framed.encode(ended())) == codec.decode(plain.encode(ended())) == ended()
+        assert (
+            codec.decode(framed.encode(ended())) == codec.decode(plain.encode(ended())) == ended()
+        )
     before = registry.calls.total()
     again = EventCodec()
     for schema in plain.published_form().values():
@@ -101,9 +116,14 @@ def test_both_framings_are_read_with_a_registry_and_without_one(registry: Regist
     assert registry.calls.total() == before
 
 
-def test_registry_says_whose_an_id_is_that_a_forged_schema_has_claimed_first(registry: Registry) -> None:
+def test_registry_says_whose_an_id_is_that_a_forged_schema_has_claimed_first(
+    registry: Registry,
+) -> None:
     honest, forged = dict(SCHEMAS[NAME]), dict(SCHEMAS["relax.events.sample.SampleScored"])
-    honest["fields"] = [*honest["fields"], {"name": "judge", "type": "string", "doc": "New.", "default": ""}]
+    honest["fields"] = [
+        *honest["fields"],
+        {"name": "judge", "type": "string", "doc": "New.", "default": ""},
+    ]
     client = RegistryClient(registry.url, timeout_seconds=5.0)
     schema_id = client.register("of.others", json.dumps(honest))
     codec = open_codec(config_of(registry))
@@ -120,21 +140,41 @@ def test_schema_with_two_ids_is_published_with_both() -> None:
     codec.learn(text)
     codec.learn(text.replace("[11]", "[12]"))
     published = [json.loads(schema) for schema in codec.published_form().values()]
-    assert [schema["registry_schema_ids"] for schema in published if schema["name"] == "PromptGroupEnded"] == [[11, 12]]
-    with pytest.raises(SchemaError, match=r"registry id 11 stands for schema .* and for .*; a run keeps to one schema registry"):
-        codec.learn(json.dumps(SCHEMAS["relax.events.sample.SampleScored"] | {"registry_schema_ids": [11]}))
+    assert [
+        schema["registry_schema_ids"]
+        for schema in published
+        if schema["name"] == "PromptGroupEnded"
+    ] == [[11, 12]]
+    with pytest.raises(
+        SchemaError,
+        match=r"registry id 11 stands for schema .* and for .*; a run keeps to one schema registry",
+    ):
+        codec.learn(
+            json.dumps(SCHEMAS["relax.events.sample.SampleScored"] | {"registry_schema_ids": [11]})
+        )
 
 
 def test_unknown_id_says_where_it_was_looked_for(registry: Registry) -> None:
-    with pytest.raises(UnknownFingerprint, match=r"record of 9 bytes names schema id 999 .*; set broker\.schema_registry to look there"):
+    with pytest.raises(
+        UnknownFingerprint,
+        match=r"record of 9 bytes names schema id 999 .*; set broker\.schema_registry to look there",
+    ):
         EventCodec().decode(b"\0\0\0\x03\xe7body")
-    with pytest.raises(UnknownFingerprint, match=r"schema id 999 .* is neither on control\.schemas nor at broker\.schema_registry"):
+    with pytest.raises(
+        UnknownFingerprint,
+        match=r"schema id 999 .* is neither on control\.schemas nor at broker\.schema_registry",
+    ):
         open_codec(config_of(registry)).decode(b"\0\0\0\x03\xe7body")
 
 
 @pytest.mark.parametrize("data", [b"\0", b"\0\0\0\0\0body", b"\0\0\0\1"])
-def test_bytes_that_only_begin_like_a_framed_record_are_corrupt(registry: Registry, data: bytes) -> None:
-    with pytest.raises(CorruptRecord, match="doesn't begin with Avro's single-object marker or with a registry's schema id"):
+def test_bytes_that_only_begin_like_a_framed_record_are_corrupt(
+    registry: Registry, data: bytes
+) -> None:
+    with pytest.raises(
+        CorruptRecord,
+        match="doesn't begin with Avro's single-object marker or with a registry's schema id",
+    ):
         open_codec(config_of(registry)).decode(data)
 
 
@@ -149,7 +189,10 @@ def test_cut_off_framed_record_is_corrupt(registry: Registry) -> None:
 def test_incompatible_schema_at_the_registry_is_a_schema_error(registry: Registry) -> None:
     other = SCHEMAS[NAME] | {"fields": [{"name": "judge", "type": "string"}]}
     registry.answer("POST", f"/subjects/{NAME}/versions", {"schema": json.dumps(other)})
-    with pytest.raises(SchemaError, match=rf"registering {NAME}: HTTP 409, .* incompatible.*; `relax schemas check`") as caught:
+    with pytest.raises(
+        SchemaError,
+        match=rf"registering {NAME}: HTTP 409, .* incompatible.*; `relax schemas check`",
+    ) as caught:
         open_codec(config_of(registry))
     assert caught.value.exit_code == 5
 
@@ -157,36 +200,60 @@ def test_incompatible_schema_at_the_registry_is_a_schema_error(registry: Registr
 def test_registry_that_does_not_answer_is_unavailable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(BrokerUnavailable, match=rf"schema registry http://127\.0\.0\.1:{port}, registering .*; see that it runs") as caught:
-            open_codec(BrokerConfig(schema_registry=f"http://127.0.0.1:{port}", request_timeout_seconds=0.6))
+        with pytest.raises(
+            BrokerUnavailable,
+            match=rf"schema registry http://127\.0\.0\.1:{port}, registering .*; see that it runs",
+        ) as caught:
+            open_codec(
+                BrokerConfig(
+                    schema_registry=f"http://127.0.0.1:{port}", request_timeout_seconds=0.6
+                )
+            )
     assert caught.value.exit_code == 3
     with pytest.raises(BrokerUnavailable, match="ConnectError"):
-        open_codec(BrokerConfig(schema_registry=f"http://127.0.0.1:{port}", request_timeout_seconds=0.6))
+        open_codec(
+            BrokerConfig(schema_registry=f"http://127.0.0.1:{port}", request_timeout_seconds=0.6)
+        )
 
 
 def test_registry_in_trouble_is_unavailable(registry: Registry) -> None:
     registry.broken = True
-    with pytest.raises(BrokerUnavailable, match="HTTP 500, store failure; the registry has trouble of its own"):
+    with pytest.raises(
+        BrokerUnavailable, match="HTTP 500, store failure; the registry has trouble of its own"
+    ):
         open_codec(config_of(registry))
 
 
 def test_address_of_something_else_is_refused(registry: Registry) -> None:
-    with pytest.raises(BrokerRefused, match=r"HTTP 404.*is broker\.schema_registry the address of Confluent's interface") as caught:
-        open_codec(BrokerConfig(schema_registry=f"{registry.url}/apis", request_timeout_seconds=3.0))
+    with pytest.raises(
+        BrokerRefused,
+        match=r"HTTP 404.*is broker\.schema_registry the address of Confluent's interface",
+    ) as caught:
+        open_codec(
+            BrokerConfig(schema_registry=f"{registry.url}/apis", request_timeout_seconds=3.0)
+        )
     assert caught.value.exit_code == 4
 
 
-def test_login_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_login_comes_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     login = tmp_path / "login"
     login.write_text("reader:s3cret\n")
     with serve_registry(login="reader:s3cret") as guarded:
-        with pytest.raises(BrokerRefused, match=r"HTTP 401, Unauthorized; put user:password .* broker\.schema_registry_login_file"):
+        with pytest.raises(
+            BrokerRefused,
+            match=r"HTTP 401, Unauthorized; put user:password .* broker\.schema_registry_login_file",
+        ):
             open_codec(config_of(guarded))
         monkeypatch.setenv("SCHEMA_REGISTRY_LOGIN", "reader:wrong")
         with pytest.raises(BrokerRefused, match="HTTP 401") as caught:
             open_codec(config_of(guarded))
         assert "wrong" not in str(caught.value)
-        assert RegistryClient.of(config_of(guarded, schema_registry_login_file=login)).num_subjects() == 0
+        assert (
+            RegistryClient.of(config_of(guarded, schema_registry_login_file=login)).num_subjects()
+            == 0
+        )
         monkeypatch.setenv("SCHEMA_REGISTRY_LOGIN", "reader:s3cret")
         assert RegistryClient.of(config_of(guarded)).num_subjects() == 0
 
@@ -194,10 +261,15 @@ def test_login_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch:
 def test_unusable_login_is_named_without_being_shown(tmp_path: Path) -> None:
     login = tmp_path / "login"
     login.write_text("s3cret")
-    with pytest.raises(ConfigError, match=r"the login in .*login must be user:password; it has no colon$") as caught:
+    with pytest.raises(
+        ConfigError, match=r"the login in .*login must be user:password; it has no colon$"
+    ) as caught:
         registry_login(login)
     assert "s3cret" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"broker\.schema_registry_login_file .*absent can't be read: No such file"):
+    with pytest.raises(
+        ConfigError,
+        match=r"broker\.schema_registry_login_file .*absent can't be read: No such file",
+    ):
         registry_login(tmp_path / "absent")
 
 
@@ -208,8 +280,12 @@ def test_password_of_a_login_is_in_no_log_event(tmp_path: Path) -> None:
     assert redacted("Basic reader:s3cret-of-the-registry") == "Basic reader:(hidden)"
 
 
-@pytest.mark.parametrize("url", ["registry:8081", "ftp://registry", "http://user:s3cret@registry", "http://a b"])
+@pytest.mark.parametrize(
+    "url", ["registry:8081", "ftp://registry", "http://user:s3cret@registry", "http://a b"]
+)
 def test_address_with_a_login_or_of_another_kind_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match=r"must be http\(s\)://host:port/path without a login") as caught:
+    with pytest.raises(
+        ValueError, match=r"must be http\(s\)://host:port/path without a login"
+    ) as caught:
         BrokerConfig(schema_registry=url)
     assert "s3cret" not in caught.value.errors()[0]["msg"]  # type: ignore[attr-defined]

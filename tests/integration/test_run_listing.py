@@ -1,4 +1,5 @@
-"""Runs are read back from their logs, and deleted with all that is theirs and nothing that is a neighbour's."""
+"""Runs are read back from their logs, and deleted with all that is theirs and nothing that is a
+neighbour's."""
 
 from __future__ import annotations
 
@@ -11,52 +12,80 @@ import pytest
 from broker_steps import turn_until
 from event_samples import committed, published
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.inventory import Inventory
-from relax_events.broker.leases import Lease
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
-from relax_events.broker.share_leases import ShareLeases
 from relax_events.config import RunConfig
-from relax_events.control.runs.deletion import delete_run, plan_deletion, refuse_deletion
-from relax_events.control.runs.details import read_details
-from relax_events.control.runs.reading import read_run, read_runs
-from relax_events.control.runs.replay import settle_source
 from relax_events.errors import BrokerRefused, ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command, TopicOffset, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded, WorkerBeat
+from relax_events.history.runs.deletion import delete_run, plan_deletion, refuse_deletion
+from relax_events.history.runs.details import read_details
+from relax_events.history.runs.listing import read_run, read_runs
+from relax_events.history.runs.replay import settle_source
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.inventory import Inventory
+from relax_events.kafka.leases import Lease
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.kafka.share_leases import ShareLeases
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import MARKER, claim
-from relax_events.pipeline.description import describe
+from relax_events.runtime.run_description import describe
 from relax_events.topics import TopicPlan
 
 CODEC = EventCodec()
 ApplyRun = Callable[..., RunConfig]
 
 
-def write(producer: RecordProducer, config: RunConfig, entity: str, *events: Event, partition: int = -1) -> None:
+def write(
+    producer: RecordProducer, config: RunConfig, entity: str, *events: Event, partition: int = -1
+) -> None:
     topic = TopicPlan.of(config).topic(entity)
-    producer.write(OutRecord(topic, CODEC.encode(event), key="k", partition=partition) for event in events)
+    producer.write(
+        OutRecord(topic, CODEC.encode(event), key="k", partition=partition) for event in events
+    )
 
 
 def beat(state: WorkerState, *, seconds_ago: float = 0.0) -> WorkerBeat:
     at = now_micros() - int(seconds_ago * 1e6)
     return WorkerBeat(
-        worker_id="trainer-0", role="trainer", host="here", pid=1, state=state, num_processed=0, num_in_flight=0, last_progress_at=at, beat_at=at
+        worker_id="trainer-0",
+        role="trainer",
+        host="here",
+        pid=1,
+        state=state,
+        num_processed=0,
+        num_in_flight=0,
+        last_progress_at=at,
+        beat_at=at,
     )
 
 
-def test_run_is_read_back_from_its_log(apply_run: ApplyRun, connection: Connection, producer: RecordProducer) -> None:
+def test_run_is_read_back_from_its_log(
+    apply_run: ApplyRun, connection: Connection, producer: RecordProducer
+) -> None:
     config = apply_run(trainer={"learning_rate": 0.25})
     run_id = config.run.id
-    assert (read_run(connection, run_id).standing, read_run(connection, run_id).described) == ("interrupted", None)
+    assert (read_run(connection, run_id).standing, read_run(connection, run_id).described) == (
+        "interrupted",
+        None,
+    )
     write(producer, config, "control.commands", describe(config))
-    write(producer, config, "control.train-steps", *(committed(step, figures={"reward_mean": step / 100}) for step in range(100)))
+    write(
+        producer,
+        config,
+        "control.train-steps",
+        *(committed(step, figures={"reward_mean": step / 100}) for step in range(100)),
+    )
     write(producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING))
     run = read_run(connection, run_id)
-    assert (run.standing, run.alive, run.num_steps, run.policy_version, run.state.reward) == ("running", ["trainer-0"], 100, 100, 0.99)
+    assert (run.standing, run.alive, run.num_steps, run.policy_version, run.state.reward) == (
+        "running",
+        ["trainer-0"],
+        100,
+        100,
+        0.99,
+    )
     assert len(run.state.steps) <= 64  # the end of the log, not all of it
     assert run.config is not None
     assert run.config.trainer.learning_rate == 0.25
@@ -73,20 +102,36 @@ def test_worker_that_is_silent_for_too_long_does_not_count_as_alive(
 ) -> None:
     config = apply_run(workers={"hung_seconds": 5.0})
     write(producer, config, "control.commands", describe(config))
-    write(producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING, seconds_ago=6.0))
+    write(
+        producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING, seconds_ago=6.0)
+    )
     assert read_run(connection, config.run.id).alive == []
 
 
 @pytest.fixture
-def neighbours(apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer) -> tuple[RunConfig, RunConfig]:
-    """Return two runs, the id of one the beginning of the other's, each with records, offsets, a share group that was used, and objects."""
+def neighbours(
+    apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer
+) -> tuple[RunConfig, RunConfig]:
+    """Return two runs, the id of one the beginning of the other's, each with records, offsets, a
+    share group that was used, and objects."""
     configs = apply_run(run={"id": run_id}), apply_run(run={"id": f"{run_id}-b"})
     for config in configs:
         plan, inbox = TopicPlan.of(config), queue.SimpleQueue[Lease]()
         store = ObjectStore.open(config.objects_uri)
-        write(producer, config, "control.commands", describe(config, store_mark=claim(store, run_id=config.run.id).value))
+        write(
+            producer,
+            config,
+            "control.commands",
+            describe(config, store_mark=claim(store, run_id=config.run.id).value),
+        )
         producer.write([OutRecord(plan.topic("prompt.groups"), b"prompt", partition=0)])
-        lanes = ShareLeases(connection, group=plan.consumer_group("rollout"), topic=plan.topic("prompt.groups"), lanes=1, on_lease=inbox.put)
+        lanes = ShareLeases(
+            connection,
+            group=plan.consumer_group("rollout"),
+            topic=plan.topic("prompt.groups"),
+            lanes=1,
+            on_lease=inbox.put,
+        )
         inbox.get(timeout=30).done()
         lanes.close()
         commit_offsets(connection, plan)
@@ -100,8 +145,12 @@ def commit_offsets(connection: Connection, plan: TopicPlan) -> None:
     """Leave committed offsets behind, as the reward role does."""
     from confluent_kafka import Consumer, TopicPartition
 
-    consumer = Consumer(connection.settings(group_id=plan.consumer_group("reward"), enable_auto_commit=False))
-    consumer.commit(offsets=[TopicPartition(plan.topic("rollout.samples"), 0, 7)], asynchronous=False)
+    consumer = Consumer(
+        connection.settings(group_id=plan.consumer_group("reward"), enable_auto_commit=False)
+    )
+    consumer.commit(
+        offsets=[TopicPartition(plan.topic("rollout.samples"), 0, 7)], asynchronous=False
+    )
     consumer.close()
 
 
@@ -117,22 +166,30 @@ def test_deletion_leaves_a_neighbour_whose_id_begins_alike(
     before = Inventory(connection).topics(f"relax.{theirs.run.id}.")
     deletion = plan_deletion(connection, mine.run.id)
     assert deletion.topics.keys() == {spec.name for spec in TopicPlan.of(mine).specs()}
-    assert set(deletion.groups) == {TopicPlan.of(mine).consumer_group(role) for role in ("reward", "rollout")}
+    assert set(deletion.groups) == {
+        TopicPlan.of(mine).consumer_group(role) for role in ("reward", "rollout")
+    }
     assert len(deletion.objects) == 3
     assert deletion.objects[-1] == MARKER
-    refuse_deletion(read_run(connection, mine.run.id), read_runs(connection, with_progress=False).values())
+    refuse_deletion(
+        read_run(connection, mine.run.id), read_runs(connection, with_progress=False).values()
+    )
     delete_run(connection, deletion)
     turn_until(lambda: not Inventory(connection).topics(f"relax.{mine.run.id}."))
     assert groups_of(connection, mine.run.id) == []
     assert ObjectStore.open(mine.objects_uri).list("") == ["notes/mine.txt"]
 
     assert Inventory(connection).topics(f"relax.{theirs.run.id}.") == before
-    assert set(groups_of(connection, theirs.run.id)) == {TopicPlan.of(theirs).consumer_group(role) for role in ("reward", "rollout")}
+    assert set(groups_of(connection, theirs.run.id)) == {
+        TopicPlan.of(theirs).consumer_group(role) for role in ("reward", "rollout")
+    }
     assert admin.committed(TopicPlan.of(theirs).consumer_group("reward"), [place]) == {place: 7}
     assert len(ObjectStore.open(theirs.objects_uri).list("")) == 4
 
 
-def test_deletion_goes_on_where_it_was_interrupted(neighbours: tuple[RunConfig, RunConfig], connection: Connection) -> None:
+def test_deletion_goes_on_where_it_was_interrupted(
+    neighbours: tuple[RunConfig, RunConfig], connection: Connection
+) -> None:
     mine, _ = neighbours
     whole = plan_deletion(connection, mine.run.id)
     inventory = Inventory(connection)
@@ -144,12 +201,18 @@ def test_deletion_goes_on_where_it_was_interrupted(neighbours: tuple[RunConfig, 
     delete_run(connection, rest)
     delete_run(connection, whole)  # what is gone counts as deleted
     turn_until(lambda: not inventory.topics(f"relax.{mine.run.id}."))
-    with pytest.raises(ConfigError, match=rf"there is no run '{mine.run.id}' on .*; did you mean {mine.run.id}-b"):
+    with pytest.raises(
+        ConfigError, match=rf"there is no run '{mine.run.id}' on .*; did you mean {mine.run.id}-b"
+    ):
         plan_deletion(connection, mine.run.id)
 
 
 def test_deletion_keeps_objects_in_a_store_that_another_run_uses(
-    apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer, tmp_path_factory: pytest.TempPathFactory
+    apply_run: ApplyRun,
+    run_id: str,
+    connection: Connection,
+    producer: RecordProducer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     uri = (tmp_path_factory.mktemp("shared") / "objects").as_uri()
     for name in (run_id, f"{run_id}-b"):
@@ -157,41 +220,71 @@ def test_deletion_keeps_objects_in_a_store_that_another_run_uses(
         write(producer, config, "control.commands", describe(config))
     ObjectStore.open(uri).put(b"of one of them")
     deletion = plan_deletion(connection, run_id)
-    assert (deletion.objects, deletion.note) == ([], f"run {run_id}-b keeps its objects in the same store, so they stay")
+    assert (deletion.objects, deletion.note) == (
+        [],
+        f"run {run_id}-b keeps its objects in the same store, so they stay",
+    )
 
 
 @pytest.mark.parametrize("detour", ["objects", "./objects", "%6fbjects", "link", "objects/weights"])
 def test_deletion_keeps_objects_of_a_victim_that_a_log_names_as_its_own(
-    apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer, tmp_path: Path, detour: str
+    apply_run: ApplyRun,
+    run_id: str,
+    connection: Connection,
+    producer: RecordProducer,
+    tmp_path: Path,
+    detour: str,
 ) -> None:
-    """The victim's log is not on this cluster, so nothing but the marker tells whose the store is."""
+    """The victim's log is not on this cluster, so nothing but the marker tells whose the store
+    is."""
     victim = ObjectStore.open((tmp_path / "objects").as_uri())
     mark = claim(victim, run_id="victim")
     victim.put_at("weights/00000001/weights/a.safetensors", b"weights")
     (tmp_path / "link").symlink_to(tmp_path / "objects")
-    config = apply_run(run={"id": run_id}, objects={"uri": f"{tmp_path.as_uri()}/{detour}", "by_run": False})
+    config = apply_run(
+        run={"id": run_id}, objects={"uri": f"{tmp_path.as_uri()}/{detour}", "by_run": False}
+    )
     write(producer, config, "control.commands", describe(config, store_mark=mark.value))
     deletion = plan_deletion(connection, run_id)
     assert deletion.objects == []
     assert "and the log says run" in deletion.note or detour == "objects/weights"
 
 
-def test_run_that_lives_or_is_replayed_is_not_deleted(apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer) -> None:
+def test_run_that_lives_or_is_replayed_is_not_deleted(
+    apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer
+) -> None:
     config = apply_run(run={"id": run_id})
     replay = apply_run(run={"id": f"{run_id}-r"}, source={"run": run_id})
     assert {TopicPlan.entity(name) for name in read_run(connection, replay.run.id).topics} == {
         *(f"control.{name}" for name in ("commands", "evaluations", "group-outcomes")),
-        *(f"control.{kind}.{role}" for kind in ("heartbeats", "metrics") for role in ("controller", "metrics", "trainer")),
-        *(f"control.{name}" for name in ("engines", "policy-versions", "schemas", "summaries", "train-steps")),
+        *(
+            f"control.{kind}.{role}"
+            for kind in ("heartbeats", "metrics")
+            for role in ("controller", "metrics", "trainer")
+        ),
+        *(
+            f"control.{name}"
+            for name in ("engines", "policy-versions", "schemas", "summaries", "train-steps")
+        ),
         "trainer.dead-letters",
     }
     write(producer, config, "control.commands", describe(config))
     write(producer, replay, "control.commands", describe(replay))
-    with pytest.raises(BrokerRefused, match=rf"run {run_id} holds the rollouts of {run_id}-r \(replay from 0\); delete that first, or give --force"):
-        refuse_deletion(read_run(connection, run_id), read_runs(connection, with_progress=False).values())
+    with pytest.raises(
+        BrokerRefused,
+        match=rf"run {run_id} holds the rollouts of {run_id}-r \(replay from 0\); delete that first, or give --force",
+    ):
+        refuse_deletion(
+            read_run(connection, run_id), read_runs(connection, with_progress=False).values()
+        )
     write(producer, replay, "control.heartbeats.trainer", beat(WorkerState.IDLE))
-    with pytest.raises(BrokerRefused, match=rf"run {run_id}-r is alive: trainer-0 beat; end it first, or give --force"):
-        refuse_deletion(read_run(connection, replay.run.id), read_runs(connection, with_progress=False).values())
+    with pytest.raises(
+        BrokerRefused,
+        match=rf"run {run_id}-r is alive: trainer-0 beat; end it first, or give --force",
+    ):
+        refuse_deletion(
+            read_run(connection, replay.run.id), read_runs(connection, with_progress=False).values()
+        )
 
 
 def test_replay_of_purged_rollouts_is_refused(
@@ -201,10 +294,15 @@ def test_replay_of_purged_rollouts_is_refused(
     topic = TopicPlan.of(config).topic("advantage.samples")
     producer.write(OutRecord(topic, b"sample", partition=1) for _ in range(4))
     places = {"partitions": np.array([1, 1], np.int32)}
-    steps = [committed(step, sample_ids=["a", "b"], offsets=np.array([2 * step, 2 * step + 1]), **places) for step in range(2)]
+    steps = [
+        committed(step, sample_ids=["a", "b"], offsets=np.array([2 * step, 2 * step + 1]), **places)
+        for step in range(2)
+    ]
     write(producer, config, "control.commands", describe(config))
     write(producer, config, "control.train-steps", *steps)
-    write(producer, config, "control.policy-versions", *(published(version) for version in range(3)))
+    write(
+        producer, config, "control.policy-versions", *(published(version) for version in range(3))
+    )
     wanted = apply_run(run={"id": f"{run_id}-r"}, source={"run": run_id})
     assert settle_source(wanted).last_version == 2
     admin.delete_records([TopicOffset(topic, 1, 1)])
@@ -222,5 +320,8 @@ def test_replay_of_a_replay_names_the_run_that_has_the_rollouts(
 ) -> None:
     first = apply_run(run={"id": run_id}, source={"run": "origin"})
     write(producer, first, "control.commands", describe(first))
-    with pytest.raises(ConfigError, match=rf"run {run_id} is itself a replay, of origin, and has no rollouts of its own; replay origin"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"run {run_id} is itself a replay, of origin, and has no rollouts of its own; replay origin",
+    ):
         settle_source(apply_run(run={"id": f"{run_id}-r"}, source={"run": run_id}))

@@ -1,4 +1,5 @@
-"""The controller's process on the real log: it is killed in the middle of requests, and the one after it goes on with them."""
+"""The controller's process on the real log: it is killed in the middle of requests, and the one
+after it goes on with them."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ from contextlib import suppress
 import orjson
 import pytest
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
-from relax_events.control.scaling import Departure, ScaleState, Status
-from relax_events.control.scaling.client import ScaleClient
-from relax_events.control.scaling.place import ApiPlace
+from relax_events.controller.api_client import ScaleClient
+from relax_events.controller.api_endpoint import ApiPlace
 from relax_events.errors import CheckFailed
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import Event
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.projections.scaling import Departure, ScaleState, Status
 from relax_events.topics import TopicPlan
 from tests.unit.run_events import beat
 
@@ -45,9 +46,21 @@ class Run:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the controller."""
-        words = [sys.executable, "-m", "relax_events.cli", "worker", "controller", str(self._run_file)]
+        words = [
+            sys.executable,
+            "-m",
+            "relax_events.cli",
+            "worker",
+            "controller",
+            str(self._run_file),
+        ]
         with (self.config.run_directory / "log").open("ab") as log:
-            return subprocess.Popen(words, env=os.environ | {"RELAX_SUPERVISOR_PID": str(os.getpid())}, stdout=log, stderr=log)
+            return subprocess.Popen(
+                words,
+                env=os.environ | {"RELAX_SUPERVISOR_PID": str(os.getpid())},
+                stdout=log,
+                stderr=log,
+            )
 
     def kill_controller(self) -> None:
         """Kill it, and start another."""
@@ -55,7 +68,9 @@ class Run:
         self.process.wait(10)
         self.process = self.start()
 
-    def call(self, method: str, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
+    def call(
+        self, method: str, path: str, body: dict[str, object] | None = None
+    ) -> dict[str, object]:
         """Call the API, as soon as it is there."""
         place, deadline = ApiPlace.of(self.config), time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
@@ -63,23 +78,44 @@ class Run:
                 return ScaleClient(place.url(), place.token()).call(method, path, body)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.2)
-        pytest.fail(f"nobody answers; the controller's log:\n{(self.config.run_directory / 'log').read_text()}")
+        pytest.fail(
+            "nobody answers; the controller's "
+            f"log:\n{(self.config.run_directory / 'log').read_text()}"
+        )
 
     def say(self, entity: str, *events: Event) -> None:
         """Write events as others would."""
-        self._producer.write([OutRecord(self.plan.topic(entity), CODEC.encode(event), key=getattr(event, "worker_id", "") or "") for event in events])
+        self._producer.write(
+            [
+                OutRecord(
+                    self.plan.topic(entity),
+                    CODEC.encode(event),
+                    key=getattr(event, "worker_id", "") or "",
+                )
+                for event in events
+            ]
+        )
 
     def beats(self, *worker_ids: str, state: WorkerState) -> None:
         """Have workers beat."""
-        self.say("control.heartbeats.rollout", *(beat(worker_id, at_seconds=time.time(), state=state) for worker_id in worker_ids))
+        self.say(
+            "control.heartbeats.rollout",
+            *(beat(worker_id, at_seconds=time.time(), state=state) for worker_id in worker_ids),
+        )
 
     def until(self, request_id: str, status: Status) -> ScaleState:
         """Wait until a request is in a status by the log, and return what else that says."""
-        reader, state, deadline = LogReader(self._connection), ScaleState(), time.monotonic() + PATIENCE_SECONDS
+        reader, state, deadline = (
+            LogReader(self._connection),
+            ScaleState(),
+            time.monotonic() + PATIENCE_SECONDS,
+        )
         reader.assign({(self.plan.topic("control.commands"), 0): 0})
         try:
             while (found := state.requests.get(request_id)) is None or found.status is not status:
-                assert time.monotonic() < deadline, f"{found}\n{(self.config.run_directory / 'log').read_text()}"
+                assert time.monotonic() < deadline, (
+                    f"{found}\n{(self.config.run_directory / 'log').read_text()}"
+                )
                 for record in reader.fetch(timeout_seconds=0.2):
                     state.note(CODEC.decode(record.value))
             return state
@@ -88,7 +124,9 @@ class Run:
 
 
 @pytest.fixture
-def run(apply_run: Callable[..., RunConfig], connection: Connection, producer: RecordProducer) -> Iterator[Run]:
+def run(
+    apply_run: Callable[..., RunConfig], connection: Connection, producer: RecordProducer
+) -> Iterator[Run]:
     opened = Run(apply_run(scaling={"api": "on"}), connection, producer)
     yield opened
     opened.process.kill()
@@ -111,7 +149,10 @@ def test_requests_go_on_with_the_next_controller(run: Run) -> None:
     assert gone["selected_engines"] == ["rollout-2", "rollout-1"]
     state = run.until(str(gone["request_id"]), Status.DRAINING)
     run.kill_controller()
-    run.say("control.commands", *(state.workers[worker_id].gone(Departure.DRAINED, "it drained") for worker_id in workers))
+    run.say(
+        "control.commands",
+        *(state.workers[worker_id].gone(Departure.DRAINED, "it drained") for worker_id in workers),
+    )
     assert run.until(str(gone["request_id"]), Status.COMPLETED).workers == {}
     told = run.call("GET", f"scale_in/{gone['request_id']}")
     assert (told["status"], told["removed_engines"]) == ("COMPLETED", ["rollout-2", "rollout-1"])

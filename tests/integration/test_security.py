@@ -1,4 +1,5 @@
-"""A secured broker: each principal may do what its role needs and nothing else, and whoever is refused is told why."""
+"""A secured broker: each principal may do what its role needs and nothing else, and whoever is
+refused is told why."""
 
 from __future__ import annotations
 
@@ -21,30 +22,51 @@ from event_samples import ended, ready
 from rights_table import writes_by_page
 from small_settings import small_run
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.backlog import queue_backlog
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer, LogReader
-from relax_events.broker.credentials import as_principal
-from relax_events.broker.embedded import EmbeddedBroker
-from relax_events.broker.group_leases import GroupLeases
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.quotas import ALL, RATES, USUAL_LOAD, QuotaEntity, read_quotas, write_quotas
-from relax_events.broker.records import OutRecord
-from relax_events.broker.security.certificates import make_authority
-from relax_events.broker.security.folder import SecurityFolder
-from relax_events.broker.security.principals import PrincipalAdmin
-from relax_events.broker.share_leases import ShareLeases
-from relax_events.broker.transactions import TransactionalWriter
 from relax_events.cli.broker_security import quota, secure
 from relax_events.config import RunConfig
-from relax_events.control.quotas import quota_connection, quota_entities
-from relax_events.control.security import Renewal, admin_connection, apply_security, make_folder, plan_security
-from relax_events.control.topics.applying import apply_topics
-from relax_events.errors import AccessDenied, BrokerError, BrokerRefused, BrokerUnavailable, ConfigError, EnvironmentProblem
+from relax_events.errors import (
+    AccessDenied,
+    BrokerError,
+    BrokerRefused,
+    BrokerUnavailable,
+    ConfigError,
+    EnvironmentProblem,
+)
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import GroupConsumer, LogReader
+from relax_events.kafka.credentials import as_principal
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.kafka.group_leases import GroupLeases
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.protocol.queue_lag import queue_backlog
+from relax_events.kafka.protocol.quotas import (
+    ALL,
+    RATES,
+    USUAL_LOAD,
+    QuotaEntity,
+    read_quotas,
+    write_quotas,
+)
+from relax_events.kafka.records import OutRecord
+from relax_events.kafka.security.certificates import make_authority
+from relax_events.kafka.security.folder import SecurityFolder
+from relax_events.kafka.security.principals import PrincipalAdmin
+from relax_events.kafka.share_leases import ShareLeases
+from relax_events.kafka.transactions import TransactionalWriter
+from relax_events.ops.security import (
+    Renewal,
+    admin_connection,
+    apply_security,
+    make_folder,
+    plan_security,
+    quota_connection,
+    quota_entities,
+)
+from relax_events.ops.topic_apply import apply_topics
 from relax_events.topics import TopicPlan
 
 YEAR = timedelta(days=365)
@@ -53,13 +75,35 @@ REQUEST_SECONDS = 5.0
 IMPATIENT_SECONDS = 1.0
 FEW_SECONDS = 60.0  # an answer is due after the request timeout; the rest is a busy machine
 
-# Written down from the picture of the pipeline, not from the table under test. Every worker besides follows control and beats.
+# Written down from the picture of the pipeline, not from the table under test. Every worker besides
+# follows control and beats.
 COMMON_READS = {"control.schemas", "control.policy-versions", "control.commands", "control.engines"}
 COMMON_WRITES = {"control.schemas"}
-ROLES = ("prompter", "rollout", "reward", "judge", "reference", "actor-forward", "critic", "teacher", "advantage", "trainer", "evaluator")
+ROLES = (
+    "prompter",
+    "rollout",
+    "reward",
+    "judge",
+    "reference",
+    "actor-forward",
+    "critic",
+    "teacher",
+    "advantage",
+    "trainer",
+    "evaluator",
+)
 ROLES += ("controller", "metrics")
-HEARTBEATS, METRICS = ([f"control.{kind}.{role}" for role in ROLES] for kind in ("heartbeats", "metrics"))
-STOPPED: dict[str, Any] = {"host": "h", "pid": 1, "state": WorkerState.STOPPED, "num_processed": 0, "num_in_flight": 0, "last_progress_at": 0}
+HEARTBEATS, METRICS = (
+    [f"control.{kind}.{role}" for role in ROLES] for kind in ("heartbeats", "metrics")
+)
+STOPPED: dict[str, Any] = {
+    "host": "h",
+    "pid": 1,
+    "state": WorkerState.STOPPED,
+    "num_processed": 0,
+    "num_in_flight": 0,
+    "last_progress_at": 0,
+}
 READS = {
     "prompter": {"control.group-outcomes", "control.summaries", "prompt.groups"},
     "rollout": {"prompt.groups", "control.heartbeats.rollout"},
@@ -69,10 +113,29 @@ READS = {
     "actor-forward": {"rollout.samples"},
     "critic": {"rollout.samples", "advantage.samples", "control.train-steps"},
     "teacher": {"rollout.samples"},
-    "advantage": {"rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs", "critic.values", "teacher.logprobs"},
-    "trainer": {"advantage.samples", "prompt.end-requests", "control.train-steps", "control.group-outcomes", "control.evaluations"},
+    "advantage": {
+        "rollout.samples",
+        "reward.scores",
+        "reference.logprobs",
+        "actor.logprobs",
+        "critic.values",
+        "teacher.logprobs",
+    },
+    "trainer": {
+        "advantage.samples",
+        "prompt.end-requests",
+        "control.train-steps",
+        "control.group-outcomes",
+        "control.evaluations",
+    },
     "evaluator": {"control.evaluations"},
-    "controller": {"control.train-steps", "control.group-outcomes", *HEARTBEATS, *METRICS, "control.evaluations"},
+    "controller": {
+        "control.train-steps",
+        "control.group-outcomes",
+        *HEARTBEATS,
+        *METRICS,
+        "control.evaluations",
+    },
     "metrics": {*METRICS, "control.train-steps", "control.evaluations"},
 }
 WRITES = {
@@ -85,7 +148,13 @@ WRITES = {
     "critic": {"critic.values", "prompt.end-requests", "critic.dead-letters"},
     "teacher": {"teacher.logprobs", "prompt.end-requests", "teacher.dead-letters"},
     "advantage": {"advantage.samples", "advantage.dead-letters"},
-    "trainer": {"control.policy-versions", "control.train-steps", "control.group-outcomes", "control.engines", "trainer.dead-letters"},
+    "trainer": {
+        "control.policy-versions",
+        "control.train-steps",
+        "control.group-outcomes",
+        "control.engines",
+        "trainer.dead-letters",
+    },
     "evaluator": {"control.evaluations"},
     "controller": {"control.commands"},
     "metrics": set(),
@@ -104,10 +173,15 @@ class SecuredRun:
         return replace(TopicPlan.of(self.config), roles=ROLES)
 
     def as_(self, principal: str, *, worker: str = "") -> Connection:
-        return Connection.of(as_principal(self.config, principal).broker, client_id=f"{self.config.run.id}.{worker or principal}")
+        return Connection.of(
+            as_principal(self.config, principal).broker,
+            client_id=f"{self.config.run.id}.{worker or principal}",
+        )
 
     def changed(self, **broker: object) -> SecuredRun:
-        return SecuredRun(self.config.model_copy(update={"broker": self.config.broker.model_copy(update=broker)}))
+        return SecuredRun(
+            self.config.model_copy(update={"broker": self.config.broker.model_copy(update=broker)})
+        )
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +207,20 @@ def neighbour(broker: EmbeddedBroker, folder: Path) -> SecuredRun:
 
 
 def run_config(run_id: str, folder: Path, bootstrap_servers: str) -> RunConfig:
-    broker = {"bootstrap_servers": bootstrap_servers, "credentials": folder, "request_timeout_seconds": REQUEST_SECONDS, "shards": 1}
-    return small_run({"run": {"id": run_id}, "model": {"path": "m"}, "data": {"source": "jsonl:x"}, "broker": broker})
+    broker = {
+        "bootstrap_servers": bootstrap_servers,
+        "credentials": folder,
+        "request_timeout_seconds": REQUEST_SECONDS,
+        "shards": 1,
+    }
+    return small_run(
+        {
+            "run": {"id": run_id},
+            "model": {"path": "m"},
+            "data": {"source": "jsonl:x"},
+            "broker": broker,
+        }
+    )
 
 
 def secured_run(run_id: str, broker: EmbeddedBroker, folder: Path) -> SecuredRun:
@@ -143,7 +229,9 @@ def secured_run(run_id: str, broker: EmbeddedBroker, folder: Path) -> SecuredRun
     apply_security(config, admin_connection(config))
     run, everything = SecuredRun(config), replace(TopicPlan.of(config), roles=ROLES)
     apply_topics(config, admin := Admin(run.as_("operator")))
-    admin.create([spec for spec in everything.specs() if spec.name not in admin.topics(run.plan.topic(""))])
+    admin.create(
+        [spec for spec in everything.specs() if spec.name not in admin.topics(run.plan.topic(""))]
+    )
     return run
 
 
@@ -161,7 +249,12 @@ def writable(run: SecuredRun, role: str) -> set[str]:
     producer = Producer(run.as_(role).settings(enable_idempotence=False))
     answers: dict[str, KafkaError | None] = {}
     for spec in run.plan.specs():
-        producer.produce(spec.name, b"x", key="k", on_delivery=lambda error, message: answers.update({message.topic(): error}))
+        producer.produce(
+            spec.name,
+            b"x",
+            key="k",
+            on_delivery=lambda error, message: answers.update({message.topic(): error}),
+        )
     assert producer.flush(PATIENCE_SECONDS) == 0
     refused = {error.code() for error in answers.values() if error is not None}
     assert refused <= {KafkaError.TOPIC_AUTHORIZATION_FAILED}
@@ -170,11 +263,23 @@ def writable(run: SecuredRun, role: str) -> set[str]:
 
 def readable(run: SecuredRun, role: str) -> set[str]:
     """Try to read the first record of every topic; each has one."""
-    settings = run.as_(role).settings(group_id=f"relax.{run.config.run.id}.{role}-0.reader", auto_offset_reset="earliest", enable_auto_commit=False)
+    settings = run.as_(role).settings(
+        group_id=f"relax.{run.config.run.id}.{role}-0.reader",
+        auto_offset_reset="earliest",
+        enable_auto_commit=False,
+    )
     consumer = Consumer(settings)
-    shown = consumer.list_topics(timeout=PATIENCE_SECONDS).topics  # what a principal may not even know of never answers
+    shown = consumer.list_topics(
+        timeout=PATIENCE_SECONDS
+    ).topics  # what a principal may not even know of never answers
     specs = [spec for spec in run.plan.specs() if spec.name in shown]
-    consumer.assign([TopicPartition(spec.name, partition, 0) for spec in specs for partition in range(spec.num_partitions)])
+    consumer.assign(
+        [
+            TopicPartition(spec.name, partition, 0)
+            for spec in specs
+            for partition in range(spec.num_partitions)
+        ]
+    )
     found: set[str] = set()
     silent = {spec.name for spec in specs}
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -193,64 +298,109 @@ def readable(run: SecuredRun, role: str) -> set[str]:
 def test_roles_may_write_what_picture_and_page_say_and_nothing_else(mine: SecuredRun) -> None:
     """Each cell of role and topic, tried on the broker."""
     found = {role: writable(mine, role) for role in ROLES}
-    assert found == writes_by_page(ROLES, with_letters=tuple(role for role in ROLES if f"{role}.dead-letters" in WRITES[role]))
+    assert found == writes_by_page(
+        ROLES, with_letters=tuple(role for role in ROLES if f"{role}.dead-letters" in WRITES[role])
+    )
     assert found == {
-        role: COMMON_WRITES | {f"control.heartbeats.{role}", f"control.metrics.{role}"} | entities for role, entities in WRITES.items()
+        role: COMMON_WRITES | {f"control.heartbeats.{role}", f"control.metrics.{role}"} | entities
+        for role, entities in WRITES.items()
     }
 
 
 def test_roles_may_read_what_the_picture_says_and_nothing_else(mine: SecuredRun) -> None:
-    RecordProducer(mine.as_("operator")).write(OutRecord(spec.name, b"x", key="k") for spec in mine.plan.specs())
-    assert {role: readable(mine, role) for role in READS} == {role: COMMON_READS | entities for role, entities in READS.items()}
+    RecordProducer(mine.as_("operator")).write(
+        OutRecord(spec.name, b"x", key="k") for spec in mine.plan.specs()
+    )
+    assert {role: readable(mine, role) for role in READS} == {
+        role: COMMON_READS | entities for role, entities in READS.items()
+    }
 
 
 def test_forged_announcement_is_refused_and_leaves_nothing_on_the_log(mine: SecuredRun) -> None:
     topic = mine.plan.topic("control.policy-versions")
     before = Admin(mine.as_("operator")).end_offsets([(topic, 0)])
-    with pytest.raises(AccessDenied, match=r"TOPIC_AUTHORIZATION_FAILED.*relax broker secure CONFIG --apply"):
-        RecordProducer(mine.as_("rollout")).write([OutRecord(topic, b"version 99, tensors of mine")])
+    with pytest.raises(
+        AccessDenied, match=r"TOPIC_AUTHORIZATION_FAILED.*relax broker secure CONFIG --apply"
+    ):
+        RecordProducer(mine.as_("rollout")).write(
+            [OutRecord(topic, b"version 99, tensors of mine")]
+        )
     assert Admin(mine.as_("operator")).end_offsets([(topic, 0)]) == before
 
 
 @pytest.mark.parametrize(
     ("entity", "events"),
     [
-        ("advantage.samples", [ready(of=2, advantages=np.full(4, 100, np.float32)), ready(index=1, advantages=np.full(4, 100, np.float32))]),
+        (
+            "advantage.samples",
+            [
+                ready(of=2, advantages=np.full(4, 100, np.float32)),
+                ready(index=1, advantages=np.full(4, 100, np.float32)),
+            ],
+        ),
         ("advantage.samples", [ended(outcome=Outcome.TRAINED)]),
         ("control.group-outcomes", [ended(outcome=Outcome.TRAINED)]),
-        ("control.metrics.trainer", [MetricsReported(worker_id="trainer-0", role="trainer", values={"loss": 9.0})] * 2),
-        ("control.heartbeats.trainer", [WorkerBeat(worker_id="trainer-0", role="trainer", **STOPPED)]),
+        (
+            "control.metrics.trainer",
+            [MetricsReported(worker_id="trainer-0", role="trainer", values={"loss": 9.0})] * 2,
+        ),
+        (
+            "control.heartbeats.trainer",
+            [WorkerBeat(worker_id="trainer-0", role="trainer", **STOPPED)],
+        ),
         ("control.commands", [RunCommanded(command=Command.STOP, reason="forged")]),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value[0]).__name__,
 )
-def test_reward_worker_that_was_taken_over_speaks_for_nobody_else(mine: SecuredRun, entity: str, events: list[Event]) -> None:
-    """It runs programs that a model wrote, so it is the likeliest one. Nothing of it reaches the log."""
+def test_reward_worker_that_was_taken_over_speaks_for_nobody_else(
+    mine: SecuredRun, entity: str, events: list[Event]
+) -> None:
+    """It runs programs that a model wrote, so it is the likeliest one. Nothing of it reaches the
+    log."""
     topic = mine.plan.topic(entity)
     before = Admin(mine.as_("operator")).end_offsets([(topic, 0)])
     with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
-        RecordProducer(mine.as_("reward")).write([OutRecord(topic, EventCodec().encode(event), key="000000-0000-0", partition=0) for event in events])
+        RecordProducer(mine.as_("reward")).write(
+            [
+                OutRecord(topic, EventCodec().encode(event), key="000000-0000-0", partition=0)
+                for event in events
+            ]
+        )
     assert Admin(mine.as_("operator")).end_offsets([(topic, 0)]) == before
 
 
 def test_stolen_transactional_id_is_refused_and_the_owner_goes_on(mine: SecuredRun) -> None:
-    owner = TransactionalWriter(mine.as_("trainer"), transactional_id=mine.plan.transactional_id("trainer"))
+    owner = TransactionalWriter(
+        mine.as_("trainer"), transactional_id=mine.plan.transactional_id("trainer")
+    )
     with pytest.raises(AccessDenied, match="TRANSACTIONAL_ID_AUTHORIZATION_FAILED"):
-        TransactionalWriter(mine.as_("rollout"), transactional_id=mine.plan.transactional_id("trainer"))
+        TransactionalWriter(
+            mine.as_("rollout"), transactional_id=mine.plan.transactional_id("trainer")
+        )
     owner.commit([OutRecord(mine.plan.topic("control.train-steps"), b"x")])
     owner.close()
 
 
 @pytest.mark.parametrize("leases", [ShareLeases, GroupLeases])
-def test_worker_that_may_not_lease_is_told_so(mine: SecuredRun, leases: Callable[..., ShareLeases | GroupLeases]) -> None:
+def test_worker_that_may_not_lease_is_told_so(
+    mine: SecuredRun, leases: Callable[..., ShareLeases | GroupLeases]
+) -> None:
     connection = mine.as_("reward")
-    source = leases(connection, group=mine.plan.consumer_group("rollout"), topic=mine.plan.topic("prompt.groups"), lanes=1, on_lease=lambda _: None)
+    source = leases(
+        connection,
+        group=mine.plan.consumer_group("rollout"),
+        topic=mine.plan.topic("prompt.groups"),
+        lanes=1,
+        on_lease=lambda _: None,
+    )
     with pytest.raises(AccessDenied, match="AUTHORIZATION_FAILED"):
         turn_until(never, connection.refusals.check)
     source.close()
 
 
-def test_backlog_of_the_queue_is_told_to_the_controller_and_not_to_a_role_that_has_nothing_to_do_with_it(mine: SecuredRun) -> None:
+def test_backlog_of_the_queue_is_told_to_the_controller_and_not_to_a_role_that_has_nothing_to_do_with_it(
+    mine: SecuredRun,
+) -> None:
     queue = mine.plan.consumer_group("rollout")
 
     def told() -> bool:
@@ -265,7 +415,9 @@ def test_backlog_of_the_queue_is_told_to_the_controller_and_not_to_a_role_that_h
 
 def test_member_of_anothers_group_is_refused(mine: SecuredRun) -> None:
     topics = [mine.plan.topic("control.metrics.reward")]
-    consumer = GroupConsumer(mine.as_("metrics"), consumer_group=mine.plan.consumer_group("reward"), topics=topics)
+    consumer = GroupConsumer(
+        mine.as_("metrics"), consumer_group=mine.plan.consumer_group("reward"), topics=topics
+    )
     with pytest.raises(AccessDenied, match="GROUP_AUTHORIZATION_FAILED"):
         turn_until(never, lambda: consumer.fetch(timeout_seconds=0.2))
     consumer.close()
@@ -279,7 +431,9 @@ def test_reader_looks_and_changes_nothing(mine: SecuredRun) -> None:
         lambda: RecordProducer(mine.as_("reader")).write([OutRecord(topic, b"x")]),
         lambda: looking.delete([topic]),
         lambda: looking.alter_topic(topic, {"retention.ms": "1"}),
-        lambda: looking.alter_group(mine.plan.consumer_group("reward"), {"consumer.session.timeout.ms": "45000"}),
+        lambda: looking.alter_group(
+            mine.plan.consumer_group("reward"), {"consumer.session.timeout.ms": "45000"}
+        ),
         lambda: looking.create(mine.plan.specs()),
     ]
     for change in refused:
@@ -288,12 +442,17 @@ def test_reader_looks_and_changes_nothing(mine: SecuredRun) -> None:
     assert len(looking.topics(mine.plan.topic(""))) == len(mine.plan.specs())
 
 
-def test_principal_of_one_run_does_not_see_nor_touch_another(mine: SecuredRun, neighbour: SecuredRun) -> None:
+def test_principal_of_one_run_does_not_see_nor_touch_another(
+    mine: SecuredRun, neighbour: SecuredRun
+) -> None:
     for principal in ("operator", "reader", "trainer"):
         shown = {place.topic for place in Admin(mine.as_(principal)).partitions("")}
         assert shown
         assert [name for name in shown if not name.startswith(mine.plan.topic(""))] == []
-    topic, impatient = neighbour.plan.topic("control.commands"), mine.changed(request_timeout_seconds=IMPATIENT_SECONDS)
+    topic, impatient = (
+        neighbour.plan.topic("control.commands"),
+        mine.changed(request_timeout_seconds=IMPATIENT_SECONDS),
+    )
     with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
         RecordProducer(mine.as_("operator")).write([OutRecord(topic, b"stop")])
     with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
@@ -301,15 +460,24 @@ def test_principal_of_one_run_does_not_see_nor_touch_another(mine: SecuredRun, n
     with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
         LogReader(mine.as_("operator"), start={(topic, 0): 0})
     with pytest.raises(AccessDenied, match="GROUP_AUTHORIZATION_FAILED"):
-        Admin(impatient.as_("operator")).committed(neighbour.plan.consumer_group("reward"), [(mine.plan.topic("rollout.samples"), 0)])
+        Admin(impatient.as_("operator")).committed(
+            neighbour.plan.consumer_group("reward"), [(mine.plan.topic("rollout.samples"), 0)]
+        )
     with pytest.raises(AccessDenied):
-        TransactionalWriter(mine.as_("operator"), transactional_id=neighbour.plan.transactional_id("trainer"))
+        TransactionalWriter(
+            mine.as_("operator"), transactional_id=neighbour.plan.transactional_id("trainer")
+        )
 
 
 def wrong_password(run: SecuredRun, place: Path) -> SecuredRun:
     (place / "password").write_text("not the password\n")
     ca_file = SecurityFolder(credentials(run)).ca_file
-    return run.changed(credentials=None, username="relax.mine.operator", password_file=place / "password", ca_file=ca_file)
+    return run.changed(
+        credentials=None,
+        username="relax.mine.operator",
+        password_file=place / "password",
+        ca_file=ca_file,
+    )
 
 
 def unknown_user(run: SecuredRun, place: Path) -> SecuredRun:
@@ -338,14 +506,20 @@ INTRUDERS = {
 }
 
 
-@pytest.mark.parametrize(("disguise", "text"), INTRUDERS.items(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("disguise", "text"), INTRUDERS.items(), ids=lambda value: getattr(value, "__name__", "")
+)
 def test_intruder_is_told_why_within_the_request_timeout(
     mine: SecuredRun, tmp_path: Path, disguise: Callable[[SecuredRun, Path], SecuredRun], text: str
 ) -> None:
-    connection = disguise(mine.changed(request_timeout_seconds=IMPATIENT_SECONDS), tmp_path).as_("operator")
+    connection = disguise(mine.changed(request_timeout_seconds=IMPATIENT_SECONDS), tmp_path).as_(
+        "operator"
+    )
     attempts: list[Callable[[], object]] = [
         lambda: Admin(connection).ping(timeout_seconds=IMPATIENT_SECONDS),
-        lambda: TransactionalWriter(connection, transactional_id=mine.plan.transactional_id("trainer")),
+        lambda: TransactionalWriter(
+            connection, transactional_id=mine.plan.transactional_id("trainer")
+        ),
     ]
     for attempt in attempts:
         started = time.monotonic()
@@ -354,8 +528,13 @@ def test_intruder_is_told_why_within_the_request_timeout(
         assert time.monotonic() - started < FEW_SECONDS
 
 
-def test_writer_and_reader_with_a_wrong_password_end_instead_of_waiting_for_ever(mine: SecuredRun, tmp_path: Path) -> None:
-    intruder, topic = wrong_password(mine.changed(request_timeout_seconds=IMPATIENT_SECONDS), tmp_path), mine.plan.topic("control.commands")
+def test_writer_and_reader_with_a_wrong_password_end_instead_of_waiting_for_ever(
+    mine: SecuredRun, tmp_path: Path
+) -> None:
+    intruder, topic = (
+        wrong_password(mine.changed(request_timeout_seconds=IMPATIENT_SECONDS), tmp_path),
+        mine.plan.topic("control.commands"),
+    )
     started = time.monotonic()
     with pytest.raises(AccessDenied, match="was not let in"):
         RecordProducer(intruder.as_("operator")).write([OutRecord(topic, b"x")])
@@ -366,11 +545,15 @@ def test_writer_and_reader_with_a_wrong_password_end_instead_of_waiting_for_ever
     assert time.monotonic() - started < FEW_SECONDS
 
 
-def test_command_line_ends_with_the_exit_code_of_a_refusal(mine: SecuredRun, tmp_path: Path) -> None:
+def test_command_line_ends_with_the_exit_code_of_a_refusal(
+    mine: SecuredRun, tmp_path: Path
+) -> None:
     run_file, intruder = tmp_path / "run.json", wrong_password(mine, tmp_path)
     run_file.write_text(intruder.config.model_dump_json())
     command = [sys.executable, "-m", "relax_events.cli", "topics", "plan", str(run_file)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert (ended.returncode, ended.stdout) == (AccessDenied.exit_code, "") == (4, "")
     assert "error: reaching" in ended.stderr
     assert "user 'relax.mine.operator' was not let in" in ended.stderr
@@ -379,7 +562,10 @@ def test_command_line_ends_with_the_exit_code_of_a_refusal(mine: SecuredRun, tmp
 
 
 def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
-    neighbour: SecuredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    neighbour: SecuredRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_file, folder = tmp_path / "run.json", credentials(neighbour)
     run_file.write_text(neighbour.config.model_dump_json())
@@ -392,20 +578,32 @@ def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
     assert USUAL_LOAD == {"request_percentage": 200.0, "controller_mutation_rate": 100.0}
     assert read_quotas(quota_connection(neighbour.config), [entity]) == {entity: USUAL_LOAD}
     assert quota(run_file, bytes_per_second=5e6, yes=True) == 0
-    assert read_quotas(quota_connection(neighbour.config), [entity]) == {entity: USUAL_LOAD | dict.fromkeys(RATES, 5e6)}
+    assert read_quotas(quota_connection(neighbour.config), [entity]) == {
+        entity: USUAL_LOAD | dict.fromkeys(RATES, 5e6)
+    }
     assert quota(run_file, request_percentage=50, mutations_per_second=7, yes=True) == 0
     assert secure(run_file, out=folder, apply=True, yes=True) == 0, "what was set stays"
-    changed = {"request_percentage": 50.0, "controller_mutation_rate": 7.0, **dict.fromkeys(RATES, 5e6)}
+    changed = {
+        "request_percentage": 50.0,
+        "controller_mutation_rate": 7.0,
+        **dict.fromkeys(RATES, 5e6),
+    }
     people = [QuotaEntity("user", f"relax.neighbour.{name}") for name in ("operator", "reader")]
-    assert read_quotas(quota_connection(neighbour.config), [entity, *people]) == dict.fromkeys([entity, *people], changed)
+    assert read_quotas(quota_connection(neighbour.config), [entity, *people]) == dict.fromkeys(
+        [entity, *people], changed
+    )
     assert quota(run_file, lift=True, yes=True) == 0
     assert read_quotas(quota_connection(neighbour.config), [entity]) == {}
     assert secure(run_file, out=folder, apply=True, dry_run=True) == 0
     shown = capsys.readouterr().out
     assert re.search(r"set +relax.neighbour.trainer +password of the folder", shown)
     assert re.search(r"bound +relax.neighbour.trainer +request_percentage 200 +each broker", shown)
-    assert re.search(r"relax.neighbour.metrics +none +none +200.0 +100.0 +5000000.0 +5000000.0", shown)
-    with pytest.raises(ConfigError, match=r"bytes_per_second must be above 0 and go without --lift, got -1"):
+    assert re.search(
+        r"relax.neighbour.metrics +none +none +200.0 +100.0 +5000000.0 +5000000.0", shown
+    )
+    with pytest.raises(
+        ConfigError, match=r"bytes_per_second must be above 0 and go without --lift, got -1"
+    ):
         quota(run_file, bytes_per_second=-1)
 
 
@@ -415,26 +613,40 @@ def test_cluster_has_what_the_folder_says_and_changes_only_what_differs(mine: Se
     assert (changes.missing, changes.surplus, changes.strangers) == ([], [], [])
     granted = PrincipalAdmin(admin).changes("relax.mine.", (), ())
     lost, kept = granted.surplus[0], granted.surplus[1:]
-    PrincipalAdmin(admin).apply(PrincipalAdmin(admin).changes("relax.mine.", kept, changes.users), password_of=password_in(mine))
+    PrincipalAdmin(admin).apply(
+        PrincipalAdmin(admin).changes("relax.mine.", kept, changes.users),
+        password_of=password_in(mine),
+    )
     assert plan_security(mine.config, admin).missing == [lost]
     apply_security(mine.config, admin)
     assert plan_security(mine.config, admin).missing == []
 
 
-def test_renewed_password_holds_and_the_old_one_does_not(neighbour: SecuredRun, tmp_path: Path) -> None:
+def test_renewed_password_holds_and_the_old_one_does_not(
+    neighbour: SecuredRun, tmp_path: Path
+) -> None:
     folder = SecurityFolder(credentials(neighbour))
     old = tmp_path / "old"
     old.write_bytes(folder.password_file("relax.neighbour.reader").read_bytes())
     make_folder(neighbour.config, folder.path, lifetime=YEAR, renewal=Renewal(passwords=True))
     apply_security(neighbour.config, admin_connection(neighbour.config))
     assert Admin(neighbour.as_("reader")).ping(timeout_seconds=PATIENCE_SECONDS) == 1
-    late = neighbour.changed(credentials=None, username="relax.neighbour.reader", password_file=old, ca_file=folder.ca_file)
+    late = neighbour.changed(
+        credentials=None,
+        username="relax.neighbour.reader",
+        password_file=old,
+        ca_file=folder.ca_file,
+    )
     with pytest.raises(AccessDenied, match="was not let in"):
         Admin(late.as_("reader")).ping(timeout_seconds=IMPATIENT_SECONDS)
 
 
 def test_withdrawn_run_is_let_in_no_more_and_the_others_stay(
-    broker: EmbeddedBroker, folder: Path, mine: SecuredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    broker: EmbeddedBroker,
+    folder: Path,
+    mine: SecuredRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     leaving, run_file = secured_run("leaving", broker, folder), tmp_path / "run.json"
     run_file.write_text(leaving.config.model_dump_json())
@@ -456,10 +668,14 @@ def test_withdrawn_run_is_let_in_no_more_and_the_others_stay(
     assert Admin(mine.as_("reader")).ping(timeout_seconds=PATIENCE_SECONDS) == 1
 
 
-def test_withdrawing_is_refused_together_with_what_it_undoes(mine: SecuredRun, tmp_path: Path) -> None:
+def test_withdrawing_is_refused_together_with_what_it_undoes(
+    mine: SecuredRun, tmp_path: Path
+) -> None:
     run_file = tmp_path / "run.json"
     run_file.write_text(mine.config.model_dump_json())
-    with pytest.raises(ConfigError, match=r"--withdraw takes what is there away; give it without --apply"):
+    with pytest.raises(
+        ConfigError, match=r"--withdraw takes what is there away; give it without --apply"
+    ):
         secure(run_file, out=credentials(mine), withdraw=True, apply=True)
 
 
@@ -468,11 +684,15 @@ def password_in(run: SecuredRun) -> Callable[[str], str]:
 
 
 def test_throttled_run_leaves_the_other_its_pace(mine: SecuredRun, neighbour: SecuredRun) -> None:
-    assert [entity.kind for entity in quota_entities(mine.config)] == ["user"] * (len(WRITES) + 2)  # the roles, operator and reader
+    assert [entity.kind for entity in quota_entities(mine.config)] == ["user"] * (
+        len(WRITES) + 2
+    )  # the roles, operator and reader
     throttled = QuotaEntity("user", "relax.neighbour.rollout")
     write_quotas(quota_connection(mine.config), [throttled], dict.fromkeys(RATES, 100_000.0))
     until_bound(mine, throttled, USUAL_LOAD | dict.fromkeys(RATES, 100_000.0))
-    held_back = {run.config.run.id: seconds_held_back(run, num_bytes=1_200_000) for run in (neighbour, mine)}
+    held_back = {
+        run.config.run.id: seconds_held_back(run, num_bytes=1_200_000) for run in (neighbour, mine)
+    }
     write_quotas(quota_connection(mine.config), [throttled], dict.fromkeys(ALL))
     until_bound(mine, throttled, {})
     assert held_back["neighbour"] > 0
@@ -487,9 +707,12 @@ def until_bound(run: SecuredRun, entity: QuotaEntity, quotas: dict[str, float]) 
 
 
 def seconds_held_back(run: SecuredRun, *, num_bytes: int) -> float:
-    """Write records one by one and sum up for how long the broker says that it holds the answers back."""
+    """Write records one by one and sum up for how long the broker says that it holds the answers
+    back."""
     pauses: list[float] = []
-    settings = run.as_("rollout").settings() | {"throttle_cb": lambda event: pauses.append(event.throttle_time)}
+    settings = run.as_("rollout").settings() | {
+        "throttle_cb": lambda event: pauses.append(event.throttle_time)
+    }
     producer = Producer(settings)
     for _ in range(6):
         producer.produce(run.plan.topic("rollout.samples"), b"x" * (num_bytes // 6), partition=0)
@@ -499,16 +722,27 @@ def seconds_held_back(run: SecuredRun, *, num_bytes: int) -> float:
 
 def test_quota_may_be_set_by_the_super_user_only(mine: SecuredRun, tmp_path: Path) -> None:
     with pytest.raises(BrokerRefused, match="only a super user"):
-        write_quotas(mine.as_("operator"), [QuotaEntity("user", "relax.neighbour.trainer")], dict.fromkeys(RATES, 1.0))
+        write_quotas(
+            mine.as_("operator"),
+            [QuotaEntity("user", "relax.neighbour.trainer")],
+            dict.fromkeys(RATES, 1.0),
+        )
     with pytest.raises(BrokerRefused, match="was not let in"):
         read_quotas(unknown_user(mine, tmp_path).as_("x"), [])
 
 
-def test_broker_made_without_security_is_not_closed_by_surprise(tmp_path: Path, folder: Path, broker: EmbeddedBroker) -> None:
+def test_broker_made_without_security_is_not_closed_by_surprise(
+    tmp_path: Path, folder: Path, broker: EmbeddedBroker
+) -> None:
     data = tmp_path / "node/data"
     data.mkdir(parents=True)
     (data / "meta.properties").write_text("version=1\n")
-    with pytest.raises(EnvironmentProblem, match=r"was made without broker.credentials and does not know their users"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"was made without broker.credentials and does not know their users",
+    ):
         EmbeddedBroker(tmp_path / "node", credentials=folder).start()
     assert broker.state is not None
-    assert broker.state.credentials == str(folder)  # so that a start without the key keeps it closed
+    assert broker.state.credentials == str(
+        folder
+    )  # so that a start without the key keeps it closed

@@ -1,4 +1,5 @@
-"""A committed step is on the log whole: its batch, ends, version and offsets; replay trains it again in the recorded order."""
+"""A committed step is on the log whole: its batch, ends, version and offsets; replay trains it
+again in the recorded order."""
 
 from __future__ import annotations
 
@@ -10,25 +11,25 @@ import pytest
 from broker_steps import turn_until
 from event_samples import ended, ready
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerError, BrokerUnavailable, Fenced, RunFailed
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ObjectRef, Outcome, TopicOffset
 from relax_events.events.types import PolicyVersionPublished, SampleReady, TrainStepCommitted
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.objects import ObjectStore
-from relax_events.pipeline.worker import Worker
-from relax_events.training.assembly import PlacedSample
+from relax_events.projections.training_history import TrainingHistory
+from relax_events.roles.worker_factory import StoreClaimCheck
+from relax_events.runtime.worker import Worker
+from relax_events.training.batch.assembly import PlacedSample
 from relax_events.training.commit import StepCommitter
-from relax_events.training.history import TrainingHistory
 from relax_events.training.ranks import SingleRank
-from relax_events.training.replay import Replay
+from relax_events.training.replay.recovery import Replay
 from relax_events.training.step_record import StepShare
-from relax_events.weights.artifacts import weights_digest
-from workers.opening import StoreClaimCheck
+from relax_events.weights.artifact_writer import weights_digest
 
 ARTIFACT = ObjectRef("file:///objects/weights/manifest.json", bytes(32), 10)
 DIGEST = weights_digest({})
@@ -42,7 +43,9 @@ def store(tmp_path: Path) -> ObjectStore:
 @pytest.fixture
 def worker(apply_run: Callable[..., RunConfig], store: ObjectStore) -> Iterator[Worker]:
     config = apply_run(run={"max_staleness": 1})
-    with Worker("trainer", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as opened:
+    with Worker(
+        "trainer", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+    ) as opened:
         yield opened
 
 
@@ -67,72 +70,122 @@ def write_groups(worker: Worker, group_ids: Sequence[str]) -> dict[str, list[Pla
     for group_id in group_ids:
         for index in range(2):
             sample = ready(group_id, index)
-            worker.producer.send(worker.sample_record("advantage.samples", sample, prompt_group_id=group_id, policy_version=0))
+            worker.producer.send(
+                worker.sample_record(
+                    "advantage.samples", sample, prompt_group_id=group_id, policy_version=0
+                )
+            )
     worker.producer.flush()
     reader = LogReader(worker.connection)
     topic = worker.plan.topic("advantage.samples")
-    for record in reader.read_to_end([(topic, partition) for partition in range(worker.plan.num_sample_partitions)]):
+    for record in reader.read_to_end(
+        [(topic, partition) for partition in range(worker.plan.num_sample_partitions)]
+    ):
         event = worker.decode(record)
         assert isinstance(event, SampleReady)
-        placed.setdefault(event.prompt_group_id, []).append(PlacedSample(event, record.partition, record.offset))
+        placed.setdefault(event.prompt_group_id, []).append(
+            PlacedSample(event, record.partition, record.offset)
+        )
     reader.close()
     return placed
 
 
-def share_of(worker: Worker, micro_batches: Sequence[Sequence[PlacedSample]], *, trainer_version: int = 0) -> StepShare:
+def share_of(
+    worker: Worker, micro_batches: Sequence[Sequence[PlacedSample]], *, trainer_version: int = 0
+) -> StepShare:
     share = StepShare(0)
     for batch in micro_batches:
         share.note(batch, trainer_version=trainer_version)
-    share.prompt_group_ids = list(dict.fromkeys(item.sample.prompt_group_id for batch in micro_batches for item in batch))
+    share.prompt_group_ids = list(
+        dict.fromkeys(item.sample.prompt_group_id for batch in micro_batches for item in batch)
+    )
     ends = {item.partition: item.offset + 1 for batch in micro_batches for item in batch}
-    share.consumed = [TopicOffset(worker.plan.topic("advantage.samples"), partition, offset) for partition, offset in ends.items()]
+    share.consumed = [
+        TopicOffset(worker.plan.topic("advantage.samples"), partition, offset)
+        for partition, offset in ends.items()
+    ]
     return share
 
 
-def commit(committer: StepCommitter, share: StepShare, *, train_step: int = 0) -> TrainStepCommitted:
+def commit(
+    committer: StepCommitter, share: StepShare, *, train_step: int = 0
+) -> TrainStepCommitted:
     return committer.commit_step(
-        [share], train_step=train_step, artifact=ARTIFACT, digest=DIGEST, figures={"loss": 0.5}, phase_seconds={}, checkpoint=None
+        [share],
+        train_step=train_step,
+        artifact=ARTIFACT,
+        digest=DIGEST,
+        figures={"loss": 0.5},
+        phase_seconds={},
+        checkpoint=None,
     )
 
 
-def test_committed_step_is_readable_without_the_object_store(worker: Worker, store: ObjectStore) -> None:
+def test_committed_step_is_readable_without_the_object_store(
+    worker: Worker, store: ObjectStore
+) -> None:
     """Samples may lie in the store; what was decided about them must not."""
-    with Worker("trainer", worker.config, claim_check=StoreClaimCheck(store, inline_max_bytes=1)) as tight:
+    with Worker(
+        "trainer", worker.config, claim_check=StoreClaimCheck(store, inline_max_bytes=1)
+    ) as tight:
         reader = LogReader(tight.connection, consumer_group=tight.plan.consumer_group("trainer"))
         committer = StepCommitter(tight, reader)
         committer.publish_initial(ARTIFACT)
-        step = commit(committer, share_of(worker, list(write_groups(worker, ["000000-0000-0"]).values())))
+        step = commit(
+            committer, share_of(worker, list(write_groups(worker, ["000000-0000-0"]).values()))
+        )
         committer.close()
         reader.close()
     history_of(worker, num_steps=1)
     log = LogReader(worker.connection)
-    (record,) = [found for found in log.read_to_end([(worker.plan.topic("control.train-steps"), 0)]) if found.key == "0"]
+    (record,) = [
+        found
+        for found in log.read_to_end([(worker.plan.topic("control.train-steps"), 0)])
+        if found.key == "0"
+    ]
     log.close()
     found = EventCodec().decode(record.value)
     assert isinstance(found, TrainStepCommitted)
     assert found.offsets.tolist() == step.offsets.tolist()
 
 
-def test_unreadable_step_stops_the_trainer_rather_than_being_passed_over(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+def test_unreadable_step_stops_the_trainer_rather_than_being_passed_over(
+    worker: Worker, open_committer: Callable[[], StepCommitter]
+) -> None:
     committer = open_committer()
     committer.publish_initial(ARTIFACT)
     commit(committer, share_of(worker, list(write_groups(worker, ["000000-0000-0"]).values())))
     steps = worker.plan.topic("control.train-steps")
-    version = PolicyVersionPublished(policy_version=2, artifact=ARTIFACT, transports=["store"], start_offsets=[])
+    version = PolicyVersionPublished(
+        policy_version=2, artifact=ARTIFACT, transports=["store"], start_offsets=[]
+    )
     history_of(worker, num_steps=1)
-    worker.producer.write([OutRecord(steps, b"no event", key="1"), worker.outbound("control.policy-versions", version, key="2")])
-    with pytest.raises(BrokerError, match=r"policy version 2 was published, but train step 1 can't be read .* nothing is trained until it can"):
+    worker.producer.write(
+        [
+            OutRecord(steps, b"no event", key="1"),
+            worker.outbound("control.policy-versions", version, key="2"),
+        ]
+    )
+    with pytest.raises(
+        BrokerError,
+        match=r"policy version 2 was published, but train step 1 can't be read .* nothing is trained until it can",
+    ):
         turn_until(lambda: False, lambda: TrainingHistory.read(worker))
 
 
 def history_of(worker: Worker, *, num_steps: int) -> TrainingHistory:
     """Read the history once so many steps are visible."""
     found: list[TrainingHistory] = []
-    turn_until(lambda: bool(found) and len(found[-1].steps) == num_steps, lambda: found.append(TrainingHistory.read(worker)))
+    turn_until(
+        lambda: bool(found) and len(found[-1].steps) == num_steps,
+        lambda: found.append(TrainingHistory.read(worker)),
+    )
     return found[-1]
 
 
-def test_committed_step_is_on_the_log_whole(worker: Worker, open_committer: Callable[[], StepCommitter], admin: Admin) -> None:
+def test_committed_step_is_on_the_log_whole(
+    worker: Worker, open_committer: Callable[[], StepCommitter], admin: Admin
+) -> None:
     committer = open_committer()
     committer.publish_initial(ARTIFACT)
     placed = write_groups(worker, ["000000-0000-0", "000000-0001-0"])
@@ -140,12 +193,18 @@ def test_committed_step_is_on_the_log_whole(worker: Worker, open_committer: Call
     share.ended = [ended("000000-0002-0", Outcome.FILTERED)]
     step = commit(committer, share)
     history = history_of(worker, num_steps=1)
-    assert history.steps[0].sample_ids == step.sample_ids == [f"{group_id}/{index}" for group_id in placed for index in range(2)]
+    assert (
+        history.steps[0].sample_ids
+        == step.sample_ids
+        == [f"{group_id}/{index}" for group_id in placed for index in range(2)]
+    )
     assert history.steps[0].figures["loss"] == 0.5
     assert history.ended_group_ids == {"000000-0000-0", "000000-0001-0", "000000-0002-0"}
     assert [event.policy_version for event in history.published] == [0, 1]
     consumed = {(offset.topic, offset.partition): offset.offset for offset in share.consumed}
-    assert history.positions() == {("advantage.samples", partition): offset for (_, partition), offset in consumed.items()}
+    assert history.positions() == {
+        ("advantage.samples", partition): offset for (_, partition), offset in consumed.items()
+    }
     turn_until(lambda: admin.committed(worker.plan.consumer_group("trainer"), consumed) == consumed)
 
 
@@ -159,9 +218,13 @@ def test_published_version_carries_where_its_records_begin(
     (event,) = TrainingHistory.read(worker).published
     starts = {(offset.topic, offset.partition): offset.offset for offset in event.start_offsets}
     partitions = worker.plan.partitions_of_version(0)
-    assert starts.keys() == {(topic, partition) for topic in worker.plan.sample_topics() for partition in partitions}
+    assert starts.keys() == {
+        (topic, partition) for topic in worker.plan.sample_topics() for partition in partitions
+    }
     own = placed["000000-0000-0"][0].partition
-    assert {place for place, offset in starts.items() if offset} == {(worker.plan.topic("advantage.samples"), own)}
+    assert {place for place, offset in starts.items() if offset} == {
+        (worker.plan.topic("advantage.samples"), own)
+    }
     assert starts[worker.plan.topic("advantage.samples"), own] == 2
 
 
@@ -183,7 +246,9 @@ class RecordingBackend:
         return {}
 
 
-def test_replay_trains_the_recorded_batches_in_the_recorded_order(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+def test_replay_trains_the_recorded_batches_in_the_recorded_order(
+    worker: Worker, open_committer: Callable[[], StepCommitter]
+) -> None:
     committer = open_committer()
     placed = write_groups(worker, [f"000000-000{index}-0" for index in range(4)])
     first, second, third, fourth = placed.values()
@@ -203,35 +268,57 @@ def ids_of(*placed: PlacedSample) -> list[str]:
     return [item.sample.sample_id for item in placed]
 
 
-def test_replay_tells_when_the_weights_came_out_differently(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+def test_replay_tells_when_the_weights_came_out_differently(
+    worker: Worker, open_committer: Callable[[], StepCommitter]
+) -> None:
     placed = write_groups(worker, ["000000-0000-0"])
     committer = open_committer()
     share = share_of(worker, list(placed.values()))
-    committer.commit_step([share], train_step=0, artifact=ARTIFACT, digest=bytes(32), figures={}, phase_seconds={}, checkpoint=None)
+    committer.commit_step(
+        [share],
+        train_step=0,
+        artifact=ARTIFACT,
+        digest=bytes(32),
+        figures={},
+        phase_seconds={},
+        checkpoint=None,
+    )
     backend: Any = RecordingBackend()
     assert not Replay(worker, backend, SingleRank()).run(history_of(worker, num_steps=1).steps)
 
 
 def test_replay_refuses_a_gap(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
     placed = write_groups(worker, ["000000-0000-0"])
-    commit(open_committer(), share_of(worker, list(placed.values()), trainer_version=3), train_step=3)
+    commit(
+        open_committer(), share_of(worker, list(placed.values()), trainer_version=3), train_step=3
+    )
     backend: Any = RecordingBackend()
-    with pytest.raises(RunFailed, match="the log goes from version 0 to step 3; the control log has a gap"):
+    with pytest.raises(
+        RunFailed, match="the log goes from version 0 to step 3; the control log has a gap"
+    ):
         Replay(worker, backend, SingleRank()).run(history_of(worker, num_steps=1).steps)
 
 
-def test_replay_refuses_a_record_that_is_not_the_one_that_was_trained(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+def test_replay_refuses_a_record_that_is_not_the_one_that_was_trained(
+    worker: Worker, open_committer: Callable[[], StepCommitter]
+) -> None:
     (placed,) = write_groups(worker, ["000000-0000-0"]).values()
     share = share_of(worker, [placed])
     share.offsets.reverse()
     commit(open_committer(), share)
     backend: Any = RecordingBackend()
-    with pytest.raises(RunFailed, match="held sample 000000-0000-0/0 when it was trained, and holds 000000-0000-0/1 now"):
+    with pytest.raises(
+        RunFailed,
+        match="held sample 000000-0000-0/0 when it was trained, and holds 000000-0000-0/1 now",
+    ):
         Replay(worker, backend, SingleRank()).run(history_of(worker, num_steps=1).steps)
 
 
-def test_replay_takes_its_shards_when_the_number_of_ranks_changed(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
-    """Two ranks replay what one trained: together everything, each its own shards, micro-batches kept apart."""
+def test_replay_takes_its_shards_when_the_number_of_ranks_changed(
+    worker: Worker, open_committer: Callable[[], StepCommitter]
+) -> None:
+    """Two ranks replay what one trained: together everything, each its own shards, micro-batches
+    kept apart."""
     placed = write_groups(worker, [f"000000-{index:04d}-0" for index in range(6)])
     commit(open_committer(), share_of(worker, list(placed.values())))
     steps = history_of(worker, num_steps=1).steps
@@ -241,12 +328,18 @@ def test_replay_takes_its_shards_when_the_number_of_ranks_changed(worker: Worker
         ranks.rank, ranks.size = rank, 2
         assert Replay(worker, cast("Any", backend), ranks).run(steps)
         seen += backend.steps[0]
-        shards = {items[0].partition % 2 for items in placed.values() if ids_of(*items) in backend.steps[0]}
+        shards = {
+            items[0].partition % 2
+            for items in placed.values()
+            if ids_of(*items) in backend.steps[0]
+        }
         assert shards <= {rank}
     assert sorted(seen) == sorted(ids_of(*items) for items in placed.values())
 
 
-def fail_once(committer: StepCommitter, before: Callable[[], None], *, really_commits: bool) -> None:
+def fail_once(
+    committer: StepCommitter, before: Callable[[], None], *, really_commits: bool
+) -> None:
     """Let the committer's next try end with an indefinite error."""
     original = committer._writer._try
     pending = [before]
@@ -263,7 +356,9 @@ def fail_once(committer: StepCommitter, before: Callable[[], None], *, really_co
     committer._writer._try = attempt  # type: ignore[method-assign]
 
 
-def test_step_is_committed_once_when_the_error_hid_a_success(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+def test_step_is_committed_once_when_the_error_hid_a_success(
+    worker: Worker, open_committer: Callable[[], StepCommitter]
+) -> None:
     placed = write_groups(worker, ["000000-0000-0"])
     committer = open_committer()
     fail_once(committer, lambda: None, really_commits=True)
@@ -271,7 +366,9 @@ def test_step_is_committed_once_when_the_error_hid_a_success(worker: Worker, ope
     assert len(history_of(worker, num_steps=1).published) == 1
 
 
-def test_step_is_committed_when_the_first_try_left_nothing(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+def test_step_is_committed_when_the_first_try_left_nothing(
+    worker: Worker, open_committer: Callable[[], StepCommitter]
+) -> None:
     placed = write_groups(worker, ["000000-0000-0"])
     committer = open_committer()
     fail_once(committer, lambda: None, really_commits=False)
@@ -279,7 +376,9 @@ def test_step_is_committed_when_the_first_try_left_nothing(worker: Worker, open_
     assert len(history_of(worker, num_steps=1).published) == 1
 
 
-def test_trainer_ends_when_another_committed_its_step_meanwhile(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+def test_trainer_ends_when_another_committed_its_step_meanwhile(
+    worker: Worker, open_committer: Callable[[], StepCommitter]
+) -> None:
     """A zombie that was unsure must not go on from weights that nobody published."""
     placed = write_groups(worker, ["000000-0000-0", "000000-0001-0"])
     mine, others = placed.values()
@@ -295,7 +394,9 @@ def test_trainer_ends_when_another_committed_its_step_meanwhile(worker: Worker, 
 
 
 @pytest.mark.parametrize("num_known", [1, 2])
-def test_ends_are_committed_once_or_not_by_us(worker: Worker, open_committer: Callable[[], StepCommitter], num_known: int) -> None:
+def test_ends_are_committed_once_or_not_by_us(
+    worker: Worker, open_committer: Callable[[], StepCommitter], num_known: int
+) -> None:
     ends = [ended("000000-0000-0"), ended("000000-0001-0", Outcome.EXPIRED)]
     committer = open_committer()
 
@@ -304,7 +405,9 @@ def test_ends_are_committed_once_or_not_by_us(worker: Worker, open_committer: Ca
 
     fail_once(committer, others_commit, really_commits=False)
     if num_known == 1:
-        with pytest.raises(Fenced, match="the end of prompt group 000000-0000-0 was committed by another trainer"):
+        with pytest.raises(
+            Fenced, match="the end of prompt group 000000-0000-0 was committed by another trainer"
+        ):
             committer.commit_outcomes(ends, train_step=0)
     else:
         committer.commit_outcomes(ends, train_step=0)

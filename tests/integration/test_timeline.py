@@ -9,31 +9,44 @@ from pathlib import Path
 import orjson
 from event_samples import committed, published
 
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
 from relax_events.cli.app import app
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command
 from relax_events.events.types import Event, RunCommanded
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
 from relax_events.topics import TopicPlan
 
 
-def test_command_writes_what_the_log_says(apply_run: Callable[..., RunConfig], producer: RecordProducer, tmp_path: Path) -> None:
+def test_command_writes_what_the_log_says(
+    apply_run: Callable[..., RunConfig], producer: RecordProducer, tmp_path: Path
+) -> None:
     config, codec = apply_run(), EventCodec()
     plan = TopicPlan.of(config)
-    stop = RunCommanded(command=Command.STOP, reason="all 2 train steps are committed", succeeded=True)
+    stop = RunCommanded(
+        command=Command.STOP, reason="all 2 train steps are committed", succeeded=True
+    )
     written: list[tuple[str, Event]] = [
         ("control.policy-versions", published(0)),
         ("control.train-steps", committed(0)),
         ("control.train-steps", committed(1)),
         ("control.commands", stop),
     ]
-    producer.write(OutRecord(plan.topic("control.schemas"), schema, key=name.hex()) for name, schema in codec.published_form().items())
+    producer.write(
+        OutRecord(plan.topic("control.schemas"), schema, key=name.hex())
+        for name, schema in codec.published_form().items()
+    )
     producer.write(OutRecord(plan.topic(entity), codec.encode(event)) for entity, event in written)
     run_file, out = tmp_path / "run.json", tmp_path / "trace.json"
     run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
-    app(["runs", "timeline", str(run_file), "--out", str(out)], exit_on_error=False, result_action="return_value")
-    names = [entry["name"] for entry in json.loads(out.read_text())["traceEvents"] if entry["ph"] in "Xi"]
+    app(
+        ["runs", "timeline", str(run_file), "--out", str(out)],
+        exit_on_error=False,
+        result_action="return_value",
+    )
+    names = [
+        entry["name"] for entry in json.loads(out.read_text())["traceEvents"] if entry["ph"] in "Xi"
+    ]
     assert [name for name in names if name.startswith("step ")] == ["step 0", "step 1"]
     assert {"version 0", "stop"} <= set(names)

@@ -1,4 +1,5 @@
-"""What operators do with a run's topics: look at lag and health, move offsets, purge, export and import. On a small log written by hand."""
+"""What operators do with a run's topics: look at lag and health, move offsets, purge, export and
+import. On a small log written by hand."""
 
 from __future__ import annotations
 
@@ -12,31 +13,31 @@ import pytest
 from broker_steps import turn_until
 from event_samples import committed, ended, published, ready, rolled_out, scored
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer, LogReader
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord
-from relax_events.broker.transactions import TransactionalWriter
 from relax_events.config import RunConfig
-from relax_events.control.ledger import read_ledger
-from relax_events.control.run_log import RunLog
-from relax_events.control.topics.applying import apply_topics, plan_changes
-from relax_events.control.topics.check import check_topics
-from relax_events.control.topics.lag import lag_by_member, lag_by_slot, read_lag
-from relax_events.control.topics.purger import open_purge
-from relax_events.control.topics.reset import ResetTarget, apply_reset, plan_reset, time_of
-from relax_events.control.topics.role_inputs import input_places
-from relax_events.control.topics.tail import tail, tail_places, tail_starts
-from relax_events.control.transfer.exporting import ExportFilter, export_run, versions_of
-from relax_events.control.transfer.importing import import_run, plan_import, verify_import
-from relax_events.control.transfer.manifest import Manifest
 from relax_events.errors import BrokerError, BrokerRefused, CheckFailed, ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
 from relax_events.events.types import Event, PromptGroupIssued
+from relax_events.history.ledger import read_ledger
+from relax_events.history.run_log import RunLog
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import GroupConsumer, LogReader
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import POLICY_VERSION_HEADER, OutRecord
+from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.objects import ObjectStore
+from relax_events.ops.consumer_lag import lag_by_member, lag_by_slot, read_lag
+from relax_events.ops.export_manifest import Manifest
+from relax_events.ops.offset_reset import ResetTarget, apply_reset, plan_reset, time_of
+from relax_events.ops.run_export import ExportFilter, export_run, versions_of
+from relax_events.ops.run_import import import_run, plan_import, verify_import
+from relax_events.ops.run_purger import open_purge
+from relax_events.ops.topic_apply import apply_topics, plan_changes
+from relax_events.ops.topic_check import check_topics
+from relax_events.ops.topic_tail import tail, tail_places, tail_starts
 from relax_events.topics import TopicPlan, TopicSpec
+from relax_events.topics.role_inputs import input_places
 
 STEPS = 5
 QUIET = ("reward", "advantage", "trainer")
@@ -45,7 +46,8 @@ EVERYTHING = ExportFilter()
 
 @dataclass
 class SmallRun:
-    """A run of five steps of one prompt group of two samples, on three slots of one shard; each step trains the version before it."""
+    """A run of five steps of one prompt group of two samples, on three slots of one shard; each
+    step trains the version before it."""
 
     config: RunConfig
     plan: TopicPlan
@@ -53,17 +55,28 @@ class SmallRun:
     admin: Admin
 
     def write(self, producer: RecordProducer, *, checkpoint: CheckpointRef | None = None) -> None:
-        """Write the whole log as the roles would: samples plainly, what the trainer decides in transactions. The last step names the checkpoint."""
+        """Write the whole log as the roles would: samples plainly, what the trainer decides in
+        transactions. The last step names the checkpoint."""
         codec = EventCodec()
-        writer = TransactionalWriter(self.connection, transactional_id=self.plan.transactional_id("trainer"))
+        writer = TransactionalWriter(
+            self.connection, transactional_id=self.plan.transactional_id("trainer")
+        )
         schemas = codec.published_form().items()
-        producer.write(OutRecord(self.plan.topic("control.schemas"), schema, key=name.hex()) for name, schema in schemas)
+        producer.write(
+            OutRecord(self.plan.topic("control.schemas"), schema, key=name.hex())
+            for name, schema in schemas
+        )
         writer.commit([self._out(codec, "control.policy-versions", self._published(0))])
         for step in range(STEPS):
             group = f"{step:06d}-0000-0"
             producer.write(self._samples(codec, step, group))
             partition = step % 3
-            first = self.admin.end_offsets([(self.plan.topic("advantage.samples"), partition)])[self.plan.topic("advantage.samples"), partition] - 2
+            first = (
+                self.admin.end_offsets([(self.plan.topic("advantage.samples"), partition)])[
+                    self.plan.topic("advantage.samples"), partition
+                ]
+                - 2
+            )
             record = committed(
                 step,
                 prompt_group_ids=[group],
@@ -77,8 +90,13 @@ class SmallRun:
                 checkpoint=checkpoint if step == STEPS - 1 else None,
             )
             trained = ended(group, Outcome.TRAINED, version=step)
-            out = [self._out(codec, "control.train-steps", record), self._out(codec, "control.group-outcomes", trained)]
-            writer.commit([*out, self._out(codec, "control.policy-versions", self._published(step + 1))])
+            out = [
+                self._out(codec, "control.train-steps", record),
+                self._out(codec, "control.group-outcomes", trained),
+            ]
+            writer.commit(
+                [*out, self._out(codec, "control.policy-versions", self._published(step + 1))]
+            )
         writer.close()
 
     def commit_all(self) -> None:
@@ -86,7 +104,10 @@ class SmallRun:
         for role in QUIET:
             places = input_places(self.config, role)
             ends = self.admin.end_offsets(places)
-            self.admin.set_committed(self.plan.consumer_group(role), [TopicOffset(*place, end) for place, end in ends.items()])
+            self.admin.set_committed(
+                self.plan.consumer_group(role),
+                [TopicOffset(*place, end) for place, end in ends.items()],
+            )
 
     def _samples(self, codec: EventCodec, step: int, group: str) -> list[OutRecord]:
         issued = PromptGroupIssued(
@@ -110,21 +131,45 @@ class SmallRun:
                 records.append(self._out(codec, entity, event, partition=step % 3, version=step))
         return records
 
-    def _out(self, codec: EventCodec, entity: str, event: Event, *, partition: int = 0, version: int | None = None) -> OutRecord:
+    def _out(
+        self,
+        codec: EventCodec,
+        entity: str,
+        event: Event,
+        *,
+        partition: int = 0,
+        version: int | None = None,
+    ) -> OutRecord:
         headers = {} if version is None else {POLICY_VERSION_HEADER: str(version)}
         key = getattr(event, "prompt_group_id", "")
-        return OutRecord(self.plan.topic(entity), codec.encode(event), key=key, partition=partition, headers=headers)
+        return OutRecord(
+            self.plan.topic(entity),
+            codec.encode(event),
+            key=key,
+            partition=partition,
+            headers=headers,
+        )
 
     def _published(self, version: int) -> Event:
         places = [(topic, version % 3) for topic in self.plan.sample_topics()]
         offsets = self.admin.end_offsets(places)
-        return published(version, start_offsets=[TopicOffset(topic, partition, offset) for (topic, partition), offset in offsets.items()])
+        return published(
+            version,
+            start_offsets=[
+                TopicOffset(topic, partition, offset)
+                for (topic, partition), offset in offsets.items()
+            ],
+        )
 
 
 @pytest.fixture
-def unwritten(apply_run: Callable[..., RunConfig], connection: Connection, admin: Admin) -> SmallRun:
+def unwritten(
+    apply_run: Callable[..., RunConfig], connection: Connection, admin: Admin
+) -> SmallRun:
     """Return the small run, its topics empty."""
-    config = apply_run(run={"max_staleness": 1, "num_steps": STEPS}, broker={"shards": 1, "queue_partitions": 1})
+    config = apply_run(
+        run={"max_staleness": 1, "num_steps": STEPS}, broker={"shards": 1, "queue_partitions": 1}
+    )
     return SmallRun(config, TopicPlan.of(config), connection, admin)
 
 
@@ -137,22 +182,46 @@ def run(unwritten: SmallRun, producer: RecordProducer) -> SmallRun:
 
 def test_lag_names_the_version_of_each_slot_and_its_stale_records(run: SmallRun) -> None:
     places = [(run.plan.topic("rollout.samples"), partition) for partition in range(3)]
-    run.admin.set_committed(run.plan.consumer_group("reward"), [TopicOffset(*places[0], 1), TopicOffset(*places[1], 4)])
-    rows = [row for row in lag_by_slot(read_lag(run.config, run.admin), now_ms=2**62) if row.role == "reward"]
-    # Versions 0 and 3 wrote two samples each into slot 0, 1 and 4 into slot 1, 2 into slot 2; version 5 owns slot 2 and has none.
-    assert [(row.slot, row.policy_version, row.num_records, row.num_stale) for row in rows] == [(0, 3, 3, 1), (1, 4, 0, 0), (2, 5, 2, 2)]
+    run.admin.set_committed(
+        run.plan.consumer_group("reward"), [TopicOffset(*places[0], 1), TopicOffset(*places[1], 4)]
+    )
+    rows = [
+        row
+        for row in lag_by_slot(read_lag(run.config, run.admin), now_ms=2**62)
+        if row.role == "reward"
+    ]
+    # Versions 0 and 3 wrote two samples each into slot 0, 1 and 4 into slot 1, 2 into slot 2;
+    # version 5 owns slot 2 and has none.
+    assert [(row.slot, row.policy_version, row.num_records, row.num_stale) for row in rows] == [
+        (0, 3, 3, 1),
+        (1, 4, 0, 0),
+        (2, 5, 2, 2),
+    ]
     assert [row.age_seconds is None for row in rows] == [False, True, False]
 
 
 def test_lag_by_member_names_who_holds_what(run: SmallRun) -> None:
     group = run.plan.consumer_group("reward")
-    member = GroupConsumer(run.connection, consumer_group=group, topics=[run.plan.topic("rollout.samples")])
+    member = GroupConsumer(
+        run.connection, consumer_group=group, topics=[run.plan.topic("rollout.samples")]
+    )
     turn_until(lambda: len(member.positions) == 3, lambda: member.fetch(timeout_seconds=0.1))
-    found = lag_by_member(read_lag(run.config, run.admin), {"reward": run.admin.groups(group)[group]}, now_ms=2**62)
+    found = lag_by_member(
+        read_lag(run.config, run.admin), {"reward": run.admin.groups(group)[group]}, now_ms=2**62
+    )
     mine = next(row for row in found if row.role == "reward")
-    assert (mine.member, mine.num_records, mine.partitions) == (run.connection.client_id, 10, "rollout.samples[0,1,2]")
-    with pytest.raises(BrokerRefused, match=rf"consumer group {group} has live members: {run.connection.client_id} at "):
-        apply_reset(run.admin, plan_reset(run.config, run.admin, "reward", ResetTarget(to_beginning=True)))
+    assert (mine.member, mine.num_records, mine.partitions) == (
+        run.connection.client_id,
+        10,
+        "rollout.samples[0,1,2]",
+    )
+    with pytest.raises(
+        BrokerRefused,
+        match=rf"consumer group {group} has live members: {run.connection.client_id} at ",
+    ):
+        apply_reset(
+            run.admin, plan_reset(run.config, run.admin, "reward", ResetTarget(to_beginning=True))
+        )
     member.close()
 
 
@@ -161,95 +230,167 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
     places = [(topic, partition) for partition in range(3)]
     run.commit_all()
     plan = plan_reset(run.config, run.admin, "reward", ResetTarget(version=3))
-    assert [(move.place[1], move.before, move.after, move.num_skipped) for move in plan.moves] == [(0, 4, 2, -2), (1, 4, 2, -2)]
+    assert [(move.place[1], move.before, move.after, move.num_skipped) for move in plan.moves] == [
+        (0, 4, 2, -2),
+        (1, 4, 2, -2),
+    ]
     apply_reset(run.admin, plan)
     assert run.admin.committed(group, places) == {(topic, 0): 2, (topic, 1): 2, (topic, 2): 2}
     ahead = plan_reset(run.config, run.admin, "reward", ResetTarget(to_end=True))
-    with pytest.raises(BrokerRefused, match=r"records that the role has not read would be passed over.*--allow skip"):
+    with pytest.raises(
+        BrokerRefused,
+        match=r"records that the role has not read would be passed over.*--allow skip",
+    ):
         apply_reset(run.admin, ahead)
     apply_reset(run.admin, ahead, allow=["skip"])
     assert run.admin.committed(group, places)[topic, 0] == 4
-    apply_reset(run.admin, plan_reset(run.config, run.admin, "reward", ResetTarget(offsets=["rollout.samples[2]@1"])))
+    apply_reset(
+        run.admin,
+        plan_reset(run.config, run.admin, "reward", ResetTarget(offsets=["rollout.samples[2]@1"])),
+    )
     assert run.admin.committed(group, places) == {(topic, 0): 4, (topic, 1): 4, (topic, 2): 1}
-    apply_reset(run.admin, plan_reset(run.config, run.admin, "reward", ResetTarget(time_ms=time_of("2001-01-01"))))
+    apply_reset(
+        run.admin,
+        plan_reset(run.config, run.admin, "reward", ResetTarget(time_ms=time_of("2001-01-01"))),
+    )
     assert set(run.admin.committed(group, places).values()) == {0}
 
 
 def test_reset_of_trainer_and_of_a_share_group_is_refused(run: SmallRun) -> None:
     run.commit_all()
-    with pytest.raises(BrokerRefused, match=r"resetting trainer: the trainer goes on where its checkpoint.*--allow trainer"):
-        apply_reset(run.admin, plan_reset(run.config, run.admin, "trainer", ResetTarget(to_beginning=True)))
-    with pytest.raises(ConfigError, match=r"role 'rollout' reads nothing by committed offsets: its share group"):
+    with pytest.raises(
+        BrokerRefused,
+        match=r"resetting trainer: the trainer goes on where its checkpoint.*--allow trainer",
+    ):
+        apply_reset(
+            run.admin, plan_reset(run.config, run.admin, "trainer", ResetTarget(to_beginning=True))
+        )
+    with pytest.raises(
+        ConfigError, match=r"role 'rollout' reads nothing by committed offsets: its share group"
+    ):
         plan_reset(run.config, run.admin, "rollout", ResetTarget(to_beginning=True))
 
 
 def test_purge_waits_for_groups_and_keeps_what_recovery_needs(run: SmallRun) -> None:
     with open_purge(run.config, before_version=4) as purge:
-        assert {cut.num_records for cut in purge.cuts if "samples" in cut.place[0]} == {0}  # nobody has read anything
+        assert {cut.num_records for cut in purge.cuts if "samples" in cut.place[0]} == {
+            0
+        }  # nobody has read anything
     run.commit_all()
     with open_purge(run.config, before_version=4) as purge:
         gone = purge.apply()
-    # Versions 0 to 2 go; 3 stays, since no retained version has its slot yet. Without a checkpoint every step may have to be trained again.
-    # Of the queue, the seats of steps 0 to 2 go, which made versions 1 to 3.
+    # Versions 0 to 2 go; 3 stays, since no retained version has its slot yet. Without a checkpoint
+    # every step may have to be trained again. Of the queue, the seats of steps 0 to 2 go, which
+    # made versions 1 to 3.
     assert gone == {"rollout.samples": 6, "reward.scores": 6, "prompt.groups": 3}
     ledger = read_ledger(run.config)
     assert ledger.problems() == []
     figures = ledger.figures()
     assert (figures["prompt_groups_purged"], figures["samples_purged"]) == (3, 6)
     reader = LogReader(run.connection)
-    with pytest.raises(BrokerError, match=r"rollout.samples\[0\]@0 was purged: the log begins at 2"):
+    with pytest.raises(
+        BrokerError, match=r"rollout.samples\[0\]@0 was purged: the log begins at 2"
+    ):
         reader.read_exactly(run.plan.topic("rollout.samples"), [(0, 0)])
     reader.close()
 
 
-def test_purge_goes_by_the_newest_checkpoint_that_is_whole(unwritten: SmallRun, producer: RecordProducer) -> None:
+def test_purge_goes_by_the_newest_checkpoint_that_is_whole(
+    unwritten: SmallRun, producer: RecordProducer
+) -> None:
     run, store = unwritten, ObjectStore.open(unwritten.config.objects_uri)
     shard = store.put_at("checkpoints/00000003/a/shard.safetensors", b"tensors")
-    manifest = store.put_at("checkpoints/00000003/a/manifest.json", orjson.dumps({"shards": [{"uri": shard.uri}]}))
+    manifest = store.put_at(
+        "checkpoints/00000003/a/manifest.json", orjson.dumps({"shards": [{"uri": shard.uri}]})
+    )
     run.write(producer, checkpoint=CheckpointRef(3, manifest.uri, manifest.digest))
     run.commit_all()
 
     def trained_records_that_go() -> dict[int, int]:
         with open_purge(run.config, before_version=4) as purge:
-            return {cut.place[1]: cut.num_records for cut in purge.cuts if cut.place[0] == run.plan.topic("advantage.samples")}
+            return {
+                cut.place[1]: cut.num_records
+                for cut in purge.cuts
+                if cut.place[0] == run.plan.topic("advantage.samples")
+            }
 
-    assert trained_records_that_go() == {0: 2, 1: 2, 2: 2}  # those of steps 0 to 2; 3 and 4 would be trained again
+    assert trained_records_that_go() == {
+        0: 2,
+        1: 2,
+        2: 2,
+    }  # those of steps 0 to 2; 3 and 4 would be trained again
     store.delete(["checkpoints/00000003/a/shard.safetensors"])
     assert trained_records_that_go() == {0: 0, 1: 0, 2: 0}
 
 
 def test_purge_refuses_without_a_version(run: SmallRun) -> None:
-    with pytest.raises(ConfigError, match=r"run.retain_versions = 0 keeps all records; set it, or give --before-version"), open_purge(run.config):
+    with (
+        pytest.raises(
+            ConfigError,
+            match=r"run.retain_versions = 0 keeps all records; set it, or give --before-version",
+        ),
+        open_purge(run.config),
+    ):
         pass
-    with pytest.raises(ConfigError, match=r"policy version 77 was not published; the newest is 5"), open_purge(run.config, before_version=77):
+    with (
+        pytest.raises(ConfigError, match=r"policy version 77 was not published; the newest is 5"),
+        open_purge(run.config, before_version=77),
+    ):
         pass
 
 
-def test_tail_begins_at_a_version_and_reads_strangers(run: SmallRun, producer: RecordProducer) -> None:
+def test_tail_begins_at_a_version_and_reads_strangers(
+    run: SmallRun, producer: RecordProducer
+) -> None:
     producer.write([OutRecord(run.plan.topic("rollout.samples"), b"no event", partition=1)])
     places = tail_places(run.config, run.admin, "rollout.samples", partition=1)
     with RunLog(run.config, name="tail") as log:
-        found = list(tail(log, tail_starts(log, run.admin, places, "version:4"), stops=run.admin.end_offsets(places)))
-        assert [(item.event, item.record.offset, item.fields.get("policy_version")) for item in found] == [
+        found = list(
+            tail(
+                log,
+                tail_starts(log, run.admin, places, "version:4"),
+                stops=run.admin.end_offsets(places),
+            )
+        )
+        assert [
+            (item.event, item.record.offset, item.fields.get("policy_version")) for item in found
+        ] == [
             ("SampleRolledOut", 2, 4),
             ("SampleRolledOut", 3, 4),
             ("unreadable", 4, None),
         ]
         assert found[0].fields["tokens"] == [5, 6, 7, 8]
-        with pytest.raises(ConfigError, match=r"--from 'tomorrow' is no place to begin; it may be beginning, end, an offset"):
+        with pytest.raises(
+            ConfigError,
+            match=r"--from 'tomorrow' is no place to begin; it may be beginning, end, an offset",
+        ):
             tail_starts(log, run.admin, places, "tomorrow")
-    with pytest.raises(ConfigError, match=r"has no topic 'nothing'; it has actor-forward.dead-letters"):
+    with pytest.raises(
+        ConfigError, match=r"has no topic 'nothing'; it has actor-forward.dead-letters"
+    ):
         tail_places(run.config, run.admin, "nothing", partition=None)
 
 
 def test_check_names_what_is_amiss(run: SmallRun, producer: RecordProducer, run_id: str) -> None:
-    producer.write([OutRecord(run.plan.topic("reward.dead-letters"), b"x", headers={"error-class": "CorruptRecord"})])
+    producer.write(
+        [
+            OutRecord(
+                run.plan.topic("reward.dead-letters"),
+                b"x",
+                headers={"error-class": "CorruptRecord"},
+            )
+        ]
+    )
     topic = run.plan.topic("control.evaluations")
     run.admin.alter_topic(topic, {"retention.ms": "60000"})
     run.admin.create([TopicSpec(f"relax.{run_id}.reward.scores.other", 3, 1, "of a test")])
     turn_until(lambda: run.admin.topics(topic)[topic].settings["retention.ms"] == "60000")
     findings = check_topics(run.config, run.admin)
-    wrong = [(finding.what, finding.text.removeprefix(f"relax.{run_id}.")) for finding in findings if not finding.is_good]
+    wrong = [
+        (finding.what, finding.text.removeprefix(f"relax.{run_id}."))
+        for finding in findings
+        if not finding.is_good
+    ]
     assert wrong == [
         ("plan", "control.evaluations: alter retention.ms: 60000 -> -1"),
         ("dead letters", "reward could not use 1 record(s)"),
@@ -257,27 +398,51 @@ def test_check_names_what_is_amiss(run: SmallRun, producer: RecordProducer, run_
         ("groups", "advantage has no members"),
     ]
     assert all(finding.remedy for finding in findings if not finding.is_good)
-    assert ("plan", f"relax.{run_id}.reward.scores.other: not in the plan, made by a rescoring") in [(item.what, item.text) for item in findings]
+    assert (
+        "plan",
+        f"relax.{run_id}.reward.scores.other: not in the plan, made by a rescoring",
+    ) in [(item.what, item.text) for item in findings]
 
 
 def test_apply_refuses_dangers_without_their_word(run: SmallRun) -> None:
     topic = run.plan.topic("control.metrics.trainer")
     run.admin.create([TopicSpec(run.plan.topic("strange"), 1, 1, "of a test")])
     run.admin.alter_topic(topic, {"max.message.bytes": str(64 * 1024 * 1024)})
-    turn_until(lambda: run.admin.topics(topic)[topic].settings["max.message.bytes"] == str(64 * 1024 * 1024))
-    with pytest.raises(BrokerRefused, match=r"max.message.bytes: 67108864 -> 16777216 is smaller records.*--allow record-size"):
+    turn_until(
+        lambda: (
+            run.admin.topics(topic)[topic].settings["max.message.bytes"] == str(64 * 1024 * 1024)
+        )
+    )
+    with pytest.raises(
+        BrokerRefused,
+        match=r"max.message.bytes: 67108864 -> 16777216 is smaller records.*--allow record-size",
+    ):
         apply_topics(run.config, run.admin)
     apply_topics(run.config, run.admin, allow=["record-size"])
-    turn_until(lambda: [change.kind for change in plan_changes(run.plan.specs(), run.admin.topics(run.plan.topic("")))] == ["extra"])
+    turn_until(
+        lambda: (
+            [
+                change.kind
+                for change in plan_changes(run.plan.specs(), run.admin.topics(run.plan.topic("")))
+            ]
+            == ["extra"]
+        )
+    )
     apply_topics(run.config, run.admin, allow=["delete"])
     assert run.plan.topic("strange") not in run.admin.topics(run.plan.topic(""))
 
 
-def copy(run: SmallRun, folder: Path, wanted: ExportFilter = EVERYTHING) -> tuple[RunConfig, Manifest]:
+def copy(
+    run: SmallRun, folder: Path, wanted: ExportFilter = EVERYTHING
+) -> tuple[RunConfig, Manifest]:
     """Export and import under another id; return the new run and the manifest."""
     lines: list[str] = []
-    manifest = export_run(run.config, run.admin, folder, wanted, with_objects=False, report=lines.append)
-    config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"id": f"{run.config.run.id}-copy"})})
+    manifest = export_run(
+        run.config, run.admin, folder, wanted, with_objects=False, report=lines.append
+    )
+    config = run.config.model_copy(
+        update={"run": run.config.run.model_copy(update={"id": f"{run.config.run.id}-copy"})}
+    )
     plan = plan_import(config, run.admin, manifest)
     import_run(config, run.admin, folder, manifest, plan, report=lines.append)
     assert len(lines) == 2 * len(manifest.partitions)
@@ -297,8 +462,15 @@ def test_imported_run_is_the_exported_one_to_the_byte(run: SmallRun, tmp_path: P
     assert run.admin.committed(plan.consumer_group("trainer"), [place]) == {place: 2}
     again = plan_import(config, run.admin, Manifest.load(tmp_path / "exported"))
     assert (again.partitions, again.num_present) == ([], len(manifest.partitions))
-    with pytest.raises(ConfigError, match=r"3 partitions in the export and 4 by the run file; give run.max_staleness and broker.shards"):
-        plan_import(config.model_copy(update={"run": config.run.model_copy(update={"max_staleness": 2})}), run.admin, manifest)
+    with pytest.raises(
+        ConfigError,
+        match=r"3 partitions in the export and 4 by the run file; give run.max_staleness and broker.shards",
+    ):
+        plan_import(
+            config.model_copy(update={"run": config.run.model_copy(update={"max_staleness": 2})}),
+            run.admin,
+            manifest,
+        )
 
 
 def test_import_refuses_a_run_that_has_other_records_and_makes_an_unfinished_one_anew(
@@ -308,9 +480,15 @@ def test_import_refuses_a_run_that_has_other_records_and_makes_an_unfinished_one
     config, manifest = copy(run, folder)
     topic = TopicPlan.of(config).topic("control.train-steps")
     producer.write([OutRecord(topic, b"one more", partition=0)])
-    with pytest.raises(BrokerRefused, match=r"control.train-steps\[0\] holds other records already: it ends at 11; give another --run-id"):
+    with pytest.raises(
+        BrokerRefused,
+        match=r"control.train-steps\[0\] holds other records already: it ends at 11; give another --run-id",
+    ):
         plan_import(config, run.admin, manifest)
-    with pytest.raises(CheckFailed, match=r"control.train-steps\[0\] is not as exported: it ends at 11 instead of 10"):
+    with pytest.raises(
+        CheckFailed,
+        match=r"control.train-steps\[0\] is not as exported: it ends at 11 instead of 10",
+    ):
         verify_import(config, manifest)
     run.admin.alter_topic(topic, {"message.timestamp.type": "CreateTime"})
     turn_until(lambda: plan_unfinished(config, run.admin, manifest) == [topic])
@@ -326,28 +504,58 @@ def plan_unfinished(config: RunConfig, admin: Admin, manifest: Manifest) -> list
         return []
 
 
-def test_export_of_versions_holds_their_samples_at_their_offsets(run: SmallRun, tmp_path: Path) -> None:
+def test_export_of_versions_holds_their_samples_at_their_offsets(
+    run: SmallRun, tmp_path: Path
+) -> None:
     entities = ("rollout.samples", "control.train-steps")
     config, manifest = copy(run, tmp_path / "some", ExportFilter(entities, versions_of("2..3")))
     counts = {(item.entity, item.partition): item.num_records for item in manifest.partitions}
-    assert counts == {("control.train-steps", 0): 5, ("rollout.samples", 0): 2, ("rollout.samples", 1): 0, ("rollout.samples", 2): 2}
+    assert counts == {
+        ("control.train-steps", 0): 5,
+        ("rollout.samples", 0): 2,
+        ("rollout.samples", 1): 0,
+        ("rollout.samples", 2): 2,
+    }
     reader, topic = LogReader(run.connection), TopicPlan.of(config).topic("rollout.samples")
-    found = {(record.partition, record.offset, record.policy_version) for record in reader.read_to_end([(topic, 0), (topic, 2)])}
+    found = {
+        (record.partition, record.offset, record.policy_version)
+        for record in reader.read_to_end([(topic, 0), (topic, 2)])
+    }
     assert found == {(0, 2, 3), (0, 3, 3), (2, 0, 2), (2, 1, 2)}
     reader.close()
 
 
-def test_cut_short_export_goes_on_and_altered_files_are_refused(run: SmallRun, tmp_path: Path) -> None:
+def test_cut_short_export_goes_on_and_altered_files_are_refused(
+    run: SmallRun, tmp_path: Path
+) -> None:
     folder, wanted = tmp_path / "exported", ExportFilter(("reward.scores",))
-    whole = export_run(run.config, run.admin, folder, wanted, with_objects=False, report=lambda _: None)
+    whole = export_run(
+        run.config, run.admin, folder, wanted, with_objects=False, report=lambda _: None
+    )
     digests = [item.file_digest for item in whole.partitions]
     (folder / whole.partitions[1].file).unlink()
     lines: list[str] = []
-    again = export_run(run.config, run.admin, folder, wanted, with_objects=False, report=lines.append)
-    assert ([item.records_digest for item in again.partitions], len(lines)) == ([item.records_digest for item in whole.partitions], 1)
-    with pytest.raises(ConfigError, match=r"holds an export of run .* with filters .*; name another folder"):
-        export_run(run.config, run.admin, folder, ExportFilter(), with_objects=False, report=lambda _: None)
+    again = export_run(
+        run.config, run.admin, folder, wanted, with_objects=False, report=lines.append
+    )
+    assert ([item.records_digest for item in again.partitions], len(lines)) == (
+        [item.records_digest for item in whole.partitions],
+        1,
+    )
+    with pytest.raises(
+        ConfigError, match=r"holds an export of run .* with filters .*; name another folder"
+    ):
+        export_run(
+            run.config, run.admin, folder, ExportFilter(), with_objects=False, report=lambda _: None
+        )
     path = folder / again.partitions[0].file
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckFailed, match=rf"was altered: its SHA-256 must be {digests[0]}"):
-        import_run(run.config, run.admin, folder, again, plan_import(run.config, run.admin, again), report=lambda _: None)
+        import_run(
+            run.config,
+            run.admin,
+            folder,
+            again,
+            plan_import(run.config, run.admin, again),
+            report=lambda _: None,
+        )

@@ -1,4 +1,5 @@
-"""Transactions: records and offsets together or not at all, one writer at a time, nothing written twice."""
+"""Transactions: records and offsets together or not at all, one writer at a time, nothing written
+twice."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from typing import Any
 import pytest
 from broker_steps import turn_until
 
-from relax_events.broker import transactions
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.broker.records import OutRecord
-from relax_events.broker.transactions import TransactionalWriter
 from relax_events.errors import BrokerRefused, BrokerUnavailable, Fenced
 from relax_events.events.parts import TopicOffset
+from relax_events.kafka import transactions
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.records import OutRecord
+from relax_events.kafka.transactions import TransactionalWriter
 
 MakeTopic = Callable[..., str]
 
@@ -34,7 +35,8 @@ def writer(connection: Connection, transactional_id: str) -> Iterator[Transactio
 
 
 def expect(connection: Connection, topic: str, wanted: list[bytes]) -> None:
-    """Wait until exactly these are visible: the broker writes the marker a moment after it has answered the commit."""
+    """Wait until exactly these are visible: the broker writes the marker a moment after it has
+    answered the commit."""
     turn_until(lambda: values(connection, topic) == wanted)
 
 
@@ -47,20 +49,36 @@ def values(connection: Connection, topic: str) -> list[bytes]:
 
 
 def test_commit_makes_records_of_several_topics_and_offsets_real_together(
-    writer: TransactionalWriter, connection: Connection, admin: Admin, make_topic: MakeTopic, run_id: str
+    writer: TransactionalWriter,
+    connection: Connection,
+    admin: Admin,
+    make_topic: MakeTopic,
+    run_id: str,
 ) -> None:
     steps, outcomes, source = make_topic("steps"), make_topic("outcomes"), make_topic("source", 2)
     reader = LogReader(connection, consumer_group=f"{run_id}.trainer")
     offsets = [TopicOffset(source, 0, 17), TopicOffset(source, 1, 4)]
-    writer.commit([OutRecord(steps, b"step 0"), OutRecord(outcomes, b"a"), OutRecord(outcomes, b"b")], offsets=offsets, reader=reader)
+    writer.commit(
+        [OutRecord(steps, b"step 0"), OutRecord(outcomes, b"a"), OutRecord(outcomes, b"b")],
+        offsets=offsets,
+        reader=reader,
+    )
     expect(connection, steps, [b"step 0"])
     expect(connection, outcomes, [b"a", b"b"])
-    turn_until(lambda: admin.committed(f"{run_id}.trainer", [(source, 0), (source, 1)]) == {(source, 0): 17, (source, 1): 4})
+    turn_until(
+        lambda: (
+            admin.committed(f"{run_id}.trainer", [(source, 0), (source, 1)])
+            == {(source, 0): 17, (source, 1): 4}
+        )
+    )
     reader.close()
 
 
 def test_commit_is_refused_when_another_writer_took_over(
-    writer: TransactionalWriter, connection: Connection, transactional_id: str, make_topic: MakeTopic
+    writer: TransactionalWriter,
+    connection: Connection,
+    transactional_id: str,
+    make_topic: MakeTopic,
 ) -> None:
     topic = make_topic("steps")
     writer.commit([OutRecord(topic, b"before")])
@@ -73,7 +91,9 @@ def test_commit_is_refused_when_another_writer_took_over(
     successor.close()
 
 
-def test_nothing_is_visible_when_one_record_is_refused(writer: TransactionalWriter, connection: Connection, make_topic: MakeTopic) -> None:
+def test_nothing_is_visible_when_one_record_is_refused(
+    writer: TransactionalWriter, connection: Connection, make_topic: MakeTopic
+) -> None:
     topic = make_topic("steps", max_message_bytes="1000")
     with pytest.raises(BrokerRefused, match="MSG_SIZE_TOO_LARGE"):
         writer.commit([OutRecord(topic, b"small"), OutRecord(topic, bytes(5000))])
@@ -83,7 +103,8 @@ def test_nothing_is_visible_when_one_record_is_refused(writer: TransactionalWrit
 
 
 class Unsure:
-    """A writer's try that fails with an indefinite error, before or after the commit really happened."""
+    """A writer's try that fails with an indefinite error, before or after the commit really
+    happened."""
 
     def __init__(self, writer: TransactionalWriter, *, failures: int, really_commits: bool) -> None:
         self._try, self._failures, self._really_commits = writer._try, failures, really_commits
@@ -98,16 +119,23 @@ class Unsure:
 
 
 def test_commit_does_not_write_twice_when_the_error_hid_a_success(
-    writer: TransactionalWriter, connection: Connection, make_topic: MakeTopic, monkeypatch: pytest.MonkeyPatch
+    writer: TransactionalWriter,
+    connection: Connection,
+    make_topic: MakeTopic,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topic = make_topic("steps")
     unsure = Unsure(writer, failures=1, really_commits=True)
     monkeypatch.setattr(writer, "_try", unsure)
-    writer.commit([OutRecord(topic, b"step 0")], already_real=lambda: values(connection, topic) == [b"step 0"])
+    writer.commit(
+        [OutRecord(topic, b"step 0")], already_real=lambda: values(connection, topic) == [b"step 0"]
+    )
     assert (unsure.calls, values(connection, topic)) == (1, [b"step 0"])
 
 
-def test_commit_tries_again_when_nothing_became_real(writer: TransactionalWriter, connection: Connection, make_topic: MakeTopic) -> None:
+def test_commit_tries_again_when_nothing_became_real(
+    writer: TransactionalWriter, connection: Connection, make_topic: MakeTopic
+) -> None:
     """The second try runs on the new producer that took over the transactional id."""
     topic = make_topic("steps")
     first, original = writer._producer, writer._try
@@ -125,7 +153,11 @@ def test_commit_tries_again_when_nothing_became_real(writer: TransactionalWriter
 
 
 def test_zombie_does_not_fence_its_successor_when_the_broker_only_says_that_time_is_out(
-    writer: TransactionalWriter, connection: Connection, transactional_id: str, make_topic: MakeTopic, monkeypatch: pytest.MonkeyPatch
+    writer: TransactionalWriter,
+    connection: Connection,
+    transactional_id: str,
+    make_topic: MakeTopic,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topic = make_topic("steps")
     successor = TransactionalWriter(connection, transactional_id=transactional_id)
@@ -142,7 +174,9 @@ def test_zombie_does_not_fence_its_successor_when_the_broker_only_says_that_time
     successor.close()
 
 
-def test_commit_gives_up_when_the_broker_stays_away(writer: TransactionalWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_gives_up_when_the_broker_stays_away(
+    writer: TransactionalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unsure = Unsure(writer, failures=transactions.ATTEMPTS, really_commits=False)
     monkeypatch.setattr(writer, "_try", unsure)
     monkeypatch.setattr(writer, "_initialise", lambda: writer._producer)
@@ -152,7 +186,8 @@ def test_commit_gives_up_when_the_broker_stays_away(writer: TransactionalWriter,
 
 
 class Clock:
-    """The time of a process that is stopped while it waits: `stops` are the seconds that each wait takes."""
+    """The time of a process that is stopped while it waits: `stops` are the seconds that each wait
+    takes."""
 
     def __init__(self, *stops: float) -> None:
         self.now, self._stops = 0.0, list(stops)
@@ -167,7 +202,9 @@ class Clock:
 
 
 @pytest.mark.parametrize(("seconds", "is_asked_again"), [(5.1, False), (30.0, True)])
-def test_answer_is_awaited_again_when_this_process_was_held_up(seconds: float, is_asked_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_is_awaited_again_when_this_process_was_held_up(
+    seconds: float, is_asked_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock: Any = Clock(seconds, 0.1)
     monkeypatch.setattr(transactions, "time", clock)
     if is_asked_again:
@@ -177,7 +214,9 @@ def test_answer_is_awaited_again_when_this_process_was_held_up(seconds: float, i
             transactions.awaited(clock)
 
 
-def test_nobody_waits_for_ever_when_a_process_is_held_up_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_ever_when_a_process_is_held_up_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock: Any = Clock(30.0, 30.0, 30.0)
     monkeypatch.setattr(transactions, "time", clock)
     with pytest.raises(BrokerUnavailable):

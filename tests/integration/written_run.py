@@ -9,16 +9,22 @@ from typing import Any
 import numpy as np
 from event_samples import committed, ended, issued, published, ready, rolled_out, scored
 
-from relax_events.broker.admin import Admin
-from relax_events.broker.connection import Connection
-from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord
 from relax_events.config import RunConfig
-from relax_events.control.topics.applying import apply_topics
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome, TopicOffset
-from relax_events.events.types import Event, SampleReady, SampleRolledOut, SampleScored, TrainStepCommitted
-from relax_events.pipeline.description import describe
+from relax_events.events.types import (
+    Event,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
+    TrainStepCommitted,
+)
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import POLICY_VERSION_HEADER, OutRecord
+from relax_events.ops.topic_apply import apply_topics
+from relax_events.runtime.run_description import describe
 from relax_events.topics import TopicPlan, shard_of
 
 CODEC = EventCodec()
@@ -33,7 +39,10 @@ class WrittenRun:
         self.producer, self._admin = RecordProducer(self.connection), Admin(self.connection)
         apply_topics(config, self._admin)
         published_form = CODEC.published_form()
-        self.producer.write(OutRecord(self.plan.topic("control.schemas"), schema, key=name.hex()) for name, schema in published_form.items())
+        self.producer.write(
+            OutRecord(self.plan.topic("control.schemas"), schema, key=name.hex())
+            for name, schema in published_form.items()
+        )
         self._ready: dict[str, tuple[int, int, int]] = {}
         self._rows: dict[str, int] = {}
 
@@ -48,37 +57,86 @@ class WrittenRun:
 
     def publish(self, version: int) -> None:
         """Publish a version whose records begin where its partitions end now."""
-        places = [(topic, partition) for topic in self.plan.sample_topics() for partition in self.plan.partitions_of_version(version)]
-        starts = [TopicOffset(topic, partition, offset) for (topic, partition), offset in sorted(self._admin.end_offsets(places).items())]
+        places = [
+            (topic, partition)
+            for topic in self.plan.sample_topics()
+            for partition in self.plan.partitions_of_version(version)
+        ]
+        starts = [
+            TopicOffset(topic, partition, offset)
+            for (topic, partition), offset in sorted(self._admin.end_offsets(places).items())
+        ]
         self._control("control.policy-versions", published(version, start_offsets=starts))
 
     def issue(self, group_id: str, *, row: int) -> None:
         """Issue a prompt group."""
         self._rows[group_id] = row
         partition = shard_of(group_id, shards=self.plan.queue_partitions)
-        self.producer.write([OutRecord(self.plan.topic("prompt.groups"), CODEC.encode(issued(group_id, row=row)), key=group_id, partition=partition)])
+        self.producer.write(
+            [
+                OutRecord(
+                    self.plan.topic("prompt.groups"),
+                    CODEC.encode(issued(group_id, row=row)),
+                    key=group_id,
+                    partition=partition,
+                )
+            ]
+        )
 
-    def generate(self, group_id: str, *, version: int, rewards: Sequence[float | None], worker_id: str = "rollout-0") -> None:
-        """Generate a prompt group, and score and make ready those of its samples that have a reward."""
+    def generate(
+        self,
+        group_id: str,
+        *,
+        version: int,
+        rewards: Sequence[float | None],
+        worker_id: str = "rollout-0",
+    ) -> None:
+        """Generate a prompt group, and score and make ready those of its samples that have a
+        reward."""
         common = {"version": version, "of": len(rewards), "row": self._rows[group_id]}
         for index, reward in enumerate(rewards):
             completion = f"completion {index} of {group_id}"
-            self.write_sample("rollout.samples", rolled_out(group_id, index, **common, completion=completion, worker_id=worker_id))
+            self.write_sample(
+                "rollout.samples",
+                rolled_out(group_id, index, **common, completion=completion, worker_id=worker_id),
+            )
             if reward is not None:
-                self.write_sample("reward.scores", scored(group_id, index, version=version, reward=reward))
-                self.write_sample("advantage.samples", ready(group_id, index, **common, reward=reward))
-                place = (self.plan.topic("advantage.samples"), self.plan.partition(group_id, version))
-                self._ready[f"{group_id}/{index}"] = (place[1], self._admin.end_offsets([place])[place] - 1, version)
+                self.write_sample(
+                    "reward.scores", scored(group_id, index, version=version, reward=reward)
+                )
+                self.write_sample(
+                    "advantage.samples", ready(group_id, index, **common, reward=reward)
+                )
+                place = (
+                    self.plan.topic("advantage.samples"),
+                    self.plan.partition(group_id, version),
+                )
+                self._ready[f"{group_id}/{index}"] = (
+                    place[1],
+                    self._admin.end_offsets([place])[place] - 1,
+                    version,
+                )
 
     def train(self, step: int, *group_ids: str) -> None:
         """Train prompt groups in a step, and publish what comes out."""
         sample_ids = sorted(name for name in self._ready if name.rpartition("/")[0] in group_ids)
-        partitions, offsets, versions = zip(*(self._ready[name] for name in sample_ids), strict=True)
-        layout = {"partitions": np.array(partitions, np.int32), "offsets": np.array(offsets, np.int64)}
+        partitions, offsets, versions = zip(
+            *(self._ready[name] for name in sample_ids), strict=True
+        )
+        layout = {
+            "partitions": np.array(partitions, np.int32),
+            "offsets": np.array(offsets, np.int64),
+        }
         zeros = np.zeros(len(sample_ids), np.int32)
         counts = np.bincount(step - np.array(versions)).tolist()
         event = committed(
-            step, prompt_group_ids=list(group_ids), sample_ids=sample_ids, **layout, ranks=zeros, micro_batches=zeros, staleness_counts=counts
+            step,
+            prompt_group_ids=list(group_ids),
+            sample_ids=sample_ids,
+            **layout,
+            ranks=zeros,
+            micro_batches=zeros,
+            staleness_counts=counts,
         )
         self._control("control.train-steps", event)
         for group_id in group_ids:
@@ -97,19 +155,49 @@ class WrittenRun:
         """Return where a partition ends now."""
         return self._admin.end_offsets([place])[place]
 
-    def end(self, group_id: str, outcome: Outcome, *, version: int, trainer_version: int | None = None) -> None:
+    def end(
+        self, group_id: str, outcome: Outcome, *, version: int, trainer_version: int | None = None
+    ) -> None:
         """End a prompt group."""
-        event = ended(group_id, outcome, version=version, reason="" if outcome is Outcome.TRAINED else "because")
-        self._control("control.group-outcomes", replace(event, trainer_version=version if trainer_version is None else trainer_version))
+        event = ended(
+            group_id,
+            outcome,
+            version=version,
+            reason="" if outcome is Outcome.TRAINED else "because",
+        )
+        self._control(
+            "control.group-outcomes",
+            replace(event, trainer_version=version if trainer_version is None else trainer_version),
+        )
 
-    def write_sample(self, entity: str, event: SampleRolledOut | SampleScored | SampleReady) -> None:
+    def write_sample(
+        self, entity: str, event: SampleRolledOut | SampleScored | SampleReady
+    ) -> None:
         """Write a record to a sample topic."""
-        self.write_bytes(entity, CODEC.encode(event), group_id=event.prompt_group_id, version=event.policy_version)
+        self.write_bytes(
+            entity,
+            CODEC.encode(event),
+            group_id=event.prompt_group_id,
+            version=event.policy_version,
+        )
 
     def write_bytes(self, entity: str, value: bytes, *, group_id: str, version: int) -> None:
         """Write any bytes where a sample's record would lie."""
-        partition, headers = self.plan.partition(group_id, version), {POLICY_VERSION_HEADER: str(version)}
-        self.producer.write([OutRecord(self.plan.topic(entity), value, key=group_id, partition=partition, headers=headers)])
+        partition, headers = (
+            self.plan.partition(group_id, version),
+            {POLICY_VERSION_HEADER: str(version)},
+        )
+        self.producer.write(
+            [
+                OutRecord(
+                    self.plan.topic(entity),
+                    value,
+                    key=group_id,
+                    partition=partition,
+                    headers=headers,
+                )
+            ]
+        )
 
     def _control(self, entity: str, event: Event) -> None:
         self.producer.write([OutRecord(self.plan.topic(entity), CODEC.encode(event), partition=0)])

@@ -1,8 +1,10 @@
-"""Kafka in memory, behind the client's classes as `relax_events.broker` uses them: deterministic, and with a crash behind every call.
+"""Kafka in memory, behind the client's classes as `relax_events.kafka` uses them: deterministic,
+and with a crash behind every call.
 
-It keeps what the product's promises rest on: offsets, committed positions, transactions with markers and read_committed,
-fencing by transactional id, consumer groups whose stale members are refused. Whoever makes a client is its process; a
-process that dies does so at a broker call, before or after the call took effect, and takes its unsent records with it.
+It keeps what the product's promises rest on: offsets, committed positions, transactions with
+markers and read_committed, fencing by transactional id, consumer groups whose stale members are
+refused. Whoever makes a client is its process; a process that dies does so at a broker call, before
+or after the call took effect, and takes its unsent records with it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from confluent_kafka import OFFSET_BEGINNING, OFFSET_INVALID, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    OFFSET_INVALID,
+    KafkaError,
+    KafkaException,
+    TopicPartition,
+)
 
 Place = tuple[str, int]
 Headers = Sequence[tuple[str, bytes]]
@@ -25,7 +33,8 @@ class Killed(BaseException):
 
 @dataclass(slots=True)
 class Process:
-    """Who makes broker calls. Each call passes it twice, and it dies at the pass that `passes_left` counts down to."""
+    """Who makes broker calls. Each call passes it twice, and it dies at the pass that `passes_left`
+    counts down to."""
 
     name: str
     is_dead: bool = False
@@ -50,7 +59,12 @@ class Process:
 
     def heal(self) -> None:
         """Take back the faults that have not happened yet."""
-        self.passes_left, self.lost_report, self.lost_commit, self.unsure_commit = 0, False, False, ""
+        self.passes_left, self.lost_report, self.lost_commit, self.unsure_commit = (
+            0,
+            False,
+            False,
+            "",
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +123,8 @@ class MemoryMessage:
 
 
 class MemoryKafka:
-    """The cluster: partitions, groups, transactional ids. `current` is the process on whose behalf clients are made."""
+    """The cluster: partitions, groups, transactional ids. `current` is the process on whose behalf
+    clients are made."""
 
     def __init__(self) -> None:
         self.partitions: dict[Place, list[Entry]] = {}
@@ -119,7 +134,8 @@ class MemoryKafka:
         self.open: dict[str, Transaction] = {}
         self.current = Process("nobody")
         self.after_commit: Callable[[], None] = lambda: None
-        """Called after each commit of offsets, before its process learns of it: a moment at which that process can die."""
+        """Called after each commit of offsets, before its process learns of it: a moment at which
+        that process can die."""
 
     def create(self, topic: str, num_partitions: int) -> None:
         """Make a topic."""
@@ -127,7 +143,13 @@ class MemoryKafka:
             self.partitions[topic, partition] = []
 
     def append(
-        self, place: Place, *, key: bytes | None, value: bytes | None, headers: Headers = (), transaction: Transaction | None = None
+        self,
+        place: Place,
+        *,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Headers = (),
+        transaction: Transaction | None = None,
     ) -> None:
         """Write a record."""
         entries = self.partitions[place]
@@ -137,13 +159,19 @@ class MemoryKafka:
 
     def stable_end(self, place: Place) -> int:
         """Return the offset up to which readers of committed records may read."""
-        open_ones = (entry.offset for entry in self.partitions[place] if entry.transaction is not None and entry.transaction.state == "open")
+        open_ones = (
+            entry.offset
+            for entry in self.partitions[place]
+            if entry.transaction is not None and entry.transaction.state == "open"
+        )
         return next(open_ones, len(self.partitions[place]))
 
     def visible(self, place: Place, offset: int) -> Iterator[Entry]:
         """Give the committed records from an offset on."""
         for entry in self.partitions[place][offset : self.stable_end(place)]:
-            if not entry.is_marker and (entry.transaction is None or entry.transaction.state == "committed"):
+            if not entry.is_marker and (
+                entry.transaction is None or entry.transaction.state == "committed"
+            ):
                 yield entry
 
     def end_transaction(self, transactional_id: str, state: str) -> None:
@@ -184,7 +212,8 @@ class MemoryAdmin:
 
 
 class MemoryProducer:
-    """An idempotent or transactional producer. Plain records leave the client at `flush`; a dying one takes the newer half with it."""
+    """An idempotent or transactional producer. Plain records leave the client at `flush`; a dying
+    one takes the newer half with it."""
 
     def __init__(self, kafka: MemoryKafka, settings: dict[str, Any]) -> None:
         self._kafka, self._process = kafka, kafka.current
@@ -193,14 +222,23 @@ class MemoryProducer:
         self._buffer: list[tuple[Place, dict[str, Any], Callable[..., None]]] = []
 
     def produce(
-        self, topic: str, *, value: bytes | None, key: bytes | None, headers: Headers, on_delivery: Callable[..., None], partition: int = 0
+        self,
+        topic: str,
+        *,
+        value: bytes | None,
+        key: bytes | None,
+        headers: Headers,
+        on_delivery: Callable[..., None],
+        partition: int = 0,
     ) -> None:
         fields = {"key": key, "value": value, "headers": headers}
         if not self._id:
             self._buffer.append(((topic, partition), fields, on_delivery))
         elif self._kafka.epochs[self._id] == self._epoch:
             with self._process.call():
-                self._kafka.append((topic, partition), **fields, transaction=self._kafka.open[self._id])
+                self._kafka.append(
+                    (topic, partition), **fields, transaction=self._kafka.open[self._id]
+                )
 
     def poll(self, timeout: float) -> int:
         return 0
@@ -238,10 +276,14 @@ class MemoryProducer:
         with self._process.call():
             self._kafka.open[self._id] = Transaction()
 
-    def send_offsets_to_transaction(self, positions: Sequence[TopicPartition], group: str, timeout: float) -> None:
+    def send_offsets_to_transaction(
+        self, positions: Sequence[TopicPartition], group: str, timeout: float
+    ) -> None:
         """Called in a thread of its own, so it can't kill: the next call will."""
         if self._kafka.epochs[self._id] == self._epoch:
-            offsets = {(position.topic, position.partition): position.offset for position in positions}
+            offsets = {
+                (position.topic, position.partition): position.offset for position in positions
+            }
             self._kafka.open[self._id].offsets.setdefault(group, {}).update(offsets)
 
     def commit_transaction(self, timeout: float) -> None:
@@ -259,7 +301,8 @@ class MemoryProducer:
 
 
 class MemoryConsumer:
-    """A group member with the range assignor, or a reader of chosen partitions; both see committed records only."""
+    """A group member with the range assignor, or a reader of chosen partitions; both see committed
+    records only."""
 
     def __init__(self, kafka: MemoryKafka, settings: dict[str, Any]) -> None:
         self._kafka, self.process = kafka, kafka.current
@@ -296,7 +339,8 @@ class MemoryConsumer:
                 yield MemoryMessage(place, failure=KafkaError(KafkaError._PARTITION_EOF))
 
     def _rebalance(self) -> None:
-        """Take part in one round: give back what others should have, then take what nobody holds."""
+        """Take part in one round: give back what others should have, then take what nobody
+        holds."""
         members = self._kafka.members[self._group]
         held = set(self._positions)
         if self not in members:
@@ -306,7 +350,9 @@ class MemoryConsumer:
             return
         target = self._target(members)
         self._call("on_revoke", held - target)
-        of_others = {place for member in members if member is not self for place in member._positions}
+        of_others = {
+            place for member in members if member is not self for place in member._positions
+        }
         self._call("on_assign", target - held - of_others)
 
     def _target(self, members: list[MemoryConsumer]) -> set[Place]:
@@ -328,12 +374,19 @@ class MemoryConsumer:
             if self.process.lost_commit:
                 self.process.lost_commit = False
                 return
-            self._kafka.commit(self._group, {(one.topic, one.partition): one.offset for one in offsets})
+            self._kafka.commit(
+                self._group, {(one.topic, one.partition): one.offset for one in offsets}
+            )
 
     def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         with self.process.call():
             known = self._kafka.committed.get(self._group, {})
-            return [TopicPartition(one.topic, one.partition, known.get((one.topic, one.partition), OFFSET_INVALID)) for one in partitions]
+            return [
+                TopicPartition(
+                    one.topic, one.partition, known.get((one.topic, one.partition), OFFSET_INVALID)
+                )
+                for one in partitions
+            ]
 
     def assign(self, partitions: list[TopicPartition]) -> None:
         self._positions, self._told = {}, {}
@@ -341,7 +394,9 @@ class MemoryConsumer:
 
     def incremental_assign(self, partitions: list[TopicPartition]) -> None:
         for one in partitions:
-            self._positions[one.topic, one.partition] = 0 if one.offset == OFFSET_BEGINNING else one.offset
+            self._positions[one.topic, one.partition] = (
+                0 if one.offset == OFFSET_BEGINNING else one.offset
+            )
 
     def incremental_unassign(self, partitions: list[TopicPartition]) -> None:
         for one in partitions:
@@ -359,14 +414,18 @@ class MemoryConsumer:
     def resume(self, partitions: list[TopicPartition]) -> None:
         self._paused -= {(one.topic, one.partition) for one in partitions}
 
-    def get_watermark_offsets(self, partition: TopicPartition, timeout: float = 0.0, cached: bool = False) -> tuple[int, int]:
+    def get_watermark_offsets(
+        self, partition: TopicPartition, timeout: float = 0.0, cached: bool = False
+    ) -> tuple[int, int]:
         with self.process.call():
             return 0, self._kafka.stable_end((partition.topic, partition.partition))
 
     def list_topics(self, topic: str, timeout: float) -> SimpleNamespace:
         with self.process.call():
             partitions = {place[1]: None for place in self._kafka.partitions if place[0] == topic}
-            return SimpleNamespace(topics={topic: SimpleNamespace(error=None, partitions=partitions)})
+            return SimpleNamespace(
+                topics={topic: SimpleNamespace(error=None, partitions=partitions)}
+            )
 
     def consumer_group_metadata(self) -> str:
         return self._group

@@ -1,7 +1,8 @@
 """A run whose roles are the product's own loops, over Kafka in memory, one turn at a time.
 
-Each process is a thread, but only one ever runs: it is handed the turn, and hands it back from the tick that every work
-loop makes once a round. So whoever calls `turn` decides the interleaving, and the same calls give the same run.
+Each process is a thread, but only one ever runs: it is handed the turn, and hands it back from the
+tick that every work loop makes once a round. So whoever calls `turn` decides the interleaving, and
+the same calls give the same run.
 """
 
 from __future__ import annotations
@@ -23,27 +24,44 @@ import torch
 from memory_kafka import Killed, MemoryAdmin, MemoryConsumer, MemoryKafka, MemoryProducer, Process
 from small_settings import small_run
 
-from relax_events.broker import consumer, membership, producer, transactions
-from relax_events.broker.records import OutRecord
-from relax_events.control.ledger import Ledger
 from relax_events.data.rows import PromptRow
 from relax_events.errors import BrokerError, CorruptRecord, PoisonSample, SchemaError, StepNotFinite
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, TopicOffset
-from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued, SampleReady, SampleRolledOut, SampleScored, TrainStepCommitted
+from relax_events.events.types import (
+    Event,
+    PolicyVersionPublished,
+    PromptGroupIssued,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
+    TrainStepCommitted,
+)
+from relax_events.kafka import consumer, producer, transactions
+from relax_events.kafka.protocol import group_membership as membership
+from relax_events.kafka.records import OutRecord
 from relax_events.objects import ObjectStore
-from relax_events.pipeline import control, map_role, worker
-from relax_events.pipeline.map_role import MapRole
-from relax_events.pipeline.worker import Worker
+from relax_events.projections.ledger import Ledger
+from relax_events.roles.worker_factory import StoreClaimCheck
+from relax_events.runtime import control_view as control
+from relax_events.runtime import processors as map_role
+from relax_events.runtime import worker
+from relax_events.runtime.processors import MapRole
+from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.training import commit, publishing
-from relax_events.training.protocol import StepFigures, TrainerState
+from relax_events.training.backend.protocol import StepFigures, TrainerState
 from relax_events.training.ranks import SingleRank
 from workers import advantage, prompter, trainer
-from workers.opening import StoreClaimCheck
 
 SETTINGS = {
-    "run": {"id": "simulated", "num_steps": 5, "groups_per_step": 2, "samples_per_prompt": 2, "max_staleness": 1},
+    "run": {
+        "id": "simulated",
+        "num_steps": 5,
+        "groups_per_step": 2,
+        "samples_per_prompt": 2,
+        "max_staleness": 1,
+    },
     "model": {"path": "model"},
     "data": {"source": "jsonl:rows"},
     "broker": {"shards": 2, "queue_partitions": 1},
@@ -51,7 +69,14 @@ SETTINGS = {
     "trainer": {"checkpoint_every": 1_000_000, "max_tokens_per_micro_batch": 8},
 }
 SAMPLES = ("rollout.samples", "reward.scores", "advantage.samples")
-LEDGER_TOPICS = ("prompt.groups", *SAMPLES, "prompt.end-requests", "control.policy-versions", "control.train-steps", "control.group-outcomes")
+LEDGER_TOPICS = (
+    "prompt.groups",
+    *SAMPLES,
+    "prompt.end-requests",
+    "control.policy-versions",
+    "control.train-steps",
+    "control.group-outcomes",
+)
 UNSCORABLE = "unscorable"
 TURN_SECONDS = 100.0
 
@@ -73,7 +98,9 @@ class SimulatedProcess:
 
     running: SimulatedProcess | None = None
 
-    def __init__(self, kafka: MemoryKafka, name: str, main: Callable[[SimulatedProcess], None]) -> None:
+    def __init__(
+        self, kafka: MemoryKafka, name: str, main: Callable[[SimulatedProcess], None]
+    ) -> None:
         self.process, self._kafka, self._main = Process(name), kafka, main
         self.worker: Worker | None = None
         self.failure: BaseException | None = None
@@ -91,7 +118,9 @@ class SimulatedProcess:
         """Let the process run to its next tick, or to its end."""
         SimulatedProcess.running, self._kafka.current = self, self.process
         self._mine.release()
-        assert self._theirs.acquire(timeout=TURN_SECONDS), f"{self.process.name} hangs:\n{self._stack()}"
+        assert self._theirs.acquire(timeout=TURN_SECONDS), (
+            f"{self.process.name} hangs:\n{self._stack()}"
+        )
         if self.failure is not None:
             raise self.failure
 
@@ -118,7 +147,10 @@ class SimulatedProcess:
         try:
             if not self.process.is_dead:
                 self._main(self)
-        except (Killed, BrokerError):  # SIGKILL, or the worker's own end after an error that a restart mends
+        except (
+            Killed,
+            BrokerError,
+        ):  # SIGKILL, or the worker's own end after an error that a restart mends
             self.process.is_dead = True
         except BaseException as error:  # handed to whoever gave us the turn
             self.failure = error
@@ -128,12 +160,17 @@ class SimulatedProcess:
 
 
 def is_untrainable(sample: SampleReady) -> bool:
-    """Tell whether the backend refuses a sample that nobody before it did: in some prompt groups the last one."""
-    return sample.sample_index == sample.samples_per_prompt - 1 and zlib.crc32(sample.prompt_group_id.encode()) % 5 == 0
+    """Tell whether the backend refuses a sample that nobody before it did: in some prompt groups
+    the last one."""
+    return (
+        sample.sample_index == sample.samples_per_prompt - 1
+        and zlib.crc32(sample.prompt_group_id.encode()) % 5 == 0
+    )
 
 
 def is_not_finite(sample_ids: Sequence[str]) -> bool:
-    """Tell whether the gradient of a step's samples is no finite number: that of every fourth batch or so."""
+    """Tell whether the gradient of a step's samples is no finite number: that of every fourth batch
+    or so."""
     return zlib.crc32(" ".join(sample_ids).encode()) % 4 == 0
 
 
@@ -157,7 +194,9 @@ class HashingBackend:
 
     def step(self) -> StepFigures:
         if is_not_finite(self._names):
-            raise StepNotFinite(f"train step {self.policy_version}: loss and gradients must be finite")
+            raise StepNotFinite(
+                f"train step {self.policy_version}: loss and gradients must be finite"
+            )
         self._digest = zlib.crc32(" ".join(self._names).encode(), self._digest)
         self.policy_version, self._names = self.policy_version + 1, []
         return StepFigures(**dict.fromkeys(StepFigures.__dataclass_fields__, 0) | {"own": {}})
@@ -173,7 +212,10 @@ class HashingBackend:
         return {"digest": torch.tensor([self._digest])}
 
     def state(self) -> TrainerState:
-        return TrainerState(policy_version=self.policy_version, tensors={f"model.{name}": tensor for name, tensor in self.weights().items()})
+        return TrainerState(
+            policy_version=self.policy_version,
+            tensors={f"model.{name}": tensor for name, tensor in self.weights().items()},
+        )
 
     def load_state(self, state: TrainerState) -> None:
         raise AssertionError("weights that replay made differ from those that were published")
@@ -183,11 +225,16 @@ class Prompts:
     """An endless stream of prompts."""
 
     def __getitem__(self, row: int) -> PromptRow:
-        return PromptRow(messages=[ChatMessage.of_text("user", f"row {row}")], answer=UNSCORABLE if row % 4 == 3 else "", metadata="{}")
+        return PromptRow(
+            messages=[ChatMessage.of_text("user", f"row {row}")],
+            answer=UNSCORABLE if row % 4 == 3 else "",
+            metadata="{}",
+        )
 
 
 class LateWriter:
-    """Stands for the thread that writes weights beside the next step: what it is given is done when somebody asks for the second time."""
+    """Stands for the thread that writes weights beside the next step: what it is given is done when
+    somebody asks for the second time."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -240,7 +287,9 @@ class RememberingLedger(Ledger):
 class SimulatedRun:
     """The processes of a run, and what lies on its log."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool = False, **run: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool = False, **run: Any
+    ) -> None:
         """Create the run's topics; no process is started.
 
         Args:
@@ -248,13 +297,17 @@ class SimulatedRun:
             overlap: Whether the trainer writes weights while it trains its next step.
             run: Keys of the run file's section `run`, in place of `SETTINGS`.
         """
-        self.config = small_run({**SETTINGS, "run": SETTINGS["run"] | run, "weights": {"overlap": overlap}})
+        self.config = small_run(
+            {**SETTINGS, "run": SETTINGS["run"] | run, "weights": {"overlap": overlap}}
+        )
         self.kafka, self.plan, self.codec = MemoryKafka(), TopicPlan.of(self.config), EventCodec()
         self.store = ObjectStore.open("memory://")
         for spec in self.plan.specs():
             self.kafka.create(spec.name, spec.num_partitions)
         run = self.config.run
-        self.ledger = RememberingLedger(run.max_staleness, last_version=run.num_steps, in_order=run.batch_order == "in_order")
+        self.ledger = RememberingLedger(
+            run.max_staleness, last_version=run.num_steps, in_order=run.batch_order == "in_order"
+        )
         self._read: dict[tuple[str, int], int] = {}
         self._put_in(monkeypatch)
         self.processes: dict[str, SimulatedProcess] = {}
@@ -265,7 +318,9 @@ class SimulatedRun:
     def _put_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take the real client's place, and every wait's."""
         structlog.configure(processors=[], logger_factory=structlog.ReturnLoggerFactory())
-        monkeypatch.setattr(membership, "LOOK_SECONDS", math.inf)  # it goes by the wall's clock, which has no say here
+        monkeypatch.setattr(
+            membership, "LOOK_SECONDS", math.inf
+        )  # it goes by the wall's clock, which has no say here
         monkeypatch.setattr(consumer, "Consumer", partial(MemoryConsumer, self.kafka))
         monkeypatch.setattr(producer, "Producer", partial(MemoryProducer, self.kafka))
         monkeypatch.setattr(transactions, "Producer", partial(MemoryProducer, self.kafka))
@@ -281,13 +336,20 @@ class SimulatedRun:
             monkeypatch.setattr(module, "IDLE_SECONDS", 0)
 
     def _worker(self, role: str, index: int) -> Worker:
-        claim_check = StoreClaimCheck(self.store, inline_max_bytes=self.config.objects.inline_max_bytes)
+        claim_check = StoreClaimCheck(
+            self.store, inline_max_bytes=self.config.objects.inline_max_bytes
+        )
         follow = ("control.group-outcomes",) if role == "prompter" else ()
         return Worker(role, self.config, claim_check=claim_check, index=index, follow=follow)
 
     def start(self, role: str, index: int = 0) -> str:
         """Start a process of a role; one of the same name that lives on becomes nobody's."""
-        mains = {"prompter": self._prompter, "reward": self._reward, "advantage": self._advantage, "trainer": self._trainer}
+        mains = {
+            "prompter": self._prompter,
+            "reward": self._reward,
+            "advantage": self._advantage,
+            "trainer": self._trainer,
+        }
         name = f"{role}-{index}"
 
         def main(process: SimulatedProcess) -> None:
@@ -323,7 +385,12 @@ class SimulatedRun:
             error="no verdict" if failed else None,
             reward_name="hash",
         )
-        return opened.sample_record("reward.scores", scored, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)
+        return opened.sample_record(
+            "reward.scores",
+            scored,
+            prompt_group_id=sample.prompt_group_id,
+            policy_version=sample.policy_version,
+        )
 
     @property
     def published_version(self) -> int:
@@ -336,7 +403,8 @@ class SimulatedRun:
         return len(self.ledger.steps)
 
     def look(self) -> None:
-        """Take what is new on the log into the ledger, and the queue's new prompt groups into the open leases."""
+        """Take what is new on the log into the ledger, and the queue's new prompt groups into the
+        open leases."""
         for entity in LEDGER_TOPICS:
             for place in self.places(entity):
                 for entry in self.kafka.visible(place, self._read.get(place, 0)):
@@ -363,13 +431,26 @@ class SimulatedRun:
         entries = [entry for place in self.places(entity) for entry in self.kafka.visible(place, 0)]
         return [event for entry in entries if (event := self.decoded(entry.stored)) is not None]
 
-    def roll_out(self, issued: PromptGroupIssued, *, policy_version: int, num_samples: int | None = None) -> None:
-        """Write a prompt group's samples, or the first of them, as an engine on that version does."""
+    def roll_out(
+        self, issued: PromptGroupIssued, *, policy_version: int, num_samples: int | None = None
+    ) -> None:
+        """Write a prompt group's samples, or the first of them, as an engine on that version
+        does."""
         for index in range(issued.samples_per_prompt if num_samples is None else num_samples):
             sample = event_samples.rolled_out(
-                issued.prompt_group_id, index, version=policy_version, of=issued.samples_per_prompt, row=issued.row, answer=issued.answer
+                issued.prompt_group_id,
+                index,
+                version=policy_version,
+                of=issued.samples_per_prompt,
+                row=issued.row,
+                answer=issued.answer,
             )
-            record = self.engine.sample_record("rollout.samples", sample, prompt_group_id=issued.prompt_group_id, policy_version=policy_version)
+            record = self.engine.sample_record(
+                "rollout.samples",
+                sample,
+                prompt_group_id=issued.prompt_group_id,
+                policy_version=policy_version,
+            )
             self.engine.producer.send(record)
         self.engine.producer.flush()
 
@@ -382,14 +463,17 @@ class SimulatedRun:
 
 
 def _tick(self: Worker, *, working: bool) -> None:
-    """Stand in for `Worker.tick`: the round is over, someone else's turn; then take in what control says, as the follower's thread would."""
+    """Stand in for `Worker.tick`: the round is over, someone else's turn; then take in what control
+    says, as the follower's thread would."""
     running = SimulatedProcess.running
     assert running is not None
     running.hand_back()
     self.control.turn(timeout_seconds=0)
 
 
-def _wait_for_version(self: control.ControlFollower, version: int, *, timeout_seconds: float) -> bool:
+def _wait_for_version(
+    self: control.ControlFollower, version: int, *, timeout_seconds: float
+) -> bool:
     """Stand in for the wait of a thread on another."""
     self.turn(timeout_seconds=0)
     return self.policy_version >= version

@@ -1,4 +1,5 @@
-"""Tensors cut into buckets and put together again are the same tensors, with the digest that their artifact has."""
+"""Tensors cut into buckets and put together again are the same tensors, with the digest that their
+artifact has."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from relax_events.weights.artifacts import transit_digest
-from relax_events.weights.broadcast.layout import ALIGNMENT, Layout, RowDigest
+from relax_events.weights.artifact_writer import transit_digest
+from relax_events.weights.broadcast.buckets import ALIGNMENT, Layout, RowDigest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64)
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -21,25 +22,38 @@ def tensor_sets(draw: st.DrawFn) -> dict[str, Tensor]:
     """Make tensors of every kind, empty ones and scalars among them."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     found = draw(st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=6))
-    return {name: (torch.rand(shape, generator=generator) * 200).to(dtype) for name, (shape, dtype) in found.items()}
+    return {
+        name: (torch.rand(shape, generator=generator) * 200).to(dtype)
+        for name, (shape, dtype) in found.items()
+    }
 
 
 @given(tensor_sets(), BUCKETS)
-def test_row_put_together_from_buckets_holds_the_tensors_and_has_their_digest(tensors: dict[str, Tensor], max_bytes: int) -> None:
+def test_row_put_together_from_buckets_holds_the_tensors_and_has_their_digest(
+    tensors: dict[str, Tensor], max_bytes: int
+) -> None:
     layout = Layout.of(tensors)
-    row, staging = torch.full((layout.num_bytes,), 255, dtype=torch.uint8), torch.empty(max_bytes, dtype=torch.uint8)
+    row, staging = (
+        torch.full((layout.num_bytes,), 255, dtype=torch.uint8),
+        torch.empty(max_bytes, dtype=torch.uint8),
+    )
     digest = RowDigest(layout, row)
     for bucket in layout.buckets(max_bytes=max_bytes):
         row[bucket.start : bucket.stop] = layout.filled(bucket, tensors, staging=staging)
         digest.take(bucket)
     views = layout.views(row)
     assert views.keys() == tensors.keys()
-    assert all(view.dtype == tensors[name].dtype and torch.equal(view, tensors[name]) for name, view in views.items())
+    assert all(
+        view.dtype == tensors[name].dtype and torch.equal(view, tensors[name])
+        for name, view in views.items()
+    )
     assert digest.value() == transit_digest(tensors)
 
 
 @given(tensor_sets(), BUCKETS)
-def test_buckets_cover_the_row_once_within_their_bound(tensors: dict[str, Tensor], max_bytes: int) -> None:
+def test_buckets_cover_the_row_once_within_their_bound(
+    tensors: dict[str, Tensor], max_bytes: int
+) -> None:
     layout = Layout.of(tensors)
     covered = [place for bucket in layout.buckets(max_bytes=max_bytes) for place in bucket]
     assert covered == list(range(layout.num_bytes))
@@ -47,13 +61,21 @@ def test_buckets_cover_the_row_once_within_their_bound(tensors: dict[str, Tensor
 
 
 @given(tensor_sets(), tensor_sets())
-def test_layouts_have_one_digest_when_names_dtypes_and_shapes_agree(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+def test_layouts_have_one_digest_when_names_dtypes_and_shapes_agree(
+    tensors: dict[str, Tensor], others: dict[str, Tensor]
+) -> None:
     def described(tensors: dict[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
-        return sorted(((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()), key=lambda item: item[0])
+        return sorted(
+            ((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()),
+            key=lambda item: item[0],
+        )
 
     same = described(tensors) == described(others)
     assert (Layout.of(tensors).digest == Layout.of(others).digest) == same
-    assert Layout.of({name: tensor * 0 for name, tensor in tensors.items()}).digest == Layout.of(tensors).digest
+    assert (
+        Layout.of({name: tensor * 0 for name, tensor in tensors.items()}).digest
+        == Layout.of(tensors).digest
+    )
 
 
 def test_large_tensors_are_sent_from_where_they_lie_and_small_ones_together() -> None:
@@ -61,7 +83,13 @@ def test_large_tensors_are_sent_from_where_they_lie_and_small_ones_together() ->
     tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in sizes.items()}
     layout, staging = Layout.of(tensors), torch.empty(4096, dtype=torch.uint8)
     buckets = layout.buckets(max_bytes=4096)
-    assert [[place.name for place, _ in layout.within(bucket)] for bucket in buckets] == [["a"], ["b"], ["b"], ["c", "d"], ["e"]]
+    assert [[place.name for place, _ in layout.within(bucket)] for bucket in buckets] == [
+        ["a"],
+        ["b"],
+        ["b"],
+        ["c", "d"],
+        ["e"],
+    ]
     data = [layout.filled(bucket, tensors, staging=staging).data_ptr() for bucket in buckets]
     lies = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     assert data == [staging.data_ptr(), lies["b"], lies["b"] + 4096, staging.data_ptr(), lies["e"]]

@@ -1,4 +1,5 @@
-"""Events survive the wire, as another Avro library reads it too; what is no event is refused; foreign schemas are read through ours."""
+"""Events survive the wire, as another Avro library reads it too; what is no event is refused;
+foreign schemas are read through ours."""
 
 from __future__ import annotations
 
@@ -42,10 +43,17 @@ PLAIN = {
     bool: st.booleans(),
     bytes: SHA256,
 }
-ARRAYS = arrays.arrays(st.sampled_from(list(DTYPES.values())), arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
-REFERENCES = st.builds(ObjectRef, uri=st.text(max_size=8), digest=SHA256, num_bytes=st.integers(0, 2**40))
+ARRAYS = arrays.arrays(
+    st.sampled_from(list(DTYPES.values())),
+    arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+)
+REFERENCES = st.builds(
+    ObjectRef, uri=st.text(max_size=8), digest=SHA256, num_bytes=st.integers(0, 2**40)
+)
 SHAPES = st.lists(st.integers(0, 2**40), max_size=3).map(tuple)
-STORED = st.builds(StoredArray, dtype=st.sampled_from(list(DTYPES)), shape=SHAPES, reference=REFERENCES)
+STORED = st.builds(
+    StoredArray, dtype=st.sampled_from(list(DTYPES)), shape=SHAPES, reference=REFERENCES
+)
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
@@ -69,22 +77,36 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 def instances_of(cls: Any) -> st.SearchStrategy[Any]:
     """Make instances of a dataclass with every field set."""
     hints = typing.get_type_hints(cls)
-    return st.deferred(lambda: st.builds(cls, **{field.name: values_of(hints[field.name]) for field in dataclasses.fields(cls)}))
+    return st.deferred(
+        lambda: st.builds(
+            cls, **{field.name: values_of(hints[field.name]) for field in dataclasses.fields(cls)}
+        )
+    )
 
 
 def same(left: Any, right: Any) -> bool:
     """Compare events, arrays included: equal types, shapes and bytes."""
     if isinstance(left, np.ndarray):
-        return bool(isinstance(right, np.ndarray) and left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
+        return bool(
+            isinstance(right, np.ndarray)
+            and left.dtype == right.dtype
+            and left.shape == right.shape
+            and left.tobytes() == right.tobytes()
+        )
     if dataclasses.is_dataclass(left):
-        return type(left) is type(right) and all(same(getattr(left, field.name), getattr(right, field.name)) for field in dataclasses.fields(left))
+        return type(left) is type(right) and all(
+            same(getattr(left, field.name), getattr(right, field.name))
+            for field in dataclasses.fields(left)
+        )
     if isinstance(left, list):
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
 
 
 def schema_of(name: str) -> Schema:
-    return copy.deepcopy(next(schema for schema in CODEC.schemas.values() if schema["name"] == name))
+    return copy.deepcopy(
+        next(schema for schema in CODEC.schemas.values() if schema["name"] == name)
+    )
 
 
 @pytest.mark.parametrize("cls", EVENTS)
@@ -112,13 +134,21 @@ def test_another_library_reads_the_same_values(cls: type, data: st.DataObject) -
 def without_logical_types(node: Any) -> Any:
     if isinstance(node, list):
         return [without_logical_types(item) for item in node]
-    return {key: without_logical_types(value) for key, value in node.items() if key != "logicalType"} if isinstance(node, dict) else node
+    return (
+        {key: without_logical_types(value) for key, value in node.items() if key != "logicalType"}
+        if isinstance(node, dict)
+        else node
+    )
 
 
 def matches(plain: Any, value: Any) -> bool:
     """Compare what the other library read with our event."""
     if isinstance(value, np.ndarray):
-        return bool(plain["dtype"] == value.dtype.str and plain["shape"] == list(value.shape) and plain["data"] == value.tobytes())
+        return bool(
+            plain["dtype"] == value.dtype.str
+            and plain["shape"] == list(value.shape)
+            and plain["data"] == value.tobytes()
+        )
     if isinstance(value, StoredArray):
         return (
             plain["dtype"] == value.dtype
@@ -137,7 +167,12 @@ def matches(plain: Any, value: Any) -> bool:
 
 @given(ARRAYS)
 def test_decoded_arrays_are_read_only_views(array: np.ndarray[Any, Any]) -> None:
-    record = {"dtype": array.dtype.str, "shape": list(array.shape), "data": array.tobytes(), "reference": None}
+    record = {
+        "dtype": array.dtype.str,
+        "shape": list(array.shape),
+        "data": array.tobytes(),
+        "reference": None,
+    }
     view = unpack(record)
     assert isinstance(view, np.ndarray)
     assert not view.flags.writeable
@@ -147,7 +182,13 @@ def test_decoded_arrays_are_read_only_views(array: np.ndarray[Any, Any]) -> None
     assert base.base is record["data"]
 
 
-@given(arrays.arrays(st.sampled_from([">i4", ">f8", ">u2"]).map(np.dtype), arrays.array_shapes(max_side=4), elements={"allow_nan": False}))
+@given(
+    arrays.arrays(
+        st.sampled_from([">i4", ">f8", ">u2"]).map(np.dtype),
+        arrays.array_shapes(max_side=4),
+        elements={"allow_nan": False},
+    )
+)
 def test_big_endian_arrays_are_written_little_endian(array: np.ndarray[Any, Any]) -> None:
     back = unpack(pack(array) | {"shape": list(array.shape)})
     assert isinstance(back, np.ndarray)
@@ -177,7 +218,9 @@ def test_arrays_of_other_types_are_refused(dtype: str) -> None:
         ("<i4", [1], None, "packed tensor has neither data nor reference"),
     ],
 )
-def test_tensor_whose_parts_disagree_is_corrupt(dtype: str, shape: list[int], data: bytes | None, text: str) -> None:
+def test_tensor_whose_parts_disagree_is_corrupt(
+    dtype: str, shape: list[int], data: bytes | None, text: str
+) -> None:
     with pytest.raises(CorruptRecord, match=text):
         unpack({"dtype": dtype, "shape": shape, "data": data, "reference": None})
 
@@ -201,10 +244,13 @@ def test_cut_off_record_is_corrupt(cut: int) -> None:
 @given(data=st.data())
 @settings(max_examples=400)
 def test_altered_record_is_corrupt_or_another_event(data: st.DataObject) -> None:
-    """Whatever the bytes: an event comes out or CorruptRecord, nothing else, and no gigabyte is allocated."""
+    """Whatever the bytes: an event comes out or CorruptRecord, nothing else, and no gigabyte is
+    allocated."""
     encoded = bytearray(CODEC.encode(rolled_out()))
     for _ in range(data.draw(st.integers(1, 3))):
-        encoded[data.draw(st.integers(HEADER_BYTES, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+        encoded[data.draw(st.integers(HEADER_BYTES, len(encoded) - 1))] = data.draw(
+            st.integers(0, 255)
+        )
     with suppress(CorruptRecord):
         assert isinstance(CODEC.decode(bytes(encoded)), SampleRolledOut)
 
@@ -212,19 +258,29 @@ def test_altered_record_is_corrupt_or_another_event(data: st.DataObject) -> None
 @given(body=st.binary(max_size=60), cls=st.sampled_from(EVENTS))
 @settings(max_examples=300)
 def test_any_bytes_behind_a_good_header_are_corrupt_or_an_event(body: bytes, cls: type) -> None:
-    header = next(MAGIC + fingerprint for fingerprint, schema in CODEC.schemas.items() if schema["name"] == cls.__name__)
+    header = next(
+        MAGIC + fingerprint
+        for fingerprint, schema in CODEC.schemas.items()
+        if schema["name"] == cls.__name__
+    )
     with suppress(CorruptRecord):
         assert isinstance(CODEC.decode(header + body), cls)
 
 
 @pytest.mark.parametrize("data", [None, b"", b"\xc3\x01", b"\xc3\x02" + bytes(20), b"\x00" * 30])
 def test_bytes_without_the_marker_are_corrupt(data: bytes | None) -> None:
-    with pytest.raises(CorruptRecord, match=rf"record of {len(data or b'')} bytes doesn't begin with Avro's single-object marker"):
+    with pytest.raises(
+        CorruptRecord,
+        match=rf"record of {len(data or b'')} bytes doesn't begin with Avro's single-object marker",
+    ):
         CODEC.decode(data)
 
 
 def test_unknown_fingerprint_says_where_schemas_are_published() -> None:
-    with pytest.raises(UnknownFingerprint, match=r"schema 0102030405060708 is unknown; its writer has not published it on control\.schemas"):
+    with pytest.raises(
+        UnknownFingerprint,
+        match=r"schema 0102030405060708 is unknown; its writer has not published it on control\.schemas",
+    ):
         CODEC.decode(MAGIC + bytes(range(1, 9)) + b"body")
     assert CODEC.event_name(MAGIC + bytes(8)) == "unknown"
 
@@ -281,7 +337,9 @@ def test_record_of_a_newer_writer_is_read_without_its_new_field() -> None:
 
 def test_record_of_an_older_writer_gets_the_default_of_a_field_that_it_lacks() -> None:
     codec, schema = EventCodec(), schema_of("PromptGroupEnded")
-    schema["fields"] = [field for field in schema["fields"] if field["name"] not in ("reason", "mean_reward")]
+    schema["fields"] = [
+        field for field in schema["fields"] if field["name"] not in ("reason", "mean_reward")
+    ]
     event = codec.decode(foreign(schema, VALUES, codec))
     assert event == ended(reason="")
 
@@ -311,7 +369,9 @@ def test_what_one_codec_publishes_another_learns() -> None:
 
 def test_schema_of_no_event_of_ours_is_learnt_and_unused() -> None:
     codec = EventCodec()
-    fingerprint = codec.learn('{"type": "record", "name": "Other", "namespace": "of.others", "fields": []}')
+    fingerprint = codec.learn(
+        '{"type": "record", "name": "Other", "namespace": "of.others", "fields": []}'
+    )
     with pytest.raises(UnknownFingerprint):
         codec.decode(MAGIC + fingerprint)
 
@@ -319,8 +379,16 @@ def test_schema_of_no_event_of_ours_is_learnt_and_unused() -> None:
 @given(
     st.binary(max_size=20)
     | st.recursive(
-        st.none() | st.integers() | st.text(max_size=4) | st.sampled_from(["record", "string", "relax.events.sample"]),
-        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "name", "namespace", "fields", "items"]), inner),
+        st.none()
+        | st.integers()
+        | st.text(max_size=4)
+        | st.sampled_from(["record", "string", "relax.events.sample"]),
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(
+                st.sampled_from(["type", "name", "namespace", "fields", "items"]), inner
+            )
+        ),
         max_leaves=8,
     ).map(json.dumps)
 )
@@ -355,7 +423,11 @@ def with_field(kind: Any, *, name: str = "WorkerBeat") -> bytes:
 
 
 RECURSIVE = {"type": "record", "name": "R", "fields": [{"name": "next", "type": ["null", "R"]}]}
-MUTUAL = {"type": "record", "name": "A", "fields": [{"name": "b", "type": ["null", {"type": "array", "items": "A"}]}]}
+MUTUAL = {
+    "type": "record",
+    "name": "A",
+    "fields": [{"name": "b", "type": ["null", {"type": "array", "items": "A"}]}],
+}
 NOTHING = {"type": "record", "name": "E", "fields": [{"name": "nothing", "type": "null"}]}
 DEEP: Any = "int"
 for _ in range(200):
@@ -367,19 +439,38 @@ for _ in range(200):
     [
         (b"[" * 20_000, "nested 20000 deep"),
         (b"[" * 100_000, "has 100000 bytes"),
-        (b'{"type": "record", "name": "X", "namespace": "a", "doc": "' + b"x" * 70_000 + b'", "fields": []}', "has 7.* bytes"),
+        (
+            b'{"type": "record", "name": "X", "namespace": "a", "doc": "'
+            + b"x" * 70_000
+            + b'", "fields": []}',
+            "has 7.* bytes",
+        ),
         (with_field(RECURSIVE), r"R, which contains itself"),
         (with_field(MUTUAL), r"A, which contains itself"),
-        (with_field({"type": "array", "items": "null"}), "array of \"null\", whose items .* can hold any number of"),
+        (
+            with_field({"type": "array", "items": "null"}),
+            'array of "null", whose items .* can hold any number of',
+        ),
         (with_field({"type": "array", "items": NOTHING}), "can hold any number of"),
-        (with_field({"type": "array", "items": {"type": "fixed", "name": "F", "size": 0}}), "can hold any number of"),
-        *((with_field({"type": "array", "items": kind}), "can hold any number of") for kind in ("boolean", "float", "double")),
+        (
+            with_field({"type": "array", "items": {"type": "fixed", "name": "F", "size": 0}}),
+            "can hold any number of",
+        ),
+        *(
+            (with_field({"type": "array", "items": kind}), "can hold any number of")
+            for kind in ("boolean", "float", "double")
+        ),
         (with_field([NOTHING, {"type": "array", "items": "E"}]), "can hold any number of"),
-        (with_field({"type": "fixed", "name": "F", "size": 2**40}), "fixed type F of 1099511627776 bytes"),
+        (
+            with_field({"type": "fixed", "name": "F", "size": 2**40}),
+            "fixed type F of 1099511627776 bytes",
+        ),
         (with_field(DEEP), "nested 2.. deep"),
     ],
 )
-def test_published_schema_whose_records_cost_more_than_their_bytes_is_refused(published: bytes, text: str) -> None:
+def test_published_schema_whose_records_cost_more_than_their_bytes_is_refused(
+    published: bytes, text: str
+) -> None:
     with pytest.raises(SchemaError, match=text):
         EventCodec().learn(published)
 
@@ -394,7 +485,9 @@ def test_brackets_in_texts_are_no_depth() -> None:
     assert EventCodec().learn(published)
 
 
-PRIMITIVES = st.sampled_from(["null", "boolean", "int", "long", "float", "double", "bytes", "string"])
+PRIMITIVES = st.sampled_from(
+    ["null", "boolean", "int", "long", "float", "double", "bytes", "string"]
+)
 NUMBERS = iter(range(10**9))
 
 
@@ -407,8 +500,14 @@ KINDS = st.recursive(
     lambda inner: st.one_of(
         inner.map(lambda items: {"type": "array", "items": items}),
         inner.map(lambda values: {"type": "map", "values": values}),
-        st.lists(inner.filter(lambda kind: isinstance(kind, str)), min_size=1, max_size=3, unique=True),
-        st.lists(inner, max_size=3).map(lambda kinds: named("record", fields=[{"name": f"f{n}", "type": kind} for n, kind in enumerate(kinds)])),
+        st.lists(
+            inner.filter(lambda kind: isinstance(kind, str)), min_size=1, max_size=3, unique=True
+        ),
+        st.lists(inner, max_size=3).map(
+            lambda kinds: named(
+                "record", fields=[{"name": f"f{n}", "type": kind} for n, kind in enumerate(kinds)]
+            )
+        ),
         st.integers(0, 9).map(lambda size: named("fixed", size=size)),
     ),
     max_leaves=8,
@@ -417,7 +516,12 @@ KINDS = st.recursive(
 
 @given(
     kind=KINDS,
-    body=st.one_of(st.binary(max_size=200), st.sampled_from([b"\x02", b"\xff" * 8 + b"\x7f", b"\x80" * 9 + b"\x01"]).map(lambda one: one * 30)),
+    body=st.one_of(
+        st.binary(max_size=200),
+        st.sampled_from([b"\x02", b"\xff" * 8 + b"\x7f", b"\x80" * 9 + b"\x01"]).map(
+            lambda one: one * 30
+        ),
+    ),
 )
 @settings(max_examples=300)
 def test_any_record_of_any_published_schema_costs_its_bytes_alone(kind: Any, body: bytes) -> None:
@@ -429,7 +533,9 @@ def test_any_record_of_any_published_schema_costs_its_bytes_alone(kind: Any, bod
     began = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     with suppress(CorruptRecord):
         codec.decode(b"\xc3\x01" + fingerprint + body)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - began < 5.0  # thousands of times what 300 bytes take
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_utime - began < 5.0
+    )  # thousands of times what 300 bytes take
 
 
 def test_schema_under_the_key_of_another_is_refused() -> None:

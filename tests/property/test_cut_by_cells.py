@@ -1,4 +1,5 @@
-"""Where samples can't share rows, no part of a micro-batch has more cells than the token budget, and nothing is lost or torn."""
+"""Where samples can't share rows, no part of a micro-batch has more cells than the token budget,
+and nothing is lost or torn."""
 
 from __future__ import annotations
 
@@ -11,23 +12,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.training.packing import cut_by_cells
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.batch.packing import cut_by_cells
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
 from tests.unit.trainer_samples import make_samples, run_config
 
 
 def sample(number: int, length: int) -> Any:
-    return SimpleNamespace(sample_id=str(number), prompt_group_id=str(number // 2), tokens=np.zeros(length, np.int32))
+    return SimpleNamespace(
+        sample_id=str(number), prompt_group_id=str(number // 2), tokens=np.zeros(length, np.int32)
+    )
 
 
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30), budget=st.integers(1, 200), whole=st.booleans())
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    budget=st.integers(1, 200),
+    whole=st.booleans(),
+)
 def test_parts_keep_to_the_budget(lengths: list[int], budget: int, whole: bool) -> None:
     samples = [sample(number, length) for number, length in enumerate(lengths)]
     parts = cut_by_cells(samples, max_cells=budget, whole_prompt_groups=whole)
-    assert sorted(int(item.sample_id) for part in parts for item in part) == list(range(len(lengths)))
+    assert sorted(int(item.sample_id) for part in parts for item in part) == list(
+        range(len(lengths))
+    )
     for part in parts:
-        units = [list(members) for _, members in groupby(part, key=lambda item: item.prompt_group_id if whole else item.sample_id)]
+        units = [
+            list(members)
+            for _, members in groupby(
+                part, key=lambda item: item.prompt_group_id if whole else item.sample_id
+            )
+        ]
         assert len(units) == 1 or len(part) * max(len(item.tokens) for item in part) <= budget
     if whole:
         groups_of_parts = [{item.prompt_group_id for item in part} for part in parts]
@@ -40,14 +54,22 @@ def test_long_sample_among_short_ones_does_not_pad_them() -> None:
     assert sum(len(part) * max(len(item.tokens) for item in part) for part in parts) == 10_000
 
 
-def test_forward_of_a_model_whose_samples_need_rows_of_their_own_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_of_a_model_whose_samples_need_rows_of_their_own_keeps_to_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     samples = make_samples(8)
     longest = max(len(item.tokens) for item in samples)
-    backend = TorchBackend(run_config(trainer={"max_tokens_per_micro_batch": 2 * longest}), ranks=SingleRank())
+    backend = TorchBackend(
+        run_config(trainer={"max_tokens_per_micro_batch": 2 * longest}), ranks=SingleRank()
+    )
     backend._model.shares_rows, backend._model.prompt_sharing = False, None
     cells: list[int] = []
     train = backend._train
-    monkeypatch.setattr(backend, "_train", lambda batch, **more: (cells.append(batch.batch.input_ids.size), train(batch, **more)))
+    monkeypatch.setattr(
+        backend,
+        "_train",
+        lambda batch, **more: (cells.append(batch.batch.input_ids.size), train(batch, **more)),
+    )
     backend.accumulate(samples)
     assert max(cells) <= 2 * longest
     assert backend.step().num_samples == len(samples)

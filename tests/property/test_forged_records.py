@@ -1,4 +1,5 @@
-"""What a role that was taken over, or anybody on an open broker, writes into the trainer's input before the honest records come."""
+"""What a role that was taken over, or anybody on an open broker, writes into the trainer's input
+before the honest records come."""
 
 from __future__ import annotations
 
@@ -34,12 +35,21 @@ def everyone_works(run: SimulatedRun) -> None:
 
 
 def due(run: SimulatedRun) -> dict[int, PromptGroupIssued]:
-    return {offset: issued for offset, issued in run.open_leases.items() if 0 <= issued.required_policy_version <= run.published_version}
+    return {
+        offset: issued
+        for offset, issued in run.open_leases.items()
+        if 0 <= issued.required_policy_version <= run.published_version
+    }
 
 
 def write(run: SimulatedRun, entity: str, event: Event, *, group_id: str) -> None:
     place = (run.plan.topic(entity), run.plan.partition(group_id, 0))
-    run.kafka.append(place, key=group_id.encode(), value=run.codec.encode(event), headers=[("policy-version", b"0")])
+    run.kafka.append(
+        place,
+        key=group_id.encode(),
+        value=run.codec.encode(event),
+        headers=[("policy-version", b"0")],
+    )
 
 
 def finish(run: SimulatedRun) -> None:
@@ -60,7 +70,11 @@ def letters(run: SimulatedRun) -> Counter[str]:
     trainer.worker.drain.start()
     while trainer.is_running:
         trainer.turn()
-    entries = [entry for place in run.places("trainer.dead-letters") for entry in run.kafka.visible(place, 0)]
+    entries = [
+        entry
+        for place in run.places("trainer.dead-letters")
+        for entry in run.kafka.visible(place, 0)
+    ]
     return Counter(dict(entry.carried)["error-class"].decode() for entry in entries)
 
 
@@ -69,7 +83,11 @@ def test_forged_samples_and_ends_that_come_first_change_nothing(run: SimulatedRu
         everyone_works(run)
     victims = [issued.prompt_group_id for issued in due(run).values()]
     for name in victims:
-        arrays = {"tokens": BACK_DOOR, "loss_mask": np.array([0, 1, 1], np.int8), "rollout_logprobs": np.zeros(3, np.float32)}
+        arrays = {
+            "tokens": BACK_DOOR,
+            "loss_mask": np.array([0, 1, 1], np.int8),
+            "rollout_logprobs": np.zeros(3, np.float32),
+        }
         for index in range(2):
             forged = ready(name, index, **arrays, advantages=np.full(3, 100, np.float32))
             write(run, "prompt.end-requests", forged, group_id=name)
@@ -80,21 +98,33 @@ def test_forged_samples_and_ends_that_come_first_change_nothing(run: SimulatedRu
         write(run, "prompt.end-requests", ended(name, Outcome.FILTERED), group_id=name)
     for _ in range(4):
         everyone_works(run)
-    assert not [end for end in run.events("control.group-outcomes") if isinstance(end, PromptGroupEnded)]
+    assert not [
+        end for end in run.events("control.group-outcomes") if isinstance(end, PromptGroupEnded)
+    ]
     finish(run)
     assert run.ledger.problems() == []
     assert letters(run)["ForeignRecord"] == 6 * len(victims)
-    first = next(step for step in run.events("control.train-steps") if isinstance(step, TrainStepCommitted))
-    assert set(first.prompt_group_ids) & set(victims), "the honest samples of the same prompt groups were trained"
+    first = next(
+        step for step in run.events("control.train-steps") if isinstance(step, TrainStepCommitted)
+    )
+    assert set(first.prompt_group_ids) & set(victims), (
+        "the honest samples of the same prompt groups were trained"
+    )
 
 
 def test_role_may_have_prompt_groups_ended_as_failed_and_no_more(run: SimulatedRun) -> None:
     while not due(run):
         everyone_works(run)
     victim = next(iter(due(run).values())).prompt_group_id
-    write(run, "prompt.end-requests", ended(victim, Outcome.FAILED, reason="forged"), group_id=victim)
+    write(
+        run, "prompt.end-requests", ended(victim, Outcome.FAILED, reason="forged"), group_id=victim
+    )
     finish(run)
     assert run.ledger.problems() == []
-    outcomes = [(end.outcome, end.reason) for end in run.events("control.group-outcomes") if getattr(end, "prompt_group_id", "") == victim]
+    outcomes = [
+        (end.outcome, end.reason)
+        for end in run.events("control.group-outcomes")
+        if getattr(end, "prompt_group_id", "") == victim
+    ]
     assert outcomes == [(Outcome.FAILED, "forged")]
     assert letters(run)["ForeignRecord"] == 0

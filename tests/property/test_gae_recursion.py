@@ -16,11 +16,15 @@ FACTOR = st.sampled_from([0.0, 0.5, 0.95, 0.999, 1.0])
 def drawn(lengths: list[int], seed: int) -> GroupValues:
     generator = np.random.default_rng(seed)
     behind = np.arange(max(lengths)) >= np.array(lengths)[:, None]
-    rewards, values = (np.where(behind, 0.0, generator.normal(0, 10, behind.shape)) for _ in range(2))
+    rewards, values = (
+        np.where(behind, 0.0, generator.normal(0, 10, behind.shape)) for _ in range(2)
+    )
     return GroupValues(rewards, values)
 
 
-def by_recursion(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> list[float]:
+def by_recursion(
+    rewards: list[float], values: list[float], gamma: float, gae_lambda: float
+) -> list[float]:
     advantages, ahead, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         ahead = reward + gamma * next_value - value + gamma * gae_lambda * ahead
@@ -30,17 +34,26 @@ def by_recursion(rewards: list[float], values: list[float], gamma: float, gae_la
 
 
 @given(LENGTHS, FACTOR, FACTOR, st.integers(0, 2**32 - 1))
-def test_advantages_are_those_of_the_recursion(lengths: list[int], gamma: float, gae_lambda: float, seed: int) -> None:
+def test_advantages_are_those_of_the_recursion(
+    lengths: list[int], gamma: float, gae_lambda: float, seed: int
+) -> None:
     group = drawn(lengths, seed)
     given_rows = generalised_advantages(group, gamma=gamma, gae_lambda=gae_lambda)
     for row, length in enumerate(lengths):
-        expected = by_recursion(group.rewards[row, :length].tolist(), group.values[row, :length].tolist(), gamma, gae_lambda)
+        expected = by_recursion(
+            group.rewards[row, :length].tolist(),
+            group.values[row, :length].tolist(),
+            gamma,
+            gae_lambda,
+        )
         np.testing.assert_allclose(given_rows[row, :length], expected, rtol=1e-11, atol=1e-9)
         assert not given_rows[row, length:].any()
 
 
 @given(LENGTHS, FACTOR, st.integers(0, 2**32 - 1), st.integers(1, 70))
-def test_company_changes_no_bit(lengths: list[int], factor: float, seed: int, num_zeros: int) -> None:
+def test_company_changes_no_bit(
+    lengths: list[int], factor: float, seed: int, num_zeros: int
+) -> None:
     rows = drawn(lengths, seed).rewards
     together = discounted_sums(np.pad(rows, ((0, 0), (0, num_zeros))), factor=factor)
     for row, length in enumerate(lengths):

@@ -1,4 +1,5 @@
-"""The assembler decides each prompt group once, whatever arrives in whatever order, and a restart decides the rest alike."""
+"""The assembler decides each prompt group once, whatever arrives in whatever order, and a restart
+decides the rest alike."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from event_samples import ended, ready
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.broker.records import Record
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleReady
-from relax_events.policy import ReadyGroup
-from relax_events.training import assembly
-from relax_events.training.assembly import GroupAssembler
+from relax_events.kafka.records import Record
+from relax_events.staleness import ReadyGroup
+from relax_events.training.batch import assembly
+from relax_events.training.batch.assembly import GroupAssembler
 
 TOPIC, REQUESTS = "relax.test.advantage.samples", "relax.test.prompt.end-requests"
 MAX_STALENESS = 1
@@ -33,12 +34,16 @@ def partition_of(group_id: str, version: int) -> int:
 
 @st.composite
 def logs(draw: st.DrawFn) -> list[tuple[Record, Item]]:
-    """Draw the records of both topics: prompt groups, some generated again at a later version, some doubled, some with an end, some asked to end."""
+    """Draw the records of both topics: prompt groups, some generated again at a later version, some
+    doubled, some with an end, some asked to end."""
     events: list[tuple[Place, Item]] = []
     for index in range(4):
         group_id = f"000000-000{index}-0"
         for version in draw(st.sets(st.integers(0, 2), min_size=1, max_size=2)):
-            events += [((TOPIC, partition_of(group_id, version)), ready(group_id, sample, version=version)) for sample in range(2)]
+            events += [
+                ((TOPIC, partition_of(group_id, version)), ready(group_id, sample, version=version))
+                for sample in range(2)
+            ]
         for topic in draw(st.sets(st.sampled_from([TOPIC, REQUESTS]))):
             events.append(((topic, partition_of(group_id, 1)), ended(group_id, version=1)))
     events += draw(st.lists(st.sampled_from(events), max_size=6))
@@ -51,11 +56,27 @@ def logs(draw: st.DrawFn) -> list[tuple[Record, Item]]:
 
 
 class Trainer:
-    """A trainer around the assembler: it takes what is ready, commits ends at once, and a step's groups with the offsets."""
+    """A trainer around the assembler: it takes what is ready, commits ends at once, and a step's
+    groups with the offsets."""
 
-    def __init__(self, log: list[tuple[Record, Item]], *, decided: set[str], positions: dict[Place, int], version: int) -> None:
-        self._log = [(record, event) for record, event in log if record.offset >= positions.get((record.topic, record.partition), 0)]
-        self._events = {(record.partition, record.offset): event for record, event in log if isinstance(event, SampleReady)}
+    def __init__(
+        self,
+        log: list[tuple[Record, Item]],
+        *,
+        decided: set[str],
+        positions: dict[Place, int],
+        version: int,
+    ) -> None:
+        self._log = [
+            (record, event)
+            for record, event in log
+            if record.offset >= positions.get((record.topic, record.partition), 0)
+        ]
+        self._events = {
+            (record.partition, record.offset): event
+            for record, event in log
+            if isinstance(event, SampleReady)
+        }
         self.version = version
         self.assembler = GroupAssembler(max_staleness=MAX_STALENESS, decided=set(decided))
         self.committed: Counter[str] = Counter()
@@ -73,9 +94,14 @@ class Trainer:
             self.assembler.add(record, event, trainer_version=self.version)
             self._commit_ends()
             for group in self.assembler.ready():
-                samples = [self._events[record.partition, record.offset] for record in self.assembler.take(group)]
+                samples = [
+                    self._events[record.partition, record.offset]
+                    for record in self.assembler.take(group)
+                ]
                 assert [sample.sample_index for sample in samples] == [0, 1]
-                assert all(self.version - sample.policy_version <= MAX_STALENESS for sample in samples)
+                assert all(
+                    self.version - sample.policy_version <= MAX_STALENESS for sample in samples
+                )
                 taken.append(group)
             if count % step_every == 0:
                 self._step(taken)
@@ -86,7 +112,9 @@ class Trainer:
         for group in taken:
             self._commit(group.prompt_group_id, Outcome.TRAINED)
         self.assembler.decide([group.prompt_group_id for group in taken])
-        self.positions |= {(offset.topic, offset.partition): offset.offset for offset in self.assembler.consumed()}
+        self.positions |= {
+            (offset.topic, offset.partition): offset.offset for offset in self.assembler.consumed()
+        }
         self.assembler.advance(self.version)
         self._commit_ends()
 
@@ -111,12 +139,17 @@ def test_every_group_is_decided_once(log: list[tuple[Record, Item]], step_every:
 
 
 @given(log=logs(), step_every=st.integers(1, 5), data=st.data())
-def test_restart_decides_every_group_once(log: list[tuple[Record, Item]], step_every: int, data: st.DataObject) -> None:
-    """The successor knows the committed ends and positions only; between both lives each prompt group ends exactly once."""
+def test_restart_decides_every_group_once(
+    log: list[tuple[Record, Item]], step_every: int, data: st.DataObject
+) -> None:
+    """The successor knows the committed ends and positions only; between both lives each prompt
+    group ends exactly once."""
     crash = data.draw(st.integers(0, len(log)))
     first = Trainer(log, decided=set(), positions={}, version=0)
     first.work(crash, step_every=step_every)
-    second = Trainer(log, decided=set(first.committed), positions=first.positions, version=first.version)
+    second = Trainer(
+        log, decided=set(first.committed), positions=first.positions, version=first.version
+    )
     second.work(len(log), step_every=1)
     second.version += MAX_STALENESS + 1
     second._step([])
@@ -138,7 +171,8 @@ def test_group_that_came_twice_is_taken_whole_from_one_generation(data: st.DataO
 
 
 def test_assembler_holds_no_decoded_sample() -> None:
-    """A window of decoded samples would not fit into memory: only their records are held until they are taken."""
+    """A window of decoded samples would not fit into memory: only their records are held until they
+    are taken."""
     assembler, events = open_assembler(), [ready(index=index) for index in range(2)]
     alive = []
     for offset, event in enumerate(events):
@@ -150,7 +184,13 @@ def test_assembler_holds_no_decoded_sample() -> None:
     assert len(assembler.take(assembler.ready()[0])) == 2
 
 
-def record(offset: int, *, key: str = "000000-0000-0", partition: int = 0, headers: dict[str, str] | None = None) -> Record:
+def record(
+    offset: int,
+    *,
+    key: str = "000000-0000-0",
+    partition: int = 0,
+    headers: dict[str, str] | None = None,
+) -> Record:
     return Record(TOPIC, partition, offset, key, b"", headers or {}, 0)
 
 
@@ -158,9 +198,15 @@ def open_assembler() -> GroupAssembler:
     return GroupAssembler(max_staleness=MAX_STALENESS, decided=set())
 
 
-def add_group(assembler: GroupAssembler, group_id: str, *, version: int, offset: int, trainer_version: int) -> None:
+def add_group(
+    assembler: GroupAssembler, group_id: str, *, version: int, offset: int, trainer_version: int
+) -> None:
     for index in range(2):
-        assembler.add(record(offset + index, key=group_id), ready(group_id, index, version=version), trainer_version=trainer_version)
+        assembler.add(
+            record(offset + index, key=group_id),
+            ready(group_id, index, version=version),
+            trainer_version=trainer_version,
+        )
 
 
 def ends_of(assembler: GroupAssembler) -> list[tuple[str, Outcome]]:
@@ -220,8 +266,15 @@ def test_request_holds_back_the_position_of_its_own_topic() -> None:
     assembler = open_assembler()
     add_group(assembler, "000000-0000-0", version=0, offset=4, trainer_version=0)
     assembler.add(replace(record(0), topic=REQUESTS), ended(version=0), trainer_version=0)
-    assembler.add(replace(record(1, key="000000-0001-0"), topic=REQUESTS), ended("000000-0001-0", version=0), trainer_version=0)
-    assert ends_of(assembler) == [("000000-0000-0", Outcome.FAILED), ("000000-0001-0", Outcome.FAILED)]
+    assembler.add(
+        replace(record(1, key="000000-0001-0"), topic=REQUESTS),
+        ended("000000-0001-0", version=0),
+        trainer_version=0,
+    )
+    assert ends_of(assembler) == [
+        ("000000-0000-0", Outcome.FAILED),
+        ("000000-0001-0", Outcome.FAILED),
+    ]
     assert assembler.consumed() == [TopicOffset(TOPIC, 0, 4), TopicOffset(REQUESTS, 0, 0)]
     assembler.decide(["000000-0000-0"])
     assert assembler.consumed() == [TopicOffset(TOPIC, 0, 6), TopicOffset(REQUESTS, 0, 1)]
@@ -270,15 +323,26 @@ def test_sample_from_the_future_fails_its_group() -> None:
     assembler = open_assembler()
     assembler.add(record(0), ready(version=5), trainer_version=2)
     (end,) = assembler.pending_ends()
-    assert (end.outcome, end.reason) == (Outcome.FAILED, "version 5 lies ahead of the trainer's version 2")
+    assert (end.outcome, end.reason) == (
+        Outcome.FAILED,
+        "version 5 lies ahead of the trainer's version 2",
+    )
 
 
 def test_rejected_record_fails_its_group() -> None:
     assembler = open_assembler()
     assembler.add(record(0), ready(version=0), trainer_version=1)
-    assembler.reject(record(1, headers={"policy-version": "0"}), "poison: tokens must be finite", trainer_version=1)
+    assembler.reject(
+        record(1, headers={"policy-version": "0"}),
+        "poison: tokens must be finite",
+        trainer_version=1,
+    )
     (end,) = assembler.pending_ends()
-    assert (end.outcome, end.reason, end.policy_version) == (Outcome.FAILED, "poison: tokens must be finite", 0)
+    assert (end.outcome, end.reason, end.policy_version) == (
+        Outcome.FAILED,
+        "poison: tokens must be finite",
+        0,
+    )
     assembler.skip(record(2, key=""))
     assert consumed(assembler) == {0: 0}
     assembler.decide(["000000-0000-0"])
@@ -292,7 +356,9 @@ def test_failed_group_ends_with_its_reason() -> None:
     assert ends_of(assembler) == [("000000-0000-0", Outcome.FAILED)]
 
 
-def test_id_window_stays_bounded_and_counts_what_it_forgot_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_id_window_stays_bounded_and_counts_what_it_forgot_as_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(assembly, "ID_WINDOW", 10)
     decided = assembly.DecidedGroups(f"{step:06d}-0000-0" for step in range(25))
     assert len(list(decided)) <= 10

@@ -1,4 +1,5 @@
-"""The join gives each prompt group once, complete, whatever the order, and never lets go of a record that is still needed."""
+"""The join gives each prompt group once, complete, whatever the order, and never lets go of a
+record that is still needed."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from event_samples import evaluated, rolled_out, scored
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.broker.records import Record
 from relax_events.events.types import SampleEvaluated, SampleRolledOut, SampleScored
-from relax_events.pipeline.join import GroupJoin, JoinedGroup
+from relax_events.kafka.records import Record
+from relax_events.runtime.join import GroupJoin, JoinedGroup
 
 Sample = SampleRolledOut | SampleScored | SampleEvaluated
 EVALUATORS = frozenset({"reference", "actor"})
@@ -25,7 +26,10 @@ def events_of(group_id: str, version: int) -> list[tuple[str, Sample]]:
     for index in range(2):
         events.append(("rollout.samples", rolled_out(group_id, index, version=version)))
         events.append(("reward.scores", scored(group_id, index, version=version)))
-        events += [(f"{name}.logprobs", evaluated(group_id, index, version=version, evaluator=name)) for name in sorted(EVALUATORS)]
+        events += [
+            (f"{name}.logprobs", evaluated(group_id, index, version=version, evaluator=name))
+            for name in sorted(EVALUATORS)
+        ]
     return events
 
 
@@ -40,31 +44,49 @@ def arrivals(draw: st.DrawFn) -> list[tuple[Record, Sample]]:
         place = (topic, event.policy_version)
         offsets[place] = offsets.get(place, -1) + 1
         headers = {"policy-version": str(event.policy_version)}
-        placed.append((Record(topic, place[1], offsets[place], event.prompt_group_id, b"", headers, 0), event))
+        placed.append(
+            (Record(topic, place[1], offsets[place], event.prompt_group_id, b"", headers, 0), event)
+        )
     return placed
 
 
 def generated_twice(digest: str, *, num_samples: int = 2) -> list[tuple[str, Sample]]:
-    """All that belongs to one of two generations of a prompt group under the same ids; each value says of which."""
+    """All that belongs to one of two generations of a prompt group under the same ids; each value
+    says of which."""
     number = {"a": 1, "b": 2}[digest]
     events: list[tuple[str, Sample]] = []
     for index in range(num_samples):
         tokens = np.array([5, 6, 7, number], np.int32)
-        events.append(("rollout.samples", rolled_out(index=index, tokens=tokens, generation_digest=digest)))
-        events.append(("reward.scores", scored(index=index, reward=float(number), generation=digest)))
+        events.append(
+            ("rollout.samples", rolled_out(index=index, tokens=tokens, generation_digest=digest))
+        )
+        events.append(
+            ("reward.scores", scored(index=index, reward=float(number), generation=digest))
+        )
         for name in sorted(EVALUATORS):
-            one = dataclasses.replace(evaluated(index=index, evaluator=name, generation=digest), values=np.full(4, number, np.float32))
+            one = dataclasses.replace(
+                evaluated(index=index, evaluator=name, generation=digest),
+                values=np.full(4, number, np.float32),
+            )
             events.append((f"{name}.logprobs", one))
     return events
 
 
 @given(st.data())
-def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(data: st.DataObject) -> None:
-    """The first worker may have died after one of its samples; either way nothing of one generation is put beside the other's."""
+def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(
+    data: st.DataObject,
+) -> None:
+    """The first worker may have died after one of its samples; either way nothing of one generation
+    is put beside the other's."""
     events = generated_twice("a", num_samples=data.draw(st.integers(1, 2))) + generated_twice("b")
     join, offsets, complete = GroupJoin(evaluators=EVALUATORS), Counter[str](), []
     for topic, event in data.draw(st.permutations(events)):
-        group = join.add(Record(topic, 0, offsets[topic], event.prompt_group_id, b"", {"policy-version": "0"}, 0), event)
+        group = join.add(
+            Record(
+                topic, 0, offsets[topic], event.prompt_group_id, b"", {"policy-version": "0"}, 0
+            ),
+            event,
+        )
         offsets[topic] += 1
         if group is not None:
             complete.append(group)
@@ -74,8 +96,14 @@ def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(data
     number = {"a": 1, "b": 2}[group.generation_digest]
     assert {int(np.asarray(sample.tokens)[3]) for sample in group.samples.values()} == {number}
     assert {group.reward_of(sample) for sample in group.samples.values()} == {float(number)}
-    assert {float(np.asarray(one.values)[0]) for name in EVALUATORS for one in group.evaluations[name].values()} == {number}
-    assert join.num_dropped == sum(event.generation_digest != group.generation_digest for _, event in events)
+    assert {
+        float(np.asarray(one.values)[0])
+        for name in EVALUATORS
+        for one in group.evaluations[name].values()
+    } == {number}
+    assert join.num_dropped == sum(
+        event.generation_digest != group.generation_digest for _, event in events
+    )
     assert join.num_open == 0
     assert marks_of(join) == {(topic, 0): end for topic, end in offsets.items()}
 
@@ -85,14 +113,18 @@ def marks_of(join: GroupJoin) -> dict[tuple[str, int], int]:
 
 
 @given(arrivals())
-def test_each_generation_is_complete_exactly_once_in_any_order(sequence: list[tuple[Record, Sample]]) -> None:
+def test_each_generation_is_complete_exactly_once_in_any_order(
+    sequence: list[tuple[Record, Sample]],
+) -> None:
     join = GroupJoin(evaluators=EVALUATORS)
     complete: list[JoinedGroup] = []
     for record, event in sequence:
         if (group := join.add(record, event)) is not None:
             complete.append(group)
             join.close(group)
-    assert sorted((group.prompt_group_id, group.policy_version) for group in complete) == sorted(KEYS)
+    assert sorted((group.prompt_group_id, group.policy_version) for group in complete) == sorted(
+        KEYS
+    )
     for group in complete:
         assert [sample.sample_index for sample in group.ordered_samples()] == [0, 1]
         assert group.scores.keys() == group.samples.keys()
@@ -101,7 +133,9 @@ def test_each_generation_is_complete_exactly_once_in_any_order(sequence: list[tu
 
 
 @given(arrivals())
-def test_low_watermark_stays_below_open_groups_and_reaches_the_end_when_all_are_closed(sequence: list[tuple[Record, Sample]]) -> None:
+def test_low_watermark_stays_below_open_groups_and_reaches_the_end_when_all_are_closed(
+    sequence: list[tuple[Record, Sample]],
+) -> None:
     join = GroupJoin(evaluators=EVALUATORS)
     seen: list[tuple[Record, tuple[str, int]]] = []
     finished: set[tuple[str, int]] = set()
@@ -115,7 +149,11 @@ def test_low_watermark_stays_below_open_groups_and_reaches_the_end_when_all_are_
             finished.add(key)
         marks = marks_of(join)
         assert all(marks[place] >= mark for place, mark in previous.items())
-        assert all(record.offset >= marks[record.topic, record.partition] for record, key in seen if key not in finished)
+        assert all(
+            record.offset >= marks[record.topic, record.partition]
+            for record, key in seen
+            if key not in finished
+        )
         previous = marks
     ends: dict[tuple[str, int], int] = {}
     for record, _ in sequence:
@@ -124,7 +162,9 @@ def test_low_watermark_stays_below_open_groups_and_reaches_the_end_when_all_are_
 
 
 @given(arrivals(), st.data())
-def test_crash_at_any_point_loses_no_group(sequence: list[tuple[Record, Sample]], data: st.DataObject) -> None:
+def test_crash_at_any_point_loses_no_group(
+    sequence: list[tuple[Record, Sample]], data: st.DataObject
+) -> None:
     """A successor that starts at the committed marks completes whatever the dead worker did not."""
     crash = data.draw(st.integers(0, len(sequence)))
     join, emitted = GroupJoin(evaluators=EVALUATORS), set()
@@ -135,14 +175,19 @@ def test_crash_at_any_point_loses_no_group(sequence: list[tuple[Record, Sample]]
     marks = marks_of(join)
     successor = GroupJoin(evaluators=EVALUATORS)
     for record, event in sequence:
-        if record.offset >= marks.get((record.topic, record.partition), 0) and (group := successor.add(record, event)) is not None:
+        if (
+            record.offset >= marks.get((record.topic, record.partition), 0)
+            and (group := successor.add(record, event)) is not None
+        ):
             successor.close(group)
             emitted.add((group.prompt_group_id, group.policy_version))
     assert emitted == set(KEYS)
 
 
 @given(arrivals())
-def test_dropped_partition_is_forgotten_and_others_stay(sequence: list[tuple[Record, Sample]]) -> None:
+def test_dropped_partition_is_forgotten_and_others_stay(
+    sequence: list[tuple[Record, Sample]],
+) -> None:
     join = GroupJoin(evaluators=EVALUATORS)
     for record, event in sequence[: len(sequence) // 2]:
         if (group := join.add(record, event)) is not None:
@@ -155,11 +200,19 @@ def test_dropped_partition_is_forgotten_and_others_stay(sequence: list[tuple[Rec
         if event.policy_version == 1 and (group := join.add(record, event)) is not None:
             join.close(group)
     again = marks_of(join)
-    assert all(again[record.topic, 1] > record.offset for record, event in sequence if event.policy_version == 1)
+    assert all(
+        again[record.topic, 1] > record.offset
+        for record, event in sequence
+        if event.policy_version == 1
+    )
 
 
-def record_of(offset: int, key: str, *, version: int | None = 0, topic: str = "rollout.samples") -> Record:
-    return Record(topic, 0, offset, key, b"", {} if version is None else {"policy-version": str(version)}, 0)
+def record_of(
+    offset: int, key: str, *, version: int | None = 0, topic: str = "rollout.samples"
+) -> Record:
+    return Record(
+        topic, 0, offset, key, b"", {} if version is None else {"policy-version": str(version)}, 0
+    )
 
 
 def test_poisoned_group_is_over_and_late_records_of_it_are_ignored() -> None:
@@ -178,8 +231,13 @@ def test_poisoned_group_is_over_and_late_records_of_it_are_ignored() -> None:
 def test_expired_groups_are_those_below_the_window() -> None:
     join = GroupJoin(evaluators=frozenset())
     for offset, (group_id, version) in enumerate(KEYS):
-        join.add(record_of(offset, group_id, version=version), rolled_out(group_id, version=version))
-    assert [(group.prompt_group_id, group.is_rolled_out) for group in join.expired(1)] == [("000000-0000-0", False), ("000000-0001-0", False)]
+        join.add(
+            record_of(offset, group_id, version=version), rolled_out(group_id, version=version)
+        )
+    assert [(group.prompt_group_id, group.is_rolled_out) for group in join.expired(1)] == [
+        ("000000-0000-0", False),
+        ("000000-0001-0", False),
+    ]
     for group in join.expired(1):
         join.close(group)
     assert join.expired(1) == []

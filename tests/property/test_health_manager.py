@@ -1,4 +1,5 @@
-"""The health manager over made-up runs: who is well is left alone, who is not is helped so often and no more, whatever happens to the controller."""
+"""The health manager over made-up runs: who is well is left alone, who is not is helped so often
+and no more, whatever happens to the controller."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.control.health import HealthState, Limits, decide, symptoms
+from relax_events.controller.health import Limits, decide, symptoms
 from relax_events.events.parts import Command, WorkerState
 from relax_events.events.types import Event, RunCommanded, WorkerBeat
+from relax_events.projections.health import HealthState
 from tests.unit.run_events import beat as made_beat
 from tests.unit.run_events import run_config, train_step
 
@@ -21,15 +23,23 @@ ROLES = sorted(LIMITS.pipeline)
 WELL = 10**9
 
 
-def inside(beat: WorkerBeat, activity: str, *, since_seconds: float, deadline_seconds: float) -> WorkerBeat:
+def inside(
+    beat: WorkerBeat, activity: str, *, since_seconds: float, deadline_seconds: float
+) -> WorkerBeat:
     """Let a beat come from inside a long call."""
     since = int(since_seconds * 10**6)
-    return replace(beat, activity=activity, activity_since=since, activity_deadline_at=since + int(deadline_seconds * 10**6))
+    return replace(
+        beat,
+        activity=activity,
+        activity_since=since,
+        activity_deadline_at=since + int(deadline_seconds * 10**6),
+    )
 
 
 @dataclass
 class Patient:
-    """A worker that falls ill again some turns after each of its starts, until it has been started often enough."""
+    """A worker that falls ill again some turns after each of its starts, until it has been started
+    often enough."""
 
     worker_id: str
     kind: str = "silent"
@@ -60,7 +70,8 @@ class Patient:
 
 @dataclass
 class World:
-    """Workers, a log, and a controller that may be killed: a new one knows what the log holds, of every worker the newest beat."""
+    """Workers, a log, and a controller that may be killed: a new one knows what the log holds, of
+    every worker the newest beat."""
 
     patients: list[Patient]
     commits: bool = True
@@ -83,11 +94,17 @@ class World:
     def turn(self, *, broker: bool = True) -> list[RunCommanded]:
         self.now += TURN
         if broker:
-            said = [beat for patient in self.patients if (beat := patient.turn(self.now)) is not None]
+            said = [
+                beat for patient in self.patients if (beat := patient.turn(self.now)) is not None
+            ]
             for heard in (made_beat("controller-0", at_seconds=self.now), *said):
                 self.beats[heard.worker_id] = heard
                 self.hear(heard)
-            if self.commits and {patient.worker_id.rpartition("-")[0] for patient in self.patients if not patient.is_ill} == set(ROLES):
+            if self.commits and {
+                patient.worker_id.rpartition("-")[0]
+                for patient in self.patients
+                if not patient.is_ill
+            } == set(ROLES):
                 self.steps.append(train_step(len(self.steps), at_seconds=self.now))
                 self.hear(self.steps[-1])
         given_now = decide(self.state, LIMITS, now=self.now * 10**6)
@@ -113,11 +130,22 @@ def workers(**ill: Patient) -> list[Patient]:
 
 
 def tally(world: World, tier: str, worker_id: str | None = None) -> int:
-    return len({c.commanded_at for c in world.commands if c.arguments.get("tier") == tier and worker_id in (None, c.worker_id)})
+    return len(
+        {
+            c.commanded_at
+            for c in world.commands
+            if c.arguments.get("tier") == tier and worker_id in (None, c.worker_id)
+        }
+    )
 
 
-@given(turns=st.lists(st.sampled_from(["turn", "turn", "turn", "outage", "kill"]), max_size=80), outage=st.integers(1, 40))
-def test_nobody_who_is_well_is_touched_whatever_befalls_broker_and_controller(turns: list[str], outage: int) -> None:
+@given(
+    turns=st.lists(st.sampled_from(["turn", "turn", "turn", "outage", "kill"]), max_size=80),
+    outage=st.integers(1, 40),
+)
+def test_nobody_who_is_well_is_touched_whatever_befalls_broker_and_controller(
+    turns: list[str], outage: int
+) -> None:
     world = World(workers())
     for kind in turns:
         if kind == "kill":
@@ -128,12 +156,21 @@ def test_nobody_who_is_well_is_touched_whatever_befalls_broker_and_controller(tu
 
 
 @settings(max_examples=25)
-@given(role=st.sampled_from(ROLES), kind=st.sampled_from(["silent", "stuck", "overdue"]), kills=st.frozensets(st.integers(0, 900), max_size=12))
-def test_help_that_is_in_vain_ends_after_so_many_tries_although_controllers_die(role: str, kind: str, kills: frozenset[int]) -> None:
+@given(
+    role=st.sampled_from(ROLES),
+    kind=st.sampled_from(["silent", "stuck", "overdue"]),
+    kills=st.frozensets(st.integers(0, 900), max_size=12),
+)
+def test_help_that_is_in_vain_ends_after_so_many_tries_although_controllers_die(
+    role: str, kind: str, kills: frozenset[int]
+) -> None:
     patient = Patient(f"{role}-0", kind, num_starts_needed=WELL)
     world = World(workers(**{role.replace("-", "_"): patient}))
     world.run(4000, kills=kills)
-    assert (tally(world, "restart"), tally(world, "restore")) == (LIMITS.max_restarts, LIMITS.max_restores)
+    assert (tally(world, "restart"), tally(world, "restore")) == (
+        LIMITS.max_restarts,
+        LIMITS.max_restores,
+    )
     stops = [command for command in world.commands if command.command is Command.STOP]
     assert [(stop.role, stop.worker_id, stop.succeeded) for stop in stops] == [(None, None, False)]
     assert stops[0].reason.startswith(f"{role}-0 has ")
@@ -141,8 +178,13 @@ def test_help_that_is_in_vain_ends_after_so_many_tries_although_controllers_die(
 
 
 @settings(max_examples=25)
-@given(num_starts=st.integers(1, LIMITS.max_restarts + LIMITS.max_restores), kills=st.frozensets(st.integers(0, 900), max_size=6))
-def test_run_goes_on_once_a_restart_or_a_restore_has_helped(num_starts: int, kills: frozenset[int]) -> None:
+@given(
+    num_starts=st.integers(1, LIMITS.max_restarts + LIMITS.max_restores),
+    kills=st.frozensets(st.integers(0, 900), max_size=6),
+)
+def test_run_goes_on_once_a_restart_or_a_restore_has_helped(
+    num_starts: int, kills: frozenset[int]
+) -> None:
     world = World(workers(trainer=Patient("trainer-0", "stuck", num_starts_needed=num_starts)))
     world.run(1500, kills=kills)
     assert tally(world, "restart", "trainer-0") == min(num_starts, LIMITS.max_restarts)
@@ -157,36 +199,65 @@ def test_worker_whose_peer_is_well_is_never_the_reason_to_restore(kind: str, com
     sick = Patient("rollout-1", kind, num_starts_needed=WELL, incubation=2)
     world = World([*workers(), sick], commits=commits)
     world.run(3000)
-    assert {(command.command, command.worker_id) for command in world.commands} == {(Command.RESTART, "rollout-1")}
-    waits = [later.commanded_at - earlier.commanded_at for earlier, later in pairwise(world.commands)]
+    assert {(command.command, command.worker_id) for command in world.commands} == {
+        (Command.RESTART, "rollout-1")
+    }
+    waits = [
+        later.commanded_at - earlier.commanded_at for earlier, later in pairwise(world.commands)
+    ]
     assert min(waits) >= HUNG * 10**6
 
 
-def test_worker_inside_a_long_call_is_left_alone_until_the_deadline_of_the_call_which_is_then_named() -> None:
+def test_worker_inside_a_long_call_is_left_alone_until_the_deadline_of_the_call_which_is_then_named() -> (
+    None
+):
     world = World(workers(trainer=Patient("trainer-0", "overdue", num_starts_needed=WELL)))
     world.run(3 + CALL // TURN)
     assert world.commands == [], "longer than hung and stuck allow"
     world.run(1)
     (command,) = world.commands
     assert (command.worker_id, command.arguments["symptom"]) == ("trainer-0", "overdue")
-    assert command.reason == "has been busy with one call for 250 s: publish weights, whose deadline passed 10 s ago"
+    assert (
+        command.reason
+        == "has been busy with one call for 250 s: publish weights, whose deadline passed 10 s ago"
+    )
 
 
 def test_worker_that_falls_silent_inside_a_long_call_is_missed_and_the_call_named() -> None:
-    world = World(workers(trainer=Patient("trainer-0", num_starts_needed=WELL, incubation=0, age=-1)))
-    world.hear(inside(made_beat("trainer-0", at_seconds=world.now), "publish weights", since_seconds=world.now - 5, deadline_seconds=CALL))
+    world = World(
+        workers(trainer=Patient("trainer-0", num_starts_needed=WELL, incubation=0, age=-1))
+    )
+    world.hear(
+        inside(
+            made_beat("trainer-0", at_seconds=world.now),
+            "publish weights",
+            since_seconds=world.now - 5,
+            deadline_seconds=CALL,
+        )
+    )
     world.run(8)
-    assert [command.reason for command in world.commands] == ["has sent no beat for 70 s; its last one said: publish weights for 5 s"]
+    assert [command.reason for command in world.commands] == [
+        "has sent no beat for 70 s; its last one said: publish weights for 5 s"
+    ]
 
 
 def test_worker_that_starts_may_take_longer_than_any_call_and_beats_meanwhile() -> None:
     world = World(workers())
-    starting = [replace(made_beat("trainer-0", at_seconds=world.now + at, state=WorkerState.STARTING), pid=7) for at in (0, 1, 2)]
+    starting = [
+        replace(
+            made_beat("trainer-0", at_seconds=world.now + at, state=WorkerState.STARTING), pid=7
+        )
+        for at in (0, 1, 2)
+    ]
     for late in (False, True):
         for beat in starting:
             since = world.now - (LIMITS.start / 10**6 + 1) * late
-            world.hear(inside(beat, "start", since_seconds=since, deadline_seconds=LIMITS.start / 10**6))
-        assert symptoms(world.state, LIMITS, now=world.now * 10**6) == ({"trainer-0": "slow_start"} if late else {})
+            world.hear(
+                inside(beat, "start", since_seconds=since, deadline_seconds=LIMITS.start / 10**6)
+            )
+        assert symptoms(world.state, LIMITS, now=world.now * 10**6) == (
+            {"trainer-0": "slow_start"} if late else {}
+        )
     assert world.state.starts["trainer"] == 1, "one process, however often it beats"
 
 
@@ -230,7 +301,9 @@ def test_run_in_which_all_wait_for_each_other_is_restored_and_in_the_end_given_u
     world.run(2000)
     assert tally(world, "restore") == LIMITS.max_restores
     assert world.commands[-1].command is Command.STOP
-    assert world.commands[-1].reason.startswith("nobody has had any work for 120 s, and the goal is not reached; and 3 restores were")
+    assert world.commands[-1].reason.startswith(
+        "nobody has had any work for 120 s, and the goal is not reached; and 3 restores were"
+    )
 
 
 def test_run_does_not_stand_still_so_soon_after_a_step_that_took_long() -> None:

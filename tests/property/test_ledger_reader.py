@@ -1,4 +1,5 @@
-"""The ledger's reader over the log that the real work loops leave: in blocks of any size it comes to what a reader of everything does."""
+"""The ledger's reader over the log that the real work loops leave: in blocks of any size it comes
+to what a reader of everything does."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ from pathlib import Path
 import pytest
 from test_worker_machine import WorkerMachine
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import LogReader
-from relax_events.control.ledger import reading
-from relax_events.control.ledger.reading import LedgerReader
+from relax_events.history import ledger as reading
+from relax_events.history.ledger import LedgerReader
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
-def test_blocks_of_any_size_come_to_the_same(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_any_size_come_to_the_same(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("BLOCK_RECORDS", "CHUNK_RECORDS", "LARGE_CHUNK_RECORDS"):
         monkeypatch.setattr(reading, name, size)
     machine = WorkerMachine()
@@ -24,9 +27,13 @@ def test_blocks_of_any_size_come_to_the_same(size: int, tmp_path: Path, monkeypa
         machine._finish()
         run = machine.run
         run.look()
-        config = run.config.model_copy(update={"objects": run.config.objects.model_copy(update={"uri": tmp_path.as_uri()})})
+        config = run.config.model_copy(
+            update={"objects": run.config.objects.model_copy(update={"uri": tmp_path.as_uri()})}
+        )
         reader = LogReader(Connection.of(config.broker, client_id="ledger"))
-        ledger = LedgerReader(config, Connection.of(config.broker, client_id="ledger"), reader).read()
+        ledger = LedgerReader(
+            config, Connection.of(config.broker, client_id="ledger"), reader
+        ).read()
         assert ledger.problems() == run.ledger.problems() == []
         assert ledger.unproven() == []
         assert ledger.figures() == run.ledger.figures()

@@ -1,4 +1,5 @@
-"""A step's loss and gradients don't depend on how its samples were ordered, cut up, packed or spread over ranks."""
+"""A step's loss and gradients don't depend on how its samples were ordered, cut up, packed or
+spread over ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.algorithms.describing import installed_algorithms
+from relax_events.algorithms.description import installed_algorithms
 from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
-from relax_events.training.packing import pack_order
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.batch.packing import pack_order
+from relax_events.training.batch.step_statistics import step_cutoff, step_whitening
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
-from relax_events.training.whole_step import step_cutoff, step_whitening
 from tests.unit.trainer_samples import make_samples, run_config
 
 SAMPLES = make_samples(8, seed=9)
@@ -28,9 +29,17 @@ CORRECTIONS = {
     "plain": {},
     "decoupled": {"correction": "decoupled", "old_logprobs": "actor"},
     "tis": {"correction": "tis", "old_logprobs": "trainer"},
-    "tis over sequences": {"correction": "tis", "correction_level": "sequence", "old_logprobs": "actor"},
+    "tis over sequences": {
+        "correction": "tis",
+        "correction_level": "sequence",
+        "old_logprobs": "actor",
+    },
     "icepop": {"correction": "icepop", "old_logprobs": "actor"},
-    "mask by the sequence's mean": {"correction": "mask", "correction_level": "sequence_mean", "old_logprobs": "actor"},
+    "mask by the sequence's mean": {
+        "correction": "mask",
+        "correction_level": "sequence_mean",
+        "old_logprobs": "actor",
+    },
     "tis and rejected samples": {
         "correction": "tis",
         "old_logprobs": "actor",
@@ -39,8 +48,18 @@ CORRECTIONS = {
         "rejection_high": 0.5,
         "veto_low": 0.15,
     },
-    "rejected by the worst token": {"old_logprobs": "trainer", "rejection": "k2", "rejection_over": "max", "rejection_high": 1.0},
-    "rejected by the sequence's ratio": {"old_logprobs": "actor", "rejection": "k1", "rejection_over": "sum", "rejection_high": 3.0},
+    "rejected by the worst token": {
+        "old_logprobs": "trainer",
+        "rejection": "k2",
+        "rejection_over": "max",
+        "rejection_high": 1.0,
+    },
+    "rejected by the sequence's ratio": {
+        "old_logprobs": "actor",
+        "rejection": "k1",
+        "rejection_over": "sum",
+        "rejection_high": 3.0,
+    },
     "opsm": {"opsm_threshold": 0.01},
     "m2": {"m2_threshold": 0.5},
     "whitened by token": {"whiten_advantages": "tokens"},
@@ -52,7 +71,11 @@ CORRECTIONS = {
         "kl_unbiased": True,
         "entropy_coefficient": 0.02,
     },
-    "distilled by the drawn token": {"distill_coefficient": 0.5, "distill_placement": "loss", "distill_divergence": "jsd"},
+    "distilled by the drawn token": {
+        "distill_coefficient": 0.5,
+        "distill_placement": "loss",
+        "distill_divergence": "jsd",
+    },
     "distilled over a set": {
         "distill_coefficient": 0.5,
         "distill_placement": "loss",
@@ -80,7 +103,8 @@ CHANGES = st.sampled_from(list(CORRECTIONS))
 
 @dataclass(frozen=True)
 class LinearSample:
-    """A sample of a softmax-linear policy: features and drawn tokens, and what others said of them."""
+    """A sample of a softmax-linear policy: features and drawn tokens, and what others said of
+    them."""
 
     features: torch.Tensor
     tokens: torch.Tensor
@@ -98,11 +122,18 @@ def linear_samples(num_samples: int, seed: int) -> list[LinearSample]:
         draw = torch.rand(length, 8, generator=generator, dtype=torch.float64)
         advantage = torch.randn(1, generator=generator, dtype=torch.float64)
         columns = (-3 * draw[:, column] for column in (4, 5, 6))
-        samples.append(LinearSample(draw[:, :3], (draw[:, 3] * 5).long(), *columns, advantage.expand(length)))
+        samples.append(
+            LinearSample(draw[:, :3], (draw[:, 3] * 5).long(), *columns, advantage.expand(length))
+        )
     return samples
 
 
-def inputs_of(weights: torch.Tensor, samples: list[LinearSample], algorithm: AlgorithmConfig, dtype: torch.dtype) -> ObjectiveInputs:
+def inputs_of(
+    weights: torch.Tensor,
+    samples: list[LinearSample],
+    algorithm: AlgorithmConfig,
+    dtype: torch.dtype,
+) -> ObjectiveInputs:
     """Lay samples end to end, and run the policy on them."""
 
     def joined(name: str) -> torch.Tensor:
@@ -115,29 +146,48 @@ def inputs_of(weights: torch.Tensor, samples: list[LinearSample], algorithm: Alg
         logprobs=distributions.gather(-1, joined("tokens").long()[:, None])[:, 0],
         entropies=-(distributions.exp() * distributions).sum(-1),
         rollout_logprobs=joined("rollout"),
-        old_logprobs=None if algorithm.old_logprobs == "trainer" else joined(algorithm.old_logprobs),
+        old_logprobs=None
+        if algorithm.old_logprobs == "trainer"
+        else joined(algorithm.old_logprobs),
         ref_logprobs=joined("ref"),
         advantages=joined("advantages"),
         num_loss_tokens=torch.tensor([len(sample.tokens) for sample in samples]),
         teacher_logprobs=teacher.gather(-1, joined("tokens").long()[:, None])[:, 0],
-        token_set=TokenSet(distributions.gather(-1, ids), teacher.gather(-1, ids)) if algorithm.has_topk_loss else None,
+        token_set=TokenSet(distributions.gather(-1, ids), teacher.gather(-1, ids))
+        if algorithm.has_topk_loss
+        else None,
     )
 
 
-def step(parts: list[list[LinearSample]], algorithm: AlgorithmConfig, dtype: torch.dtype = torch.float64) -> tuple[float, torch.Tensor]:
-    """Run parts one after another as ranks and micro-batches do; return the loss and its gradient."""
+def step(
+    parts: list[list[LinearSample]], algorithm: AlgorithmConfig, dtype: torch.dtype = torch.float64
+) -> tuple[float, torch.Tensor]:
+    """Run parts one after another as ranks and micro-batches do; return the loss and its
+    gradient."""
     objective = Objective(algorithm, max_new_tokens=16)
-    weights = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(3, 5).to(dtype).requires_grad_()
+    weights = (
+        torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(3, 5).to(dtype).requires_grad_()
+    )
     held = [inputs_of(weights, part, algorithm, dtype) for part in parts]
     advantages = [(inputs.advantages.numpy(), inputs.num_loss_tokens.numpy()) for inputs in held]
     whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=SingleRank())
-    squares = [(inputs.logprobs.detach() - inputs.rollout_logprobs).double().square().numpy() for inputs in held]
-    cutoff = step_cutoff(squares, threshold=algorithm.m2_threshold, ranks=SingleRank()) if algorithm.m2_threshold else None
+    squares = [
+        (inputs.logprobs.detach() - inputs.rollout_logprobs).double().square().numpy()
+        for inputs in held
+    ]
+    cutoff = (
+        step_cutoff(squares, threshold=algorithm.m2_threshold, ranks=SingleRank())
+        if algorithm.m2_threshold
+        else None
+    )
     total, units = 0.0, 0
     for inputs in held:
         white = torch.from_numpy(whitening.apply(inputs.advantages.double().numpy())).to(dtype)
         used = white if algorithm.whiten_advantages != "none" else inputs.advantages
-        fields = {name: getattr(inputs, name) for name in inputs.__slots__} | {"advantages": used, "second_moment_cutoff": cutoff}
+        fields = {name: getattr(inputs, name) for name in inputs.__slots__} | {
+            "advantages": used,
+            "second_moment_cutoff": cutoff,
+        }
         tokens = objective(ObjectiveInputs(**fields))
         loss = (tokens.token_weights * tokens.losses).sum()
         loss.backward()
@@ -154,17 +204,30 @@ def cut(data: st.DataObject, samples: list[LinearSample]) -> list[list[LinearSam
     """Draw an order of the samples and a way to cut it into parts."""
     order = data.draw(st.permutations(range(len(samples))))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(samples) - 1))))
-    return [[samples[index] for index in order[start:end]] for start, end in zip([0, *cuts], [*cuts, len(samples)], strict=True)]
+    return [
+        [samples[index] for index in order[start:end]]
+        for start, end in zip([0, *cuts], [*cuts, len(samples)], strict=True)
+    ]
 
 
 def some_samples(seed: int, *, at_most: int = 10) -> list[LinearSample]:
     """Make samples of which at least one has a loss token."""
     samples = linear_samples(2 + seed % (at_most - 1), seed)
-    return samples if any(len(sample.tokens) for sample in samples) else linear_samples(at_most, seed + 1)
+    return (
+        samples
+        if any(len(sample.tokens) for sample in samples)
+        else linear_samples(at_most, seed + 1)
+    )
 
 
 @settings(max_examples=80)
-@given(data=st.data(), seed=st.integers(0, 1000), name=ALGORITHMS, change=CHANGES, aggregation=st.sampled_from(AGGREGATIONS))
+@given(
+    data=st.data(),
+    seed=st.integers(0, 1000),
+    name=ALGORITHMS,
+    change=CHANGES,
+    aggregation=st.sampled_from(AGGREGATIONS),
+)
 def test_loss_and_gradient_are_the_same_in_any_order_and_cut(data, seed, name, change, aggregation):
     samples, algorithm = some_samples(seed), config_of(name, change, aggregation=aggregation)
     loss, gradient = step([samples], algorithm)
@@ -176,7 +239,8 @@ def test_loss_and_gradient_are_the_same_in_any_order_and_cut(data, seed, name, c
 @pytest.mark.parametrize("change", CORRECTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradient_in_float32_are_within_1e_4_of_those_in_float64_in_any_cut(name, change):
-    # Fixed samples: among many draws there is one with a token within float32's rounding of a clip bound, where the gradient jumps.
+    # Fixed samples: among many draws there is one with a token within float32's rounding of a clip
+    # bound, where the gradient jumps.
     samples, algorithm = linear_samples(10, 3), config_of(name, change)
     loss, gradient = step([samples], algorithm)
     for parts in ([samples], [samples[7:], samples[2:7], samples[:2]]):
@@ -189,7 +253,10 @@ def test_loss_and_gradient_in_float32_are_within_1e_4_of_those_in_float64_in_any
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_is_the_mean_that_the_aggregation_names(name, aggregation):
     samples = [sample for sample in linear_samples(6, 4) if len(sample.tokens)]
-    per_sample = [step([[sample]], config_of(name, "plain", aggregation="token_mean"))[0] for sample in samples]
+    per_sample = [
+        step([[sample]], config_of(name, "plain", aggregation="token_mean"))[0]
+        for sample in samples
+    ]
     lengths = np.array([len(sample.tokens) for sample in samples])
     weights = {
         "token_mean": lengths / lengths.sum(),
@@ -202,7 +269,11 @@ def test_loss_is_the_mean_that_the_aggregation_names(name, aggregation):
 
 def backend_step(samples, *, max_tokens, name, change, share_rows=True):
     algorithm = config_of(name, change).model_dump()
-    backend = TorchBackend(run_config(algorithm=algorithm, trainer={"max_grad_norm": 1e9}), ranks=SingleRank(), dtype=torch.float64)
+    backend = TorchBackend(
+        run_config(algorithm=algorithm, trainer={"max_grad_norm": 1e9}),
+        ranks=SingleRank(),
+        dtype=torch.float64,
+    )
     backend._model.shares_rows = share_rows
     gradients = []
     backend._flat.update = lambda **_: gradients.append(backend._flat.gradients.clone())
@@ -218,10 +289,20 @@ def whole_step(name: str, change: str):
 
 
 @settings(max_examples=20)
-@given(order=st.permutations(SAMPLES), max_tokens=st.integers(1, 200), name=ALGORITHMS, change=CHANGES, share_rows=st.booleans())
-def test_backend_gives_the_same_figures_and_gradients_in_any_order_and_packing(order, max_tokens, name, change, share_rows):
+@given(
+    order=st.permutations(SAMPLES),
+    max_tokens=st.integers(1, 200),
+    name=ALGORITHMS,
+    change=CHANGES,
+    share_rows=st.booleans(),
+)
+def test_backend_gives_the_same_figures_and_gradients_in_any_order_and_packing(
+    order, max_tokens, name, change, share_rows
+):
     figures, gradients = whole_step(name, change)
-    other_figures, other_gradients = backend_step(order, max_tokens=max_tokens, name=name, change=change, share_rows=share_rows)
+    other_figures, other_gradients = backend_step(
+        order, max_tokens=max_tokens, name=name, change=change, share_rows=share_rows
+    )
     # Not 1e-12: RMSNorm works in float32 in any model.
     assert other_figures == pytest.approx(figures, rel=1e-6, abs=1e-7)
     torch.testing.assert_close(other_gradients, gradients, rtol=1e-5, atol=1e-7)

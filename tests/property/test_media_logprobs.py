@@ -1,4 +1,5 @@
-"""Engine, scorers and trainer say the same of every token, however media and text were packed, padded and spread; and so does transformers."""
+"""Engine, scorers and trainer say the same of every token, however media and text were packed,
+padded and spread; and so does transformers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,17 +16,17 @@ from hypothesis import strategies as st
 
 from relax_events.config import EngineConfig, RunConfig, SamplingConfig
 from relax_events.engines.protocol import GenerationRequest
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.parts import Modality
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
+from relax_events.media.model_inputs import ProcessedMedia
+from relax_events.media.token_layout import modality_of
 from relax_events.models.families import family_of
-from relax_events.models.media_inputs import ProcessedMedia
-from relax_events.models.media_layout import modality_of
-from relax_events.training.packing import pack
-from relax_events.training.policy_model import PolicyModel
-from relax_events.training.sample_media import SampleMedia
-from relax_events.training.scoring import LogprobScorer
+from relax_events.training.backend.policy_model import PolicyModel
+from relax_events.training.backend.scoring import LogprobScorer
+from relax_events.training.batch.packing import pack
+from relax_events.training.batch.sample_media import SampleMedia
 from relax_events.weights import Weights
 from tests.folders import kept_folder
 from tests.unit.moving_and_sounding import (
@@ -69,12 +70,18 @@ class Setup:
     def weights(self) -> Weights:
         loader = family_of(self.other, self.config.model.media).loader
         model = loader.from_pretrained(self.other, dtype=torch.float32)
-        return Weights(1, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, bytes(32))
+        return Weights(
+            1,
+            {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+            bytes(32),
+        )
 
     @cached_property
     def engine(self) -> TransformersEngine:
         engine = TransformersEngine(
-            self.path, config=EngineConfig(threads=1, max_running_samples=32, max_context_tokens=512), model=self.config.model
+            self.path,
+            config=EngineConfig(threads=1, max_running_samples=32, max_context_tokens=512),
+            model=self.config.model,
         )
         engine.load_weights(self.weights)
         return engine
@@ -87,14 +94,21 @@ class Setup:
 
     @cached_property
     def scorer(self) -> LogprobScorer:
-        scorer = LogprobScorer(self.path, model=self.config.model, threads=1, max_tokens=300, library=self.library)
+        scorer = LogprobScorer(
+            self.path, model=self.config.model, threads=1, max_tokens=300, library=self.library
+        )
         scorer.load_weights(self.weights)
         return scorer
 
     def shown(self, pieces: Sequence[Piece]) -> tuple[ProcessedMedia, ...]:
-        """Put files into the library, and take them out as the model is shown them; what the family can't hear is left out."""
+        """Put files into the library, and take them out as the model is shown them; what the family
+        can't hear is left out."""
         known = self.engine._model.layout.READS
-        items = [item_of(modality, size, seed=index) for index, (modality, size) in enumerate(pieces) if modality in known]
+        items = [
+            item_of(modality, size, seed=index)
+            for index, (modality, size) in enumerate(pieces)
+            if modality in known
+        ]
         return tuple(self.library.processed(self.library.admit(item)) for item in items)
 
     def rolled_out(self, groups: Sequence[Sequence[Piece]], seed: int) -> list[SampleReady]:
@@ -105,7 +119,10 @@ class Setup:
             request = GenerationRequest(
                 prompt_group_id=f"g{number}",
                 prompt_tokens=prompt_of(media, path=self.path, bounds=self.config.model.media),
-                samples=tuple(fresh_sample(f"g{number}/{index}", seed + 100 * number + index) for index in range(3)),
+                samples=tuple(
+                    fresh_sample(f"g{number}/{index}", seed + 100 * number + index)
+                    for index in range(3)
+                ),
                 sampling=SamplingConfig(max_new_tokens=1 + (seed + number) % 7),
                 stop_token_ids=(),
                 media=media,
@@ -113,38 +130,59 @@ class Setup:
             self.engine.submit(request)
             requests.append(request)
         ended = finish(self.engine)
-        return [ready(request, ended[sample.sample_id], index) for request in requests for index, sample in enumerate(request.samples)]
+        return [
+            ready(request, ended[sample.sample_id], index)
+            for request in requests
+            for index, sample in enumerate(request.samples)
+        ]
 
     def forward(self, samples: list[SampleReady], **layout: Any) -> torch.Tensor:
         batch = pack(samples, vocab_size=self.policy.vocab_size, **layout)
-        return self.policy.token_logprobs(SampleMedia(self.policy.family, self.library).added(batch, samples)).logprobs
+        return self.policy.token_logprobs(
+            SampleMedia(self.policy.family, self.library).added(batch, samples)
+        ).logprobs
 
 
 @cache
 def setup_of(name: str) -> Setup:
     make = MODELS.get(name, omni_model)
     path, other = make(), make(4)
-    return Setup(path, other, media_run(kept_folder("media"), path, use_audio_in_video=name == "hears clips"))
+    return Setup(
+        path, other, media_run(kept_folder("media"), path, use_audio_in_video=name == "hears clips")
+    )
 
 
 def drawn(samples: Sequence[SampleReady]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([sample.rollout_logprobs[sample.loss_mask.astype(bool)] for sample in samples]))
+    return torch.from_numpy(
+        np.concatenate(
+            [sample.rollout_logprobs[sample.loss_mask.astype(bool)] for sample in samples]
+        )
+    )
 
 
 @pytest.mark.parametrize("name", SETUPS)
 @settings(max_examples=6)
 @given(groups=CHOICES, seed=st.integers(0, 10**6), order=st.randoms(use_true_random=False))
-def test_rollout_and_trainer_agree_packed_padded_and_shared(name: str, groups: Any, seed: int, order: Any) -> None:
+def test_rollout_and_trainer_agree_packed_padded_and_shared(
+    name: str, groups: Any, seed: int, order: Any
+) -> None:
     setup = setup_of(name)
     samples = setup.rolled_out(groups, seed)
     order.shuffle(samples)
     with torch.no_grad():
-        for layout in ({"share_rows": setup.policy.shares_rows}, {"share_rows": False, "row_multiple": 16}):
-            torch.testing.assert_close(setup.forward(samples, **layout), drawn(samples), rtol=0, atol=TOLERANCE)
+        for layout in (
+            {"share_rows": setup.policy.shares_rows},
+            {"share_rows": False, "row_multiple": 16},
+        ):
+            torch.testing.assert_close(
+                setup.forward(samples, **layout), drawn(samples), rtol=0, atol=TOLERANCE
+            )
         samples.sort(key=lambda sample: sample.sample_id)
         if (sharing := setup.policy.prompt_sharing) is not None:
             sharing = replace(sharing, cell_cost=0.0)
-            torch.testing.assert_close(setup.forward(samples, sharing=sharing), drawn(samples), rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(
+                setup.forward(samples, sharing=sharing), drawn(samples), rtol=0, atol=TOLERANCE
+            )
     for sample, scores in zip(samples, setup.scorer.score(samples), strict=True):
         np.testing.assert_allclose(scores, sample.rollout_logprobs, rtol=0, atol=TOLERANCE)
 
@@ -152,7 +190,9 @@ def test_rollout_and_trainer_agree_packed_padded_and_shared(name: str, groups: A
 @pytest.mark.parametrize("name", ["sees", "sees by linear attention", "sees and hears"])
 @settings(max_examples=4)
 @given(groups=CHOICES, seed=st.integers(0, 10**6))
-def test_what_is_scored_beside_a_sample_changes_its_score_by_rounding_at_most(name: str, groups: Any, seed: int) -> None:
+def test_what_is_scored_beside_a_sample_changes_its_score_by_rounding_at_most(
+    name: str, groups: Any, seed: int
+) -> None:
     setup = setup_of(name)
     samples = setup.rolled_out(groups, seed)
     together = setup.scorer.score(samples)
@@ -166,7 +206,10 @@ def test_what_is_scored_beside_a_sample_changes_its_score_by_rounding_at_most(na
 def test_gradient_is_the_same_packed_padded_and_shared(name: str, groups: Any, seed: int) -> None:
     setup = setup_of(name)
     samples = setup.rolled_out(groups, seed)
-    layouts: list[dict[str, Any]] = [{"share_rows": False}, {"share_rows": False, "row_multiple": 16}]
+    layouts: list[dict[str, Any]] = [
+        {"share_rows": False},
+        {"share_rows": False, "row_multiple": 16},
+    ]
     if (sharing := setup.policy.prompt_sharing) is not None:
         layouts += [{"share_rows": True}, {"sharing": replace(sharing, cell_cost=0.0)}]
     gradients = []
@@ -174,16 +217,28 @@ def test_gradient_is_the_same_packed_padded_and_shared(name: str, groups: Any, s
         setup.policy.module.zero_grad()
         setup.forward(samples, **layout).sum().backward()
         named = setup.policy.module.named_parameters()
-        gradients.append({name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None})
+        gradients.append(
+            {
+                name: parameter.grad.clone()
+                for name, parameter in named
+                if parameter.grad is not None
+            }
+        )
     media = [modality_of(reference) for sample in samples for reference in sample.media]
-    assert any("visual." in name for name in gradients[0]) == any(kind is not Modality.AUDIO for kind in media)
+    assert any("visual." in name for name in gradients[0]) == any(
+        kind is not Modality.AUDIO for kind in media
+    )
     assert any("audio_tower." in name for name in gradients[0]) == (Modality.AUDIO in media)
     for other in gradients[1:]:
         for name, gradient in gradients[0].items():
-            torch.testing.assert_close(other[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()) + 1e-5)
+            torch.testing.assert_close(
+                other[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()) + 1e-5
+            )
 
 
-PICTURE, LARGER_PICTURE, CLIP, LONGER_CLIP, SOUND, LONGER_SOUND = ((kind, size) for kind, sizes in KINDS.items() for size in sizes)
+PICTURE, LARGER_PICTURE, CLIP, LONGER_CLIP, SOUND, LONGER_SOUND = (
+    (kind, size) for kind, sizes in KINDS.items() for size in sizes
+)
 COMPARED: list[tuple[str, list[Piece]]] = [
     ("sees", [LARGER_PICTURE]),
     ("sees", [CLIP]),
@@ -198,20 +253,32 @@ COMPARED: list[tuple[str, list[Piece]]] = [
     ("hears clips", [PICTURE, LONGER_CLIP]),
     ("hears clips", [CLIP]),
 ]
-"""Not two sounds of several lengths: transformers pads the one to the other's, and the tower's convolutions read the padding."""
+"""Not two sounds of several lengths: transformers pads the one to the other's, and the tower's
+convolutions read the padding."""
 
 
-@pytest.mark.parametrize(("name", "pieces"), COMPARED, ids=[f"{name}: {', '.join(kind for kind, _ in pieces)}" for name, pieces in COMPARED])
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    COMPARED,
+    ids=[f"{name}: {', '.join(kind for kind, _ in pieces)}" for name, pieces in COMPARED],
+)
 def test_tokens_are_as_likely_as_by_transformers_alone(name: str, pieces: list[Piece]) -> None:
     setup, hears_clips = setup_of(name), name == "hears clips"
     media = setup.shown(pieces)
-    tokens = np.append(prompt_of(media, path=setup.path, bounds=setup.config.model.media), np.arange(5, dtype=np.int32))
-    sample = replace(setup.rolled_out([[]], 0)[0], tokens=tokens, media=[piece.reference for piece in media])
+    tokens = np.append(
+        prompt_of(media, path=setup.path, bounds=setup.config.model.media),
+        np.arange(5, dtype=np.int32),
+    )
+    sample = replace(
+        setup.rolled_out([[]], 0)[0], tokens=tokens, media=[piece.reference for piece in media]
+    )
     mask = (np.arange(len(tokens)) >= len(tokens) - 5).astype(np.uint8)
     fresh = PolicyModel(setup.path, config=setup.config.model, device=torch.device("cpu"))
     sample = replace(sample, loss_mask=mask)
     batch = pack([sample], vocab_size=fresh.vocab_size)
     with torch.no_grad():
-        found = fresh.token_logprobs(SampleMedia(fresh.family, setup.library).added(batch, [sample])).logprobs
+        found = fresh.token_logprobs(
+            SampleMedia(fresh.family, setup.library).added(batch, [sample])
+        ).logprobs
     expected = plain_media_logprobs(setup.path, tokens, media, hears_clips=hears_clips)[-5:]
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=TOLERANCE)

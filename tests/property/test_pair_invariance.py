@@ -1,4 +1,5 @@
-"""A step of pairs is the same however it was cut between pairs, packed, and in whatever order the pairs came."""
+"""A step of pairs is the same however it was cut between pairs, packed, and in whatever order the
+pairs came."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.training.packing import MicroBatcher
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.batch.packing import MicroBatcher
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
 from tests.unit.trainer_samples import make_samples, run_config
 
 SAMPLES = make_samples(10, seed=11)
@@ -22,7 +23,12 @@ PAIRS = [SAMPLES[start:stop] for start, stop in pairwise(range(0, 11, 2))]
 LOSSES = {
     "dpo": {"name": "dpo", "beta": 0.5},
     "smoothed": {"name": "dpo", "label_smoothing": 0.1, "beta": 0.5},
-    "by token, with likelihood": {"name": "dpo", "beta": 2.0, "length_normalised": True, "nll_coefficient": 0.3},
+    "by token, with likelihood": {
+        "name": "dpo",
+        "beta": 2.0,
+        "length_normalised": True,
+        "nll_coefficient": 0.3,
+    },
     "ipo": {"name": "ipo"},
     "ipo of sums": {"name": "ipo", "length_normalised": False},
 }
@@ -30,7 +36,11 @@ LOSSES = {
 
 def step_of(pairs, *, max_tokens, loss, share_rows=True):
     """Train pairs as the trainer feeds them; return the figures and the gradients."""
-    config = run_config(algorithm=LOSSES[loss], trainer={"max_grad_norm": 1e9}, data={"chosen_key": "chosen", "rejected_key": "rejected"})
+    config = run_config(
+        algorithm=LOSSES[loss],
+        trainer={"max_grad_norm": 1e9},
+        data={"chosen_key": "chosen", "rejected_key": "rejected"},
+    )
     backend = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
     backend._model.shares_rows = share_rows
     gradients = []
@@ -51,10 +61,19 @@ def whole_step(loss: str):
 
 
 @settings(max_examples=40)
-@given(order=st.permutations(PAIRS), max_tokens=st.integers(1, 200), loss=st.sampled_from(list(LOSSES)), share_rows=st.booleans())
-def test_pairs_give_the_same_figures_and_gradients_in_any_order_and_packing(order, max_tokens, loss, share_rows):
+@given(
+    order=st.permutations(PAIRS),
+    max_tokens=st.integers(1, 200),
+    loss=st.sampled_from(list(LOSSES)),
+    share_rows=st.booleans(),
+)
+def test_pairs_give_the_same_figures_and_gradients_in_any_order_and_packing(
+    order, max_tokens, loss, share_rows
+):
     figures, gradients = whole_step(loss)
-    other_figures, other_gradients = step_of(order, max_tokens=max_tokens, loss=loss, share_rows=share_rows)
+    other_figures, other_gradients = step_of(
+        order, max_tokens=max_tokens, loss=loss, share_rows=share_rows
+    )
     # Not 1e-12: RMSNorm works in float32 in any model.
     assert other_figures == pytest.approx(figures, rel=1e-6, abs=1e-7)
     torch.testing.assert_close(other_gradients, gradients, rtol=1e-5, atol=1e-7)

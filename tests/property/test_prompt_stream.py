@@ -1,4 +1,5 @@
-"""The endless order of prompts is a fresh permutation each epoch, whatever the size and the seed."""
+"""The endless order of prompts is a fresh permutation each epoch, whatever the size and the
+seed."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_events.data.rows import PromptRow, UnfitRows
-from relax_events.data.stream import MAX_CYCLE, DataPlace, PromptOrder, PromptStream, permuted, shares
+from relax_events.data.stream import (
+    MAX_CYCLE,
+    DataPlace,
+    PromptOrder,
+    PromptStream,
+    permuted,
+    shares,
+)
 
 SIZES = st.integers(min_value=1, max_value=300)
 SEEDS = st.integers(min_value=0, max_value=2**31 - 1)
@@ -40,20 +48,27 @@ def test_stream_gives_every_row_once_an_epoch(rows: int, seed: int, number: int)
 
 @given(rows=st.integers(min_value=30, max_value=300), seed=SEEDS)
 def test_stream_orders_epochs_and_seeds_differently(rows: int, seed: int) -> None:
-    stream, other = (PromptStream(Numbers(rows), seed=value, shuffle=True) for value in (seed, seed + 1))
+    stream, other = (
+        PromptStream(Numbers(rows), seed=value, shuffle=True) for value in (seed, seed + 1)
+    )
     assert epoch(stream, 0, rows) != epoch(stream, 1, rows)
     assert epoch(stream, 0, rows) != epoch(other, 0, rows)
 
 
 @given(rows=SIZES, seed=SEEDS, row_number=st.integers(min_value=0, max_value=10**9))
-def test_stream_gives_the_same_row_again_after_a_restart(rows: int, seed: int, row_number: int) -> None:
+def test_stream_gives_the_same_row_again_after_a_restart(
+    rows: int, seed: int, row_number: int
+) -> None:
     first, second = (PromptStream(Numbers(rows), seed=seed, shuffle=True) for _ in range(2))
     assert first[row_number] == second[row_number]
 
 
 @given(rows=SIZES, row_number=st.integers(min_value=0, max_value=10**9))
 def test_stream_keeps_the_order_of_the_source_without_shuffling(rows: int, row_number: int) -> None:
-    assert PromptStream(Numbers(rows), seed=0, shuffle=False).order.place(row_number).index == row_number % rows
+    assert (
+        PromptStream(Numbers(rows), seed=0, shuffle=False).order.place(row_number).index
+        == row_number % rows
+    )
 
 
 def test_stream_has_nothing_before_its_start() -> None:
@@ -61,37 +76,60 @@ def test_stream_has_nothing_before_its_start() -> None:
         PromptStream(Numbers(3), seed=0, shuffle=True).order.place(-1)
 
 
-WEIGHTS = st.lists(st.integers(min_value=1, max_value=60).map(lambda tenths: tenths / 10), min_size=1, max_size=4)
+WEIGHTS = st.lists(
+    st.integers(min_value=1, max_value=60).map(lambda tenths: tenths / 10), min_size=1, max_size=4
+)
 
 
 @settings(max_examples=50)
-@given(weights=WEIGHTS, seed=SEEDS, start=st.integers(min_value=0, max_value=10**6), shuffle=st.booleans())
-def test_mixture_gives_every_dataset_its_share_wherever_one_looks(weights: list[float], seed: int, start: int, shuffle: bool) -> None:
+@given(
+    weights=WEIGHTS,
+    seed=SEEDS,
+    start=st.integers(min_value=0, max_value=10**6),
+    shuffle=st.booleans(),
+)
+def test_mixture_gives_every_dataset_its_share_wherever_one_looks(
+    weights: list[float], seed: int, start: int, shuffle: bool
+) -> None:
     order = PromptOrder([7] * len(weights), seed=seed, shuffle=shuffle, weights=weights)
     counts = [0] * len(weights)
     for position in range(start, start + 200):
         counts[order.place(position).dataset] += 1
     for count, weight in zip(counts, weights, strict=True):
-        # Evenly spread, a dataset is never more than a place ahead or behind for each of the others; at both ends of what is looked at.
+        # Evenly spread, a dataset is never more than a place ahead or behind for each of the
+        # others; at both ends of what is looked at.
         assert abs(count - 200 * weight / sum(weights)) <= len(weights) + 1
 
 
 @settings(max_examples=30)
-@given(sizes=st.lists(st.integers(min_value=1, max_value=40), min_size=2, max_size=3), seed=SEEDS, data=st.data())
-def test_mixture_goes_through_the_epochs_of_each_dataset(sizes: list[int], seed: int, data: st.DataObject) -> None:
-    weights = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=len(sizes), max_size=len(sizes)))
+@given(
+    sizes=st.lists(st.integers(min_value=1, max_value=40), min_size=2, max_size=3),
+    seed=SEEDS,
+    data=st.data(),
+)
+def test_mixture_goes_through_the_epochs_of_each_dataset(
+    sizes: list[int], seed: int, data: st.DataObject
+) -> None:
+    weights = data.draw(
+        st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=len(sizes), max_size=len(sizes))
+    )
     order = PromptOrder(sizes, seed=seed, shuffle=True, weights=weights)
-    places = [order.place(position) for position in range(600)]  # at least 46 of each, by weights of 0.5, 3 and 3
+    places = [
+        order.place(position) for position in range(600)
+    ]  # at least 46 of each, by weights of 0.5, 3 and 3
     for dataset, size in enumerate(sizes):
         indices = [place.index for place in places if place.dataset == dataset]
         whole = len(indices) // size
         assert whole > 0
         for epoch_number in range(whole):
-            assert sorted(indices[epoch_number * size : (epoch_number + 1) * size]) == list(range(size))
+            assert sorted(indices[epoch_number * size : (epoch_number + 1) * size]) == list(
+                range(size)
+            )
 
 
 def test_mixture_of_three_to_one_is_as_worked_out_by_hand() -> None:
-    # Places of the first at 1/6, 3/6, 5/6 of the cycle, of the second at 1/2; the first dataset goes first where they meet.
+    # Places of the first at 1/6, 3/6, 5/6 of the cycle, of the second at 1/2; the first dataset
+    # goes first where they meet.
     order = PromptOrder([100, 2], seed=0, shuffle=False, weights=[1.5, 0.5])
     places = [order.place(position) for position in range(12)]
     assert [place.dataset for place in places] == [0, 0, 1, 0] * 3
@@ -103,13 +141,21 @@ def test_mixture_of_three_to_one_is_as_worked_out_by_hand() -> None:
 def test_mixture_orders_datasets_of_one_size_differently() -> None:
     order = PromptOrder([50, 50], seed=1, shuffle=True, weights=[1, 1])
     places = [order.place(position) for position in range(100)]
-    first, second = ([place.index for place in places if place.dataset == dataset] for dataset in (0, 1))
+    first, second = (
+        [place.index for place in places if place.dataset == dataset] for dataset in (0, 1)
+    )
     assert first != second
 
 
 @pytest.mark.parametrize(
     ("weights", "expected"),
-    [([1.0], [1]), ([0.1, 0.2], [1, 2]), ([0.7, 0.3], [7, 3]), ([2, 4, 6], [1, 2, 3]), ([2.5, 1], [5, 2])],
+    [
+        ([1.0], [1]),
+        ([0.1, 0.2], [1, 2]),
+        ([0.7, 0.3], [7, 3]),
+        ([2, 4, 6], [1, 2, 3]),
+        ([2.5, 1], [5, 2]),
+    ],
 )
 def test_shares_are_the_smallest_whole_numbers(weights: list[float], expected: list[int]) -> None:
     assert shares(weights) == expected

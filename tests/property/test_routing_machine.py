@@ -1,4 +1,5 @@
-"""Routers whose engines are lost, stay away, refuse weights in any order: each sample comes back once, with its tokens, of the weights it names."""
+"""Routers whose engines are lost, stay away, refuse weights in any order: each sample comes back
+once, with its tokens, of the weights it names."""
 
 from __future__ import annotations
 
@@ -10,15 +11,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_requests import continued, finish, make_engine, make_request, other_weights, plain_logprobs, tiny_model
+from engine_requests import (
+    continued,
+    finish,
+    make_engine,
+    make_request,
+    other_weights,
+    plain_logprobs,
+    tiny_model,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from routed_engines import Site, make_router
 
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest
-from relax_events.engines.routing import circuit, member, router
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.replicas import policies as circuit
+from relax_events.engines.replicas import replica as member
+from relax_events.engines.replicas import router
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import WeightsError
 from relax_events.events.parts import FinishReason
 from relax_events.weights import Weights
@@ -55,7 +66,8 @@ def tokens_of(number: int, num_samples: int, policy_version: int) -> dict[str, l
 
 
 def opened(place: int) -> Callable[[], Engine]:
-    """Return what gives an engine as if it were new: it holds nothing, and has the weights of the model's folder."""
+    """Return what gives an engine as if it were new: it holds nothing, and has the weights of the
+    model's folder."""
 
     def open_engine() -> Engine:
         engine = engine_of(place)
@@ -111,7 +123,9 @@ class RoutingMachine(RuleBasedStateMachine):
     def load(self, on_running: str) -> None:
         before = self.router.policy_version
         try:
-            self.router.load_weights(weights_of(before + 1), on_running="restart" if on_running == "restart" else "swap")
+            self.router.load_weights(
+                weights_of(before + 1), on_running="restart" if on_running == "restart" else "swap"
+            )
         except WeightsError:
             assert self.router.policy_version == before
         else:
@@ -119,7 +133,8 @@ class RoutingMachine(RuleBasedStateMachine):
 
     @rule(picks=st.sets(st.integers(0, 15), min_size=1))
     def abort_and_go_on(self, picks: set[int]) -> None:
-        """Abort some of those that run; numbers choose them, since which ones run is a matter of time, and nothing that is drawn may be."""
+        """Abort some of those that run; numbers choose them, since which ones run is a matter of
+        time, and nothing that is drawn may be."""
         running = sorted(self.running)
         chosen = {running[pick % len(running)] for pick in picks if running}
         aborted = self.router.abort(chosen)
@@ -128,7 +143,12 @@ class RoutingMachine(RuleBasedStateMachine):
             assert sample.finish_reason is FinishReason.ABORT
             self.begun[sample.sample_id] = sample.tokens.tolist()
         for name in {sample.prompt_group_id for sample in aborted}:
-            self.router.submit(continued(self.requests[name], [sample for sample in aborted if sample.prompt_group_id == name]))
+            self.router.submit(
+                continued(
+                    self.requests[name],
+                    [sample for sample in aborted if sample.prompt_group_id == name],
+                )
+            )
 
     @invariant()
     def counts_agree(self) -> None:
@@ -158,9 +178,14 @@ class RoutingMachine(RuleBasedStateMachine):
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine ")]
 
     def check(self, sample: GeneratedSample) -> None:
-        """Hold a sample beside what was drawn of it before, and beside the weights that it names."""
+        """Hold a sample beside what was drawn of it before, and beside the weights that it
+        names."""
         request = self.requests[sample.prompt_group_id]
-        assert (len(sample.tokens), sample.finish_reason, sample.error) == (40, FinishReason.LENGTH, "")
+        assert (len(sample.tokens), sample.finish_reason, sample.error) == (
+            40,
+            FinishReason.LENGTH,
+            "",
+        )
         begun = self.begun.get(sample.sample_id, [])
         assert sample.tokens[: len(begun)].tolist() == begun
         versions = [segment.policy_version for segment in sample.segments]
@@ -170,11 +195,16 @@ class RoutingMachine(RuleBasedStateMachine):
         for segment, end in zip(sample.segments, ends, strict=True):
             place = slice(end - segment.num_tokens, end)
             if not segment.kept_cache:
-                plain = plain_logprobs(request.prompt_tokens, sample.tokens, path=folder_of(segment.policy_version))
+                plain = plain_logprobs(
+                    request.prompt_tokens, sample.tokens, path=folder_of(segment.policy_version)
+                )
                 np.testing.assert_allclose(sample.logprobs[place], plain[place], atol=1e-5)
         if len(set(versions)) == 1 and not sample.segments[0].kept_cache:
             number = int(sample.prompt_group_id[1:])
-            assert sample.tokens.tolist() == tokens_of(number, len(request.samples), versions[0] % 2)[sample.sample_id]
+            assert (
+                sample.tokens.tolist()
+                == tokens_of(number, len(request.samples), versions[0] % 2)[sample.sample_id]
+            )
 
 
 TestRouting = RoutingMachine.TestCase

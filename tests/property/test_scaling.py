@@ -1,4 +1,5 @@
-"""Requests over made-up runs: whatever dies, and whenever, each ends, by the rules, and nothing is left of what was taken back."""
+"""Requests over made-up runs: whatever dies, and whenever, each ends, by the rules, and nothing is
+left of what was taken back."""
 
 from __future__ import annotations
 
@@ -7,11 +8,20 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.control.scaling import Asked, Bounds, Conflicting, Departure, Kind, ScaleState, Standing, Status, decide, plan
-from relax_events.control.scaling.admission import cancellation
-from relax_events.control.scaling.requests import ORDER, ScaleRequest
+from relax_events.controller.scaling_admission import Asked, Conflicting, cancellation, plan
+from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.scaling_decisions import decide
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import Event, RunCommanded, WorkerBeat
+from relax_events.projections.scaling import (
+    ORDER,
+    Departure,
+    Kind,
+    ScaleRequest,
+    ScaleState,
+    Standing,
+    Status,
+)
 from tests.unit.run_events import beat as made_beat
 from tests.unit.run_events import run_config
 
@@ -21,7 +31,12 @@ BOUNDS = Bounds.of(run_config(), is_supervised=True)
 
 def in_time(seconds: int) -> Bounds:
     """Return bounds by which workers have so long to come up."""
-    return replace(BOUNDS, pools={name: replace(pool, timeout=seconds * SECOND) for name, pool in BOUNDS.pools.items()})
+    return replace(
+        BOUNDS,
+        pools={
+            name: replace(pool, timeout=seconds * SECOND) for name, pool in BOUNDS.pools.items()
+        },
+    )
 
 
 OVER = {kind: ORDER[kind][-1] for kind in Kind}
@@ -29,10 +44,12 @@ OVER = {kind: ORDER[kind][-1] for kind in Kind}
 
 @dataclass
 class World:
-    """A log, a controller and a supervisor over it; each may be killed, and a new one knows what the log holds.
+    """A log, a controller and a supervisor over it; each may be killed, and a new one knows what
+    the log holds.
 
     Attributes:
-        behaviour: What becomes of the workers that come, one after the other: `well`, `hangs` in its start, `breaks`, or is `stale`.
+        behaviour: What becomes of the workers that come, one after the other: `well`, `hangs` in
+            its start, `breaks`, or is `stale`.
     """
 
     bounds: Bounds = BOUNDS
@@ -94,7 +111,9 @@ class World:
         elif standing is Standing.WANTED and self.living[worker_id] == "breaks":
             self.leave(worker_id, Departure.FAILED)
         elif standing is Standing.LEAVING:
-            self.leave(worker_id, Departure.DRAINED if worker_id in self.living else Departure.ABSENT)
+            self.leave(
+                worker_id, Departure.DRAINED if worker_id in self.living else Departure.ABSENT
+            )
 
     def leave(self, worker_id: str, departure: Departure) -> None:
         self.living.pop(worker_id, None)
@@ -102,11 +121,23 @@ class World:
 
     def beat(self, worker_id: str, kind: str) -> None:
         self.ages[worker_id] += 1
-        state = WorkerState.STARTING if self.ages[worker_id] < 3 or kind == "hangs" else WorkerState.IDLE
+        state = (
+            WorkerState.STARTING
+            if self.ages[worker_id] < 3 or kind == "hangs"
+            else WorkerState.IDLE
+        )
         said: WorkerBeat = made_beat(worker_id, at_seconds=self.now, state=state)
-        self.write(replace(said, policy_version=-1 if kind == "stale" or self.ages[worker_id] < 5 else 7))
+        self.write(
+            replace(said, policy_version=-1 if kind == "stale" or self.ages[worker_id] < 5 else 7)
+        )
 
-    def run(self, turns: int, *, kills: frozenset[int] = frozenset(), crashes: frozenset[int] = frozenset()) -> None:
+    def run(
+        self,
+        turns: int,
+        *,
+        kills: frozenset[int] = frozenset(),
+        crashes: frozenset[int] = frozenset(),
+    ) -> None:
         for number in range(turns):
             if number in kills:
                 self.new_controller()
@@ -121,7 +152,11 @@ class World:
 
 def steps(world: World, request: ScaleRequest) -> list[Status]:
     """Return the statuses that a request has on the log, one after the other."""
-    commands = [event for event in world.log if isinstance(event, RunCommanded) and event.arguments.get("request") == request.request_id]
+    commands = [
+        event
+        for event in world.log
+        if isinstance(event, RunCommanded) and event.arguments.get("request") == request.request_id
+    ]
     return [Status(event.arguments["status"]) for event in commands if "status" in event.arguments]
 
 
@@ -130,7 +165,9 @@ KILLS = st.frozensets(st.integers(0, 60), max_size=20)
 
 @settings(max_examples=30)
 @given(kills=KILLS, crashes=st.frozensets(st.integers(0, 60), max_size=3), target=st.integers(2, 6))
-def test_workers_come_and_go_whatever_dies_in_whatever_state(kills: frozenset[int], crashes: frozenset[int], target: int) -> None:
+def test_workers_come_and_go_whatever_dies_in_whatever_state(
+    kills: frozenset[int], crashes: frozenset[int], target: int
+) -> None:
     world = World()
     world.controller.policy_version = 7
     out = world.ask(kind=Kind.OUT, target=target)
@@ -138,7 +175,13 @@ def test_workers_come_and_go_whatever_dies_in_whatever_state(kills: frozenset[in
     world.run(80, kills=kills, crashes=crashes)
     assert world.status(out) is Status.ACTIVE
     assert set(world.living) == {f"rollout-{index}" for index in range(1, target)}
-    assert steps(world, out) == [Status.CREATING, Status.HEALTH_CHECKING, Status.WEIGHT_SYNCING, Status.READY, Status.ACTIVE]
+    assert steps(world, out) == [
+        Status.CREATING,
+        Status.HEALTH_CHECKING,
+        Status.WEIGHT_SYNCING,
+        Status.READY,
+        Status.ACTIVE,
+    ]
     back = world.ask(kind=Kind.IN, target=1)
     assert back is not None
     world.run(80, kills=kills, crashes=crashes)
@@ -147,7 +190,8 @@ def test_workers_come_and_go_whatever_dies_in_whatever_state(kills: frozenset[in
 
 
 def test_controller_may_die_in_every_status_of_either_way() -> None:
-    """Each status is killed in once, one step at a time; nothing is skipped, and nothing is done twice."""
+    """Each status is killed in once, one step at a time; nothing is skipped, and nothing is done
+    twice."""
     world = World()
     seen: set[tuple[Kind, Status]] = set()
     for asked in (Asked(kind=Kind.OUT, target=3), Asked(kind=Kind.IN, target=1)):
@@ -157,7 +201,11 @@ def test_controller_may_die_in_every_status_of_either_way() -> None:
             seen.add((asked.kind, status))
             world.new_controller()
             world.turn()
-        assert len(steps(world, request)) == len(set(steps(world, request))) == len(ORDER[asked.kind]) - (2 if asked.kind is Kind.OUT else 1)
+        assert (
+            len(steps(world, request))
+            == len(set(steps(world, request)))
+            == len(ORDER[asked.kind]) - (2 if asked.kind is Kind.OUT else 1)
+        )
     assert {status for kind, status in seen if kind is Kind.OUT} == {
         Status.PENDING,
         Status.CREATING,
@@ -165,12 +213,22 @@ def test_controller_may_die_in_every_status_of_either_way() -> None:
         Status.WEIGHT_SYNCING,
         Status.READY,
     }
-    assert {status for kind, status in seen if kind is Kind.IN} == {Status.PENDING, Status.DRAINING, Status.REMOVING}
+    assert {status for kind, status in seen if kind is Kind.IN} == {
+        Status.PENDING,
+        Status.DRAINING,
+        Status.REMOVING,
+    }
 
 
 @settings(max_examples=40)
-@given(behaviour=st.lists(st.sampled_from(["well", "hangs", "breaks"]), min_size=4, max_size=4), keeps=st.booleans(), kills=KILLS)
-def test_request_whose_workers_do_not_come_up_ends_and_leaves_none_of_them(behaviour: list[str], keeps: bool, kills: frozenset[int]) -> None:
+@given(
+    behaviour=st.lists(st.sampled_from(["well", "hangs", "breaks"]), min_size=4, max_size=4),
+    keeps=st.booleans(),
+    kills=KILLS,
+)
+def test_request_whose_workers_do_not_come_up_ends_and_leaves_none_of_them(
+    behaviour: list[str], keeps: bool, kills: frozenset[int]
+) -> None:
     world = World(replace(in_time(20), keeps_partial=keeps), list(behaviour))
     request = world.ask(kind=Kind.OUT, target=5)
     assert request is not None
@@ -186,7 +244,9 @@ def test_request_whose_workers_do_not_come_up_ends_and_leaves_none_of_them(behav
 
 @settings(max_examples=30)
 @given(at=st.integers(0, 12), kills=KILLS)
-def test_request_that_is_cancelled_leaves_nothing_whenever_that_is(at: int, kills: frozenset[int]) -> None:
+def test_request_that_is_cancelled_leaves_nothing_whenever_that_is(
+    at: int, kills: frozenset[int]
+) -> None:
     world = World(behaviour=["hangs"])
     request = world.ask(kind=Kind.OUT, target=3)
     assert request is not None
@@ -222,8 +282,15 @@ def test_end_of_a_worker_that_nobody_tells_of_does_not_hold_the_next_request_up(
 
 
 @settings(max_examples=30)
-@given(st.lists(st.tuples(st.sampled_from([*Kind]), st.integers(1, 6), st.integers(0, 8), st.booleans()), max_size=12))
-def test_every_reader_of_the_log_knows_the_same_and_one_request_is_open_at_a_time(calls: list[tuple[Kind, int, int, bool]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*Kind]), st.integers(1, 6), st.integers(0, 8), st.booleans()),
+        max_size=12,
+    )
+)
+def test_every_reader_of_the_log_knows_the_same_and_one_request_is_open_at_a_time(
+    calls: list[tuple[Kind, int, int, bool]],
+) -> None:
     world = World(behaviour=["well", "breaks", "hangs"], bounds=in_time(15))
     for kind, target, turns, is_killed in calls:
         try:
@@ -232,8 +299,13 @@ def test_every_reader_of_the_log_knows_the_same_and_one_request_is_open_at_a_tim
             assert world.controller.open_request("default") is not None
         world.run(turns, kills=frozenset({0}) if is_killed else frozenset())
         assert sum(request.is_open for request in world.controller.requests.values()) <= 1
-    one, two, three = ((state.requests, state.workers) for state in (world.fold(), world.controller, world.supervisor))
+    one, two, three = (
+        (state.requests, state.workers)
+        for state in (world.fold(), world.controller, world.supervisor)
+    )
     assert one == two == three
     world.run(120)
-    assert [request.request_id for request in world.fold().requests.values() if request.is_open] == []
+    assert [
+        request.request_id for request in world.fold().requests.values() if request.is_open
+    ] == []
     assert set(world.fold().workers) == set(world.living)

@@ -1,6 +1,8 @@
-"""Old and new schemas read each other's records: generated data of every event, written by one and read through the other.
+"""Old and new schemas read each other's records: generated data of every event, written by one and
+read through the other.
 
-What a reader should get is worked out here from the two schemas as the Avro specification says, not by the library that reads.
+What a reader should get is worked out here from the two schemas as the Avro specification says, not
+by the library that reads.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from relax_events.events.tensors import DTYPES
 
 CURRENT = current_release(schema_directory())
 RELEASES = read_releases(schema_directory())
-PAIRS = [pytest.param(release, name, id=f"{release.version} {name.rsplit('.', 1)[-1]}") for release in RELEASES for name in release.schemas]
+PAIRS = [
+    pytest.param(release, name, id=f"{release.version} {name.rsplit('.', 1)[-1]}")
+    for release in RELEASES
+    for name in release.schemas
+]
 PRIMITIVES: dict[str, st.SearchStrategy[Any]] = {
     "null": st.none(),
     "boolean": st.booleans(),
@@ -37,15 +43,16 @@ PRIMITIVES: dict[str, st.SearchStrategy[Any]] = {
 }
 TENSORS = st.integers(0, 3).flatmap(
     lambda length: st.sampled_from(list(DTYPES)).flatmap(
-        lambda dtype: st.binary(min_size=length * DTYPES[dtype].itemsize, max_size=length * DTYPES[dtype].itemsize).map(
-            lambda data: {"dtype": dtype, "shape": [length], "data": data, "reference": None}
-        )
+        lambda dtype: st.binary(
+            min_size=length * DTYPES[dtype].itemsize, max_size=length * DTYPES[dtype].itemsize
+        ).map(lambda data: {"dtype": dtype, "shape": [length], "data": data, "reference": None})
     )
 )
 
 
 class Names:
-    """The named types of a schema, gathered on the way through it: their second use is a bare name."""
+    """The named types of a schema, gathered on the way through it: their second use is a bare
+    name."""
 
     def __init__(self, schema: Schema) -> None:
         self._found: dict[str, Schema] = {}
@@ -63,7 +70,11 @@ class Names:
 
     def resolve(self, node: Any) -> Any:
         """Return the definition of a type; logical types are their base."""
-        while isinstance(node, dict) and node["type"] in (*PRIMITIVES, "record") and "name" not in node:
+        while (
+            isinstance(node, dict)
+            and node["type"] in (*PRIMITIVES, "record")
+            and "name" not in node
+        ):
             node = node["type"]
         return self._found.get(node, node) if isinstance(node, str) else node
 
@@ -85,14 +96,19 @@ def values_of(node: Any, names: Names) -> st.SearchStrategy[Any]:
         return st.binary(min_size=node["size"], max_size=node["size"])
     if node["name"] == "PackedTensor":
         return TENSORS
-    return st.fixed_dictionaries({field["name"]: values_of(field["type"], names) for field in node["fields"]})
+    return st.fixed_dictionaries(
+        {field["name"]: values_of(field["type"], names) for field in node["fields"]}
+    )
 
 
 def expected(value: Any, reader: Any, names: Names) -> Any:
-    """Work out what a reader gets: its fields, its defaults for what the writer lacks, its enum default for strange symbols."""
+    """Work out what a reader gets: its fields, its defaults for what the writer lacks, its enum
+    default for strange symbols."""
     reader = names.resolve(reader)
     if isinstance(reader, list):
-        branch = next(branch for branch in reader if (names.resolve(branch) == "null") == (value is None))
+        branch = next(
+            branch for branch in reader if (names.resolve(branch) == "null") == (value is None)
+        )
         return expected(value, branch, names)
     if isinstance(reader, str) or reader["type"] == "fixed":
         return value
@@ -103,7 +119,9 @@ def expected(value: Any, reader: Any, names: Names) -> Any:
     if reader["type"] == "enum":
         return value if value in reader["symbols"] else reader["default"]
     return {
-        field["name"]: expected(value[field["name"]], field["type"], names) if field["name"] in value else field["default"]
+        field["name"]: expected(value[field["name"]], field["type"], names)
+        if field["name"] in value
+        else field["default"]
         for field in reader["fields"]
     }
 
@@ -127,18 +145,24 @@ def encode(schema: Schema, value: Any) -> bytes:
 
 
 def read_through(writer: Schema, reader: Schema, body: bytes) -> Any:
-    return fastavro.schemaless_reader(io.BytesIO(body), parsed(json.dumps(writer)), parsed(json.dumps(reader)))
+    return fastavro.schemaless_reader(
+        io.BytesIO(body), parsed(json.dumps(writer)), parsed(json.dumps(reader))
+    )
 
 
 def check_reading(data: st.DataObject, writer: Schema, reader: Schema) -> None:
     value = data.draw(values_of(writer, Names(writer)))
-    assert read_through(writer, reader, encode(writer, value)) == expected(value, reader, Names(reader))
+    assert read_through(writer, reader, encode(writer, value)) == expected(
+        value, reader, Names(reader)
+    )
 
 
 @pytest.mark.parametrize(("release", "name"), PAIRS)
 @given(data=st.data())
 @settings(max_examples=12)
-def test_releases_and_current_records_are_read_both_ways(release: Release, name: str, data: st.DataObject) -> None:
+def test_releases_and_current_records_are_read_both_ways(
+    release: Release, name: str, data: st.DataObject
+) -> None:
     check_reading(data, release.schemas[name], CURRENT.schemas[name])
     check_reading(data, CURRENT.schemas[name], release.schemas[name])
 
@@ -146,8 +170,11 @@ def test_releases_and_current_records_are_read_both_ways(release: Release, name:
 @pytest.mark.parametrize(("release", "name"), PAIRS)
 @given(data=st.data())
 @settings(max_examples=6)
-def test_released_record_becomes_our_event(release: Release, name: str, data: st.DataObject) -> None:
-    """The same through the codec, which is what workers read by: the event holds what the current schema makes of the record."""
+def test_released_record_becomes_our_event(
+    release: Release, name: str, data: st.DataObject
+) -> None:
+    """The same through the codec, which is what workers read by: the event holds what the current
+    schema makes of the record."""
     codec, schema = EventCodec(), release.schemas[name]
     fingerprint = codec.learn(json.dumps(schema))
     value = data.draw(values_of(schema, Names(schema)))
@@ -178,12 +205,19 @@ def test_one_way_change_is_read_by_the_new_reader(change: str, data: st.DataObje
 
 @pytest.mark.parametrize(
     ("change", "values"),
-    [("int promoted to long", {"attempt": 2**40}), ("branch added to a union", {"mean_reward": "high"}), ("made optional", {"row": None})],
+    [
+        ("int promoted to long", {"attempt": 2**40}),
+        ("branch added to a union", {"mean_reward": "high"}),
+        ("made optional", {"row": None}),
+    ],
 )
 @given(data=st.data())
 @settings(max_examples=5)
-def test_one_way_change_is_not_read_by_the_old_reader(change: str, values: dict[str, Any], data: st.DataObject) -> None:
-    """Why the checker refuses these: the old reader fails, on every record or on those that use the change."""
+def test_one_way_change_is_not_read_by_the_old_reader(
+    change: str, values: dict[str, Any], data: st.DataObject
+) -> None:
+    """Why the checker refuses these: the old reader fails, on every record or on those that use the
+    change."""
     name = "relax.events.sample.PromptGroupEnded"
     evolved = changed(ONE_WAY[change]).schemas[name]
     value = data.draw(values_of(evolved, Names(evolved))) | values

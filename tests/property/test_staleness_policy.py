@@ -1,4 +1,5 @@
-"""The staleness rules, alone and together: a whole run over the pure functions, with workers that finish in any order."""
+"""The staleness rules, alone and together: a whole run over the pure functions, with workers that
+finish in any order."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_events.events.parts import Outcome
-from relax_events.policy import (
+from relax_events.staleness import (
     IssuedGroup,
     Place,
     ReadyGroup,
@@ -31,13 +32,25 @@ SEEDS = st.integers(0, 2**32)
 
 
 @given(version=VERSIONS, max_staleness=STALENESS)
-def test_versions_of_a_window_and_the_next_one_own_distinct_slots(version: int, max_staleness: int) -> None:
-    slots = [slot_of(member, num_slots=num_slots(max_staleness)) for member in [*window(version, max_staleness=max_staleness), version + 1]]
+def test_versions_of_a_window_and_the_next_one_own_distinct_slots(
+    version: int, max_staleness: int
+) -> None:
+    slots = [
+        slot_of(member, num_slots=num_slots(max_staleness))
+        for member in [*window(version, max_staleness=max_staleness), version + 1]
+    ]
     assert len(set(slots)) == len(slots)
 
 
-@given(group_id=st.text(max_size=20), version=VERSIONS, max_staleness=STALENESS, shards=st.integers(1, 8))
-def test_partition_lies_in_the_slot_of_its_version(group_id: str, version: int, max_staleness: int, shards: int) -> None:
+@given(
+    group_id=st.text(max_size=20),
+    version=VERSIONS,
+    max_staleness=STALENESS,
+    shards=st.integers(1, 8),
+)
+def test_partition_lies_in_the_slot_of_its_version(
+    group_id: str, version: int, max_staleness: int, shards: int
+) -> None:
     slots = num_slots(max_staleness)
     partition = partition_of(group_id, version, num_slots=slots, shards=shards)
     assert partition in partitions_of_slot(version % slots, shards=shards)
@@ -48,11 +61,15 @@ def test_partition_lies_in_the_slot_of_its_version(group_id: str, version: int, 
 
 @given(slots=st.integers(2, 7), shards=st.integers(1, 8))
 def test_slots_divide_the_partitions(slots: int, shards: int) -> None:
-    assert [partition for slot in range(slots) for partition in partitions_of_slot(slot, shards=shards)] == list(range(slots * shards))
+    assert [
+        partition for slot in range(slots) for partition in partitions_of_slot(slot, shards=shards)
+    ] == list(range(slots * shards))
 
 
 @given(sample=VERSIONS, trainer=VERSIONS, max_staleness=STALENESS)
-def test_what_is_expired_is_what_lies_before_the_window(sample: int, trainer: int, max_staleness: int) -> None:
+def test_what_is_expired_is_what_lies_before_the_window(
+    sample: int, trainer: int, max_staleness: int
+) -> None:
     expired = is_expired(sample, trainer_version=trainer, max_staleness=max_staleness)
     if sample <= trainer:
         assert expired == (sample not in window(trainer, max_staleness=max_staleness))
@@ -64,11 +81,17 @@ def test_what_is_expired_is_what_lies_before_the_window(sample: int, trainer: in
     positions=st.dictionaries(st.integers(0, 7), st.integers(0, 99)),
     starts=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), unique_by=lambda s: s[0]),
 )
-def test_skip_never_goes_back_nor_to_a_partition_of_others(positions: dict[int, int], starts: list[tuple[int, int]]) -> None:
+def test_skip_never_goes_back_nor_to_a_partition_of_others(
+    positions: dict[int, int], starts: list[tuple[int, int]]
+) -> None:
     targets = skip_targets(positions, starts)
     for partition, offset in targets.items():
         assert offset > positions[partition]
-    assert all(positions[partition] >= offset for partition, offset in starts if partition in positions and partition not in targets)
+    assert all(
+        positions[partition] >= offset
+        for partition, offset in starts
+        if partition in positions and partition not in targets
+    )
 
 
 @given(step=st.integers(0, 10**7), index=st.integers(0, 10**5), attempt=st.integers(0, 10**4))
@@ -78,9 +101,13 @@ def test_prompt_group_ids_read_back(step: int, index: int, attempt: int) -> None
 
 
 @given(published=st.integers(-1, 20), max_staleness=STALENESS, num_steps=st.integers(1, 20))
-def test_admitted_steps_are_those_whose_first_version_is_out(published: int, max_staleness: int, num_steps: int) -> None:
+def test_admitted_steps_are_those_whose_first_version_is_out(
+    published: int, max_staleness: int, num_steps: int
+) -> None:
     admitted = admitted_steps(published, max_staleness=max_staleness, num_steps=num_steps)
-    wanted = [step for step in range(num_steps) if published >= 0 and step - max_staleness <= published]
+    wanted = [
+        step for step in range(num_steps) if published >= 0 and step - max_staleness <= published
+    ]
     assert list(admitted) == wanted
 
 
@@ -93,17 +120,22 @@ def test_due_places_are_the_empty_seats_in_order(taken: set[tuple[int, int]]) ->
 
 
 @given(outcome=st.sampled_from(Outcome), attempt=st.integers(0, 5), row=st.integers(0, 99))
-def test_reissue_keeps_the_seat_and_gives_expired_prompts_another_chance(outcome: Outcome, attempt: int, row: int) -> None:
+def test_reissue_keeps_the_seat_and_gives_expired_prompts_another_chance(
+    outcome: Outcome, attempt: int, row: int
+) -> None:
     successor = reissue_of(IssuedGroup(Place(3, 1), attempt, row), outcome=outcome, next_row=100)
     if outcome is Outcome.TRAINED:
         assert successor is None
     else:
-        assert successor == IssuedGroup(Place(3, 1), attempt + 1, row if outcome is Outcome.EXPIRED else 100)
+        assert successor == IssuedGroup(
+            Place(3, 1), attempt + 1, row if outcome is Outcome.EXPIRED else 100
+        )
 
 
 @dataclass
 class SimulatedRun:
-    """Prompter, engines and trainer as state over the pure functions; `chance` decides who moves next."""
+    """Prompter, engines and trainer as state over the pure functions; `chance` decides who moves
+    next."""
 
     max_staleness: int
     order: str
@@ -130,9 +162,14 @@ class SimulatedRun:
         raise AssertionError("the run got stuck")
 
     def admit(self) -> None:
-        steps = admitted_steps(self.version, max_staleness=self.max_staleness, num_steps=self.num_steps)
+        steps = admitted_steps(
+            self.version, max_staleness=self.max_staleness, num_steps=self.num_steps
+        )
         for place in due_places(self.seats, steps=steps, groups_per_step=self.groups_per_step):
-            self.issue(IssuedGroup(place, 0, self.next_row), required=max(place.train_step - self.max_staleness, 0))
+            self.issue(
+                IssuedGroup(place, 0, self.next_row),
+                required=max(place.train_step - self.max_staleness, 0),
+            )
             self.next_row += 1
 
     def issue(self, group: IssuedGroup, *, required: int) -> None:
@@ -140,7 +177,8 @@ class SimulatedRun:
         self.waiting.append((group, required))
 
     def start(self) -> None:
-        """An engine that has any version from the required one to the newest takes any waiting prompt group."""
+        """An engine that has any version from the required one to the newest takes any waiting
+        prompt group."""
         if self.waiting:
             group, required = self.waiting.pop(self.chance.randrange(len(self.waiting)))
             self.running.append((group, self.chance.randint(required, self.version)))
@@ -165,24 +203,38 @@ class SimulatedRun:
                 self.ready.remove((group, version))
                 self.end(group, Outcome.EXPIRED)
         rows = [
-            ReadyGroup(group.place.train_step, group.place.group_index, group.attempt, version, group.prompt_group_id)
+            ReadyGroup(
+                group.place.train_step,
+                group.place.group_index,
+                group.attempt,
+                version,
+                group.prompt_group_id,
+            )
             for group, version in self.ready
         ]
-        chosen = select_groups(rows, trainer_version=self.version, count=self.groups_per_step, order=self.order)
+        chosen = select_groups(
+            rows, trainer_version=self.version, count=self.groups_per_step, order=self.order
+        )
         if len(chosen) < self.groups_per_step:
             return
         for row in chosen:
-            self.seen_staleness.append(staleness_of(row.policy_version, trainer_version=self.version))
+            self.seen_staleness.append(
+                staleness_of(row.policy_version, trainer_version=self.version)
+            )
             self.trained_ids.append(row.prompt_group_id)
             self.outcomes[Outcome.TRAINED] += 1
         taken = {row.prompt_group_id for row in chosen}
-        self.ready = [(group, version) for group, version in self.ready if group.prompt_group_id not in taken]
+        self.ready = [
+            (group, version) for group, version in self.ready if group.prompt_group_id not in taken
+        ]
         self.version += 1
         self.admit()
 
 
 @given(max_staleness=st.integers(0, 3), seed=SEEDS, failing_ratio=st.sampled_from([0.0, 0.3]))
-def test_in_order_run_never_trains_too_stale_and_expires_nothing(max_staleness: int, seed: int, failing_ratio: float) -> None:
+def test_in_order_run_never_trains_too_stale_and_expires_nothing(
+    max_staleness: int, seed: int, failing_ratio: float
+) -> None:
     run = SimulatedRun(max_staleness, "in_order", random.Random(seed), failing_ratio)
     run.run()
     assert max(run.seen_staleness) <= max_staleness
@@ -193,7 +245,9 @@ def test_in_order_run_never_trains_too_stale_and_expires_nothing(max_staleness: 
 
 
 @given(max_staleness=st.integers(0, 3), seed=SEEDS)
-def test_ready_first_run_never_trains_too_stale_and_reaches_its_goal(max_staleness: int, seed: int) -> None:
+def test_ready_first_run_never_trains_too_stale_and_reaches_its_goal(
+    max_staleness: int, seed: int
+) -> None:
     run = SimulatedRun(max_staleness, "ready_first", random.Random(seed), 0.1)
     run.run()
     assert max(run.seen_staleness) <= max_staleness
@@ -201,12 +255,25 @@ def test_ready_first_run_never_trains_too_stale_and_reaches_its_goal(max_stalene
 
 
 @given(
-    st.lists(st.builds(ReadyGroup, st.integers(0, 4), st.integers(0, 4), st.integers(0, 2), st.integers(0, 4), st.text(max_size=3))),
+    st.lists(
+        st.builds(
+            ReadyGroup,
+            st.integers(0, 4),
+            st.integers(0, 4),
+            st.integers(0, 2),
+            st.integers(0, 4),
+            st.text(max_size=3),
+        )
+    ),
     st.integers(0, 4),
     st.integers(1, 5),
 )
-def test_selection_is_the_same_whatever_order_the_ranks_report_in(ready: list[ReadyGroup], version: int, count: int) -> None:
+def test_selection_is_the_same_whatever_order_the_ranks_report_in(
+    ready: list[ReadyGroup], version: int, count: int
+) -> None:
     chosen = select_groups(ready, trainer_version=version, count=count, order="in_order")
-    assert chosen == select_groups(reversed(ready), trainer_version=version, count=count, order="in_order")
+    assert chosen == select_groups(
+        reversed(ready), trainer_version=version, count=count, order="in_order"
+    )
     assert len(chosen) <= count
     assert all(group.train_step <= version for group in chosen)

@@ -1,7 +1,8 @@
-"""The real work loops under every interleaving and crash that hypothesis thinks of: the ledger's promises hold at every moment,
-and when the faults stop, every step gets its exact batch.
+"""The real work loops under every interleaving and crash that hypothesis thinks of: the ledger's
+promises hold at every moment, and when the faults stop, every step gets its exact batch.
 
-The machine must be able to fail: each mutation below breaks one of the mechanisms that delivery rests on, and is found.
+The machine must be able to fail: each mutation below breaks one of the mechanisms that delivery
+    rests on, and is found.
 """
 
 from __future__ import annotations
@@ -15,22 +16,36 @@ import pytest
 from event_samples import ended, ready
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from simulated_run import SimulatedRun
 
-from relax_events.broker.records import OutRecord
-from relax_events.broker.transactions import TransactionalWriter
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.tensors import dense
-from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, SampleReady, SampleRolledOut, SampleScored
-from relax_events.pipeline.join import GroupJoin
-from relax_events.pipeline.map_role import MapRole, next_offsets
-from relax_events.pipeline.worker import Worker
+from relax_events.events.types import (
+    Event,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
+)
+from relax_events.kafka.records import OutRecord
+from relax_events.kafka.transactions import TransactionalWriter
+from relax_events.runtime.join import GroupJoin
+from relax_events.runtime.processors import MapRole, next_offsets
+from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import END_REQUESTS, TRAINED_FROM, TRAINER_INPUTS
-from relax_events.training import assembly
-from relax_events.training.assembly import DecidedGroups, GroupAssembler
+from relax_events.training.batch import assembly
+from relax_events.training.batch.assembly import DecidedGroups, GroupAssembler
 from relax_events.training.commit import StepCommitter
 from workers.prompter import PrompterLoop
 
@@ -82,7 +97,8 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(pick=indices, lag=st.integers(0, 3), is_settled=st.booleans())
     def roll_out(self, pick: int, lag: int, is_settled: bool) -> None:
-        """An engine finishes a prompt group, perhaps on weights of long ago; a lease that it can't settle comes back."""
+        """An engine finishes a prompt group, perhaps on weights of long ago; a lease that it can't
+        settle comes back."""
         due = self._due()
         if due:
             offset, issued = due[pick % len(due)]
@@ -94,11 +110,19 @@ class WorkerMachine(RuleBasedStateMachine):
     def engine_dies_halfway(self, pick: int) -> None:
         due = self._due()
         if due:
-            self.run.roll_out(due[pick % len(due)][1], policy_version=self.run.published_version, num_samples=1)
+            self.run.roll_out(
+                due[pick % len(due)][1], policy_version=self.run.published_version, num_samples=1
+            )
 
-    @rule(name=names, passes=st.integers(1, 30), num_rolled_out=st.integers(0, 4), turns_of_others=st.integers(0, 4))
+    @rule(
+        name=names,
+        passes=st.integers(1, 30),
+        num_rolled_out=st.integers(0, 4),
+        turns_of_others=st.integers(0, 4),
+    )
     def crash_soon(self, name: str, passes: int, num_rolled_out: int, turns_of_others: int) -> None:
-        """There is work, and the process dies at one of its next broker calls, before or after it took effect."""
+        """There is work, and the process dies at one of its next broker calls, before or after it
+        took effect."""
         process = self._alive(name)
         self._serve(num_rolled_out)
         for _ in range(turns_of_others):
@@ -109,7 +133,8 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def sessions_lapse(self, name: str) -> None:
-        """A process was silent for longer than its session: its partitions go to others, and its commits are refused."""
+        """A process was silent for longer than its session: its partitions go to others, and its
+        commits are refused."""
         self.run.kafka.lapse(self._alive(name).process)
 
     @rule(name=names)
@@ -147,69 +172,126 @@ class WorkerMachine(RuleBasedStateMachine):
                 zombie.turn()
 
     @precondition(lambda self: self.run.ledger.issued)
-    @rule(pick=indices, entity=st.sampled_from(["rollout.samples", "reward.scores", *TRAINER_INPUTS]))
+    @rule(
+        pick=indices, entity=st.sampled_from(["rollout.samples", "reward.scores", *TRAINER_INPUTS])
+    )
     def poison(self, pick: int, entity: str) -> None:
         """Somebody writes what nobody can read, under a prompt group's key."""
         self._write(entity, self._pick_issued(pick), self.run.published_version, b"\xc3\x01poison")
 
     @rule(
-        name=st.sampled_from(["", "nobody", "000001-1", "9" * 400]), outcome=st.sampled_from(list(Outcome)), entity=st.sampled_from(TRAINER_INPUTS)
+        name=st.sampled_from(["", "nobody", "000001-1", "9" * 400]),
+        outcome=st.sampled_from(list(Outcome)),
+        entity=st.sampled_from(TRAINER_INPUTS),
     )
     def stranger_ends_what_is_none(self, name: str, outcome: Outcome, entity: str) -> None:
-        """Somebody asks the trainer to end what is no prompt group, or says that one was trained."""
+        """Somebody asks the trainer to end what is no prompt group, or says that one was
+        trained."""
         is_trained = outcome is Outcome.TRAINED
-        event = ended("000004-0001-7", outcome) if is_trained else replace(ended("000001-0000-0", outcome), prompt_group_id=name)
+        event = (
+            ended("000004-0001-7", outcome)
+            if is_trained
+            else replace(ended("000001-0000-0", outcome), prompt_group_id=name)
+        )
         self._write(entity, "000000-0000-0", self.run.published_version, CODEC.encode(event))
 
     @precondition(lambda self: self.run.ledger.issued)
     @rule(pick=indices, outcome=st.sampled_from([Outcome.TRAINED, Outcome.FILTERED, None]))
-    def other_role_says_what_only_the_neighbour_may(self, pick: int, outcome: Outcome | None) -> None:
-        """A role writes samples, or an outcome that isn't its to give, where it may ask for ends."""
+    def other_role_says_what_only_the_neighbour_may(
+        self, pick: int, outcome: Outcome | None
+    ) -> None:
+        """A role writes samples, or an outcome that isn't its to give, where it may ask for
+        ends."""
         name, version = self._pick_issued(pick), max(self.run.published_version, 0)
         samples = [ready(name, index, version=version, tokens=FORGED_TOKENS) for index in range(2)]
         for event in samples if outcome is None else [ended(name, outcome, reason=FORGED)]:
-            self._write("prompt.end-requests", name, self.run.published_version, CODEC.encode(event))
+            self._write(
+                "prompt.end-requests", name, self.run.published_version, CODEC.encode(event)
+            )
 
     @precondition(lambda self: self.run.ledger.issued)
-    @rule(pick=indices, how=st.sampled_from(["of one sample", "other seat", "other key", "other partition", "of tomorrow"]))
+    @rule(
+        pick=indices,
+        how=st.sampled_from(
+            ["of one sample", "other seat", "other key", "other partition", "of tomorrow"]
+        ),
+    )
     def forged_sample_does_not_fit_the_issue(self, pick: int, how: str) -> None:
-        """Somebody may write the trainer's input, before the honest samples come, but does not know or keep to the terms of the issue."""
+        """Somebody may write the trainer's input, before the honest samples come, but does not know
+        or keep to the terms of the issue."""
         name, version = self._pick_issued(pick), max(self.run.published_version, 0)
-        changes = {"of one sample": {"samples_per_prompt": 1}, "other seat": {"group_index": 77}}.get(how, {})
+        changes = {
+            "of one sample": {"samples_per_prompt": 1},
+            "other seat": {"group_index": 77},
+        }.get(how, {})
         for index in range(2):
             event = ready(name, index, version=version, tokens=FORGED_TOKENS, **changes)
             if how == "of tomorrow":
-                event = replace(event, prompt_group_id="000900-0000-0", sample_id=f"000900-0000-0/{index}", train_step=900, group_index=0, attempt=0)
-            place = (self.run.plan.topic(TRAINED_FROM), self.run.plan.partition(event.prompt_group_id, version))
+                event = replace(
+                    event,
+                    prompt_group_id="000900-0000-0",
+                    sample_id=f"000900-0000-0/{index}",
+                    train_step=900,
+                    group_index=0,
+                    attempt=0,
+                )
+            place = (
+                self.run.plan.topic(TRAINED_FROM),
+                self.run.plan.partition(event.prompt_group_id, version),
+            )
             if how == "other partition":
                 place = (place[0], (place[1] + 1) % self.run.plan.num_sample_partitions)
-            key = "000000-0000-0" if how == "other key" and name != "000000-0000-0" else event.prompt_group_id
+            key = (
+                "000000-0000-0"
+                if how == "other key" and name != "000000-0000-0"
+                else event.prompt_group_id
+            )
             if how != "other key" or key != name:
-                self.run.kafka.append(place, key=key.encode(), value=CODEC.encode(event), headers=[("policy-version", str(version).encode())])
+                self.run.kafka.append(
+                    place,
+                    key=key.encode(),
+                    value=CODEC.encode(event),
+                    headers=[("policy-version", str(version).encode())],
+                )
 
     @precondition(lambda self: self.run.ledger.rolled_out)
-    @rule(pick=indices, entity=st.sampled_from(["rollout.samples", "reward.scores", *TRAINER_INPUTS]))
+    @rule(
+        pick=indices, entity=st.sampled_from(["rollout.samples", "reward.scores", *TRAINER_INPUTS])
+    )
     def record_is_doubled(self, pick: int, entity: str) -> None:
-        entries = [entry for place in self.run.places(entity) for entry in self.run.kafka.visible(place, 0)]
+        entries = [
+            entry for place in self.run.places(entity) for entry in self.run.kafka.visible(place, 0)
+        ]
         if entries:
             entry = entries[pick % len(entries)]
-            self.run.kafka.append(entry.place, key=entry.key, value=entry.stored, headers=entry.carried)
+            self.run.kafka.append(
+                entry.place, key=entry.key, value=entry.stored, headers=entry.carried
+            )
 
     @invariant()
     def ledger_is_clean(self) -> None:
         self.run.look()
         assert self.run.ledger.problems() == []
         assert self.run.ledger.figures()["staleness_max"] <= self.run.config.run.max_staleness
-        assert not any(end.reason == FORGED for end in self.run.events("control.group-outcomes") if isinstance(end, PromptGroupEnded))
+        assert not any(
+            end.reason == FORGED
+            for end in self.run.events("control.group-outcomes")
+            if isinstance(end, PromptGroupEnded)
+        )
 
     def offsets_pass_only_what_is_done(self) -> None:
-        """Checked at every commit of offsets: a process that is killed at that moment reads again whatever it has not done."""
+        """Checked at every commit of offsets: a process that is killed at that moment reads again
+        whatever it has not done."""
         self.offsets_never_pass_a_sample_without_its_score()
         self.offsets_never_pass_a_sample_without_its_advantages()
         self.offsets_never_pass_a_prompt_group_without_its_end()
 
     def offsets_never_pass_a_sample_without_its_score(self) -> None:
-        scored = {event.sample_id for event in self.run.events("reward.scores") if isinstance(event, SampleScored)}
+        scored = {
+            event.sample_id
+            for event in self.run.events("reward.scores")
+            if isinstance(event, SampleScored)
+        }
         assert all(sample.sample_id in scored for sample in self._passed_by("reward"))
 
     def offsets_never_pass_a_sample_without_its_advantages(self) -> None:
@@ -219,35 +301,56 @@ class WorkerMachine(RuleBasedStateMachine):
     def _passed_by(self, role: str) -> Iterator[SampleRolledOut]:
         """Give the samples of the window that a role's committed offsets have passed.
 
-        The window is that of the log at this moment: a role may have read of a version that the ledger has not looked at yet.
+        The window is that of the log at this moment: a role may have read of a version that the
+        ledger has not looked at yet.
         """
         committed = self.run.kafka.committed.get(self.run.plan.consumer_group(role), {})
-        versions = [event.policy_version for event in self.run.events("control.policy-versions") if isinstance(event, PolicyVersionPublished)]
+        versions = [
+            event.policy_version
+            for event in self.run.events("control.policy-versions")
+            if isinstance(event, PolicyVersionPublished)
+        ]
         oldest = max(versions, default=-1) - self.run.config.run.max_staleness
         for place in self.run.places("rollout.samples"):
             for entry in self.run.kafka.visible(place, 0):
                 sample = self.run.decoded(entry.stored)
-                if entry.offset < committed.get(place, 0) and isinstance(sample, SampleRolledOut) and sample.policy_version >= oldest:
+                if (
+                    entry.offset < committed.get(place, 0)
+                    and isinstance(sample, SampleRolledOut)
+                    and sample.policy_version >= oldest
+                ):
                     yield sample
 
     def _group_ids(self, entity: str) -> set[str]:
-        return {event.prompt_group_id for event in self.run.events(entity) if isinstance(event, SampleReady | PromptGroupEnded)}
+        return {
+            event.prompt_group_id
+            for event in self.run.events(entity)
+            if isinstance(event, SampleReady | PromptGroupEnded)
+        }
 
     def offsets_never_pass_a_prompt_group_without_its_end(self) -> None:
         ended = self._group_ids("control.group-outcomes")
         committed = self.run.kafka.committed.get(self.run.plan.consumer_group("trainer"), {})
         for place in [place for entity in TRAINER_INPUTS for place in self.run.places(entity)]:
             for entry in self.run.kafka.visible(place, 0):
-                is_passed = entry.offset < committed.get(place, 0) and not self._is_refused(place[0], self.run.decoded(entry.stored))
+                is_passed = entry.offset < committed.get(place, 0) and not self._is_refused(
+                    place[0], self.run.decoded(entry.stored)
+                )
                 assert not is_passed or (entry.key or b"").decode() in ended
 
     def _is_refused(self, topic: str, event: Event | None) -> bool:
-        """Tell whether an event on the trainer's input is none that its writer may say, so that it ends nothing."""
-        if isinstance(event, SampleReady) and np.array_equal(dense(event.tokens, what="tokens"), FORGED_TOKENS):
+        """Tell whether an event on the trainer's input is none that its writer may say, so that it
+        ends nothing."""
+        if isinstance(event, SampleReady) and np.array_equal(
+            dense(event.tokens, what="tokens"), FORGED_TOKENS
+        ):
             return True
         if event is None or topic != self.run.plan.topic(END_REQUESTS):
             return False
-        return not isinstance(event, PromptGroupEnded) or event.outcome in (Outcome.TRAINED, Outcome.FILTERED)
+        return not isinstance(event, PromptGroupEnded) or event.outcome in (
+            Outcome.TRAINED,
+            Outcome.FILTERED,
+        )
 
     def teardown(self) -> None:
         """End the faults; now every step must get its batch."""
@@ -272,21 +375,31 @@ class WorkerMachine(RuleBasedStateMachine):
             self._serve(len(run.open_leases))
             self._everyone_takes_a_turn()
             self.ledger_is_clean()
-        assert run.num_steps == wanted.num_steps, f"stuck at step {run.num_steps} with {run.ledger.figures()}"
+        assert run.num_steps == wanted.num_steps, (
+            f"stuck at step {run.num_steps} with {run.ledger.figures()}"
+        )
         assert len(run.ledger.trained_groups) == wanted.num_steps * wanted.groups_per_step
-        assert len(run.ledger.trained) == wanted.num_steps * wanted.groups_per_step * wanted.samples_per_prompt
+        assert (
+            len(run.ledger.trained)
+            == wanted.num_steps * wanted.groups_per_step * wanted.samples_per_prompt
+        )
         assert run.ledger.figures()["outcomes"]["in_flight"] == 0
         assert run.ledger.skipped == run.ledger.not_finite
         assert run.ledger.figures()["updates_skipped"] == len(run.ledger.skipped)
 
     def _serve(self, num_rolled_out: int) -> None:
-        """Let engines on the newest version finish so many prompt groups, and settle their leases."""
+        """Let engines on the newest version finish so many prompt groups, and settle their
+        leases."""
         for offset, issued in self._due()[:num_rolled_out]:
             self.run.roll_out(issued, policy_version=self.run.published_version)
             del self.run.open_leases[offset]
 
     def _everyone_takes_a_turn(self, *, but: Any = None) -> None:
-        for process in [*(self._alive(name) for name in NAMES[:4]), *self.run.processes.values(), *self.zombies]:
+        for process in [
+            *(self._alive(name) for name in NAMES[:4]),
+            *self.run.processes.values(),
+            *self.zombies,
+        ]:
             if process.is_running and process is not but:
                 process.turn()
 
@@ -303,27 +416,39 @@ class WorkerMachine(RuleBasedStateMachine):
     def _due(self) -> list[tuple[int, Any]]:
         """Return the leases that an engine could serve now."""
         published = self.run.published_version
-        return [(offset, issued) for offset, issued in self.run.open_leases.items() if 0 <= issued.required_policy_version <= published]
+        return [
+            (offset, issued)
+            for offset, issued in self.run.open_leases.items()
+            if 0 <= issued.required_policy_version <= published
+        ]
 
     def _pick_issued(self, pick: int) -> str:
         issued = sorted(self.run.ledger.issued)
         return issued[pick % len(issued)]
 
     def _write(self, entity: str, prompt_group_id: str, policy_version: int, value: bytes) -> None:
-        place = (self.run.plan.topic(entity), self.run.plan.partition(prompt_group_id, max(policy_version, 0)))
+        place = (
+            self.run.plan.topic(entity),
+            self.run.plan.partition(prompt_group_id, max(policy_version, 0)),
+        )
         headers = [("policy-version", str(policy_version).encode())]
         self.run.kafka.append(place, key=prompt_group_id.encode(), value=value, headers=headers)
 
 
 class OverlapMachine(WorkerMachine):
-    """The same, of a trainer that is ahead of the log by a step, with samples of several steps ahead of the trainer."""
+    """The same, of a trainer that is ahead of the log by a step, with samples of several steps
+    ahead of the trainer."""
 
     @initialize(max_staleness=st.sampled_from([1, 3, 5]))
     def start_run(self, max_staleness: int) -> None:  # type: ignore[override]  # hypothesis fills it in
-        self._start(SimulatedRun(self._patches, overlap=True, max_staleness=max_staleness, num_steps=8))
+        self._start(
+            SimulatedRun(self._patches, overlap=True, max_staleness=max_staleness, num_steps=8)
+        )
 
 
-def explore(*, max_examples: int, is_fixed: bool = True, machine: type[WorkerMachine] = WorkerMachine) -> None:
+def explore(
+    *, max_examples: int, is_fixed: bool = True, machine: type[WorkerMachine] = WorkerMachine
+) -> None:
     """Run the machine; what it finds is shrunk only when the examples are new ones."""
     chosen = settings(
         max_examples=max_examples,
@@ -363,7 +488,10 @@ def commit_before_output(role: MapRole) -> None:
 
 def newest_positions(join: GroupJoin) -> list[TopicOffset]:
     """Return how far was read, whatever is still open."""
-    return [TopicOffset(topic, partition, position) for (topic, partition), position in join._positions.items()]
+    return [
+        TopicOffset(topic, partition, position)
+        for (topic, partition), position in join._positions.items()
+    ]
 
 
 def one_transaction_each(whole: Callable[..., None]) -> Callable[..., None]:
@@ -389,8 +517,16 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "the trainer forgets what it decided": (DecidedGroups, "__contains__", lambda *_: False),
     "the window is not looked at": (assembly, "is_expired", lambda *_, **__: False),
     "an unsure commit is made again": (StepCommitter, "_is_committed", lambda *_: False),
-    "records become real one by one": (TransactionalWriter, "commit", one_transaction_each(TransactionalWriter.commit)),
-    "every trainer has an id of its own": (TopicPlan, "transactional_id", lambda *_: f"trainer-{next(unique)}"),
+    "records become real one by one": (
+        TransactionalWriter,
+        "commit",
+        one_transaction_each(TransactionalWriter.commit),
+    ),
+    "every trainer has an id of its own": (
+        TopicPlan,
+        "transactional_id",
+        lambda *_: f"trainer-{next(unique)}",
+    ),
     "what ended untrained is not issued again": (PrompterLoop, "_replace", lambda *_: None),
 }
 
@@ -399,10 +535,18 @@ RARELY_FOUND = {"the window is not looked at"}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in RARELY_FOUND else name for name in MUTATIONS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in RARELY_FOUND else name
+        for name in MUTATIONS
+    ],
+)
 def test_machine_finds_a_broken_mechanism(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTATIONS[name])
-    if name == "the window is not looked at":  # by the role before the trainer either, which leaves next to nothing for it to expire
+    if (
+        name == "the window is not looked at"
+    ):  # by the role before the trainer either, which leaves next to nothing for it to expire
         monkeypatch.setattr(Worker, "is_expired", lambda *_: False)
     with pytest.raises(AssertionError):
         explore_several()

@@ -1,4 +1,5 @@
-"""Unit tests are pure logic: a test that starts a thread or a process, or uses a socket, fails here; its place is `tests/component`."""
+"""Unit tests are pure logic: a test that starts a thread or a process, or uses a socket, fails
+here; its place is `tests/component`."""
 
 from __future__ import annotations
 
@@ -27,15 +28,19 @@ platform.processor()  # asks a program, once in a process
 
 
 class Forbidden(BaseException):
-    """A unit test does more than compute. No `except Exception` of the code under test catches it."""
+    """A unit test does more than compute. No `except Exception` of the code under test catches
+    it."""
 
 
 def _is_ours() -> bool:
-    """Return whether the nearest caller outside of the standard library is this project: libraries may read a file by threads of their own."""
+    """Return whether the nearest caller outside of the standard library is this project: libraries
+    may read a file by threads of their own."""
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_absolute() and (STANDARD_LIBRARY not in path.parents or "site-packages" in path.parts):
+        if path.is_absolute() and (
+            STANDARD_LIBRARY not in path.parents or "site-packages" in path.parts
+        ):
             return ROOT in path.parents and "site-packages" not in path.parts
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -43,7 +48,8 @@ def _is_ours() -> bool:
 
 @pytest.fixture(autouse=True)
 def only_logic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail a test that starts a thread or a process, or uses a socket, also where the code under test swallows the error."""
+    """Fail a test that starts a thread or a process, or uses a socket, also where the code under
+    test swallows the error."""
     found: list[str] = []
 
     def forbid(owner: Any, name: str, what: str) -> None:

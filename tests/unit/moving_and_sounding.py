@@ -15,24 +15,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, Qwen3OmniMoeThinkerForConditionalGeneration, WhisperFeatureExtractor
+from transformers import (
+    AutoTokenizer,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    WhisperFeatureExtractor,
+)
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from relax_events.config import MediaConfig, RunConfig
-from relax_events.data.clips import encoded as clip_of
-from relax_events.data.tones import encoded as sound_of
 from relax_events.events.parts import Modality
+from relax_events.examples.audio import encoded as sound_of
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.examples.videos import encoded as clip_of
 from relax_events.media.items import MediaItem
-from relax_events.models.media_inputs import ProcessedMedia
-from relax_events.models.media_layout import modality_of
-from relax_events.models.tiny import make_tiny
+from relax_events.media.model_inputs import ProcessedMedia
+from relax_events.media.token_layout import modality_of
 from tests.folders import kept_folder
 from tests.unit.pictures import picture_file, picture_run, plain_model
 
 OMNI = "qwen3_omni_moe_thinker"
 SMALL: dict[str, Any] = {"video_min_token_num": 4, "video_max_token_num": 64}
 """Frames of tests are small, and stay so."""
-KINDS = {Modality.IMAGE: ((32, 32), (64, 48)), Modality.VIDEO: ((32, 32, 4), (48, 32, 9)), Modality.AUDIO: (0.4, 1.13)}
+KINDS = {
+    Modality.IMAGE: ((32, 32), (64, 48)),
+    Modality.VIDEO: ((32, 32, 4), (48, 32, 9)),
+    Modality.AUDIO: (0.4, 1.13),
+}
 """Two sizes of each: width and height; with frames, of which two are shown each second; seconds."""
 
 
@@ -42,7 +50,10 @@ def frames_of(width: int, height: int, count: int, *, seed: int = 0) -> list[NDA
     y, x = np.mgrid[0:height, 0:width]
     slopes = generator.uniform(-1, 1, (count, 3, 2))
     return [
-        np.clip(128 + np.stack([slope[0] * x + slope[1] * y for slope in frame], -1) * 2, 0, 255).astype(np.uint8) for frame in slopes
+        np.clip(
+            128 + np.stack([slope[0] * x + slope[1] * y for slope in frame], -1) * 2, 0, 255
+        ).astype(np.uint8)
+        for frame in slopes
     ]
 
 
@@ -53,7 +64,13 @@ def clip_file(width: int = 32, height: int = 32, count: int = 4, *, seed: int = 
 
 def talking_clip_file(width: int, height: int, count: int, *, seed: int = 0) -> bytes:
     """Write a clip of two frames a second, with a tone that the seed chooses."""
-    return written("aac", "mp4", frames=frames_of(width, height, count, seed=seed), rate=2, sound=tone(300 + 50 * seed, count / 2))
+    return written(
+        "aac",
+        "mp4",
+        frames=frames_of(width, height, count, seed=seed),
+        rate=2,
+        sound=tone(300 + 50 * seed, count / 2),
+    )
 
 
 def written(
@@ -66,7 +83,8 @@ def written(
     sound: NDArray[Any] | None = None,
     hertz: int = 16_000,
 ) -> bytes:
-    """Write frames, or a sound, or both, with any codec that the library has; beside a sound the frames' codec is MPEG-4."""
+    """Write frames, or a sound, or both, with any codec that the library has; beside a sound the
+    frames' codec is MPEG-4."""
     file = BytesIO()
     with av.open(file, "w", format=container) as out:
         video = audio = None
@@ -79,7 +97,9 @@ def written(
         for frame in frames:
             out.mux(video.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         if sound is not None:
-            whole = av.AudioFrame.from_ndarray((sound * 20_000).astype(np.int16)[None], format="s16", layout="mono")
+            whole = av.AudioFrame.from_ndarray(
+                (sound * 20_000).astype(np.int16)[None], format="s16", layout="mono"
+            )
             whole.rate = hertz
             out.mux(audio.encode(whole))
         for stream in (video, audio):
@@ -103,28 +123,50 @@ def file_of(modality: Modality, size: Any, *, seed: int = 0) -> bytes:
     """Make a file of one of the sizes in `KINDS`."""
     if modality is Modality.AUDIO:
         return sound_file(size, seed=seed)
-    return talking_clip_file(*size, seed=seed) if modality is Modality.VIDEO else picture_file(*size, seed=seed)
+    return (
+        talking_clip_file(*size, seed=seed)
+        if modality is Modality.VIDEO
+        else picture_file(*size, seed=seed)
+    )
 
 
 def item_of(modality: Modality, size: Any, *, seed: int = 0) -> MediaItem:
     """Name a file as a row does."""
-    return MediaItem(modality, file_of(modality, size, seed=seed), f"rows:{modality.value}/{size}/{seed}")
+    return MediaItem(
+        modality, file_of(modality, size, seed=seed), f"rows:{modality.value}/{size}/{seed}"
+    )
 
 
 @cache
 def omni_model(seed: int = 3) -> Path:
     """Write a tiny random model that sees and hears once in a test process."""
-    return make_tiny(kept_folder("media") / "model", corpus=["red", "do", "What is it?"], family=OMNI, hidden_size=32, seed=seed)
+    return make_tiny(
+        kept_folder("media") / "model",
+        corpus=["red", "do", "What is it?"],
+        family=OMNI,
+        hidden_size=32,
+        seed=seed,
+    )
 
 
 @cache
 def whole_omni_model(seed: int = 3) -> Path:
-    """Write the same model once in a test process as Qwen3-Omni is published: as a part of another one."""
+    """Write the same model once in a test process as Qwen3-Omni is published: as a part of another
+    one."""
     path = copytree(omni_model(seed=seed), kept_folder("media") / "model")
-    thinker, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
-    whole = {"model_type": "qwen3_omni_moe", "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "thinker_config": thinker}
+    thinker, tensors = (
+        json.loads((path / "config.json").read_text()),
+        load_file(path / "model.safetensors"),
+    )
+    whole = {
+        "model_type": "qwen3_omni_moe",
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+        "thinker_config": thinker,
+    }
     (path / "config.json").write_text(json.dumps(whole))
-    named = {f"thinker.{name}": tensor for name, tensor in tensors.items()} | {"code2wav.weight": torch.ones(2)}
+    named = {f"thinker.{name}": tensor for name, tensor in tensors.items()} | {
+        "code2wav.weight": torch.ones(2)
+    }
     save_file(named, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
@@ -132,22 +174,43 @@ def whole_omni_model(seed: int = 3) -> Path:
 @cache
 def expert_model(seed: int = 3) -> Path:
     """Write a tiny random model that sees, with a mixture of experts, once in a test process."""
-    return make_tiny(kept_folder("media") / "model", corpus=["red", "What is it?"], family="qwen3_vl_moe", hidden_size=32, seed=seed)
+    return make_tiny(
+        kept_folder("media") / "model",
+        corpus=["red", "What is it?"],
+        family="qwen3_vl_moe",
+        hidden_size=32,
+        seed=seed,
+    )
 
 
 @cache
 def hybrid_model(seed: int = 3) -> Path:
-    """Write a tiny random model that sees, with linear attention in one of two layers, once in a test process."""
-    return make_tiny(kept_folder("media") / "model", corpus=["red", "What is it?"], family="qwen3_5", hidden_size=32, seed=seed)
+    """Write a tiny random model that sees, with linear attention in one of two layers, once in a
+    test process."""
+    return make_tiny(
+        kept_folder("media") / "model",
+        corpus=["red", "What is it?"],
+        family="qwen3_5",
+        hidden_size=32,
+        seed=seed,
+    )
 
 
 @cache
 def hybrid_expert_model(seed: int = 3) -> Path:
     """Write one like it, with a mixture of experts, once in a test process."""
-    return make_tiny(kept_folder("media") / "model", corpus=["red", "What is it?"], family="qwen3_5_moe", hidden_size=32, seed=seed)
+    return make_tiny(
+        kept_folder("media") / "model",
+        corpus=["red", "What is it?"],
+        family="qwen3_5_moe",
+        hidden_size=32,
+        seed=seed,
+    )
 
 
-def media_run(folder: Path, path: Path, *, sections: Mapping[str, Any] | None = None, **media: Any) -> RunConfig:
+def media_run(
+    folder: Path, path: Path, *, sections: Mapping[str, Any] | None = None, **media: Any
+) -> RunConfig:
     """Make the run file of a run on a model."""
     return picture_run(folder, model={"path": path, "media": SMALL | media}, **(sections or {}))
 
@@ -155,38 +218,68 @@ def media_run(folder: Path, path: Path, *, sections: Mapping[str, Any] | None = 
 @cache
 def plain_omni(path: Path) -> Any:
     """Load the model without any code of ours, in float64."""
-    return Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(path, dtype=torch.float64, experts_implementation="eager").eval()
+    return Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(
+        path, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
 
 
-def plain_inputs(path: Path, media: Sequence[ProcessedMedia], *, hears_clips: bool = False) -> dict[str, Any]:
+def plain_inputs(
+    path: Path, media: Sequence[ProcessedMedia], *, hears_clips: bool = False
+) -> dict[str, Any]:
     """Make what transformers' own forward takes of pieces, of which at most one is heard."""
     inputs: dict[str, Any] = {}
-    for modality, names in ((Modality.IMAGE, ("pixel_values", "image_grid_thw")), (Modality.VIDEO, ("pixel_values_videos", "video_grid_thw"))):
-        seen = [piece.pixels if piece.pixels.ndim == 4 else piece.pixels[None] for piece in media if modality_of(piece.reference) is modality]
+    for modality, names in (
+        (Modality.IMAGE, ("pixel_values", "image_grid_thw")),
+        (Modality.VIDEO, ("pixel_values_videos", "video_grid_thw")),
+    ):
+        seen = [
+            piece.pixels if piece.pixels.ndim == 4 else piece.pixels[None]
+            for piece in media
+            if modality_of(piece.reference) is modality
+        ]
         if seen:
             cut = [plain_patches(frames) for frames in seen]
-            grids = [[-(-len(frames) // 2), frames.shape[1] // 8, frames.shape[2] // 8] for frames in seen]
+            grids = [
+                [-(-len(frames) // 2), frames.shape[1] // 8, frames.shape[2] // 8]
+                for frames in seen
+            ]
             inputs |= dict(zip(names, (torch.cat(cut), torch.tensor(grids)), strict=True))
     heard = [piece.samples for piece in media if piece.samples is not None]
     if heard:
         spectrum = WhisperFeatureExtractor.from_pretrained(path)(
-            heard, sampling_rate=16_000, padding=True, truncation=False, return_attention_mask=True, return_tensors="pt"
+            heard,
+            sampling_rate=16_000,
+            padding=True,
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="pt",
         )
-        inputs |= {"input_features": spectrum["input_features"].double(), "feature_attention_mask": spectrum["attention_mask"]}
+        inputs |= {
+            "input_features": spectrum["input_features"].double(),
+            "feature_attention_mask": spectrum["attention_mask"],
+        }
     if "video_grid_thw" in inputs:
-        inputs |= {"video_second_per_grid": torch.ones(len(inputs["video_grid_thw"])), "use_audio_in_video": hears_clips}
+        inputs |= {
+            "video_second_per_grid": torch.ones(len(inputs["video_grid_thw"])),
+            "use_audio_in_video": hears_clips,
+        }
     return inputs
 
 
 def plain_patches(frames: NDArray[np.uint8]) -> torch.Tensor:
     """Cut a clip's frames by transformers' own processor."""
     videos = (torch.from_numpy(frames).permute(0, 3, 1, 2).double() / 255 - 0.5) / 0.5
-    patches, *_ = Qwen3VLVideoProcessor.patchify(None, videos[None], patch_size=8, merge_size=2, temporal_patch_size=2)
+    patches, *_ = Qwen3VLVideoProcessor.patchify(
+        None, videos[None], patch_size=8, merge_size=2, temporal_patch_size=2
+    )
     return patches[0]
 
 
-def plain_media_logprobs(path: Path, tokens: NDArray[Any], media: Sequence[ProcessedMedia], *, hears_clips: bool = False) -> NDArray[np.float64]:
-    """Compute the log-probability of every token but the first from one whole forward by transformers alone."""
+def plain_media_logprobs(
+    path: Path, tokens: NDArray[Any], media: Sequence[ProcessedMedia], *, hears_clips: bool = False
+) -> NDArray[np.float64]:
+    """Compute the log-probability of every token but the first from one whole forward by
+    transformers alone."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     inputs = plain_inputs(path, media, hears_clips=hears_clips)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -195,12 +288,21 @@ def plain_media_logprobs(path: Path, tokens: NDArray[Any], media: Sequence[Proce
         model.rope_deltas = None
     else:
         model = plain_model(path)
-        kinds = [(ids == tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>")).int() for name in ("image", "video")]
-        inputs = {name: value for name, value in inputs.items() if name not in ("video_second_per_grid", "use_audio_in_video")}
+        kinds = [
+            (ids == tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>")).int()
+            for name in ("image", "video")
+        ]
+        inputs = {
+            name: value
+            for name, value in inputs.items()
+            if name not in ("video_second_per_grid", "use_audio_in_video")
+        }
         inputs["mm_token_type_ids"] = kinds[0] + 2 * kinds[1]
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0]
-    result: NDArray[np.float64] = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    result: NDArray[np.float64] = (
+        logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    )
     return result
 
 

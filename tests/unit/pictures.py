@@ -1,4 +1,5 @@
-"""A tiny model that reads pictures, pictures, prompts with them, and the same computed by transformers alone."""
+"""A tiny model that reads pictures, pictures, prompts with them, and the same computed by
+transformers alone."""
 
 from __future__ import annotations
 
@@ -17,22 +18,35 @@ from small_settings import small_run
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from relax_events.config import DataConfig, EngineConfig, MediaConfig, ModelConfig, RunConfig, SamplingConfig
+from relax_events.config import (
+    DataConfig,
+    EngineConfig,
+    MediaConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.parts import ChatMessage, ContentPart, FinishReason, MediaRef, Modality
 from relax_events.events.types import SampleReady
+from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
-from relax_events.models.media_inputs import ProcessedMedia
-from relax_events.models.media_layout import modality_of
-from relax_events.models.tiny import make_tiny
+from relax_events.media.model_inputs import ProcessedMedia
+from relax_events.media.token_layout import modality_of
 from tests.folders import kept_folder
 
 BOUNDS = MediaConfig()
 Sizes = tuple[tuple[int, int], ...]
-SIZES: dict[int, Sizes] = {0: ((32, 32),), 1: ((64, 48), (32, 96)), 2: (), 3: ((100, 70),), 4: ((32, 32), (32, 32), (48, 48))}
+SIZES: dict[int, Sizes] = {
+    0: ((32, 32),),
+    1: ((64, 48), (32, 96)),
+    2: (),
+    3: ((100, 70),),
+    4: ((32, 32), (32, 32), (48, 48)),
+}
 PIXELS_PER_TOKEN = 16 * 16
 
 
@@ -40,7 +54,13 @@ PIXELS_PER_TOKEN = 16 * 16
 def picture_model(seed: int = 3) -> Path:
     """Write a tiny random model once in a test process, and delete it at its end."""
     folder = kept_folder("pictures")
-    return make_tiny(folder / "model", corpus=["red", "blue", "What is it?"], family="qwen3_vl", hidden_size=32, seed=seed)
+    return make_tiny(
+        folder / "model",
+        corpus=["red", "blue", "What is it?"],
+        family="qwen3_vl",
+        hidden_size=32,
+        seed=seed,
+    )
 
 
 def picture_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
@@ -58,7 +78,11 @@ def picture_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
 
 def picture_file(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> bytes:
     """Draw coarse noise, as a file."""
-    coarse = np.random.default_rng(seed).integers(0, 255, (max(1, height // 8), max(1, width // 8), 3)).astype(np.uint8)
+    coarse = (
+        np.random.default_rng(seed)
+        .integers(0, 255, (max(1, height // 8), max(1, width // 8), 3))
+        .astype(np.uint8)
+    )
     file = BytesIO()
     Image.fromarray(coarse).resize((width, height), Image.Resampling.NEAREST).save(file, kind)
     return file.getvalue()
@@ -66,38 +90,58 @@ def picture_file(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -
 
 def picture_item(width: int, height: int, *, seed: int = 0) -> MediaItem:
     """Name a picture as a row does."""
-    return MediaItem(Modality.IMAGE, picture_file(width, height, seed=seed), f"rows:{width}x{height}/{seed}")
+    return MediaItem(
+        Modality.IMAGE, picture_file(width, height, seed=seed), f"rows:{width}x{height}/{seed}"
+    )
 
 
 def question(*references: MediaRef) -> list[ChatMessage]:
     """Ask about media: some text stands before, between and behind them."""
-    parts = [part for ref in references for part in (ContentPart(Modality.TEXT, "so "), ContentPart(modality_of(ref), media=ref))]
+    parts = [
+        part
+        for ref in references
+        for part in (ContentPart(Modality.TEXT, "so "), ContentPart(modality_of(ref), media=ref))
+    ]
     return [ChatMessage("user", [*parts, ContentPart(Modality.TEXT, "What is it?")])]
 
 
-def prompt_of(media: Sequence[ProcessedMedia], *, path: Path | None = None, bounds: MediaConfig = BOUNDS) -> NDArray[np.int32]:
+def prompt_of(
+    media: Sequence[ProcessedMedia], *, path: Path | None = None, bounds: MediaConfig = BOUNDS
+) -> NDArray[np.int32]:
     """Render the question about media."""
-    renderer = PromptRenderer.from_folder(path or picture_model(), DataConfig(source="scenes:colour"), media=bounds)
+    renderer = PromptRenderer.from_folder(
+        path or picture_model(), DataConfig(source="scenes:colour"), media=bounds
+    )
     return renderer.prompt_tokens(question(*(piece.reference for piece in media)))
 
 
 def picture_engine(path: Path | None = None, **settings: Any) -> TransformersEngine:
     """Open an engine on one CPU thread."""
     path = path or picture_model()
-    config = EngineConfig(**{"threads": 1, "max_running_samples": 16, "max_context_tokens": 256} | settings)
-    return TransformersEngine(path, config=config, model=ModelConfig(dtype="float32", path=path, device="cpu"))
+    config = EngineConfig(
+        **{"threads": 1, "max_running_samples": 16, "max_context_tokens": 256} | settings
+    )
+    return TransformersEngine(
+        path, config=config, model=ModelConfig(dtype="float32", path=path, device="cpu")
+    )
 
 
-def shown(library: MediaLibrary, *sizes: tuple[int, int], seed: int = 0) -> tuple[ProcessedMedia, ...]:
+def shown(
+    library: MediaLibrary, *sizes: tuple[int, int], seed: int = 0
+) -> tuple[ProcessedMedia, ...]:
     """Put pictures of some sizes into a library, and take them out as the model is shown them."""
-    references = [library.admit(picture_item(*size, seed=seed + index)) for index, size in enumerate(sizes)]
+    references = [
+        library.admit(picture_item(*size, seed=seed + index)) for index, size in enumerate(sizes)
+    ]
     return tuple(library.processed(reference) for reference in references)
 
 
 @cache
 def plain_model(path: Path) -> Any:
     """Load a model without any code of ours, in float64."""
-    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, experts_implementation="eager").eval()
+    return AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
 
 
 def plain_pixels(files: Sequence[bytes]) -> Mapping[str, Any]:
@@ -108,36 +152,55 @@ def plain_pixels(files: Sequence[bytes]) -> Mapping[str, Any]:
         merge_size=2,
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
-        size={"shortest_edge": BOUNDS.image_min_token_num * PIXELS_PER_TOKEN, "longest_edge": BOUNDS.image_max_token_num * PIXELS_PER_TOKEN},
+        size={
+            "shortest_edge": BOUNDS.image_min_token_num * PIXELS_PER_TOKEN,
+            "longest_edge": BOUNDS.image_max_token_num * PIXELS_PER_TOKEN,
+        },
     )
-    found: Mapping[str, Any] = processor([Image.open(BytesIO(file)) for file in files], return_tensors="pt")
+    found: Mapping[str, Any] = processor(
+        [Image.open(BytesIO(file)) for file in files], return_tensors="pt"
+    )
     return found
 
 
-def plain_logprobs(tokens: NDArray[Any], files: Sequence[bytes], *, path: Path | None = None) -> NDArray[np.float64]:
-    """Compute the log-probability of every token but the first from one whole forward by transformers alone."""
+def plain_logprobs(
+    tokens: NDArray[Any], files: Sequence[bytes], *, path: Path | None = None
+) -> NDArray[np.float64]:
+    """Compute the log-probability of every token but the first from one whole forward by
+    transformers alone."""
     path = path or picture_model()
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    kinds = (ids == AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("<|image_pad|>")).int()
+    kinds = (
+        ids == AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("<|image_pad|>")
+    ).int()
     inputs = dict(plain_pixels(files), mm_token_type_ids=kinds) if files else {}
     with torch.no_grad():
         logits = plain_model(path)(input_ids=ids, use_cache=False, **inputs).logits[0]
-    result: NDArray[np.float64] = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    result: NDArray[np.float64] = (
+        logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    )
     return result
 
 
-def request_for(number: int, library: MediaLibrary, *, num_samples: int = 2, max_new_tokens: int = 6) -> GenerationRequest:
+def request_for(
+    number: int, library: MediaLibrary, *, num_samples: int = 2, max_new_tokens: int = 6
+) -> GenerationRequest:
     """Ask for a prompt group whose number decides everything in it, pictures included."""
     media = shown(library, *SIZES[number], seed=10 * number)
     return request_about(number, media, num_samples=num_samples, max_new_tokens=max_new_tokens)
 
 
-def request_about(number: int, media: tuple[ProcessedMedia, ...], *, num_samples: int = 2, max_new_tokens: int = 6) -> GenerationRequest:
+def request_about(
+    number: int, media: tuple[ProcessedMedia, ...], *, num_samples: int = 2, max_new_tokens: int = 6
+) -> GenerationRequest:
     """Ask for a prompt group about pictures at hand."""
     return GenerationRequest(
         prompt_group_id=f"g{number}",
         prompt_tokens=prompt_of(media),
-        samples=tuple(fresh_sample(f"g{number}/{index}", 1000 * number + index) for index in range(num_samples)),
+        samples=tuple(
+            fresh_sample(f"g{number}/{index}", 1000 * number + index)
+            for index in range(num_samples)
+        ),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens),
         stop_token_ids=(),
         media=media,

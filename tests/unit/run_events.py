@@ -16,10 +16,14 @@ from relax_events.events.types import Event, TrainStepCommitted, WorkerBeat
 def run_config(directory: Path = Path(".relax"), **run: Any) -> RunConfig:
     """Return a run of four steps."""
     tree = {"id": "shown", "num_steps": 4, "max_staleness": 2, "directory": directory}
-    return small_run({"run": tree | run, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}})
+    return small_run(
+        {"run": tree | run, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}}
+    )
 
 
-def train_step(step: int, *, at_seconds: float, staleness: tuple[int, ...] = (1, 1), **figures: float) -> TrainStepCommitted:
+def train_step(
+    step: int, *, at_seconds: float, staleness: tuple[int, ...] = (1, 1), **figures: float
+) -> TrainStepCommitted:
     """Return a step of two samples, 100 tokens and half a second in phases."""
     return TrainStepCommitted(
         train_step=step,
@@ -32,7 +36,14 @@ def train_step(step: int, *, at_seconds: float, staleness: tuple[int, ...] = (1,
         micro_batches=np.zeros(2, np.int32),
         consumed=[],
         staleness_counts=list(staleness),
-        figures={"reward_mean": 0.5, "loss": 0.25, "kl_estimate": 0.003, "staleness_mean": 0.5, "num_tokens": 100.0, **figures},
+        figures={
+            "reward_mean": 0.5,
+            "loss": 0.25,
+            "kl_estimate": 0.003,
+            "staleness_mean": 0.5,
+            "num_tokens": 100.0,
+            **figures,
+        },
         phase_seconds={"wait": 0.375, "update": 0.125},
         weights_digest=bytes([step % 256] * 32),
         committed_at=int(at_seconds * 1e6),
@@ -40,9 +51,12 @@ def train_step(step: int, *, at_seconds: float, staleness: tuple[int, ...] = (1,
 
 
 def records_of(step: TrainStepCommitted, *, version: int) -> list[tuple[Event, TopicOffset]]:
-    """Return the records of a `train_step` and of its prompt group, which this version generated, with their places."""
+    """Return the records of a `train_step` and of its prompt group, which this version generated,
+    with their places."""
     (group,) = step.prompt_group_ids
-    records: list[tuple[Event, TopicOffset]] = [(issued(group), at("prompt.groups", step.train_step))]
+    records: list[tuple[Event, TopicOffset]] = [
+        (issued(group), at("prompt.groups", step.train_step))
+    ]
     for index, offset in enumerate(step.offsets.tolist()):  # type: ignore[union-attr]
         records += [
             (rolled_out(group, index, version=version), at("rollout.samples", offset)),
@@ -50,7 +64,11 @@ def records_of(step: TrainStepCommitted, *, version: int) -> list[tuple[Event, T
             (ready(group, index, version=version), at("advantage.samples", offset)),
         ]
     end = replace(ended(group, Outcome.TRAINED, version=version), trainer_version=step.train_step)
-    return [*records, (step, at("control.train-steps", step.train_step)), (end, at("control.group-outcomes", step.train_step))]
+    return [
+        *records,
+        (step, at("control.train-steps", step.train_step)),
+        (end, at("control.group-outcomes", step.train_step)),
+    ]
 
 
 def at(entity: str, offset: int = 0) -> TopicOffset:
@@ -58,8 +76,11 @@ def at(entity: str, offset: int = 0) -> TopicOffset:
     return TopicOffset(f"relax.shown.{entity}", 0, offset)
 
 
-def beat(worker_id: str, *, at_seconds: float, state: WorkerState = WorkerState.WORKING, pid: int = 1) -> WorkerBeat:
-    """Return a heartbeat of a worker that has processed 7 records, has 3 in flight and serves version 2."""
+def beat(
+    worker_id: str, *, at_seconds: float, state: WorkerState = WorkerState.WORKING, pid: int = 1
+) -> WorkerBeat:
+    """Return a heartbeat of a worker that has processed 7 records, has 3 in flight and serves
+    version 2."""
     return WorkerBeat(
         worker_id=worker_id,
         role=worker_id.rpartition("-")[0],

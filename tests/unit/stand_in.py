@@ -13,12 +13,26 @@ from relax_events.telemetry.final_error import write_final_error
 def main(deed: str, *words: str) -> None:
     """Do what is asked for."""
     if deed == "show":
-        seen = {"arguments": sys.argv[1:], "environment": dict(os.environ), "input": os.read(0, 1).decode()}
-        seen |= {"group": os.getpgid(0), "session": os.getsid(0), "modules": {name: name in sys.modules for name in words}}
+        seen = {
+            "arguments": sys.argv[1:],
+            "environment": dict(os.environ),
+            "input": os.read(0, 1).decode(),
+        }
+        seen |= {
+            "group": os.getpgid(0),
+            "session": os.getsid(0),
+            "modules": {name: name in sys.modules for name in words},
+        }
         print(json.dumps(seen))
     elif deed == "end":
         if words[0] == "misread":
-            print("python: rdbuf.c:1115: rd_slice_narrow_copy: Assertion `rd_slice_abs_offset(new_slice) <= new_slice->end' failed.", flush=True)
+            print(
+                (
+                    "python: rdbuf.c:1115: rd_slice_narrow_copy: Assertion "
+                    "`rd_slice_abs_offset(new_slice) <= new_slice->end' failed."
+                ),
+                flush=True,
+            )
             os.abort()
         print("error: the reason")
         if not words[0].isdecimal():

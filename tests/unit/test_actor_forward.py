@@ -25,7 +25,8 @@ class Artifact:
 
 
 class Stage:
-    """Versions that are asked for: which were read from the store, and how many were in memory when one was."""
+    """Versions that are asked for: which were read from the store, and how many were in memory when
+    one was."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -37,7 +38,9 @@ class Stage:
             beats=SimpleNamespace(policy_version=-1),
             transfer=lambda name: nullcontext(),
         )
-        scorer: Any = SimpleNamespace(load_weights=lambda weights: self.loaded.append(weights.policy_version))
+        scorer: Any = SimpleNamespace(
+            load_weights=lambda weights: self.loaded.append(weights.policy_version)
+        )
         self.versions = VersionedWeights(worker, scorer, self)  # type: ignore[arg-type]
         for version in range(6):
             self.versions.note(published(version))

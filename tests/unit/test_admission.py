@@ -6,12 +6,25 @@ import pytest
 
 from relax_events.errors import CorruptRecord
 from relax_events.events.parts import Outcome
-from relax_events.policy import end_of
+from relax_events.staleness import end_of
 
 
 def test_end_of_reads_seat_and_attempt_from_the_id() -> None:
-    ended = end_of("000012-0003-4", Outcome.EXPIRED, policy_version=9, trainer_version=12, reason="too old", mean_reward=0.5)
-    assert (ended.prompt_group_id, ended.train_step, ended.group_index, ended.attempt, ended.row) == ("000012-0003-4", 12, 3, 4, -1)
+    ended = end_of(
+        "000012-0003-4",
+        Outcome.EXPIRED,
+        policy_version=9,
+        trainer_version=12,
+        reason="too old",
+        mean_reward=0.5,
+    )
+    assert (
+        ended.prompt_group_id,
+        ended.train_step,
+        ended.group_index,
+        ended.attempt,
+        ended.row,
+    ) == ("000012-0003-4", 12, 3, 4, -1)
     assert (ended.outcome, ended.policy_version, ended.trainer_version) == (Outcome.EXPIRED, 9, 12)
     assert (ended.reason, ended.mean_reward) == ("too old", 0.5)
 

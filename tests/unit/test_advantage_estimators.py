@@ -1,4 +1,5 @@
-"""Baselines and deviations of prompt groups and steps: numbers worked out by hand, and the papers' formulas written out in float64."""
+"""Baselines and deviations of prompt groups and steps: numbers worked out by hand, and the papers'
+formulas written out in float64."""
 
 from __future__ import annotations
 
@@ -8,58 +9,108 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_events.algorithms.advantages import GroupRewards, centred, centred_by_length, decoupled, leave_one_out, over_group_mean
-from relax_events.algorithms.judging import Judge, RewardedSample
+from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
+from relax_events.algorithms.advantages import (
+    GroupRewards,
+    centred,
+    centred_by_length,
+    decoupled,
+    leave_one_out,
+    over_group_mean,
+)
 from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import RewardError
+from relax_events.training.batch.step_statistics import step_scaling, step_whitening
 from relax_events.training.ranks import SingleRank
-from relax_events.training.whole_step import step_scaling, step_whitening
 
 
 def group(rewards: list[float], lengths: list[float] | None = None) -> GroupRewards:
-    return GroupRewards(np.array(rewards), lengths=None if lengths is None else np.array(lengths, np.float64))
+    return GroupRewards(
+        np.array(rewards), lengths=None if lengths is None else np.array(lengths, np.float64)
+    )
 
 
-def judged(rewards: list[float], masks: list[list[int]], *, cut_off: tuple[int, ...] = (), **settings: Any) -> list[list[float]]:
+def judged(
+    rewards: list[float], masks: list[list[int]], *, cut_off: tuple[int, ...] = (), **settings: Any
+) -> list[list[float]]:
     samples = [
-        RewardedSample(sample_id=str(index), reward=reward, loss_mask=np.array(mask, np.uint8), components={}, is_truncated=index in cut_off)
+        RewardedSample(
+            sample_id=str(index),
+            reward=reward,
+            loss_mask=np.array(mask, np.uint8),
+            components={},
+            is_truncated=index in cut_off,
+        )
         for index, (reward, mask) in enumerate(zip(rewards, masks, strict=True))
     ]
-    return [values.tolist() for values in Judge(AlgorithmConfig.model_validate(settings), max_new_tokens=8)(samples)]
+    return [
+        values.tolist()
+        for values in Judge(AlgorithmConfig.model_validate(settings), max_new_tokens=8)(samples)
+    ]
 
 
 def test_leave_one_out_is_divided_by_the_deviation_of_the_whole_group() -> None:
     # Others' means 2.5, 2, 1.5: -1.5, 0, 1.5; deviation of 1, 2, 3 with n - 1: 1.
     assert leave_one_out(group([1, 2, 3])).tolist() == pytest.approx([-1.5, 0, 1.5])
-    assert leave_one_out(group([1, 2, 3]), normalise_std=True).tolist() == pytest.approx([-1.5, 0, 1.5], rel=1e-5)
+    assert leave_one_out(group([1, 2, 3]), normalise_std=True).tolist() == pytest.approx(
+        [-1.5, 0, 1.5], rel=1e-5
+    )
     # One success in four: 1 - 0, 0 - 1/3; deviation 1/2.
-    assert leave_one_out(group([1, 0, 0, 0]), normalise_std=True).tolist() == pytest.approx([2, -2 / 3, -2 / 3, -2 / 3], rel=1e-5)
+    assert leave_one_out(group([1, 0, 0, 0]), normalise_std=True).tolist() == pytest.approx(
+        [2, -2 / 3, -2 / 3, -2 / 3], rel=1e-5
+    )
     assert leave_one_out(group([0.1] * 7), normalise_std=True).tolist() == [0.0] * 7
-    assert judged([1, 0, 0, 0], [[0, 1]] * 4, name="rloo", normalise_std=True)[0] == pytest.approx([0, 2], rel=1e-5)
+    assert judged([1, 0, 0, 0], [[0, 1]] * 4, name="rloo", normalise_std=True)[0] == pytest.approx(
+        [0, 2], rel=1e-5
+    )
     with pytest.raises(RewardError, match="needs at least 2 samples of a prompt, got 1"):
         leave_one_out(group([1]), normalise_std=True)
 
 
 def test_deviation_is_divided_by_n_where_the_correction_is_0() -> None:
-    # Of 1, 2, 3 around 2: sqrt(2 / 3) with n, 1 with n - 1. Of one success in four: sqrt(3) / 4 and 1 / 2.
-    assert judged([1, 2, 3], [[1]] * 3, name="grpo", std_correction=0)[2] == pytest.approx([math.sqrt(1.5)], rel=1e-5)
-    assert judged([1, 2, 3], [[1]] * 3, name="grpo", std_correction=1)[2] == pytest.approx([1.0], rel=1e-5)
-    assert judged([1, 2, 3], [[1]] * 3, name="grpo") == judged([1, 2, 3], [[1]] * 3, name="grpo", std_correction=1)
-    assert judged([1, 0, 0, 0], [[1]] * 4, name="rloo", normalise_std=True, std_correction=0)[0] == pytest.approx([4 / math.sqrt(3)], rel=1e-5)
+    # Of 1, 2, 3 around 2: sqrt(2 / 3) with n, 1 with n - 1. Of one success in four: sqrt(3) / 4 and
+    # 1 / 2.
+    assert judged([1, 2, 3], [[1]] * 3, name="grpo", std_correction=0)[2] == pytest.approx(
+        [math.sqrt(1.5)], rel=1e-5
+    )
+    assert judged([1, 2, 3], [[1]] * 3, name="grpo", std_correction=1)[2] == pytest.approx(
+        [1.0], rel=1e-5
+    )
+    assert judged([1, 2, 3], [[1]] * 3, name="grpo") == judged(
+        [1, 2, 3], [[1]] * 3, name="grpo", std_correction=1
+    )
+    assert judged([1, 0, 0, 0], [[1]] * 4, name="rloo", normalise_std=True, std_correction=0)[
+        0
+    ] == pytest.approx([4 / math.sqrt(3)], rel=1e-5)
     assert judged([0.5], [[1]], name="grpo", std_correction=0) == [[0.0]]
     components = {"right": np.array([1.0, 0.0]), "form": np.array([3.0, 1.0])}
-    apart = decoupled(GroupRewards(np.zeros(2), components), normalise_std=True, reward_weights={"right": 1.0, "form": 0.5}, std_correction=0)
+    apart = decoupled(
+        GroupRewards(np.zeros(2), components),
+        normalise_std=True,
+        reward_weights={"right": 1.0, "form": 0.5},
+        std_correction=0,
+    )
     assert apart.tolist() == pytest.approx([1.5, -1.5], rel=1e-5)
 
 
 def test_deviation_of_a_step_is_divided_by_n_or_one_less() -> None:
     advantages, lengths = np.array([1.0, 1.0, 1.0, 5.0], np.float32), np.array([3, 1])
-    of_tokens = [step_whitening([(advantages, lengths)], over="tokens", correction=correction, ranks=SingleRank()).std for correction in (0, 1)]
+    of_tokens = [
+        step_whitening(
+            [(advantages, lengths)], over="tokens", correction=correction, ranks=SingleRank()
+        ).std
+        for correction in (0, 1)
+    ]
     assert of_tokens == pytest.approx([math.sqrt(12 / 4), math.sqrt(12 / 3)])
-    of_rewards = [step_scaling([np.array([1.0, 2.0, 3.0])], correction=correction, ranks=SingleRank()).std for correction in (0, 1)]
+    of_rewards = [
+        step_scaling([np.array([1.0, 2.0, 3.0])], correction=correction, ranks=SingleRank()).std
+        for correction in (0, 1)
+    ]
     assert of_rewards == pytest.approx([math.sqrt(2 / 3), 1.0])
-    alone = step_whitening([(advantages[:1], lengths[1:])], over="tokens", correction=1, ranks=SingleRank())
+    alone = step_whitening(
+        [(advantages[:1], lengths[1:])], over="tokens", correction=1, ranks=SingleRank()
+    )
     assert alone.apply(np.array([1.0])).tolist() == [0.0]
 
 
@@ -68,21 +119,38 @@ def test_leave_one_out_is_the_mean_of_the_others_written_out() -> None:
     apart = [rewards[i] - math.fsum(np.delete(rewards, i)) / 8 for i in range(9)]
     deviation = math.sqrt(math.fsum((rewards - math.fsum(rewards) / 9) ** 2) / 8)
     np.testing.assert_allclose(leave_one_out(GroupRewards(rewards)), apart, rtol=1e-12)
-    np.testing.assert_allclose(leave_one_out(GroupRewards(rewards), normalise_std=True), np.array(apart) / (deviation + 1e-6), rtol=1e-12)
+    np.testing.assert_allclose(
+        leave_one_out(GroupRewards(rewards), normalise_std=True),
+        np.array(apart) / (deviation + 1e-6),
+        rtol=1e-12,
+    )
 
 
 def test_length_weighted_baseline_worked_out_by_hand() -> None:
     # (3 * 1 + 1 * 0) / 4 = 0.75
     assert centred_by_length(group([1, 0], [3, 1])).tolist() == [0.25, -0.75]
-    assert centred_by_length(group([1, 0, 4], [1, 0, 3])).tolist() == pytest.approx([1 - 13 / 4, -13 / 4, 4 - 13 / 4])
+    assert centred_by_length(group([1, 0, 4], [1, 0, 3])).tolist() == pytest.approx(
+        [1 - 13 / 4, -13 / 4, 4 - 13 / 4]
+    )
     assert judged([1, 0], [[0, 1, 1, 1], [1, 0]], name="opo") == [[0, 0.25, 0.25, 0.25], [-0.75, 0]]
 
 
-def test_length_weighted_baseline_leaves_the_sum_over_all_tokens_zero_and_is_the_mean_for_equal_lengths() -> None:
+def test_length_weighted_baseline_leaves_the_sum_over_all_tokens_zero_and_is_the_mean_for_equal_lengths() -> (
+    None
+):
     generator = np.random.default_rng(4)
-    rewards, lengths = generator.normal(size=8), generator.integers(1, 20_000, size=8).astype(np.float64)
-    tokens = np.repeat(rewards, lengths.astype(int))  # each reward as often as the sample has tokens
-    np.testing.assert_allclose(centred_by_length(GroupRewards(rewards, lengths=lengths)), rewards - tokens.mean(), rtol=1e-9)
+    rewards, lengths = (
+        generator.normal(size=8),
+        generator.integers(1, 20_000, size=8).astype(np.float64),
+    )
+    tokens = np.repeat(
+        rewards, lengths.astype(int)
+    )  # each reward as often as the sample has tokens
+    np.testing.assert_allclose(
+        centred_by_length(GroupRewards(rewards, lengths=lengths)),
+        rewards - tokens.mean(),
+        rtol=1e-9,
+    )
     same = GroupRewards(rewards, lengths=np.full(8, 7.0))
     np.testing.assert_allclose(centred_by_length(same), centred(same), rtol=1e-12, atol=1e-12)
 
@@ -91,7 +159,9 @@ def test_length_weighted_baseline_of_equal_rewards_lone_or_empty_samples_is_exac
     assert centred_by_length(group([0.1] * 3, [3, 5, 7])).tolist() == [0, 0, 0]
     assert centred_by_length(group([2.0], [5])).tolist() == [0]
     assert centred_by_length(group([1.0, 2.0], [0, 0])).tolist() == [0, 0]
-    with pytest.raises(RewardError, match="needs the number of loss tokens of each sample, got none"):
+    with pytest.raises(
+        RewardError, match="needs the number of loss tokens of each sample, got none"
+    ):
         centred_by_length(group([1.0, 2.0]))
 
 
@@ -99,18 +169,26 @@ def test_advantages_over_the_mean_worked_out_by_hand() -> None:
     # One of four right: (1 - 1/4) / (1/4) = 3 and -1; three of four: 1/3 and -1.
     assert over_group_mean(group([1, 0, 0, 0])).tolist() == [3, -1, -1, -1]
     assert over_group_mean(group([1, 1, 1, 0])).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
-    assert over_group_mean(group([0, 0])).tolist() == over_group_mean(group([0.1, 0.1])).tolist() == [0, 0]
+    assert (
+        over_group_mean(group([0, 0])).tolist()
+        == over_group_mean(group([0.1, 0.1])).tolist()
+        == [0, 0]
+    )
     assert over_group_mean(group([5])).tolist() == [0]
     assert judged([1, 0, 0, 0], [[0, 1]] * 4, name="maxrl")[0] == [0, 3]
-    with pytest.raises(RewardError, match="rewards must be at least 0, got -1; shift the rewards to 0 and above"):
+    with pytest.raises(
+        RewardError, match="rewards must be at least 0, got -1; shift the rewards to 0 and above"
+    ):
         over_group_mean(group([1, -1]))
 
 
 def test_advantages_over_the_mean_estimate_the_gradient_of_truncated_maximum_likelihood() -> None:
-    """With n samples the mean estimate is the gradient of -sum over k <= n - 1 of (1 - p)^k / k, which is p' times (1 - (1 - p)^(n - 1)) / p.
+    """With n samples the mean estimate is the gradient of -sum over k <= n - 1 of (1 - p)^k / k,
+    which is p' times (1 - (1 - p)^(n - 1)) / p.
 
-    The policy is a coin that is right with probability p = 1 / (1 + exp(-theta)): its score is 1 - p where right and -p where wrong,
-    and p' = p (1 - p). All 2^n outcomes are summed by their probability.
+    The policy is a coin that is right with probability p = 1 / (1 + exp(-theta)): its score is 1 -
+    p where right and -p where wrong, and p' = p (1 - p). All 2^n outcomes are summed by their
+    probability.
     """
     p, n = 0.3, 5
     expected = p * (1 - p) * (1 - (1 - p) ** (n - 1)) / p
@@ -118,21 +196,30 @@ def test_advantages_over_the_mean_estimate_the_gradient_of_truncated_maximum_lik
     for outcome in range(2**n):
         right = np.array([outcome >> i & 1 for i in range(n)], np.float64)
         probability = p ** right.sum() * (1 - p) ** (n - right.sum())
-        found += probability * float(over_group_mean(GroupRewards(right)) @ np.where(right == 1, 1 - p, -p)) / n
+        found += (
+            probability
+            * float(over_group_mean(GroupRewards(right)) @ np.where(right == 1, 1 - p, -p))
+            / n
+        )
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_deviation_of_a_steps_rewards_scales_and_centres_nothing() -> None:
-    # Rewards 1, 2, 3 over two micro-batches: deviation with n - 1 is 1; with 6, 0: mean 2.4, squares 1.96 + 0.16 + 0.36 + 12.96 + 5.76 = 21.2.
+    # Rewards 1, 2, 3 over two micro-batches: deviation with n - 1 is 1; with 6, 0: mean 2.4,
+    # squares 1.96 + 0.16 + 0.36 + 12.96 + 5.76 = 21.2.
     scaling = step_scaling([np.array([3.0, 1.0]), np.array([2.0])], ranks=SingleRank())
     assert (scaling.mean, scaling.std) == (0.0, 1.0)
     scaling = step_scaling([np.array([3.0, 1.0, 6.0]), np.array([2.0, 0.0])], ranks=SingleRank())
     assert scaling.std == pytest.approx(math.sqrt(21.2 / 4))
-    assert scaling.apply(np.array([0.5, 4.0])).tolist() == pytest.approx([0.5 / math.sqrt(5.3), 4 / math.sqrt(5.3)])
+    assert scaling.apply(np.array([0.5, 4.0])).tolist() == pytest.approx(
+        [0.5 / math.sqrt(5.3), 4 / math.sqrt(5.3)]
+    )
 
 
 @pytest.mark.parametrize("rewards", [[], [5.0], [0.1] * 7])
-def test_deviation_of_a_step_of_equal_rewards_leaves_advantages_as_they_are(rewards: list[float]) -> None:
+def test_deviation_of_a_step_of_equal_rewards_leaves_advantages_as_they_are(
+    rewards: list[float],
+) -> None:
     scaling = step_scaling([np.array(rewards)], ranks=SingleRank())
     assert scaling.apply(np.array([0.25, -3.0])).tolist() == [0.25, -3.0]
     assert scaling != Whitening(0.0, 0.0)
@@ -141,16 +228,46 @@ def test_deviation_of_a_step_of_equal_rewards_leaves_advantages_as_they_are(rewa
 MASKS = [[0, 1], [1, 1], [1], [1]]
 
 
-@pytest.mark.parametrize(("truncated", "expected"), [("train", [[0, 2], [-1, -1], [0], [-1]]), ("mask", [[0, 2], [-1, -1], [0], [-1]])])
-def test_samples_cut_off_by_their_length_count_in_the_groups_statistics(truncated: str, expected: list[list[float]]) -> None:
+@pytest.mark.parametrize(
+    ("truncated", "expected"),
+    [("train", [[0, 2], [-1, -1], [0], [-1]]), ("mask", [[0, 2], [-1, -1], [0], [-1]])],
+)
+def test_samples_cut_off_by_their_length_count_in_the_groups_statistics(
+    truncated: str, expected: list[list[float]]
+) -> None:
     # Mean of 4, 1, 2, 1 is 2. Whether they have a loss is the trainer's concern.
-    assert judged([4, 1, 2, 1], MASKS, cut_off=(0,), name="dr_grpo", truncated_samples=truncated) == expected
+    assert (
+        judged([4, 1, 2, 1], MASKS, cut_off=(0,), name="dr_grpo", truncated_samples=truncated)
+        == expected
+    )
 
 
 def test_samples_cut_off_by_their_length_are_left_out_of_the_groups_statistics() -> None:
     settings = {"truncated_samples": "leave_out"}
-    assert judged([4, 1, 3, 2], MASKS, cut_off=(0,), name="dr_grpo", **settings) == [[0, 0], [-1, -1], [1], [0]]
-    assert judged([4, 1, 3, 2], MASKS, cut_off=(1, 0), name="rloo", **settings) == [[0, 0], [0, 0], [1], [-1]]
-    assert judged([4, 1, 3, 2], MASKS, cut_off=(1, 0, 3), name="rloo", **settings) == [[0, 0], [0, 0], [0], [0]]  # no other to compare with
-    assert judged([4, 1, 3, 2], MASKS, cut_off=(0, 1, 2, 3), name="dr_grpo", **settings) == [[0, 0], [0, 0], [0], [0]]
-    assert judged([4, 1, 3, 2], MASKS, name="dr_grpo", **settings) == judged([4, 1, 3, 2], MASKS, name="dr_grpo")
+    assert judged([4, 1, 3, 2], MASKS, cut_off=(0,), name="dr_grpo", **settings) == [
+        [0, 0],
+        [-1, -1],
+        [1],
+        [0],
+    ]
+    assert judged([4, 1, 3, 2], MASKS, cut_off=(1, 0), name="rloo", **settings) == [
+        [0, 0],
+        [0, 0],
+        [1],
+        [-1],
+    ]
+    assert judged([4, 1, 3, 2], MASKS, cut_off=(1, 0, 3), name="rloo", **settings) == [
+        [0, 0],
+        [0, 0],
+        [0],
+        [0],
+    ]  # no other to compare with
+    assert judged([4, 1, 3, 2], MASKS, cut_off=(0, 1, 2, 3), name="dr_grpo", **settings) == [
+        [0, 0],
+        [0, 0],
+        [0],
+        [0],
+    ]
+    assert judged([4, 1, 3, 2], MASKS, name="dr_grpo", **settings) == judged(
+        [4, 1, 3, 2], MASKS, name="dr_grpo"
+    )

@@ -10,10 +10,10 @@ import event_samples
 import numpy as np
 import pytest
 
-from relax_events.algorithms.judging import Judge
+from relax_events.algorithms.advantage_estimator import Judge
 from relax_events.events.parts import FinishReason, Outcome
 from relax_events.events.types import SampleReady
-from relax_events.pipeline.join import JoinedGroup
+from relax_events.runtime.join import JoinedGroup
 from workers.advantage import AdvantageLoop, needed_evaluators
 
 GROUP = "000004-0000-0"
@@ -51,12 +51,16 @@ def finish(
         if index in cut_off:
             sample = dataclasses.replace(sample, finish_reason=FinishReason.LENGTH)
         group.samples[sample.sample_id] = sample
-        group.scores[sample.sample_id] = dataclasses.replace(event_samples.scored(GROUP, index, reward=reward), components=parts)
+        group.scores[sample.sample_id] = dataclasses.replace(
+            event_samples.scored(GROUP, index, reward=reward), components=parts
+        )
         if ref is not None:
             evaluated = dataclasses.replace(event_samples.evaluated(GROUP, index), values=ref)
             group.evaluations.setdefault("reference", {})[sample.sample_id] = evaluated
         if taught is not None:
-            evaluated = dataclasses.replace(event_samples.evaluated(GROUP, index, evaluator="teacher"), **taught)
+            evaluated = dataclasses.replace(
+                event_samples.evaluated(GROUP, index, evaluator="teacher"), **taught
+            )
             group.evaluations.setdefault("teacher", {})[sample.sample_id] = evaluated
     sent, loop = Sent(config), AdvantageLoop.__new__(AdvantageLoop)
     loop._worker = sent  # type: ignore[assignment]
@@ -67,40 +71,75 @@ def finish(
 
 
 def test_components_travel_with_the_advantages_made_of_them(make_run_config: Any) -> None:
-    config = make_run_config(algorithm={"name": "gdpo", "reward_weights": {"a": 1.0, "b": 0.5}, "normalise_std": False})
+    config = make_run_config(
+        algorithm={"name": "gdpo", "reward_weights": {"a": 1.0, "b": 0.5}, "normalise_std": False}
+    )
     parts = [{"a": 1.0, "b": 0.0, "c": 9.0}, {"a": 0.0, "b": 4.0, "c": 9.0}]
     sent = finish(config, [1.0, 4.0], parts)
     assert [sample.components for sample in sent.ready] == parts
     assert [sample.reward for sample in sent.ready] == [1.0, 4.0]
     # a: +-0.5, b: -+2 with half its weight.
-    assert [sample.advantages.tolist() for sample in sent.ready] == [[0, 0, -0.5, -0.5], [0, 0, 0.5, 0.5]]
+    assert [sample.advantages.tolist() for sample in sent.ready] == [
+        [0, 0, -0.5, -0.5],
+        [0, 0, 0.5, 0.5],
+    ]
 
 
-def test_prompt_group_whose_rewards_do_not_fit_the_algorithm_fails_alone(make_run_config: Any) -> None:
+def test_prompt_group_whose_rewards_do_not_fit_the_algorithm_fails_alone(
+    make_run_config: Any,
+) -> None:
     sent = finish(make_run_config(algorithm={"name": "gdpo"}), [1.0, 4.0])
     assert sent.ready == []
-    reason = "reward: there are no reward components to normalise apart; return a dict of them, or take another algorithm"
+    reason = (
+        "reward: there are no reward components to normalise apart; return a dict of them, or "
+        "take another algorithm"
+    )
     assert sent.ended == [(GROUP, Outcome.FAILED, reason)]
 
 
 def test_what_the_teacher_said_travels_to_the_trainer(make_run_config: Any) -> None:
-    settings = {"name": "opd", "distill_placement": "loss", "distill_tokens": "teacher_topk", "distill_top_k": 2}
+    settings = {
+        "name": "opd",
+        "distill_placement": "loss",
+        "distill_tokens": "teacher_topk",
+        "distill_top_k": 2,
+    }
     config = make_run_config(algorithm=settings, teacher={"model_path": "teacher"})
     assert needed_evaluators(config) == {"teacher"}
-    ids, logprobs = np.array([[5, 9], [6, 1]], np.int32), np.log(np.array([[0.5, 0.25], [0.9, 0.05]], np.float32))
-    taught = {"values": np.array([0, 0, -1.5, -0.75], np.float32), "topk_ids": ids, "topk_logprobs": logprobs}
+    ids, logprobs = (
+        np.array([[5, 9], [6, 1]], np.int32),
+        np.log(np.array([[0.5, 0.25], [0.9, 0.05]], np.float32)),
+    )
+    taught = {
+        "values": np.array([0, 0, -1.5, -0.75], np.float32),
+        "topk_ids": ids,
+        "topk_logprobs": logprobs,
+    }
     sent = finish(config, [1.0, 2.0], taught=taught)
     for sample in sent.ready:
-        assert [np.asarray(values).tolist() for values in (sample.topk_ids, sample.topk_teacher_logprobs)] == [ids.tolist(), logprobs.tolist()]
+        assert [
+            np.asarray(values).tolist()
+            for values in (sample.topk_ids, sample.topk_teacher_logprobs)
+        ] == [ids.tolist(), logprobs.tolist()]
         assert np.asarray(sample.teacher_logprobs).tolist() == [0, 0, -1.5, -0.75]
         assert sample.advantages.tolist() == [0, 0, 0, 0]
 
 
 def test_ids_of_the_engine_travel_when_the_teacher_chose_none(make_run_config: Any) -> None:
-    settings = {"name": "opd", "distill_placement": "loss", "distill_tokens": "student_topk", "distill_top_k": 2}
+    settings = {
+        "name": "opd",
+        "distill_placement": "loss",
+        "distill_tokens": "student_topk",
+        "distill_top_k": 2,
+    }
     ids = np.array([[5, 9], [6, 1]], np.int32)
     taught = {"topk_logprobs": np.zeros((2, 2), np.float32)}
-    sent = finish(make_run_config(algorithm=settings, teacher={"model_path": "teacher"}), [1.0, 2.0], taught=taught, topk_ids=ids)
+    sent = finish(
+        make_run_config(algorithm=settings, teacher={"model_path": "teacher"}),
+        [1.0, 2.0],
+        taught=taught,
+        topk_ids=ids,
+    )
     assert [np.asarray(sample.topk_ids).tolist() for sample in sent.ready] == [ids.tolist()] * 2
 
 
@@ -114,16 +153,37 @@ def test_kl_is_taken_off_the_reward_token_by_token(make_run_config: Any) -> None
 
 
 @pytest.mark.parametrize("truncated", ["mask", "leave_out"])
-def test_prompt_group_of_samples_cut_off_by_their_length_is_filtered(make_run_config: Any, truncated: str) -> None:
-    sent = finish(make_run_config(algorithm={"truncated_samples": truncated}), [1.0, 2.0], cut_off=(0, 1))
-    assert (sent.ready, sent.ended) == ([], [(GROUP, Outcome.FILTERED, "all samples were cut off by their length")])
+def test_prompt_group_of_samples_cut_off_by_their_length_is_filtered(
+    make_run_config: Any, truncated: str
+) -> None:
+    sent = finish(
+        make_run_config(algorithm={"truncated_samples": truncated}), [1.0, 2.0], cut_off=(0, 1)
+    )
+    assert (sent.ready, sent.ended) == (
+        [],
+        [(GROUP, Outcome.FILTERED, "all samples were cut off by their length")],
+    )
     assert len(finish(make_run_config(), [1.0, 2.0], cut_off=(0, 1)).ready) == 2
 
 
 def test_equal_rewards_are_those_that_count(make_run_config: Any) -> None:
     settings = {"filter_uniform_rewards": True, "normalise_std": False}
-    left_out = finish(make_run_config(algorithm=settings | {"truncated_samples": "leave_out"}), [1.0, 1.0, 3.0], cut_off=(2,))
+    left_out = finish(
+        make_run_config(algorithm=settings | {"truncated_samples": "leave_out"}),
+        [1.0, 1.0, 3.0],
+        cut_off=(2,),
+    )
     assert [reason for _, _, reason in left_out.ended] == ["all rewards are equal"]
-    masked = finish(make_run_config(algorithm=settings | {"truncated_samples": "mask"}), [1.0, 1.0, 4.0], cut_off=(2,))
-    assert [sample.advantages.tolist() for sample in masked.ready] == [[0, 0, -1, -1], [0, 0, -1, -1], [0, 0, 2, 2]]
-    assert all(sample.loss_mask.any() for sample in masked.ready)  # the log keeps what the policy chose
+    masked = finish(
+        make_run_config(algorithm=settings | {"truncated_samples": "mask"}),
+        [1.0, 1.0, 4.0],
+        cut_off=(2,),
+    )
+    assert [sample.advantages.tolist() for sample in masked.ready] == [
+        [0, 0, -1, -1],
+        [0, 0, -1, -1],
+        [0, 0, 2, 2],
+    ]
+    assert all(
+        sample.loss_mask.any() for sample in masked.ready
+    )  # the log keeps what the policy chose

@@ -44,5 +44,7 @@ def test_group_advantages_are_zero_for_a_lone_sample():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_group_advantages_names_the_first_row_that_is_not_finite(bad: float):
-    with pytest.raises(ValueError, match=r"rewards must be finite, got .* in row 1; drop that prompt group"):
+    with pytest.raises(
+        ValueError, match=r"rewards must be finite, got .* in row 1; drop that prompt group"
+    ):
         group_advantages(np.array([[0.0, 1.0], [bad, 1.0], [bad, 1.0]]))

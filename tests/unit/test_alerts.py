@@ -1,4 +1,5 @@
-"""The alerts of compose/prometheus: every alert has its cases, their metrics exist, and each leads to a page."""
+"""The alerts of compose/prometheus: every alert has its cases, their metrics exist, and each leads
+to a page."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ import pytest
 import yaml
 
 from relax_events.config import RunConfig
-from relax_events.control.health import HealthMetrics, HealthState
-from relax_events.control.run_metrics import RunMetrics
-from relax_events.control.run_state import RunState
+from relax_events.controller.metrics import HealthMetrics, RunMetrics
+from relax_events.projections.health import HealthState
+from relax_events.projections.run_state import RunState
 from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "compose" / "prometheus"
-RULES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
+RULES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0][
+    "rules"
+]
 
 
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_must_not() -> None:
@@ -36,12 +39,18 @@ def test_alert_leads_to_a_page_of_its_name(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("info", "warning", "critical")
     page = (ROOT / rule["annotations"]["runbook"]).read_text()
     assert page.startswith(f"# {rule['alert']}\n")
-    assert f"[{rule['alert']}](alerts/{Path(rule['annotations']['runbook']).name})" in (ROOT / "docs" / "how-to" / "watch-a-run.md").read_text()
+    assert (
+        f"[{rule['alert']}](alerts/{Path(rule['annotations']['runbook']).name})"
+        in (ROOT / "docs" / "how-to" / "watch-a-run.md").read_text()
+    )
 
 
 def test_alerts_ask_for_metrics_that_are_served(make_run_config: Callable[..., RunConfig]) -> None:
     config = make_run_config()
-    families = [*WorkerMetrics("trainer").registry.collect(), *RunMetrics(config, RunState()).collect()]
+    families = [
+        *WorkerMetrics("trainer").registry.collect(),
+        *RunMetrics(config, RunState()).collect(),
+    ]
     families += ErrorMetrics("trainer", broker={}, objects={}, away_seconds=float).collect()
     families += HealthMetrics(HealthState.of(config, own_id="controller-0"), config).collect()
     served = {f"{family.name}{'_total' if family.type == 'counter' else ''}" for family in families}

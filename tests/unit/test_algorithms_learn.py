@@ -8,18 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from relax_events.algorithms.describing import installed_algorithms
+from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
+from relax_events.algorithms.description import installed_algorithms
 from relax_events.algorithms.distillation import TokenSet
-from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
+from relax_events.training.batch.step_statistics import step_cutoff, step_whitening
 from relax_events.training.ranks import SingleRank
-from relax_events.training.whole_step import step_cutoff, step_whitening
 
 NUM_TOKENS, LENGTH, GROUPS, SAMPLES = 5, 3, 8, 4
 TEACHER = np.array([0.9, 0.04, 0.03, 0.02, 0.01])
 """Likes what is rewarded, for the algorithm that rewards are nothing to."""
-CORRECTED = {"old_logprobs": "trainer", "correction": "tis", "opsm_threshold": 0.5, "m2_threshold": 0.04}
+CORRECTED = {
+    "old_logprobs": "trainer",
+    "correction": "tis",
+    "opsm_threshold": 0.5,
+    "m2_threshold": 0.04,
+}
 
 
 def judged(draws: np.ndarray, logprobs: np.ndarray, judge: Judge) -> np.ndarray:
@@ -37,11 +42,21 @@ def judged(draws: np.ndarray, logprobs: np.ndarray, judge: Judge) -> np.ndarray:
         )
         for index, (draw, logprob) in enumerate(zip(draws, logprobs, strict=True))
     ]
-    return np.concatenate([values for start in range(0, len(rewarded), SAMPLES) for values in judge(rewarded[start : start + SAMPLES])])
+    return np.concatenate(
+        [
+            values
+            for start in range(0, len(rewarded), SAMPLES)
+            for values in judge(rewarded[start : start + SAMPLES])
+        ]
+    )
 
 
-@pytest.mark.parametrize("settings", [{}, CORRECTED, {"kl_coefficient": 0.01}], ids=["alone", "corrected", "with kl"])
-@pytest.mark.parametrize("name", [spec.name for spec in installed_algorithms() if spec.learns_from == "rewards"])
+@pytest.mark.parametrize(
+    "settings", [{}, CORRECTED, {"kl_coefficient": 0.01}], ids=["alone", "corrected", "with kl"]
+)
+@pytest.mark.parametrize(
+    "name", [spec.name for spec in installed_algorithms() if spec.learns_from == "rewards"]
+)
 def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": name} | settings)
     judge, objective = Judge(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)
@@ -52,12 +67,22 @@ def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, 
     for _ in range(30):
         engine = (behind if settings is CORRECTED else logits.detach()).log_softmax(-1)
         behind = logits.detach().clone()  # with a correction the engine is one version behind
-        draws = torch.multinomial(engine.exp(), len(lengths) * LENGTH, replacement=True, generator=generator)
+        draws = torch.multinomial(
+            engine.exp(), len(lengths) * LENGTH, replacement=True, generator=generator
+        )
         rollout = engine[draws]
-        advantages = judged(draws.reshape(-1, LENGTH).numpy(), rollout.reshape(-1, LENGTH).numpy(), judge)
+        advantages = judged(
+            draws.reshape(-1, LENGTH).numpy(), rollout.reshape(-1, LENGTH).numpy(), judge
+        )
         policy = logits.log_softmax(-1)
-        whitening = step_whitening([(advantages, lengths.numpy())], over=algorithm.whiten_advantages, ranks=SingleRank())
-        used = whitening.apply(advantages.astype(np.float64)) if algorithm.whiten_advantages != "none" else advantages
+        whitening = step_whitening(
+            [(advantages, lengths.numpy())], over=algorithm.whiten_advantages, ranks=SingleRank()
+        )
+        used = (
+            whitening.apply(advantages.astype(np.float64))
+            if algorithm.whiten_advantages != "none"
+            else advantages
+        )
         squares = (policy.detach()[draws] - rollout).double().square().numpy()
         inputs = ObjectiveInputs(
             logprobs=policy[draws],
@@ -67,7 +92,11 @@ def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, 
             ref_logprobs=torch.full_like(rollout, -float(np.log(NUM_TOKENS))),
             advantages=torch.from_numpy(used).float(),
             num_loss_tokens=lengths,
-            second_moment_cutoff=step_cutoff([squares], threshold=algorithm.m2_threshold, ranks=SingleRank()) if algorithm.m2_threshold else None,
+            second_moment_cutoff=step_cutoff(
+                [squares], threshold=algorithm.m2_threshold, ranks=SingleRank()
+            )
+            if algorithm.m2_threshold
+            else None,
         )
         tokens = objective(inputs)
         optimizer.zero_grad()
@@ -79,14 +108,24 @@ def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, 
 TOP = {"distill_placement": "loss", "distill_top_k": 2}
 WAYS: list[dict[str, Any]] = [
     {},
-    *({"distill_placement": "loss", "distill_divergence": kind} for kind in ("reverse_kl", "forward_kl", "jsd")),
+    *(
+        {"distill_placement": "loss", "distill_divergence": kind}
+        for kind in ("reverse_kl", "forward_kl", "jsd")
+    ),
     {"distill_tokens": "student_topk"} | TOP,
-    {"distill_tokens": "teacher_topk", "distill_divergence": "forward_kl", "distill_tail": "truncate"} | TOP,
+    {
+        "distill_tokens": "teacher_topk",
+        "distill_divergence": "forward_kl",
+        "distill_tail": "truncate",
+    }
+    | TOP,
     {"distill_tokens": "teacher_topk", "distill_divergence": "jsd", "distill_mixture": 0.2} | TOP,
 ]
 
 
-@pytest.mark.parametrize("settings", WAYS, ids=lambda settings: ",".join(map(str, settings.values())) or "advantage")
+@pytest.mark.parametrize(
+    "settings", WAYS, ids=lambda settings: ",".join(map(str, settings.values())) or "advantage"
+)
 def test_policy_comes_to_choose_as_its_teacher_does(settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": "opd"} | settings)
     judge, objective = Judge(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)
@@ -96,7 +135,9 @@ def test_policy_comes_to_choose_as_its_teacher_does(settings: dict[str, Any]) ->
     lengths = torch.full((GROUPS * SAMPLES,), LENGTH)
     for _ in range(50):
         rollout = logits.detach().log_softmax(-1)
-        draws = torch.multinomial(rollout.exp(), len(lengths) * LENGTH, replacement=True, generator=generator)
+        draws = torch.multinomial(
+            rollout.exp(), len(lengths) * LENGTH, replacement=True, generator=generator
+        )
         rewarded = [
             RewardedSample(
                 sample_id=str(index),
@@ -108,8 +149,13 @@ def test_policy_comes_to_choose_as_its_teacher_does(settings: dict[str, Any]) ->
             )
             for index, draw in enumerate(draws.reshape(-1, LENGTH))
         ]
-        policy, ids = logits.log_softmax(-1), (teacher if algorithm.distill_tokens == "teacher_topk" else rollout).topk(2).indices
-        one_set = TokenSet(policy[ids].expand(len(draws), 2), teacher.log()[ids].expand(len(draws), 2))
+        policy, ids = (
+            logits.log_softmax(-1),
+            (teacher if algorithm.distill_tokens == "teacher_topk" else rollout).topk(2).indices,
+        )
+        one_set = TokenSet(
+            policy[ids].expand(len(draws), 2), teacher.log()[ids].expand(len(draws), 2)
+        )
         inputs = ObjectiveInputs(
             logprobs=policy[draws],
             entropies=torch.zeros(len(draws)),

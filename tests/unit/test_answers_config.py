@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from relax_events.config import DataConfig, EvaluationConfig, RunConfig
 from relax_events.errors import ConfigError
-from relax_events.training.source_steps import require_alike
+from relax_events.training.replay.parent_steps import require_alike
 
 SFT: dict[str, Any] = {
     "run": {"id": "test"},
@@ -17,7 +17,10 @@ SFT: dict[str, Any] = {
     "data": {"source": "jsonl:rows", "completion_key": "completion"},
     "algorithm": {"name": "sft"},
 }
-DPO = SFT | {"data": {"source": "jsonl:rows", "chosen_key": "chosen", "rejected_key": "rejected"}, "algorithm": {"name": "dpo"}}
+DPO = SFT | {
+    "data": {"source": "jsonl:rows", "chosen_key": "chosen", "rejected_key": "rejected"},
+    "algorithm": {"name": "dpo"},
+}
 GRPO = SFT | {"data": {"source": "jsonl:rows"}, "algorithm": {}}
 HELD_OUT = {"name": "held-out", "source": "jsonl:rows"}
 
@@ -27,41 +30,77 @@ HELD_OUT = {"name": "held-out", "source": "jsonl:rows"}
     [(SFT, 1, []), (DPO, 2, ["reference"]), (SFT | {"data": {"source": "jsonl:rows"}}, 1, [])],
     ids=["sft", "dpo", "answers"],
 )
-def test_run_has_the_roles_and_the_size_that_the_algorithm_leaves(tree: dict[str, Any], size: int, others: list[str]) -> None:
+def test_run_has_the_roles_and_the_size_that_the_algorithm_leaves(
+    tree: dict[str, Any], size: int, others: list[str]
+) -> None:
     config = RunConfig.model_validate(tree)
     assert config.run.samples_per_prompt == size
-    assert [*config.roles()] == ["controller", "metrics", "prompter", "rollout", *others, "advantage", "trainer"]
+    assert [*config.roles()] == [
+        "controller",
+        "metrics",
+        "prompter",
+        "rollout",
+        *others,
+        "advantage",
+        "trainer",
+    ]
     assert (config.rollout_engine, config.engine.name) == ("dataset", "transformers")
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_rows_that_bring_what_is_learnt_need_no_reference_answer() -> None:
     assert DataConfig(source="jsonl:x", completion_key="text").answer_key == ""
-    assert DataConfig(source="jsonl:x", completion_key="text", answer_key="solution").answer_key == "solution"
+    assert (
+        DataConfig(source="jsonl:x", completion_key="text", answer_key="solution").answer_key
+        == "solution"
+    )
     assert DataConfig(source="jsonl:x").answer_key == "answer"
 
 
 def test_evaluation_generates_with_the_engine_of_the_run_file() -> None:
-    config = RunConfig.model_validate(SFT | {"evaluation": {"datasets": [HELD_OUT | {"sampling": {"temperature": 0.7}}]}})
+    config = RunConfig.model_validate(
+        SFT | {"evaluation": {"datasets": [HELD_OUT | {"sampling": {"temperature": 0.7}}]}}
+    )
     assert config.roles()["evaluator"] == 1
     assert isinstance(config.evaluation, EvaluationConfig)
 
 
 def test_replay_by_answers_takes_prompt_groups_of_any_size() -> None:
     replay = {"source": {"run": "other"}, "run": {"id": "test", "samples_per_prompt": 8}}
-    assert RunConfig.model_validate(GRPO | replay | {"algorithm": {"name": "sft"}}).run.samples_per_prompt == 8
-    with pytest.raises(ValidationError, match="samples_per_prompt must be 2, got 8: algorithm dpo learns from pairs"):
+    assert (
+        RunConfig.model_validate(
+            GRPO | replay | {"algorithm": {"name": "sft"}}
+        ).run.samples_per_prompt
+        == 8
+    )
+    with pytest.raises(
+        ValidationError,
+        match="samples_per_prompt must be 2, got 8: algorithm dpo learns from pairs",
+    ):
         RunConfig.model_validate(GRPO | replay | {"algorithm": {"name": "dpo"}})
 
 
 @pytest.mark.parametrize(
     ("recorded", "wanted", "is_refused"),
-    [(GRPO, SFT, False), (SFT, SFT, False), (DPO, DPO, False), (SFT, GRPO, True), (DPO, GRPO, True), (DPO, SFT, True), (GRPO, DPO, True)],
+    [
+        (GRPO, SFT, False),
+        (SFT, SFT, False),
+        (DPO, DPO, False),
+        (SFT, GRPO, True),
+        (DPO, GRPO, True),
+        (DPO, SFT, True),
+        (GRPO, DPO, True),
+    ],
 )
-def test_replay_learns_from_what_was_recorded(recorded: dict[str, Any], wanted: dict[str, Any], is_refused: bool) -> None:
+def test_replay_learns_from_what_was_recorded(
+    recorded: dict[str, Any], wanted: dict[str, Any], is_refused: bool
+) -> None:
     source, config = RunConfig.model_validate(recorded), RunConfig.model_validate(wanted)
     if is_refused:
-        with pytest.raises(ConfigError, match=f"algorithm {config.algorithm.name} learns from .*, and run test recorded"):
+        with pytest.raises(
+            ConfigError,
+            match=f"algorithm {config.algorithm.name} learns from .*, and run test recorded",
+        ):
             require_alike(source, config)
     else:
         require_alike(source, config)
@@ -70,32 +109,98 @@ def test_replay_learns_from_what_was_recorded(recorded: dict[str, Any], wanted: 
 @pytest.mark.parametrize(
     ("tree", "text"),
     [
-        (SFT | {"run": {"id": "test", "samples_per_prompt": 4}}, "samples_per_prompt must be 1, got 4: algorithm sft learns from answers"),
-        (DPO | {"run": {"id": "test", "samples_per_prompt": 4}}, "samples_per_prompt must be 2, got 4: algorithm dpo learns from pairs"),
-        (GRPO | {"run": {"id": "test", "samples_per_prompt": 1}}, "samples_per_prompt must be >= 2, got 1: algorithm grpo compares"),
-        (SFT | {"algorithm": {"name": "dpo"}}, "dpo learns from pairs, and jsonl:rows names none; set data.chosen_key and data.rejected_key"),
-        (DPO | {"algorithm": {"name": "sft"}}, "data.chosen_key = 'chosen' is not used by algorithm sft, which learns from answers"),
-        (DPO | {"algorithm": {}}, "data.chosen_key = 'chosen' is not used by algorithm grpo, which learns from rewards"),
-        (SFT | {"algorithm": {}}, "data.completion_key = 'completion' is not used by algorithm grpo"),
-        (SFT | {"engine": {"sampling": {"temperature": 0.5}}}, "engine.sampling.temperature = 0.5 has no use: algorithm sft draws no samples"),
+        (
+            SFT | {"run": {"id": "test", "samples_per_prompt": 4}},
+            "samples_per_prompt must be 1, got 4: algorithm sft learns from answers",
+        ),
+        (
+            DPO | {"run": {"id": "test", "samples_per_prompt": 4}},
+            "samples_per_prompt must be 2, got 4: algorithm dpo learns from pairs",
+        ),
+        (
+            GRPO | {"run": {"id": "test", "samples_per_prompt": 1}},
+            "samples_per_prompt must be >= 2, got 1: algorithm grpo compares",
+        ),
+        (
+            SFT | {"algorithm": {"name": "dpo"}},
+            (
+                "dpo learns from pairs, and jsonl:rows names none; set data.chosen_key and "
+                "data.rejected_key"
+            ),
+        ),
+        (
+            DPO | {"algorithm": {"name": "sft"}},
+            "data.chosen_key = 'chosen' is not used by algorithm sft, which learns from answers",
+        ),
+        (
+            DPO | {"algorithm": {}},
+            "data.chosen_key = 'chosen' is not used by algorithm grpo, which learns from rewards",
+        ),
+        (
+            SFT | {"algorithm": {}},
+            "data.completion_key = 'completion' is not used by algorithm grpo",
+        ),
+        (
+            SFT | {"engine": {"sampling": {"temperature": 0.5}}},
+            "engine.sampling.temperature = 0.5 has no use: algorithm sft draws no samples",
+        ),
         (DPO | {"engine": {"sampling": {"top_p": 0.5}}}, "engine.sampling.top_p = 0.5 has no use"),
         (SFT | {"engine": {"sampling": {"top_k": 1}}}, "engine.sampling.top_k = 1 has no use"),
-        (SFT | {"model": {"path": "m", "routing_replay": "rollout"}}, "'rollout' replays .*, and algorithm sft draws no samples"),
-        (GRPO | {"data": {"source": "jsonl:x", "max_sample_tokens": 9}}, "data.max_sample_tokens = 9 measures answers that the data bring"),
-        (GRPO | {"engine": {"name": "dataset"}}, "engine.name = 'dataset' generates nothing, and algorithm grpo learns"),
-        (SFT | {"engine": {"name": "dataset"}, "evaluation": {"datasets": [HELD_OUT]}}, "'dataset' generates nothing, and evaluation needs"),
-        (SFT | {"data": SFT["data"] | {"pass_rate": [0.1, 0.9]}}, r"data.pass_rate = \[0.1, 0.9\] judges by rewards, and algorithm sft has none"),
-        (SFT | {"algorithm": {"name": "sft", "kl_coefficient": 0.1}}, "kl_coefficient = 0.1 is not for sft: the data's tokens estimate no"),
-        (SFT | {"algorithm": {"name": "sft", "old_logprobs": "rollout"}}, "old_logprobs = 'rollout' is not for sft: the tokens are the data's"),
-        (SFT | {"algorithm": {"name": "sft", "filter_uniform_rewards": True}}, "filter_uniform_rewards = True is not for sft: nothing is rewarded"),
+        (
+            SFT | {"model": {"path": "m", "routing_replay": "rollout"}},
+            "'rollout' replays .*, and algorithm sft draws no samples",
+        ),
+        (
+            GRPO | {"data": {"source": "jsonl:x", "max_sample_tokens": 9}},
+            "data.max_sample_tokens = 9 measures answers that the data bring",
+        ),
+        (
+            GRPO | {"engine": {"name": "dataset"}},
+            "engine.name = 'dataset' generates nothing, and algorithm grpo learns",
+        ),
+        (
+            SFT | {"engine": {"name": "dataset"}, "evaluation": {"datasets": [HELD_OUT]}},
+            "'dataset' generates nothing, and evaluation needs",
+        ),
+        (
+            SFT | {"data": SFT["data"] | {"pass_rate": [0.1, 0.9]}},
+            r"data.pass_rate = \[0.1, 0.9\] judges by rewards, and algorithm sft has none",
+        ),
+        (
+            SFT | {"algorithm": {"name": "sft", "kl_coefficient": 0.1}},
+            "kl_coefficient = 0.1 is not for sft: the data's tokens estimate no",
+        ),
+        (
+            SFT | {"algorithm": {"name": "sft", "old_logprobs": "rollout"}},
+            "old_logprobs = 'rollout' is not for sft: the tokens are the data's",
+        ),
+        (
+            SFT | {"algorithm": {"name": "sft", "filter_uniform_rewards": True}},
+            "filter_uniform_rewards = True is not for sft: nothing is rewarded",
+        ),
         (SFT | {"algorithm": {"name": "sft", "beta": 0.1}}, "beta = 0.1 is not used by sft"),
-        (DPO | {"algorithm": {"name": "dpo", "aggregation": "token_mean"}}, "aggregation = 'token_mean' is not for dpo: the loss is one of pairs"),
+        (
+            DPO | {"algorithm": {"name": "dpo", "aggregation": "token_mean"}},
+            "aggregation = 'token_mean' is not for dpo: the loss is one of pairs",
+        ),
         (DPO | {"algorithm": {"name": "dpo", "beta": 0.0}}, "algorithm.beta\n.*greater than 0"),
-        (DPO | {"algorithm": {"name": "dpo", "label_smoothing": 0.5}}, "algorithm.label_smoothing\n.*less than 0.5"),
-        (SFT | {"data": {"source": "jsonl:x", "chosen_key": "chosen"}}, "chosen_key with rejected_key say what is learnt, got chosen_key"),
-        (SFT | {"data": SFT["data"] | {"conversation_key": "c"}}, "say what is learnt, got completion_key and conversation_key"),
+        (
+            DPO | {"algorithm": {"name": "dpo", "label_smoothing": 0.5}},
+            "algorithm.label_smoothing\n.*less than 0.5",
+        ),
+        (
+            SFT | {"data": {"source": "jsonl:x", "chosen_key": "chosen"}},
+            "chosen_key with rejected_key say what is learnt, got chosen_key",
+        ),
+        (
+            SFT | {"data": SFT["data"] | {"conversation_key": "c"}},
+            "say what is learnt, got completion_key and conversation_key",
+        ),
         (SFT | {"data": SFT["data"] | {"prompt_key": ""}}, "prompt_key must name a column, got ''"),
-        (SFT | {"data": SFT["data"] | {"train_on": "last"}}, "train_on = 'last' chooses among a conversation's messages; set conversation_key"),
+        (
+            SFT | {"data": SFT["data"] | {"train_on": "last"}},
+            "train_on = 'last' chooses among a conversation's messages; set conversation_key",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tree: dict[str, Any], text: str) -> None:

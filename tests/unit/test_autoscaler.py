@@ -1,4 +1,5 @@
-"""When the autoscaler asks for more or fewer workers, by table; and that it asks as any caller does."""
+"""When the autoscaler asks for more or fewer workers, by table; and that it asks as any caller
+does."""
 
 from __future__ import annotations
 
@@ -9,29 +10,52 @@ from typing import Any
 import pytest
 
 from relax_events.config import AutoscalerConfig, RunConfig
-from relax_events.control.run_state import RunState
-from relax_events.control.scaling import Bounds, Kind, ScaleState, Status
-from relax_events.control.scaling.autoscaler import Autoscaler, Look, judge
-from relax_events.control.scaling.desk import ScaleDesk
+from relax_events.controller.autoscaler import Autoscaler, Look, judge
+from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.scaling_service import ScaleDesk
 from relax_events.events.types import MetricsReported, RunCommanded
+from relax_events.projections.run_state import RunState
+from relax_events.projections.scaling import Kind, ScaleState, Status
 from tests.unit.run_events import beat, run_config, train_step
 
 SECOND = 1_000_000
 RULES = AutoscalerConfig(enabled=True)
 POOL = Bounds.of(run_config(), is_supervised=True).pools["default"]
-BUSY = Look(at=0, num_workers=3, usage=0.95, queued=20.0, groups_per_second=5.0, wait=0.8, staleness=0.2)
-CALM = Look(at=0, num_workers=3, usage=0.6, queued=1.0, groups_per_second=5.0, wait=0.2, staleness=0.2)
-IDLE = Look(at=0, num_workers=3, usage=0.2, queued=0.0, groups_per_second=5.0, wait=0.0, staleness=0.2)
+BUSY = Look(
+    at=0, num_workers=3, usage=0.95, queued=20.0, groups_per_second=5.0, wait=0.8, staleness=0.2
+)
+CALM = Look(
+    at=0, num_workers=3, usage=0.6, queued=1.0, groups_per_second=5.0, wait=0.2, staleness=0.2
+)
+IDLE = Look(
+    at=0, num_workers=3, usage=0.2, queued=0.0, groups_per_second=5.0, wait=0.0, staleness=0.2
+)
 
 
-def over(seconds: float, look: Look = CALM, *, every: float = 10.0, before: Look = CALM, **changes: Any) -> list[Look]:
+def over(
+    seconds: float, look: Look = CALM, *, every: float = 10.0, before: Look = CALM, **changes: Any
+) -> list[Look]:
     """Return looks of 300 s, the last so many seconds of them with these changes."""
     times = [every * place for place in range(int(300 / every) + 1)]
-    return [replace(replace(look, **changes) if 300 - time <= seconds else before, at=int(time * SECOND)) for time in times]
+    return [
+        replace(
+            replace(look, **changes) if 300 - time <= seconds else before, at=int(time * SECOND)
+        )
+        for time in times
+    ]
 
 
-def verdict(looks: Sequence[Look], *, num_wanted: int = 3, last_out_at: int = 0, last_in_at: int = 0) -> tuple[str, int] | None:
-    found = judge(looks, RULES, POOL, num_wanted=num_wanted, last_out_at=last_out_at * SECOND, last_in_at=last_in_at * SECOND)
+def verdict(
+    looks: Sequence[Look], *, num_wanted: int = 3, last_out_at: int = 0, last_in_at: int = 0
+) -> tuple[str, int] | None:
+    found = judge(
+        looks,
+        RULES,
+        POOL,
+        num_wanted=num_wanted,
+        last_out_at=last_out_at * SECOND,
+        last_in_at=last_in_at * SECOND,
+    )
     return None if found is None else (found.kind.value, found.target)
 
 
@@ -61,15 +85,21 @@ def verdict(looks: Sequence[Look], *, num_wanted: int = 3, last_out_at: int = 0,
         (over(300)[-1:], None),
     ],
 )
-def test_verdict_follows_from_what_was_seen(looks: list[Look], expected: tuple[str, int] | None) -> None:
+def test_verdict_follows_from_what_was_seen(
+    looks: list[Look], expected: tuple[str, int] | None
+) -> None:
     assert verdict(looks, last_in_at=-1000, last_out_at=-1000) == expected
 
 
 def test_fewer_only_where_the_others_would_not_be_full_and_work_is_steady() -> None:
-    assert verdict(over(120, IDLE, usage=0.28), num_wanted=2, last_in_at=-1000) is None, "0.28 of two is 0.56 of one"
+    assert verdict(over(120, IDLE, usage=0.28), num_wanted=2, last_in_at=-1000) is None, (
+        "0.28 of two is 0.56 of one"
+    )
     assert verdict(over(120, IDLE, usage=0.24), num_wanted=2, last_in_at=-1000) == ("in", 1)
     looks = over(120, IDLE)
-    uneven = [replace(look, groups_per_second=10.0 * (place % 2)) for place, look in enumerate(looks)]
+    uneven = [
+        replace(look, groups_per_second=10.0 * (place % 2)) for place, look in enumerate(looks)
+    ]
     assert verdict(uneven) is None
 
 
@@ -90,11 +120,15 @@ def test_bounds_are_kept() -> None:
         (IDLE, 0, 0, ("in", 2)),
     ],
 )
-def test_rest_is_kept_after_a_change(look: Look, last_out_at: int, last_in_at: int, expected: tuple[str, int] | None) -> None:
+def test_rest_is_kept_after_a_change(
+    look: Look, last_out_at: int, last_in_at: int, expected: tuple[str, int] | None
+) -> None:
     assert verdict(over(120, look), last_out_at=last_out_at, last_in_at=last_in_at) == expected
 
 
-def controller(config: RunConfig, log: list[RunCommanded]) -> tuple[Autoscaler, RunState, ScaleDesk]:
+def controller(
+    config: RunConfig, log: list[RunCommanded]
+) -> tuple[Autoscaler, RunState, ScaleDesk]:
     """Return the autoscaler of a controller that has just read the log."""
     run, state = RunState(), ScaleState()
     for command in log:
@@ -110,24 +144,45 @@ def controller(config: RunConfig, log: list[RunCommanded]) -> tuple[Autoscaler, 
 
 
 def hear(run: RunState, desk: ScaleDesk) -> None:
-    """Let one worker hold 3 of its 4 prompt groups, and the trainer wait for three quarters of a step."""
+    """Let one worker hold 3 of its 4 prompt groups, and the trainer wait for three quarters of a
+    step."""
     desk.state.note(beat("rollout-0", at_seconds=1))
-    run.note(MetricsReported(worker_id="rollout-0", role="rollout", values={"records_per_second": 2.0}))
+    run.note(
+        MetricsReported(worker_id="rollout-0", role="rollout", values={"records_per_second": 2.0})
+    )
     run.note(train_step(0, at_seconds=1, staleness_mean=1.0))
 
 
-def test_autoscaler_asks_as_any_caller_does_and_the_one_after_it_knows_when(make_run_config: Callable[..., RunConfig]) -> None:
-    config = make_run_config(scaling={"autoscaler": {"enabled": True}}, engine={"max_prompt_groups": 4}, run={"max_staleness": 2})
+def test_autoscaler_asks_as_any_caller_does_and_the_one_after_it_knows_when(
+    make_run_config: Callable[..., RunConfig],
+) -> None:
+    config = make_run_config(
+        scaling={"autoscaler": {"enabled": True}},
+        engine={"max_prompt_groups": 4},
+        run={"max_staleness": 2},
+    )
     log: list[RunCommanded] = []
     autoscaler, run, desk = controller(config, log)
     hear(run, desk)
     seen = autoscaler.look(now=5, num_unfinished=43)
-    assert seen == Look(at=5, num_workers=1, usage=0.75, queued=40.0, groups_per_second=2.0, wait=0.75, staleness=0.5)
+    assert seen == Look(
+        at=5,
+        num_workers=1,
+        usage=0.75,
+        queued=40.0,
+        groups_per_second=2.0,
+        wait=0.75,
+        staleness=0.5,
+    )
     now = 10**15
     for place in range(5):
         autoscaler.tend(now=now + place * 10 * SECOND, num_unfinished=43)
     (request,) = desk.state.requests.values()
-    assert (request.kind, request.workers, request.key.partition("/")[0]) == (Kind.OUT, tuple(f"rollout-{n}" for n in range(1, 5)), "autoscaler")
+    assert (request.kind, request.workers, request.key.partition("/")[0]) == (
+        Kind.OUT,
+        tuple(f"rollout-{n}" for n in range(1, 5)),
+        "autoscaler",
+    )
     log.append(request.step(Status.CREATING, now=now))
     log.append(request.step(Status.ACTIVE, now=now))
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from relax_events.errors import ConfigError
+from relax_events.training.backend.factory import open_backend
 from relax_events.training.ranks import SingleRank
-from workers.backends import open_backend
 
 OWN = """
 class Own:
@@ -20,11 +20,16 @@ class Own:
 """
 
 
-def test_backend_that_replays_no_routing_is_refused_where_that_is_asked_for(make_run_config: Any, tmp_path: Path) -> None:
+def test_backend_that_replays_no_routing_is_refused_where_that_is_asked_for(
+    make_run_config: Any, tmp_path: Path
+) -> None:
     (tmp_path / "own.py").write_text(OWN)
     backend = f"{tmp_path / 'own.py'}:Own"
     plain = make_run_config(trainer={"backend": backend})
     assert open_backend(plain, SingleRank()).config is plain  # type: ignore[attr-defined]
     asking = make_run_config(trainer={"backend": backend}, model={"routing_replay": "rollout"})
-    with pytest.raises(ConfigError, match=r"needs a backend that takes the choice of experts .* trainer.backend = '.*own.py:Own' does not"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs a backend that takes the choice of experts .* trainer.backend = '.*own.py:Own' does not",
+    ):
         open_backend(asking, SingleRank())

@@ -8,7 +8,7 @@ import pytest
 
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import MetricsReported, WorkerBeat
-from relax_events.pipeline.beats import REPORT_EVERY_BEATS, Beats
+from relax_events.runtime.heartbeat import REPORT_EVERY_BEATS, Beats
 
 
 class Clocked:
@@ -16,9 +16,11 @@ class Clocked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("relax_events.pipeline.beats.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("relax_events.runtime.heartbeat.time.monotonic", lambda: self.now)
         self.sent: list[WorkerBeat | MetricsReported] = []
-        self.beats = Beats(self.sent.append, worker_id="reward-0", role="reward", interval_seconds=1.0)
+        self.beats = Beats(
+            self.sent.append, worker_id="reward-0", role="reward", interval_seconds=1.0
+        )
 
     def tick(self, state: WorkerState, *, after: float = 0.0) -> None:
         self.now += after
@@ -34,7 +36,9 @@ def states(clocked: Clocked) -> list[WorkerState]:
     return [event.state for event in clocked.sent if isinstance(event, WorkerBeat)]
 
 
-def test_beats_come_once_an_interval_while_a_worker_changes_between_idle_and_working(clocked: Clocked) -> None:
+def test_beats_come_once_an_interval_while_a_worker_changes_between_idle_and_working(
+    clocked: Clocked,
+) -> None:
     clocked.tick(WorkerState.STARTING)
     clocked.tick(WorkerState.WORKING, after=0.5)
     for state in (WorkerState.IDLE, WorkerState.WORKING, WorkerState.IDLE):
@@ -55,11 +59,21 @@ def test_beat_carries_what_the_worker_did(clocked: Clocked) -> None:
     before = clocked.beats.started_at
     clocked.beats.progress(3, seconds=0.5)
     clocked.beats.progress(4, seconds=0.5)
-    clocked.beats.policy_version, clocked.beats.metrics_port, clocked.beats.num_in_flight = 5, 9090, 2
+    clocked.beats.policy_version, clocked.beats.metrics_port, clocked.beats.num_in_flight = (
+        5,
+        9090,
+        2,
+    )
     clocked.tick(WorkerState.WORKING)
     (beat,) = clocked.sent
     assert isinstance(beat, WorkerBeat)
-    assert (beat.num_processed, beat.num_in_flight, beat.policy_version, beat.metrics_port, beat.pid) == (7, 2, 5, 9090, os.getpid())
+    assert (
+        beat.num_processed,
+        beat.num_in_flight,
+        beat.policy_version,
+        beat.metrics_port,
+        beat.pid,
+    ) == (7, 2, 5, 9090, os.getpid())
     assert beat.last_progress_at >= before
     assert clocked.beats.seconds_since_turn == 0.0
     clocked.now += 3.0
@@ -71,16 +85,20 @@ def test_every_few_beats_throughput_is_reported(clocked: Clocked) -> None:
         clocked.beats.progress(10, seconds=0.5)
         clocked.tick(WorkerState.WORKING, after=2.0)
     reports = [event for event in clocked.sent if isinstance(event, MetricsReported)]
-    assert [report.values for report in reports] == [{"records_per_second": 5.0, "busy_ratio": 0.25}] * 2
+    assert [report.values for report in reports] == [
+        {"records_per_second": 5.0, "busy_ratio": 0.25}
+    ] * 2
 
 
 def newest(clocked: Clocked) -> WorkerBeat:
     return [event for event in clocked.sent if isinstance(event, WorkerBeat)][-1]
 
 
-def test_beat_tells_since_when_there_was_work_without_progress_and_waiting_is_none(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beat_tells_since_when_there_was_work_without_progress_and_waiting_is_none(
+    clocked: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wall = 5_000_000
-    monkeypatch.setattr("relax_events.pipeline.beats.now_micros", lambda: wall)
+    monkeypatch.setattr("relax_events.runtime.heartbeat.now_micros", lambda: wall)
 
     def busy_micros(state: WorkerState, *, after: float = 1.0) -> int | None:
         clocked.tick(state, after=after)
@@ -127,20 +145,38 @@ def test_beats_go_on_inside_a_long_call_and_name_it_with_its_deadline(clocked: C
     assert beat is not None
     assert beat.activity_since is not None
     assert beat.activity_deadline_at is not None
-    assert (beat.activity, beat.state, beat.busy_since) == ("publish weights", WorkerState.WORKING, None)
-    assert (beat.beat_at - beat.activity_since, beat.activity_deadline_at - beat.beat_at) == (50_500_000, 9_500_000)
+    assert (beat.activity, beat.state, beat.busy_since) == (
+        "publish weights",
+        WorkerState.WORKING,
+        None,
+    )
+    assert (beat.beat_at - beat.activity_since, beat.activity_deadline_at - beat.beat_at) == (
+        50_500_000,
+        9_500_000,
+    )
     clocked.tick(WorkerState.WORKING, after=1.0)
-    assert (newest(clocked).activity, newest(clocked).activity_since, newest(clocked).activity_deadline_at) == ("", None, None)
+    assert (
+        newest(clocked).activity,
+        newest(clocked).activity_since,
+        newest(clocked).activity_deadline_at,
+    ) == ("", None, None)
     assert inside(clocked, after=100.0) is None
 
 
-def test_long_call_that_returns_is_progress_and_one_that_fails_or_only_waits_is_none(clocked: Clocked) -> None:
+def test_long_call_that_returns_is_progress_and_one_that_fails_or_only_waits_is_none(
+    clocked: Clocked,
+) -> None:
     clocked.tick(WorkerState.WORKING)
-    with clocked.beats.activity("wait for the other ranks", deadline_seconds=60.0, is_progress=False):
+    with clocked.beats.activity(
+        "wait for the other ranks", deadline_seconds=60.0, is_progress=False
+    ):
         clocked.now += 10.0
         assert clocked.beats.busy_seconds == 0.0, "its own deadline counts"
     assert clocked.beats.busy_seconds == 10.0
-    with pytest.raises(OSError, match="gone"), clocked.beats.activity("load weights", deadline_seconds=60.0):  # noqa: PT012 as it fails late
+    with (  # noqa: PT012 as it fails late
+        pytest.raises(OSError, match="gone"),
+        clocked.beats.activity("load weights", deadline_seconds=60.0),
+    ):
         clocked.now += 10.0
         raise OSError("gone")
     assert (clocked.beats.busy_seconds, clocked.beats.seconds_since_turn) == (20.0, 0.0)
@@ -149,12 +185,17 @@ def test_long_call_that_returns_is_progress_and_one_that_fails_or_only_waits_is_
     assert clocked.beats.busy_seconds == 0.0
 
 
-def test_deadline_of_a_call_counts_from_its_newest_progress_and_that_of_an_outer_one_from_its_own(clocked: Clocked) -> None:
+def test_deadline_of_a_call_counts_from_its_newest_progress_and_that_of_an_outer_one_from_its_own(
+    clocked: Clocked,
+) -> None:
     def overdue() -> str:
         current = clocked.beats.current_activity
         return current.name if current is not None and current.is_overdue else ""
 
-    with clocked.beats.activity("start", deadline_seconds=30.0), clocked.beats.activity("score samples", deadline_seconds=20.0):
+    with (
+        clocked.beats.activity("start", deadline_seconds=30.0),
+        clocked.beats.activity("score samples", deadline_seconds=20.0),
+    ):
         for _ in range(2):
             clocked.now += 14.0
             clocked.beats.advance()

@@ -1,4 +1,5 @@
-"""The learning curves: every algorithm has a run file, a run that is there is kept, and picture and page follow from the reports."""
+"""The learning curves: every algorithm has a run file, a run that is there is kept, and picture and
+page follow from the reports."""
 
 from __future__ import annotations
 
@@ -11,29 +12,39 @@ import pytest
 
 from benchmarks import curve_materials, curve_rewards, curves, quickstart
 from benchmarks.curve_plot import Curve, mean_curve, small_multiples
-from relax_events.algorithms.describing import installed_algorithms
+from relax_events.algorithms.description import installed_algorithms
 from relax_events.config import load_run_config
-from relax_events.config.generation import TinyModelConfig
+from relax_events.config.engine import TinyModelConfig
 from relax_events.data.generated import GeneratedSource
 from relax_events.data.sources import open_stream
+from relax_events.examples.model_preparation import make_tiny_for
 from relax_events.rewards.scores import as_score
-from relax_events.training.model_preparation import make_tiny_for
 
 NAMES = [spec.name for spec in installed_algorithms()]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def report_of(rewards: list[float | None], evaluations: list[tuple[int, float]] | None = None) -> dict[str, Any]:
-    rows = [{"policy_version": version, "reward_mean": reward} for version, reward in evaluations or []]
+def report_of(
+    rewards: list[float | None], evaluations: list[tuple[int, float]] | None = None
+) -> dict[str, Any]:
+    rows = [
+        {"policy_version": version, "reward_mean": reward} for version, reward in evaluations or []
+    ]
     steps = list(range(len(rewards)))
     return {"curves": {"train_step": steps, "reward_mean": rewards}, "evaluations": rows}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_algorithm_runs_the_quickstart_with_its_settings(name: str) -> None:
-    config = load_run_config(quickstart.CONFIG, [curves.START, f"algorithm.name={name}", *curves.SETTINGS.get(name, ())], environment={})
+    config = load_run_config(
+        quickstart.CONFIG,
+        [curves.START, f"algorithm.name={name}", *curves.SETTINGS.get(name, ())],
+        environment={},
+    )
     assert config.algorithm.name == name
-    assert not (config.algorithm.spec.components and config.reward.function == "reasoning_gym")  # which gives one number
+    assert not (
+        config.algorithm.spec.components and config.reward.function == "reasoning_gym"
+    )  # which gives one number
 
 
 def test_curve_is_of_the_evaluations_and_else_of_the_steps() -> None:
@@ -41,12 +52,18 @@ def test_curve_is_of_the_evaluations_and_else_of_the_steps() -> None:
     assert (list(steps.curve.steps), steps.first, steps.num_steps_to_aim) == ([0, 1, 2], 0.2, 2)
     assert steps.last == pytest.approx((0.2 + 0.9) / 2)
     evaluated = curves.learnt_of(report_of([0.1, 0.9], [(0, 0.25), (10, 0.75)]), "grpo", 0)
-    assert (list(evaluated.curve.steps), list(evaluated.curve.rewards), evaluated.num_steps_to_aim) == ([0, 10], [0.25, 0.75], None)
+    assert (
+        list(evaluated.curve.steps),
+        list(evaluated.curve.rewards),
+        evaluated.num_steps_to_aim,
+    ) == ([0, 10], [0.25, 0.75], None)
     with pytest.raises(ValueError, match="the run of grpo with seed 3 reports neither"):
         curves.learnt_of(report_of([None]), "grpo", 3)
 
 
-def test_run_that_is_there_is_kept_until_its_settings_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_is_there_is_kept_until_its_settings_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[list[str]] = []
 
     def run(folder: Path, run_id: str, overrides: list[str]) -> dict[str, Any]:
@@ -58,7 +75,15 @@ def test_run_that_is_there_is_kept_until_its_settings_change(tmp_path: Path, mon
     monkeypatch.setitem(curve_materials.MAKERS, "model", lambda path: path.mkdir())
     once = curves.run("dr_grpo", 1, 2, tmp_path)
     assert curves.run("dr_grpo", 1, 2, tmp_path) == once
-    assert ran == [["dr-grpo-2-1", f"model.path={tmp_path}/materials/model", "algorithm.name=dr_grpo", "run.num_steps=2", "run.seed=1"]]
+    assert ran == [
+        [
+            "dr-grpo-2-1",
+            f"model.path={tmp_path}/materials/model",
+            "algorithm.name=dr_grpo",
+            "run.num_steps=2",
+            "run.seed=1",
+        ]
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dr-grpo-2-1.json", "materials"]
     monkeypatch.setitem(curves.SETTINGS, "dr_grpo", ("algorithm.clip_low=0.1",))
     curves.run("dr_grpo", 1, 2, tmp_path)
@@ -66,7 +91,10 @@ def test_run_that_is_there_is_kept_until_its_settings_change(tmp_path: Path, mon
 
 
 def test_picture_has_a_panel_for_each_algorithm_on_the_same_axes() -> None:
-    panels = {"grpo": [Curve([0, 1, 2], [0.0, 0.5, 1.0]), Curve([0, 1, 2], [0.0, 0.7, 1.0])], "a<b": [Curve([0, 1], [1.0, None])]}
+    panels = {
+        "grpo": [Curve([0, 1, 2], [0.0, 0.5, 1.0]), Curve([0, 1, 2], [0.0, 0.7, 1.0])],
+        "a<b": [Curve([0, 1], [1.0, None])],
+    }
     root = ET.fromstring(small_multiples(panels, title="Curves"))
     cells = root.findall(f"{SVG}svg")
     assert [text.text for text in root.findall(f"{SVG}text")] == ["grpo", "a<b"]
@@ -83,7 +111,10 @@ def test_strong_line_is_the_moving_mean_of_all_runs() -> None:
 
 
 def test_page_says_who_learnt_the_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    learnt = [curves.learnt_of(report_of(rewards), name, 0) for name, rewards in {"grpo": [0.2, 0.9], "dapo": [0.2, 0.7]}.items()]
+    learnt = [
+        curves.learnt_of(report_of(rewards), name, 0)
+        for name, rewards in {"grpo": [0.2, 0.9], "dapo": [0.2, 0.7]}.items()
+    ]
     curves.publish(learnt, num_steps=2, num_seeds=1, folder=tmp_path)
     page = (tmp_path / "curves.md").read_text()
     assert capsys.readouterr().out.strip() == page.strip()
@@ -98,29 +129,56 @@ def test_reward_in_parts_tells_right_answers_from_long_enough_ones() -> None:
     config = load_run_config(quickstart.CONFIG, environment={})
     row = GeneratedSource("string_insertion", config.data, seed=0).row(0)
     wrong = "".join("Z" if letter != "Z" else "A" for letter in row.answer)
-    given = [curve_rewards.in_parts(text, answer=row.answer, metadata=json.loads(row.metadata), prompt="") for text in (row.answer, wrong, "")]
-    assert [as_score(value).reward for value in given] == [1.0, given[1]["right"], given[2]["right"]]
+    given = [
+        curve_rewards.in_parts(
+            text, answer=row.answer, metadata=json.loads(row.metadata), prompt=""
+        )
+        for text in (row.answer, wrong, "")
+    ]
+    assert [as_score(value).reward for value in given] == [
+        1.0,
+        given[1]["right"],
+        given[2]["right"],
+    ]
     assert [value["length"] for value in given] == [1.0, 1.0, 0.0]
     assert given[1]["right"] < 1
 
 
-def test_materials_are_made_once_and_only_where_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_materials_are_made_once_and_only_where_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[str] = []
 
     def make(path: Path) -> None:
         made.append(path.name)
         path.mkdir()
 
-    monkeypatch.setattr(curve_materials, "MAKERS", dict.fromkeys(["model", "teacher", "pairs.jsonl"], make))
-    wanted = ["model.path={materials}/model", "teacher.model_path={materials}/teacher", "run.seed=1"]
+    monkeypatch.setattr(
+        curve_materials, "MAKERS", dict.fromkeys(["model", "teacher", "pairs.jsonl"], make)
+    )
+    wanted = [
+        "model.path={materials}/model",
+        "teacher.model_path={materials}/teacher",
+        "run.seed=1",
+    ]
     for _ in range(2):
-        assert curve_materials.provide(wanted, tmp_path) == [f"model.path={tmp_path}/model", f"teacher.model_path={tmp_path}/teacher", "run.seed=1"]
+        assert curve_materials.provide(wanted, tmp_path) == [
+            f"model.path={tmp_path}/model",
+            f"teacher.model_path={tmp_path}/teacher",
+            "run.seed=1",
+        ]
     assert made == ["model", "teacher"]
 
 
-def test_pairs_hold_the_right_answer_and_a_wrong_one_that_was_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_run_config(quickstart.CONFIG, [f"model.path={tmp_path / 'model'}"], environment={})
-    make_tiny_for(config.data, tmp_path / "model", tiny=TinyModelConfig(hidden_size=32, num_layers=1), seed=0)
+def test_pairs_hold_the_right_answer_and_a_wrong_one_that_was_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_run_config(
+        quickstart.CONFIG, [f"model.path={tmp_path / 'model'}"], environment={}
+    )
+    make_tiny_for(
+        config.data, tmp_path / "model", tiny=TinyModelConfig(hidden_size=32, num_layers=1), seed=0
+    )
     monkeypatch.setattr(curve_materials, "NUM_PROMPTS", 12)
     curve_materials.make_pairs(tmp_path / "pairs.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]

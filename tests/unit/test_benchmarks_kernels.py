@@ -1,4 +1,5 @@
-"""The kernels' benchmark: the ways to log-probabilities agree, memory is measured, and the page follows from the figures."""
+"""The kernels' benchmark: the ways to log-probabilities agree, memory is measured, and the page
+follows from the figures."""
 
 from __future__ import annotations
 
@@ -38,28 +39,58 @@ def test_measured_memory_is_the_peak_that_a_call_adds() -> None:
 
 
 def head(side: str, num_tokens: int, num_mebibytes: float) -> dict[str, object]:
-    return {"side": side, "num_tokens": num_tokens, "pass": head_memory.BACKWARD, "seconds": 2.0, "bytes": num_mebibytes * 2**20}
+    return {
+        "side": side,
+        "num_tokens": num_tokens,
+        "pass": head_memory.BACKWARD,
+        "seconds": 2.0,
+        "bytes": num_mebibytes * 2**20,
+    }
 
 
 HEADS = [
     head(side, number, size)
-    for side, sizes in {"full log-softmax": (1800, 7200), "TRL": (1000, 3000), "ours": (500, 600)}.items()
+    for side, sizes in {
+        "full log-softmax": (1800, 7200),
+        "TRL": (1000, 3000),
+        "ours": (500, 600),
+    }.items()
     for number, size in zip((1024, 4096), sizes, strict=True)
 ]
-LOSS = {"kernel": "grpo", "lengths": "equal", "num_items": 10, "num_padded": 20, "loss_apart": 1e-7, "gradient_apart": 3e-6}
+LOSS = {
+    "kernel": "grpo",
+    "lengths": "equal",
+    "num_items": 10,
+    "num_padded": 20,
+    "loss_apart": 1e-7,
+    "gradient_apart": 3e-6,
+}
 KERNELS = {
     "losses": [{**LOSS, "seconds": {"ours": [0.001, 0.002, 0.004], "TRL": [0.002, 0.004, 0.012]}}],
-    "advantages": [{"kernel": "at once", "num_items": 100, "seconds": {"ours": [0.02], "plain torch": [0.05]}}],
+    "advantages": [
+        {"kernel": "at once", "num_items": 100, "seconds": {"ours": [0.02], "plain torch": [0.05]}}
+    ],
 }
 
 
-def test_page_and_data_are_written_when_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_and_data_are_written_when_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     kernels.publish(KERNELS, HEADS, tmp_path)
-    page, data = (tmp_path / "kernels.md").read_text(), json.loads((tmp_path / "kernels.json").read_text())
+    page, data = (
+        (tmp_path / "kernels.md").read_text(),
+        json.loads((tmp_path / "kernels.json").read_text()),
+    )
     assert capsys.readouterr().out.strip() == page.strip()
     assert "| grpo | equal | 10 | 20 | 2.00 | 4.00 | 2.00x | 1e-07 | 3e-06 |" in page
     assert "| at once | plain torch | 100 | 50.0 | 2,000 |" in page
     assert "| forward and backward | 4,096 | ours | 2.00 | 600 | 2,374 |" in page
-    assert "From 1,024 to 4,096 tokens the peak of forward and backward grows 1.20 times in ours, 3.00 times in TRL and 4.00 times" in page
-    assert "TRL's losses take 2.00 to 2.00 times (lengths equal) as long as ours; losses and gradients agree to 3e-06" in page
+    assert (
+        "From 1,024 to 4,096 tokens the peak of forward and backward grows 1.20 times in "
+        "ours, 3.00 times in TRL and 4.00 times"
+    ) in page
+    assert (
+        "TRL's losses take 2.00 to 2.00 times (lengths equal) as long as ours; losses and "
+        "gradients agree to 3e-06"
+    ) in page
     assert len(data["data"]["heads"]) == 6

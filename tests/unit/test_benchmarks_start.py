@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 MAIN = Path(__file__).parents[2] / "benchmarks" / "__main__.py"
-NAMES = [alias.name for node in ast.walk(ast.parse(MAIN.read_text())) if isinstance(node, ast.ImportFrom) for alias in node.names]
+NAMES = [
+    alias.name
+    for node in ast.walk(ast.parse(MAIN.read_text()))
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

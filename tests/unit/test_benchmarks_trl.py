@@ -1,4 +1,5 @@
-"""The runs beside TRL: what the page says follows from the figures, and every side's settings make a run file."""
+"""The runs beside TRL: what the page says follows from the figures, and every side's settings make
+a run file."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from benchmarks import environment, trl
 from relax_events.config import load_run_config
 
 
-def outcome(step_seconds: float, *, rewards: list[float] | None = None, num_steps: int = 8) -> trl.Outcome:
+def outcome(
+    step_seconds: float, *, rewards: list[float] | None = None, num_steps: int = 8
+) -> trl.Outcome:
     return trl.Outcome(
         step_seconds=[10.0] * 5 + [step_seconds] * (num_steps - 5),
         rewards=rewards or [0.95] * num_steps,
@@ -22,8 +25,15 @@ def outcome(step_seconds: float, *, rewards: list[float] | None = None, num_step
     )
 
 
-def outcomes(on_policy: list[float], asynchronous: list[float], theirs: list[float]) -> trl.Outcomes:
-    names = {"ours, on-policy, colocated": on_policy, "ours, async K=1": asynchronous, "TRL, 1 thread": [2.0] * len(theirs), "TRL, 2 threads": theirs}
+def outcomes(
+    on_policy: list[float], asynchronous: list[float], theirs: list[float]
+) -> trl.Outcomes:
+    names = {
+        "ours, on-policy, colocated": on_policy,
+        "ours, async K=1": asynchronous,
+        "TRL, 1 thread": [2.0] * len(theirs),
+        "TRL, 2 threads": theirs,
+    }
     return {name: [outcome(seconds) for seconds in measured] for name, measured in names.items()}
 
 
@@ -31,11 +41,15 @@ def outcomes(on_policy: list[float], asynchronous: list[float], theirs: list[flo
 @pytest.mark.parametrize("task", trl.TASKS, ids=lambda task: task.slug)
 def test_settings_of_a_side_make_the_run_file_of_the_task(task: trl.Task, side: trl.Side) -> None:
     run_id = f"run.id={task.slug}-{side.slug}-0"
-    config = load_run_config(task.run_file, [run_id, *trl.overrides_of(task, side, seed=1)], environment={})
+    config = load_run_config(
+        task.run_file, [run_id, *trl.overrides_of(task, side, seed=1)], environment={}
+    )
     assert (config.run.num_steps, config.run.seed) == (task.num_steps, 1)
     assert config.algorithm.kl_coefficient == 0
     assert not config.algorithm.needs_whole_step
-    assert config.run.max_staleness == (1 if side.kind == "async" else 0 if side.kind == "on-policy" else 2)
+    assert config.run.max_staleness == (
+        1 if side.kind == "async" else 0 if side.kind == "on-policy" else 2
+    )
 
 
 def test_throughput_leaves_the_first_steps_out() -> None:
@@ -43,7 +57,16 @@ def test_throughput_leaves_the_first_steps_out() -> None:
 
 
 def test_time_to_a_reward_is_that_of_the_steps_until_its_mean_is_reached() -> None:
-    rewards = [0.1, 0.2, 0.9, 0.95, 0.9, 0.85, 0.9, 0.95]  # the mean of five is 0.9 with the seventh
+    rewards = [
+        0.1,
+        0.2,
+        0.9,
+        0.95,
+        0.9,
+        0.85,
+        0.9,
+        0.95,
+    ]  # the mean of five is 0.9 with the seventh
     assert outcome(0.5, rewards=rewards).seconds_to_reward == pytest.approx(5 * 10 + 2 * 0.5)
     assert outcome(0.5, rewards=[0.5] * 8).seconds_to_reward is None
 
@@ -56,31 +79,51 @@ def test_time_to_a_reward_is_that_of_the_steps_until_its_mean_is_reached() -> No
         (0.8, 0.6, ["reached", "reached", "missed", "reached"]),
     ],
 )
-def test_conclusion_judges_throughput_against_the_better_trl(on_policy: float, asynchronous: float, expected: list[str]) -> None:
+def test_conclusion_judges_throughput_against_the_better_trl(
+    on_policy: float, asynchronous: float, expected: list[str]
+) -> None:
     said = trl.conclusion_of(trl.TASKS[0], outcomes([on_policy], [asynchronous], [1.0]))
-    assert [word for word in said.replace(".", " ").split() if word in ("reached", "missed")] == expected
+    assert [
+        word for word in said.replace(".", " ").split() if word in ("reached", "missed")
+    ] == expected
     assert "the throughput of TRL, 2 threads" in said
 
 
 def test_conclusion_says_so_when_the_reward_is_lower() -> None:
     measured = outcomes([0.8], [0.5], [1.0])
     measured["ours, async K=1"] = [outcome(0.5, rewards=[0.9] * 8)]
-    assert trl.conclusion_of(trl.TASKS[0], measured).endswith("Its final reward is 0.900, TRL's 0.950; aim no more than 0.02 below: missed.")
+    assert trl.conclusion_of(trl.TASKS[0], measured).endswith(
+        "Its final reward is 0.900, TRL's 0.950; aim no more than 0.02 below: missed."
+    )
 
 
 def test_ratios_are_of_one_round() -> None:
     measured = outcomes([0.5, 1.0, 2.0], [1.0] * 3, [1.0, 1.0, 1.0])
-    assert trl.ratios(measured, "ours, on-policy, colocated", "TRL, 2 threads") == pytest.approx([2, 1, 0.5])
+    assert trl.ratios(measured, "ours, on-policy, colocated", "TRL, 2 threads") == pytest.approx(
+        [2, 1, 0.5]
+    )
 
 
-def test_page_and_data_are_written_when_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_and_data_are_written_when_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trl.publish({"quickstart": outcomes([0.8], [0.5], [1.0])}, tmp_path)
     page, data = (tmp_path / "trl.md").read_text(), json.loads((tmp_path / "trl.json").read_text())
     assert capsys.readouterr().out.strip() == page.strip()
     assert f"TRL {environment.pinned('trl', 'trl')} is one process" in page
     row = next(line for line in page.splitlines() if line.startswith("| ours, async K=1"))
-    assert [cell.strip() for cell in row.split("|")[2:6]] == ["512", "2.00x (2.00 to 2.00)", "500", "6.0"]
-    assert [cell.strip() for cell in row.split("|")[6:10]] == ["50.0", "0.950", "28.5", "training 400, wait 100"]
+    assert [cell.strip() for cell in row.split("|")[2:6]] == [
+        "512",
+        "2.00x (2.00 to 2.00)",
+        "500",
+        "6.0",
+    ]
+    assert [cell.strip() for cell in row.split("|")[6:10]] == [
+        "50.0",
+        "0.950",
+        "28.5",
+        "training 400, wait 100",
+    ]
     assert data["data"]["quickstart"]["ours, async K=1"][0]["samples_per_step"] == 256
 
 

@@ -1,4 +1,5 @@
-"""Losses, gradients and advantages beside those of TRL's own trainers, as tests/trl_reference.py wrote them down."""
+"""Losses, gradients and advantages beside those of TRL's own trainers, as tests/trl_reference.py
+wrote them down."""
 
 from __future__ import annotations
 
@@ -11,20 +12,30 @@ import torch
 from torch import Tensor
 
 from benchmarks import environment
+from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
 from relax_events.algorithms.advantages import group_advantages
 from relax_events.algorithms.distillation import TokenSet, divergence
-from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
+from relax_events.training.batch.step_statistics import step_scaling, step_whitening
 from relax_events.training.ranks import SingleRank
-from relax_events.training.whole_step import step_scaling, step_whitening
-from tests.trl_reference import ADVANTAGES, FILE, LEAVE_ONE_OUT, LOSSES, MAX_NEW_TOKENS, MIXTURES, PREFERENCES, SAMPLES_PER_PROMPT
+from tests.trl_reference import (
+    ADVANTAGES,
+    FILE,
+    LEAVE_ONE_OUT,
+    LOSSES,
+    MAX_NEW_TOKENS,
+    MIXTURES,
+    PREFERENCES,
+    SAMPLES_PER_PROMPT,
+)
 
 TRL = json.loads(FILE.read_text())
 GIVEN = TRL["inputs"]
 CLOSE: dict[str, float] = {"rel": 1e-9, "abs": 1e-12}
 ROUNDED = 1e-6
-"""Advantages are float32, and rewards are so large that what is added to a deviation, 1e-4 there and 1e-6 here, is less than this."""
+"""Advantages are float32, and rewards are so large that what is added to a deviation, 1e-4 there
+and 1e-6 here, is less than this."""
 TOKEN_MEAN = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28}
 CORRECTED = {"name": "grpo", "old_logprobs": "actor"}
 OURS: dict[str, list[dict[str, Any]]] = {
@@ -35,26 +46,55 @@ OURS: dict[str, list[dict[str, Any]]] = {
     "two-sided clip": [{**TOKEN_MEAN, "dual_clip": 1.5}],
     "clipped weight": [{"name": "cispo", "clip_high": 0.2}],
     "soft gate": [{"name": "sapo"}],
-    "ratio of sequences": [{"name": name, "clip_low": 0.1, "clip_high": 0.15} for name in ("gspo", "gspo_token")],
-    "ratio of sequences, two-sided clip": [{"name": "gspo", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.3}],
+    "ratio of sequences": [
+        {"name": name, "clip_low": 0.1, "clip_high": 0.15} for name in ("gspo", "gspo_token")
+    ],
+    "ratio of sequences, two-sided clip": [
+        {"name": "gspo", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.3}
+    ],
     "geometric mean": [{"name": "gmpo", "clip_low": 0.2, "clip_high": 0.25}],
-    "KL": [{**TOKEN_MEAN, "kl_coefficient": 0.3}, {**TOKEN_MEAN, "kl_coefficient": 0.3, "kl_estimator": "low_variance"}],
+    "KL": [
+        {**TOKEN_MEAN, "kl_coefficient": 0.3},
+        {**TOKEN_MEAN, "kl_coefficient": 0.3, "kl_estimator": "low_variance"},
+    ],
     "KL by the sample": [{**TOKEN_MEAN, "kl_coefficient": 0.3, "aggregation": "sample_mean"}],
     "unbiased KL": [{**TOKEN_MEAN, "kl_coefficient": 0.3, "kl_unbiased": True}],
     "off-policy sequences": [{**TOKEN_MEAN, "old_logprobs": "actor", "opsm_threshold": 0.02}],
     "entropy": [{**TOKEN_MEAN, "entropy_coefficient": 0.2}],
-    "engine corrected by the token, kept within": [{**CORRECTED, "correction": "tis", "correction_high": 1.1}],
-    "engine corrected by the token, masked": [{**CORRECTED, "correction": "icepop", "correction_low": 0.8, "correction_high": 1.2}],
+    "engine corrected by the token, kept within": [
+        {**CORRECTED, "correction": "tis", "correction_high": 1.1}
+    ],
+    "engine corrected by the token, masked": [
+        {**CORRECTED, "correction": "icepop", "correction_low": 0.8, "correction_high": 1.2}
+    ],
     "engine corrected by the sequence, kept within": [
-        {**CORRECTED, "correction": "tis", "correction_level": "sequence", "correction_high": 1.1, "aggregation": "sample_mean"}
+        {
+            **CORRECTED,
+            "correction": "tis",
+            "correction_level": "sequence",
+            "correction_high": 1.1,
+            "aggregation": "sample_mean",
+        }
     ],
     "engine corrected by the sequence, masked": [
-        {**CORRECTED, "correction": "icepop", "correction_level": "sequence", "correction_low": 0.7, "correction_high": 1.3}
+        {
+            **CORRECTED,
+            "correction": "icepop",
+            "correction_level": "sequence",
+            "correction_low": 0.7,
+            "correction_high": 1.3,
+        }
     ],
-    "truncated samples masked, sample mean": [{**TOKEN_MEAN, "aggregation": "sample_mean", "truncated_samples": "mask"}],
+    "truncated samples masked, sample mean": [
+        {**TOKEN_MEAN, "aggregation": "sample_mean", "truncated_samples": "mask"}
+    ],
     "truncated samples masked, token mean": [{**TOKEN_MEAN, "truncated_samples": "mask"}],
 }
-CASES = [pytest.param(name, settings, id=f"{name}, {settings['name']}") for name, all_settings in OURS.items() for settings in all_settings]
+CASES = [
+    pytest.param(name, settings, id=f"{name}, {settings['name']}")
+    for name, all_settings in OURS.items()
+    for settings in all_settings
+]
 OF_PAIRS: dict[str, dict[str, Any]] = {
     "sigmoid": {"name": "dpo"},
     "sigmoid of means": {"name": "dpo", "beta": 2.0, "length_normalised": True},
@@ -71,11 +111,22 @@ def loss_masks(algorithm: AlgorithmConfig) -> list[np.ndarray]:
     return masks
 
 
-def loss_of(algorithm: AlgorithmConfig, masks: list[np.ndarray], *, advantages: list[float], names: dict[str, str]) -> tuple[float, list[np.ndarray]]:
+def loss_of(
+    algorithm: AlgorithmConfig,
+    masks: list[np.ndarray],
+    *,
+    advantages: list[float],
+    names: dict[str, str],
+) -> tuple[float, list[np.ndarray]]:
     """Compute our loss of the loss tokens, and its gradients, laid out as the samples are."""
 
     def loss_tokens(rows: list[Any]) -> Tensor:
-        return torch.tensor(np.concatenate([np.array(row, float)[mask] for row, mask in zip(rows, masks, strict=True)]), dtype=torch.float64)
+        return torch.tensor(
+            np.concatenate(
+                [np.array(row, float)[mask] for row, mask in zip(rows, masks, strict=True)]
+            ),
+            dtype=torch.float64,
+        )
 
     logprobs = loss_tokens(GIVEN[names["current"]]).requires_grad_()
     lengths = torch.tensor([int(mask.sum()) for mask in masks])
@@ -121,7 +172,10 @@ def judged(algorithm: AlgorithmConfig, *, is_whole: bool = False) -> list[float]
     judge, found = Judge(algorithm, max_new_tokens=MAX_NEW_TOKENS), []
     for at in range(0, len(GIVEN["rewards"]), SAMPLES_PER_PROMPT):
         indices = range(at, at + SAMPLES_PER_PROMPT)
-        samples = [rewarded(index, mask=[1] * len(GIVEN["rollout"][index]) if is_whole else None) for index in indices]
+        samples = [
+            rewarded(index, mask=[1] * len(GIVEN["rollout"][index]) if is_whole else None)
+            for index in indices
+        ]
         found += [float(row[0]) for row in judge(samples)]
     return found
 
@@ -138,14 +192,27 @@ def test_nothing_of_the_reference_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_loss_and_gradients_are_those_of_trls_group_trainer(name: str, settings: dict[str, Any]) -> None:
+def test_loss_and_gradients_are_those_of_trls_group_trainer(
+    name: str, settings: dict[str, Any]
+) -> None:
     algorithm, theirs = AlgorithmConfig(**settings), TRL["losses"][name]
-    names = {"current": "current", "old": "old", "ref": "ref", "rollout": "old" if algorithm.old_logprobs == "rollout" else "rollout"}
+    names = {
+        "current": "current",
+        "old": "old",
+        "ref": "ref",
+        "rollout": "old" if algorithm.old_logprobs == "rollout" else "rollout",
+    }
     masks = loss_masks(algorithm)
     loss, gradients = loss_of(algorithm, masks, advantages=theirs["advantages"], names=names)
-    counted = sum(mask.any() for mask in masks) / len(masks) if algorithm.aggregation == "sample_mean" else 1.0  # a sample without loss counts there
+    counted = (
+        sum(mask.any() for mask in masks) / len(masks)
+        if algorithm.aggregation == "sample_mean"
+        else 1.0
+    )  # a sample without loss counts there
     assert counted * loss == pytest.approx(theirs["loss"], **CLOSE)
-    assert [counted * value for value in flat(gradients)] == pytest.approx(flat(theirs["gradients"]), **CLOSE)
+    assert [counted * value for value in flat(gradients)] == pytest.approx(
+        flat(theirs["gradients"]), **CLOSE
+    )
 
 
 def test_cases_reach_both_sides_of_what_they_hold() -> None:
@@ -153,32 +220,54 @@ def test_cases_reach_both_sides_of_what_they_hold() -> None:
     plain = flat(TRL["losses"]["token mean"]["gradients"])
     loss_tokens = np.concatenate([np.array(mask, bool) for mask in GIVEN["masks"]])
     assert 0 < np.count_nonzero(plain) < loss_tokens.sum()
-    for name in ("two-sided clip", "off-policy sequences", "engine corrected by the token, kept within", "engine corrected by the token, masked"):
+    for name in (
+        "two-sided clip",
+        "off-policy sequences",
+        "engine corrected by the token, kept within",
+        "engine corrected by the token, masked",
+    ):
         other = flat(TRL["losses"][name]["gradients"])
         assert other != plain, name
         assert any(other), name
     rows = zip(GIVEN["old"], GIVEN["rollout"], GIVEN["masks"], strict=True)
     ratios = np.exp([np.dot(np.subtract(old, drawn), mask) for old, drawn, mask in rows])
-    assert {bool(ratio > 1.1) for ratio in ratios} == {bool(0.7 <= ratio <= 1.3) for ratio in ratios} == {True, False}
+    assert (
+        {bool(ratio > 1.1) for ratio in ratios}
+        == {bool(0.7 <= ratio <= 1.3) for ratio in ratios}
+        == {True, False}
+    )
 
 
 @pytest.mark.parametrize(("name", "settings"), OF_PAIRS.items(), ids=OF_PAIRS.keys())
-def test_loss_and_gradients_are_those_of_trls_preference_trainer(name: str, settings: dict[str, Any]) -> None:
-    names = {"current": "pairs_current", "ref": "pairs_ref", "old": "pairs_current", "rollout": "pairs_current"}
+def test_loss_and_gradients_are_those_of_trls_preference_trainer(
+    name: str, settings: dict[str, Any]
+) -> None:
+    names = {
+        "current": "pairs_current",
+        "ref": "pairs_ref",
+        "old": "pairs_current",
+        "rollout": "pairs_current",
+    }
     masks = [np.ones(len(row), bool) for row in GIVEN["rollout"]]
-    loss, gradients = loss_of(AlgorithmConfig(**settings), masks, advantages=[1.0] * len(masks), names=names)
+    loss, gradients = loss_of(
+        AlgorithmConfig(**settings), masks, advantages=[1.0] * len(masks), names=names
+    )
     assert loss == pytest.approx(TRL["preferences"][name]["loss"], **CLOSE)
     assert flat(gradients) == pytest.approx(flat(TRL["preferences"][name]["gradients"]), **CLOSE)
 
 
 @pytest.mark.parametrize(("name", "normalise_std"), [("group", True), ("none", False)])
 def test_advantages_are_those_of_trls_group_trainer(name: str, normalise_std: bool) -> None:
-    assert judged(AlgorithmConfig(normalise_std=normalise_std)) == pytest.approx(TRL["advantages"][name], rel=ROUNDED, abs=ROUNDED)
+    assert judged(AlgorithmConfig(normalise_std=normalise_std)) == pytest.approx(
+        TRL["advantages"][name], rel=ROUNDED, abs=ROUNDED
+    )
 
 
 def test_advantages_are_those_of_trls_group_trainer_with_what_it_adds_to_a_deviation() -> None:
     rewards = np.array(GIVEN["rewards"]).sum(axis=1).reshape(-1, SAMPLES_PER_PROMPT)
-    assert group_advantages(rewards, eps=1e-4).ravel() == pytest.approx(TRL["advantages"]["group"], rel=1e-7)
+    assert group_advantages(rewards, eps=1e-4).ravel() == pytest.approx(
+        TRL["advantages"]["group"], rel=1e-7
+    )
 
 
 def test_advantages_of_one_large_group_are_those_of_trls_asynchronous_trainer() -> None:
@@ -188,16 +277,26 @@ def test_advantages_of_one_large_group_are_those_of_trls_asynchronous_trainer() 
 
 
 def test_advantages_of_components_apart_are_those_of_trls_group_trainer() -> None:
-    algorithm = AlgorithmConfig(name="gdpo", reward_weights={"first": 1.0, "second": 0.5}, std_correction=1)
+    algorithm = AlgorithmConfig(
+        name="gdpo", reward_weights={"first": 1.0, "second": 0.5}, std_correction=1
+    )
     values = np.array(judged(algorithm), np.float32)
-    whitening = step_whitening([(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank())
-    assert whitening.apply(values.astype(float)) == pytest.approx(TRL["advantages"]["components apart"], rel=2e-4)  # 1e-4 is added
+    whitening = step_whitening(
+        [(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank()
+    )
+    assert whitening.apply(values.astype(float)) == pytest.approx(
+        TRL["advantages"]["components apart"], rel=2e-4
+    )  # 1e-4 is added
 
 
 def test_normalised_advantages_are_those_of_trls_leave_one_out_trainer() -> None:
     values = np.array(judged(AlgorithmConfig(name="rloo"), is_whole=True), np.float32)
-    whitening = step_whitening([(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank())
-    assert whitening.apply(values.astype(float)) == pytest.approx(TRL["leave one out"]["normalised"]["advantages"], rel=ROUNDED)
+    whitening = step_whitening(
+        [(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank()
+    )
+    assert whitening.apply(values.astype(float)) == pytest.approx(
+        TRL["leave one out"]["normalised"]["advantages"], rel=ROUNDED
+    )
 
 
 def test_advantages_over_the_deviation_of_the_batch_are_those_of_trls_group_trainer() -> None:
@@ -207,16 +306,28 @@ def test_advantages_over_the_deviation_of_the_batch_are_those_of_trls_group_trai
 
 
 @pytest.mark.parametrize(("name", "kl_coefficient"), [("plain", 0.0), ("KL in the reward", 40.0)])
-def test_advantages_are_those_of_trls_leave_one_out_trainer(name: str, kl_coefficient: float) -> None:
+def test_advantages_are_those_of_trls_leave_one_out_trainer(
+    name: str, kl_coefficient: float
+) -> None:
     algorithm = AlgorithmConfig(name="rloo", kl_coefficient=kl_coefficient)
-    assert judged(algorithm, is_whole=True) == pytest.approx(TRL["leave one out"][name]["advantages"], rel=ROUNDED)
+    assert judged(algorithm, is_whole=True) == pytest.approx(
+        TRL["leave one out"][name]["advantages"], rel=ROUNDED
+    )
 
 
 @pytest.mark.parametrize("name", LEAVE_ONE_OUT)
 def test_gradients_are_those_of_trls_leave_one_out_trainer_where_its_ratio_is_1(name: str) -> None:
     names = {"current": "current", "old": "current", "ref": "ref", "rollout": "current"}
-    masks, theirs = [np.ones(len(row), bool) for row in GIVEN["rollout"]], TRL["leave one out"][name]
-    _, gradients = loss_of(AlgorithmConfig(name="rloo", length_normaliser=1), masks, advantages=theirs["advantages"], names=names)
+    masks, theirs = (
+        [np.ones(len(row), bool) for row in GIVEN["rollout"]],
+        TRL["leave one out"][name],
+    )
+    _, gradients = loss_of(
+        AlgorithmConfig(name="rloo", length_normaliser=1),
+        masks,
+        advantages=theirs["advantages"],
+        names=names,
+    )
     assert flat(gradients) == pytest.approx(flat(theirs["gradients"]), **CLOSE)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 import pytest
 
-from relax_events.config.facts import CheckpointFacts
-from relax_events.config.generation import TinyModelConfig
-from relax_events.control.machine import gpu_memory
+from relax_events.config.engine import TinyModelConfig
+from relax_events.config.inventory import CheckpointFacts
 from relax_events.errors import ConfigError
 from relax_events.models.checkpoint_facts import read_facts, tiny_facts
+from relax_events.session.machine import gpu_memory
 
 QWEN3_4B = {
     "model_type": "qwen3",
@@ -40,17 +40,23 @@ QWEN3_30B = QWEN3_4B | {
 }
 
 
-def folder_of(path: Path, config: dict[str, Any], tensors: dict[str, tuple[str, list[int]]] | None = None) -> Path:
+def folder_of(
+    path: Path, config: dict[str, Any], tensors: dict[str, tuple[str, list[int]]] | None = None
+) -> Path:
     (path / "config.json").write_bytes(orjson.dumps(config))
     if tensors is not None:
-        header = {"__metadata__": {"format": "pt"}} | {name: {"dtype": kind, "shape": shape} for name, (kind, shape) in tensors.items()}
+        header = {"__metadata__": {"format": "pt"}} | {
+            name: {"dtype": kind, "shape": shape} for name, (kind, shape) in tensors.items()
+        }
         text = orjson.dumps(header)
         (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     return path
 
 
 def test_dense_model_is_read(tmp_path: Path) -> None:
-    facts = read_facts(folder_of(tmp_path, QWEN3_4B, {"a": ("BF16", [100, 10]), "b": ("BF16", [24])}))
+    facts = read_facts(
+        folder_of(tmp_path, QWEN3_4B, {"a": ("BF16", [100, 10]), "b": ("BF16", [24])})
+    )
     assert facts == CheckpointFacts("bfloat16", 1024, 151_936, 2560, 36, 32, 8, 128, 9728, 40_960)
 
 
@@ -61,22 +67,38 @@ def test_token_goes_through_the_chosen_experts_alone(tmp_path: Path) -> None:
 
 
 def test_parameters_are_estimated_where_there_are_no_files(tmp_path: Path) -> None:
-    assert read_facts(folder_of(tmp_path, QWEN3_4B)).num_parameters == pytest.approx(4_022_468_096, rel=0.001)
+    assert read_facts(folder_of(tmp_path, QWEN3_4B)).num_parameters == pytest.approx(
+        4_022_468_096, rel=0.001
+    )
 
 
 def test_language_model_and_thinker_are_found_inside(tmp_path: Path) -> None:
-    config = {"thinker_config": {"text_config": QWEN3_30B | {"torch_dtype": None}, "dtype": "float32"}}
-    facts = read_facts(folder_of(tmp_path, config, {"thinker.a": ("F32", [8]), "talker.a": ("F32", [800])}))
+    config = {
+        "thinker_config": {"text_config": QWEN3_30B | {"torch_dtype": None}, "dtype": "float32"}
+    }
+    facts = read_facts(
+        folder_of(tmp_path, config, {"thinker.a": ("F32", [8]), "talker.a": ("F32", [800])})
+    )
     assert (facts.dtype, facts.num_parameters, facts.hidden_size) == ("float32", 8, 2048)
 
 
-@pytest.mark.parametrize(("named", "kind", "dtype"), [("float32", "F32", "float32"), (None, "BF16", "bfloat16"), ("float16", "F16", "bfloat16")])
-def test_type_is_the_one_that_is_named_or_else_the_files(tmp_path: Path, named: str | None, kind: str, dtype: str) -> None:
-    assert read_facts(folder_of(tmp_path, QWEN3_4B | {"torch_dtype": named}, {"a": (kind, [2])})).dtype == dtype
+@pytest.mark.parametrize(
+    ("named", "kind", "dtype"),
+    [("float32", "F32", "float32"), (None, "BF16", "bfloat16"), ("float16", "F16", "bfloat16")],
+)
+def test_type_is_the_one_that_is_named_or_else_the_files(
+    tmp_path: Path, named: str | None, kind: str, dtype: str
+) -> None:
+    assert (
+        read_facts(folder_of(tmp_path, QWEN3_4B | {"torch_dtype": named}, {"a": (kind, [2])})).dtype
+        == dtype
+    )
 
 
 def test_folder_that_says_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.json does not say what the model is: 'hidden_size'"):
+    with pytest.raises(
+        ConfigError, match=r"config.json does not say what the model is: 'hidden_size'"
+    ):
         read_facts(folder_of(tmp_path, {"model_type": "qwen3"}))
 
 
@@ -89,8 +111,17 @@ def test_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_tiny_model_is_known_before_it_is_made(family: str) -> None:
-    facts = tiny_facts(TinyModelConfig.model_validate({"family": family, "hidden_size": 64, "num_layers": 2, "vocab_size": 256}))
-    assert (facts.dtype, facts.num_heads, facts.num_kv_heads, facts.max_position_embeddings) == ("float32", 4, 2, 4096)
+    facts = tiny_facts(
+        TinyModelConfig.model_validate(
+            {"family": family, "hidden_size": 64, "num_layers": 2, "vocab_size": 256}
+        )
+    )
+    assert (facts.dtype, facts.num_heads, facts.num_kv_heads, facts.max_position_embeddings) == (
+        "float32",
+        4,
+        2,
+        4096,
+    )
 
 
 def test_gpus_are_those_that_the_process_may_use() -> None:

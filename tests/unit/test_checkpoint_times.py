@@ -20,12 +20,16 @@ from workers.trainer import TrainLoop
     ("policy_version", "seconds", "is_due"),
     [(50, 1.0, True), (51, 1.0, False), (51, 899.0, False), (51, 900.0, True), (100, 0.0, True)],
 )
-def test_checkpoint_is_due_by_steps_or_by_time(policy_version: int, seconds: float, is_due: bool) -> None:
+def test_checkpoint_is_due_by_steps_or_by_time(
+    policy_version: int, seconds: float, is_due: bool
+) -> None:
     assert TrainerConfig().checkpoint_is_due(policy_version, seconds=seconds) is is_due
 
 
 @pytest.mark.parametrize("of_first", [True, False])
-def test_ranks_go_by_the_clock_of_the_first(of_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_go_by_the_clock_of_the_first(
+    of_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trainer.time, "monotonic", lambda: 1000.0)
     told: list[bytes | None] = []
 
@@ -35,9 +39,14 @@ def test_ranks_go_by_the_clock_of_the_first(of_first: bool, monkeypatch: pytest.
 
     def rank(number: int, *, begun: float) -> Any:
         ranks = SimpleNamespace(rank=number, size=2, broadcast=broadcast)
-        return SimpleNamespace(_ranks=ranks, _config=SimpleNamespace(trainer=TrainerConfig()), _checkpoint_begun=begun)
+        return SimpleNamespace(
+            _ranks=ranks, _config=SimpleNamespace(trainer=TrainerConfig()), _checkpoint_begun=begun
+        )
 
-    first, other = rank(0, begun=0.0 if of_first else 900.0), rank(1, begun=900.0 if of_first else 0.0)
+    first, other = (
+        rank(0, begun=0.0 if of_first else 900.0),
+        rank(1, begun=900.0 if of_first else 0.0),
+    )
     assert [TrainLoop._checkpoint_is_due(one, 7) for one in (first, other)] == [of_first, of_first]
     assert told == [bytes([of_first]), None]
 
@@ -53,19 +62,32 @@ def test_ranks_go_by_the_clock_of_the_first(of_first: bool, monkeypatch: pytest.
     ],
 )
 def test_critic_begins_a_checkpoint_by_steps_or_by_time(
-    monkeypatch: pytest.MonkeyPatch, version: int, now: float, skipped: int, is_pending: bool, is_begun: bool
+    monkeypatch: pytest.MonkeyPatch,
+    version: int,
+    now: float,
+    skipped: int,
+    is_pending: bool,
+    is_begun: bool,
 ) -> None:
     monkeypatch.setattr(critic_learning.time, "monotonic", lambda: now)
     saved: list[dict[str, Any]] = []
     earlier, fresh = SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: None)
     learning: Any = CriticLearning.__new__(CriticLearning)
-    learning._worker = SimpleNamespace(config=SimpleNamespace(trainer=TrainerConfig()), transfer=lambda _: nullcontext())
+    learning._worker = SimpleNamespace(
+        config=SimpleNamespace(trainer=TrainerConfig()), transfer=lambda _: nullcontext()
+    )
     learning._critic = SimpleNamespace(state=lambda: "state")
-    learning._checkpoints = SimpleNamespace(save=lambda state, extra: saved.append({"state": state, **extra}) or fresh)
+    learning._checkpoints = SimpleNamespace(
+        save=lambda state, extra: saved.append({"state": state, **extra}) or fresh
+    )
     learning._pending, learning._checkpoint_begun = (earlier if is_pending else None), 1000.0
     learning._consumed, learning._skipped_in_a_row = {3: 7, 0: 5}, skipped
-    for _ in range(2):  # the time counts from the newest checkpoint on, and none begins beside one that is being written
+    for _ in range(
+        2
+    ):  # the time counts from the newest checkpoint on, and none begins beside one that is being written
         learning._save_checkpoint(train_step(version - 1, at_seconds=1.0))
-    assert [(one["state"], one["consumed"]) for one in saved] == [("state", [(0, 5), (3, 7)])] * is_begun
+    assert [(one["state"], one["consumed"]) for one in saved] == [
+        ("state", [(0, 5), (3, 7)])
+    ] * is_begun
     assert learning._pending is (fresh if is_begun else earlier if is_pending else None)
     assert learning._checkpoint_begun == (now if is_begun else 1000.0)

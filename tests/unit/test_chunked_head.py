@@ -1,4 +1,5 @@
-"""The gradient of an output head that works in chunks is as exact as that of one that works at once; float64 says what it should be."""
+"""The gradient of an output head that works in chunks is as exact as that of one that works at
+once; float64 says what it should be."""
 
 from __future__ import annotations
 
@@ -9,27 +10,46 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from relax_events.training.chunked_head import ChunkedHead
+from relax_events.training.backend.policy_model import ChunkedHead
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 4096, 32, 64
 
 
-def gradients(dtype: torch.dtype, *, chunk: int, open_head: Callable[[nn.Linear], Callable[[Tensor], Tensor]], bias: bool) -> list[Tensor]:
-    """Return the gradients of hidden states, weight and bias for log-probabilities of which half should grow and half fall."""
+def gradients(
+    dtype: torch.dtype,
+    *,
+    chunk: int,
+    open_head: Callable[[nn.Linear], Callable[[Tensor], Tensor]],
+    bias: bool,
+) -> list[Tensor]:
+    """Return the gradients of hidden states, weight and bias for log-probabilities of which half
+    should grow and half fall."""
     torch.manual_seed(0)
     head = nn.Linear(HIDDEN, VOCABULARY, bias=bias)
     nn.init.normal_(head.weight, std=0.02)
-    hidden, targets = torch.randn(NUM_TOKENS, HIDDEN).to(torch.bfloat16).to(dtype).requires_grad_(), torch.randint(VOCABULARY, (NUM_TOKENS,))
+    hidden, targets = (
+        torch.randn(NUM_TOKENS, HIDDEN).to(torch.bfloat16).to(dtype).requires_grad_(),
+        torch.randint(VOCABULARY, (NUM_TOKENS,)),
+    )
     head = head.to(torch.bfloat16).to(dtype)
     apply = open_head(head)
 
     def logprobs(hidden: Tensor, targets: Tensor) -> Tensor:
         logits = apply(hidden)
-        return logits.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        return (
+            logits.to(torch.promote_types(dtype, torch.float32))
+            .log_softmax(-1)
+            .gather(-1, targets[:, None])[:, 0]
+        )
 
-    parts = [checkpoint(logprobs, *piece, use_reentrant=False) for piece in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
+    parts = [
+        checkpoint(logprobs, *piece, use_reentrant=False)
+        for piece in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    ]
     (torch.cat(parts) * torch.where(torch.arange(NUM_TOKENS) % 2 == 0, 1.0, -1.0)).sum().backward()
-    return [tensor.grad.double() for tensor in (hidden, *head.parameters()) if tensor.grad is not None]
+    return [
+        tensor.grad.double() for tensor in (hidden, *head.parameters()) if tensor.grad is not None
+    ]
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -47,8 +67,13 @@ def test_gradients_are_those_of_a_linear_head(bias: bool) -> None:
 
 def test_many_chunks_in_bfloat16_cost_no_precision() -> None:
     exact = gradients(torch.float64, chunk=NUM_TOKENS, open_head=lambda head: head, bias=False)[1]
-    whole = error(gradients(torch.bfloat16, chunk=NUM_TOKENS, open_head=lambda head: head, bias=False)[1], exact)
+    whole = error(
+        gradients(torch.bfloat16, chunk=NUM_TOKENS, open_head=lambda head: head, bias=False)[1],
+        exact,
+    )
     mine = error(gradients(torch.bfloat16, chunk=32, open_head=ChunkedHead, bias=False)[1], exact)
-    summed_in_bfloat16 = error(gradients(torch.bfloat16, chunk=32, open_head=lambda head: head, bias=False)[1], exact)
+    summed_in_bfloat16 = error(
+        gradients(torch.bfloat16, chunk=32, open_head=lambda head: head, bias=False)[1], exact
+    )
     assert mine < 2 * whole
     assert summed_in_bfloat16 > 3 * mine  # which is what it would cost otherwise

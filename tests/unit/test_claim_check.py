@@ -34,7 +34,11 @@ def test_check_in_stores_only_arrays_above_the_limit(store: ObjectStore) -> None
     stored = check_in(event, store, inline_max_bytes=399)
     assert stored.small is event.small
     assert isinstance(stored.large, StoredArray)
-    assert (stored.large.dtype, stored.large.shape, stored.large.reference.num_bytes) == ("<f4", (100,), 400)
+    assert (stored.large.dtype, stored.large.shape, stored.large.reference.num_bytes) == (
+        "<f4",
+        (100,),
+        400,
+    )
     assert len(store.list("")) == 1
 
 
@@ -67,7 +71,14 @@ def test_check_out_gives_equal_arrays_back(store: ObjectStore, array: NDArray[np
 def test_check_in_sends_equal_arrays_once(store: ObjectStore) -> None:
     values = np.arange(100, dtype=np.float32)
     for sample_id in ("a", "b"):
-        event = SampleEvaluated(sample_id=sample_id, prompt_group_id="g", policy_version=0, evaluator="reference", evaluator_version=0, values=values)
+        event = SampleEvaluated(
+            sample_id=sample_id,
+            prompt_group_id="g",
+            policy_version=0,
+            evaluator="reference",
+            evaluator_version=0,
+            values=values,
+        )
         assert isinstance(check_in(event, store, inline_max_bytes=10).values, StoredArray)
     assert len(store.list("")) == 1
 
@@ -75,11 +86,18 @@ def test_check_in_sends_equal_arrays_once(store: ObjectStore) -> None:
 def test_check_out_names_the_object_when_it_is_missing(store: ObjectStore) -> None:
     uri = store.uri("sha256/00/none")
     with pytest.raises(ObjectError, match=f"can't read {uri}"):
-        check_out(TwoArrays("x", np.arange(2), StoredArray("<f4", (1,), ObjectRef(uri, bytes(32), 4))), store)
+        check_out(
+            TwoArrays("x", np.arange(2), StoredArray("<f4", (1,), ObjectRef(uri, bytes(32), 4))),
+            store,
+        )
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("<f4", (3,)), ("<f4", (2, 2)), ("nonsense", (2,)), ("<i2", (-1, 3))])
-def test_check_out_names_dtype_and_shape_when_the_bytes_do_not_fit(store: ObjectStore, dtype: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("<f4", (3,)), ("<f4", (2, 2)), ("nonsense", (2,)), ("<i2", (-1, 3))]
+)
+def test_check_out_names_dtype_and_shape_when_the_bytes_do_not_fit(
+    store: ObjectStore, dtype: str, shape: tuple[int, ...]
+) -> None:
     reference = store.put(bytes(8))
     with pytest.raises(ObjectError, match="holds 8 bytes, which is no array of "):
         check_out(TwoArrays("x", np.arange(2), StoredArray(dtype, shape, reference)), store)

@@ -15,7 +15,9 @@ def test_list_names_every_installed_algorithm(capsys: pytest.CaptureFixture[str]
     list_(output="json")
     rows = orjson.loads(capsys.readouterr().out)
     assert [line.split()[0] for line in table] == ["name", *(row["name"] for row in rows)]
-    assert {"grpo", "dapo", "gspo", "sapo", "cispo", "rloo", "gdpo"} <= {row["name"] for row in rows}
+    assert {"grpo", "dapo", "gspo", "sapo", "cispo", "rloo", "gdpo"} <= {
+        row["name"] for row in rows
+    }
     assert all(row["source"] for row in rows)
 
 
@@ -27,10 +29,15 @@ def test_show_prints_formula_source_and_settings(capsys: pytest.CaptureFixture[s
     show("gdpo", output="json")
     told = orjson.loads(capsys.readouterr().out)
     assert told["needs"] == "rewards in components; the whole step before its first backward pass"
-    assert (told["settings"]["clip_high"], told["settings"]["whiten_advantages"]) == ("0.2", '"samples"')
+    assert (told["settings"]["clip_high"], told["settings"]["whiten_advantages"]) == (
+        "0.2",
+        '"samples"',
+    )
     assert "gate_positive" not in told["settings"]
 
 
 def test_show_says_which_algorithms_there_are_when_the_name_is_unknown() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm.name = 'gpro' is not installed; installed are cispo, dapo"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm.name = 'gpro' is not installed; installed are cispo, dapo"
+    ):
         show("gpro")

@@ -1,4 +1,5 @@
-"""The checker lets through what readers of both releases cope with, and names the field, the reason and the remedy of all else."""
+"""The checker lets through what readers of both releases cope with, and names the field, the reason
+and the remedy of all else."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ NAME = "relax.events.sample.PromptGroupEnded"
 def test_current_schemas_are_compatible_with_every_release() -> None:
     releases = read_releases(schema_directory())
     assert releases
-    assert [problem for release in releases for problem in incompatibilities(release, current_release(schema_directory()))] == []
+    assert [
+        problem
+        for release in releases
+        for problem in incompatibilities(release, current_release(schema_directory()))
+    ] == []
 
 
 @pytest.mark.parametrize("change", ALLOWED)
@@ -36,7 +41,9 @@ def test_forbidden_change_is_named_with_its_remedy(change: str) -> None:
 def test_change_that_only_new_readers_cope_with_blames_the_old_ones(change: str) -> None:
     problems = incompatibilities(NOW, changed(ONE_WAY[change]))
     assert problems
-    assert all(problem.what.startswith("0.1.0 can't read what current writes: ") for problem in problems)
+    assert all(
+        problem.what.startswith("0.1.0 can't read what current writes: ") for problem in problems
+    )
 
 
 def test_symbol_without_a_default_is_refused_where_the_reader_has_none() -> None:
@@ -58,5 +65,10 @@ def test_new_event_is_no_problem_for_old_releases() -> None:
 
 def test_two_schemas_are_compared_under_the_names_given() -> None:
     edit, *_ = FORBIDDEN["type narrowed"]
-    (problem,) = compare(NOW.schemas[NAME], changed(edit).schemas[NAME], old="the run's writer", new="ours")
-    assert (problem.schema, problem.what) == (NAME, "ours can't read what the run's writer wrote: long can't be read as int")
+    (problem,) = compare(
+        NOW.schemas[NAME], changed(edit).schemas[NAME], old="the run's writer", new="ours"
+    )
+    assert (problem.schema, problem.what) == (
+        NAME,
+        "ours can't read what the run's writer wrote: long can't be read as int",
+    )

@@ -14,7 +14,8 @@ from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError
 
 USER, BOT, MORE, END = (
-    {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yo"), ("user", "and?"), ("assistant", "bye"))
+    {"role": role, "content": text}
+    for role, text in (("user", "hi"), ("assistant", "yo"), ("user", "and?"), ("assistant", "bye"))
 )
 OTHER = {"role": "assistant", "content": "no"}
 
@@ -26,26 +27,47 @@ def row_of(tmp_path: Path, columns: dict[str, Any], **keys: Any) -> PromptRow:
 
 
 def told(row: PromptRow) -> tuple[list[str], list[list[str]], str]:
-    return [message.text for message in row.messages], [[message.text for message in one] for one in row.completions], row.answer
+    return (
+        [message.text for message in row.messages],
+        [[message.text for message in one] for one in row.completions],
+        row.answer,
+    )
 
 
 @pytest.mark.parametrize("completion", ["yo", [BOT]], ids=["text", "messages"])
 def test_single_message_to_learn_is_the_answer(tmp_path: Path, completion: Any) -> None:
-    row = row_of(tmp_path, {"prompt": "hi", "completion": completion, "level": 1}, completion_key="completion")
+    row = row_of(
+        tmp_path,
+        {"prompt": "hi", "completion": completion, "level": 1},
+        completion_key="completion",
+    )
     assert told(row) == (["hi"], [], "yo")
     assert row.metadata == '{"level":1}'
 
 
 def test_completion_stands_beside_a_reference_answer_of_its_own(tmp_path: Path) -> None:
-    row = row_of(tmp_path, {"prompt": "hi", "completion": "so: yo", "answer": "yo"}, completion_key="completion", answer_key="answer")
+    row = row_of(
+        tmp_path,
+        {"prompt": "hi", "completion": "so: yo", "answer": "yo"},
+        completion_key="completion",
+        answer_key="answer",
+    )
     assert told(row) == (["hi"], [["so: yo"]], "yo")
 
 
 @pytest.mark.parametrize(
-    ("train_on", "expected"), [("all", (["hi"], [["yo", "and?", "bye"]], "")), ("last", (["hi", "yo", "and?"], [], "bye"))]
+    ("train_on", "expected"),
+    [("all", (["hi"], [["yo", "and?", "bye"]], "")), ("last", (["hi", "yo", "and?"], [], "bye"))],
 )
-def test_conversation_is_cut_before_what_is_learnt(tmp_path: Path, train_on: str, expected: Any) -> None:
-    row = row_of(tmp_path, {"messages": [USER, BOT, MORE, END]}, conversation_key="messages", train_on=train_on)
+def test_conversation_is_cut_before_what_is_learnt(
+    tmp_path: Path, train_on: str, expected: Any
+) -> None:
+    row = row_of(
+        tmp_path,
+        {"messages": [USER, BOT, MORE, END]},
+        conversation_key="messages",
+        train_on=train_on,
+    )
     assert told(row) == expected
     assert row.metadata == "{}"
 
@@ -60,7 +82,9 @@ def test_conversation_is_cut_before_what_is_learnt(tmp_path: Path, train_on: str
     ],
     ids=["texts", "messages", "messages with the prompt", "prompt in both"],
 )
-def test_pair_brings_chosen_first_and_the_prompt_once(tmp_path: Path, columns: dict[str, Any], keys: dict[str, Any]) -> None:
+def test_pair_brings_chosen_first_and_the_prompt_once(
+    tmp_path: Path, columns: dict[str, Any], keys: dict[str, Any]
+) -> None:
     row = row_of(tmp_path, columns, chosen_key="chosen", rejected_key="rejected", **keys)
     assert told(row) == (["hi"], [["yo"], ["no"]], "")
 
@@ -69,24 +93,60 @@ def test_prompt_of_a_pair_reaches_to_where_the_answers_part(tmp_path: Path) -> N
     columns = {"c": [USER, BOT, MORE, END], "r": [USER, BOT, MORE, OTHER]}
     row = row_of(tmp_path, columns, prompt_key="", chosen_key="c", rejected_key="r")
     assert told(row) == (["hi", "yo", "and?"], [["bye"], ["no"]], "")
-    early = row_of(tmp_path, {"c": [USER, BOT, MORE, END], "r": [USER, BOT, USER, OTHER]}, prompt_key="", chosen_key="c", rejected_key="r")
+    early = row_of(
+        tmp_path,
+        {"c": [USER, BOT, MORE, END], "r": [USER, BOT, USER, OTHER]},
+        prompt_key="",
+        chosen_key="c",
+        rejected_key="r",
+    )
     assert told(early) == (["hi"], [["yo", "and?", "bye"], ["yo", "hi", "no"]], "")
 
 
 @pytest.mark.parametrize(
     ("columns", "keys", "text"),
     [
-        ({"m": [USER, BOT, MORE]}, {"conversation_key": "m"}, "m: what is learnt must begin and end with a message of role 'assistant', got 'user'"),
-        ({"m": [BOT]}, {"conversation_key": "m"}, "m begins with an assistant message; something must stand before what is learnt"),
+        (
+            {"m": [USER, BOT, MORE]},
+            {"conversation_key": "m"},
+            "m: what is learnt must begin and end with a message of role 'assistant', got 'user'",
+        ),
+        (
+            {"m": [BOT]},
+            {"conversation_key": "m"},
+            "m begins with an assistant message; something must stand before what is learnt",
+        ),
         ({"m": "hi"}, {"conversation_key": "m"}, "m: what is learnt must begin and end"),
-        ({"prompt": "hi", "c": ""}, {"completion_key": "c"}, "c is an empty string; an answer is a non-empty string or a list"),
+        (
+            {"prompt": "hi", "c": ""},
+            {"completion_key": "c"},
+            "c is an empty string; an answer is a non-empty string or a list",
+        ),
         ({"prompt": "hi", "c": [USER, BOT]}, {"completion_key": "c"}, "got 'user', 'assistant'"),
-        ({"prompt": "hi"}, {"completion_key": "c"}, "has no key 'c', only 'prompt'; set data.completion_key"),
-        ({"prompt": "hi", "c": "yo", "r": "yo"}, {"chosen_key": "c", "rejected_key": "r"}, "has the same answer as chosen and as rejected"),
-        ({"c": [BOT], "r": [OTHER]}, {"prompt_key": "", "chosen_key": "c", "rejected_key": "r"}, "chosen and rejected begin with nothing that they"),
-        ({"prompt": "ho", "c": [USER, BOT], "r": "no"}, {"chosen_key": "c", "rejected_key": "r"}, "chosen: what is learnt must begin"),
+        (
+            {"prompt": "hi"},
+            {"completion_key": "c"},
+            "has no key 'c', only 'prompt'; set data.completion_key",
+        ),
+        (
+            {"prompt": "hi", "c": "yo", "r": "yo"},
+            {"chosen_key": "c", "rejected_key": "r"},
+            "has the same answer as chosen and as rejected",
+        ),
+        (
+            {"c": [BOT], "r": [OTHER]},
+            {"prompt_key": "", "chosen_key": "c", "rejected_key": "r"},
+            "chosen and rejected begin with nothing that they",
+        ),
+        (
+            {"prompt": "ho", "c": [USER, BOT], "r": "no"},
+            {"chosen_key": "c", "rejected_key": "r"},
+            "chosen: what is learnt must begin",
+        ),
     ],
 )
-def test_unfit_row_is_refused_by_place_and_column(tmp_path: Path, columns: dict[str, Any], keys: dict[str, Any], text: str) -> None:
+def test_unfit_row_is_refused_by_place_and_column(
+    tmp_path: Path, columns: dict[str, Any], keys: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ConfigError, match=f"rows.jsonl:1.*{text}"):
         row_of(tmp_path, columns, **keys)

@@ -1,4 +1,5 @@
-"""The stack's files say what the code says: its services are the roles, its commands parse, and nothing runs with more than it needs."""
+"""The stack's files say what the code says: its services are the roles, its commands parse, and
+nothing runs with more than it needs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ COMPOSE = ROOT / "compose"
 STACK: dict[str, Any] = yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = STACK["services"]
 INSTALLED = {role.name for role in entry_points(group=ROLES) if role.value.startswith("workers.")}
-WORKERS = {name: service for name, service in SERVICES.items() if service.get("command", [""])[0] == "worker"}
+WORKERS = {
+    name: service
+    for name, service in SERVICES.items()
+    if service.get("command", [""])[0] == "worker"
+}
 OURS = {name: service for name, service in SERVICES.items() if "build" in service}
 DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
 
@@ -41,9 +46,13 @@ def test_services_without_profile_are_those_that_the_quickstart_needs() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, service in OURS.items() if "command" in service])
-def test_command_is_one_of_ours_on_a_run_file_that_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_is_one_of_ours_on_a_run_file_that_is_there(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
-    _, bound, _ = app.parse_args([settled(word) for word in OURS[name]["command"]], print_error=False, exit_on_error=False)
+    _, bound, _ = app.parse_args(
+        [settled(word) for word in OURS[name]["command"]], print_error=False, exit_on_error=False
+    )
     assert bound.arguments["config"].is_file()
 
 
@@ -57,14 +66,28 @@ def test_service_is_bounded_and_its_image_can_be_chosen(name: str) -> None:
 
 def files_of_the_stack() -> dict[str, dict[str, Any]]:
     """Return the services of each compose file that name an image."""
-    read = {file.stem: (yaml.safe_load(file.read_text()).get("services") or {}) for file in sorted(COMPOSE.glob("*.yml"))}
-    return {f"{stem}-{name}": service for stem, services in read.items() for name, service in services.items() if service and "image" in service}
+    read = {
+        file.stem: (yaml.safe_load(file.read_text()).get("services") or {})
+        for file in sorted(COMPOSE.glob("*.yml"))
+    }
+    return {
+        f"{stem}-{name}": service
+        for stem, services in read.items()
+        for name, service in services.items()
+        if service and "image" in service
+    }
 
 
-@pytest.mark.parametrize("name", [name for name in files_of_the_stack() if not name.startswith(("gpu-", "trackers-"))])
+@pytest.mark.parametrize(
+    "name", [name for name in files_of_the_stack() if not name.startswith(("gpu-", "trackers-"))]
+)
 def test_no_container_has_capabilities_or_a_disk_of_its_own(name: str) -> None:
     service = files_of_the_stack()[name]
-    assert (service["read_only"], service["cap_drop"], service["security_opt"]) == (True, ["ALL"], ["no-new-privileges:true"])
+    assert (service["read_only"], service["cap_drop"], service["security_opt"]) == (
+        True,
+        ["ALL"],
+        ["no-new-privileges:true"],
+    )
     assert [path for path in service["tmpfs"] if path.startswith("/tmp")]
     assert not {"privileged", "network_mode", "pid", "ipc", "cap_add"} & set(service)
     assert not [mount for mount in service.get("volumes", []) if "docker.sock" in mount]
@@ -75,7 +98,11 @@ def test_pages_without_a_login_are_for_this_machine_and_can_not_be_told_to_chang
         service = SERVICES[name]
         assert len(service["ports"]) == 1
         assert service["ports"][0].startswith("127.0.0.1:")
-        assert not [word for word in service["command"] if "enable-admin-api" in word or "enable-lifecycle" in word]
+        assert not [
+            word
+            for word in service["command"]
+            if "enable-admin-api" in word or "enable-lifecycle" in word
+        ]
 
 
 def test_uv_comes_by_version_and_hash_into_the_image_and_into_the_environment() -> None:
@@ -88,15 +115,27 @@ def test_uv_comes_by_version_and_hash_into_the_image_and_into_the_environment() 
 
 
 def test_image_is_given_the_requirements_that_it_copies() -> None:
-    copied = set(re.findall(r"^COPY (requirements/\S+)", (COMPOSE / "Dockerfile").read_text(), re.MULTILINE))
-    given = set(re.findall(r"^!(requirements/\S+)", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
-    assert copied - {"requirements/${ACCELERATOR}.txt"} | {"requirements/cpu.txt", "requirements/cuda.txt"} == given
+    copied = set(
+        re.findall(r"^COPY (requirements/\S+)", (COMPOSE / "Dockerfile").read_text(), re.MULTILINE)
+    )
+    given = set(
+        re.findall(r"^!(requirements/\S+)", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    )
+    assert (
+        copied - {"requirements/${ACCELERATOR}.txt"}
+        | {"requirements/cpu.txt", "requirements/cuda.txt"}
+        == given
+    )
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_containers_of_ours_can_change_nothing_but_their_volume(name: str) -> None:
     service = OURS[name]
-    assert (service["read_only"], service["cap_drop"], service["security_opt"]) == (True, ["ALL"], ["no-new-privileges:true"])
+    assert (service["read_only"], service["cap_drop"], service["security_opt"]) == (
+        True,
+        ["ALL"],
+        ["no-new-privileges:true"],
+    )
     files = "files:/srv/relax/.relax" + (":ro" if name == "reward" else "")
     assert service["volumes"] == [files, "${RUN_FILES:-../configs}:/srv/relax/configs:ro"]
     assert not [key for key in service["environment"] if re.search("PASSWORD|SECRET|KEY", key)]
@@ -110,43 +149,74 @@ def test_worker_starts_after_topics_and_model_and_again_when_it_dies(name: str) 
     assert SERVICES["topics"]["depends_on"] == {"kafka": {"condition": "service_healthy"}}
     assert service["restart"] == "on-failure"
     assert "healthcheck" not in service  # the image's own
-    assert float(service["stop_grace_period"].removesuffix("s")) > float(service["environment"]["RELAX_WORKERS__DRAIN_SECONDS"])
+    assert float(service["stop_grace_period"].removesuffix("s")) > float(
+        service["environment"]["RELAX_WORKERS__DRAIN_SECONDS"]
+    )
 
 
 def test_image_asks_the_worker_how_it_is_runs_as_nobody_special_and_hands_signals_on() -> None:
     text = (COMPOSE / "Dockerfile").read_text()
     stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
-    assert {service["build"]["target"] for service in OURS.values()} == {"light", "model"} < set(stages)
+    assert (
+        {service["build"]["target"] for service in OURS.values()}
+        == {"light", "model"}
+        < set(stages)
+    )
     assert re.search(r'^USER relax\b.*^ENTRYPOINT \["relax"\]$', text, re.MULTILINE | re.DOTALL)
     assert re.search(r'^HEALTHCHECK .* CMD \["relax", "health"\]$', text, re.MULTILINE)
     assert text.count("--require-hashes") == 4
 
 
-def test_reward_worker_which_may_run_programs_shares_a_network_with_the_broker_and_with_who_scrapes_it() -> None:
-    networks = {name: list(service.get("networks", ["default"])) for name, service in SERVICES.items()}
+def test_reward_worker_which_may_run_programs_shares_a_network_with_the_broker_and_with_who_scrapes_it() -> (
+    None
+):
+    networks = {
+        name: list(service.get("networks", ["default"])) for name, service in SERVICES.items()
+    }
     assert networks["reward"] == ["scoring"]
-    assert {name for name, those in networks.items() if "scoring" in those} == {"kafka", "prometheus", "reward"}
-    assert STACK["networks"]["scoring"] == {"internal": True, "driver_opts": {"com.docker.network.bridge.inhibit_ipv4": "true"}}
+    assert {name for name, those in networks.items() if "scoring" in those} == {
+        "kafka",
+        "prometheus",
+        "reward",
+    }
+    assert STACK["networks"]["scoring"] == {
+        "internal": True,
+        "driver_opts": {"com.docker.network.bridge.inhibit_ipv4": "true"},
+    }
     assert SERVICES["reward"]["pids_limit"] == 1024
 
 
 def test_prometheus_asks_the_reward_workers_and_does_not_listen_to_them() -> None:
-    (option,) = [word for word in SERVICES["prometheus"]["command"] if word.startswith("--web.listen-address=")]
+    (option,) = [
+        word
+        for word in SERVICES["prometheus"]["command"]
+        if word.startswith("--web.listen-address=")
+    ]
     networks = SERVICES["prometheus"]["networks"]
     assert option == f"--web.listen-address={networks['default']['aliases'][0]}:9090"
     assert networks["scoring"] == {}
 
 
 @pytest.mark.parametrize("overlay", ["outside", "s3", "existing-cluster"])
-def test_reward_worker_that_needs_the_outside_gets_a_network_of_its_own_for_that(overlay: str) -> None:
+def test_reward_worker_that_needs_the_outside_gets_a_network_of_its_own_for_that(
+    overlay: str,
+) -> None:
     laid = yaml.safe_load((COMPOSE / f"{overlay}.yml").read_text())
     assert laid["services"]["reward"]["networks"] == ["scoring", "outside"]
     assert laid["networks"] == {"outside": {}}
-    assert not [name for name, service in laid["services"].items() if name != "reward" and "outside" in service.get("networks", [])]
+    assert not [
+        name
+        for name, service in laid["services"].items()
+        if name != "reward" and "outside" in service.get("networks", [])
+    ]
 
 
 def pins(file: str) -> set[str]:
-    return set(re.findall(r"^[a-z0-9-]+==[^ ;\\]+", (ROOT / "requirements" / file).read_text(), re.MULTILINE))
+    return set(
+        re.findall(
+            r"^[a-z0-9-]+==[^ ;\\]+", (ROOT / "requirements" / file).read_text(), re.MULTILINE
+        )
+    )
 
 
 @pytest.mark.parametrize("name", ["light", "cpu"])
@@ -156,15 +226,23 @@ def test_image_has_the_pins_of_the_lock_file(name: str) -> None:
 
 
 def test_image_for_gpus_has_the_lock_files_pins_and_what_only_cuda_opens() -> None:
-    assert {pin.partition("==")[0] for pin in pins("cuda.txt") - pins("lock.txt")} == {"nvidia-cusolver", "nvidia-nvtx", "triton"}
+    assert {pin.partition("==")[0] for pin in pins("cuda.txt") - pins("lock.txt")} == {
+        "nvidia-cusolver",
+        "nvidia-nvtx",
+        "triton",
+    }
 
 
 def test_gpus_are_reserved_for_the_services_that_run_the_model() -> None:
     overlay = yaml.safe_load((COMPOSE / "gpu.yml").read_text())["services"]
-    assert set(overlay) == {name for name, service in OURS.items() if service["build"]["target"] == "model"}
+    assert set(overlay) == {
+        name for name, service in OURS.items() if service["build"]["target"] == "model"
+    }
     for service in overlay.values():
         assert service["build"]["args"]["ACCELERATOR"] == "cuda"
-        assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+        assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == [
+            "gpu"
+        ]
 
 
 def test_bucket_is_known_to_all_that_open_the_object_store() -> None:
@@ -182,18 +260,30 @@ def test_all_workers_send_their_traces_to_the_collector_that_comes_with_them() -
     for service in overlay.values():
         given = {name: settled(value) for name, value in service["environment"].items()}
         config = load_run_config(ROOT / "configs" / "quickstart.toml", environment=given)
-        assert (config.telemetry.traces.endpoint, config.telemetry.traces.ratio) == ("http://jaeger:4318/v1/traces", 1.0)
+        assert (config.telemetry.traces.endpoint, config.telemetry.traces.ratio) == (
+            "http://jaeger:4318/v1/traces",
+            1.0,
+        )
     assert all(port.startswith("127.0.0.1:") for port in jaeger["ports"])
     assert "mem_limit" in jaeger
-    assert any(pin.startswith("opentelemetry-exporter-otlp-proto-http==") for pin in pins("light.txt") & pins("cpu.txt") & pins("cuda.txt"))
+    assert any(
+        pin.startswith("opentelemetry-exporter-otlp-proto-http==")
+        for pin in pins("light.txt") & pins("cpu.txt") & pins("cuda.txt")
+    )
 
 
 def test_alerts_are_gathered_alike_whether_they_are_sent_or_not() -> None:
-    silent, sending = (yaml.safe_load((COMPOSE / "alertmanager" / f"{name}.yml").read_text()) for name in ("alertmanager", "notices"))
+    silent, sending = (
+        yaml.safe_load((COMPOSE / "alertmanager" / f"{name}.yml").read_text())
+        for name in ("alertmanager", "notices")
+    )
     (webhook,) = sending["receivers"][0].pop("webhook_configs")
     assert silent == sending
     service = yaml.safe_load((COMPOSE / "notices.yml").read_text())["services"]["notices"]
-    assert (webhook["url"], service["command"][:2]) == ("http://notices:9095/", ["alerts", "forward"])
+    assert (webhook["url"], service["command"][:2]) == (
+        "http://notices:9095/",
+        ["alerts", "forward"],
+    )
 
 
 def test_trackers_are_packages_of_one_image_and_secrets_of_one_service() -> None:
@@ -202,7 +292,9 @@ def test_trackers_are_packages_of_one_image_and_secrets_of_one_service() -> None
     service = overlay["metrics"]
     default = DEFAULT.sub(r"\1", service["environment"]["RELAX_TELEMETRY__TRACKERS"])
     environment = {"RELAX_TELEMETRY__TRACKERS": default}
-    assert load_run_config(ROOT / "configs" / "quickstart.toml", environment=environment).telemetry.trackers == ("tensorboard", "wandb")
+    assert load_run_config(
+        ROOT / "configs" / "quickstart.toml", environment=environment
+    ).telemetry.trackers == ("tensorboard", "wandb")
     packages = {pin.partition("==")[0] for pin in pins("trackers.txt") - pins("light.txt")}
     assert {"wandb", "clearml", "mlflow-skinny"} <= packages
     assert further_targets([COMPOSE / "trackers.yml"]) == {"trackers": "relax-events:trackers"}
@@ -212,28 +304,53 @@ def test_trackers_are_packages_of_one_image_and_secrets_of_one_service() -> None
 def test_console_may_only_look_and_is_served_to_this_machine_alone() -> None:
     service = yaml.safe_load((COMPOSE / "console.yml").read_text())["services"]["console"]
     assert service["environment"]["KAFKA_CLUSTERS_0_READONLY"] == "true"
-    assert service["environment"]["KAFKA_CLUSTERS_0_BOOTSTRAPSERVERS"] == STACK["x-environment"]["RELAX_BROKER__BOOTSTRAP_SERVERS"]
+    assert (
+        service["environment"]["KAFKA_CLUSTERS_0_BOOTSTRAPSERVERS"]
+        == STACK["x-environment"]["RELAX_BROKER__BOOTSTRAP_SERVERS"]
+    )
     assert [port.startswith("127.0.0.1:") for port in service["ports"]] == [True]
 
 
 def test_cluster_of_three_keeps_every_record_three_times() -> None:
     overlay = yaml.safe_load((COMPOSE / "cluster.yml").read_text())["services"]
-    brokers = {name: {**SERVICES["kafka"]["environment"], **overlay[name]["environment"]} for name in ("kafka", "kafka-2", "kafka-3")}
+    brokers = {
+        name: {**SERVICES["kafka"]["environment"], **overlay[name]["environment"]}
+        for name in ("kafka", "kafka-2", "kafka-3")
+    }
     assert [settings["KAFKA_NODE_ID"] for settings in brokers.values()] == ["1", "2", "3"]
-    assert all(settings["KAFKA_ADVERTISED_LISTENERS"] == f"PLAINTEXT://{name}:9092" for name, settings in brokers.items())
-    factors = {value for settings in brokers.values() for key, value in settings.items() if key.endswith("REPLICATION_FACTOR")}
-    assert factors == {overlay[name]["environment"]["RELAX_BROKER__REPLICATION_FACTOR"] for name in overlay.keys() - brokers.keys()} == {"3"}
+    assert all(
+        settings["KAFKA_ADVERTISED_LISTENERS"] == f"PLAINTEXT://{name}:9092"
+        for name, settings in brokers.items()
+    )
+    factors = {
+        value
+        for settings in brokers.values()
+        for key, value in settings.items()
+        if key.endswith("REPLICATION_FACTOR")
+    }
+    assert (
+        factors
+        == {
+            overlay[name]["environment"]["RELAX_BROKER__REPLICATION_FACTOR"]
+            for name in overlay.keys() - brokers.keys()
+        }
+        == {"3"}
+    )
     assert overlay.keys() - brokers.keys() == {*WORKERS, "topics", "relax"}
 
 
 def test_broker_grants_leases_as_long_as_a_run_may_ask_for() -> None:
-    longest_ms = int(SERVICES["kafka"]["environment"]["KAFKA_GROUP_SHARE_MAX_RECORD_LOCK_DURATION_MS"])
+    longest_ms = int(
+        SERVICES["kafka"]["environment"]["KAFKA_GROUP_SHARE_MAX_RECORD_LOCK_DURATION_MS"]
+    )
     assert longest_ms >= BrokerConfig().lease_seconds * 1000
 
 
 def test_every_worker_is_scraped_where_it_serves_its_metrics() -> None:
     jobs = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
-    assert [set(found["names"]) for job in jobs for found in job["dns_sd_configs"]] == [set(WORKERS)]
+    assert [set(found["names"]) for job in jobs for found in job["dns_sd_configs"]] == [
+        set(WORKERS)
+    ]
     assert {found["port"] for job in jobs for found in job["dns_sd_configs"]} == {
         int(service["environment"]["RELAX_TELEMETRY__METRICS_PORT"]) for service in WORKERS.values()
     }
@@ -244,5 +361,7 @@ def test_users_of_an_existing_cluster_have_their_secrets_in_files() -> None:
     assert set(overlay["services"]) == {*WORKERS, "topics", "relax"}
     mounted = {f"/run/secrets/{name}" for name in overlay["secrets"]}
     for service in overlay["services"].values():
-        assert {value for key, value in service["environment"].items() if key.endswith("_FILE")} == mounted
+        assert {
+            value for key, value in service["environment"].items() if key.endswith("_FILE")
+        } == mounted
         assert set(service["secrets"]) == set(overlay["secrets"])

@@ -8,11 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.config.changes import RULES, Rule, rule_of
 from relax_events.config.loading import _known_keys
-from relax_events.control.resuming import ChangesNotAccepted, changes_since, refuse_changes, settings_history
+from relax_events.config.session_changes import RULES, Rule, rule_of
 from relax_events.errors import ConfigError
-from relax_events.pipeline.description import describe
+from relax_events.runtime.run_description import describe
+from relax_events.session.resume import (
+    ChangesNotAccepted,
+    changes_since,
+    refuse_changes,
+    settings_history,
+)
 
 MakeRunConfig = Callable[..., RunConfig]
 
@@ -29,7 +34,13 @@ def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
 
 
 def test_nothing_has_changed_in_the_same_run_file(make_run_config: MakeRunConfig) -> None:
-    assert rules(make_run_config(reward={"options": {"a": 1}}), make_run_config(reward={"options": {"a": 1}})) == {}
+    assert (
+        rules(
+            make_run_config(reward={"options": {"a": 1}}),
+            make_run_config(reward={"options": {"a": 1}}),
+        )
+        == {}
+    )
 
 
 def test_later_goal_is_free_and_a_lower_one_asks(make_run_config: MakeRunConfig) -> None:
@@ -53,29 +64,49 @@ def test_later_goal_is_free_and_a_lower_one_asks(make_run_config: MakeRunConfig)
         ("trainer", "checkpoint_every", 3, Rule.FREE),
     ],
 )
-def test_key_goes_by_its_rule(make_run_config: MakeRunConfig, section: str, key: str, value: object, rule: Rule) -> None:
+def test_key_goes_by_its_rule(
+    make_run_config: MakeRunConfig, section: str, key: str, value: object, rule: Rule
+) -> None:
     (found,) = rules(make_run_config(), make_run_config(**{section: {key: value}})).items()
     assert found[0].startswith(f"{section}.{key}")
     assert found[1] is rule
 
 
 def test_role_that_comes_in_is_refused(make_run_config: MakeRunConfig) -> None:
-    without, with_reference = (make_run_config(algorithm={"kl_coefficient": value}) for value in (0.0, 0.1))
+    without, with_reference = (
+        make_run_config(algorithm={"kl_coefficient": value}) for value in (0.0, 0.1)
+    )
     assert with_reference.roles().keys() - without.roles().keys() == {"reference"}
-    assert rules(without, with_reference) == {"algorithm.kl_coefficient": Rule.ACCEPTED, "roles": Rule.NEVER}
+    assert rules(without, with_reference) == {
+        "algorithm.kl_coefficient": Rule.ACCEPTED,
+        "roles": Rule.NEVER,
+    }
 
 
 def test_refusal_names_keys_values_and_the_way_out(make_run_config: MakeRunConfig) -> None:
-    old, new = make_run_config(), make_run_config(run={"groups_per_step": 8}, trainer={"learning_rate": 0.5})
+    old, new = (
+        make_run_config(),
+        make_run_config(run={"groups_per_step": 8}, trainer={"learning_rate": 0.5}),
+    )
     changes = changes_since(describe(old), new)
-    with pytest.raises(ConfigError, match=r"relax runs fork mine NEW_ID run.groups_per_step=8\n  run.groups_per_step: 16 -> 8  \(") as refused:
+    with pytest.raises(
+        ConfigError,
+        match=r"relax runs fork mine NEW_ID run.groups_per_step=8\n  run.groups_per_step: 16 -> 8  \(",
+    ) as refused:
         refuse_changes("mine", changes, is_accepted=True)
     assert not isinstance(refused.value, ChangesNotAccepted)
 
 
-def test_change_of_the_training_is_refused_until_it_is_accepted(make_run_config: MakeRunConfig) -> None:
-    changes = changes_since(describe(make_run_config(trainer={"learning_rate": 0.25})), make_run_config(trainer={"learning_rate": 0.5}))
-    with pytest.raises(ChangesNotAccepted, match=r"--accept-changes(.|\n)*trainer.learning_rate: 0.25 -> 0.5"):
+def test_change_of_the_training_is_refused_until_it_is_accepted(
+    make_run_config: MakeRunConfig,
+) -> None:
+    changes = changes_since(
+        describe(make_run_config(trainer={"learning_rate": 0.25})),
+        make_run_config(trainer={"learning_rate": 0.5}),
+    )
+    with pytest.raises(
+        ChangesNotAccepted, match=r"--accept-changes(.|\n)*trainer.learning_rate: 0.25 -> 0.5"
+    ):
         refuse_changes("mine", changes, is_accepted=False)
     refuse_changes("mine", changes, is_accepted=True)
 
@@ -83,6 +114,13 @@ def test_change_of_the_training_is_refused_until_it_is_accepted(make_run_config:
 def test_history_says_from_which_version_a_setting_holds(make_run_config: MakeRunConfig) -> None:
     first = make_run_config(trainer={"learning_rate": 0.25})
     second = make_run_config(trainer={"learning_rate": 0.5})
-    told = [describe(first), dataclasses.replace(describe(first, from_version=4), package_version="other"), describe(second, from_version=7)]
+    told = [
+        describe(first),
+        dataclasses.replace(describe(first, from_version=4), package_version="other"),
+        describe(second, from_version=7),
+    ]
     ((version, changes),) = settings_history(told, run_id=first.run.id)
-    assert (version, [str(change) for change in changes]) == (7, ["trainer.learning_rate: 0.25 -> 0.5"])
+    assert (version, [str(change) for change in changes]) == (
+        7,
+        ["trainer.learning_rate: 0.25 -> 0.5"],
+    )

@@ -15,8 +15,18 @@ HELD_OUT = {"name": "held-out", "source": "jsonl:x"}
 def test_data_is_one_source_or_several_datasets() -> None:
     one = DataConfig(source="jsonl:a", prompt_key="q")
     assert ([part.prompt_key for part in one.parts], one.weights) == (["q"], (1.0,))
-    several = DataConfig.model_validate({"datasets": [{"source": "jsonl:a", "weight": 3}, {"source": "parquet:b", "prompt_key": "q"}]})
-    assert [(part.source, part.prompt_key) for part in several.parts] == [("jsonl:a", "prompt"), ("parquet:b", "q")]
+    several = DataConfig.model_validate(
+        {
+            "datasets": [
+                {"source": "jsonl:a", "weight": 3},
+                {"source": "parquet:b", "prompt_key": "q"},
+            ]
+        }
+    )
+    assert [(part.source, part.prompt_key) for part in several.parts] == [
+        ("jsonl:a", "prompt"),
+        ("parquet:b", "q"),
+    ]
     assert several.weights == (3.0, 1.0)
     assert DataConfig.model_validate(several.model_dump(mode="json")) == several
 
@@ -26,9 +36,18 @@ def test_data_is_one_source_or_several_datasets() -> None:
     [
         ({}, "the prompts need a source; set data.source"),
         ({"source": "jsonl:a", "datasets": [{"source": "jsonl:b"}]}, "'jsonl:a' stands beside 1"),
-        ({"datasets": [{"source": "jsonl:b"}], "prompt_key": "q"}, "data.prompt_key is a dataset's own"),
-        ({"source": "jsonl:a", "min_prompt_tokens": 9, "max_prompt_tokens": 8}, "must be 0 or at least min_prompt_tokens = 9, got 8"),
-        ({"source": "jsonl:a", "pass_rate": [0.9, 0.1]}, r"must be \[low, high\] with low <= high, got \[0.9, 0.1\]"),
+        (
+            {"datasets": [{"source": "jsonl:b"}], "prompt_key": "q"},
+            "data.prompt_key is a dataset's own",
+        ),
+        (
+            {"source": "jsonl:a", "min_prompt_tokens": 9, "max_prompt_tokens": 8},
+            "must be 0 or at least min_prompt_tokens = 9, got 8",
+        ),
+        (
+            {"source": "jsonl:a", "pass_rate": [0.9, 0.1]},
+            r"must be \[low, high\] with low <= high, got \[0.9, 0.1\]",
+        ),
         ({"datasets": [{"source": "jsonl:b", "weight": 0}]}, "greater than 0"),
         ({"datasets": [{"source": "jsonl:b", "weight": float("inf")}]}, "finite"),
     ],
@@ -42,24 +61,40 @@ def test_data_refuses_what_contradicts_itself(keys: dict[str, Any], complaint: s
     ("datasets", "complaint"),
     [
         ([HELD_OUT, HELD_OUT], "must have names of their own, got 'held-out' twice"),
-        ([HELD_OUT | {"pass_at": [1, 8], "samples_per_prompt": 4}], "numbers up to samples_per_prompt = 4, got 8"),
+        (
+            [HELD_OUT | {"pass_at": [1, 8], "samples_per_prompt": 4}],
+            "numbers up to samples_per_prompt = 4, got 8",
+        ),
         ([HELD_OUT | {"name": "a/b"}], "pattern"),
     ],
 )
-def test_evaluation_refuses_what_contradicts_itself(datasets: list[dict[str, Any]], complaint: str) -> None:
+def test_evaluation_refuses_what_contradicts_itself(
+    datasets: list[dict[str, Any]], complaint: str
+) -> None:
     with pytest.raises(ValidationError, match=complaint):
         EvaluationConfig.model_validate({"datasets": datasets})
 
 
 def test_evaluation_is_due_at_the_first_the_last_and_every_so_many_versions() -> None:
     evaluation = EvaluationConfig.model_validate({"every": 4, "datasets": [HELD_OUT]})
-    assert [version for version in range(3, 15) if evaluation.is_due(version, first=3, last=14)] == [3, 7, 11, 14]
+    assert [
+        version for version in range(3, 15) if evaluation.is_due(version, first=3, last=14)
+    ] == [3, 7, 11, 14]
     assert not EvaluationConfig(every=1).is_due(0, first=0, last=9)
 
 
 def test_evaluator_is_a_role_of_runs_that_are_evaluated() -> None:
-    tree: dict[str, Any] = {"run": {"id": "r"}, "model": {"path": "m"}, "data": {"source": "jsonl:x"}}
+    tree: dict[str, Any] = {
+        "run": {"id": "r"},
+        "model": {"path": "m"},
+        "data": {"source": "jsonl:x"},
+    }
     assert "evaluator" not in RunConfig.model_validate(tree).roles()
     evaluated = tree | {"evaluation": {"datasets": [HELD_OUT]}}
     assert RunConfig.model_validate(evaluated).roles()["evaluator"] == 1
-    assert RunConfig.model_validate(evaluated | {"source": {"run": "other"}}).roles() == {"controller": 1, "metrics": 1, "trainer": 1, "evaluator": 1}
+    assert RunConfig.model_validate(evaluated | {"source": {"run": "other"}}).roles() == {
+        "controller": 1,
+        "metrics": 1,
+        "trainer": 1,
+        "evaluator": 1,
+    }

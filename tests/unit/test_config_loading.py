@@ -41,25 +41,43 @@ def error_of(path: Path, *overrides: str, **environment: str) -> str:
 
 def test_minimal_run_file_gets_the_defaults(run_file: Path) -> None:
     config = load(run_file)
-    assert (config.run.id, config.run.max_staleness, config.broker.bootstrap_servers) == ("mine", 1, "embedded")
+    assert (config.run.id, config.run.max_staleness, config.broker.bootstrap_servers) == (
+        "mine",
+        1,
+        "embedded",
+    )
     assert config.run_directory == Path(".relax/runs/mine")
     assert config.objects_uri == (Path.cwd() / ".relax/runs/mine/objects").as_uri()
-    assert set(config.roles()) == {"controller", "metrics", "prompter", "rollout", "reward", "advantage", "trainer"}
+    assert set(config.roles()) == {
+        "controller",
+        "metrics",
+        "prompter",
+        "rollout",
+        "reward",
+        "advantage",
+        "trainer",
+    }
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").rglob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "configs").rglob("*.toml")), ids=lambda path: path.stem
+)
 def test_shipped_run_files_load(path: Path) -> None:
     config = load(path)
     assert config.run.num_steps >= 1
 
 
 def test_later_layers_win(run_file: Path) -> None:
-    run_file.write_text(MINIMAL.replace('id = "mine"', 'id = "mine"\nseed = 1\nnum_steps = 1\nmax_staleness = 3'))
+    run_file.write_text(
+        MINIMAL.replace('id = "mine"', 'id = "mine"\nseed = 1\nnum_steps = 1\nmax_staleness = 3')
+    )
     config = load(run_file, "run.num_steps=3", RELAX_RUN__SEED="2", RELAX_RUN__NUM_STEPS="2")
     assert (config.run.max_staleness, config.run.seed, config.run.num_steps) == (3, 2, 3)
 
 
-def test_the_process_environment_is_the_default_layer(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_environment_is_the_default_layer(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RELAX_RUN__SEED", "77")
     assert load_run_config(run_file).run.seed == 77
 
@@ -91,19 +109,38 @@ def test_override_takes_toml_or_a_bare_string(run_file: Path, override: str, val
 
 
 def test_override_reaches_nested_tables(run_file: Path) -> None:
-    config = load(run_file, "engine.sampling.max_new_tokens=5", 'broker.client={ "security.protocol" = "SSL" }', "trainer.betas=[0.8, 0.9]")
+    config = load(
+        run_file,
+        "engine.sampling.max_new_tokens=5",
+        'broker.client={ "security.protocol" = "SSL" }',
+        "trainer.betas=[0.8, 0.9]",
+    )
     assert config.engine.sampling.max_new_tokens == 5
     assert config.broker.client == {"security.protocol": "SSL"}
     assert config.trainer.betas == (0.8, 0.9)
 
 
 def test_roles_follow_from_the_algorithm(run_file: Path) -> None:
-    config = load(run_file, "algorithm.kl_coefficient=0.1", "algorithm.old_logprobs=actor", "workers.rollout=3")
-    assert {name: config.roles()[name] for name in ("reference", "actor-forward", "rollout")} == {"reference": 1, "actor-forward": 1, "rollout": 3}
+    config = load(
+        run_file,
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.old_logprobs=actor",
+        "workers.rollout=3",
+    )
+    assert {name: config.roles()[name] for name in ("reference", "actor-forward", "rollout")} == {
+        "reference": 1,
+        "actor-forward": 1,
+        "rollout": 3,
+    }
 
 
-def test_object_store_lies_in_the_run_directory_when_not_set(run_file: Path, tmp_path: Path) -> None:
-    assert load(run_file, f"run.directory={tmp_path}").objects_uri == (tmp_path / "runs/mine/objects").as_uri()
+def test_object_store_lies_in_the_run_directory_when_not_set(
+    run_file: Path, tmp_path: Path
+) -> None:
+    assert (
+        load(run_file, f"run.directory={tmp_path}").objects_uri
+        == (tmp_path / "runs/mine/objects").as_uri()
+    )
     assert load(run_file, "objects.uri=s3://bucket/x").objects_uri == "s3://bucket/x/mine"
 
 
@@ -112,22 +149,52 @@ def test_object_store_lies_in_the_run_directory_when_not_set(run_file: Path, tmp
     [
         ("run.max_staleness=-1", "run.max_staleness must be >= 0, got -1; set run.max_staleness"),
         ("run.num_steps=0", "run.num_steps must be >= 1, got 0; set run.num_steps"),
-        ("algorithm.clip_low=1.5", "algorithm.clip_low must be <= 1, got 1.5; set algorithm.clip_low"),
-        ("engine.sampling.temperature=0", "engine.sampling.temperature must be > 0, got 0; set engine.sampling.temperature"),
-        ("engine.sampling.top_p=1.5", "engine.sampling.top_p must be <= 1, got 1.5; set engine.sampling.top_p"),
+        (
+            "algorithm.clip_low=1.5",
+            "algorithm.clip_low must be <= 1, got 1.5; set algorithm.clip_low",
+        ),
+        (
+            "engine.sampling.temperature=0",
+            "engine.sampling.temperature must be > 0, got 0; set engine.sampling.temperature",
+        ),
+        (
+            "engine.sampling.top_p=1.5",
+            "engine.sampling.top_p must be <= 1, got 1.5; set engine.sampling.top_p",
+        ),
         ("run.mode=both", "run.mode must be 'sync' or 'async', got 'both'; set run.mode"),
         ("run.num_steps=many", "run.num_steps must be an integer, got 'many'; set run.num_steps"),
-        ("telemetry.tensorboard=true", "telemetry: tensorboard is one of several trackers now, and the default of telemetry.trackers"),
-        ("run.id=Not_Allowed", "run.id must match '^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$', got 'Not_Allowed'; set run.id"),
-        ("model.tiny.hidden_size=33", "model.tiny.hidden_size must be a multiple of 32, got 33; set model.tiny.hidden_size"),
+        (
+            "telemetry.tensorboard=true",
+            (
+                "telemetry: tensorboard is one of several trackers now, and the default of "
+                "telemetry.trackers"
+            ),
+        ),
+        (
+            "run.id=Not_Allowed",
+            (
+                "run.id must match '^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$', got 'Not_Allowed'; "
+                "set run.id"
+            ),
+        ),
+        (
+            "model.tiny.hidden_size=33",
+            "model.tiny.hidden_size must be a multiple of 32, got 33; set model.tiny.hidden_size",
+        ),
         ("run.max_stalenes=1", "unknown key run.max_stalenes; did you mean run.max_staleness?"),
         ("trainer.lr=0.1", "unknown key trainer.lr; did you mean "),
-        ("engine.temperature=1", "unknown key engine.temperature; did you mean engine.sampling.temperature?"),
+        (
+            "engine.temperature=1",
+            "unknown key engine.temperature; did you mean engine.sampling.temperature?",
+        ),
         ("rnu.seed=1", "unknown key rnu; did you mean run?"),
         ("zzzz.qqqq=1", "unknown key zzzz; known sections are run, model, data, "),
         (
             "broker.client.acks=1",
-            "broker.client: acks carries a delivery promise and can't be overridden; remove it from broker.client",
+            (
+                "broker.client: acks carries a delivery promise and can't be overridden; remove "
+                "it from broker.client"
+            ),
         ),
         (
             "broker.queue_partitions=2",
@@ -138,11 +205,20 @@ def test_object_store_lies_in_the_run_directory_when_not_set(run_file: Path, tmp
         ),
         (
             "trainer.ranks=5",
-            "every rank reads shards of its own: trainer.ranks = 5 needs broker.shards >= 5, got 2; set broker.shards or trainer.ranks",
+            (
+                "every rank reads shards of its own: trainer.ranks = 5 needs broker.shards >= 5, "
+                "got 2; set broker.shards or trainer.ranks"
+            ),
         ),
         ("run.seed.x=1", "run.seed.x=1: seed is a value, not a section"),
-        ("seed=1", "override 'seed=1' is not of the form section.key=value; for example run.seed=1"),
-        ("run.seed", "override 'run.seed' is not of the form section.key=value; for example run.seed=1"),
+        (
+            "seed=1",
+            "override 'seed=1' is not of the form section.key=value; for example run.seed=1",
+        ),
+        (
+            "run.seed",
+            "override 'run.seed' is not of the form section.key=value; for example run.seed=1",
+        ),
     ],
 )
 def test_mistake_names_key_value_rule_and_remedy(run_file: Path, override: str, text: str) -> None:
@@ -153,7 +229,10 @@ def test_mistake_names_key_value_rule_and_remedy(run_file: Path, override: str, 
 
 
 def test_sync_mode_refuses_staleness(run_file: Path) -> None:
-    text = "run: mode = 'sync' is on-policy, got max_staleness = 2; set run.max_staleness = 0 or run.mode = 'async'"
+    text = (
+        "run: mode = 'sync' is on-policy, got max_staleness = 2; set run.max_staleness = 0 or "
+        "run.mode = 'async'"
+    )
     assert error_of(run_file, "run.mode=sync", "run.max_staleness=2") == text
     assert load(run_file, "run.mode=sync", "run.max_staleness=0").run.mode == "sync"
 
@@ -177,16 +256,23 @@ def test_required_keys_are_named_when_missing(run_file: Path) -> None:
 
 
 def test_mistake_in_the_environment_names_the_variable(run_file: Path) -> None:
-    assert error_of(run_file, RELAX_RUN__ID__X="1") == "RELAX_RUN__ID__X: id is a value, not a section"
+    assert (
+        error_of(run_file, RELAX_RUN__ID__X="1") == "RELAX_RUN__ID__X: id is a value, not a section"
+    )
 
 
 def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    text = f"run file {tmp_path / 'no.toml'} does not exist; give the path of a TOML file, for example configs/quickstart.toml"
+    text = (
+        f"run file {tmp_path / 'no.toml'} does not exist; give the path of a TOML file, for "
+        "example configs/quickstart.toml"
+    )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         load(tmp_path / "no.toml")
 
 
-@pytest.mark.parametrize(("content", "text"), [(b"[run\n", "is not TOML: "), (b"\xff\xfe", "can't be read: ")])
+@pytest.mark.parametrize(
+    ("content", "text"), [(b"[run\n", "is not TOML: "), (b"\xff\xfe", "can't be read: ")]
+)
 def test_file_that_is_not_toml_is_named(run_file: Path, content: bytes, text: str) -> None:
     run_file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"run file {re.escape(str(run_file))} {text}"):
@@ -198,7 +284,14 @@ def test_directory_in_place_of_a_file_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("deep", ["run" + ".a" * 5000 + "=1", "broker.client" + ".a" * 5000 + "=1", "reward.options=" + "[" * 80 + "]" * 80])
+@pytest.mark.parametrize(
+    "deep",
+    [
+        "run" + ".a" * 5000 + "=1",
+        "broker.client" + ".a" * 5000 + "=1",
+        "reward.options=" + "[" * 80 + "]" * 80,
+    ],
+)
 def test_settings_that_are_nested_without_end_are_refused(run_file: Path, deep: str) -> None:
     with pytest.raises(ConfigError, match="has sections and lists more than 64 deep"):
         load_run_config(run_file, [deep])
@@ -224,7 +317,11 @@ def test_every_key_is_documented() -> None:
     def undocumented(model: type, prefix: str = "") -> list[str]:
         found = []
         for name, field in model.model_fields.items():  # type: ignore[attr-defined]
-            kinds = [kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if hasattr(kind, "model_fields")]
+            kinds = [
+                kind
+                for kind in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                if hasattr(kind, "model_fields")
+            ]
             found += [] if field.description or kinds else [prefix + name]
             for kind in kinds:
                 found += undocumented(kind, f"{prefix}{name}.")
@@ -233,8 +330,16 @@ def test_every_key_is_documented() -> None:
     assert undocumented(RunConfig) == []
 
 
-def test_rollout_workers_are_no_more_than_partitions_of_a_queue_that_a_consumer_group_shares(run_file: Path) -> None:
+def test_rollout_workers_are_no_more_than_partitions_of_a_queue_that_a_consumer_group_shares(
+    run_file: Path,
+) -> None:
     queue = ("broker.lease=consumer_group", "workers.rollout=3")
-    text = "a worker without a partition gets no prompts: workers.rollout = 3 needs broker.queue_partitions >= 3, got 2"
-    assert error_of(run_file, *queue, "broker.queue_partitions=2") == f"{text}; set broker.queue_partitions or workers.rollout"
+    text = (
+        "a worker without a partition gets no prompts: workers.rollout = 3 needs "
+        "broker.queue_partitions >= 3, got 2"
+    )
+    assert (
+        error_of(run_file, *queue, "broker.queue_partitions=2")
+        == f"{text}; set broker.queue_partitions or workers.rollout"
+    )
     assert load(run_file, *queue, "broker.queue_partitions=3").broker.queue_partitions == 3

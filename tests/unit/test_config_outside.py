@@ -1,4 +1,5 @@
-"""What a run file names outside of itself: no key is forgotten, and what a hostile description names is listed."""
+"""What a run file names outside of itself: no key is forgotten, and what a hostile description
+names is listed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from relax_events.config import RunConfig
-from relax_events.config.outside import Names, is_marked, kind_of, model_of, names_in
+from relax_events.config.external_values import Names, is_marked, kind_of, model_of, names_in
 
 NAMING = (str, Path, Any, dict)
 
@@ -34,9 +35,20 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def test_every_key_that_can_name_something_says_what() -> None:
-    """A key of texts, paths or tables without a mark in its type would be taken over from a log unseen."""
-    able = {key: field for key, field in keys_of(RunConfig) if any(kind in NAMING for kind in types_in(field.annotation))}
-    assert {"model.path", "reward.options", "reward.routes.function", "judge.engine.sglang.urls", "evaluation.datasets.reward.options"} <= able.keys()
+    """A key of texts, paths or tables without a mark in its type would be taken over from a log
+    unseen."""
+    able = {
+        key: field
+        for key, field in keys_of(RunConfig)
+        if any(kind in NAMING for kind in types_in(field.annotation))
+    }
+    assert {
+        "model.path",
+        "reward.options",
+        "reward.routes.function",
+        "judge.engine.sglang.urls",
+        "evaluation.datasets.reward.options",
+    } <= able.keys()
     assert [key for key, field in able.items() if not is_marked(field)] == []
 
 
@@ -110,10 +122,19 @@ def test_run_file_without_anything_of_its_own_names_its_model_and_its_data() -> 
         {
             "run": {"id": "a"},
             "model": {"path": "m", "tiny": {"family": "qwen3"}},
-            "data": {"source": "reasoning_gym:chain_sum", "options": {"min_terms": 2, "kind": "plain"}, "system_prompt": "Look at http://host/"},
-            "reward": {"function": "math", "options": {"template": "rubric", "max_score": 5, "allow_unprotected": False}},
+            "data": {
+                "source": "reasoning_gym:chain_sum",
+                "options": {"min_terms": 2, "kind": "plain"},
+                "system_prompt": "Look at http://host/",
+            },
+            "reward": {
+                "function": "math",
+                "options": {"template": "rubric", "max_score": 5, "allow_unprotected": False},
+            },
             "engine": {"sampling": {"temperature": 0.5}},
             "scaling": {"host": "localhost"},
         }
     ).model_dump(mode="json")
-    assert [named.key for named in names_in(orjson.loads(orjson.dumps(tree)), RunConfig)] == ["model.path"]
+    assert [named.key for named in names_in(orjson.loads(orjson.dumps(tree)), RunConfig)] == [
+        "model.path"
+    ]

@@ -14,7 +14,9 @@ HEAD = '[run]\nid = "demo"\n[model]\npath = "m"\n[data]\nsource = "jsonl:x"\n'
 SECRET = "hunter2-hunter2"
 
 
-def refusal(tmp_path: Path, text: str = "", *overrides: str, environment: dict[str, str] | None = None) -> str:
+def refusal(
+    tmp_path: Path, text: str = "", *overrides: str, environment: dict[str, str] | None = None
+) -> str:
     """Return why a run file is refused."""
     path = tmp_path / "run.toml"
     path.write_text(HEAD + text)
@@ -34,14 +36,22 @@ def refusal(tmp_path: Path, text: str = "", *overrides: str, environment: dict[s
     ],
     ids=["quoted", "dotted", "inline-argument", "dotted-argument", "environment"],
 )
-def test_password_among_client_settings_is_refused(tmp_path: Path, text: str, overrides: tuple[str, ...], environment: dict[str, str]) -> None:
+def test_password_among_client_settings_is_refused(
+    tmp_path: Path, text: str, overrides: tuple[str, ...], environment: dict[str, str]
+) -> None:
     said = refusal(tmp_path, text, *overrides, environment=environment)
-    assert "broker.client: sasl.password is a secret and must not stand in a run file, an argument or a log" in said
+    assert (
+        "broker.client: sasl.password is a secret and must not stand in a run file, an "
+        "argument or a log"
+    ) in said
     assert "name that in broker.password_file, or set BROKER_PASSWORD in the environment" in said
     assert SECRET not in said
 
 
-@pytest.mark.parametrize("key", ["ssl.key.password", "ssl.key.pem", "ssl.keystore.password", "sasl.oauthbearer.client.secret"])
+@pytest.mark.parametrize(
+    "key",
+    ["ssl.key.password", "ssl.key.pem", "ssl.keystore.password", "sasl.oauthbearer.client.secret"],
+)
 def test_other_secrets_are_sent_to_files(tmp_path: Path, key: str) -> None:
     said = refusal(tmp_path, f'[broker.client]\n"{key}" = "{SECRET}"')
     assert f"{key} is a secret" in said
@@ -51,7 +61,12 @@ def test_other_secrets_are_sent_to_files(tmp_path: Path, key: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    [f"sasl.password {SECRET}", f"broker.client={SECRET}", f"broker.client.sasl.password.x={SECRET}", f"run.id.password={SECRET}"],
+    [
+        f"sasl.password {SECRET}",
+        f"broker.client={SECRET}",
+        f"broker.client.sasl.password.x={SECRET}",
+        f"run.id.password={SECRET}",
+    ],
 )
 def test_misplaced_secret_is_not_shown(tmp_path: Path, override: str) -> None:
     assert SECRET not in refusal(tmp_path, "", override)
@@ -67,22 +82,76 @@ def test_secret_files_are_for_secrets(tmp_path: Path) -> None:
     [
         (f"objects.uri=s3://AKIAKEY:{SECRET}@bucket/x", "objects.uri", "AWS_ACCESS_KEY_ID"),
         (f"objects.uri=s3://AKIAKEY:a/{SECRET}@bucket/x", "objects.uri", "AWS_ACCESS_KEY_ID"),
-        (f'objects.allowed_roots=["s3://pictures/","s3://{SECRET}@bucket/"]', "objects.allowed_roots.1", "AWS_ACCESS_KEY_ID"),
-        (f'reward.options={{url="http://user:{SECRET}@svc/score"}}', "reward.options.url", "options.token_variable"),
-        (f'reward.options={{deep=[{{service="HTTPS://{SECRET}@svc"}}]}}', "reward.options.deep.0.service", "options.token_variable"),
-        (f'reward.routes={{math={{options={{url="http://u:{SECRET}@svc"}}}}}}', "reward.routes.math.options.url", "options.token_variable"),
-        (f'reward.options={{url="https://svc/score?api_key={SECRET}"}}', "reward.options.url", "options.token_variable"),
-        (f"broker.bootstrap_servers=user:{SECRET}@kafka:9092", "broker.bootstrap_servers", "broker.password_file"),
-        (f'broker.client={{"metadata.broker.list"="a:1,u:{SECRET}@b:2"}}', "broker.client.metadata.broker.list", "broker.password_file"),
-        (f"broker.schema_registry=http://user:{SECRET}@registry", "broker.schema_registry", "schema_registry_login_file"),
-        (f'judge.engine.sglang.urls=["http://u:{SECRET}@judge:30000"]', "judge.engine.sglang.urls.0", "environment variable"),
-        (f'engine.sglang.urls=["u:{SECRET}@server:30000"]', "engine.sglang.urls.0", "environment variable"),
-        (f"telemetry.traces.endpoint=http://u:{SECRET}@collector/v1/traces", "telemetry.traces.endpoint", "OTEL_EXPORTER_OTLP_HEADERS"),
-        (f"telemetry.tracker_project=http://u:{SECRET}@tracker/p", "telemetry.tracker_project", "environment"),
-        (f'data.options={{mirror="ftp://u:{SECRET}@mirror"}}', "data.options.mirror", "environment variable"),
+        (
+            f'objects.allowed_roots=["s3://pictures/","s3://{SECRET}@bucket/"]',
+            "objects.allowed_roots.1",
+            "AWS_ACCESS_KEY_ID",
+        ),
+        (
+            f'reward.options={{url="http://user:{SECRET}@svc/score"}}',
+            "reward.options.url",
+            "options.token_variable",
+        ),
+        (
+            f'reward.options={{deep=[{{service="HTTPS://{SECRET}@svc"}}]}}',
+            "reward.options.deep.0.service",
+            "options.token_variable",
+        ),
+        (
+            f'reward.routes={{math={{options={{url="http://u:{SECRET}@svc"}}}}}}',
+            "reward.routes.math.options.url",
+            "options.token_variable",
+        ),
+        (
+            f'reward.options={{url="https://svc/score?api_key={SECRET}"}}',
+            "reward.options.url",
+            "options.token_variable",
+        ),
+        (
+            f"broker.bootstrap_servers=user:{SECRET}@kafka:9092",
+            "broker.bootstrap_servers",
+            "broker.password_file",
+        ),
+        (
+            f'broker.client={{"metadata.broker.list"="a:1,u:{SECRET}@b:2"}}',
+            "broker.client.metadata.broker.list",
+            "broker.password_file",
+        ),
+        (
+            f"broker.schema_registry=http://user:{SECRET}@registry",
+            "broker.schema_registry",
+            "schema_registry_login_file",
+        ),
+        (
+            f'judge.engine.sglang.urls=["http://u:{SECRET}@judge:30000"]',
+            "judge.engine.sglang.urls.0",
+            "environment variable",
+        ),
+        (
+            f'engine.sglang.urls=["u:{SECRET}@server:30000"]',
+            "engine.sglang.urls.0",
+            "environment variable",
+        ),
+        (
+            f"telemetry.traces.endpoint=http://u:{SECRET}@collector/v1/traces",
+            "telemetry.traces.endpoint",
+            "OTEL_EXPORTER_OTLP_HEADERS",
+        ),
+        (
+            f"telemetry.tracker_project=http://u:{SECRET}@tracker/p",
+            "telemetry.tracker_project",
+            "environment",
+        ),
+        (
+            f'data.options={{mirror="ftp://u:{SECRET}@mirror"}}',
+            "data.options.mirror",
+            "environment variable",
+        ),
     ],
 )
-def test_address_with_a_login_is_refused(tmp_path: Path, override: str, key: str, remedy: str) -> None:
+def test_address_with_a_login_is_refused(
+    tmp_path: Path, override: str, key: str, remedy: str
+) -> None:
     said = refusal(tmp_path, "", override)
     assert said.startswith(f"{key} holds an address with a")
     assert remedy in said
@@ -113,15 +182,34 @@ def test_address_without_a_login_is_taken(tmp_path: Path, override: str) -> None
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ('url="https://svc", token_variable="AWS_SECRET_ACCESS_KEY"', "take a name such as JUDGE_TOKEN or REWARD_MATH_TOKEN, or list"),
-        ('url="https://svc", token_variable="RELAX_DATA__TOKEN"', "take a name such as JUDGE_TOKEN"),
-        ('url="https://svc", key_variable="HF_TOKEN"', "options.key_variable = 'HF_TOKEN' names an environment variable"),
-        ('url="http://judge:30000", token_variable="JUDGE_TOKEN"', "would be sent unencrypted to http://judge:30000; take an https address"),
-        ('url="http://127.0.0.1.evil.example", token_variable="JUDGE_TOKEN"', "would be sent unencrypted"),
+        (
+            'url="https://svc", token_variable="AWS_SECRET_ACCESS_KEY"',
+            "take a name such as JUDGE_TOKEN or REWARD_MATH_TOKEN, or list",
+        ),
+        (
+            'url="https://svc", token_variable="RELAX_DATA__TOKEN"',
+            "take a name such as JUDGE_TOKEN",
+        ),
+        (
+            'url="https://svc", key_variable="HF_TOKEN"',
+            "options.key_variable = 'HF_TOKEN' names an environment variable",
+        ),
+        (
+            'url="http://judge:30000", token_variable="JUDGE_TOKEN"',
+            "would be sent unencrypted to http://judge:30000; take an https address",
+        ),
+        (
+            'url="http://127.0.0.1.evil.example", token_variable="JUDGE_TOKEN"',
+            "would be sent unencrypted",
+        ),
     ],
 )
-@pytest.mark.parametrize("place", ["reward.options={{{}}}", "reward.routes={{math={{options={{{}}}}}}}"])
-def test_variable_that_would_be_sent_is_refused(tmp_path: Path, options: str, rule: str, place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["reward.options={{{}}}", "reward.routes={{math={{options={{{}}}}}}}"]
+)
+def test_variable_that_would_be_sent_is_refused(
+    tmp_path: Path, options: str, rule: str, place: str
+) -> None:
     assert rule in refusal(tmp_path, "", place.format(options))
 
 
@@ -131,7 +219,10 @@ def test_variable_that_would_be_sent_is_refused(tmp_path: Path, options: str, ru
         'reward.options={url="https://svc", token_variable="JUDGE_TOKEN"}',
         'reward.options={url="http://127.0.0.1:1", token_variable="REWARD_MATH_TOKEN"}',
         'reward.options={url="http://[::1]:1", token_variable="RELAX_TOKEN"}',
-        'reward.options={url="https://svc", token_variable="OPENAI_API_KEY"} reward.environment=["OPENAI_API_KEY"]',
+        (
+            'reward.options={url="https://svc", token_variable="OPENAI_API_KEY"} '
+            'reward.environment=["OPENAI_API_KEY"]'
+        ),
     ],
 )
 def test_variable_of_a_token_is_taken(tmp_path: Path, override: str) -> None:

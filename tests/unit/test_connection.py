@@ -8,9 +8,16 @@ import pytest
 import structlog.testing
 from confluent_kafka import KafkaError, KafkaException
 
-from relax_events.broker.connection import Connection, ConnectionLog, fatal_errors, translate
-from relax_events.broker.refusals import Refusals
-from relax_events.errors import AccessDenied, BrokerError, BrokerRefused, BrokerUnavailable, ClientFailed, Fenced
+from relax_events.errors import (
+    AccessDenied,
+    BrokerError,
+    BrokerRefused,
+    BrokerUnavailable,
+    ClientFailed,
+    Fenced,
+)
+from relax_events.kafka.auth_errors import Refusals
+from relax_events.kafka.connection import Connection, ConnectionLog, fatal_errors, translate
 
 
 @pytest.mark.parametrize(
@@ -34,13 +41,24 @@ def test_errors_of_the_client_become_ours(code: int, kind: type[BrokerError]) ->
 
 
 def test_fatal_error_that_tripped_a_callback_is_the_one_that_is_told() -> None:
-    with pytest.raises(AccessDenied, match="delivering records: CLUSTER_AUTHORIZATION_FAILED"), fatal_errors("delivering records"):
-        raise SystemError("returned a result with an exception set") from KafkaException(KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED))
+    with (
+        pytest.raises(AccessDenied, match="delivering records: CLUSTER_AUTHORIZATION_FAILED"),
+        fatal_errors("delivering records"),
+    ):
+        raise SystemError("returned a result with an exception set") from KafkaException(
+            KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+        )
 
 
 def test_fatal_error_whose_exception_was_lost_makes_the_worker_start_again() -> None:
-    with pytest.raises(ClientFailed, match="delivering records: the client met a fatal error"), fatal_errors("delivering records"):
-        raise SystemError("<method 'flush' of 'cimpl.Producer' objects> returned NULL without setting an exception")
+    with (
+        pytest.raises(ClientFailed, match="delivering records: the client met a fatal error"),
+        fatal_errors("delivering records"),
+    ):
+        raise SystemError(
+            "<method 'flush' of 'cimpl.Producer' objects> returned NULL without setting an "
+            "exception"
+        )
 
 
 def test_other_errors_of_the_interpreter_are_not_taken_for_the_clients() -> None:
@@ -49,16 +67,31 @@ def test_other_errors_of_the_interpreter_are_not_taken_for_the_clients() -> None
 
 
 def test_settings_keep_promises_above_the_users_and_the_users_above_ours() -> None:
-    connection = Connection("a:1", client={"socket.keepalive.enable": False, "sasl.username": "me"}, client_id="c")
+    connection = Connection(
+        "a:1", client={"socket.keepalive.enable": False, "sasl.username": "me"}, client_id="c"
+    )
     settings = connection.settings(enable_idempotence=True, on_commit=print)
     assert settings["socket.keepalive.enable"] is False
-    assert (settings["sasl.username"], settings["enable.idempotence"], settings["on_commit"]) == ("me", True, print)
-    assert (settings["bootstrap.servers"], settings["client.id"], settings["socket.timeout.ms"]) == ("a:1", "c", 30_000)
+    assert (settings["sasl.username"], settings["enable.idempotence"], settings["on_commit"]) == (
+        "me",
+        True,
+        print,
+    )
+    assert (
+        settings["bootstrap.servers"],
+        settings["client.id"],
+        settings["socket.timeout.ms"],
+    ) == ("a:1", "c", 30_000)
 
 
 def test_background_errors_are_logged_once_each() -> None:
     told = ConnectionLog("a:1", Refusals(), Counter())
     with structlog.testing.capture_logs() as logs:
-        for code in (KafkaError._TRANSPORT, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT):
+        for code in (
+            KafkaError._TRANSPORT,
+            KafkaError._TRANSPORT,
+            KafkaError._ALL_BROKERS_DOWN,
+            KafkaError._TRANSPORT,
+        ):
             told(KafkaError(code))
     assert [entry["error"] for entry in logs] == ["_TRANSPORT", "_ALL_BROKERS_DOWN"]

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 
 from relax_events.errors import CorruptRecord
 from relax_events.events import container
-from relax_events.events.container import ContainerWriter, LoggedRecord, RecordsDigest, read_container
+from relax_events.events.container import (
+    ContainerWriter,
+    LoggedRecord,
+    RecordsDigest,
+    read_container,
+)
 
 MAYBE = st.none() | st.binary(max_size=20)
 RECORDS = st.lists(
@@ -26,7 +31,12 @@ RECORDS = st.lists(
         st.integers(0, 2**62),
         MAYBE,
         MAYBE,
-        st.lists(st.tuples(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=5), MAYBE), max_size=3).map(tuple),
+        st.lists(
+            st.tuples(
+                st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=5), MAYBE
+            ),
+            max_size=3,
+        ).map(tuple),
     ),
     max_size=8,
 )
@@ -34,7 +44,9 @@ RECORD = LoggedRecord(3, 1_700_000_000_000, b"k", b"v", (("h", b"1"), ("h", None
 
 
 @given(records=RECORDS)
-def test_container_gives_back_what_was_written(records: list[LoggedRecord], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_container_gives_back_what_was_written(
+    records: list[LoggedRecord], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "given.avro"
     with ContainerWriter(path) as writer:
         for record in records:
@@ -56,7 +68,11 @@ def test_container_is_read_by_any_avro_reader(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:40], lambda data: b"no avro"], ids=["torn", "head", "foreign"])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:-9], lambda data: data[:40], lambda data: b"no avro"],
+    ids=["torn", "head", "foreign"],
+)
 def test_damaged_file_is_named(tmp_path: Path, damage: object) -> None:
     path = tmp_path / "a.avro"
     with ContainerWriter(path) as writer:
@@ -75,7 +91,8 @@ def number(value: int) -> bytes:
 
 
 def packed_zeros(num_mib: int, *, behind: bytes = b"") -> bytes:
-    """Return bytes and so many MiB of zeros, deflated; these zeros are packed once, so that making a bomb takes no room either."""
+    """Return bytes and so many MiB of zeros, deflated; these zeros are packed once, so that making
+    a bomb takes no room either."""
     packing = zlib.compressobj(9, zlib.DEFLATED, -15)
     start = packing.compress(behind) + packing.flush(zlib.Z_FULL_FLUSH)
     one = packing.compress(bytes(2**20)) + packing.flush(zlib.Z_FULL_FLUSH)
@@ -83,7 +100,8 @@ def packed_zeros(num_mib: int, *, behind: bytes = b"") -> bytes:
 
 
 def with_block(path: Path, num_records: int, data: bytes) -> Path:
-    """Write a container of one sound record, and behind it a block of which nobody knows what it unpacks to."""
+    """Write a container of one sound record, and behind it a block of which nobody knows what it
+    unpacks to."""
     with ContainerWriter(path) as writer:
         writer.write(RECORD)
     sound = path.read_bytes()
@@ -92,20 +110,31 @@ def with_block(path: Path, num_records: int, data: bytes) -> Path:
 
 
 BOMBS: dict[str, tuple[Callable[[], tuple[int, bytes]], str]] = {
-    "value": (lambda: (1, packed_zeros(1024, behind=number(0) * 2 + b"\0\2" + number(2**30))), r"its \d+ bytes unpack to more than 67371008 bytes"),
-    "headers": (lambda: (1, packed_zeros(8, behind=number(0) * 2 + b"\0\0" + number(2**22))), r"it has more than 524288 values"),
+    "value": (
+        lambda: (1, packed_zeros(1024, behind=number(0) * 2 + b"\0\2" + number(2**30))),
+        r"its \d+ bytes unpack to more than 67371008 bytes",
+    ),
+    "headers": (
+        lambda: (1, packed_zeros(8, behind=number(0) * 2 + b"\0\0" + number(2**22))),
+        r"it has more than 524288 values",
+    ),
     "records": (lambda: (2**40, packed_zeros(8)), r"it has more than 524288 values"),
 }
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_block_that_unpacks_to_gigabytes_is_named_before_it_fills_the_memory(bomb: str, tmp_path: Path) -> None:
+def test_block_that_unpacks_to_gigabytes_is_named_before_it_fills_the_memory(
+    bomb: str, tmp_path: Path
+) -> None:
     make, what = BOMBS[bomb]
     path = with_block(tmp_path / "bomb.avro", *make())
     assert path.stat().st_size < 2 * 2**20
     tracemalloc.start()
     try:
-        with pytest.raises(CorruptRecord, match=rf"bomb\.avro can't be read as records of a partition: block 1 \(byte \d+\): ValueError {what}"):
+        with pytest.raises(
+            CorruptRecord,
+            match=rf"bomb\.avro can't be read as records of a partition: block 1 \(byte \d+\): ValueError {what}",
+        ):
             for _ in read_container(path):
                 pass
         _, peak_bytes = tracemalloc.get_traced_memory()
@@ -115,7 +144,10 @@ def test_block_that_unpacks_to_gigabytes_is_named_before_it_fills_the_memory(bom
 
 
 def test_block_of_the_largest_record_is_read(tmp_path: Path) -> None:
-    before, largest = (dataclasses.replace(RECORD, value=bytes(size)) for size in (container.BLOCK_BYTES - 200, 64 * 2**20 - 1000))
+    before, largest = (
+        dataclasses.replace(RECORD, value=bytes(size))
+        for size in (container.BLOCK_BYTES - 200, 64 * 2**20 - 1000)
+    )
     with ContainerWriter(tmp_path / "a.avro") as writer:
         writer.write(before)
         writer.write(largest)
@@ -140,7 +172,9 @@ def test_block_of_the_smallest_records_is_read(tmp_path: Path) -> None:
     ],
     ids=["negative", "fewer", "more", "cut"],
 )
-def test_block_that_is_not_what_it_says_is_named(num_records: int, data: bytes, what: str, tmp_path: Path) -> None:
+def test_block_that_is_not_what_it_says_is_named(
+    num_records: int, data: bytes, what: str, tmp_path: Path
+) -> None:
     path = with_block(tmp_path / "a.avro", num_records, data)
     with pytest.raises(CorruptRecord, match=rf"block 1 \(byte \d+\): .*{what}"):
         list(read_container(path))
@@ -149,23 +183,40 @@ def test_block_that_is_not_what_it_says_is_named(num_records: int, data: bytes, 
 def test_block_that_is_longer_than_the_file_or_packed_otherwise_is_refused(tmp_path: Path) -> None:
     path = with_block(tmp_path / "a.avro", 1, b"")
     path.write_bytes(path.read_bytes()[: -16 - 1] + number(2**60) + bytes(16))
-    with pytest.raises(CorruptRecord, match=r"block 1 .*records in 1152921504606846976 bytes, and 16 bytes are left"):
+    with pytest.raises(
+        CorruptRecord,
+        match=r"block 1 .*records in 1152921504606846976 bytes, and 16 bytes are left",
+    ):
         list(read_container(path))
     with path.open("wb") as file:
         fastavro.writer(file, container.PARSED, [], codec="xz")
     assert list(read_container(path)) == []
     path.write_bytes(path.read_bytes() + number(0) + number(0) + bytes(16))
-    with pytest.raises(CorruptRecord, match=r"block 0 .*packed by b'xz'; relax topics export packs by deflate"):
+    with pytest.raises(
+        CorruptRecord, match=r"block 0 .*packed by b'xz'; relax topics export packs by deflate"
+    ):
         list(read_container(path))
 
 
 def test_file_of_another_avro_writer_is_read(tmp_path: Path) -> None:
     """Without packing, and with a field more."""
-    schema = container.SCHEMA | {"fields": [*container.SCHEMA["fields"], {"name": "more", "type": "string"}]}
-    row = {"offset": 3, "timestamp_ms": 1, "key": b"k", "value": None, "headers": [{"name": "h", "value": b"1"}], "more": "x"}
+    schema = container.SCHEMA | {
+        "fields": [*container.SCHEMA["fields"], {"name": "more", "type": "string"}]
+    }
+    row = {
+        "offset": 3,
+        "timestamp_ms": 1,
+        "key": b"k",
+        "value": None,
+        "headers": [{"name": "h", "value": b"1"}],
+        "more": "x",
+    }
     with (tmp_path / "a.avro").open("wb") as file:
         fastavro.writer(file, schema, [row] * 3, codec="null")
-    assert list(read_container(tmp_path / "a.avro")) == [LoggedRecord(3, 1, b"k", None, (("h", b"1"),))] * 3
+    assert (
+        list(read_container(tmp_path / "a.avro"))
+        == [LoggedRecord(3, 1, b"k", None, (("h", b"1"),))] * 3
+    )
 
 
 def digest(*records: LoggedRecord, with_offsets: bool = True) -> str:
@@ -200,4 +251,6 @@ def test_digest_tells_where_a_field_ends_and_minds_order() -> None:
 
 
 def test_digest_without_offsets_is_that_of_the_content() -> None:
-    assert digest(RECORD, with_offsets=False) == digest(dataclasses.replace(RECORD, offset=9), with_offsets=False)
+    assert digest(RECORD, with_offsets=False) == digest(
+        dataclasses.replace(RECORD, offset=9), with_offsets=False
+    )

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from relax_events.algorithms.corrections import correction_weights, off_policy_sequences, rejected_samples
+from relax_events.algorithms.corrections import (
+    correction_weights,
+    off_policy_sequences,
+    rejected_samples,
+)
 from relax_events.algorithms.step_statistics import Whitening, second_moment_cutoff
+from relax_events.training.batch.step_statistics import step_cutoff, step_whitening
 from relax_events.training.ranks import SingleRank
-from relax_events.training.whole_step import step_cutoff, step_whitening
 
 RATIOS = [0.25, 1.0, 4.0, 0.5, 2.0, 1.5]
 LENGTHS = torch.tensor([3, 0, 2, 1])
@@ -19,7 +23,9 @@ LENGTHS = torch.tensor([3, 0, 2, 1])
 
 def weigh(kind: str, level: str = "token", low: float | None = 0.5, high: float | None = 2.0):
     log_ratio = torch.tensor(RATIOS, dtype=torch.float64).log().requires_grad_()
-    return correction_weights(log_ratio, num_loss_tokens=LENGTHS, kind=kind, level=level, low=low, high=high)
+    return correction_weights(
+        log_ratio, num_loss_tokens=LENGTHS, kind=kind, level=level, low=low, high=high
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +43,9 @@ def test_weights_of_tokens(kind, low, high, expected):
     assert weights.values.tolist() == pytest.approx(expected)
     assert not weights.values.requires_grad
     outside = [low is not None and not low <= ratio <= high for ratio in RATIOS]
-    assert weights.outside.tolist() == outside or kind == "tis"  # there the ends themselves are within rounding
+    assert (
+        weights.outside.tolist() == outside or kind == "tis"
+    )  # there the ends themselves are within rounding
 
 
 def test_weights_of_sequences_are_products_or_geometric_means():
@@ -47,23 +55,50 @@ def test_weights_of_sequences_are_products_or_geometric_means():
     assert weigh("decoupled", "sequence_mean", None, None).values.tolist() == pytest.approx(mean)
     log_ratio = torch.tensor([2.0, 2.0, 8.0], dtype=torch.float64).log()
     for level, expected in (("sequence", [4.0, 4.0, 8.0]), ("sequence_mean", [2.0, 2.0, 8.0])):
-        weights = correction_weights(log_ratio, num_loss_tokens=torch.tensor([2, 1]), kind="icepop", level=level, low=0.0, high=7.0)
+        weights = correction_weights(
+            log_ratio,
+            num_loss_tokens=torch.tensor([2, 1]),
+            kind="icepop",
+            level=level,
+            low=0.0,
+            high=7.0,
+        )
         assert weights.values.tolist() == pytest.approx([*expected[:2], 0.0])
         assert weights.outside.tolist() == [False, False, True]
 
 
-def rejected(kind: str, over: str = "mean", low: float | None = None, high: float | None = None, **veto: float) -> list[str]:
+def rejected(
+    kind: str,
+    over: str = "mean",
+    low: float | None = None,
+    high: float | None = None,
+    **veto: float,
+) -> list[str]:
     """Reject samples of the ratios 1/2, 2, 2; none; 1, 4; 1.5. Name the reason of each."""
     log_ratio = torch.tensor([0.5, 2.0, 2.0, 1.0, 4.0, 1.5], dtype=torch.float64).log()
-    given = rejected_samples(log_ratio, num_loss_tokens=torch.tensor([3, 0, 2, 1]), kind=kind, over=over, low=low, high=high, **veto)
+    given = rejected_samples(
+        log_ratio,
+        num_loss_tokens=torch.tensor([3, 0, 2, 1]),
+        kind=kind,
+        over=over,
+        low=low,
+        high=high,
+        **veto,
+    )
     names = {(False, False): "", (True, False): "veto", (False, True): "divergence"}
-    assert given.tokens(torch.tensor([3, 0, 2, 1])).sum() == (given.by_veto | given.by_divergence).to(torch.long) @ torch.tensor([3, 0, 2, 1])
-    return [names[pair] for pair in zip(given.by_veto.tolist(), given.by_divergence.tolist(), strict=True)]
+    assert given.tokens(torch.tensor([3, 0, 2, 1])).sum() == (
+        given.by_veto | given.by_divergence
+    ).to(torch.long) @ torch.tensor([3, 0, 2, 1])
+    return [
+        names[pair]
+        for pair in zip(given.by_veto.tolist(), given.by_divergence.tolist(), strict=True)
+    ]
 
 
-# log 2 = 0.6931, log 1.5 = 0.4055. Products of the ratios: 2, none, 4, 1.5; geometric means: 1.26, none, 2, 1.5.
-# k2: 0.2402 each of the first sample, sum 0.7207; 0 and 0.9609, mean 0.4805; 0.0822.
-# k3 = w - 1 - log w: 0.1931, 0.3069, 0.3069, sum 0.8069, mean 0.2690; 0 and 1.6137, mean 0.8069; 0.0945.
+# log 2 = 0.6931, log 1.5 = 0.4055. Products of the ratios: 2, none, 4, 1.5; geometric means: 1.26,
+# none, 2, 1.5. k2: 0.2402 each of the first sample, sum 0.7207; 0 and 0.9609, mean 0.4805; 0.0822.
+# k3 = w - 1 - log w: 0.1931, 0.3069, 0.3069, sum 0.8069, mean 0.2690; 0 and 1.6137, mean 0.8069;
+# 0.0945.
 @pytest.mark.parametrize(
     ("kind", "over", "low", "high", "expected"),
     [
@@ -95,18 +130,44 @@ def test_one_token_out_of_bounds_vetoes_its_sample():
     assert rejected("none", veto_high=3.0) == ["", "", "veto", ""]
     assert rejected("none", veto_high=1.4) == ["veto", "", "veto", "veto"]
     assert rejected("none", veto_low=0.4, veto_high=4.5) == ["", "", "", ""]
-    assert rejected("k2", "sum", None, 0.08, veto_low=0.6) == ["veto", "", "divergence", "divergence"]  # counted once, by the veto
+    assert rejected("k2", "sum", None, 0.08, veto_low=0.6) == [
+        "veto",
+        "",
+        "divergence",
+        "divergence",
+    ]  # counted once, by the veto
     # Far beyond what a ratio is clamped to: e^-25 is below 1e-10, e^-22 is not.
-    of_one_token = {"num_loss_tokens": torch.tensor([1, 1]), "kind": "none", "over": "mean", "low": None, "high": None}
+    of_one_token = {
+        "num_loss_tokens": torch.tensor([1, 1]),
+        "kind": "none",
+        "over": "mean",
+        "low": None,
+        "high": None,
+    }
     far = rejected_samples(torch.tensor([-25.0, -22.0]), veto_low=1e-10, **of_one_token)
     assert far.by_veto.tolist() == [True, False]
 
 
 def test_rejection_of_an_overflowing_ratio_is_finite_and_a_step_without_tokens_rejects_nothing():
-    far = rejected_samples(torch.tensor([500.0, 0.1]), num_loss_tokens=torch.tensor([1, 1]), kind="k3", over="max", low=None, high=1e6)
+    far = rejected_samples(
+        torch.tensor([500.0, 0.1]),
+        num_loss_tokens=torch.tensor([1, 1]),
+        kind="k3",
+        over="max",
+        low=None,
+        high=1e6,
+    )
     assert far.by_divergence.tolist() == [True, False]
     for over in ("mean", "sum", "max"):
-        none = rejected_samples(torch.zeros(0), num_loss_tokens=torch.tensor([0, 0]), kind="k2", over=over, low=None, high=0.1, veto_high=2.0)
+        none = rejected_samples(
+            torch.zeros(0),
+            num_loss_tokens=torch.tensor([0, 0]),
+            kind="k2",
+            over=over,
+            low=None,
+            high=0.1,
+            veto_high=2.0,
+        )
         assert none.tokens(torch.tensor([0, 0])).tolist() == []
         assert not (none.by_veto | none.by_divergence).any()
 
@@ -132,7 +193,9 @@ def test_second_moment_cutoff_drops_the_largest_until_the_mean_holds():
     assert second_moment_cutoff(squares, threshold=0.0134) == pytest.approx((0.03 + 0.04) / 2)
     assert second_moment_cutoff(squares, threshold=0.2) == np.inf
     assert second_moment_cutoff(np.array([0.3, 0.3]), threshold=0.2) == -1.0
-    assert second_moment_cutoff(np.array([0.0, 0.3, 0.3]), threshold=0.15) == pytest.approx(0.15)  # equal values go together
+    assert second_moment_cutoff(np.array([0.0, 0.3, 0.3]), threshold=0.15) == pytest.approx(
+        0.15
+    )  # equal values go together
     assert second_moment_cutoff(np.zeros(0), threshold=0.2) == np.inf
 
 
@@ -153,10 +216,19 @@ def test_whitening_is_over_all_ranks_and_counts_tokens_or_samples():
     advantages, lengths = np.array([1.0, 1.0, 1.0, 5.0], np.float32), np.array([3, 0, 1])
     alone = step_whitening([(advantages, lengths)], over="tokens", ranks=SingleRank())
     assert (alone.mean, alone.std) == pytest.approx((2.0, math.sqrt(3.0)))
-    by_sample = step_whitening([(advantages[:3], lengths[:2]), (advantages[3:], lengths[2:])], over="samples", ranks=SingleRank())
+    by_sample = step_whitening(
+        [(advantages[:3], lengths[:2]), (advantages[3:], lengths[2:])],
+        over="samples",
+        ranks=SingleRank(),
+    )
     assert (by_sample.mean, by_sample.std) == pytest.approx((3.0, 2.0))
-    # The other rank has two tokens of 4: mean 16 / 6, squares about it 3 * (10/6)^2 + (14/6)^2 + 2 * (8/6)^2.
-    both = step_whitening([(advantages, lengths)], over="tokens", ranks=TwoRanks(np.array([2.0, 8.0]), np.array([2 * (8 / 6) ** 2])))
+    # The other rank has two tokens of 4: mean 16 / 6, squares about it 3 * (10/6)^2 + (14/6)^2 + 2
+    # * (8/6)^2.
+    both = step_whitening(
+        [(advantages, lengths)],
+        over="tokens",
+        ranks=TwoRanks(np.array([2.0, 8.0]), np.array([2 * (8 / 6) ** 2])),
+    )
     assert both.mean == pytest.approx(16 / 6)
     assert both.std == pytest.approx(math.sqrt((3 * 100 + 196 + 2 * 64) / 36 / 6))
     assert step_whitening([], over="tokens", ranks=SingleRank()) == Whitening()
@@ -165,5 +237,7 @@ def test_whitening_is_over_all_ranks_and_counts_tokens_or_samples():
 
 def test_cutoff_is_over_all_ranks():
     other = np.array([0.9, 0.1])
-    assert step_cutoff([np.array([0.0, 0.5])], threshold=0.21, ranks=TwoRanks(other)) == pytest.approx(0.7)
+    assert step_cutoff(
+        [np.array([0.0, 0.5])], threshold=0.21, ranks=TwoRanks(other)
+    ) == pytest.approx(0.7)
     assert step_cutoff([], threshold=0.6, ranks=TwoRanks(other)) == np.inf

@@ -1,4 +1,5 @@
-"""Who a process is to the broker: taken from its security folder, its own keys or the environment, and kept out of sight."""
+"""Who a process is to the broker: taken from its security folder, its own keys or the environment,
+and kept out of sight."""
 
 from __future__ import annotations
 
@@ -9,12 +10,17 @@ from pathlib import Path
 import orjson
 import pytest
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.credentials import as_principal, client_settings, credential_environment, without_credentials
 from relax_events.config import BrokerConfig, RunConfig, load_run_config
-from relax_events.control.security import make_folder
-from relax_events.control.supervisor import Supervisor
 from relax_events.errors import ConfigError
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.credentials import (
+    as_principal,
+    client_settings,
+    credential_environment,
+    without_credentials,
+)
+from relax_events.launcher.supervisor import Supervisor
+from relax_events.ops.security import make_folder
 from relax_events.telemetry.redaction import redacted
 
 SECRET = "correct horse battery staple"
@@ -22,7 +28,10 @@ SECRET = "correct horse battery staple"
 
 @pytest.fixture
 def secured(make_run_config: Callable[..., RunConfig], tmp_path: Path) -> RunConfig:
-    config = make_run_config(run={"id": "demo"}, broker={"credentials": str(tmp_path / "security"), "bootstrap_servers": "kafka-1:9093"})
+    config = make_run_config(
+        run={"id": "demo"},
+        broker={"credentials": str(tmp_path / "security"), "bootstrap_servers": "kafka-1:9093"},
+    )
     make_folder(config, tmp_path / "security", lifetime=timedelta(days=1))
     return config
 
@@ -36,7 +45,10 @@ def password_of(config: RunConfig, username: str) -> str:
 def test_process_takes_its_principal_from_the_folder(secured: RunConfig, principal: str) -> None:
     settings = Connection.of(as_principal(secured, principal).broker, client_id="c").settings()
     username = f"relax.demo.{principal}"
-    assert {key: settings[key] for key in ("security.protocol", "sasl.mechanism", "sasl.username", "sasl.password")} == {
+    assert {
+        key: settings[key]
+        for key in ("security.protocol", "sasl.mechanism", "sasl.username", "sasl.password")
+    } == {
         "security.protocol": "SASL_SSL",
         "sasl.mechanism": "SCRAM-SHA-512",
         "sasl.username": username,
@@ -46,7 +58,9 @@ def test_process_takes_its_principal_from_the_folder(secured: RunConfig, princip
 
 
 def test_run_file_may_name_another_principal(secured: RunConfig) -> None:
-    config = secured.model_copy(update={"broker": secured.broker.model_copy(update={"principal": "reader"})})
+    config = secured.model_copy(
+        update={"broker": secured.broker.model_copy(update={"principal": "reader"})}
+    )
     assert as_principal(config, "operator").broker.username == "relax.demo.reader"
 
 
@@ -55,16 +69,27 @@ def test_workers_of_a_run_are_told_their_own_principal_and_not_where_the_others_
 ) -> None:
     monkeypatch.setenv("RELAX_BROKER__CREDENTIALS", str(tmp_path / "security"))
     workers = Supervisor(as_principal(secured, "operator"), tmp_path / "run.json")._processes
-    told = {name: order.environment for managed in workers.values() for name, order in managed.orders.items()}
-    assert {name: told[name]["RELAX_BROKER__USERNAME"] for name in ("trainer-0", "rollout-0", "metrics-0")} == {
+    told = {
+        name: order.environment
+        for managed in workers.values()
+        for name, order in managed.orders.items()
+    }
+    assert {
+        name: told[name]["RELAX_BROKER__USERNAME"]
+        for name in ("trainer-0", "rollout-0", "metrics-0")
+    } == {
         "trainer-0": "relax.demo.trainer",
         "rollout-0": "relax.demo.rollout",
         "metrics-0": "relax.demo.metrics",
     }
-    (tmp_path / "run.json").write_bytes(orjson.dumps(without_credentials(as_principal(secured, "operator")).model_dump(mode="json")))
+    (tmp_path / "run.json").write_bytes(
+        orjson.dumps(without_credentials(as_principal(secured, "operator")).model_dump(mode="json"))
+    )
     config = load_run_config(tmp_path / "run.json", environment=told["rollout-0"])
     assert (config.broker.username, config.broker.credentials) == ("relax.demo.rollout", None)
-    assert client_settings(config.broker)["sasl.password"] == password_of(secured, "relax.demo.rollout")
+    assert client_settings(config.broker)["sasl.password"] == password_of(
+        secured, "relax.demo.rollout"
+    )
     assert "security" not in (tmp_path / "run.json").read_text()
 
 
@@ -83,7 +108,10 @@ def test_password_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 def test_user_without_password_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BROKER_PASSWORD", raising=False)
-    with pytest.raises(ConfigError, match=r"broker.username = 'me' has no password; name its file in broker.password_file, or set BROKER_PASSWORD"):
+    with pytest.raises(
+        ConfigError,
+        match=r"broker.username = 'me' has no password; name its file in broker.password_file, or set BROKER_PASSWORD",
+    ):
         client_settings(BrokerConfig(username="me"))
 
 
@@ -95,7 +123,9 @@ def test_other_secrets_come_from_files_of_their_own(tmp_path: Path) -> None:
 
 def test_secret_is_hidden_once_it_was_read_and_in_what_a_connection_shows(tmp_path: Path) -> None:
     (tmp_path / "password").write_text(SECRET)
-    connection = Connection.of(BrokerConfig(username="me", password_file=tmp_path / "password"), client_id="c")
+    connection = Connection.of(
+        BrokerConfig(username="me", password_file=tmp_path / "password"), client_id="c"
+    )
     assert SECRET not in repr(connection)
     assert redacted(f"login of me with {SECRET} failed") == "login of me with (hidden) failed"
 
@@ -109,8 +139,13 @@ def test_authority_may_be_a_bundle_of_any_size_with_comments_in_any_script(tmp_p
 def test_authority_that_is_no_certificate_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "ca.pem"
     file.write_text("not one")
-    with pytest.raises(ConfigError, match=rf"broker.ca_file: {file} holds no certificate; give the PEM file of the authority"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"broker.ca_file: {file} holds no certificate; give the PEM file of the authority",
+    ):
         client_settings(BrokerConfig(ca_file=file))
     file.unlink()
-    with pytest.raises(ConfigError, match=rf"broker.ca_file: {file} can't be read: No such file or directory"):
+    with pytest.raises(
+        ConfigError, match=rf"broker.ca_file: {file} can't be read: No such file or directory"
+    ):
         client_settings(BrokerConfig(ca_file=file))

@@ -1,4 +1,5 @@
-"""The critic lays samples out by the trainer's rules: it tells a leak from rounding, and counts cells."""
+"""The critic lays samples out by the trainer's rules: it tells a leak from rounding, and counts
+cells."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 from small_settings import small_run
 from torch import Tensor
 
-from relax_events.training.torch_critic import TorchCritic
-from relax_events.training.value_model import ValueModel, ValueNetwork
+from relax_events.training.backend.torch_critic import TorchCritic
+from relax_events.training.backend.value_model import ValueModel, ValueNetwork
 from tests.unit.trainer_samples import changed, make_samples, run_config
 
 HIDDEN = ValueNetwork.hidden
@@ -45,8 +46,13 @@ def test_leak_is_told_from_rounding(dtype: str, monkeypatch: pytest.MonkeyPatch)
     assert opened("bfloat16")._model.shares_rows
 
 
-def test_micro_batch_whose_samples_need_rows_of_their_own_is_cut_by_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = [changed(sample, values=np.zeros(len(sample.tokens), np.float32)) for sample in make_samples(7, seed=1)]
+def test_micro_batch_whose_samples_need_rows_of_their_own_is_cut_by_cells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = [
+        changed(sample, values=np.zeros(len(sample.tokens), np.float32))
+        for sample in make_samples(7, seed=1)
+    ]
     whole = opened()
     whole.accumulate(samples)
     mine, num_cells = opened(), []

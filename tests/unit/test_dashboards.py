@@ -14,7 +14,9 @@ PANELS = [panel for panels in DASHBOARDS.values() for panel in panels]
 
 
 def test_files_are_up_to_date() -> None:
-    assert {path.name: path.read_text() for path in FOLDER.glob("*.json")} == files(), "run: python -m stack.dashboards"
+    assert {path.name: path.read_text() for path in FOLDER.glob("*.json")} == files(), (
+        "run: python -m stack.dashboards"
+    )
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
@@ -30,5 +32,7 @@ def test_dashboard_places_each_panel_on_its_own(name: str) -> None:
     places = Counter((panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in tree["panels"])
     assert set(places.values()) == {1}
     assert [variable["name"] for variable in tree["templating"]["list"]] == ["run"]
-    datasource = yaml.safe_load((FOLDER.parent / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"][0]
+    datasource = yaml.safe_load(
+        (FOLDER.parent / "provisioning" / "datasources" / "prometheus.yml").read_text()
+    )["datasources"][0]
     assert {panel["datasource"]["uid"] for panel in tree["panels"]} == {datasource["uid"]}

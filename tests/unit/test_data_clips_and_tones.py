@@ -7,9 +7,9 @@ from relax_events.config import DataConfig, MediaConfig
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError
-from relax_events.media.clips import decode_clip, inspect_clip
-from relax_events.media.sounds import decode_sound, inspect_sound
-from relax_events.models.showing import Plan
+from relax_events.media.audio import decode_sound, inspect_sound
+from relax_events.media.preprocessing import Plan
+from relax_events.media.videos import decode_clip, inspect_clip
 
 LIMITS = MediaConfig()
 BRIGHT = 130
@@ -22,14 +22,23 @@ def made(source: str, **options: float) -> PromptSource:
 def frames_of(row: PromptRow) -> np.ndarray:
     data = row.media[0].read(LIMITS)
     facts = inspect_clip(data, limits=LIMITS, place="row")
-    plan = Plan((facts.num_frames or 0, facts.height or 0, facts.width or 0, 3), "uint8", frames=tuple(range(facts.num_frames or 0)))
+    plan = Plan(
+        (facts.num_frames or 0, facts.height or 0, facts.width or 0, 3),
+        "uint8",
+        frames=tuple(range(facts.num_frames or 0)),
+    )
     return decode_clip(data, plan=plan, limits=LIMITS, place="row").astype(int)
 
 
 def samples_of(row: PromptRow) -> np.ndarray:
     data = row.media[0].read(LIMITS)
     facts = inspect_sound(data, limits=LIMITS, place="row")
-    return decode_sound(data, plan=Plan((facts.num_frames or 0,), "float32", rate_hertz=16_000), limits=LIMITS, place="row")
+    return decode_sound(
+        data,
+        plan=Plan((facts.num_frames or 0,), "float32", rate_hertz=16_000),
+        limits=LIMITS,
+        place="row",
+    )
 
 
 @pytest.mark.parametrize("source", ["clips:direction", "clips:order", "tones:pitch", "tones:order"])
@@ -41,16 +50,27 @@ def test_row_is_the_same_for_a_seed_and_an_index(source: str) -> None:
 def test_square_moves_where_the_answer_says() -> None:
     answers = set()
     for row in map(made("clips:direction").row, range(30)):
-        places = [np.argwhere((frame > BRIGHT).any(axis=2)).mean(axis=0) for frame in frames_of(row)]
+        places = [
+            np.argwhere((frame > BRIGHT).any(axis=2)).mean(axis=0) for frame in frames_of(row)
+        ]
         down, right = places[-1] - places[0]
         across = abs(right) > abs(down)
-        assert row.answer == (("left", "right")[int(right > 0)] if across else ("up", "down")[int(down > 0)])
+        assert row.answer == (
+            ("left", "right")[int(right > 0)] if across else ("up", "down")[int(down > 0)]
+        )
         answers.add(row.answer)
     assert answers == {"left", "right", "up", "down"}
 
 
 def test_last_colour_is_that_of_the_last_square() -> None:
-    named = {"red": "100", "green": "010", "blue": "001", "yellow": "110", "white": "111", "pink": "101"}
+    named = {
+        "red": "100",
+        "green": "010",
+        "blue": "001",
+        "yellow": "110",
+        "white": "111",
+        "pink": "101",
+    }
     for row in map(made("clips:order", frames=6).row, range(20)):
         colours = []
         for frame in frames_of(row):
@@ -73,7 +93,10 @@ def test_note_is_the_loudest_at_the_end(source: str, seconds: float) -> None:
 def test_options_choose_size_and_length() -> None:
     assert frames_of(made("clips:direction", pixels=48, frames=8).row(0)).shape == (8, 48, 48, 3)
     assert len(samples_of(made("tones:pitch", seconds=1).row(0))) == 16_000
-    with pytest.raises(ConfigError, match=r"there are no tones 'chord'; set data.source = 'tones:<task>' to one of pitch, order"):
+    with pytest.raises(
+        ConfigError,
+        match=r"there are no tones 'chord'; set data.source = 'tones:<task>' to one of pitch, order",
+    ):
         made("tones:chord")
     with pytest.raises(ConfigError, match=r"clips:order does not take data.options"):
         made("clips:order", frames=5)

@@ -8,9 +8,11 @@ import pytest
 from relax_events.config import DataConfig
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.rewards.verifiers.generated import reasoning_gym
+from relax_events.rewards.verifiers.reasoning_gym import reasoning_gym
 
-SPELL = DataConfig(source="reasoning_gym:spell_backward", size=50, options={"min_word_len": 3, "max_word_len": 4})
+SPELL = DataConfig(
+    source="reasoning_gym:spell_backward", size=50, options={"min_word_len": 3, "max_word_len": 4}
+)
 
 
 def test_generated_rows_follow_the_seed() -> None:
@@ -22,7 +24,9 @@ def test_generated_rows_follow_the_seed() -> None:
 
 def test_generated_rows_of_neighbouring_seeds_do_not_overlap() -> None:
     one, two = (open_source(SPELL, seed=seed) for seed in (1, 2))
-    questions = [{source.row(index).messages[0].text for index in range(50)} for source in (one, two)]
+    questions = [
+        {source.row(index).messages[0].text for index in range(50)} for source in (one, two)
+    ]
     assert len(questions[0] & questions[1]) < 5
 
 
@@ -43,22 +47,41 @@ def test_verifier_scores_with_the_metadata_alone() -> None:
 
 
 def test_verifier_refuses_metadata_from_elsewhere() -> None:
-    with pytest.raises(ValueError, match=r"metadata lacks entry, options, task; this reward needs data.source = 'reasoning_gym:<task>'"):
+    with pytest.raises(
+        ValueError,
+        match=r"metadata lacks entry, options, task; this reward needs data.source = 'reasoning_gym:<task>'",
+    ):
         reasoning_gym("x", answer="x", metadata={}, prompt="")
 
 
 @pytest.mark.parametrize(
-    "task", ["chain_sum", "number_sorting", "spiral_matrix", "calendar_arithmetic", "time_intervals", "countdown", "zebra_puzzles"]
+    "task",
+    [
+        "chain_sum",
+        "number_sorting",
+        "spiral_matrix",
+        "calendar_arithmetic",
+        "time_intervals",
+        "countdown",
+        "zebra_puzzles",
+    ],
 )
 def test_verifier_gives_full_marks_to_the_reference_answer_after_the_wire(task: str) -> None:
     source = open_source(DataConfig(source=f"reasoning_gym:{task}", size=3), seed=5)
     for index in range(source.rows):
         row = source.row(index)
-        assert reasoning_gym(row.answer, answer=row.answer, metadata=json.loads(row.metadata), prompt="") == 1.0
+        assert (
+            reasoning_gym(
+                row.answer, answer=row.answer, metadata=json.loads(row.metadata), prompt=""
+            )
+            == 1.0
+        )
 
 
 def test_generated_source_names_the_tasks_when_one_is_unknown() -> None:
-    with pytest.raises(ConfigError, match=r"reasoning-gym has no task 'spel'; .* one of .*spell_backward"):
+    with pytest.raises(
+        ConfigError, match=r"reasoning-gym has no task 'spel'; .* one of .*spell_backward"
+    ):
         open_source(DataConfig(source="reasoning_gym:spel"), seed=0)
 
 
@@ -73,7 +96,12 @@ def test_generated_source_has_no_rows_beyond_its_size() -> None:
         open_source(SPELL, seed=0).row(50)
 
 
-def test_generated_source_names_the_extra_when_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_source_names_the_extra_when_the_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(EnvironmentProblem, match=r"need the package reasoning-gym .*; install relax-events\[tasks\]"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"need the package reasoning-gym .*; install relax-events\[tasks\]",
+    ):
         open_source(SPELL, seed=0)

@@ -23,11 +23,16 @@ def write_table(path: Path, rows: list[dict[str, Any]], *, row_group_size: int =
 
 
 def numbered(first: int, count: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"p{number}", "answer": str(number), "level": number % 2} for number in range(first, first + count)]
+    return [
+        {"prompt": f"p{number}", "answer": str(number), "level": number % 2}
+        for number in range(first, first + count)
+    ]
 
 
 def source_of(place: object, **settings: object) -> Any:
-    return open_source(DataConfig.model_validate({"source": f"parquet:{place}", **settings}), seed=0)
+    return open_source(
+        DataConfig.model_validate({"source": f"parquet:{place}", **settings}), seed=0
+    )
 
 
 def answers(source: Any) -> list[str]:
@@ -48,20 +53,32 @@ def test_parquet_reads_a_split_of_a_folder_in_hugging_face_layout(tmp_path: Path
     assert answers(source_of(tmp_path, split="train")) == [str(number) for number in range(8)]
     assert answers(source_of(tmp_path, split="test")) == ["90", "91"]
     assert source_of(tmp_path).rows == 10
-    with pytest.raises(ConfigError, match=r"has no split 'validation', only test, train; set data.split"):
+    with pytest.raises(
+        ConfigError, match=r"has no split 'validation', only test, train; set data.split"
+    ):
         source_of(tmp_path, split="validation")
 
 
 def test_parquet_takes_a_folder_named_after_the_split(tmp_path: Path) -> None:
     write_table(tmp_path / "main/train/0000.parquet", numbered(0, 1))
     write_table(tmp_path / "main/test/0000.parquet", numbered(1, 1))
-    assert parquet_files(tmp_path / "main", "test", section="data") == [tmp_path / "main/test/0000.parquet"]
+    assert parquet_files(tmp_path / "main", "test", section="data") == [
+        tmp_path / "main/test/0000.parquet"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("span", "expected"), [("[2:6]", ["2", "3", "4", "5"]), ("[6:]", ["6", "7"]), ("[:1]", ["0"]), ("[3:99]", ["3", "4", "5", "6", "7"])]
+    ("span", "expected"),
+    [
+        ("[2:6]", ["2", "3", "4", "5"]),
+        ("[6:]", ["6", "7"]),
+        ("[:1]", ["0"]),
+        ("[3:99]", ["3", "4", "5", "6", "7"]),
+    ],
 )
-def test_parquet_takes_a_slice_across_row_groups(tmp_path: Path, span: str, expected: list[str]) -> None:
+def test_parquet_takes_a_slice_across_row_groups(
+    tmp_path: Path, span: str, expected: list[str]
+) -> None:
     path = write_table(tmp_path / "rows.parquet", numbered(0, 8))
     assert answers(source_of(f"{path}{span}")) == expected
 
@@ -73,15 +90,23 @@ def test_parquet_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
     source = source_of(path, max_bad_rows=3)
     assert answers(source) == ["1", "2", "3", "5", "6", "7"]
     assert source.unfit.count == 3
-    assert source.unfit.named[1] == f"{path}, row 4: prompt is an empty string; a prompt is a non-empty string or a list of chat messages"
+    assert source.unfit.named[1] == (
+        f"{path}, row 4: prompt is an empty string; a prompt is a non-empty string or a list "
+        "of chat messages"
+    )
     assert answers(source_of(f"{path}[1:5]", max_bad_rows=1)) == ["1", "2", "3"]
-    with pytest.raises(ConfigError, match=r"row 8: prompt is an empty .* it is unfit row number 3, and data.max_bad_rows is 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"row 8: prompt is an empty .* it is unfit row number 3, and data.max_bad_rows is 2",
+    ):
         source_of(path, max_bad_rows=2)
     with pytest.raises(ConfigError, match=r"rows.parquet, row 0: prompt is an empty string"):
         source_of(path)
 
 
-def test_parquet_holds_no_more_row_groups_than_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_holds_no_more_row_groups_than_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [{"prompt": f"{number:04d}" + "x" * 1000, "answer": ""} for number in range(40)]
     path = write_table(tmp_path / "rows.parquet", rows, row_group_size=4)
     monkeypatch.setattr(parquet, "CACHE_BYTES", 3 * 4 * 1100)
@@ -98,16 +123,23 @@ def test_parquet_reads_only_the_columns_that_a_row_needs(tmp_path: Path) -> None
     rows = [{"prompt": "a", "answer": "b", "image": b"\x00", "extra": {"level": 3, "id": "q"}}]
     path = write_table(tmp_path / "rows.parquet", rows)
     assert source_of(path, metadata_keys=["extra.level"]).row(0).metadata == '{"extra.level":3}'
-    with pytest.raises(ConfigError, match=r"row 0: the metadata holds a bytes, .*; name the columns to keep in metadata_keys"):
+    with pytest.raises(
+        ConfigError,
+        match=r"row 0: the metadata holds a bytes, .*; name the columns to keep in metadata_keys",
+    ):
         source_of(path)
 
 
 def test_parquet_refuses_what_is_none(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("no parquet")
     write_table(tmp_path / "empty.parquet", numbered(0, 1))
-    with pytest.raises(ConfigError, match=r"text.parquet can't be read as Parquet: .*; set data.source"):
+    with pytest.raises(
+        ConfigError, match=r"text.parquet can't be read as Parquet: .*; set data.source"
+    ):
         source_of(tmp_path / "text.parquet")
-    with pytest.raises(ConfigError, match=r"nowhere does not exist; set data.source = 'parquet:<file or folder>'"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere does not exist; set data.source = 'parquet:<file or folder>'"
+    ):
         source_of(tmp_path / "nowhere")
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=r"folder holds no .parquet file"):
@@ -121,7 +153,9 @@ def test_parquet_names_the_file_whose_pages_are_damaged(tmp_path: Path) -> None:
     whole = bytearray(path.read_bytes())
     whole[100:1000] = bytes(900)
     path.write_bytes(whole)
-    with pytest.raises(ConfigError, match=r"rows.parquet can't be read as Parquet: .*; set data.source"):
+    with pytest.raises(
+        ConfigError, match=r"rows.parquet can't be read as Parquet: .*; set data.source"
+    ):
         source_of(path)
 
 

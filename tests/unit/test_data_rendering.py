@@ -10,11 +10,11 @@ from transformers import AutoTokenizer
 
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.tokenizer_folder import FolderTokenizer
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage
-from relax_events.models.tiny import make_tiny
-from relax_events.models.tokenizer import train_tokenizer
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.examples.tiny_tokenizer import train_tokenizer
+from relax_events.models.tokenizer_folder import FolderTokenizer
 
 TALK = [ChatMessage.of_text("system", "be brief"), ChatMessage.of_text("user", "hi")]
 CHAT = DataConfig(source="jsonl:x")
@@ -30,7 +30,8 @@ def test_renderer_uses_the_chat_template(folder: Path) -> None:
     renderer = PromptRenderer.from_folder(folder, CHAT)
     tokens = renderer.prompt_tokens(TALK)
     assert tokens.dtype == np.int32
-    # Counted by hand: start, role, 8 letters, end, newline; start, role, 2 letters, end, newline; start, role.
+    # Counted by hand: start, role, 8 letters, end, newline; start, role, 2 letters, end, newline;
+    # start, role.
     assert len(tokens) == 12 + 6 + 2
     assert tokens[0] == tokens[12] == tokens[18]
 
@@ -43,7 +44,10 @@ def test_renderer_takes_raw_text_as_it_stands(folder: Path) -> None:
 def test_renderer_stops_at_every_end_token_of_the_model(folder: Path) -> None:
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     ids = {entry["content"]: entry["id"] for entry in vocabulary}
-    assert PromptRenderer.from_folder(folder, CHAT).stop_token_ids == (ids["<|im_end|>"], ids["<|endoftext|>"])
+    assert PromptRenderer.from_folder(folder, CHAT).stop_token_ids == (
+        ids["<|im_end|>"],
+        ids["<|endoftext|>"],
+    )
 
 
 def test_renderer_ends_an_answer_with_the_first_stop_token(folder: Path) -> None:
@@ -61,7 +65,10 @@ def test_renderer_decodes_broken_bytes_without_failing(folder: Path) -> None:
 
 
 def test_renderer_refuses_a_folder_that_is_missing_or_empty(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere does not exist; set model.path, or make the folder with: relax models prepare"):
+    with pytest.raises(
+        ConfigError,
+        match=r"nowhere does not exist; set model.path, or make the folder with: relax models prepare",
+    ):
         PromptRenderer.from_folder(tmp_path / "nowhere", CHAT)
     with pytest.raises(ConfigError, match=r"holds no usable tokenizer"):
         PromptRenderer.from_folder(tmp_path, CHAT)
@@ -70,28 +77,41 @@ def test_renderer_refuses_a_folder_that_is_missing_or_empty(tmp_path: Path) -> N
 def test_renderer_refuses_a_chat_template_that_is_not_there() -> None:
     tokenizer = train_tokenizer(["abc"])
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"has no chat template; take one that has, or set data.chat_template = false"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has no chat template; take one that has, or set data.chat_template = false",
+    ):
         PromptRenderer(tokenizer, CHAT)
     assert PromptRenderer(tokenizer, RAW).stop_token_ids == (tokenizer.eos_token_id,)
 
 
-BREAKING = "{% for m in messages %}{% if loop.index0 > 5 %}{% break %}{% endif %}{{ m | tojson }}{{ eos_token }}{% endfor %}\n"
+BREAKING = (
+    "{% for m in messages %}{% if loop.index0 > 5 %}{% break %}{% endif %}{{ m | tojson }}{{ "
+    "eos_token }}{% endfor %}\n"
+)
 
 
 @pytest.mark.parametrize("template", [None, BREAKING])
-def test_renderer_reads_a_folder_as_transformers_does(folder: Path, tmp_path: Path, template: str | None) -> None:
+def test_renderer_reads_a_folder_as_transformers_does(
+    folder: Path, tmp_path: Path, template: str | None
+) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
     if template is not None:
         (copy / "chat_template.jinja").write_text(template)
     light, heavy = FolderTokenizer.open(copy), AutoTokenizer.from_pretrained(copy)
     assert light is not None
-    talk = [{"role": "system", "content": "be <brief>"}, {"role": "user", "content": "caf\u00e9 <|im_end|>\n"}]
+    talk = [
+        {"role": "system", "content": "be <brief>"},
+        {"role": "user", "content": "caf\u00e9 <|im_end|>\n"},
+    ]
     for prompt in (True, False):
         text = light.apply_chat_template(talk, add_generation_prompt=prompt)
         assert text == heavy.apply_chat_template(talk, add_generation_prompt=prompt, tokenize=False)
         ids = light.encode(text, add_special_tokens=False)
         assert ids == heavy.encode(text, add_special_tokens=False)
-        assert light.decode(ids, skip_special_tokens=True) == heavy.decode(ids, skip_special_tokens=True)
+        assert light.decode(ids, skip_special_tokens=True) == heavy.decode(
+            ids, skip_special_tokens=True
+        )
     assert light.eos_token_id == heavy.eos_token_id
 
 
@@ -99,11 +119,16 @@ def test_renderer_reads_a_folder_as_transformers_does(folder: Path, tmp_path: Pa
     ("file", "change"),
     [
         ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}),
-        ("chat_template.jinja", "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"),
+        (
+            "chat_template.jinja",
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        ),
         ("tokenizer.json", None),
     ],
 )
-def test_renderer_leaves_a_richer_folder_to_transformers(folder: Path, tmp_path: Path, file: str, change: object) -> None:
+def test_renderer_leaves_a_richer_folder_to_transformers(
+    folder: Path, tmp_path: Path, file: str, change: object
+) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
     if isinstance(change, dict):
         (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | change))
@@ -114,39 +139,75 @@ def test_renderer_leaves_a_richer_folder_to_transformers(folder: Path, tmp_path:
     assert FolderTokenizer.open(copy) is None
 
 
-SHOWING = "{{ tools | tojson if tools else 'no tools' }} {{ mood | default('calm') }} {{ messages[-1].content }}"
+SHOWING = (
+    "{{ tools | tojson if tools else 'no tools' }} {{ mood | default('calm') }} {{ "
+    "messages[-1].content }}"
+)
 
 
-def test_renderer_takes_a_template_file_with_options_and_tools(folder: Path, tmp_path: Path) -> None:
+def test_renderer_takes_a_template_file_with_options_and_tools(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "own.jinja").write_text(SHOWING)
     own = {"source": "jsonl:x", "chat_template_file": str(tmp_path / "own.jinja")}
     plain = PromptRenderer.from_folder(folder, DataConfig.model_validate(own))
-    merry = PromptRenderer.from_folder(folder, DataConfig.model_validate(own | {"chat_template_options": {"mood": "merry"}}))
+    merry = PromptRenderer.from_folder(
+        folder, DataConfig.model_validate(own | {"chat_template_options": {"mood": "merry"}})
+    )
     assert plain.completion_text(plain.prompt_tokens(TALK)) == "no tools calm hi"
-    assert merry.completion_text(merry.prompt_tokens(TALK, tools='[{"name":"f"}]')) == '[{"name": "f"}] merry hi'
+    assert (
+        merry.completion_text(merry.prompt_tokens(TALK, tools='[{"name":"f"}]'))
+        == '[{"name": "f"}] merry hi'
+    )
 
 
-def test_renderer_gives_options_and_tools_to_a_tokenizer_of_transformers_alike(folder: Path, tmp_path: Path) -> None:
+def test_renderer_gives_options_and_tools_to_a_tokenizer_of_transformers_alike(
+    folder: Path, tmp_path: Path
+) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
     settings = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"clean_up_tokenization_spaces": True}))
+    (copy / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"clean_up_tokenization_spaces": True})
+    )
     (tmp_path / "own.jinja").write_text(SHOWING)
-    config = DataConfig(source="jsonl:x", chat_template_file=tmp_path / "own.jinja", chat_template_options={"mood": "merry"})
-    light, heavy = PromptRenderer.from_folder(folder, config), PromptRenderer.from_folder(copy, config)
+    config = DataConfig(
+        source="jsonl:x",
+        chat_template_file=tmp_path / "own.jinja",
+        chat_template_options={"mood": "merry"},
+    )
+    light, heavy = (
+        PromptRenderer.from_folder(folder, config),
+        PromptRenderer.from_folder(copy, config),
+    )
     tools = '[{"name":"f","type":"function"}]'
-    assert heavy.prompt_tokens(TALK, tools=tools).tolist() == light.prompt_tokens(TALK, tools=tools).tolist()
+    assert (
+        heavy.prompt_tokens(TALK, tools=tools).tolist()
+        == light.prompt_tokens(TALK, tools=tools).tolist()
+    )
 
 
-def test_renderer_names_the_conversation_that_the_template_refuses(folder: Path, tmp_path: Path) -> None:
+def test_renderer_names_the_conversation_that_the_template_refuses(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "strict.jinja").write_text("{{ raise_exception('no system role') }}")
-    renderer = PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "strict.jinja"))
-    with pytest.raises(PoisonSample, match="the chat template refuses the conversation: no system role"):
+    renderer = PromptRenderer.from_folder(
+        folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "strict.jinja")
+    )
+    with pytest.raises(
+        PoisonSample, match="the chat template refuses the conversation: no system role"
+    ):
         renderer.prompt_tokens(TALK)
 
 
 def test_renderer_refuses_a_template_file_that_is_none(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match=r"is no Jinja template: .*; set data.chat_template_file"):
-        PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "broken.jinja"))
-    with pytest.raises(ConfigError, match=r"missing.jinja can't be read: .*; set data.chat_template_file"):
-        PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "missing.jinja"))
+        PromptRenderer.from_folder(
+            folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "broken.jinja")
+        )
+    with pytest.raises(
+        ConfigError, match=r"missing.jinja can't be read: .*; set data.chat_template_file"
+    ):
+        PromptRenderer.from_folder(
+            folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "missing.jinja")
+        )

@@ -1,4 +1,5 @@
-"""Drawn pictures: the same for a seed, and what their answers say; and runs that can't look at them."""
+"""Drawn pictures: the same for a seed, and what their answers say; and runs that can't look at
+them."""
 
 import json
 from io import BytesIO
@@ -11,21 +12,30 @@ from PIL import Image
 from pydantic import ValidationError
 
 from relax_events.config import DataConfig, RunConfig
-from relax_events.control.requirements import require_model
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import open_source
-from relax_events.environments.zoom import zoom
 from relax_events.errors import ConfigError
+from relax_events.examples.zoom import zoom
+from relax_events.launcher.requirements import require_model
 from tests.unit.pictures import BOUNDS, picture_run
 from tests.unit.trainer_samples import tiny_model
 
-NAMED = {"red": "100", "green": "010", "blue": "001", "yellow": "110", "white": "111", "pink": "101"}
+NAMED = {
+    "red": "100",
+    "green": "010",
+    "blue": "001",
+    "yellow": "110",
+    "white": "111",
+    "pink": "101",
+}
 BRIGHT = 150
 """Above all of the background's noise, below at least one channel of every square."""
 
 
 def scenes(task: str, *, seed: int = 0, **settings: Any) -> PromptSource:
-    return open_source(DataConfig.model_validate({"source": f"scenes:{task}", "size": 60, **settings}), seed=seed)
+    return open_source(
+        DataConfig.model_validate({"source": f"scenes:{task}", "size": 60, **settings}), seed=seed
+    )
 
 
 def pixels_of(row: PromptRow) -> np.ndarray:
@@ -52,7 +62,9 @@ def test_colour_is_that_of_the_bright_square() -> None:
 def test_count_is_the_number_of_bright_squares() -> None:
     for row in map(scenes("count").row, range(30)):
         centres = pixels_of(row)[4::8, 4::8]
-        assert ("one", "two", "three", "four")[(centres > BRIGHT).all(axis=2).sum() - 1] == row.answer
+        assert ("one", "two", "three", "four")[
+            (centres > BRIGHT).all(axis=2).sum() - 1
+        ] == row.answer
 
 
 def test_corner_is_where_it_is_bright() -> None:
@@ -68,7 +80,14 @@ def test_pictures_have_the_size_that_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("task", "options", "text"),
     [
-        ("sound", {}, "there are no scenes 'sound'; set data.source = 'scenes:<task>' to one of colour, count, where"),
+        (
+            "sound",
+            {},
+            (
+                "there are no scenes 'sound'; set data.source = 'scenes:<task>' to one of "
+                "colour, count, where"
+            ),
+        ),
         ("colour", {"pixels": 8}, "Input should be greater than or equal to 16"),
         ("colour", {"size": 8}, "Extra inputs are not permitted"),
     ],
@@ -85,7 +104,10 @@ def run_of(folder: Path, family: str, **algorithm: Any) -> RunConfig:
 
 def test_run_needs_a_model_that_reads_pictures(tmp_path: Path) -> None:
     assert require_model(run_of(tmp_path, "qwen3_vl")).endswith("will be made by the run")
-    with pytest.raises(ConfigError, match=r"kind image and model.tiny.family = 'qwen3' reads text alone; .* qwen3_vl, qwen3_vl_moe, qwen3_5, q"):
+    with pytest.raises(
+        ConfigError,
+        match=r"kind image and model.tiny.family = 'qwen3' reads text alone; .* qwen3_vl, qwen3_vl_moe, qwen3_5, q",
+    ):
         require_model(run_of(tmp_path, "qwen3"))
 
 
@@ -104,18 +126,29 @@ def test_run_with_pictures_needs_an_engine_that_shows_them(tmp_path: Path) -> No
 
 def test_run_with_sounds_needs_a_model_that_hears(tmp_path: Path) -> None:
     def run(family: str) -> RunConfig:
-        return picture_run(tmp_path, model={"path": tmp_path / "none", "tiny": {"family": family}}, data={"source": "tones:pitch"})
+        return picture_run(
+            tmp_path,
+            model={"path": tmp_path / "none", "tiny": {"family": family}},
+            data={"source": "tones:pitch"},
+        )
 
     assert require_model(run("qwen3_omni_moe_thinker")).endswith("will be made by the run")
-    with pytest.raises(ConfigError, match=r"kind audio and model.tiny.family = 'qwen3_vl' reads image and video; .* qwen3_omni_moe_thinker"):
+    with pytest.raises(
+        ConfigError,
+        match=r"kind audio and model.tiny.family = 'qwen3_vl' reads image and video; .* qwen3_omni_moe_thinker",
+    ):
         require_model(run("qwen3_vl"))
 
 
 def test_run_with_pictures_needs_a_critic_that_sees(tmp_path: Path) -> None:
     run = run_of(tmp_path, "qwen3_vl", name="ppo")
     assert require_model(run).endswith("will be made by the run")
-    blind = run.model_copy(update={"critic": run.critic.model_copy(update={"model_path": tiny_model()})})
-    with pytest.raises(ConfigError, match=r"kind image, and critic.model_path .* does not read such; leave it out"):
+    blind = run.model_copy(
+        update={"critic": run.critic.model_copy(update={"model_path": tiny_model()})}
+    )
+    with pytest.raises(
+        ConfigError, match=r"kind image, and critic.model_path .* does not read such; leave it out"
+    ):
         require_model(blind)
 
 
@@ -141,5 +174,7 @@ def test_small_picture_of_a_zoom_tells_where_and_the_quarter_which_colour() -> N
 
 
 def test_bounds_of_tokens_must_leave_something(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="image_max_token_num must be at least image_min_token_num = 9, got 8"):
+    with pytest.raises(
+        ValidationError, match="image_max_token_num must be at least image_min_token_num = 9, got 8"
+    ):
         picture_run(tmp_path, model={"media": {"image_min_token_num": 9, "image_max_token_num": 8}})

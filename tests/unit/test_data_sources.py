@@ -18,7 +18,9 @@ GSM8K_ROW = {"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"}
 
 
 def write_lines(path: Path, *lines: object) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
@@ -27,7 +29,10 @@ def jsonl(path: Path, **settings: object) -> DataConfig:
 
 
 def test_jsonl_reads_rows_in_any_order(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "rows.jsonl", *({"prompt": f"p{number}", "answer": number, "level": number % 2} for number in range(5)))
+    path = write_lines(
+        tmp_path / "rows.jsonl",
+        *({"prompt": f"p{number}", "answer": number, "level": number % 2} for number in range(5)),
+    )
     source = open_source(jsonl(path), seed=0)
     assert source.rows == 5
     assert source.row(3) == PromptRow([ChatMessage.of_text("user", "p3")], "3", '{"level":1}')
@@ -37,13 +42,23 @@ def test_jsonl_reads_rows_in_any_order(tmp_path: Path) -> None:
 def test_jsonl_reads_gsm8k_columns(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "gsm8k.jsonl", GSM8K_ROW)
     row = open_source(jsonl(path, prompt_key="question"), seed=0).row(0)
-    assert (row.messages[0].text, row.answer, row.metadata) == ("Two and two?", "2 + 2 = 4\n#### 4", "{}")
+    assert (row.messages[0].text, row.answer, row.metadata) == (
+        "Two and two?",
+        "2 + 2 = 4\n#### 4",
+        "{}",
+    )
 
 
 def test_jsonl_reads_chat_messages_and_puts_the_system_prompt_first(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}]
-    path = write_lines(tmp_path / "chat.jsonl", {"prompt": chat, "answer": "x"}, {"prompt": own, "answer": "x"})
+    path = write_lines(
+        tmp_path / "chat.jsonl", {"prompt": chat, "answer": "x"}, {"prompt": own, "answer": "x"}
+    )
     source = open_source(jsonl(path, system_prompt="be brief"), seed=0)
     assert [(message.role, message.text) for message in source.row(0).messages] == [
         ("system", "be brief"),
@@ -69,15 +84,27 @@ def test_jsonl_needs_no_answers_when_told_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ({"question": "q", "answer": "a"}, r"rows.jsonl:2 has no key 'prompt', only 'question', 'answer'; set data.prompt_key"),
-        ({"prompt": "q", "solution": "a"}, r"rows.jsonl:2 has no key 'answer', only 'prompt', 'solution'; set data.answer_key"),
+        (
+            {"question": "q", "answer": "a"},
+            r"rows.jsonl:2 has no key 'prompt', only 'question', 'answer'; set data.prompt_key",
+        ),
+        (
+            {"prompt": "q", "solution": "a"},
+            r"rows.jsonl:2 has no key 'answer', only 'prompt', 'solution'; set data.answer_key",
+        ),
         ("{broken", r"rows.jsonl:2 is not JSON: .*; each line must be one JSON object"),
         ([1, 2], r"rows.jsonl:2 is a list; each line must be one JSON object"),
-        ({"prompt": 7, "answer": "a"}, r"rows.jsonl:2: prompt is a number; a prompt is a non-empty string or a list of chat messages"),
+        (
+            {"prompt": 7, "answer": "a"},
+            r"rows.jsonl:2: prompt is a number; a prompt is a non-empty string or a list of chat messages",
+        ),
         ({"prompt": "", "answer": "a"}, r"rows.jsonl:2: prompt is an empty string"),
         ({"prompt": [], "answer": "a"}, r"rows.jsonl:2: prompt is an empty list"),
         ({"prompt": None, "answer": "a"}, r"rows.jsonl:2: prompt is null"),
-        ({"prompt": [{"role": "user"}], "answer": "a"}, r"rows.jsonl:2: prompt has message \{'role': 'user'\}; a chat message is an object"),
+        (
+            {"prompt": [{"role": "user"}], "answer": "a"},
+            r"rows.jsonl:2: prompt has message \{'role': 'user'\}; a chat message is an object",
+        ),
     ],
 )
 def test_jsonl_names_the_line_that_is_unfit(tmp_path: Path, line: object, text: str) -> None:
@@ -105,19 +132,28 @@ def test_jsonl_refuses_files_without_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("index", [-1, 1])
 def test_jsonl_has_no_rows_beyond_its_ends(tmp_path: Path, index: int) -> None:
-    source = open_source(jsonl(write_lines(tmp_path / "rows.jsonl", {"prompt": "a", "answer": "b"})), seed=0)
+    source = open_source(
+        jsonl(write_lines(tmp_path / "rows.jsonl", {"prompt": "a", "answer": "b"})), seed=0
+    )
     with pytest.raises(IndexError, match=r"it has 1 rows"):
         source.row(index)
 
 
 @pytest.mark.parametrize("source", ["rows.jsonl", "csv:rows.csv", "jsonl:", "reasoning_gym:"])
 def test_open_source_refuses_what_it_does_not_know(source: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.source must be 'jsonl:<path>', .*, 'clips:<task>' or 'tones:<task>'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.source must be one of 'jsonl:<path>', .*, 'scenes:<task>', 'tones:<task>'",
+    ):
         open_source(DataConfig(source=source), seed=0)
 
 
-@pytest.mark.parametrize(("span", "expected"), [("[1:3]", ["1", "2"]), ("[3:]", ["3", "4"]), ("[:2]", ["0", "1"])])
-def test_jsonl_takes_a_slice_and_looks_at_nothing_else(tmp_path: Path, span: str, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("span", "expected"), [("[1:3]", ["1", "2"]), ("[3:]", ["3", "4"]), ("[:2]", ["0", "1"])]
+)
+def test_jsonl_takes_a_slice_and_looks_at_nothing_else(
+    tmp_path: Path, span: str, expected: list[str]
+) -> None:
     lines: list[object] = [{"prompt": "p", "answer": str(number)} for number in range(5)]
     lines[{"[1:3]": 0, "[3:]": 2, "[:2]": 4}[span]] = "broken"
     path = write_lines(tmp_path / "rows.jsonl", *lines)
@@ -134,7 +170,9 @@ def test_jsonl_has_no_rows_in_a_slice_behind_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["gz", "zst", "bz2"])
 def test_jsonl_reads_compressed_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows.jsonl.{suffix}"
-    text = b"".join(json.dumps({"prompt": "p", "answer": number}).encode() + b"\n" for number in range(300))
+    text = b"".join(
+        json.dumps({"prompt": "p", "answer": number}).encode() + b"\n" for number in range(300)
+    )
     if suffix == "gz":
         path.write_bytes(gzip.compress(text))
     else:
@@ -151,16 +189,28 @@ def test_jsonl_reads_compressed_files(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, r"unpacks to more than data\.max_unpacked_ratio = 200 times its \d+ bytes; set that higher if the file really holds so much"),
-        ({"max_unpacked_ratio": 10**9, "max_unpacked_bytes": 2**20}, r"unpacks to more than data\.max_unpacked_bytes = 1048576; set that higher"),
+        (
+            {},
+            r"unpacks to more than data\.max_unpacked_ratio = 200 times its \d+ bytes; set that higher if the file really holds so much",
+        ),
+        (
+            {"max_unpacked_ratio": 10**9, "max_unpacked_bytes": 2**20},
+            r"unpacks to more than data\.max_unpacked_bytes = 1048576; set that higher",
+        ),
     ],
 )
 def test_jsonl_refuses_a_file_of_which_a_few_bytes_would_fill_the_disk(
-    tmp_path: Path, suffix: str, settings: dict[str, int], text: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    suffix: str,
+    settings: dict[str, int],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("relax_events.data.jsonl.FREE_BYTES", 2**20)
     path = tmp_path / f"rows.jsonl.{suffix}"
-    with pa.CompressedOutputStream(pa.OSFile(str(path), "wb"), {"gz": "gzip", "zst": "zstd", "bz2": "bz2"}[suffix]) as file:
+    with pa.CompressedOutputStream(
+        pa.OSFile(str(path), "wb"), {"gz": "gzip", "zst": "zstd", "bz2": "bz2"}[suffix]
+    ) as file:
         for _ in range(16):
             file.write(b" " * 2**20)
     with pytest.raises(ConfigError, match=text):
@@ -189,25 +239,44 @@ def test_jsonl_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
     source = open_source(jsonl(path, max_bad_rows=2), seed=0)
     assert [source.row(index).answer for index in range(source.rows)] == ["0", "1", "2", "3"]
     assert [text.partition(" ")[0] for text in source.unfit.named] == [f"{path}:2", f"{path}:4"]
-    with pytest.raises(ConfigError, match=r"rows.jsonl:4 has no key 'answer'.*; it is unfit row number 2, and data.max_bad_rows is 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rows.jsonl:4 has no key 'answer'.*; it is unfit row number 2, and data.max_bad_rows is 1",
+    ):
         open_source(jsonl(path, max_bad_rows=1), seed=0)
 
 
 def test_rows_take_their_columns_from_within_objects(tmp_path: Path) -> None:
-    columns = {"data": {"q": "why?", "truth": "so"}, "id": 7, "source": "web", "tools": [{"name": "search"}]}
+    columns = {
+        "data": {"q": "why?", "truth": "so"},
+        "id": 7,
+        "source": "web",
+        "tools": [{"name": "search"}],
+    }
     path = write_lines(tmp_path / "rows.jsonl", columns)
     nested = {"prompt_key": "data.q", "answer_key": "data.truth", "tools_key": "tools"}
     row = open_source(jsonl(path, **nested, metadata_keys=["id"]), seed=0).row(0)
-    assert row == PromptRow([ChatMessage.of_text("user", "why?")], "so", '{"id":7}', '[{"name":"search"}]')
+    assert row == PromptRow(
+        [ChatMessage.of_text("user", "why?")], "so", '{"id":7}', '[{"name":"search"}]'
+    )
     whole = open_source(jsonl(path, **nested), seed=0).row(0)
     assert json.loads(whole.metadata) == {"data": columns["data"], "id": 7, "source": "web"}
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1 has no key 'data.answer', only 'data', 'id', .*; set data.answer_key"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rows.jsonl:1 has no key 'data.answer', only 'data', 'id', .*; set data.answer_key",
+    ):
         open_source(jsonl(path, **nested | {"answer_key": "data.answer"}), seed=0)
 
 
 @pytest.mark.parametrize(
     ("tools", "expected"),
-    [(None, ""), ([], ""), ("", ""), ('[{"name": "f"}]', '[{"name":"f"}]'), ([{"name": "f"}], '[{"name":"f"}]')],
+    [
+        (None, ""),
+        ([], ""),
+        ("", ""),
+        ('[{"name": "f"}]', '[{"name":"f"}]'),
+        ([{"name": "f"}], '[{"name":"f"}]'),
+    ],
 )
 def test_rows_give_their_tools_as_json(tmp_path: Path, tools: object, expected: str) -> None:
     path = write_lines(tmp_path / "rows.jsonl", {"prompt": "p", "answer": "", "t": tools})
@@ -217,14 +286,27 @@ def test_rows_give_their_tools_as_json(tmp_path: Path, tools: object, expected: 
 @pytest.mark.parametrize("tools", ["no json", '{"name": "f"}', ["f"], 3])
 def test_rows_refuse_tools_that_are_none(tmp_path: Path, tools: object) -> None:
     path = write_lines(tmp_path / "rows.jsonl", {"prompt": "p", "answer": "", "t": tools})
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1: t is .*; tools are a list of objects, or its JSON text"):
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl:1: t is .*; tools are a list of objects, or its JSON text"
+    ):
         open_source(jsonl(path, tools_key="t"), seed=0)
 
 
 def test_rows_join_the_text_parts_of_a_message_and_refuse_other_parts(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "what "}, {"type": "text", "text": "now?"}]
-    path = write_lines(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": parts}], "answer": ""})
+    path = write_lines(
+        tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": parts}], "answer": ""}
+    )
     assert open_source(jsonl(path), seed=0).row(0).messages[0].text == "what now?"
-    write_lines(path, {"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], "answer": ""})
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1: prompt has content part .*'image'.*; only parts of type 'text'"):
+    write_lines(
+        path,
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}],
+            "answer": "",
+        },
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"rows.jsonl:1: prompt has content part .*'image'.*; only parts of type 'text'",
+    ):
         open_source(jsonl(path), seed=0)

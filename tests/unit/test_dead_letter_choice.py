@@ -6,13 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from relax_events.broker.records import Record
 from relax_events.cli.deadletter import hex_lines
-from relax_events.control.dead_letters import DeadLetter, Selection, letter_of, mark, require_origin, untouched
 from relax_events.errors import ConfigError
+from relax_events.kafka.records import Record
+from relax_events.ops.dead_letters import (
+    DeadLetter,
+    Selection,
+    letter_of,
+    mark,
+    require_origin,
+    untouched,
+)
 from relax_events.topics import TopicPlan
 
-PLAN = TopicPlan("run", max_staleness=1, shards=2, queue_partitions=4, replication_factor=1, compression="none")
+PLAN = TopicPlan(
+    "run", max_staleness=1, shards=2, queue_partitions=4, replication_factor=1, compression="none"
+)
 HEADERS = {
     "policy-version": "3",
     "traced": "yes",
@@ -23,7 +32,9 @@ HEADERS = {
     "error-text": "reward must be finite",
     "worker-id": "reward-0",
 }
-RECORD = Record("relax.run.reward.dead-letters", 0, 12, "000001-0000-0", b"value", HEADERS, 1_700_000_000_000)
+RECORD = Record(
+    "relax.run.reward.dead-letters", 0, 12, "000001-0000-0", b"value", HEADERS, 1_700_000_000_000
+)
 LETTER = letter_of("reward", RECORD)
 OTHER = replace(LETTER, role="trainer", offset=3, error_class="CorruptRecord")
 DONE = replace(LETTER, offset=14, resolution="dropped")
@@ -35,7 +46,11 @@ def names(letters: list[DeadLetter]) -> list[str]:
 
 
 def test_letter_is_read_off_its_headers() -> None:
-    assert (LETTER.name, LETTER.origin, LETTER.num_bytes) == ("reward@12", "relax.run.rollout.samples[5]@77", 5)
+    assert (LETTER.name, LETTER.origin, LETTER.num_bytes) == (
+        "reward@12",
+        "relax.run.rollout.samples[5]@77",
+        5,
+    )
     assert (LETTER.error_class, LETTER.error_text, LETTER.worker_id, LETTER.key) == (
         "PoisonSample",
         "reward must be finite",
@@ -45,7 +60,9 @@ def test_letter_is_read_off_its_headers() -> None:
 
 
 def test_letter_of_a_stranger_without_headers_is_listed_all_the_same() -> None:
-    strange = letter_of("reward", replace(RECORD, headers={"origin-partition": "x", "origin-offset": "-1"}))
+    strange = letter_of(
+        "reward", replace(RECORD, headers={"origin-partition": "x", "origin-offset": "-1"})
+    )
     assert (strange.origin_topic, strange.origin_partition, strange.origin_offset) == ("", -1, -1)
 
 
@@ -62,17 +79,28 @@ def test_letter_of_a_stranger_without_headers_is_listed_all_the_same() -> None:
     ],
     ids=str,
 )
-def test_letters_are_chosen_by_name_role_and_reason(selection: Selection, chosen: list[str]) -> None:
+def test_letters_are_chosen_by_name_role_and_reason(
+    selection: Selection, chosen: list[str]
+) -> None:
     assert names(selection.choose(LETTERS)) == chosen
 
 
 @pytest.mark.parametrize(
     ("selection", "text"),
     [
-        (Selection(), "say which dead letters: --letter NAME, --role ROLE, --reason CLASS or --all"),
-        (Selection(names=["reward@13"]), "there is no dead letter reward@13; relax deadletter list shows"),
+        (
+            Selection(),
+            "say which dead letters: --letter NAME, --role ROLE, --reason CLASS or --all",
+        ),
+        (
+            Selection(names=["reward@13"]),
+            "there is no dead letter reward@13; relax deadletter list shows",
+        ),
         (Selection(names=["13"]), "'13' names no dead letter; they are called like reward@12"),
-        (Selection(names=["reward@14"]), "dead letter reward@14 was dropped before; give --again to do it once more"),
+        (
+            Selection(names=["reward@14"]),
+            "dead letter reward@14 was dropped before; give --again to do it once more",
+        ),
     ],
     ids=str,
 )
@@ -84,14 +112,23 @@ def test_choice_that_can_not_be_is_refused(selection: Selection, text: str) -> N
 
 def test_record_goes_back_as_it_was() -> None:
     out = untouched(RECORD)
-    assert (out.topic, out.partition, out.key, out.value) == ("relax.run.rollout.samples", 5, "000001-0000-0", b"value")
+    assert (out.topic, out.partition, out.key, out.value) == (
+        "relax.run.rollout.samples",
+        5,
+        "000001-0000-0",
+        b"value",
+    )
     assert out.headers == {"policy-version": "3", "traced": "yes"}
 
 
 def test_mark_names_the_letter_and_holds_nothing() -> None:
     out = mark(PLAN, LETTER, "dropped", "written by a test")
     assert (out.topic, out.partition, out.value) == ("relax.run.reward.dead-letters", 0, None)
-    assert out.headers == {"resolves": "0@12", "resolution": "dropped", "resolution-reason": "written by a test"}
+    assert out.headers == {
+        "resolves": "0@12",
+        "resolution": "dropped",
+        "resolution-reason": "written by a test",
+    }
 
 
 @pytest.mark.parametrize(
@@ -108,7 +145,9 @@ def test_mark_names_the_letter_and_holds_nothing() -> None:
     ],
 )
 def test_forged_origin_is_refused(topic: str, partition: int) -> None:
-    with pytest.raises(ConfigError, match=r"dead letter reward@12 says that it came from .*; drop it"):
+    with pytest.raises(
+        ConfigError, match=r"dead letter reward@12 says that it came from .*; drop it"
+    ):
         require_origin(replace(LETTER, origin_topic=topic, origin_partition=partition), PLAN)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.control.deaths import Deaths, Progress
-from relax_events.control.starting.ranks import MISREAD, Ending
+from relax_events.launcher.deaths import Deaths, Progress
+from relax_events.launcher.worker_processes import MISREAD, Ending
 from tests.unit.run_events import beat
 
 PID = 7
@@ -17,14 +17,19 @@ PID = 7
 
 def of(worker_id: str, *, num_steps: int = 0, num_processed: int = 0, pid: int = PID) -> Progress:
     """Return what a run has achieved, and what one worker's process has."""
-    return Progress(num_steps, {worker_id: replace(beat(worker_id, at_seconds=1), pid=pid, num_processed=num_processed)})
+    return Progress(
+        num_steps,
+        {worker_id: replace(beat(worker_id, at_seconds=1), pid=pid, num_processed=num_processed)},
+    )
 
 
 def counted(worker_id: str, *seen: Progress) -> list[tuple[int, int]]:
     """Return the counts after each death of a worker."""
     deaths, counts = Deaths(), []
     for progress in seen:
-        deaths = deaths.after(progress, worker_id=worker_id, role=worker_id.rpartition("-")[0], pid=PID)
+        deaths = deaths.after(
+            progress, worker_id=worker_id, role=worker_id.rpartition("-")[0], pid=PID
+        )
         counts.append((deaths.num_idle, deaths.num_stalled))
     return counts
 
@@ -35,20 +40,35 @@ def test_deaths_count_however_long_each_life_took() -> None:
 
 def test_trainer_gets_on_by_committed_steps_alone() -> None:
     trained = of("trainer-0", num_processed=640)
-    assert counted("trainer-0", trained, trained, replace(trained, num_steps=1), replace(trained, num_steps=1)) == [(1, 1), (2, 2), (1, 1), (2, 2)]
+    assert counted(
+        "trainer-0", trained, trained, replace(trained, num_steps=1), replace(trained, num_steps=1)
+    ) == [(1, 1), (2, 2), (1, 1), (2, 2)]
 
 
 def test_worker_gets_on_by_the_records_that_its_own_process_finished() -> None:
     finished, others = of("reward-0", num_processed=1), of("reward-0", num_processed=1, pid=PID + 1)
-    assert counted("reward-0", Progress(), finished, others, finished) == [(1, 1), (1, 1), (2, 2), (1, 1)]
+    assert counted("reward-0", Progress(), finished, others, finished) == [
+        (1, 1),
+        (1, 1),
+        (2, 2),
+        (1, 1),
+    ]
 
 
 def test_steps_of_the_run_keep_it_going_but_do_not_speed_up_a_worker_that_does_nothing() -> None:
-    assert counted("reward-0", *(Progress(num_steps) for num_steps in (1, 2, 3))) == [(1, 1), (2, 1), (3, 1)]
+    assert counted("reward-0", *(Progress(num_steps) for num_steps in (1, 2, 3))) == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+    ]
 
 
-@pytest.mark.parametrize(("is_elastic", "expected"), [(False, [False, False, False]), (True, [False, False, True])])
-def test_elastic_worker_is_given_up_although_others_get_the_run_on(is_elastic: bool, expected: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("is_elastic", "expected"), [(False, [False, False, False]), (True, [False, False, True])]
+)
+def test_elastic_worker_is_given_up_although_others_get_the_run_on(
+    is_elastic: bool, expected: list[bool]
+) -> None:
     deaths, found = Deaths(), []
     for num_steps in (1, 2, 3):
         deaths = deaths.after(Progress(num_steps), worker_id="rollout-1", role="rollout", pid=PID)
@@ -57,15 +77,30 @@ def test_elastic_worker_is_given_up_although_others_get_the_run_on(is_elastic: b
 
 
 def test_each_start_in_a_row_waits_longer_up_to_half_a_minute() -> None:
-    assert [Deaths(num_idle=count).backoff_seconds for count in range(6)] == [0.0, 0.0, 2.0, 10.0, 30.0, 30.0]
+    assert [Deaths(num_idle=count).backoff_seconds for count in range(6)] == [
+        0.0,
+        0.0,
+        2.0,
+        10.0,
+        30.0,
+        30.0,
+    ]
 
 
-def test_abort_of_the_broker_client_is_told_from_others_by_what_it_left_in_the_log(tmp_path: Path) -> None:
+def test_abort_of_the_broker_client_is_told_from_others_by_what_it_left_in_the_log(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "reward-0.log"
     abort = Ending("reward-0", -signal.SIGABRT, log, None)
     assert abort.text == "ended by SIGABRT", "there is no log"
     log.write_text("free(): invalid pointer\n")
     assert abort.text == "ended by SIGABRT"
-    log.write_text("x" * 40_000 + "\npython3: rdbuf.c:1115: rd_slice_narrow_copy: Assertion `!*\"BUG: \"\"total_offset wraparound\"' failed.\n")
+    log.write_text(
+        "x" * 40_000
+        + (
+            '\npython3: rdbuf.c:1115: rd_slice_narrow_copy: Assertion `!*"BUG: ""total_offset '
+            "wraparound\"' failed.\n"
+        )
+    )
     assert abort.text == MISREAD
     assert replace(abort, code=-signal.SIGKILL).text == "ended by SIGKILL"

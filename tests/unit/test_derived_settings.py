@@ -1,4 +1,5 @@
-"""What becomes of the keys that a run file leaves out; expected numbers are computed by hand from the models' published sizes."""
+"""What becomes of the keys that a run file leaves out; expected numbers are computed by hand from
+the models' published sizes."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.config.derived import derive
-from relax_events.config.facts import CheckpointFacts, Machine
-from relax_events.config.filling import OF_MACHINE, OF_RUN, missing_keys, value_of, with_values
+from relax_events.config.inventory import CheckpointFacts, Machine
 from relax_events.config.loading import _known_keys
+from relax_events.config.unset_keys import OF_MACHINE, OF_RUN, missing_keys, value_of, with_values
 
 GIB = 2**30
 SMALL = CheckpointFacts("bfloat16", 596_049_920, 151_936, 1024, 28, 16, 8, 128, 3072, 40_960)
@@ -23,16 +24,33 @@ MICRO_BATCH = "trainer.max_tokens_per_micro_batch"
 
 
 def run_of(**sections: dict[str, Any]) -> RunConfig:
-    tree: dict[str, Any] = {"run": {"id": "mine"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}}
-    return RunConfig.model_validate(tree | {name: tree.get(name, {}) | keys for name, keys in sections.items()})
+    tree: dict[str, Any] = {
+        "run": {"id": "mine"},
+        "model": {"path": "model"},
+        "data": {"source": "jsonl:rows"},
+    }
+    return RunConfig.model_validate(
+        tree | {name: tree.get(name, {}) | keys for name, keys in sections.items()}
+    )
 
 
-def machine(*, processors: int = 16, memory: int = 128 * GIB, gpus: tuple[int, ...] = (), roles: dict[str, int] | None = None) -> Machine:
+def machine(
+    *,
+    processors: int = 16,
+    memory: int = 128 * GIB,
+    gpus: tuple[int, ...] = (),
+    roles: dict[str, int] | None = None,
+) -> Machine:
     return Machine(processors, memory, gpus, ALONE if roles is None else roles)
 
 
-def values(config: RunConfig, facts: CheckpointFacts, here: Machine | None = None) -> dict[str, Any]:
-    return {derived.key: derived.value for derived in derive(config, {"model": facts}, here or machine())}
+def values(
+    config: RunConfig, facts: CheckpointFacts, here: Machine | None = None
+) -> dict[str, Any]:
+    return {
+        derived.key: derived.value
+        for derived in derive(config, {"model": facts}, here or machine())
+    }
 
 
 def test_every_key_that_is_left_out_gets_a_value() -> None:
@@ -44,20 +62,34 @@ def test_every_key_that_is_left_out_gets_a_value() -> None:
 
 
 def test_judge_and_teacher_get_theirs_where_the_run_has_them() -> None:
-    config = run_of(judge={"model_path": "judge"}, reward={"function": "genrm"}, teacher={"model_path": "teacher"})
-    found = {derived.key: derived.value for derived in derive(config, {"model": SMALL, "judge": LARGE, "teacher": SMALL}, machine())}
+    config = run_of(
+        judge={"model_path": "judge"},
+        reward={"function": "genrm"},
+        teacher={"model_path": "teacher"},
+    )
+    found = {
+        derived.key: derived.value
+        for derived in derive(config, {"model": SMALL, "judge": LARGE, "teacher": SMALL}, machine())
+    }
     assert {"judge.dtype", "judge.engine.threads", "teacher.dtype", "teacher.threads"} <= set(found)
     assert missing_keys(with_values(config, found)) == []
 
 
 def test_values_of_the_run_file_stay() -> None:
-    given = {"trainer": {"learning_rate": 0.5, "threads": 0}, "engine": {"sampling": {"max_new_tokens": 7}}}
+    given = {
+        "trainer": {"learning_rate": 0.5, "threads": 0},
+        "engine": {"sampling": {"max_new_tokens": 7}},
+    }
     found = values(run_of(**given), SMALL)
-    assert {"trainer.learning_rate", "trainer.threads", "engine.sampling.max_new_tokens"} & set(found) == set()
+    assert {"trainer.learning_rate", "trainer.threads", "engine.sampling.max_new_tokens"} & set(
+        found
+    ) == set()
 
 
 @pytest.mark.parametrize(("tiny", "rate"), [(None, 1e-6), ({"hidden_size": 32}, 1e-3)])
-def test_learning_rate_goes_by_whether_the_model_is_made_here(tiny: dict[str, Any] | None, rate: float) -> None:
+def test_learning_rate_goes_by_whether_the_model_is_made_here(
+    tiny: dict[str, Any] | None, rate: float
+) -> None:
     assert values(run_of(model={"tiny": tiny}), SMALL)["trainer.learning_rate"] == rate
 
 
@@ -71,18 +103,46 @@ def test_type_of_the_weights_is_the_checkpoints() -> None:
         ({}, 40_960, 8192, 6144),
         ({}, 2048, 2048, 1536),
         ({"data": {"max_prompt_tokens": 1024}}, 40_960, 8192, 7168),
-        ({"engine": {"max_context_tokens": 3072}, "data": {"max_prompt_tokens": 2048}}, 40_960, None, 1024),
-        ({"engine": {"sampling": {"max_new_tokens": 512}}, "data": {"max_prompt_tokens": 1024}}, 40_960, 1536, None),
-        ({"engine": {"sampling": {"max_new_tokens": 16_384}}, "data": {"max_prompt_tokens": 1024}}, 40_960, 17_408, None),
+        (
+            {"engine": {"max_context_tokens": 3072}, "data": {"max_prompt_tokens": 2048}},
+            40_960,
+            None,
+            1024,
+        ),
+        (
+            {"engine": {"sampling": {"max_new_tokens": 512}}, "data": {"max_prompt_tokens": 1024}},
+            40_960,
+            1536,
+            None,
+        ),
+        (
+            {
+                "engine": {"sampling": {"max_new_tokens": 16_384}},
+                "data": {"max_prompt_tokens": 1024},
+            },
+            40_960,
+            17_408,
+            None,
+        ),
         ({"engine": {"sampling": {"max_new_tokens": 3000}}}, 4096, 4096, None),
         ({"model": {"tiny": {"hidden_size": 32}}}, 4096, 512, 32),
-        ({"model": {"tiny": {"hidden_size": 32}}, "engine": {"max_context_tokens": 16}}, 4096, None, 16),
+        (
+            {"model": {"tiny": {"hidden_size": 32}}, "engine": {"max_context_tokens": 16}},
+            4096,
+            None,
+            16,
+        ),
     ],
 )
-def test_lengths_follow_from_the_model_and_what_is_said_of_prompts(given: Any, positions: int, context: int | None, new: int | None) -> None:
+def test_lengths_follow_from_the_model_and_what_is_said_of_prompts(
+    given: Any, positions: int, context: int | None, new: int | None
+) -> None:
     facts = CheckpointFacts("bfloat16", 596_049_920, 151_936, 1024, 28, 16, 8, 128, 3072, positions)
     found = values(run_of(**given), facts)
-    assert (found.get("engine.max_context_tokens"), found.get("engine.sampling.max_new_tokens")) == (context, new)
+    assert (
+        found.get("engine.max_context_tokens"),
+        found.get("engine.sampling.max_new_tokens"),
+    ) == (context, new)
 
 
 def test_evaluation_draws_answers_as_long_as_training_where_it_says_nothing() -> None:
@@ -91,26 +151,45 @@ def test_evaluation_draws_answers_as_long_as_training_where_it_says_nothing() ->
         {"name": "b", "source": "jsonl:rows", "sampling": {"max_new_tokens": 5}},
         {"name": "c", "source": "jsonl:rows"},
     ]
-    config = with_values(run_of(evaluation={"datasets": datasets}), {"engine.sampling.max_new_tokens": 77})
-    assert [dataset.sampling and dataset.sampling.max_new_tokens for dataset in config.evaluation.datasets] == [77, 5, None]
+    config = with_values(
+        run_of(evaluation={"datasets": datasets}), {"engine.sampling.max_new_tokens": 77}
+    )
+    assert [
+        dataset.sampling and dataset.sampling.max_new_tokens
+        for dataset in config.evaluation.datasets
+    ] == [77, 5, None]
 
 
-@pytest.mark.parametrize(("new", "seconds"), [(8, 20.0), (400, 20.0), (6144, 307.2), (100_000, 900.0)])
+@pytest.mark.parametrize(
+    ("new", "seconds"), [(8, 20.0), (400, 20.0), (6144, 307.2), (100_000, 900.0)]
+)
 def test_drain_lasts_as_long_as_an_answer(new: int, seconds: float) -> None:
     config = run_of(engine={"sampling": {"max_new_tokens": new}})
     assert values(config, SMALL)["workers.drain_seconds"] == seconds
 
 
-@pytest.mark.parametrize(("roles", "threads"), [(ALONE, 16), ({"trainer": 1, "rollout": 1, "reference": 1, "reward": 4}, 5), ({"trainer": 64}, 1)])
-def test_processors_are_divided_among_those_that_compute(roles: dict[str, int], threads: int) -> None:
+@pytest.mark.parametrize(
+    ("roles", "threads"),
+    [
+        (ALONE, 16),
+        ({"trainer": 1, "rollout": 1, "reference": 1, "reward": 4}, 5),
+        ({"trainer": 64}, 1),
+    ],
+)
+def test_processors_are_divided_among_those_that_compute(
+    roles: dict[str, int], threads: int
+) -> None:
     found = values(run_of(), SMALL, machine(roles=roles))
-    assert {found[key] for key in ("engine.threads", "trainer.threads", "critic.threads")} == {threads}
+    assert {found[key] for key in ("engine.threads", "trainer.threads", "critic.threads")} == {
+        threads
+    }
 
 
 @pytest.mark.parametrize(
     ("facts", "cell_bytes", "training_bytes", "cache_bytes"),
     [
-        # (4 x 3072 + 8 x 1024 + 4 x (16 + 2 x 8) x 128) x 28 layers x 2 bytes; the measurement says 2.0 MB
+        # (4 x 3072 + 8 x 1024 + 4 x (16 + 2 x 8) x 128) x 28 layers x 2 bytes; the measurement says
+        # 2.0 MB
         (SMALL, 2_064_384, 10_728_898_560, 114_688),
         # (4 x 9728 + 8 x 2560 + 4 x (32 + 2 x 8) x 128) x 36 x 2: 6.1 MB
         (MIDDLE, 6_045_696, 72_404_425_728, 147_456),
@@ -118,7 +197,9 @@ def test_processors_are_divided_among_those_that_compute(roles: dict[str, int], 
         (LARGE, 5_898_240, 549_578_207_232, 98_304),
     ],
 )
-def test_bytes_of_real_models(facts: CheckpointFacts, cell_bytes: int, training_bytes: int, cache_bytes: int) -> None:
+def test_bytes_of_real_models(
+    facts: CheckpointFacts, cell_bytes: int, training_bytes: int, cache_bytes: int
+) -> None:
     assert facts.cell_bytes("bfloat16") == cell_bytes
     assert facts.training_bytes("bfloat16") == training_bytes
     assert facts.cache_bytes("bfloat16") == cache_bytes
@@ -129,42 +210,67 @@ def test_micro_batch_of_a_model_that_fits_easily_has_the_most_cells() -> None:
 
 
 def test_micro_batch_is_what_is_left_beside_a_model_that_fills_the_gpu() -> None:
-    # 78 GiB - 72,404,425,728 - 2e9 - 4 x 151,936 x 2560 = 7,792,031,744; 0.9 of it holds 1159 tokens of 6,045,696 bytes
-    (found,) = [one for one in derive(run_of(), {"model": MIDDLE}, machine(gpus=(78 * GIB,))) if one.key == MICRO_BATCH]
+    # 78 GiB - 72,404,425,728 - 2e9 - 4 x 151,936 x 2560 = 7,792,031,744; 0.9 of it holds 1159
+    # tokens of 6,045,696 bytes
+    (found,) = [
+        one
+        for one in derive(run_of(), {"model": MIDDLE}, machine(gpus=(78 * GIB,)))
+        if one.key == MICRO_BATCH
+    ]
     assert found.value == 1024
     assert found.is_warning
     assert "engine.max_context_tokens = 8192 may not fit" in found.reason
 
 
 def test_other_models_on_the_gpu_leave_less() -> None:
-    # 80 GiB; engine: 256 samples x 1536 tokens x 114,688 bytes, bounded by a third, 28,633,115,306; weights of three roles 3 x 1,192,099,840
-    # 85,899,345,920 - 32,209,414,826 - 10,728,898,560 - 2e9 - 622,329,856 = 40,338,702,678; 0.9 of it holds 17,586 tokens
+    # 80 GiB; engine: 256 samples x 1536 tokens x 114,688 bytes, bounded by a third, 28,633,115,306;
+    # weights of three roles 3 x 1,192,099,840 85,899,345,920 - 32,209,414,826 - 10,728,898,560 -
+    # 2e9 - 622,329,856 = 40,338,702,678; 0.9 of it holds 17,586 tokens
     given = {"engine": {"max_context_tokens": 1536}}
     roles = {"trainer": 1, "rollout": 1, "reference": 1, "actor-forward": 1}
-    assert values(run_of(**given), SMALL, machine(gpus=(80 * GIB,), roles=roles))[MICRO_BATCH] == 16_384
-    # 40 GiB: 42,949,672,960 - 14,316,557,653 - 3,576,299,520 - 13,351,228,416 = 11,705,587,371; 5103 tokens
-    assert values(run_of(**given), SMALL, machine(gpus=(40 * GIB,), roles=roles))[MICRO_BATCH] == 4864
+    assert (
+        values(run_of(**given), SMALL, machine(gpus=(80 * GIB,), roles=roles))[MICRO_BATCH]
+        == 16_384
+    )
+    # 40 GiB: 42,949,672,960 - 14,316,557,653 - 3,576,299,520 - 13,351,228,416 = 11,705,587,371;
+    # 5103 tokens
+    assert (
+        values(run_of(**given), SMALL, machine(gpus=(40 * GIB,), roles=roles))[MICRO_BATCH] == 4864
+    )
 
 
 def test_model_that_does_not_fit_is_said_to() -> None:
-    (found,) = [one for one in derive(run_of(), {"model": LARGE}, machine(gpus=(80 * GIB,))) if one.key == MICRO_BATCH]
+    (found,) = [
+        one
+        for one in derive(run_of(), {"model": LARGE}, machine(gpus=(80 * GIB,)))
+        if one.key == MICRO_BATCH
+    ]
     assert (found.value, found.is_warning) == (256, True)
     assert "85.9 GB" in found.reason
     assert "too little; take more memory or a smaller model" in found.reason
 
 
 def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
-    # float32: 16 bytes a parameter; (64 GiB - 2 x (9,536,798,720 + 0.5e9 + 622,329,856)) x 0.9 / 2 holds 5,166 tokens of 4,128,768 bytes
+    # float32: 16 bytes a parameter; (64 GiB - 2 x (9,536,798,720 + 0.5e9 + 622,329,856)) x 0.9 / 2
+    # holds 5,166 tokens of 4,128,768 bytes
     config = run_of(model={"dtype": "float32"})
     assert values(config, SMALL, machine(roles={"trainer": 2}))[MICRO_BATCH] == 5120
 
 
 def test_what_nothing_is_known_of_stays_out() -> None:
     found = {derived.key for derived in derive(run_of(), {}, machine())}
-    assert found == {"trainer.learning_rate", "workers.drain_seconds", "engine.threads", "trainer.threads", "critic.threads"}
+    assert found == {
+        "trainer.learning_rate",
+        "workers.drain_seconds",
+        "engine.threads",
+        "trainer.threads",
+        "critic.threads",
+    }
 
 
-def test_dumped_run_file_keeps_what_is_yet_to_be_derived(make_run_config: Callable[..., RunConfig]) -> None:
+def test_dumped_run_file_keeps_what_is_yet_to_be_derived(
+    make_run_config: Callable[..., RunConfig],
+) -> None:
     config = run_of()
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert value_of(config, "trainer.learning_rate") is None
@@ -173,5 +279,9 @@ def test_dumped_run_file_keeps_what_is_yet_to_be_derived(make_run_config: Callab
 
 def test_tiny_model_has_its_usual_micro_batch_in_a_container_of_three_gigabytes() -> None:
     facts = CheckpointFacts("float32", 100_000, 300, 64, 2, 4, 2, 16, 128, 4096)
-    (found,) = [one for one in derive(run_of(), {"model": facts}, machine(memory=3 * GIB)) if one.key == MICRO_BATCH]
+    (found,) = [
+        one
+        for one in derive(run_of(), {"model": facts}, machine(memory=3 * GIB))
+        if one.key == MICRO_BATCH
+    ]
     assert (found.value, found.is_warning) == (8192, False)

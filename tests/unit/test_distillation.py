@@ -1,4 +1,5 @@
-"""Divergences from a teacher against torch's own, sums by hand, and expectations over a whole vocabulary."""
+"""Divergences from a teacher against torch's own, sums by hand, and expectations over a whole
+vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from torch.distributions import Categorical, kl_divergence
 from relax_events.algorithms.distillation import MIN_TAIL, TokenSet, divergence, sampled_divergence
 
 GENERATOR = torch.Generator().manual_seed(8)
-STUDENT, TEACHER, DRAWN = (torch.randn(4, 9, generator=GENERATOR, dtype=torch.float64).log_softmax(-1) for _ in range(3))
+STUDENT, TEACHER, DRAWN = (
+    torch.randn(4, 9, generator=GENERATOR, dtype=torch.float64).log_softmax(-1) for _ in range(3)
+)
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.3), ("jsd", 0.0), ("jsd", 1.0)]
 TAILS = ["tail", "renormalise", "truncate"]
 
@@ -36,9 +39,13 @@ def test_divergence_of_the_whole_vocabulary_is_torchs(kind: Any, mixture: float,
     expected = whole(student, TEACHER, kind, mixture)
     (gradient,) = torch.autograd.grad(expected.sum(), student)
     logits = STUDENT.clone().requires_grad_()
-    values = divergence(TokenSet(logits.log_softmax(-1), TEACHER), kind=kind, mixture=mixture, tail=tail)
+    values = divergence(
+        TokenSet(logits.log_softmax(-1), TEACHER), kind=kind, mixture=mixture, tail=tail
+    )
     torch.testing.assert_close(values, expected, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(values.sum(), logits)[0], gradient, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(values.sum(), logits)[0], gradient, rtol=1e-9, atol=1e-12
+    )
 
 
 def by_hand(p: np.ndarray, q: np.ndarray, kind: str) -> float:
@@ -58,55 +65,97 @@ def test_tokens_outside_the_set_are_one_bin_scaled_away_or_left_out(kind: Any) -
     tokens = TokenSet(torch.from_numpy(p).log()[None], torch.from_numpy(q).log()[None])
     found = {tail: float(divergence(tokens, kind=kind, mixture=0.5, tail=tail)) for tail in TAILS}  # type: ignore[arg-type]
     with_bin = by_hand(np.array([0.5, 0.2, 0.3]), np.array([0.3, 0.3, 0.4]), kind)
-    left_out = by_hand(p, q, kind) + {"reverse_kl": 0.6 - 0.7, "forward_kl": 0.7 - 0.6, "jsd": 0.0}[kind]
-    assert found == pytest.approx({"tail": with_bin, "renormalise": by_hand(p / 0.7, q / 0.6, kind), "truncate": left_out}, rel=1e-12)
+    left_out = (
+        by_hand(p, q, kind) + {"reverse_kl": 0.6 - 0.7, "forward_kl": 0.7 - 0.6, "jsd": 0.0}[kind]
+    )
+    assert found == pytest.approx(
+        {"tail": with_bin, "renormalise": by_hand(p / 0.7, q / 0.6, kind), "truncate": left_out},
+        rel=1e-12,
+    )
     assert min(found.values()) > 0
 
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize(("kind", "mixture"), KINDS)
-def test_divergence_over_a_set_has_the_gradient_of_finite_differences(kind: Any, mixture: float, tail: Any) -> None:
+def test_divergence_over_a_set_has_the_gradient_of_finite_differences(
+    kind: Any, mixture: float, tail: Any
+) -> None:
     ids = torch.tensor([[0, 3, 5], [1, 2, 8], [7, 6, 4], [2, 0, 1]])
     teacher = TEACHER.gather(-1, ids)
 
     def of_logits(logits: Tensor) -> Tensor:
-        return divergence(TokenSet(logits.log_softmax(-1).gather(-1, ids), teacher), kind=kind, mixture=mixture, tail=tail)
+        return divergence(
+            TokenSet(logits.log_softmax(-1).gather(-1, ids), teacher),
+            kind=kind,
+            mixture=mixture,
+            tail=tail,
+        )
 
     assert torch.autograd.gradcheck(of_logits, STUDENT.clone().requires_grad_())
     same = TokenSet(teacher.clone().requires_grad_(), teacher)
     at_rest = divergence(same, kind=kind, mixture=mixture, tail=tail)
     torch.testing.assert_close(at_rest, torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-15)
-    torch.testing.assert_close(torch.autograd.grad(at_rest.sum(), same.logprobs)[0], torch.zeros_like(teacher), rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        torch.autograd.grad(at_rest.sum(), same.logprobs)[0],
+        torch.zeros_like(teacher),
+        rtol=0,
+        atol=1e-15,
+    )
 
 
 def test_tail_below_rounding_counts_as_a_bound_and_has_no_gradient() -> None:
     logprobs = torch.tensor([[0.0, -30.0]], requires_grad=True)
-    value = divergence(TokenSet(logprobs, torch.tensor([[0.5, 0.3]]).log()), kind="forward_kl", mixture=0.5, tail="tail")
+    value = divergence(
+        TokenSet(logprobs, torch.tensor([[0.5, 0.3]]).log()),
+        kind="forward_kl",
+        mixture=0.5,
+        tail="tail",
+    )
     expected = 0.5 * np.log(0.5) + 0.3 * (np.log(0.3) + 30) + 0.2 * np.log(0.2 / MIN_TAIL)
     assert value.item() == pytest.approx(expected, rel=1e-5)
     (gradient,) = torch.autograd.grad(value.sum(), logprobs)
-    assert gradient.flatten().tolist() == pytest.approx([0.5, -0.3], rel=1e-5)  # 1 - 0.5 and e^-30 - 0.3: nothing of the tail's
+    assert gradient.flatten().tolist() == pytest.approx(
+        [0.5, -0.3], rel=1e-5
+    )  # 1 - 0.5 and e^-30 - 0.3: nothing of the tail's
 
 
 @pytest.mark.parametrize(("kind", "mixture"), KINDS)
-def test_estimate_of_the_drawn_token_is_unbiased_with_its_gradient_whoever_drew_it(kind: Any, mixture: float) -> None:
-    """The mean over all tokens that another policy may draw is the whole divergence, and the mean of gradients its gradient."""
+def test_estimate_of_the_drawn_token_is_unbiased_with_its_gradient_whoever_drew_it(
+    kind: Any, mixture: float
+) -> None:
+    """The mean over all tokens that another policy may draw is the whole divergence, and the mean
+    of gradients its gradient."""
     student = STUDENT.clone().requires_grad_()
-    (expected_gradient,) = torch.autograd.grad(whole(student, TEACHER, kind, mixture).sum(), student)
+    (expected_gradient,) = torch.autograd.grad(
+        whole(student, TEACHER, kind, mixture).sum(), student
+    )
     logits = STUDENT.clone().requires_grad_()
     estimates = sampled_divergence(
-        logits.log_softmax(-1).flatten(), teacher_logprobs=TEACHER.flatten(), drawn_logprobs=DRAWN.flatten(), kind=kind, mixture=mixture
+        logits.log_softmax(-1).flatten(),
+        teacher_logprobs=TEACHER.flatten(),
+        drawn_logprobs=DRAWN.flatten(),
+        kind=kind,
+        mixture=mixture,
     )
     means = (DRAWN.exp() * estimates.reshape(DRAWN.shape)).sum(-1)
     torch.testing.assert_close(means, whole(STUDENT, TEACHER, kind, mixture), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(means.sum(), logits)[0], expected_gradient, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(means.sum(), logits)[0], expected_gradient, rtol=1e-9, atol=1e-12
+    )
     assert (estimates >= 0).all()
 
 
-def test_gradient_of_the_reverse_estimate_is_that_of_the_policy_gradient_with_the_teachers_log_ratio() -> None:
-    logprobs, teacher, drawn = (torch.tensor(values, dtype=torch.float64) for values in ([-1.0, -2.0], [-1.5, -0.5], [-1.2, -1.9]))
+def test_gradient_of_the_reverse_estimate_is_that_of_the_policy_gradient_with_the_teachers_log_ratio() -> (
+    None
+):
+    logprobs, teacher, drawn = (
+        torch.tensor(values, dtype=torch.float64)
+        for values in ([-1.0, -2.0], [-1.5, -0.5], [-1.2, -1.9])
+    )
     logprobs.requires_grad_()
-    sampled_divergence(logprobs, teacher_logprobs=teacher, drawn_logprobs=drawn, kind="reverse_kl", mixture=0.5).sum().backward()
+    sampled_divergence(
+        logprobs, teacher_logprobs=teacher, drawn_logprobs=drawn, kind="reverse_kl", mixture=0.5
+    ).sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([np.exp(0.2) * 0.5, np.exp(-0.1) * -1.5])
 

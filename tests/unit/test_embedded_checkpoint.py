@@ -1,4 +1,5 @@
-"""The bootstrap checkpoint, read back by a parser written from Kafka's message specifications, not from the writer."""
+"""The bootstrap checkpoint, read back by a parser written from Kafka's message specifications, not
+from the writer."""
 
 import hashlib
 import hmac
@@ -8,8 +9,8 @@ from io import BytesIO
 
 import pytest
 
-from relax_events.broker.embedded.checkpoint import FEATURE_LEVELS, bootstrap_checkpoint, crc32c
-from relax_events.broker.security.scram import ScramCredential
+from relax_events.kafka.embedded.storage import FEATURE_LEVELS, bootstrap_checkpoint, crc32c
+from relax_events.kafka.security.scram import ScramCredential
 
 NOW_MILLISECONDS = 1_700_000_000_123
 
@@ -44,10 +45,21 @@ def read_batches(content: bytes) -> list[Batch]:
         _, magic, crc = struct.unpack_from(">ibI", body)
         assert magic == 2
         covered = body[9:]
-        attributes, last_delta, timestamp, _, _, _, _, count = struct.unpack_from(">hiqqqhii", covered)
+        attributes, last_delta, timestamp, _, _, _, _, count = struct.unpack_from(
+            ">hiqqqhii", covered
+        )
         assert last_delta == count - 1
         rest = BytesIO(covered[40:])
-        batches.append(Batch(base_offset, attributes, crc, covered, timestamp, [read_record(rest, index) for index in range(count)]))
+        batches.append(
+            Batch(
+                base_offset,
+                attributes,
+                crc,
+                covered,
+                timestamp,
+                [read_record(rest, index) for index in range(count)],
+            )
+        )
         assert rest.read() == b""
     return batches
 
@@ -67,7 +79,13 @@ def read_record(stream: BytesIO, index: int) -> tuple[bytes | None, bytes]:
 
 @pytest.mark.parametrize(
     ("data", "expected"),
-    [(b"", 0), (b"123456789", 0xE3069283), (bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43), (bytes(range(32)), 0x46DD794E)],
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+    ],
 )
 def test_crc32c_agrees_with_published_vectors(data: bytes, expected: int) -> None:
     """RFC 3720, appendix B.4, and the check value of the CRC catalogue."""
@@ -75,7 +93,9 @@ def test_crc32c_agrees_with_published_vectors(data: bytes, expected: int) -> Non
 
 
 def test_bootstrap_checkpoint_frames_features_between_header_and_footer() -> None:
-    header, levels, footer = read_batches(bootstrap_checkpoint(timestamp_milliseconds=NOW_MILLISECONDS))
+    header, levels, footer = read_batches(
+        bootstrap_checkpoint(timestamp_milliseconds=NOW_MILLISECONDS)
+    )
     assert [batch.base_offset for batch in (header, levels, footer)] == [0, 1, 7]
     assert [batch.attributes for batch in (header, levels, footer)] == [0x20, 0, 0x20]
     assert {batch.timestamp for batch in (header, levels, footer)} == {NOW_MILLISECONDS}
@@ -108,7 +128,9 @@ def bitwise_crc32c(data: bytes) -> int:
     for byte in data:
         register ^= int(f"{byte:08b}"[::-1], 2) << 24
         for _ in range(8):
-            register = (register << 1 ^ 0x1EDC6F41 if register >> 31 else register << 1) & 0xFFFFFFFF
+            register = (
+                register << 1 ^ 0x1EDC6F41 if register >> 31 else register << 1
+            ) & 0xFFFFFFFF
     return int(f"{register:032b}"[::-1], 2) ^ 0xFFFFFFFF
 
 
@@ -117,21 +139,32 @@ def test_bootstrap_checkpoint_holds_the_users_that_may_log_in_first() -> None:
     _, records, footer = read_batches(bootstrap_checkpoint({"metadata.version": 30}, users=[user]))
     assert (len(records.records), footer.base_offset) == (2, 3)
     stream = BytesIO(records.records[1][1])
-    assert stream.read(3) == b"\x01\x0b\x00"  # frame version, UserScramCredentialRecord, its version
+    assert (
+        stream.read(3) == b"\x01\x0b\x00"
+    )  # frame version, UserScramCredentialRecord, its version
     assert stream.read(stream.read(1)[0] - 1) == b"relax.admin"
     assert stream.read(1) == b"\x02"  # SCRAM-SHA-512
-    assert [stream.read(stream.read(1)[0] - 1) for _ in range(3)] == [b"salt" * 6, b"s" * 64, b"k" * 64]
+    assert [stream.read(stream.read(1)[0] - 1) for _ in range(3)] == [
+        b"salt" * 6,
+        b"s" * 64,
+        b"k" * 64,
+    ]
     assert struct.unpack(">ib", stream.read()) == (8192, 0)
 
 
 def test_scram_credential_proves_a_password_and_no_other() -> None:
-    """The server's check of RFC 5802, section 3: it recovers the client's key from its proof and compares what it hashes to."""
+    """The server's check of RFC 5802, section 3: it recovers the client's key from its proof and
+    compares what it hashes to."""
     kept = ScramCredential.of("me", "right", salt=b"0123456789abcdef")
     signature = hmac.digest(kept.stored_key, b"the messages so far", "sha512")
     for password, accepted in (("right", True), ("wrong", False)):
-        salted = hashlib.pbkdf2_hmac("sha512", password.encode(), b"0123456789abcdef", kept.iterations)
+        salted = hashlib.pbkdf2_hmac(
+            "sha512", password.encode(), b"0123456789abcdef", kept.iterations
+        )
         client_key = hmac.digest(salted, b"Client Key", "sha512")
-        own_signature = hmac.digest(hashlib.sha512(client_key).digest(), b"the messages so far", "sha512")
+        own_signature = hmac.digest(
+            hashlib.sha512(client_key).digest(), b"the messages so far", "sha512"
+        )
         proof = bytes(a ^ b for a, b in zip(client_key, own_signature, strict=True))
         recovered = bytes(a ^ b for a, b in zip(proof, signature, strict=True))
         assert (hashlib.sha512(recovered).digest() == kept.stored_key) is accepted

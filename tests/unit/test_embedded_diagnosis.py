@@ -4,30 +4,43 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.broker.embedded.diagnosis import explain_death
 from relax_events.errors import BrokerError, EnvironmentProblem, RelaxError
+from relax_events.kafka.embedded.broker_log import explain_death
 
 
 def explain(tmp_path: Path, text: str, start_byte: int = 0) -> RelaxError:
     (tmp_path / "broker.log").write_text(text)
-    return explain_death(tmp_path / "broker.log", port=20001, directory=tmp_path, start_byte=start_byte)
+    return explain_death(
+        tmp_path / "broker.log", port=20001, directory=tmp_path, start_byte=start_byte
+    )
 
 
 def test_explain_death_gives_the_last_lines_when_the_cause_is_unknown(tmp_path: Path) -> None:
     error = explain(tmp_path, "".join(f"line {index}\n" for index in range(40)))
     assert isinstance(error, BrokerError)
-    assert str(error).startswith(f"the embedded broker in {tmp_path} ended by itself; the last lines of {tmp_path / 'broker.log'}:\n  line 25\n")
+    assert str(error).startswith(
+        f"the embedded broker in {tmp_path} ended by itself; the last lines of "
+        f"{tmp_path / 'broker.log'}:\n  line 25\n"
+    )
     assert str(error).endswith("  line 39")
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("java.io.IOException: No space left on device", "the disk under .* is full; free some space"),
-        ("java.net.BindException: Address already in use", "port 20001 on 127.0.0.1 is taken by another program"),
+        (
+            "java.io.IOException: No space left on device",
+            "the disk under .* is full; free some space",
+        ),
+        (
+            "java.net.BindException: Address already in use",
+            "port 20001 on 127.0.0.1 is taken by another program",
+        ),
     ],
 )
-def test_explain_death_names_the_cause_when_the_log_tells(tmp_path: Path, line: str, said: str) -> None:
+def test_explain_death_names_the_cause_when_the_log_tells(
+    tmp_path: Path, line: str, said: str
+) -> None:
     error = explain(tmp_path, f"start\n{line}\n" + "more\n" * 50)
     assert isinstance(error, EnvironmentProblem)
     with pytest.raises(EnvironmentProblem, match=said):
@@ -46,5 +59,11 @@ def test_explain_death_says_so_when_nothing_was_printed(tmp_path: Path) -> None:
 def test_explain_death_gives_the_cause_and_no_stack_when_java_threw(tmp_path: Path) -> None:
     stack = "".join(f"\tat kafka.Some.place(Some.java:{line})\n" for line in range(40))
     cause = "Caused by: java.nio.file.InvalidPathException: Malformed input: /my dir"
-    error = explain(tmp_path, f"[main] ERROR Exiting\njava.lang.RuntimeException: outer\n{stack}{cause}\n{stack}\t... 12 more\n")
+    error = explain(
+        tmp_path,
+        (
+            "[main] ERROR Exiting\njava.lang.RuntimeException: "
+            f"outer\n{stack}{cause}\n{stack}\t... 12 more\n"
+        ),
+    )
     assert str(error).endswith(f"ended by itself: {cause}; see {tmp_path / 'broker.log'}")

@@ -2,7 +2,7 @@
 
 import re
 
-from relax_events.broker.embedded.lock import read_lock
+from relax_events.kafka.embedded.jars import read_lock
 
 
 def test_lock_names_the_node_itself_when_read() -> None:
@@ -18,11 +18,16 @@ def test_lock_holds_checkable_rows_when_read() -> None:
     lock = read_lock()
     assert len({jar.name for jar in lock.jars}) == len(lock.jars)
     assert all(re.fullmatch(r"[0-9a-f]{64}", jar.sha256) for jar in lock.jars)
-    assert all(jar.size_bytes > 0 and jar.path.endswith(".jar") and not jar.path.startswith("/") for jar in lock.jars)
+    assert all(
+        jar.size_bytes > 0 and jar.path.endswith(".jar") and not jar.path.startswith("/")
+        for jar in lock.jars
+    )
     assert 30_000_000 < lock.size_bytes < 50_000_000
 
 
 def test_lock_keeps_one_kafka_version_when_read() -> None:
     lock = read_lock()
-    versions = {jar.path.split("/")[-2] for jar in lock.jars if jar.path.startswith("org/apache/kafka/")}
+    versions = {
+        jar.path.split("/")[-2] for jar in lock.jars if jar.path.startswith("org/apache/kafka/")
+    }
     assert versions == {lock.kafka_version}

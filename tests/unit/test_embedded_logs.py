@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.broker.embedded.logs import follow_lines, last_lines
+from relax_events.kafka.embedded.broker_log import follow_lines, last_lines
 
 
-@pytest.mark.parametrize(("num_lines", "expected"), [(0, []), (2, ["c", "d"]), (9, ["a", "b", "c", "d"])])
+@pytest.mark.parametrize(
+    ("num_lines", "expected"), [(0, []), (2, ["c", "d"]), (9, ["a", "b", "c", "d"])]
+)
 def test_last_lines_returns_so_many(tmp_path: Path, num_lines: int, expected: list[str]) -> None:
     (tmp_path / "log").write_text("a\nb\nc\nd\n")
     assert last_lines(tmp_path / "log", num_lines=num_lines) == expected
@@ -40,4 +42,9 @@ def test_follow_lines_yields_what_is_added_until_the_writer_ends(tmp_path: Path)
             file.write(addition)
         return addition.endswith("unfinished")
 
-    assert list(follow_lines(log, start_byte=4, ended_within=ended_within)) == ["first", "second", "third", "unfinished"]
+    assert list(follow_lines(log, start_byte=4, ended_within=ended_within)) == [
+        "first",
+        "second",
+        "third",
+        "unfinished",
+    ]

@@ -5,7 +5,7 @@ from io import StringIO
 
 import pytest
 
-from relax_events.broker.embedded.progress import transfer_progress
+from relax_events.kafka.embedded.jars import transfer_progress
 
 
 class Terminal(StringIO):
@@ -13,7 +13,9 @@ class Terminal(StringIO):
         return True
 
 
-def test_transfer_progress_prints_a_line_per_quarter_when_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfer_progress_prints_a_line_per_quarter_when_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with transfer_progress("things", 4 << 20) as advance:
         for _ in range(40):
             advance((4 << 20) // 40)
@@ -24,14 +26,21 @@ def test_transfer_progress_prints_a_line_per_quarter_when_no_terminal(capsys: py
     assert len(lines) == 5
 
 
-def test_transfer_progress_says_nothing_twice_when_a_part_starts_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfer_progress_says_nothing_twice_when_a_part_starts_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with transfer_progress("things", 100) as advance:
         for num_bytes in (30, -30, 30, 70):
             advance(num_bytes)
-    assert capsys.readouterr().err.splitlines()[1:] == ["fetched 30% of things", "fetched 100% of things"]
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "fetched 30% of things",
+        "fetched 100% of things",
+    ]
 
 
-def test_transfer_progress_draws_a_bar_when_a_person_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfer_progress_draws_a_bar_when_a_person_watches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with transfer_progress("things", 100) as advance:

@@ -5,10 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.broker.embedded.report import BrokerReport, broker_report
 from relax_events.cli.broker import app
+from relax_events.kafka.embedded.status import BrokerReport, broker_report
 
-REPORT = BrokerReport("/node", True, "127.0.0.1:20001", 77, "relax run", [81, 92], "no", "4.3.1", 61.7, 3 << 19, 5 << 20)
+REPORT = BrokerReport(
+    "/node",
+    True,
+    "127.0.0.1:20001",
+    77,
+    "relax run",
+    [81, 92],
+    "no",
+    "4.3.1",
+    61.7,
+    3 << 19,
+    5 << 20,
+)
 
 
 def test_report_aligns_fields_when_shown_as_text() -> None:
@@ -35,7 +47,9 @@ def test_report_keeps_figures_exact_when_shown_as_json() -> None:
 
 def test_broker_report_is_down_and_empty_when_nothing_was_started(tmp_path: Path) -> None:
     report = broker_report(tmp_path / "node")
-    assert report == BrokerReport(str(tmp_path / "node"), False, None, None, None, [], None, None, None, 0, 0)
+    assert report == BrokerReport(
+        str(tmp_path / "node"), False, None, None, None, [], None, None, None, 0, 0
+    )
     assert report.as_text().startswith("state               down\nbootstrap servers   -\n")
 
 
@@ -50,18 +64,29 @@ def test_broker_report_counts_what_sparse_files_really_take(tmp_path: Path) -> N
     assert report.log_bytes == 12
 
 
-def test_status_exits_with_3_when_the_broker_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = app(["status", "--directory", str(tmp_path), "--output", "json"], result_action="return_value")
+def test_status_exits_with_3_when_the_broker_is_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = app(
+        ["status", "--directory", str(tmp_path), "--output", "json"], result_action="return_value"
+    )
     assert answer == 3
     assert json.loads(capsys.readouterr().out)["running"] is False
 
 
-def test_logs_print_the_end_of_the_log_when_the_broker_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_print_the_end_of_the_log_when_the_broker_is_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "broker.log").write_text("one\ntwo\nthree\n")
-    app(["logs", "--directory", str(tmp_path), "--lines", "2", "--follow"], result_action="return_value")
+    app(
+        ["logs", "--directory", str(tmp_path), "--lines", "2", "--follow"],
+        result_action="return_value",
+    )
     assert capsys.readouterr().out == "two\nthree\n"
 
 
-def test_stop_says_nothing_when_the_broker_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_says_nothing_when_the_broker_is_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     app(["stop", "--directory", str(tmp_path)], result_action="return_value")
     assert capsys.readouterr().out == ""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.broker.embedded.security import NodeSecurity, kept_credentials
-from relax_events.broker.embedded.settings import server_properties
 from relax_events.config import RunConfig
-from relax_events.control.security import make_folder
 from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.kafka.embedded.security import NodeSecurity, kept_credentials
+from relax_events.kafka.embedded.settings import server_properties
+from relax_events.ops.security import make_folder
 
 
 @pytest.fixture
@@ -22,22 +22,43 @@ def security(make_run_config: Callable[..., RunConfig], tmp_path: Path) -> NodeS
 
 
 def settings_of(security: NodeSecurity, **overrides: str) -> dict[str, str]:
-    text = server_properties(Path("/node/data"), port=20001, controller_port=20002, overrides=overrides, security=security)
+    text = server_properties(
+        Path("/node/data"),
+        port=20001,
+        controller_port=20002,
+        overrides=overrides,
+        security=security,
+    )
     return dict(line.split("=", 1) for line in text.splitlines())
 
 
 def test_secured_node_has_no_listener_without_proof(security: NodeSecurity) -> None:
     written = settings_of(security)
-    assert written["listeners"] == "SASL_SSL://127.0.0.1:20001,INTERNAL://127.0.0.1:20003,CONTROLLER://127.0.0.1:20002"
-    assert written["advertised.listeners"] == "SASL_SSL://127.0.0.1:20001,INTERNAL://127.0.0.1:20003"
-    assert written["listener.security.protocol.map"] == "CONTROLLER:SSL,INTERNAL:SSL,SASL_SSL:SASL_SSL"
-    assert {written[f"listener.name.{name}.ssl.client.auth"] for name in ("internal", "controller")} == {"required"}
+    assert (
+        written["listeners"]
+        == "SASL_SSL://127.0.0.1:20001,INTERNAL://127.0.0.1:20003,CONTROLLER://127.0.0.1:20002"
+    )
+    assert (
+        written["advertised.listeners"] == "SASL_SSL://127.0.0.1:20001,INTERNAL://127.0.0.1:20003"
+    )
+    assert (
+        written["listener.security.protocol.map"] == "CONTROLLER:SSL,INTERNAL:SSL,SASL_SSL:SASL_SSL"
+    )
+    assert {
+        written[f"listener.name.{name}.ssl.client.auth"] for name in ("internal", "controller")
+    } == {"required"}
 
 
 def test_secured_node_denies_what_is_not_allowed(security: NodeSecurity) -> None:
     written = settings_of(security)
-    assert written["authorizer.class.name"] == "org.apache.kafka.metadata.authorizer.StandardAuthorizer"
-    assert (written["allow.everyone.if.no.acl.found"], written["auto.create.topics.enable"]) == ("false", "false")
+    assert (
+        written["authorizer.class.name"]
+        == "org.apache.kafka.metadata.authorizer.StandardAuthorizer"
+    )
+    assert (written["allow.everyone.if.no.acl.found"], written["auto.create.topics.enable"]) == (
+        "false",
+        "false",
+    )
     assert written["super.users"] == "User:CN=relax.broker;User:relax.admin"
 
 
@@ -48,13 +69,24 @@ def test_settings_hold_no_password(security: NodeSecurity) -> None:
 
 def test_super_users_can_not_be_overridden(security: NodeSecurity) -> None:
     with pytest.raises(ConfigError, match=r"must not set super.users"):
-        server_properties(Path("/d"), port=1, controller_port=2, overrides={"super.users": "User:ANONYMOUS"}, security=security)
+        server_properties(
+            Path("/d"),
+            port=1,
+            controller_port=2,
+            overrides={"super.users": "User:ANONYMOUS"},
+            security=security,
+        )
 
 
 @pytest.mark.parametrize("missing", ["ca.pem", "brokers/local.pem", "secrets/relax.admin"])
-def test_incomplete_folder_is_refused_with_the_missing_file(security: NodeSecurity, missing: str) -> None:
+def test_incomplete_folder_is_refused_with_the_missing_file(
+    security: NodeSecurity, missing: str
+) -> None:
     (security.folder.path / missing).unlink()
-    with pytest.raises(ConfigError, match=rf"has no {Path(missing).name}; make the folder with: relax broker secure"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"has no {Path(missing).name}; make the folder with: relax broker secure",
+    ):
         NodeSecurity.of(security.folder.path, internal_port=1)
 
 
@@ -67,5 +99,8 @@ def test_node_stays_secured_when_a_start_names_no_folder(tmp_path: Path) -> None
 def test_open_node_with_records_can_not_be_secured_afterwards(tmp_path: Path) -> None:
     assert kept_credentials(Path("/etc/relax"), None, data=tmp_path / "new") == Path("/etc/relax")
     (tmp_path / "meta.properties").touch()
-    with pytest.raises(EnvironmentProblem, match=r"was made without broker.credentials and does not know their users; choose another run.directory"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"was made without broker.credentials and does not know their users; choose another run.directory",
+    ):
         kept_credentials(Path("/etc/relax"), None, data=tmp_path)

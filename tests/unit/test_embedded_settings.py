@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.broker.embedded.settings import escape, server_properties
 from relax_events.errors import ConfigError
+from relax_events.kafka.embedded.settings import escape, server_properties
 
 
 def read(text: str) -> dict[str, str]:
@@ -43,12 +43,27 @@ def test_server_properties_hold_what_the_pipeline_relies_on() -> None:
 
 
 def test_server_properties_take_overrides() -> None:
-    assert settings(log_cleaner_threads="2", num_io_threads="3").items() >= {"log.cleaner.threads": "2", "num.io.threads": "3"}.items()
+    assert (
+        settings(log_cleaner_threads="2", num_io_threads="3").items()
+        >= {"log.cleaner.threads": "2", "num.io.threads": "3"}.items()
+    )
 
 
-@pytest.mark.parametrize("key", ["listeners", "log.dirs", "node.id", "process.roles", "controller.quorum.voters", "advertised.listeners"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "listeners",
+        "log.dirs",
+        "node.id",
+        "process.roles",
+        "controller.quorum.voters",
+        "advertised.listeners",
+    ],
+)
 def test_server_properties_refuse_overrides_of_identity_and_place(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"node_properties must not set {key}: the embedded broker decides it"):
+    with pytest.raises(
+        ConfigError, match=f"node_properties must not set {key}: the embedded broker decides it"
+    ):
         server_properties(Path("/node/data"), port=1, controller_port=2, overrides={key: "x"})
 
 

@@ -7,18 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.broker.embedded.storage import ensure_formatted, new_id, require_free_space
 from relax_events.errors import EnvironmentProblem
+from relax_events.kafka.embedded.storage import ensure_formatted, new_id, require_free_space
 
 Usage = namedtuple("Usage", "total used free")
 
 
 def test_ensure_formatted_writes_identity_and_checkpoint(tmp_path: Path) -> None:
     ensure_formatted(tmp_path / "data")
-    written = dict(line.split("=", 1) for line in (tmp_path / "data" / "meta.properties").read_text().splitlines())
+    written = dict(
+        line.split("=", 1)
+        for line in (tmp_path / "data" / "meta.properties").read_text().splitlines()
+    )
     assert written.keys() == {"version", "cluster.id", "node.id", "directory.id"}
     assert (written["version"], written["node.id"]) == ("1", "1")
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["bootstrap.checkpoint", "meta.properties"]
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+        "bootstrap.checkpoint",
+        "meta.properties",
+    ]
 
 
 def test_ensure_formatted_keeps_a_folder_when_it_is_formatted(tmp_path: Path) -> None:
@@ -39,15 +45,28 @@ def test_ensure_formatted_formats_again_when_a_crash_left_half(tmp_path: Path) -
 def test_new_id_is_sixteen_bytes_and_never_starts_with_a_dash() -> None:
     ids = {new_id() for _ in range(500)}
     assert len(ids) == 500
-    assert all(len(base64.urlsafe_b64decode(text + "==")) == 16 and not text.startswith("-") for text in ids)
+    assert all(
+        len(base64.urlsafe_b64decode(text + "==")) == 16 and not text.startswith("-")
+        for text in ids
+    )
 
 
-def test_require_free_space_passes_when_there_is_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_require_free_space_passes_when_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 256 << 20))
     require_free_space(tmp_path)
 
 
-def test_require_free_space_names_folder_and_figures_when_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_require_free_space_names_folder_and_figures_when_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 100 << 20))
-    with pytest.raises(EnvironmentProblem, match=f"the disk under {tmp_path} has 100 MiB free, the embedded broker needs at least 256 MiB"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=(
+            f"the disk under {tmp_path} has 100 MiB free, the embedded broker needs at least 256 "
+            "MiB"
+        ),
+    ):
         require_free_space(tmp_path)

@@ -18,7 +18,9 @@ from relax_events.weights.transport import VersionsOnly
 
 def engine() -> DatasetEngine:
     return DatasetEngine(
-        Path("nowhere"), config=EngineConfig(threads=1, max_context_tokens=6), model=ModelConfig(dtype="float32", path=Path("nowhere"))
+        Path("nowhere"),
+        config=EngineConfig(threads=1, max_context_tokens=6),
+        model=ModelConfig(dtype="float32", path=Path("nowhere")),
     )
 
 
@@ -51,14 +53,24 @@ def test_engine_hands_out_each_answer_once_as_it_came() -> None:
     first, second, third = used.poll(timeout_seconds=0)
     assert [sample.sample_id for sample in (first, second, third)] == ["g/0", "g/1", "h/0"]
     assert (first.tokens.tolist(), second.tokens.tolist()) == ([0, 1, 2, 3], [10])
-    assert (first.logprobs.tolist(), first.segments, first.finish_reason) == ([0] * 4, (VersionSegment(0, 4),), FinishReason.STOP)
+    assert (first.logprobs.tolist(), first.segments, first.finish_reason) == (
+        [0] * 4,
+        (VersionSegment(0, 4),),
+        FinishReason.STOP,
+    )
     assert (used.num_running, used.num_tokens, used.poll(timeout_seconds=0)) == (0, 7, [])
 
 
 @pytest.mark.parametrize(
     ("lengths", "text"),
     [
-        ((1, 5), "sample g/1: prompt and answer have 7 tokens; raise engine.max_context_tokens = 6 or drop the row"),
+        (
+            (1, 5),
+            (
+                "sample g/1: prompt and answer have 7 tokens; raise engine.max_context_tokens = "
+                "6 or drop the row"
+            ),
+        ),
         ((1, 0), "sample g/1: engine 'dataset' needs a prompt and an answer"),
     ],
 )
@@ -79,6 +91,8 @@ def test_engine_gives_back_what_is_taken_out() -> None:
 
 def test_engine_serves_the_version_that_was_announced_without_its_tensors() -> None:
     used, artifact = engine(), ObjectRef("file:///nowhere", b"d", 1)
-    published = PolicyVersionPublished(policy_version=7, artifact=artifact, transports=[], start_offsets=[])
+    published = PolicyVersionPublished(
+        policy_version=7, artifact=artifact, transports=[], start_offsets=[]
+    )
     used.load_weights(VersionsOnly().fetch(published))
     assert used.policy_version == 7

@@ -1,4 +1,5 @@
-"""A sample's draws follow from its seed and its model alone, whatever runs beside it; and what is measured of how rows round."""
+"""A sample's draws follow from its seed and its model alone, whatever runs beside it; and what is
+measured of how rows round."""
 
 import random
 from collections.abc import Iterator
@@ -9,10 +10,10 @@ import torch
 from engine_requests import bits, check_draws, finish, make_engine, make_request, tiny_model
 
 from relax_events.config import ModelConfig
-from relax_events.engines.causal_model import CausalModel
-from relax_events.engines.invariance import RowRule, measure_invariance
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.causal_model import CausalModel
+from relax_events.engines.transformers.engine import TransformersEngine
+from relax_events.engines.transformers.invariance import RowRule, measure_invariance
 
 NUM_GROUPS = 12
 STOPS = (7, 40)
@@ -30,7 +31,8 @@ def asked(number: int) -> GenerationRequest:
 
 
 def in_random_company(engine: TransformersEngine, seed: int) -> dict[str, GeneratedSample]:
-    """Submit prompt groups in random order, some while others run, among samples that are aborted again."""
+    """Submit prompt groups in random order, some while others run, among samples that are aborted
+    again."""
     generator = random.Random(seed)
     numbers = list(range(NUM_GROUPS))
     generator.shuffle(numbers)
@@ -40,7 +42,9 @@ def in_random_company(engine: TransformersEngine, seed: int) -> dict[str, Genera
             if numbers:
                 number = numbers.pop()
                 engine.submit(asked(number))
-                engine.submit(make_request(100 + number, num_samples=1, max_new_tokens=50, top_p=0.9))
+                engine.submit(
+                    make_request(100 + number, num_samples=1, max_new_tokens=50, top_p=0.9)
+                )
         samples |= {sample.sample_id: sample for sample in engine.poll(timeout_seconds=0.0)}
         if generator.random() < 0.3:
             engine.abort([f"g{100 + generator.randrange(NUM_GROUPS)}/0"])
@@ -50,12 +54,22 @@ def in_random_company(engine: TransformersEngine, seed: int) -> dict[str, Genera
 def test_seeds_draw_the_samples_in_random_company(family: str) -> None:
     for seed, max_running_samples in enumerate((3, 16, 40)):
         engine = make_engine(tiny_model(family), max_running_samples=max_running_samples)
-        check_draws(in_random_company(engine, seed), *map(asked, range(NUM_GROUPS)), path=tiny_model(family))
+        check_draws(
+            in_random_company(engine, seed), *map(asked, range(NUM_GROUPS)), path=tiny_model(family)
+        )
 
 
-@pytest.mark.parametrize("rule", [RowRule(True, 16, True), RowRule(True, 64, False)], ids=["at least 16 rows", "most rows, prompts alone"])
-def test_seeds_draw_the_samples_by_a_stricter_rule(family: str, rule: RowRule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_events.engines.transformers.measure_invariance", lambda *_, **__: rule)
+@pytest.mark.parametrize(
+    "rule",
+    [RowRule(True, 16, True), RowRule(True, 64, False)],
+    ids=["at least 16 rows", "most rows, prompts alone"],
+)
+def test_seeds_draw_the_samples_by_a_stricter_rule(
+    family: str, rule: RowRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "relax_events.engines.transformers.engine.measure_invariance", lambda *_, **__: rule
+    )
     samples = in_random_company(make_engine(tiny_model(family)), 5)
     check_draws(samples, *map(asked, range(NUM_GROUPS)), path=tiny_model(family))
 
@@ -72,23 +86,37 @@ def test_one_sample_at_a_time_is_the_same_bits_in_any_order(family: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "num_rows"), [("qwen3_moe", "float32", 8), ("qwen3_5_moe", "float32", 32), ("qwen3_5_moe", "bfloat16", 64)]
+    ("family", "dtype", "num_rows"),
+    [("qwen3_moe", "float32", 8), ("qwen3_5_moe", "float32", 32), ("qwen3_5_moe", "bfloat16", 64)],
 )
-def test_rows_of_a_step_fill_vectors_where_a_gate_gives_one_number(family: str, dtype: Any, num_rows: int) -> None:
+def test_rows_of_a_step_fill_vectors_where_a_gate_gives_one_number(
+    family: str, dtype: Any, num_rows: int
+) -> None:
     path = tiny_model(family)
-    assert CausalModel(path, config=ModelConfig(path=path, device="cpu", dtype=dtype)).row_block == num_rows
+    assert (
+        CausalModel(path, config=ModelConfig(path=path, device="cpu", dtype=dtype)).row_block
+        == num_rows
+    )
 
 
 @pytest.mark.parametrize(
     ("error_of", "expected"),
     [
         (len, RowRule(agrees=True, min_rows=64, prefills_together=True)),
-        (lambda tokens: float(len(tokens) < 32), RowRule(agrees=True, min_rows=32, prefills_together=True)),
-        (lambda tokens: torch.arange(len(tokens))[:, None], RowRule(agrees=False, min_rows=8, prefills_together=True)),
+        (
+            lambda tokens: float(len(tokens) < 32),
+            RowRule(agrees=True, min_rows=32, prefills_together=True),
+        ),
+        (
+            lambda tokens: torch.arange(len(tokens))[:, None],
+            RowRule(agrees=False, min_rows=8, prefills_together=True),
+        ),
     ],
     ids=["by the number of rows", "by few rows", "by place"],
 )
-def test_measurement_sees_how_rows_round(error_of: Any, expected: RowRule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_sees_how_rows_round(
+    error_of: Any, expected: RowRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = rounding(monkeypatch, of_step=error_of)
     assert measure_invariance(model, max_rows=64) == expected
 
@@ -99,9 +127,17 @@ def test_measurement_sees_prompts_that_round_together(monkeypatch: pytest.Monkey
     assert not rule.prefills_together
 
 
-def rounding(monkeypatch: pytest.MonkeyPatch, *, of_step: Any = lambda _: 0.0, of_prompts: Any = lambda _: 0.0) -> CausalModel:
-    """Give a model whose logits are nothing but errors by hand, so that this machine's kernels have no say."""
-    model = CausalModel(tiny_model(), config=ModelConfig(dtype="float32", path=tiny_model(), device="cpu"))
+def rounding(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    of_step: Any = lambda _: 0.0,
+    of_prompts: Any = lambda _: 0.0,
+) -> CausalModel:
+    """Give a model whose logits are nothing but errors by hand, so that this machine's kernels have
+    no say."""
+    model = CausalModel(
+        tiny_model(), config=ModelConfig(dtype="float32", path=tiny_model(), device="cpu")
+    )
     prefill = model.prefill
 
     def prefilled(ids: torch.Tensor, last: torch.Tensor) -> Any:
@@ -121,5 +157,7 @@ def test_same_seeds_give_the_same_bits_and_others_do_not() -> None:
     for engine in (first, second):
         engine.submit(make_request(1, num_samples=2, max_new_tokens=20))
     one, two = finish(first), finish(second)
-    assert {name: bits(sample) for name, sample in one.items()} == {name: bits(sample) for name, sample in two.items()}
+    assert {name: bits(sample) for name, sample in one.items()} == {
+        name: bits(sample) for name, sample in two.items()
+    }
     assert bits(one["g1/0"]) != bits(one["g1/1"])

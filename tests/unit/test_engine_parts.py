@@ -7,14 +7,15 @@ from engine_requests import plain_model, tiny_model
 from torch.nn.functional import softmax
 
 from relax_events.config import SamplingConfig
-from relax_events.engines.attention import grouped_sdpa
-from relax_events.engines.experts import padded_experts
-from relax_events.engines.rows import RowTable, Sample
+from relax_events.engines.transformers.layers import grouped_sdpa, padded_experts
+from relax_events.engines.transformers.rows import RowTable, Sample
 from relax_events.events.parts import FinishReason, VersionSegment
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_attention_of_grouped_queries_is_softmax_over_shared_keys(num_heads: int, num_kv_heads: int) -> None:
+def test_attention_of_grouped_queries_is_softmax_over_shared_keys(
+    num_heads: int, num_kv_heads: int
+) -> None:
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(3, num_heads, 1, 16, generator=generator)
     keys, values = (torch.randn(3, num_kv_heads, 32, 16, generator=generator) for _ in range(2))
@@ -25,8 +26,15 @@ def test_attention_of_grouped_queries_is_softmax_over_shared_keys(num_heads: int
     for row, length in enumerate(lengths.tolist()):
         for head in range(num_heads):
             shared = head // (num_heads // num_kv_heads)
-            weights = softmax(0.25 * keys[row, shared, :length].double() @ query[row, head, 0].double(), dim=0)
-            torch.testing.assert_close(output[row, 0, head].double(), weights @ values[row, shared, :length].double(), atol=1e-5, rtol=1e-5)
+            weights = softmax(
+                0.25 * keys[row, shared, :length].double() @ query[row, head, 0].double(), dim=0
+            )
+            torch.testing.assert_close(
+                output[row, 0, head].double(),
+                weights @ values[row, shared, :length].double(),
+                atol=1e-5,
+                rtol=1e-5,
+            )
 
 
 def test_padded_experts_compute_what_the_model_computes() -> None:
@@ -36,10 +44,19 @@ def test_padded_experts_compute_what_the_model_computes() -> None:
     chosen = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(11)])
     weights = torch.rand(11, 2, generator=generator, dtype=torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(padded_experts(layer, hidden, chosen, weights), layer(hidden, chosen, weights))
+        torch.testing.assert_close(
+            padded_experts(layer, hidden, chosen, weights), layer(hidden, chosen, weights)
+        )
 
 
-def sample(name: str, *, seed: int = 0, stops: tuple[int, ...] = (), limit: int = 8, prefix: tuple[int, ...] = ()) -> Sample:
+def sample(
+    name: str,
+    *,
+    seed: int = 0,
+    stops: tuple[int, ...] = (),
+    limit: int = 8,
+    prefix: tuple[int, ...] = (),
+) -> Sample:
     return Sample(
         order=0,
         sample_id=name,
@@ -64,11 +81,15 @@ def table_of(*samples: Sample) -> RowTable:
 
 
 def record(table: RowTable, tokens: list[int]) -> list[int]:
-    return table.record(slice(0, len(tokens)), np.array(tokens), np.full(len(tokens), -0.5, np.float32)).tolist()
+    return table.record(
+        slice(0, len(tokens)), np.array(tokens), np.full(len(tokens), -0.5, np.float32)
+    ).tolist()
 
 
 def test_rows_end_by_stop_token_by_length_and_by_odd_numbers() -> None:
-    table = table_of(sample("a", stops=(9,)), sample("b", stops=(8, 10)), sample("c", limit=2), sample("d"))
+    table = table_of(
+        sample("a", stops=(9,)), sample("b", stops=(8, 10)), sample("c", limit=2), sample("d")
+    )
     assert record(table, [8, 9, 1, 1]) == []
     assert record(table, [9, 1, 1, 1]) == [0, 2]
     nothing = np.array([-0.5, -0.5, -0.5, np.nan], np.float32)
@@ -79,7 +100,11 @@ def test_rows_close_up_when_samples_leave() -> None:
     table = table_of(*(sample(name) for name in "abcde"))
     record(table, [1, 2, 3, 4, 5])
     left, sources, targets = table.leave([0, 2, 4])
-    assert [(one.sample_id, one.tokens.tolist()) for one in left] == [("a", [1]), ("c", [3]), ("e", [5])]
+    assert [(one.sample_id, one.tokens.tolist()) for one in left] == [
+        ("a", [1]),
+        ("c", [3]),
+        ("e", [5]),
+    ]
     assert (sources, targets) == ([3], [0])
     assert [one.sample_id for one in table.samples] == ["d", "b"]
     assert table.next_tokens[:2].tolist() == [4, 2]
@@ -104,7 +129,11 @@ def test_segments_join_neighbours_of_one_kind() -> None:
     record(table, [4])
     record(table, [5])
     ((left,), _, _) = table.leave([0])
-    assert left.segments == (VersionSegment(0, 2), VersionSegment(1, 1), VersionSegment(3, 2, kept_cache=True))
+    assert left.segments == (
+        VersionSegment(0, 2),
+        VersionSegment(1, 1),
+        VersionSegment(3, 2, kept_cache=True),
+    )
     table.join(left, policy_version=3)
     record(table, [6])
     ((left,), _, _) = table.leave([0])

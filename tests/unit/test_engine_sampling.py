@@ -8,14 +8,20 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from relax_events.engines import sampling
-from relax_events.engines.sampling import RowSampling, draw, uniforms
+from relax_events.engines.transformers import sampling
+from relax_events.engines.transformers.sampling import RowSampling, draw, uniforms
 
 NUM_DRAWS = 20_000
 
 
-def rows(num_rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> RowSampling:
-    return RowSampling(np.full(num_rows, temperature, np.float32), np.full(num_rows, top_p, np.float32), np.full(num_rows, top_k, np.int64))
+def rows(
+    num_rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+) -> RowSampling:
+    return RowSampling(
+        np.full(num_rows, temperature, np.float32),
+        np.full(num_rows, top_p, np.float32),
+        np.full(num_rows, top_k, np.int64),
+    )
 
 
 def frequencies(probabilities: list[float], **settings: float) -> NDArray[np.float64]:
@@ -38,7 +44,11 @@ def splitmix64(state: int) -> Iterator[int]:
 
 def test_uniforms_are_splitmix64_of_seed_and_position() -> None:
     # First outputs for this seed as published with the reference implementation.
-    assert list(islice(splitmix64(1234567), 3)) == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert list(islice(splitmix64(1234567), 3)) == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
     for seed in (0, 1234567, 2**64 - 1):
         stream = splitmix64(next(splitmix64(seed)))
         expected = [value / 2**64 for value in islice(stream, 5)]
@@ -49,7 +59,10 @@ def test_uniforms_are_splitmix64_of_seed_and_position() -> None:
 def test_uniforms_are_uniform_along_seeds_and_along_positions() -> None:
     counts = np.arange(NUM_DRAWS)
     zeros = np.zeros(NUM_DRAWS, np.int64)
-    for numbers in (uniforms(counts.astype(np.uint64), zeros), uniforms(zeros.astype(np.uint64), counts)):
+    for numbers in (
+        uniforms(counts.astype(np.uint64), zeros),
+        uniforms(zeros.astype(np.uint64), counts),
+    ):
         distance = np.abs(np.sort(numbers) - (counts + 0.5) / NUM_DRAWS).max()
         assert distance * np.sqrt(NUM_DRAWS) < 1.95  # Kolmogorov-Smirnov at one in a thousand
         assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.03
@@ -58,7 +71,9 @@ def test_uniforms_are_uniform_along_seeds_and_along_positions() -> None:
 def test_draws_follow_the_distribution() -> None:
     expected = np.array([0.5, 0.25, 0.15, 0.1])
     observed = frequencies(expected.tolist())
-    assert NUM_DRAWS * ((observed - expected) ** 2 / expected).sum() < 16.27  # chi-squared with 3 degrees of freedom at one in a thousand
+    assert (
+        NUM_DRAWS * ((observed - expected) ** 2 / expected).sum() < 16.27
+    )  # chi-squared with 3 degrees of freedom at one in a thousand
 
 
 @pytest.mark.parametrize(
@@ -68,11 +83,19 @@ def test_draws_follow_the_distribution() -> None:
         ({"top_p": 0.5}, [0.0, 0.6, 0.0, 0.4]),  # 0.3 alone is less than 0.5, and 0.2 completes it
         ({"top_p": 0.25}, [0.0, 1.0, 0.0, 0.0]),
         ({"top_p": 1e-6}, [0.0, 1.0, 0.0, 0.0]),
-        ({"top_k": 3, "top_p": 0.9}, [0.0, 3 / 6.5, 1.5 / 6.5, 2 / 6.5]),  # 0.65 is left; 0.5 of it is less than 0.9 of it
-        ({"temperature": 0.5}, [0.01 / 0.1625, 0.09 / 0.1625, 0.0225 / 0.1625, 0.04 / 0.1625]),  # squares
+        (
+            {"top_k": 3, "top_p": 0.9},
+            [0.0, 3 / 6.5, 1.5 / 6.5, 2 / 6.5],
+        ),  # 0.65 is left; 0.5 of it is less than 0.9 of it
+        (
+            {"temperature": 0.5},
+            [0.01 / 0.1625, 0.09 / 0.1625, 0.0225 / 0.1625, 0.04 / 0.1625],
+        ),  # squares
     ],
 )
-def test_restricted_draws_follow_what_is_kept(settings: dict[str, float], expected: list[float]) -> None:
+def test_restricted_draws_follow_what_is_kept(
+    settings: dict[str, float], expected: list[float]
+) -> None:
     probabilities = [0.1, 0.3, 0.15, 0.2, *([0.025] * 10)]
     if "temperature" in settings:
         probabilities = probabilities[:4]

@@ -1,4 +1,5 @@
-"""The parts of engine `sglang` that need no server: folders of weights, checksums, and what a request leaves behind."""
+"""The parts of engine `sglang` that need no server: folders of weights, checksums, and what a
+request leaves behind."""
 
 from __future__ import annotations
 
@@ -16,16 +17,21 @@ import pytest
 import torch
 from engine_requests import make_request, other_weights, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3OmniMoeThinkerForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
 
 from relax_events.config import SGLangConfig
 from relax_events.engines.requests import admitted_samples
-from relax_events.engines.rows import Sample
-from relax_events.engines.sglang import model_intake, plugin
 from relax_events.engines.sglang.checkpoint import ModelFolder, not_finite
 from relax_events.engines.sglang.engine import servers
-from relax_events.engines.sglang.fingerprints import Fingerprints
-from relax_events.engines.sglang.flights import Flight, UnknownVersion
+from relax_events.engines.sglang.inflight import Flight, UnknownVersion
+from relax_events.engines.sglang.patches import model as model_intake
+from relax_events.engines.sglang.patches import plugin
+from relax_events.engines.sglang.weight_checksums import Fingerprints
+from relax_events.engines.transformers.rows import Sample
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.parts import VersionSegment
 from tests.unit.moving_and_sounding import expert_model, omni_model, whole_omni_model
@@ -60,19 +66,37 @@ def test_fused_experts_are_read_as_transformers_reads_them(tmp_path: Path, is_tu
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     check_fits(path, AutoModelForImageTextToText)
     loaded: dict[str, torch.Tensor] = {}
-    model_intake.load_mixture(lambda _, named: loaded.update(named), SimpleNamespace(config=SimpleNamespace(hidden_size=32)), tensors.items())
-    assert {tuple(loaded[name].shape) for name in fused} == {(8, 32, 64)}  # as published, however they lie
-    assert all(torch.equal(loaded[name], tensors[name] if is_turned else tensors[name].transpose(1, 2)) for name in fused)
+    model_intake.load_mixture(
+        lambda _, named: loaded.update(named),
+        SimpleNamespace(config=SimpleNamespace(hidden_size=32)),
+        tensors.items(),
+    )
+    assert {tuple(loaded[name].shape) for name in fused} == {
+        (8, 32, 64)
+    }  # as published, however they lie
+    assert all(
+        torch.equal(loaded[name], tensors[name] if is_turned else tensors[name].transpose(1, 2))
+        for name in fused
+    )
     assert all(loaded[name] is tensors[name] for name in tensors if ".experts." not in name)
 
 
 def test_thinker_of_a_whole_model_has_the_names_of_one_alone() -> None:
-    alone, whole = (ModelFolder.read(path, records_experts=True) for path in (omni_model(), whole_omni_model()))
-    assert (whole.shapes, whole.vocab_size, whole.num_layers, whole.experts) == (alone.shapes, alone.vocab_size, 2, alone.experts)
+    alone, whole = (
+        ModelFolder.read(path, records_experts=True) for path in (omni_model(), whole_omni_model())
+    )
+    assert (whole.shapes, whole.vocab_size, whole.num_layers, whole.experts) == (
+        alone.shapes,
+        alone.vocab_size,
+        2,
+        alone.experts,
+    )
     assert whole.layout is not None
     for path in (omni_model(), whole_omni_model()):
         check_fits(path, Qwen3OmniMoeThinkerForConditionalGeneration)
-    assert all(torch.equal(tensor, whole.tensors()[name]) for name, tensor in alone.tensors().items())
+    assert all(
+        torch.equal(tensor, whole.tensors()[name]) for name, tensor in alone.tensors().items()
+    )
 
 
 def test_weights_of_another_model_are_refused_by_name() -> None:
@@ -81,14 +105,23 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     with pytest.raises(WeightsError, match=f"the weights lack {name} "):
         model.fitted({other: value for other, value in tensors.items() if other != name})
-    with pytest.raises(WeightsError, match=r"the model has no tensor model.layers.9.norm \(1 unknown in all\); publish weights of"):
+    with pytest.raises(
+        WeightsError,
+        match=r"the model has no tensor model.layers.9.norm \(1 unknown in all\); publish weights of",
+    ):
         model.fitted(tensors | {"model.layers.9.norm": torch.zeros(1)})
-    with pytest.raises(WeightsError, match=rf"{name} must be \(64, 32\) as in the model, got \(32, 64\)"):
+    with pytest.raises(
+        WeightsError, match=rf"{name} must be \(64, 32\) as in the model, got \(32, 64\)"
+    ):
         model.fitted(tensors | {name: tensors[name].T})
 
 
 def test_experts_are_told_of_with_a_place_for_layers_that_have_none() -> None:
-    model = replace(ModelFolder.read(tiny_model("qwen3_moe"), records_experts=True), num_layers=4, expert_layers=(1, 3))
+    model = replace(
+        ModelFolder.read(tiny_model("qwen3_moe"), records_experts=True),
+        num_layers=4,
+        expert_layers=(1, 3),
+    )
     chosen = np.array([[[7, 0], [2, 5]], [[1, 3], [6, 4]]], np.uint8)
     said = np.frombuffer(b64decode(model.told_experts(chosen)), "<i4").reshape(2, 4, 2)
     assert said.tolist() == [[[0, 0], [7, 0], [0, 0], [2, 5]], [[0, 0], [1, 3], [0, 0], [6, 4]]]
@@ -96,7 +129,10 @@ def test_experts_are_told_of_with_a_place_for_layers_that_have_none() -> None:
 
 
 def test_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.json can't be read: .* take the model's folder as it was published"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config.json can't be read: .* take the model's folder as it was published",
+    ):
         ModelFolder.read(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 3}')
     with pytest.raises(ConfigError, match=r"holds no language model in \*.safetensors"):
@@ -108,10 +144,15 @@ def test_model_that_hears_and_names_no_sounds_is_refused(tmp_path: Path) -> None
     settings = json.loads((path / "tokenizer_config.json").read_text())
     assert ModelFolder.read(path).extractor is not None
     name = settings.pop("audio_token")
-    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"extra_special_tokens": {"audio_token": name}}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"extra_special_tokens": {"audio_token": name}})
+    )
     assert ModelFolder.read(path).extractor is not None
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"tokenizer_config.json names no audio_token, which SGLang asks for; .* or delete a tiny one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tokenizer_config.json names no audio_token, which SGLang asks for; .* or delete a tiny one",
+    ):
         ModelFolder.read(path)
 
 
@@ -121,7 +162,9 @@ def test_folder_of_a_version_is_a_whole_model(tmp_path: Path) -> None:
     folder = model.write_version(model.fitted(weights.tensors), tmp_path / "1")
     written, expected = ModelFolder.read(folder).tensors(), parameters(path)
     assert all(torch.equal(written[name], expected[name]) for name in expected)
-    with pytest.raises(WeightsError, match=r"can't be written .* set engine.sglang.weights_directory"):
+    with pytest.raises(
+        WeightsError, match=r"can't be written .* set engine.sglang.weights_directory"
+    ):
         model.write_version({}, tmp_path / "1")
 
 
@@ -133,35 +176,57 @@ def test_value_that_is_not_finite_is_named() -> None:
 
 def checksum(*parts: torch.Tensor) -> str:
     """Hash as a server on a CPU does: the whole tensor's bytes, 16 digits."""
-    return sha256(torch.cat([part.reshape(-1) for part in parts]).numpy().tobytes()).hexdigest()[:16]
+    return sha256(torch.cat([part.reshape(-1) for part in parts]).numpy().tobytes()).hexdigest()[
+        :16
+    ]
 
 
 def server_tensors(family: str, own: dict[str, torch.Tensor]) -> dict[str, str]:
     """Put a tiny model's tensors together by hand, as SGLang's modules are built, and hash them."""
     rows, width = own["model.embed_tokens.weight"].shape
     padding = torch.zeros(-rows % 64, width)
-    sums = {name: checksum(own[name], padding) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    sums = {
+        name: checksum(own[name], padding)
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
     sums["model.norm.weight"] = checksum(own["model.norm.weight"])
     for layer in ("model.layers.0", "model.layers.1"):
         attention = [own[f"{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
         sums[f"{layer}.self_attn.qkv_proj.weight"] = checksum(*attention)
-        same = ["self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"]
+        same = [
+            "self_attn.o_proj",
+            "self_attn.q_norm",
+            "self_attn.k_norm",
+            "input_layernorm",
+            "post_attention_layernorm",
+        ]
         same += ["mlp.gate"] if family == "qwen3_moe" else ["mlp.down_proj"]
         sums |= {f"{layer}.{name}.weight": checksum(own[f"{layer}.{name}.weight"]) for name in same}
         if family == "qwen3_moe":
             experts = [f"{layer}.mlp.experts.{number}" for number in range(8)]
-            both = [own[f"{expert}.{part}_proj.weight"] for expert in experts for part in ("gate", "up")]
+            both = [
+                own[f"{expert}.{part}_proj.weight"] for expert in experts for part in ("gate", "up")
+            ]
             sums[f"{layer}.mlp.experts.w13_weight"] = checksum(*both)
-            sums[f"{layer}.mlp.experts.w2_weight"] = checksum(*(own[f"{expert}.down_proj.weight"] for expert in experts))
+            sums[f"{layer}.mlp.experts.w2_weight"] = checksum(
+                *(own[f"{expert}.down_proj.weight"] for expert in experts)
+            )
         else:
-            sums[f"{layer}.mlp.gate_up_proj.weight"] = checksum(own[f"{layer}.mlp.gate_proj.weight"], own[f"{layer}.mlp.up_proj.weight"])
+            sums[f"{layer}.mlp.gate_up_proj.weight"] = checksum(
+                own[f"{layer}.mlp.gate_proj.weight"], own[f"{layer}.mlp.up_proj.weight"]
+            )
     return sums
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_checksums_of_every_tensor_are_known_beforehand(family: str) -> None:
-    own, other = ModelFolder.read(tiny_model(family)).tensors(), ModelFolder.read(tiny_model(family, seed=9)).tensors()
-    fingerprints, unproven = Fingerprints.learnt(server_tensors(family, own), own, dtype=torch.float32)
+    own, other = (
+        ModelFolder.read(tiny_model(family)).tensors(),
+        ModelFolder.read(tiny_model(family, seed=9)).tensors(),
+    )
+    fingerprints, unproven = Fingerprints.learnt(
+        server_tensors(family, own), own, dtype=torch.float32
+    )
     assert unproven == []
     assert fingerprints.of(other) == server_tensors(family, other)
 
@@ -172,21 +237,42 @@ def test_what_no_recipe_explains_stays_unproven() -> None:
     sums["model.norm.weight"] = "0" * 16
     del sums["model.layers.1.self_attn.qkv_proj.weight"]
     _, unproven = Fingerprints.learnt(sums, own, dtype=torch.float32)
-    assert unproven == [*(f"model.layers.1.self_attn.{part}_proj.weight" for part in "kqv"), "model.norm.weight"]
+    assert unproven == [
+        *(f"model.layers.1.self_attn.{part}_proj.weight" for part in "kqv"),
+        "model.norm.weight",
+    ]
 
 
 def admitted(num_top: int = 0) -> Sample:
     """Give a sample that is to be generated."""
     request = make_request(1, num_samples=1, max_new_tokens=9, num_top=num_top)
-    return admitted_samples(request, first_order=0, taken=(), model=ModelFolder.read(tiny_model()), max_context_tokens=128)[0]
+    return admitted_samples(
+        request,
+        first_order=0,
+        taken=(),
+        model=ModelFolder.read(tiny_model()),
+        max_context_tokens=128,
+    )[0]
 
 
-def event(tokens: list[int], *, spans: list[tuple[str, int, int]] | None = None, reason: dict[str, Any] | None = None) -> dict[str, Any]:
+def event(
+    tokens: list[int],
+    *,
+    spans: list[tuple[str, int, int]] | None = None,
+    reason: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Give what a server sends: some tokens, and at the end whose they are."""
-    meta: dict[str, Any] = {"output_token_logprobs": [[-float(token), token, None] for token in tokens], "finish_reason": reason}
-    meta["output_top_logprobs"] = [[[-1.0, token, None], [-2.0, token + 1, None]] for token in tokens]
+    meta: dict[str, Any] = {
+        "output_token_logprobs": [[-float(token), token, None] for token in tokens],
+        "finish_reason": reason,
+    }
+    meta["output_top_logprobs"] = [
+        [[-1.0, token, None], [-2.0, token + 1, None]] for token in tokens
+    ]
     if spans is not None:
-        meta["weight_versions"] = [{"version": name, "start": start, "end": end} for name, start, end in spans]
+        meta["weight_versions"] = [
+            {"version": name, "start": start, "end": end} for name, start, end in spans
+        ]
     return {"output_ids": tokens, "meta_info": meta}
 
 
@@ -195,7 +281,11 @@ def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
     flight = Flight(sample, "rid", 0)
     flight.take(event([1, 2]))
     flight.note_change()
-    flight.take(event([3, 4, 5], spans=[("zero", 0, 3), ("one", 3, 5)], reason={"type": "length", "length": 5}))
+    flight.take(
+        event(
+            [3, 4, 5], spans=[("zero", 0, 3), ("one", 3, 5)], reason={"type": "length", "length": 5}
+        )
+    )
     flight.land(versions={"zero": 0, "one": 1}, swapped={1})
     assert sample.tokens.tolist() == [1, 2, 3, 4, 5]
     assert sample.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
@@ -204,9 +294,19 @@ def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
     again = Flight(sample, "next", 1)
     assert again.prompt["input_ids"] == [*sample.prompt_tokens.tolist(), 1, 2, 3, 4, 5]
     assert again.prompt["max_new_tokens"] == 4
-    again.take(event([6], spans=[("one", 0, 1)], reason={"type": "abort", "message": "Abort", "status_code": None}))
+    again.take(
+        event(
+            [6],
+            spans=[("one", 0, 1)],
+            reason={"type": "abort", "message": "Abort", "status_code": None},
+        )
+    )
     again.land(versions={"zero": 0, "one": 1}, swapped={1})
-    assert sample.segments == (VersionSegment(0, 3), VersionSegment(1, 2, kept_cache=True), VersionSegment(1, 1))
+    assert sample.segments == (
+        VersionSegment(0, 3),
+        VersionSegment(1, 2, kept_cache=True),
+        VersionSegment(1, 1),
+    )
 
 
 def test_request_that_broke_off_brings_what_is_certain() -> None:
@@ -227,18 +327,25 @@ def test_tokens_of_weights_that_nobody_loaded_are_refused() -> None:
     sample = admitted()
     flight = Flight(sample, "rid", 0)
     flight.take(event([1], spans=[("default", 0, 1)], reason={"type": "length", "length": 1}))
-    with pytest.raises(UnknownVersion, match="its tokens are of weights 'default', which we never gave it"):
+    with pytest.raises(
+        UnknownVersion, match="its tokens are of weights 'default', which we never gave it"
+    ):
         flight.land(versions={"zero": 0}, swapped=())
     assert len(sample.tokens) == 0
 
 
 def test_request_that_the_server_refuses_says_why() -> None:
     flight = Flight(admitted(), "rid", 0)
-    flight.take(event([], spans=[], reason={"type": "abort", "message": "too long", "status_code": 400}))
+    flight.take(
+        event([], spans=[], reason={"type": "abort", "message": "too long", "status_code": 400})
+    )
     assert (flight.has_landed, flight.refusal) == (True, "too long")
 
 
-@pytest.mark.parametrize(("has_gpu", "environment", "expected"), [(False, "", plugin.PLATFORM), (True, "", None), (False, "1", None)])
+@pytest.mark.parametrize(
+    ("has_gpu", "environment", "expected"),
+    [(False, "", plugin.PLATFORM), (True, "", None), (False, "1", None)],
+)
 def test_plugin_leaves_machines_alone_that_have_their_own_platform(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool, environment: str, expected: str | None
 ) -> None:
@@ -258,18 +365,27 @@ def test_logprob_that_is_no_number_is_kept_as_such() -> None:
 
 
 def test_each_server_has_a_section_of_its_own() -> None:
-    own = SGLangConfig(num_servers=2, arguments=("--tp-size", "2"), server_arguments=(("--base-gpu-id", "0"), ("--base-gpu-id", "2")))
+    own = SGLangConfig(
+        num_servers=2,
+        arguments=("--tp-size", "2"),
+        server_arguments=(("--base-gpu-id", "0"), ("--base-gpu-id", "2")),
+    )
     assert {name: section.arguments for name, section in servers(own).items()} == {
         "server-0": ("--tp-size", "2", "--base-gpu-id", "0"),
         "server-1": ("--tp-size", "2", "--base-gpu-id", "2"),
     }
     urls = ("http://10.0.0.7:30000", "http://10.0.0.8:30000")
-    assert {name: section.urls for name, section in servers(SGLangConfig(urls=urls)).items()} == {url: (url,) for url in urls}
+    assert {name: section.urls for name, section in servers(SGLangConfig(urls=urls)).items()} == {
+        url: (url,) for url in urls
+    }
     assert list(servers(SGLangConfig())) == ["server-0"]
 
 
 def test_servers_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"num_servers = 1 needs as many server_arguments, got 2; set engine.sglang.num_servers"):
+    with pytest.raises(
+        ValueError,
+        match=r"num_servers = 1 needs as many server_arguments, got 2; set engine.sglang.num_servers",
+    ):
         SGLangConfig(server_arguments=((), ()))
     with pytest.raises(ValueError, match=r"engine.sglang.urls has http://a:1 twice; leave one out"):
         SGLangConfig(urls=("http://a:1", "http://b:1", "http://a:1"))

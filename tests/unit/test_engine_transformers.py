@@ -1,4 +1,5 @@
-"""The engine `transformers`: what is its own, to the bit and to the step. What every engine does is in `tests/engines`."""
+"""The engine `transformers`: what is its own, to the bit and to the step. What every engine does is
+in `tests/engines`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,10 @@ def test_top_k_of_one_takes_the_likeliest_token() -> None:
     request = make_request(1, num_samples=1, top_k=1, max_new_tokens=1)
     engine.submit(request)
     (sample,) = finish(engine).values()
-    likeliest = max(range(256), key=lambda token: plain_logprobs(request.prompt_tokens, np.array([token], np.int32))[0])
+    likeliest = max(
+        range(256),
+        key=lambda token: plain_logprobs(request.prompt_tokens, np.array([token], np.int32))[0],
+    )
     assert sample.tokens.tolist() == [likeliest]
 
 
@@ -100,7 +104,9 @@ def test_refused_weights_leave_the_old_ones_serving() -> None:
     assert engine.policy_version == 0
     for one in (engine, untouched):
         one.submit(make_request(1))
-    assert {key: bits(sample) for key, sample in finish(engine).items()} == {key: bits(sample) for key, sample in finish(untouched).items()}
+    assert {key: bits(sample) for key, sample in finish(engine).items()} == {
+        key: bits(sample) for key, sample in finish(untouched).items()
+    }
 
 
 def test_aborted_samples_go_on_where_they_were() -> None:
@@ -110,9 +116,9 @@ def test_aborted_samples_go_on_where_they_were() -> None:
     step(engine, 4)
     partial = engine.abort()
     begun = {one.sample_id: one for one in partial}
-    assert {(len(one.tokens), len(one.logprobs), one.segments, one.finish_reason) for one in partial} == {
-        (5, 5, (VersionSegment(0, 5),), FinishReason.ABORT)
-    }
+    assert {
+        (len(one.tokens), len(one.logprobs), one.segments, one.finish_reason) for one in partial
+    } == {(5, 5, (VersionSegment(0, 5),), FinishReason.ABORT)}
     assert engine.num_running == 0
     engine.submit(continued(request, partial))
     samples = finish(engine)
@@ -134,10 +140,16 @@ def most_probable(prompt: np.ndarray, completion: np.ndarray, num_tokens: int) -
 
 def test_most_probable_tokens_come_with_those_that_were_drawn_where_they_are_asked_for() -> None:
     engine = make_engine()
-    requests = [make_request(1), make_request(2, num_top=3, temperature=0.7, top_k=2), make_request(3, num_top=5)]
+    requests = [
+        make_request(1),
+        make_request(2, num_top=3, temperature=0.7, top_k=2),
+        make_request(3, num_top=5),
+    ]
     engine.submit(requests[0])
     step(engine)
-    for request in requests[1:]:  # which join while others run, and want more than the rows before them
+    for request in requests[
+        1:
+    ]:  # which join while others run, and want more than the rows before them
         engine.submit(request)
     samples = finish(engine)
     assert [samples[f"g1/{index}"].top_tokens for index in range(2)] == [None, None]
@@ -146,7 +158,9 @@ def test_most_probable_tokens_come_with_those_that_were_drawn_where_they_are_ask
             sample = samples[one.sample_id]
             assert sample.top_tokens is not None
             assert sample.top_tokens.dtype == np.int32
-            assert sample.top_tokens.tolist() == most_probable(request.prompt_tokens, sample.tokens, request.num_top_tokens)
+            assert sample.top_tokens.tolist() == most_probable(
+                request.prompt_tokens, sample.tokens, request.num_top_tokens
+            )
     check_draws(samples, requests[0], requests[2])
 
 
@@ -166,10 +180,18 @@ def test_most_probable_tokens_of_an_aborted_sample_go_on_where_they_were() -> No
         assert sample.top_tokens is not None
         assert expected is not None
         assert sample.top_tokens.tolist() == expected.tolist()
-    short = replace(request, samples=tuple(replace(one, top_tokens=None) for one in continued(request, partial).samples))
-    with pytest.raises(PoisonSample, match=r"sample g1/0: the prefix's top_tokens must have the shape \(5, 4\), got \(0, 4\)"):
+    short = replace(
+        request,
+        samples=tuple(replace(one, top_tokens=None) for one in continued(request, partial).samples),
+    )
+    with pytest.raises(
+        PoisonSample,
+        match=r"sample g1/0: the prefix's top_tokens must have the shape \(5, 4\), got \(0, 4\)",
+    ):
         engine.submit(short)
-    with pytest.raises(PoisonSample, match=r"num_top_tokens must be at most the vocabulary's \d+, got 100000"):
+    with pytest.raises(
+        PoisonSample, match=r"num_top_tokens must be at most the vocabulary's \d+, got 100000"
+    ):
         engine.submit(make_request(1, num_top=100_000))
 
 
@@ -193,7 +215,10 @@ def test_abort_of_others_leaves_the_draws_alone() -> None:
     engine.submit(request)
     step(engine, 3)
     engine.abort(["g1/0", "g1/3", "g1/4"])
-    check_draws(finish(engine), replace(request, samples=tuple(request.samples[index] for index in (1, 2, 5))))
+    check_draws(
+        finish(engine),
+        replace(request, samples=tuple(request.samples[index] for index in (1, 2, 5))),
+    )
 
 
 def test_sleep_frees_the_cache_and_wake_goes_on() -> None:
@@ -218,7 +243,8 @@ def test_cache_follows_the_longest_running_sample() -> None:
     finish(engine)
     engine.submit(make_request(2, num_samples=1, prompt=make_prompt(2, 8)))
     step(engine)
-    # By hand: one key head of width 16, keys and values of 2 layers in float32, 8 rows padded of 64 tokens at least.
+    # By hand: one key head of width 16, keys and values of 2 layers in float32, 8 rows padded of 64
+    # tokens at least.
     assert engine.cache_bytes == 8 * 64 * 16 * 4 * 2 * 2
     assert long >= 8 * 400 * 16 * 4 * 2 * 2
 
@@ -228,7 +254,12 @@ def test_weights_that_are_not_finite_end_samples_with_an_error() -> None:
     weights, _ = other_weights(1)
     engine.submit(make_request(1))
     step(engine)
-    broken = Weights(1, weights.tensors | {"model.layers.0.self_attn.v_proj.weight": torch.full((16, 32), torch.nan)}, bytes(32))
+    broken = Weights(
+        1,
+        weights.tensors
+        | {"model.layers.0.self_attn.v_proj.weight": torch.full((16, 32), torch.nan)},
+        bytes(32),
+    )
     engine.load_weights(broken, on_running="swap")
     engine.submit(make_request(2))
     samples = finish(engine)
@@ -263,10 +294,19 @@ def test_missing_model_is_a_config_error(tmp_path: Path) -> None:
 
 
 def test_model_that_the_engine_would_compute_wrongly_is_a_config_error(tmp_path: Path) -> None:
-    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    size = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
     models = {
         "sliding_attention": MistralConfig(**size, sliding_window=16),
-        "more than a linear head": CohereConfig(**size, logit_scale=0.5, eos_token_id=1, bos_token_id=1, pad_token_id=1),
+        "more than a linear head": CohereConfig(
+            **size, logit_scale=0.5, eos_token_id=1, bos_token_id=1, pad_token_id=1
+        ),
     }
     for text, config in models.items():
         path = tmp_path / config.model_type
@@ -281,14 +321,23 @@ def test_tied_embeddings_follow_the_weights(tmp_path: Path) -> None:
     torch.manual_seed(1)
     for name in ("first", "second"):
         AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / name)
-    tensors = {name: parameter.detach() for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "second").named_parameters()}
+    tensors = {
+        name: parameter.detach()
+        for name, parameter in AutoModelForCausalLM.from_pretrained(
+            tmp_path / "second"
+        ).named_parameters()
+    }
     assert "lm_head.weight" not in tensors
     engine = make_engine(tmp_path / "first")
     engine.load_weights(Weights(1, tensors, bytes(32)))
     request = make_request(1)
     engine.submit(request)
     for sample in finish(engine).values():
-        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=tmp_path / "second"), atol=2e-5)
+        np.testing.assert_allclose(
+            sample.logprobs,
+            plain_logprobs(request.prompt_tokens, sample.tokens, path=tmp_path / "second"),
+            atol=2e-5,
+        )
 
 
 def test_unknown_device_is_a_config_error() -> None:

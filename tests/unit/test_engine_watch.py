@@ -1,4 +1,5 @@
-"""What is told of an engine: how full it is, what it does with its time, and what became of its tokens."""
+"""What is told of an engine: how full it is, what it does with its time, and what became of its
+tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from relax_events.engines.protocol import Engine, EngineUsage
 from relax_events.errors import WeightsError
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import MetricsReported
-from relax_events.pipeline.beats import REPORT_EVERY_BEATS, Beats
+from relax_events.roles import engine_monitor as engine_watch
+from relax_events.roles.engine_monitor import EngineWatch
+from relax_events.runtime.heartbeat import REPORT_EVERY_BEATS, Beats
 from relax_events.telemetry.metrics import WorkerMetrics
-from workers import engine_watch
-from workers.engine_watch import EngineWatch
 
 
 class Watched:
@@ -24,15 +25,19 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("relax_events.pipeline.beats.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("relax_events.runtime.heartbeat.time.monotonic", lambda: self.now)
         monkeypatch.setattr(engine_watch, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.engine = SimpleNamespace(usage=EngineUsage(num_drawn=1000, num_prefilled=50))  # of a run that it was in before
+        self.engine = SimpleNamespace(
+            usage=EngineUsage(num_drawn=1000, num_prefilled=50)
+        )  # of a run that it was in before
         self.metrics = WorkerMetrics("rollout")
         self.reports: list[dict[str, float]] = []
         beats = Beats(self._send, worker_id="rollout-0", role="rollout", interval_seconds=1.0)
         looks: list[Any] = []
         config = SimpleNamespace(engine=EngineConfig(threads=1, max_running_samples=64))
-        worker = SimpleNamespace(metrics=self.metrics, beats=beats, config=config, with_beats=looks.append)
+        worker = SimpleNamespace(
+            metrics=self.metrics, beats=beats, config=config, with_beats=looks.append
+        )
         self.watch = EngineWatch(cast("Any", worker), cast("Engine", self.engine))
         self._beats, self._looks = beats, looks
 
@@ -57,7 +62,10 @@ class Watched:
         """Return what is exposed under a name, by its label beside the role."""
         families = text_string_to_metric_families(self.metrics.exposition().decode())
         samples = [one for family in families for one in family.samples if one.name == name]
-        return {next((value for label, value in one.labels.items() if label != "role"), ""): one.value for one in samples}
+        return {
+            next((value for label, value in one.labels.items() if label != "role"), ""): one.value
+            for one in samples
+        }
 
 
 @pytest.fixture
@@ -66,14 +74,33 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def test_metrics_follow_the_engine_with_every_beat(watched: Watched) -> None:
-    watched.engine.usage = EngineUsage(num_decoding=12, num_waiting=3, num_drawn=1200, num_prefilled=80, num_reused=70, num_resumed=5)
+    watched.engine.usage = EngineUsage(
+        num_decoding=12,
+        num_waiting=3,
+        num_drawn=1200,
+        num_prefilled=80,
+        num_reused=70,
+        num_resumed=5,
+    )
     watched.beat()
     assert watched.told("relax_engine_samples") == {"decoding": 12, "waiting": 3}
-    assert watched.told("relax_engine_tokens_total") == {"drawn": 200, "prefilled": 30, "reused": 70, "resumed": 5}
-    watched.engine.usage = EngineUsage(num_decoding=1, num_drawn=1300, num_prefilled=80, num_reused=70, num_resumed=5)
+    assert watched.told("relax_engine_tokens_total") == {
+        "drawn": 200,
+        "prefilled": 30,
+        "reused": 70,
+        "resumed": 5,
+    }
+    watched.engine.usage = EngineUsage(
+        num_decoding=1, num_drawn=1300, num_prefilled=80, num_reused=70, num_resumed=5
+    )
     watched.beat()
     assert watched.told("relax_engine_samples") == {"decoding": 1, "waiting": 0}
-    assert watched.told("relax_engine_tokens_total") == {"drawn": 300, "prefilled": 30, "reused": 70, "resumed": 5}
+    assert watched.told("relax_engine_tokens_total") == {
+        "drawn": 300,
+        "prefilled": 30,
+        "reused": 70,
+        "resumed": 5,
+    }
     assert watched.told("relax_engine_capacity_samples") == {"": 64}
 
 
@@ -88,7 +115,9 @@ def test_time_is_counted_by_what_the_engine_did_even_where_it_failed(watched: Wa
 def test_report_tells_what_happened_since_the_one_before(watched: Watched) -> None:
     watched.does("generating", seconds=2.5)
     watched.does("loading", seconds=0.5)
-    watched.engine.usage = EngineUsage(num_decoding=8, num_drawn=1080, num_prefilled=60, num_reused=30, num_resumed=4)
+    watched.engine.usage = EngineUsage(
+        num_decoding=8, num_drawn=1080, num_prefilled=60, num_reused=30, num_resumed=4
+    )
     for _ in range(REPORT_EVERY_BEATS):
         watched.beat()
     for _ in range(REPORT_EVERY_BEATS):
@@ -96,8 +125,15 @@ def test_report_tells_what_happened_since_the_one_before(watched: Watched) -> No
     first, second = watched.reports
     elapsed = 2.5 + 0.5 + REPORT_EVERY_BEATS
     assert first["tokens_per_second"] == pytest.approx(80 / elapsed)
-    assert (first["generating_ratio"], first["loading_ratio"]) == (pytest.approx(2.5 / elapsed), pytest.approx(0.5 / elapsed))
+    assert (first["generating_ratio"], first["loading_ratio"]) == (
+        pytest.approx(2.5 / elapsed),
+        pytest.approx(0.5 / elapsed),
+    )
     assert (first["reused_ratio"], first["resumed_tokens"]) == (0.75, 4.0)
     assert (first["decoding_samples"], first["capacity_samples"]) == (8.0, 64.0)
-    assert (second["tokens_per_second"], second["generating_ratio"], second["resumed_tokens"]) == (0.0, 0.0, 0.0)
+    assert (second["tokens_per_second"], second["generating_ratio"], second["resumed_tokens"]) == (
+        0.0,
+        0.0,
+        0.0,
+    )
     assert "reused_ratio" not in second

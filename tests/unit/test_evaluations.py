@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from relax_events.control.evaluations import evaluation_table
-from relax_events.control.report.writing import evaluation_rows
 from relax_events.events.types import PolicyEvaluated
+from relax_events.reports.evaluations import evaluation_table
+from relax_events.reports.report_files import evaluation_rows
 
 
 def test_table_has_a_column_for_each_k_and_a_dash_for_what_is_not_known() -> None:
@@ -12,7 +12,14 @@ def test_table_has_a_column_for_each_k_and_a_dash_for_what_is_not_known() -> Non
         policy_version=0, dataset="math", num_prompts=2, samples_per_prompt=16, reward_mean=0.25, reward_stderr=0.125, weights_digest=bytes(32),
         pass_at_k={"16": 1.0, "4": 0.5}, completion_tokens_mean=12.25, num_truncated=1, num_unscored=2, num_refused=3,
     )  # fmt: skip
-    second = PolicyEvaluated(policy_version=0, dataset="code", num_prompts=9, samples_per_prompt=1, weights_digest=bytes(32), pass_at_k={"1": 0.0})
+    second = PolicyEvaluated(
+        policy_version=0,
+        dataset="code",
+        num_prompts=9,
+        samples_per_prompt=1,
+        weights_digest=bytes(32),
+        pass_at_k={"1": 0.0},
+    )
     heads, cells = evaluation_table(evaluation_rows([first, second]))
     assert heads[4:9] == ["reward", "stderr", "pass@1", "pass@4", "pass@16"]
     assert cells == [

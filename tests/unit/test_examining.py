@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.embedded.checkpoint import bootstrap_checkpoint
-from relax_events.broker.examining import VARIABLE, Batch, Examiner, batches
-from relax_events.broker.fetching import reader_settings
 from relax_events.errors import BrokerUnavailable
+from relax_events.kafka.base_consumer import reader_settings
+from relax_events.kafka.batch_verification import VARIABLE, Batch, Examiner, batches
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.embedded.storage import bootstrap_checkpoint
 
 DATA = bootstrap_checkpoint({"one": 1, "two": 2, "three": 3}, timestamp_milliseconds=0)
 """Three record batches, as Kafka reads them: offsets 0, 1 to 3, and 4."""
@@ -37,7 +37,9 @@ def test_one_altered_bit_is_seen_and_the_others_are_sound(at: int) -> None:
     assert standings(bytes(middle)) == [True, False, True]
 
 
-def test_batch_that_is_cut_off_or_claims_another_length_or_format_is_not_sound_and_ends_the_answer() -> None:
+def test_batch_that_is_cut_off_or_claims_another_length_or_format_is_not_sound_and_ends_the_answer() -> (
+    None
+):
     assert (spans(DATA[:-1]), standings(DATA[:-1])) == (OFFSETS, [True, True, False])
     for place, byte in ((8, 0x7F), (8, 0x80), (16, 1)):  # the length's first byte, the format
         data = bytearray(DATA)
@@ -52,18 +54,27 @@ class Answers:
         self.found = found
 
     def batch_of(self, offset: int) -> Batch | None:
-        return next((batch for batch in self.found.values() if batch.first <= offset < batch.stop), None)
+        return next(
+            (batch for batch in self.found.values() if batch.first <= offset < batch.stop), None
+        )
 
     def close(self) -> None: ...
 
 
-def test_records_of_an_altered_batch_are_told_from_those_of_sound_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_an_altered_batch_are_told_from_those_of_sound_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sound = {batch.first: batch for batch in batches(DATA)}
     altered = Batch(1, 4, sound[1].checked[:-1] + b"\xff")
     answers = Answers(sound | {1: altered})
-    monkeypatch.setattr("relax_events.broker.examining.PartitionReader", lambda *_: answers)
+    monkeypatch.setattr("relax_events.kafka.batch_verification.PartitionReader", lambda *_: answers)
     examiner = Examiner(lambda *_: Connection("nowhere:1"), timeout_seconds=1.0)
-    assert [examiner.altered("topic", 0, offset) for offset in range(6)] == [None, *[range(1, 4)] * 3, None, range(5, 6)]
+    assert [examiner.altered("topic", 0, offset) for offset in range(6)] == [
+        None,
+        *[range(1, 4)] * 3,
+        None,
+        range(5, 6),
+    ]
     examiner.close()
 
 
@@ -80,6 +91,8 @@ def test_partition_without_a_leader_is_asked_about_until_the_timeout() -> None:
 
 
 @pytest.mark.parametrize(("asked_for", "checks"), [("", True), ("0", True), ("1", False)])
-def test_client_leaves_checksums_to_the_examiner_where_it_is_asked_for(asked_for: str, checks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_leaves_checksums_to_the_examiner_where_it_is_asked_for(
+    asked_for: str, checks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, asked_for)
     assert reader_settings()["check_crcs"] is checks

@@ -1,4 +1,5 @@
-"""What a reader makes of what its client reports instead of records: some of it mends itself, the rest ends the worker."""
+"""What a reader makes of what its client reports instead of records: some of it mends itself, the
+rest ends the worker."""
 
 from __future__ import annotations
 
@@ -8,34 +9,56 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError
 
-from relax_events.broker import consumer
-from relax_events.broker.connection import Connection
-from relax_events.broker.fetching import Fetching
 from relax_events.errors import AccessDenied, BrokerError
+from relax_events.kafka import consumer
+from relax_events.kafka.base_consumer import Fetching
+from relax_events.kafka.connection import Connection
 
 
 def fetched(error: KafkaError) -> list[object]:
     """Fetch where the client reports one error, of no partition."""
-    report = SimpleNamespace(topic=lambda: None, partition=lambda: -1, offset=lambda: -1001, error=lambda: error)
+    report = SimpleNamespace(
+        topic=lambda: None, partition=lambda: -1, offset=lambda: -1001, error=lambda: error
+    )
     client = SimpleNamespace(poll=lambda seconds: report, consume=lambda count, seconds: [])
     return list(Fetching(client, Connection("nowhere:1")).fetch(timeout_seconds=0.0))
 
 
-@pytest.mark.parametrize("code", [KafkaError._RESOLVE, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TIMED_OUT])
+@pytest.mark.parametrize(
+    "code",
+    [
+        KafkaError._RESOLVE,
+        KafkaError._TRANSPORT,
+        KafkaError._ALL_BROKERS_DOWN,
+        KafkaError._TIMED_OUT,
+    ],
+)
 def test_broker_that_is_away_is_waited_for_even_when_its_name_has_gone_with_it(code: int) -> None:
-    assert fetched(KafkaError(code, "FindCoordinator response error: Local: Host resolution failure")) == []
+    assert (
+        fetched(KafkaError(code, "FindCoordinator response error: Local: Host resolution failure"))
+        == []
+    )
 
 
-@pytest.mark.parametrize(("code", "expected"), [(KafkaError.GROUP_AUTHORIZATION_FAILED, AccessDenied), (KafkaError._INVALID_ARG, BrokerError)])
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(KafkaError.GROUP_AUTHORIZATION_FAILED, AccessDenied), (KafkaError._INVALID_ARG, BrokerError)],
+)
 def test_what_does_not_mend_itself_ends_the_worker(code: int, expected: type[BrokerError]) -> None:
     with pytest.raises(expected, match="reading the log"):
         fetched(KafkaError(code, "no"))
 
 
-def test_member_may_work_on_one_part_for_longer_than_clients_may_go_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_may_work_on_one_part_for_longer_than_clients_may_go_without_polling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whatever the run file says of it: who hangs is found by the heartbeats of the worker."""
     taken: list[dict[str, Any]] = []
-    monkeypatch.setattr(consumer, "Consumer", lambda settings: taken.append(settings) or SimpleNamespace(subscribe=lambda *_, **__: None))
+    monkeypatch.setattr(
+        consumer,
+        "Consumer",
+        lambda settings: taken.append(settings) or SimpleNamespace(subscribe=lambda *_, **__: None),
+    )
     connection = Connection("nowhere:1", client={"max.poll.interval.ms": 46_000})
     consumer.GroupConsumer(connection, consumer_group="group", topics=["topic"])
     day = 24 * 60 * 60 * 1000

@@ -1,4 +1,5 @@
-"""A map role that answers samples as they are done: what it commits meanwhile, and what it lets go. Worker, consumer and work are stand-ins."""
+"""A map role that answers samples as they are done: what it commits meanwhile, and what it lets go.
+Worker, consumer and work are stand-ins."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import Any
 import pytest
 from event_samples import published, rolled_out
 
-from relax_events.broker.deadline import Deadline
-from relax_events.broker.records import OutRecord, Record
+from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
-from relax_events.pipeline import map_role
-from relax_events.pipeline.drain import Drain
-from relax_events.pipeline.flow_map_role import Done, FlowMapRole, Key
+from relax_events.kafka.records import OutRecord, Record
+from relax_events.runtime import processors as map_role
+from relax_events.runtime.concurrent_processor import Done, FlowMapRole, Key
+from relax_events.runtime.drain import Drain
 from relax_events.telemetry.traces import Traces
 
 pytestmark = pytest.mark.unit
@@ -24,7 +25,8 @@ GROUP = "000000-0000-0"
 
 
 class Stage:
-    """A role with the records that wait for it, and what it began, sent and committed. `done` is what the work gives next."""
+    """A role with the records that wait for it, and what it began, sent and committed. `done` is
+    what the work gives next."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waiting: list[Record] = []
@@ -38,11 +40,22 @@ class Stage:
         self.capacity, self.progress = 2, 0
         self.at_work: set[Key] = set()
         self.is_paused = False
-        consumer = SimpleNamespace(commit=self._commit, fetch=self._fetch, positions={}, seek=lambda *_: None, close=lambda: None)
-        consumer.pause, consumer.resume = (lambda: setattr(self, "is_paused", True)), (lambda: setattr(self, "is_paused", False))
+        consumer = SimpleNamespace(
+            commit=self._commit,
+            fetch=self._fetch,
+            positions={},
+            seek=lambda *_: None,
+            close=lambda: None,
+        )
+        consumer.pause, consumer.resume = (
+            (lambda: setattr(self, "is_paused", True)),
+            (lambda: setattr(self, "is_paused", False)),
+        )
         monkeypatch.setattr(map_role, "GroupConsumer", lambda *_, **__: consumer)
         self.metrics = SimpleNamespace(num_expired=0)
-        self.metrics.expired = lambda count: setattr(self.metrics, "num_expired", self.metrics.num_expired + count)
+        self.metrics.expired = lambda count: setattr(
+            self.metrics, "num_expired", self.metrics.num_expired + count
+        )
         self.worker: Any = SimpleNamespace(
             role="judge",
             connection=None,
@@ -51,11 +64,19 @@ class Stage:
             config=SimpleNamespace(run=SimpleNamespace(max_staleness=0)),
             control=SimpleNamespace(policy_version=0),
             drain=self.drain,
-            producer=SimpleNamespace(send=self.said.append, flush=lambda: self.said.append("flush")),
+            producer=SimpleNamespace(
+                send=self.said.append, flush=lambda: self.said.append("flush")
+            ),
             metrics=self.metrics,
             beats=SimpleNamespace(num_in_flight=0, advance_to=lambda _: None),
-            is_expired=lambda version: version is not None and version < self.worker.control.policy_version,
-            decode=lambda record: None if record.value == b"garbage" else rolled_out(GROUP, record.offset, version=record.policy_version, of=9),
+            is_expired=lambda version: (
+                version is not None and version < self.worker.control.policy_version
+            ),
+            decode=lambda record: (
+                None
+                if record.value == b"garbage"
+                else rolled_out(GROUP, record.offset, version=record.policy_version, of=9)
+            ),
             await_published=lambda _: None,
             tombstone=lambda key, *_: f"end {key}",
             dead_letter=lambda record, _: None,
@@ -97,12 +118,19 @@ class Stage:
         self.said.append("commit")
         self.committed.append({offset.partition: offset.offset for offset in offsets})
 
-    def write(self, *offsets: int, partition: int = 0, version: int = 0, value: bytes = b"sample") -> None:
-        self.waiting += [Record(SAMPLES, partition, offset, GROUP, value, {"policy-version": str(version)}, 0) for offset in offsets]
+    def write(
+        self, *offsets: int, partition: int = 0, version: int = 0, value: bytes = b"sample"
+    ) -> None:
+        self.waiting += [
+            Record(SAMPLES, partition, offset, GROUP, value, {"policy-version": str(version)}, 0)
+            for offset in offsets
+        ]
 
     def turn(self, *answered: int, partition: int = 0) -> None:
         """Take a turn in which the samples of these offsets come out done."""
-        answers: list[Any] = [((SAMPLES, partition, offset), [f"answer {offset}"]) for offset in answered]
+        answers: list[Any] = [
+            ((SAMPLES, partition, offset), [f"answer {offset}"]) for offset in answered
+        ]
         self.done += answers
         self.role._turn(takes=not self.worker.paused)
 
@@ -115,12 +143,16 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 def test_answers_go_out_as_they_are_done_and_offsets_wait_for_the_oldest(stage: Stage) -> None:
     stage.write(0, 1, 2)
     stage.turn()
-    assert (stage.begun, stage.committed) == ([(SAMPLES, 0, 0), (SAMPLES, 0, 1)], [{0: 0}]), "there is room for two"
+    assert (stage.begun, stage.committed) == ([(SAMPLES, 0, 0), (SAMPLES, 0, 1)], [{0: 0}]), (
+        "there is room for two"
+    )
     stage.turn(1)
     assert stage.said[-2:] == ["answer 1", "finished 1"], "nothing to commit: the first is at work"
     stage.said.clear()
     stage.turn(0)
-    assert stage.said == ["answer 0", "flush", "commit", "finished 1"], "an answer is safe before its input is committed"
+    assert stage.said == ["answer 0", "flush", "commit", "finished 1"], (
+        "an answer is safe before its input is committed"
+    )
     assert stage.committed[1:] == [{0: 2}]
 
 
@@ -133,7 +165,9 @@ def test_every_turn_polls_and_nobody_waits_for_records_while_there_is_work(stage
     stage.write(*range(1, 300))
     for _ in range(3):
         stage.turn()
-    assert (len(stage.begun), len(stage.waiting)) == (1, 43), "without room as much is held as may be, and no more"
+    assert (len(stage.begun), len(stage.waiting)) == (1, 43), (
+        "without room as much is held as may be, and no more"
+    )
     assert (stage.is_paused, stage.fetches[-1]) == (True, (1, False)), "the membership is kept"
     stage.capacity = 2
     stage.turn()
@@ -158,7 +192,11 @@ def test_what_can_t_be_used_holds_nothing_up(stage: Stage) -> None:
     stage.write(1, version=1, value=b"garbage")
     stage.write(2, version=1)
     stage.turn()
-    assert (stage.begun, stage.committed, stage.metrics.num_expired) == ([(SAMPLES, 0, 2)], [{0: 2}], 1)
+    assert (stage.begun, stage.committed, stage.metrics.num_expired) == (
+        [(SAMPLES, 0, 2)],
+        [{0: 2}],
+        1,
+    )
     assert f"end {GROUP}" in stage.said
 
 

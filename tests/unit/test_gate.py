@@ -22,8 +22,12 @@ def test_gate_names_what_is_there(name: str) -> None:
 
 def test_gate_takes_whole_files_and_single_tests_with_their_parameters() -> None:
     assert is_in_gate("fault/test_killed_roles.py::test_anything[one]")
-    assert is_in_gate("fault/test_large_things.py::test_oversize_record_is_refused_by_the_broker[prompt.groups]")
-    assert not is_in_gate("fault/test_large_things.py::test_lost_and_altered_objects_cost_their_prompt_groups_alone")
+    assert is_in_gate(
+        "fault/test_large_things.py::test_oversize_record_is_refused_by_the_broker[prompt.groups]"
+    )
+    assert not is_in_gate(
+        "fault/test_large_things.py::test_lost_and_altered_objects_cost_their_prompt_groups_alone"
+    )
     assert not is_in_gate("fault/test_killed_roles_more.py::test_anything")
 
 
@@ -31,7 +35,11 @@ def test_gate_takes_quick_tests_but_the_costly_ones() -> None:
     assert is_in_gate("unit/test_anything.py::test_one")
     assert not is_in_gate("unit/test_engine_invariance.py::test_anything[qwen3]")
     assert is_in_gate("e2e/test_bad_input.py::test_taken_metrics_port_is_named")
-    assert not is_in_gate("e2e/test_bad_input.py::test_run_whose_rewards_all_fail_ends_with_the_reasons")
-    machine = "property/test_worker_machine.py::test_promises_hold_under_every_interleaving_and_crash"
+    assert not is_in_gate(
+        "e2e/test_bad_input.py::test_run_whose_rewards_all_fail_ends_with_the_reasons"
+    )
+    machine = (
+        "property/test_worker_machine.py::test_promises_hold_under_every_interleaving_and_crash"
+    )
     assert is_in_gate(f"{machine}[WorkerMachine]")
     assert not is_in_gate(f"{machine}[OverlapMachine]")

@@ -13,7 +13,14 @@ from relax_events.events.generations import trajectory_of, with_generation_diges
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, VersionSegment
 from relax_events.events.types import SampleRolledOut
 
-TURN = ChatMessage("user", [ContentPart(Modality.IMAGE, None, MediaRef("file:///objects/a.png", b"a" * 32, "image/png", 3))])
+TURN = ChatMessage(
+    "user",
+    [
+        ContentPart(
+            Modality.IMAGE, None, MediaRef("file:///objects/a.png", b"a" * 32, "image/png", 3)
+        )
+    ],
+)
 
 
 def generation(**changes: Any) -> list[SampleRolledOut]:

@@ -1,4 +1,5 @@
-"""A map role for whole prompt groups: what it hands over, and up to where its input is done. Worker and consumer are stand-ins."""
+"""A map role for whole prompt groups: what it hands over, and up to where its input is done. Worker
+and consumer are stand-ins."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from typing import Any
 import pytest
 from event_samples import published, rolled_out
 
-from relax_events.broker.deadline import Deadline
-from relax_events.broker.records import OutRecord, Record
+from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
-from relax_events.pipeline import map_role
-from relax_events.pipeline.group_map_role import GroupMapRole
+from relax_events.kafka.records import OutRecord, Record
+from relax_events.runtime import processors as map_role
+from relax_events.runtime.processors import GroupMapRole
 from relax_events.telemetry.traces import Traces
 
 pytestmark = pytest.mark.unit
@@ -31,7 +32,9 @@ class Stage:
         self.events: dict[bytes, SampleRolledOut | None] = {}
         consumer = SimpleNamespace(commit=self._commit, positions={}, seek=lambda *_: None)
         monkeypatch.setattr(map_role, "GroupConsumer", lambda *_, **__: consumer)
-        nothing = SimpleNamespace(send=lambda _: None, flush=lambda: None, expired=lambda _: None, num_in_flight=0)
+        nothing = SimpleNamespace(
+            send=lambda _: None, flush=lambda: None, expired=lambda _: None, num_in_flight=0
+        )
         self.worker: Any = SimpleNamespace(
             role="reward",
             connection=None,
@@ -41,7 +44,9 @@ class Stage:
             producer=nothing,
             metrics=nothing,
             beats=nothing,
-            is_expired=lambda version: version is not None and version < self.worker.control.policy_version,
+            is_expired=lambda version: (
+                version is not None and version < self.worker.control.policy_version
+            ),
             decode=lambda record: self.events[record.value],
             await_published=lambda _: None,
             tombstone=lambda key, *_: key,
@@ -65,11 +70,17 @@ class Stage:
         self.role._fetched.extend(records)
         self.role._process()
 
-    def read(self, offset: int, group_id: str, index: int, *, version: int = 0, is_garbage: bool = False) -> Record:
+    def read(
+        self, offset: int, group_id: str, index: int, *, version: int = 0, is_garbage: bool = False
+    ) -> Record:
         """Make a record of a sample; each prompt group has three."""
         value = f"{offset}".encode()
-        self.events[value] = None if is_garbage else rolled_out(group_id, index, version=version, of=3)
-        return Record("rollout.samples", 0, offset, group_id, value, {"policy-version": str(version)}, 0)
+        self.events[value] = (
+            None if is_garbage else rolled_out(group_id, index, version=version, of=3)
+        )
+        return Record(
+            "rollout.samples", 0, offset, group_id, value, {"policy-version": str(version)}, 0
+        )
 
 
 @pytest.fixture

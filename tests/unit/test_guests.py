@@ -1,4 +1,5 @@
-"""What guests ask for is told apart by its id, everywhere, and hurts nobody: no seat is taken, no count of failures grows."""
+"""What guests ask for is told apart by its id, everywhere, and hurts nobody: no seat is taken, no
+count of failures grows."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ import re
 import pytest
 from event_samples import ended
 
-from relax_events.control.ledger import Ledger
-from relax_events.control.run_state import RunState
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage, Outcome
 from relax_events.events.types import PromptGroupIssued
-from relax_events.pipeline.validation import check_issued
-from relax_events.policy import IssuedGroup, is_guest
-from relax_events.training import assembly
+from relax_events.projections.ledger import Ledger
+from relax_events.projections.run_state import RunState
+from relax_events.runtime.validation import check_issued
+from relax_events.staleness import IssuedGroup, is_guest
+from relax_events.training.batch import assembly
 from tests.unit.run_events import at
 
 GUEST = "000003-1000000-0"
@@ -38,7 +39,14 @@ def issued(prompt_group_id: str = GUEST) -> PromptGroupIssued:
 
 
 @pytest.mark.parametrize(
-    ("prompt_group_id", "expected"), [(GUEST, True), ("000000-999999999999-7", True), ("000003-999999-0", False), (OURS, False), ("guest", False)]
+    ("prompt_group_id", "expected"),
+    [
+        (GUEST, True),
+        ("000000-999999999999-7", True),
+        ("000003-999999-0", False),
+        (OURS, False),
+        ("guest", False),
+    ],
 )
 def test_guest_is_told_by_its_seat(prompt_group_id: str, expected: bool) -> None:
     assert is_guest(prompt_group_id) is expected
@@ -48,7 +56,10 @@ def test_guest_is_told_by_its_seat(prompt_group_id: str, expected: bool) -> None
 def test_prompt_group_whose_id_names_another_seat_is_poison(changes: dict[str, int]) -> None:
     event = issued()
     assert check_issued(event) is event
-    text = f"prompt group {GUEST}: the id must name train_step, group_index and attempt ({changes.get('train_step', 3)}, "
+    text = (
+        f"prompt group {GUEST}: the id must name train_step, group_index and attempt "
+        f"({changes.get('train_step', 3)}, "
+    )
     with pytest.raises(PoisonSample, match=re.escape(text)):
         check_issued(dataclasses.replace(event, **changes))
 
@@ -71,7 +82,14 @@ def test_ledger_counts_guests_apart() -> None:
     for _ in range(2):
         figures = books.figures()
         assert figures["prompt_groups_of_guests"] == 1
-        assert figures["outcomes"] == {"issued": 1, "trained": 0, "filtered": 0, "expired": 0, "failed": 1, "in_flight": 0}
+        assert figures["outcomes"] == {
+            "issued": 1,
+            "trained": 0,
+            "filtered": 0,
+            "expired": 0,
+            "failed": 1,
+            "in_flight": 0,
+        }
         assert books.problems() == []
         for _ in range(2):
             books.settle(100)  # then both are counted and forgotten

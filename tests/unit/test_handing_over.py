@@ -1,4 +1,5 @@
-"""What a rollout worker that leaves has generated is found again as it was, and what can't be used is left."""
+"""What a rollout worker that leaves has generated is found again as it was, and what can't be used
+is left."""
 
 from __future__ import annotations
 
@@ -11,15 +12,24 @@ import pytest
 from event_samples import issued
 
 from relax_events.engines.protocol import GeneratedSample
-from relax_events.events.parts import ChatMessage, ContentPart, FinishReason, MediaRef, Modality, VersionSegment
+from relax_events.events.parts import (
+    ChatMessage,
+    ContentPart,
+    FinishReason,
+    MediaRef,
+    Modality,
+    VersionSegment,
+)
 from relax_events.objects import ObjectStore
-from workers.group_in_work import GroupInWork
-from workers.handing_over import PREFIX, Partials
+from relax_events.roles.handover import PREFIX, Partials
+from relax_events.roles.inflight_group import GroupInWork
 
 GROUP = "000003-0001-0"
 
 
-def sample(index: int, num_tokens: int, finish_reason: FinishReason, *versions: int) -> GeneratedSample:
+def sample(
+    index: int, num_tokens: int, finish_reason: FinishReason, *versions: int
+) -> GeneratedSample:
     """Make a sample whose tokens came evenly from these versions."""
     each = num_tokens // max(len(versions), 1)
     return GeneratedSample(
@@ -49,15 +59,24 @@ def partials(store: ObjectStore) -> Partials:
     return Partials(store)
 
 
-def test_what_was_generated_is_found_again_and_goes_once_it_is_written(partials: Partials, store: ObjectStore) -> None:
+def test_what_was_generated_is_found_again_and_goes_once_it_is_written(
+    partials: Partials, store: ObjectStore
+) -> None:
     assert partials.find(GROUP, num_samples=4) == {}
     assert partials.keep(GROUP, BEGUN) == 7
     found = partials.find(GROUP, num_samples=4)
     assert sorted(found) == [0, 2], "one had not begun, and one was not even submitted"
     for kept in (BEGUN[0], BEGUN[1]):
         back = found[int(kept.sample_id[-1])]
-        assert (back.tokens.tolist(), back.logprobs.tolist()) == (kept.tokens.tolist(), kept.logprobs.tolist())
-        assert (back.segments, back.finish_reason, back.sample_id) == (kept.segments, kept.finish_reason, kept.sample_id)
+        assert (back.tokens.tolist(), back.logprobs.tolist()) == (
+            kept.tokens.tolist(),
+            kept.logprobs.tolist(),
+        )
+        assert (back.segments, back.finish_reason, back.sample_id) == (
+            kept.segments,
+            kept.finish_reason,
+            kept.sample_id,
+        )
     partials.forget([GROUP])
     assert store.list(PREFIX) == []
 
@@ -66,7 +85,10 @@ def test_prompt_group_goes_on_with_it_on_weights_that_are_as_new(partials: Parti
     partials.keep(GROUP, BEGUN)
     group = GroupInWork([], issued(GROUP, of=4), np.zeros(1, np.int32))
     group.resume(partials.find(GROUP, num_samples=4))
-    assert ([done.sample_id for done in group.samples], sorted(group.partials)) == ([f"{GROUP}/0"], [2])
+    assert ([done.sample_id for done in group.samples], sorted(group.partials)) == (
+        [f"{GROUP}/0"],
+        [2],
+    )
     assert (group.issued.required_policy_version, group.is_resumed) == (6, True)
 
 
@@ -80,29 +102,46 @@ def test_prompt_group_goes_on_with_it_on_weights_that_are_as_new(partials: Parti
     ],
     ids=["altered", "torn", "empty", "another header"],
 )
-def test_what_was_altered_is_not_used(partials: Partials, store: ObjectStore, spoil: Callable[[bytes], bytes]) -> None:
+def test_what_was_altered_is_not_used(
+    partials: Partials, store: ObjectStore, spoil: Callable[[bytes], bytes]
+) -> None:
     partials.keep(GROUP, BEGUN)
     store.put_at(PREFIX + GROUP, spoil(store.get_at(PREFIX + GROUP)))
     assert partials.find(GROUP, num_samples=4) == {}
 
 
-@pytest.mark.parametrize(("num_samples", "kept"), [(1, BEGUN[1:2]), (2, BEGUN[:2])], ids=["nothing is left to do", "of another size"])
-def test_what_does_not_fit_the_prompt_group_is_not_used(partials: Partials, num_samples: int, kept: list[GeneratedSample]) -> None:
+@pytest.mark.parametrize(
+    ("num_samples", "kept"),
+    [(1, BEGUN[1:2]), (2, BEGUN[:2])],
+    ids=["nothing is left to do", "of another size"],
+)
+def test_what_does_not_fit_the_prompt_group_is_not_used(
+    partials: Partials, num_samples: int, kept: list[GeneratedSample]
+) -> None:
     partials.keep(GROUP, kept)
     assert partials.find(GROUP, num_samples=num_samples) == {}
 
 
 @pytest.mark.parametrize(
-    "samples", [[], [sample(0, 0, FinishReason.ABORT)], [sample(0, 2, FinishReason.ERROR, 1)]], ids=["none", "not begun", "failed"]
+    "samples",
+    [[], [sample(0, 0, FinishReason.ABORT)], [sample(0, 2, FinishReason.ERROR, 1)]],
+    ids=["none", "not begun", "failed"],
 )
-def test_nothing_is_kept_of_what_nobody_can_go_on_with(partials: Partials, store: ObjectStore, samples: list[GeneratedSample]) -> None:
+def test_nothing_is_kept_of_what_nobody_can_go_on_with(
+    partials: Partials, store: ObjectStore, samples: list[GeneratedSample]
+) -> None:
     assert partials.keep(GROUP, samples) == 0
     assert store.list(PREFIX) == []
 
 
 def test_all_that_a_sample_is_made_of_is_found_again(partials: Partials) -> None:
-    shown = MediaRef("file:///samples/5/crop.png", bytes(range(32)), "image/png", 99, width=3, height=2)
-    said = ChatMessage("user", [ContentPart(Modality.TEXT, "look closer"), ContentPart(Modality.IMAGE, None, shown)])
+    shown = MediaRef(
+        "file:///samples/5/crop.png", bytes(range(32)), "image/png", 99, width=3, height=2
+    )
+    said = ChatMessage(
+        "user",
+        [ContentPart(Modality.TEXT, "look closer"), ContentPart(Modality.IMAGE, None, shown)],
+    )
     whole = dataclasses.replace(
         sample(0, 4, FinishReason.ABORT, 5),
         segments=(VersionSegment(5, 3),),

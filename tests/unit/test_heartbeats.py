@@ -5,23 +5,41 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import KafkaError
 
-from relax_events.broker.connection import translate
-from relax_events.broker.heartbeats import SILENT_SECONDS, STATISTICS_SECONDS, HeartbeatWatch
 from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable, ClientFailed, Fenced
+from relax_events.kafka.client_statistics import SILENT_SECONDS, STATISTICS_SECONDS, HeartbeatWatch
+from relax_events.kafka.connection import translate
 
 
-def statistics(seconds: float, *, sent: int, listed: int = 4, coordinator: str = "UP", broker: str = "UP", by_name: bool = False) -> str:
-    """Say that so many requests went to the coordinator, of which all but the heartbeats are listed by kind."""
+def statistics(
+    seconds: float,
+    *,
+    sent: int,
+    listed: int = 4,
+    coordinator: str = "UP",
+    broker: str = "UP",
+    by_name: bool = False,
+) -> str:
+    """Say that so many requests went to the coordinator, of which all but the heartbeats are listed
+    by kind."""
     heartbeats = f', "ConsumerGroupHeartbeat": {sent - listed}' if by_name else ""
     requests = f'{{"Metadata": {listed - 1}, "ApiVersion": 1, "Fetch": 0{heartbeats}}}'
     return (
-        f'{{"ts": {int(seconds * 1e6)}, "brokers": {{"127.0.0.1:1/1": {{"state": "{broker}", "tx": 900, "req": {{"Fetch": 890}}}}, '
+        f'{{"ts": {int(seconds * 1e6)}, "brokers": {{"127.0.0.1:1/1": {{"state": "{broker}", '
+        f'"tx": 900, "req": {{"Fetch": 890}}}}, '
         f'"GroupCoordinator": {{"state": "{coordinator}", "tx": {sent}, "req": {requests}}}}}}}'
     )
 
 
-def silent_after(watch: HeartbeatWatch, count: int, *, start: float = 2.0, step: float = STATISTICS_SECONDS, **said: object) -> float | None:
-    """Note the same again and again; return how many seconds after the first time the client counts as silent."""
+def silent_after(
+    watch: HeartbeatWatch,
+    count: int,
+    *,
+    start: float = 2.0,
+    step: float = STATISTICS_SECONDS,
+    **said: object,
+) -> float | None:
+    """Note the same again and again; return how many seconds after the first time the client counts
+    as silent."""
     for number in range(count):
         watch.note(statistics(start + number * step, **said))  # type: ignore[arg-type]
         if watch.is_silent:
@@ -53,7 +71,9 @@ def test_client_is_not_silent_before_it_has_joined_nor_while_no_broker_is_there(
     assert silent_after(watch, 50, sent=4) is None
     watch.note(statistics(200.0, sent=9))
     assert silent_after(watch, 50, start=202.0, sent=9, coordinator="DOWN", broker="DOWN") is None
-    assert silent_after(watch, 5, start=302.0, sent=9) is None  # the broker is back for eight seconds
+    assert (
+        silent_after(watch, 5, start=302.0, sent=9) is None
+    )  # the broker is back for eight seconds
 
 
 def test_time_in_which_the_process_stood_still_does_not_count() -> None:
@@ -69,10 +89,15 @@ def test_time_in_which_the_process_stood_still_does_not_count() -> None:
         (KafkaError(KafkaError._FATAL, "the group id does not exist"), ClientFailed),
         (KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "a gap", fatal=True), ClientFailed),
         (KafkaError(KafkaError.PRODUCER_FENCED, "another one", fatal=True), Fenced),
-        (KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, "not yours", fatal=True), AccessDenied),
+        (
+            KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, "not yours", fatal=True),
+            AccessDenied,
+        ),
         (KafkaError(KafkaError._TRANSPORT, "gone"), BrokerUnavailable),
         (KafkaError(KafkaError.UNKNOWN, "what"), BrokerError),
     ],
 )
-def test_error_says_whether_the_client_can_go_on(error: KafkaError, expected: type[BrokerError]) -> None:
+def test_error_says_whether_the_client_can_go_on(
+    error: KafkaError, expected: type[BrokerError]
+) -> None:
     assert type(translate(error, "reading")) is expected

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from relax_events.broker import admin, inventory
-from relax_events.broker.connection import Connection
 from relax_events.errors import BrokerRefused, BrokerUnavailable
+from relax_events.kafka import admin, inventory
+from relax_events.kafka.connection import Connection
 
 LOADING = KafkaException(KafkaError(KafkaError.COORDINATOR_LOAD_IN_PROGRESS))
 DENIED = KafkaException(KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED))
@@ -28,7 +28,8 @@ def done(result: Any) -> Future[Any]:
 
 
 class Loading:
-    """A client whose broker answers so often with an error, as each of its calls gives it, and then with the group `relax.t.reward`."""
+    """A client whose broker answers so often with an error, as each of its calls gives it, and then
+    with the group `relax.t.reward`."""
 
     def __init__(self, num_errors: int, error: KafkaException = LOADING) -> None:
         self.num_errors, self.error = num_errors, error
@@ -43,13 +44,21 @@ class Loading:
         return [SimpleNamespace(id="other"), SimpleNamespace(id="relax.t.reward")]
 
     def list_consumer_groups(self, *, request_timeout: float) -> Future[Any]:
-        return done(SimpleNamespace(valid=[], errors=[self.error]) if self._is_bad() else SimpleNamespace(valid=self.list_groups_found(), errors=[]))
+        return done(
+            SimpleNamespace(valid=[], errors=[self.error])
+            if self._is_bad()
+            else SimpleNamespace(valid=self.list_groups_found(), errors=[])
+        )
 
     def list_groups_found(self) -> list[Any]:
         return [SimpleNamespace(group_id="relax.t.reward")]
 
-    def describe_consumer_groups(self, names: list[str], *, request_timeout: float) -> dict[str, Future[Any]]:
-        described = SimpleNamespace(group_id=names[0], state=SimpleNamespace(name="EMPTY"), members=[])
+    def describe_consumer_groups(
+        self, names: list[str], *, request_timeout: float
+    ) -> dict[str, Future[Any]]:
+        described = SimpleNamespace(
+            group_id=names[0], state=SimpleNamespace(name="EMPTY"), members=[]
+        )
         return {name: done(self.error if self._is_bad() else described) for name in names}
 
 
@@ -59,7 +68,9 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "LEADER_CHANGE_SECONDS", 0.0)
 
 
-def listed(monkeypatch: pytest.MonkeyPatch, client: Loading, kind: str, seconds: float = 10.0) -> list[str]:
+def listed(
+    monkeypatch: pytest.MonkeyPatch, client: Loading, kind: str, seconds: float = 10.0
+) -> list[str]:
     """List groups over a client as either class does."""
     connection = Connection("127.0.0.1:1", request_timeout_seconds=seconds, client_id="test")
     module, face = (inventory, inventory.Inventory) if kind == "inventory" else (admin, admin.Admin)
@@ -69,7 +80,9 @@ def listed(monkeypatch: pytest.MonkeyPatch, client: Loading, kind: str, seconds:
 
 @pytest.mark.parametrize("num_errors", [1, 2])
 @pytest.mark.parametrize("kind", ["inventory", "admin"])
-def test_groups_are_asked_for_again_while_they_are_loaded(monkeypatch: pytest.MonkeyPatch, kind: str, num_errors: int) -> None:
+def test_groups_are_asked_for_again_while_they_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, kind: str, num_errors: int
+) -> None:
     assert listed(monkeypatch, Loading(num_errors), kind) == ["relax.t.reward"]
 
 
@@ -93,29 +106,43 @@ class Late:
     def __init__(self, num_named: int) -> None:
         self.num_named, self.num_asked = num_named, 0
 
-    def delete_topics(self, names: list[str], *, operation_timeout: float) -> dict[str, Future[Any]]:
+    def delete_topics(
+        self, names: list[str], *, operation_timeout: float
+    ) -> dict[str, Future[Any]]:
         return {name: done(None) for name in names}
 
     def list_topics(self, *, timeout: float) -> Any:
         self.num_asked += 1
         named = ["other", "relax.t.one"] if self.num_asked <= self.num_named else ["other"]
-        return SimpleNamespace(topics={name: SimpleNamespace(partitions={0: None}) for name in named})
+        return SimpleNamespace(
+            topics={name: SimpleNamespace(partitions={0: None}) for name in named}
+        )
 
 
-def deleting(monkeypatch: pytest.MonkeyPatch, client: Late, *names: str, seconds: float = 10.0) -> None:
+def deleting(
+    monkeypatch: pytest.MonkeyPatch, client: Late, *names: str, seconds: float = 10.0
+) -> None:
     monkeypatch.setattr(inventory, "AdminClient", lambda settings: client)
-    inventory.Inventory(Connection("127.0.0.1:1", request_timeout_seconds=seconds, client_id="test")).delete_topics(names)
+    inventory.Inventory(
+        Connection("127.0.0.1:1", request_timeout_seconds=seconds, client_id="test")
+    ).delete_topics(names)
 
 
 @pytest.mark.parametrize("num_named", [0, 3])
-def test_topics_are_gone_when_they_are_named_no_more(monkeypatch: pytest.MonkeyPatch, num_named: int) -> None:
+def test_topics_are_gone_when_they_are_named_no_more(
+    monkeypatch: pytest.MonkeyPatch, num_named: int
+) -> None:
     client = Late(num_named)
     deleting(monkeypatch, client, "relax.t.one", "relax.t.two")
     assert client.num_asked == num_named + 1
 
 
-def test_topic_that_stays_named_is_an_error_that_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BrokerUnavailable, match=r"topic relax\.t\.one is deleted and still named after 0\.01 s"):
+def test_topic_that_stays_named_is_an_error_that_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(
+        BrokerUnavailable, match=r"topic relax\.t\.one is deleted and still named after 0\.01 s"
+    ):
         deleting(monkeypatch, Late(1_000_000_000), "relax.t.one", seconds=0.01)
 
 

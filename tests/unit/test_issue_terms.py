@@ -1,4 +1,5 @@
-"""The trainer tells records that no worker of the run wrote, and takes the honest ones that come after them."""
+"""The trainer tells records that no worker of the run wrote, and takes the honest ones that come
+after them."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ import pytest
 from event_samples import ready
 from run_events import run_config
 
-from relax_events.broker.records import Record
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ForeignRecord, PoisonSample
-from relax_events.pipeline.validation import check_trainable
+from relax_events.kafka.records import Record
+from relax_events.runtime.validation import check_trainable
 from relax_events.training.issue_terms import IssueTerms
 
 CONFIG = run_config(groups_per_step=4, samples_per_prompt=2, max_staleness=1)
@@ -23,12 +24,19 @@ TERMS = IssueTerms.of(CONFIG)
 OWN_PARTITION = TERMS.plan.partition("000001-0002-0", 1)
 
 
-def require_met(key: str | None = None, partition: int | None = None, trainer_version: int = 1, **changes: Any) -> None:
-    """Check a sample of prompt group 000001-0002-0 that stands where it should, but for what is changed."""
+def require_met(
+    key: str | None = None, partition: int | None = None, trainer_version: int = 1, **changes: Any
+) -> None:
+    """Check a sample of prompt group 000001-0002-0 that stands where it should, but for what is
+    changed."""
     sample = replace(ready("000001-0002-0", 1, version=1), **changes)
     key = sample.prompt_group_id if key is None else key
     partition = TERMS.plan.partition(sample.prompt_group_id, 1) if partition is None else partition
-    TERMS.require_met(Record("relax.r.advantage.samples", partition, 0, key, b"", {}, 0), sample, trainer_version=trainer_version)
+    TERMS.require_met(
+        Record("relax.r.advantage.samples", partition, 0, key, b"", {}, 0),
+        sample,
+        trainer_version=trainer_version,
+    )
 
 
 def test_honest_sample_meets_the_terms() -> None:
@@ -40,11 +48,20 @@ def test_honest_sample_meets_the_terms() -> None:
     ("changes", "text"),
     [
         ({"prompt_group_id": "nobody's"}, '"nobody\'s" is no prompt group id'),
-        ({"train_step": 3}, "its id names (1, 2, 0) where train_step, group_index and attempt are (3, 2, 0)"),
-        ({"attempt": 7}, "its id names (1, 2, 0) where train_step, group_index and attempt are (1, 2, 7)"),
+        (
+            {"train_step": 3},
+            "its id names (1, 2, 0) where train_step, group_index and attempt are (3, 2, 0)",
+        ),
+        (
+            {"attempt": 7},
+            "its id names (1, 2, 0) where train_step, group_index and attempt are (1, 2, 7)",
+        ),
         ({"samples_per_prompt": 1}, "samples_per_prompt must be run.samples_per_prompt = 2, got 1"),
         ({"key": "000001-0003-0"}, "its key must be its prompt group, got '000001-0003-0'"),
-        ({"partition": 99}, f"samples of version 1 of its prompt group stand on partition {OWN_PARTITION}, got 99"),
+        (
+            {"partition": 99},
+            f"samples of version 1 of its prompt group stand on partition {OWN_PARTITION}, got 99",
+        ),
         (
             {"prompt_group_id": "000001-0004-0", "group_index": 4},
             "group_index must be below run.groups_per_step = 4, got 4",
@@ -70,14 +87,25 @@ def test_end_is_refused_where_another_rank_reads_than_the_samples() -> None:
     own = [plan.partition("000001-0002-0", version) for version in range(plan.num_slots)]
     for partition in range(plan.num_sample_partitions):
         record = Record("relax.r.prompt.end-requests", partition, 0, "000001-0002-0", b"", {}, 0)
-        with nullcontext() if partition in own else pytest.raises(ForeignRecord, match="stands on partitions of shard"):
+        with (
+            nullcontext()
+            if partition in own
+            else pytest.raises(ForeignRecord, match="stands on partitions of shard")
+        ):
             TERMS.require_own_shard(record, "000001-0002-0")
     assert len(own) == plan.num_sample_partitions // plan.shards < plan.num_sample_partitions
 
 
 def test_advantage_beyond_the_bound_is_poison() -> None:
-    bounds: dict[str, Any] = {"algorithm": AlgorithmConfig(), "vocab_size": 100, "max_abs_advantage": CONFIG.trainer.max_abs_advantage}
+    bounds: dict[str, Any] = {
+        "algorithm": AlgorithmConfig(),
+        "vocab_size": 100,
+        "max_abs_advantage": CONFIG.trainer.max_abs_advantage,
+    }
     for values in ([0, 0, 1e4, -1e4], [0, 0, 0, 0]):
         check_trainable(ready(advantages=np.array(values, np.float32)), **bounds)
-    with pytest.raises(PoisonSample, match=r"advantages must lie within trainer.max_abs_advantage = 10000, got 1e\+06; raise it if"):
+    with pytest.raises(
+        PoisonSample,
+        match=r"advantages must lie within trainer.max_abs_advantage = 10000, got 1e\+06; raise it if",
+    ):
         check_trainable(ready(advantages=np.array([0, 0, 0, -1e6], np.float32)), **bounds)

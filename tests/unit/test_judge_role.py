@@ -1,4 +1,5 @@
-"""What the judge role asks, and what it makes of judgements: the engine says what the test wants, the tokenizer is a real one."""
+"""What the judge role asks, and what it makes of judgements: the engine says what the test wants,
+the tokenizer is a real one."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from event_samples import rolled_out
 from pydantic import ValidationError
 
 from relax_events.config import RunConfig
-from relax_events.control.requirements import require_judge, require_roles
-from relax_events.control.scaling import Bounds
-from relax_events.control.topics.role_inputs import role_inputs
+from relax_events.controller.scaling_bounds import Bounds
 from relax_events.data.rendering import judge_renderer
 from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.events.types import SampleScored
-from relax_events.rewards.judging import load_judged
+from relax_events.launcher.requirements import require_judge, require_roles
+from relax_events.rewards.run_judge import load_judged
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
+from relax_events.topics.role_inputs import role_inputs
 from tests.unit.trainer_samples import tiny_model
 from workers.judge import Judging, open_judge
 from workers.reward import Scoring
@@ -31,7 +32,10 @@ pytestmark = pytest.mark.unit
 MakeRunConfig = Callable[..., RunConfig]
 SAMPLES = "rollout.samples"
 KEYS = [(SAMPLES, 0, offset) for offset in range(4)]
-BY_ROUTE = {"function": "exact_match", "routes": {"essay": {"function": "genrm", "options": {"max_score": 1}}}}
+BY_ROUTE = {
+    "function": "exact_match",
+    "routes": {"essay": {"function": "genrm", "options": {"max_score": 1}}},
+}
 
 
 class Speaking:
@@ -49,11 +53,21 @@ class Speaking:
             raise PoisonSample("the prompt is too long")
         self.asked.append(request)
 
-    def say(self, text: str, *, to: int = -1, reason: FinishReason = FinishReason.STOP, error: str = "") -> None:
+    def say(
+        self, text: str, *, to: int = -1, reason: FinishReason = FinishReason.STOP, error: str = ""
+    ) -> None:
         tokens = self.renderer.answer_tokens(text)
         name = self.asked[to].prompt_group_id
-        fields = {"tokens": tokens, "logprobs": np.zeros(len(tokens), np.float32), "segments": (VersionSegment(0, len(tokens)),)}
-        self.saying.append(GeneratedSample(sample_id=name, prompt_group_id=name, finish_reason=reason, error=error, **fields))  # type: ignore[arg-type]
+        fields = {
+            "tokens": tokens,
+            "logprobs": np.zeros(len(tokens), np.float32),
+            "segments": (VersionSegment(0, len(tokens)),),
+        }
+        self.saying.append(
+            GeneratedSample(
+                sample_id=name, prompt_group_id=name, finish_reason=reason, error=error, **fields
+            )
+        )  # type: ignore[arg-type]
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
         said, self.saying = self.saying, []
@@ -74,13 +88,22 @@ class Stage:
         self.engine: Any = Speaking(config)
         self.counted: list[str] = []
         engine = SimpleNamespace(spent=lambda activity, seconds: None)
-        metrics = SimpleNamespace(tokens=lambda count: None, scored=self.counted.append, engine=engine)
-        worker: Any = SimpleNamespace(config=config, metrics=metrics, sample_record=lambda topic, event, **_: (topic, event))
-        worker.beats, worker.with_beats = SimpleNamespace(reports=lambda figures: None), lambda look: None
+        metrics = SimpleNamespace(
+            tokens=lambda count: None, scored=self.counted.append, engine=engine
+        )
+        worker: Any = SimpleNamespace(
+            config=config, metrics=metrics, sample_record=lambda topic, event, **_: (topic, event)
+        )
+        worker.beats, worker.with_beats = (
+            SimpleNamespace(reports=lambda figures: None),
+            lambda look: None,
+        )
         self.judging = Judging(worker, self.engine, load_judged(config))
 
     def answers(self) -> list[SampleScored]:
-        records: list[Any] = [record for _, records in self.judging.poll(timeout_seconds=0) for record in records]
+        records: list[Any] = [
+            record for _, records in self.judging.poll(timeout_seconds=0) for record in records
+        ]
         assert {topic for topic, _ in records} <= {"reward.scores"}
         return [event for _, event in records]
 
@@ -88,14 +111,26 @@ class Stage:
 @pytest.fixture
 def make_stage(make_run_config: MakeRunConfig) -> Callable[..., Stage]:
     def make(*, reward: dict[str, Any] | None = None, **judge: Any) -> Stage:
-        return Stage(make_run_config(reward=reward or {"function": "genrm"}, judge={"model_path": tiny_model(), **judge}))
+        return Stage(
+            make_run_config(
+                reward=reward or {"function": "genrm"}, judge={"model_path": tiny_model(), **judge}
+            )
+        )
 
     return make
 
 
-def test_question_is_the_template_in_the_judge_s_own_chat_template(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(reward={"function": "genrm", "options": {"template": "reference", "max_score": 1}}, engine={"sampling": {"top_k": 1}})
-    stage.judging.begin(KEYS[0], rolled_out(completion="<think>hm</think>four", answer="4", metadata='{"rubric": "none"}'))
+def test_question_is_the_template_in_the_judge_s_own_chat_template(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(
+        reward={"function": "genrm", "options": {"template": "reference", "max_score": 1}},
+        engine={"sampling": {"top_k": 1}},
+    )
+    stage.judging.begin(
+        KEYS[0],
+        rolled_out(completion="<think>hm</think>four", answer="4", metadata='{"rubric": "none"}'),
+    )
     question, request = stage.engine.question(), stage.engine.asked[0]
     assert "[Question]\nsay hi\n\n[Reference]\n4\n\n[Answer to check]\nfour\n" in question
     assert "Score: 1 if it agrees" in question
@@ -104,20 +139,29 @@ def test_question_is_the_template_in_the_judge_s_own_chat_template(make_stage: C
     assert request.stop_token_ids == stage.engine.renderer.stop_token_ids
 
 
-def test_score_is_read_from_the_last_line_and_its_text_is_kept(make_stage: Callable[..., Stage]) -> None:
+def test_score_is_read_from_the_last_line_and_its_text_is_kept(
+    make_stage: Callable[..., Stage],
+) -> None:
     stage = make_stage()
     stage.judging.begin(KEYS[0], rolled_out(index=0))
     stage.judging.begin(KEYS[1], rolled_out(index=1))
     assert stage.judging.room == 62
     stage.engine.say("Score: 1 would be unfair.\nScore: 7.5", to=1)
     (scored,) = stage.answers()
-    assert (scored.sample_id, scored.reward, scored.components, scored.reward_name) == (rolled_out(index=1).sample_id, 0.75, {}, "genrm")
+    assert (scored.sample_id, scored.reward, scored.components, scored.reward_name) == (
+        rolled_out(index=1).sample_id,
+        0.75,
+        {},
+        "genrm",
+    )
     assert scored.judgement == "Score: 1 would be unfair.\nScore: 7.5"
     assert scored.error is None
     assert (stage.judging.room, stage.counted) == (63, ["scored"])
 
 
-def test_sample_is_judged_alike_whenever_and_by_whomever(make_stage: Callable[..., Stage], make_run_config: MakeRunConfig) -> None:
+def test_sample_is_judged_alike_whenever_and_by_whomever(
+    make_stage: Callable[..., Stage], make_run_config: MakeRunConfig
+) -> None:
     seeds = []
     for _ in range(2):
         stage = make_stage()
@@ -133,10 +177,16 @@ def test_sample_is_judged_alike_whenever_and_by_whomever(make_stage: Callable[..
     [
         ("I refuse.", FinishReason.STOP, "the judge's answer has no line 'Score: N': 'I refuse.'"),
         ("Score: 11", FinishReason.STOP, "the judge's score must be between 0 and 10, got 11"),
-        ("Well", FinishReason.LENGTH, "'Well'; it was cut off after 5 tokens, see judge.engine.sampling.max_new_tokens"),
+        (
+            "Well",
+            FinishReason.LENGTH,
+            "'Well'; it was cut off after 5 tokens, see judge.engine.sampling.max_new_tokens",
+        ),
     ],
 )
-def test_judgement_without_a_score_is_a_failure_or_a_zero(text: str, reason: FinishReason, error: str, make_stage: Callable[..., Stage]) -> None:
+def test_judgement_without_a_score_is_a_failure_or_a_zero(
+    text: str, reason: FinishReason, error: str, make_stage: Callable[..., Stage]
+) -> None:
     for unreadable, reward in (("fail", None), ("zero", 0.0)):
         stage = make_stage(unreadable=unreadable)
         stage.judging.begin(KEYS[0], rolled_out())
@@ -147,7 +197,9 @@ def test_judgement_without_a_score_is_a_failure_or_a_zero(text: str, reason: Fin
         assert unreadable == "zero" or error in str(scored.error)
 
 
-def test_sample_that_can_t_be_judged_has_failed_whatever_becomes_of_unreadable_ones(make_stage: Callable[..., Stage]) -> None:
+def test_sample_that_can_t_be_judged_has_failed_whatever_becomes_of_unreadable_ones(
+    make_stage: Callable[..., Stage],
+) -> None:
     stage = make_stage(unreadable="zero")
     stage.judging.begin(KEYS[0], rolled_out(metadata="{"))
     stage.engine.refuses = True
@@ -157,7 +209,10 @@ def test_sample_that_can_t_be_judged_has_failed_whatever_becomes_of_unreadable_o
     stage.engine.say("Score: 1", reason=FinishReason.ERROR, error="the server is gone")
     errors = [scored.error for scored in stage.answers()]
     assert str(errors[0]).startswith("the judge can't be asked: the sample's metadata is no JSON: ")
-    assert errors[1:] == ["the judge can't be asked: the prompt is too long", "the judge's engine failed: the server is gone"]
+    assert errors[1:] == [
+        "the judge can't be asked: the prompt is too long",
+        "the judge's engine failed: the server is gone",
+    ]
     assert stage.counted == ["failed"] * 3
 
 
@@ -172,8 +227,14 @@ def test_dropped_samples_are_aborted_and_never_answered(make_stage: Callable[...
     assert [scored.reward for scored in stage.answers()] == [0.2]
 
 
-def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(make_run_config: MakeRunConfig) -> None:
-    engine = {"max_context_tokens": 1024, "max_running_samples": 4, "sampling": {"max_new_tokens": 6, "temperature": 1.0}}
+def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(
+    make_run_config: MakeRunConfig,
+) -> None:
+    engine = {
+        "max_context_tokens": 1024,
+        "max_running_samples": 4,
+        "sampling": {"max_new_tokens": 6, "temperature": 1.0},
+    }
     judge = {"model_path": tiny_model(), "unreadable": "zero", "device": "cpu", "engine": engine}
     config, told = make_run_config(reward={"function": "genrm"}, judge=judge), []
     for order in ([0, 1, 2], [2, 0, 1]):
@@ -192,13 +253,20 @@ def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(make_run_config: M
     assert len(set(told[0].values())) == 3, "each sample has a seed of its own"
 
 
-def test_each_sample_is_scored_by_one_role(make_stage: Callable[..., Stage], make_run_config: MakeRunConfig) -> None:
-    samples = [rolled_out(index=index, metadata=metadata) for index, metadata in enumerate(('{"data_source": "essay"}', "{}", '{"data_source": 3}'))]
+def test_each_sample_is_scored_by_one_role(
+    make_stage: Callable[..., Stage], make_run_config: MakeRunConfig
+) -> None:
+    samples = [
+        rolled_out(index=index, metadata=metadata)
+        for index, metadata in enumerate(('{"data_source": "essay"}', "{}", '{"data_source": 3}'))
+    ]
     stage = make_stage(reward=BY_ROUTE)
     for key, sample in zip(KEYS, samples, strict=False):
         stage.judging.begin(key, sample)
     stage.engine.say("Score: 1")
-    assert [(scored.sample_id, scored.reward) for scored in stage.answers()] == [(samples[0].sample_id, 1.0)]
+    assert [(scored.sample_id, scored.reward) for scored in stage.answers()] == [
+        (samples[0].sample_id, 1.0)
+    ]
 
     config = make_run_config(reward=BY_ROUTE, judge={"model_path": tiny_model()})
     assert config.computed_reward is not None
@@ -206,14 +274,22 @@ def test_each_sample_is_scored_by_one_role(make_stage: Callable[..., Stage], mak
     scoring = Scoring(SimpleNamespace(config=config), SimpleNamespace())  # type: ignore[arg-type]
     assert [scoring._is_ours(sample) for sample in samples] == [False, True, True]
     assert {"reward", "judge"} <= config.roles().keys()
-    turned = {"function": "genrm", "routes": {"sum": {"function": "gsm8k"}, "essay": {"function": "genrm"}}}
+    turned = {
+        "function": "genrm",
+        "routes": {"sum": {"function": "gsm8k"}, "essay": {"function": "genrm"}},
+    }
     computed = make_run_config(reward=turned, judge={"model_path": tiny_model()}).computed_reward
     assert computed is not None
     assert (computed.function, list(computed.routes)) == ("gsm8k", ["sum"])
 
 
 def test_judge_takes_the_place_of_the_reward_role(make_run_config: MakeRunConfig) -> None:
-    config = make_run_config(reward={"function": "genrm"}, judge={"model_path": tiny_model()}, workers={"judge": 2}, broker={"shards": 4})
+    config = make_run_config(
+        reward={"function": "genrm"},
+        judge={"model_path": tiny_model()},
+        workers={"judge": 2},
+        broker={"shards": 4},
+    )
     assert config.roles()["judge"] == 2
     assert "reward" not in config.roles()
     assert "judge x 2" in require_roles(config)
@@ -223,55 +299,108 @@ def test_judge_takes_the_place_of_the_reward_role(make_run_config: MakeRunConfig
     pool = Bounds.of(config, is_supervised=True).pools["judge"]
     assert (pool.num_at_start, pool.max_workers) == (2, TopicPlan.of(config).num_sample_partitions)
     assert "judge" not in make_run_config().roles()
-    assert "judge" not in make_run_config(judge={"model_path": tiny_model()}, reward={"function": "genrm"}, source={"run": "old"}).roles()
+    assert (
+        "judge"
+        not in make_run_config(
+            judge={"model_path": tiny_model()}, reward={"function": "genrm"}, source={"run": "old"}
+        ).roles()
+    )
 
 
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ({"reward": {"function": "math"}}, "judge.model_path is of no use with reward.function = 'math', which asks no judge; set reward.function"),
-        ({"reward": {"function": "genrm", "options": {"url": "http://j"}}}, "reward.options.url and judge.model_path name two judges; leave url out"),
         (
-            {"reward": {"function": "genrm"}, "evaluation": {"datasets": [{"name": "a", "source": "jsonl:unused"}]}},
-            "the judge scores what is trained, not evaluations; give evaluation.datasets a reward of their own",
+            {"reward": {"function": "math"}},
+            (
+                "judge.model_path is of no use with reward.function = 'math', which asks no "
+                "judge; set reward.function"
+            ),
         ),
         (
-            {"reward": {"function": "genrm"}, "judge": {"engine": {"name": "sglang"}}, "health": {"stuck_seconds": 700}},
-            "health.stuck_seconds must be above 720, got 700: for judge.engine.sglang.stall_seconds",
+            {"reward": {"function": "genrm", "options": {"url": "http://j"}}},
+            "reward.options.url and judge.model_path name two judges; leave url out",
+        ),
+        (
+            {
+                "reward": {"function": "genrm"},
+                "evaluation": {"datasets": [{"name": "a", "source": "jsonl:unused"}]},
+            },
+            (
+                "the judge scores what is trained, not evaluations; give evaluation.datasets a "
+                "reward of their own"
+            ),
+        ),
+        (
+            {
+                "reward": {"function": "genrm"},
+                "judge": {"engine": {"name": "sglang"}},
+                "health": {"stuck_seconds": 700},
+            },
+            (
+                "health.stuck_seconds must be above 720, got 700: for "
+                "judge.engine.sglang.stall_seconds"
+            ),
         ),
     ],
 )
-def test_judge_that_does_not_fit_the_run_is_refused(sections: dict[str, Any], error: str, make_run_config: MakeRunConfig) -> None:
+def test_judge_that_does_not_fit_the_run_is_refused(
+    sections: dict[str, Any], error: str, make_run_config: MakeRunConfig
+) -> None:
     sections["judge"] = sections.get("judge", {}) | {"model_path": tiny_model()}
     with pytest.raises(ValidationError, match=error):
         make_run_config(**sections)
 
 
-def test_judge_is_looked_at_before_the_run_starts(make_run_config: MakeRunConfig, tmp_path: Any) -> None:
+def test_judge_is_looked_at_before_the_run_starts(
+    make_run_config: MakeRunConfig, tmp_path: Any
+) -> None:
     def config(path: Any = None, **reward: Any) -> RunConfig:
-        return make_run_config(reward={"function": "genrm"} | reward, judge={"model_path": path or tiny_model()})
+        return make_run_config(
+            reward={"function": "genrm"} | reward, judge={"model_path": path or tiny_model()}
+        )
 
     assert require_judge(config()) == f"{tiny_model()} on engine transformers"
     assert require_judge(make_run_config()) == "none: judge.model_path is not given"
     both = make_run_config(reward=BY_ROUTE, judge={"model_path": tiny_model()})
     assert require_judge(both) == f"{tiny_model()} on engine transformers, for 1 of 2 sources"
-    with pytest.raises(ConfigError, match=r"judge.model_path .* holds no config.json with \*.safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"judge.model_path .* holds no config.json with \*.safetensors"
+    ):
         require_judge(config(tmp_path))
-    with pytest.raises(ConfigError, match=r"reward.options.temperature is of a judge behind a server, and judge.model_path gives the run one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward.options.temperature is of a judge behind a server, and judge.model_path gives the run one",
+    ):
         require_judge(config(options={"temperature": 0.5}))
-    with pytest.raises(ConfigError, match=r"reward.options.template must be rubric, reference, pair or a text"):
+    with pytest.raises(
+        ConfigError, match=r"reward.options.template must be rubric, reference, pair or a text"
+    ):
         require_judge(config(options={"template": "grade"}))
-    with pytest.raises(ConfigError, match=r"reward.weights names accuracy, and a judge gives reward alone"):
+    with pytest.raises(
+        ConfigError, match=r"reward.weights names accuracy, and a judge gives reward alone"
+    ):
         load_judged(config(weights={"accuracy": 1.0}))
     with pytest.raises(ConfigError, match=r"the judge role has no model; set judge.model_path"):
         open_judge(make_run_config(), metrics=WorkerMetrics("judge").routing)
 
 
-def test_version_of_the_reward_is_that_of_template_model_and_sampling(make_run_config: MakeRunConfig) -> None:
+def test_version_of_the_reward_is_that_of_template_model_and_sampling(
+    make_run_config: MakeRunConfig,
+) -> None:
     def digest(*, options: dict[str, Any] | None = None, **judge: Any) -> str:
-        config = make_run_config(reward={"function": "genrm", "options": options or {}}, judge={"model_path": tiny_model(), **judge})
+        config = make_run_config(
+            reward={"function": "genrm", "options": options or {}},
+            judge={"model_path": tiny_model(), **judge},
+        )
         return load_judged(config)[None].digest
 
-    digests = [digest(), digest(), digest(options={"rubric": "Is it kind?"}), digest(engine={"sampling": {"top_k": 1}}), digest(unreadable="zero")]
+    digests = [
+        digest(),
+        digest(),
+        digest(options={"rubric": "Is it kind?"}),
+        digest(engine={"sampling": {"top_k": 1}}),
+        digest(unreadable="zero"),
+    ]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 4

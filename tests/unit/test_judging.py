@@ -8,32 +8,53 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relax_events.algorithms.advantage_estimator import Judge, RewardedSample, overlong_penalties
 from relax_events.algorithms.advantages import GroupRewards, centred, decoupled, leave_one_out
-from relax_events.algorithms.judging import Judge, RewardedSample, overlong_penalties
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, RewardError
 
 MASKS = [[0, 1, 1, 0, 1], [0, 0, 1], [0, 1, 1]]
 
 
-def samples(rewards: list[float], components: list[dict[str, float]] | None = None, *, with_logprobs: bool = False) -> list[RewardedSample]:
+def samples(
+    rewards: list[float],
+    components: list[dict[str, float]] | None = None,
+    *,
+    with_logprobs: bool = False,
+) -> list[RewardedSample]:
     made = []
     for index, (reward, mask) in enumerate(zip(rewards, MASKS, strict=False)):
         policy = np.array([0.0, -1.0, -2.0, 9.0, -0.5][: len(mask)], np.float32)
         reference = np.array([0.0, -1.5, -1.0, 3.0, -2.5][: len(mask)], np.float32)
-        extra = {"policy_logprobs": policy, "ref_logprobs": reference, "teacher_logprobs": reference} if with_logprobs else {}
+        extra = (
+            {"policy_logprobs": policy, "ref_logprobs": reference, "teacher_logprobs": reference}
+            if with_logprobs
+            else {}
+        )
         parts = components[index] if components else {}
-        made.append(RewardedSample(sample_id=f"s{index}", reward=reward, loss_mask=np.array(mask, np.uint8), components=parts, **extra))
+        made.append(
+            RewardedSample(
+                sample_id=f"s{index}",
+                reward=reward,
+                loss_mask=np.array(mask, np.uint8),
+                components=parts,
+                **extra,
+            )
+        )
     return made
 
 
-def judge(given: list[RewardedSample], max_new_tokens: int = 8, **settings: Any) -> list[list[float]]:
+def judge(
+    given: list[RewardedSample], max_new_tokens: int = 8, **settings: Any
+) -> list[list[float]]:
     algorithm = AlgorithmConfig.model_validate(settings)
     return [values.tolist() for values in Judge(algorithm, max_new_tokens=max_new_tokens)(given)]
 
 
 def test_leave_one_out_takes_the_others_mean() -> None:
-    assert leave_one_out(GroupRewards(np.array([1.0, 2.0, 6.0]))).tolist() == pytest.approx([-3.0, -1.5, 4.5])
+    assert leave_one_out(GroupRewards(np.array([1.0, 2.0, 6.0]))).tolist() == pytest.approx(
+        [-3.0, -1.5, 4.5]
+    )
     assert leave_one_out(GroupRewards(np.full(3, 0.1))).tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(RewardError, match="at least 2 samples of a prompt, got 1"):
         leave_one_out(GroupRewards(np.array([1.0])))
@@ -44,22 +65,42 @@ def test_centred_and_raw_rewards() -> None:
 
 
 def test_components_are_normalised_apart_and_summed_by_weight() -> None:
-    components = {"right": np.array([1.0, 0.0, 1.0, 0.0]), "form": np.array([10.0, 10.0, 30.0, 30.0]), "same": np.ones(4)}
+    components = {
+        "right": np.array([1.0, 0.0, 1.0, 0.0]),
+        "form": np.array([10.0, 10.0, 30.0, 30.0]),
+        "same": np.ones(4),
+    }
     rewards = GroupRewards(np.zeros(4), components)
     unit = 0.5 / np.sqrt(1 / 3)  # deviation with n - 1 of two zeros and two ones
     plain = decoupled(rewards, normalise_std=True, reward_weights={})
     assert plain.tolist() == pytest.approx([0.0, -2 * unit, 2 * unit, 0.0], rel=1e-5, abs=1e-5)
     weighted = decoupled(rewards, normalise_std=True, reward_weights={"right": 1.0, "form": 0.5})
-    assert weighted.tolist() == pytest.approx([0.5 * unit, -1.5 * unit, 1.5 * unit, -0.5 * unit], rel=1e-5)
-    assert decoupled(rewards, normalise_std=False, reward_weights={"form": 1.0}).tolist() == [-10.0, -10.0, 10.0, 10.0]
+    assert weighted.tolist() == pytest.approx(
+        [0.5 * unit, -1.5 * unit, 1.5 * unit, -0.5 * unit], rel=1e-5
+    )
+    assert decoupled(rewards, normalise_std=False, reward_weights={"form": 1.0}).tolist() == [
+        -10.0,
+        -10.0,
+        10.0,
+        10.0,
+    ]
 
 
 def test_components_that_are_not_there_are_named() -> None:
     with pytest.raises(RewardError, match="there are no reward components"):
         decoupled(GroupRewards(np.zeros(2)), normalise_std=True, reward_weights={})
-    with pytest.raises(RewardError, match=r"reward_weights names 'style', which is no component of the reward; there are form, right"):
-        decoupled(GroupRewards(np.zeros(2), {"right": np.ones(2), "form": np.ones(2)}), normalise_std=True, reward_weights={"style": 1.0})
-    with pytest.raises(RewardError, match="sample s1 has the reward components none, another of its prompt has a"):
+    with pytest.raises(
+        RewardError,
+        match=r"reward_weights names 'style', which is no component of the reward; there are form, right",
+    ):
+        decoupled(
+            GroupRewards(np.zeros(2), {"right": np.ones(2), "form": np.ones(2)}),
+            normalise_std=True,
+            reward_weights={"style": 1.0},
+        )
+    with pytest.raises(
+        RewardError, match="sample s1 has the reward components none, another of its prompt has a"
+    ):
         judge(samples([1, 2], [{"a": 1.0}, {}]), name="gdpo")
 
 
@@ -72,17 +113,32 @@ def test_reward_that_is_not_finite_is_named() -> None:
 
 def test_overlong_penalty_falls_linearly_over_the_last_of_the_length() -> None:
     lengths = np.array([0, 16_384, 18_432, 20_480, 21_000], np.float64)
-    assert overlong_penalties(lengths, max_new_tokens=20_480, ratio=0.2, penalty=1.0).tolist() == pytest.approx([0, 0, 0.5, 1, 1])
-    assert overlong_penalties(lengths, max_new_tokens=20_480, ratio=0.0, penalty=1.0).tolist() == [0] * 5
+    assert overlong_penalties(
+        lengths, max_new_tokens=20_480, ratio=0.2, penalty=1.0
+    ).tolist() == pytest.approx([0, 0, 0.5, 1, 1])
+    assert (
+        overlong_penalties(lengths, max_new_tokens=20_480, ratio=0.0, penalty=1.0).tolist()
+        == [0] * 5
+    )
 
 
 def test_advantages_lie_on_the_loss_tokens() -> None:
-    assert judge(samples([1, 2, 6]), normalise_std=False) == [[0, -2, -2, 0, -2], [0, 0, -1], [0, 3, 3]]
+    assert judge(samples([1, 2, 6]), normalise_std=False) == [
+        [0, -2, -2, 0, -2],
+        [0, 0, -1],
+        [0, 3, 3],
+    ]
 
 
 def test_overlong_completions_lose_reward_before_it_is_normalised() -> None:
     # Of at most 4 tokens, the penalty runs from 2 to 4; the samples have 3, 1 and 2 loss tokens.
-    judged = judge(samples([1, 1, 1]), max_new_tokens=4, normalise_std=False, overlong_ratio=0.5, overlong_penalty=3.0)
+    judged = judge(
+        samples([1, 1, 1]),
+        max_new_tokens=4,
+        normalise_std=False,
+        overlong_ratio=0.5,
+        overlong_penalty=3.0,
+    )
     assert [max(row, key=abs) for row in judged] == pytest.approx([-1.0, 0.5, 0.5])
 
 
@@ -103,21 +159,38 @@ def test_kl_in_the_reward_of_a_sample_is_the_sum_over_its_tokens() -> None:
         ("low_variance", [np.exp(-0.5) - 0.5, np.e - 2, np.exp(-2) + 1]),
     ],
 )
-def test_kl_token_by_token_is_answered_for_by_what_led_to_it(estimator: str, terms: list[float]) -> None:
-    judged = judge(samples([1, 1, 1], with_logprobs=True), name="reinforce_plus_plus", kl_coefficient=0.1, kl_estimator=estimator)
+def test_kl_token_by_token_is_answered_for_by_what_led_to_it(
+    estimator: str, terms: list[float]
+) -> None:
+    judged = judge(
+        samples([1, 1, 1], with_logprobs=True),
+        name="reinforce_plus_plus",
+        kl_coefficient=0.1,
+        kl_estimator=estimator,
+    )
     first, second, third = terms
-    assert judged[0] == pytest.approx([0, 1 - 0.1 * (first + second + third), 1 - 0.1 * (second + third), 0, 1 - 0.1 * third])
-    with pytest.raises(RewardError, match="sample s0 lacks the log-probabilities for the KL in its reward"):
+    assert judged[0] == pytest.approx(
+        [0, 1 - 0.1 * (first + second + third), 1 - 0.1 * (second + third), 0, 1 - 0.1 * third]
+    )
+    with pytest.raises(
+        RewardError, match="sample s0 lacks the log-probabilities for the KL in its reward"
+    ):
         judge(samples([1, 1, 1]), name="reinforce_plus_plus", kl_coefficient=0.1)
 
 
 def test_teacher_lowers_and_raises_each_token_by_itself() -> None:
-    # policy - teacher at the loss tokens: 0.5, -1, 2 | -1 | 0.5, -1, on top of the centred rewards -2, -1, 3, or of nothing.
+    # policy - teacher at the loss tokens: 0.5, -1, 2 | -1 | 0.5, -1, on top of the centred rewards
+    # -2, -1, 3, or of nothing.
     given = samples([1, 2, 6], with_logprobs=True)
-    beside_rewards = judge(given, normalise_std=False, distill_coefficient=0.5, distill_placement="advantage")
+    beside_rewards = judge(
+        given, normalise_std=False, distill_coefficient=0.5, distill_placement="advantage"
+    )
     assert beside_rewards == [[0, -2.25, -1.5, 0, -3.0], [0, 0, -0.5], [0, 2.75, 3.5]]
     assert judge(given, name="opd") == [[0, -0.5, 1.0, 0, -2.0], [0, 0, 1.0], [0, -0.5, 1.0]]
-    with pytest.raises(RewardError, match="sample s0 lacks the teacher's or the policy's log-probabilities; is the role"):
+    with pytest.raises(
+        RewardError,
+        match="sample s0 lacks the teacher's or the policy's log-probabilities; is the role",
+    ):
         judge(samples([1, 2, 6]), name="opd")
 
 
@@ -131,8 +204,12 @@ def test_kl_in_the_loss_leaves_the_advantages_alone() -> None:
     assert judge(given, kl_coefficient=0.5) == judge(given)
 
 
-@pytest.mark.parametrize(("result", "got"), [("rewards.total[:1]", r"\[1.0\]"), ("rewards.total / 0 * 0", "nan")])
-def test_advantage_of_ones_own_that_is_no_number_for_each_sample_is_refused(result: str, got: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("result", "got"), [("rewards.total[:1]", r"\[1.0\]"), ("rewards.total / 0 * 0", "nan")]
+)
+def test_advantage_of_ones_own_that_is_no_number_for_each_sample_is_refused(
+    result: str, got: str, tmp_path: Path
+) -> None:
     file = tmp_path / "odd.py"
     file.write_text(f"""
 import warnings
@@ -144,5 +221,8 @@ def odd(rewards):
 
 ODD = AlgorithmSpec(name="odd", summary="", formula="", source="", advantage=odd, policy_loss=lambda tokens: tokens.logprobs)
 """)
-    with pytest.raises(ConfigError, match=rf"algorithm .*odd.py:ODD: its advantage must give 3 finite numbers, one for each sample, got .*{got}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"algorithm .*odd.py:ODD: its advantage must give 3 finite numbers, one for each sample, got .*{got}",
+    ):
         judge(samples([1, 2, 6]), name=f"{file}:ODD")

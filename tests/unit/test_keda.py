@@ -14,8 +14,12 @@ from relax_events.topics import TopicPlan
 from stack.dashboards import catalogue
 
 FOLDER = Path(__file__).parents[2] / "compose"
-OBJECTS: dict[str, dict[str, Any]] = {path.name: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("keda*.yml"))}
-CONFIG = small_run({"run": {"id": "run"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}})
+OBJECTS: dict[str, dict[str, Any]] = {
+    path.name: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("keda*.yml"))
+}
+CONFIG = small_run(
+    {"run": {"id": "run"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}}
+)
 PLAN = TopicPlan.of(CONFIG)
 
 
@@ -31,7 +35,11 @@ def test_object_scales_the_rollout_workers_within_bounds(found: dict[str, Any]) 
     spec = found["spec"]
     assert spec["scaleTargetRef"] == {"kind": "Deployment", "name": "relax-rollout"}
     assert 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
-    assert all(isinstance(value, str) for trigger in spec["triggers"] for value in trigger["metadata"].values()), "KEDA takes text alone"
+    assert all(
+        isinstance(value, str)
+        for trigger in spec["triggers"]
+        for value in trigger["metadata"].values()
+    ), "KEDA takes text alone"
 
 
 def test_query_asks_for_metrics_that_are_served() -> None:
@@ -47,4 +55,3 @@ def test_lag_is_that_of_the_group_and_topic_that_rollout_reads() -> None:
     assert trigger["consumerGroup"] == PLAN.consumer_group("rollout").replace(".run.", ".RUN.")
     assert trigger["topic"] == PLAN.topic("prompt.groups").replace(".run.", ".RUN.")
     assert int(trigger["lagThreshold"]) == CONFIG.num_lanes
-

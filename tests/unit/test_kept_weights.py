@@ -9,13 +9,19 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.events.types import PolicyEvaluated
-from relax_events.weights.keeping import BestVersions, num_newest, unwanted_versions
+from relax_events.weights.retention import BestVersions, num_newest, unwanted_versions
 
 STORED = range(21)
 
 
 def left(**changes: Any) -> list[int]:
-    settings: dict[str, Any] = {"newest": 20, "num_newest": 4, "every": 0, "full_every": 1, "best": ()} | changes
+    settings: dict[str, Any] = {
+        "newest": 20,
+        "num_newest": 4,
+        "every": 0,
+        "full_every": 1,
+        "best": (),
+    } | changes
     gone = unwanted_versions(STORED, **settings)
     return [version for version in STORED if version not in gone]
 
@@ -31,13 +37,23 @@ def test_versions_stay_by_their_number_and_for_how_good_they_are() -> None:
     assert left(best={7, 3}) == [0, 3, 7, 17, 18, 19, 20]
 
 
-@pytest.mark.parametrize(("best", "expected"), [({7}, [0, 4, 5, 6, 7, 16, 17, 18, 19, 20]), ({8}, [0, 8, 16, 17, 18, 19, 20])])
+@pytest.mark.parametrize(
+    ("best", "expected"),
+    [({7}, [0, 4, 5, 6, 7, 16, 17, 18, 19, 20]), ({8}, [0, 8, 16, 17, 18, 19, 20])],
+)
 def test_version_keeps_those_that_it_is_read_on_top_of(best: set[int], expected: list[int]) -> None:
     assert left(full_every=4, best=best) == expected
 
 
 def evaluated(version: int, reward: float | None, *, dataset: str = "held-out") -> PolicyEvaluated:
-    return PolicyEvaluated(policy_version=version, dataset=dataset, num_prompts=4, samples_per_prompt=1, reward_mean=reward, weights_digest=bytes(32))
+    return PolicyEvaluated(
+        policy_version=version,
+        dataset=dataset,
+        num_prompts=4,
+        samples_per_prompt=1,
+        reward_mean=reward,
+        weights_digest=bytes(32),
+    )
 
 
 def test_best_versions_are_those_of_the_highest_mean_reward() -> None:
@@ -53,6 +69,10 @@ def test_best_versions_are_those_of_the_highest_mean_reward() -> None:
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(0, 6), (4, 6), (50, 50)])
-def test_number_of_records_retained_says_nothing_of_weights(make_run_config: Callable[..., RunConfig], keep: int, expected: int) -> None:
-    config = make_run_config(run={"retain_versions": 200, "max_staleness": 1}, weights={"keep_newest": keep})
+def test_number_of_records_retained_says_nothing_of_weights(
+    make_run_config: Callable[..., RunConfig], keep: int, expected: int
+) -> None:
+    config = make_run_config(
+        run={"retain_versions": 200, "max_staleness": 1}, weights={"keep_newest": keep}
+    )
     assert num_newest(config, num_slots=3) == expected

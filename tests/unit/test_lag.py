@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from event_samples import published
 
-from relax_events.broker.admin import GroupMember, GroupState
-from relax_events.control.topics.lag import PartitionLag, lag_by_member, lag_by_slot, slot_owners
+from relax_events.kafka.admin import GroupMember, GroupState
+from relax_events.ops.consumer_lag import PartitionLag, lag_by_member, lag_by_slot, slot_owners
 
 ROLLED = "relax.r.rollout.samples"
 
 
-def row(partition: int, *, slot: int, version: int, behind: int, stale: int = 0, oldest_ms: int | None = None, role: str = "reward") -> PartitionLag:
+def row(
+    partition: int,
+    *,
+    slot: int,
+    version: int,
+    behind: int,
+    stale: int = 0,
+    oldest_ms: int | None = None,
+    role: str = "reward",
+) -> PartitionLag:
     return PartitionLag(
         role=role,
         place=(ROLLED, partition),
@@ -38,7 +47,17 @@ def test_slot_belongs_to_its_newest_version() -> None:
 
 def test_lag_by_slot_sums_partitions_and_takes_the_oldest_record() -> None:
     found = lag_by_slot(ROWS, now_ms=10_000)
-    assert [(item.role, item.slot, item.policy_version, item.num_records, item.num_stale, item.age_seconds) for item in found] == [
+    assert [
+        (
+            item.role,
+            item.slot,
+            item.policy_version,
+            item.num_records,
+            item.num_stale,
+            item.age_seconds,
+        )
+        for item in found
+    ] == [
         ("reward", 0, 6, 8, 2, 8.0),
         ("reward", 1, 4, 0, 0, None),
         ("advantage", 0, 6, 1, 0, 1.0),
@@ -46,9 +65,14 @@ def test_lag_by_slot_sums_partitions_and_takes_the_oldest_record() -> None:
 
 
 def test_lag_by_member_names_idle_members_and_orphaned_partitions() -> None:
-    members = (GroupMember("reward-0", "host-a", ((ROLLED, 0),)), GroupMember("reward-1", "host-b", ()))
+    members = (
+        GroupMember("reward-0", "host-a", ((ROLLED, 0),)),
+        GroupMember("reward-1", "host-b", ()),
+    )
     found = lag_by_member(ROWS, {"reward": GroupState("g", "stable", members)}, now_ms=10_000)
-    assert [(item.role, item.member, item.host, item.num_records, item.partitions) for item in found] == [
+    assert [
+        (item.role, item.member, item.host, item.num_records, item.partitions) for item in found
+    ] == [
         ("advantage", "-", "-", 1, "rollout.samples[0]"),
         ("reward", "-", "-", 3, "rollout.samples[1,2]"),
         ("reward", "reward-0", "host-a", 5, "rollout.samples[0]"),

@@ -7,22 +7,27 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import DataConfig
-from relax_events.data.laying_out import LaidOutAnswer, lay_out, sample_answers
 from relax_events.data.rendering import PromptRenderer
+from relax_events.data.sft_targets import LaidOutAnswer, lay_out, sample_answers
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage
 from relax_events.events.types import PromptGroupIssued
-from relax_events.models.tiny import make_tiny
+from relax_events.examples.tiny_models import make_tiny
 
 PROMPT = [ChatMessage.of_text("system", "be brief"), ChatMessage.of_text("user", "hi")]
-TALK = [ChatMessage.of_text(role, text) for role, text in (("assistant", "yo"), ("user", "ok"), ("assistant", "bye"))]
+TALK = [
+    ChatMessage.of_text(role, text)
+    for role, text in (("assistant", "yo"), ("user", "ok"), ("assistant", "bye"))
+]
 FORGETFUL = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] if loop.last or message['role'] == 'user' else '...' }}<|im_end|>\n{% endfor %}"
+    "{{ message['content'] if loop.last or message['role'] == 'user' else '...' "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ENDLESS = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor "
+    "%}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
@@ -31,17 +36,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model"), corpus=["abc"], hidden_size=32, num_layers=1)
 
 
-def renderer_of(folder: Path, template: str | None = None, *, chat_template: bool = True) -> PromptRenderer:
+def renderer_of(
+    folder: Path, template: str | None = None, *, chat_template: bool = True
+) -> PromptRenderer:
     file = None
     if template is not None:
         file = folder.parent / "template.jinja"
         file.write_text(template)
-    return PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x", chat_template_file=file, chat_template=chat_template))
+    return PromptRenderer.from_folder(
+        folder, DataConfig(source="jsonl:x", chat_template_file=file, chat_template=chat_template)
+    )
 
 
 def pieces(answer: LaidOutAnswer, renderer: PromptRenderer) -> list[tuple[str, int]]:
     """Give the text of each token with its mask."""
-    texts = [str(renderer._tokenizer.decode([token], skip_special_tokens=False)) for token in answer.tokens.tolist()]
+    texts = [
+        str(renderer._tokenizer.decode([token], skip_special_tokens=False))
+        for token in answer.tokens.tolist()
+    ]
     return list(zip(texts, answer.loss_mask.tolist(), strict=True))
 
 
@@ -54,29 +66,45 @@ def test_mask_of_a_conversation_marks_each_token_that_the_assistant_chose(folder
         ("b", 1), ("y", 1), ("e", 1), ("<|im_end|>", 1),
     ]  # fmt: skip
     whole = renderer.encode(renderer.templated([*PROMPT, *TALK], is_whole=True))
-    assert [*renderer.prompt_tokens(PROMPT), *answer.tokens] == whole[:-1].tolist()  # but for the newline behind the last stop token
+    assert [*renderer.prompt_tokens(PROMPT), *answer.tokens] == whole[
+        :-1
+    ].tolist()  # but for the newline behind the last stop token
 
 
 def test_answer_without_a_template_is_its_text_and_a_stop_token(folder: Path) -> None:
     renderer = renderer_of(folder, chat_template=False)
-    assert pieces(lay_out(PROMPT, TALK[:1], renderer=renderer), renderer) == [("y", 1), ("o", 1), ("<|im_end|>", 1)]
+    assert pieces(lay_out(PROMPT, TALK[:1], renderer=renderer), renderer) == [
+        ("y", 1),
+        ("o", 1),
+        ("<|im_end|>", 1),
+    ]
     with pytest.raises(PoisonSample, match="a completion of 3 messages needs a chat template"):
         lay_out(PROMPT, TALK, renderer=renderer)
 
 
 def test_answer_that_the_template_does_not_end_is_given_a_stop_token(folder: Path) -> None:
     renderer = renderer_of(folder, ENDLESS)
-    assert pieces(lay_out(PROMPT, TALK[:1], renderer=renderer), renderer) == [("y", 1), ("o", 1), ("\n", 1), ("<|im_end|>", 1)]
+    assert pieces(lay_out(PROMPT, TALK[:1], renderer=renderer), renderer) == [
+        ("y", 1),
+        ("o", 1),
+        ("\n", 1),
+        ("<|im_end|>", 1),
+    ]
 
 
 def test_row_fails_where_the_template_forgets_what_it_rendered(folder: Path) -> None:
     renderer = renderer_of(folder, FORGETFUL)
     assert len(lay_out(PROMPT[1:], TALK[:1], renderer=renderer).tokens) == 3
-    with pytest.raises(PoisonSample, match=r"the chat template changes what stands before message 3 .*set data.train_on = 'last'"):
+    with pytest.raises(
+        PoisonSample,
+        match=r"the chat template changes what stands before message 3 .*set data.train_on = 'last'",
+    ):
         lay_out(PROMPT[1:], TALK, renderer=renderer)
 
 
-def issued(completions: list[list[ChatMessage]], *, answer: str = "", of: int = 1) -> PromptGroupIssued:
+def issued(
+    completions: list[list[ChatMessage]], *, answer: str = "", of: int = 1
+) -> PromptGroupIssued:
     return PromptGroupIssued(
         prompt_group_id="000000-0000-0", train_step=0, group_index=0, attempt=0, row=0, required_policy_version=0, samples_per_prompt=of,
         messages=PROMPT, completions=completions, answer=answer, seed=0,
@@ -88,7 +116,10 @@ def test_prompt_group_has_an_answer_for_each_sample(folder: Path) -> None:
     (alone,) = sample_answers(issued([], answer="yo"), renderer=renderer)
     assert alone.tokens.tolist() == lay_out(PROMPT, TALK[:1], renderer=renderer).tokens.tolist()
     chosen, rejected = sample_answers(issued([TALK[:1], TALK[2:]], of=2), renderer=renderer)
-    assert (renderer.completion_text(chosen.tokens), renderer.completion_text(rejected.tokens)) == ("yo", "bye")
+    assert (renderer.completion_text(chosen.tokens), renderer.completion_text(rejected.tokens)) == (
+        "yo",
+        "bye",
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,6 +129,8 @@ def test_prompt_group_has_an_answer_for_each_sample(folder: Path) -> None:
         (issued([], answer=" "), "an assistant message that is to be learnt is empty"),
     ],
 )
-def test_prompt_group_without_its_answers_is_refused(folder: Path, group: PromptGroupIssued, text: str) -> None:
+def test_prompt_group_without_its_answers_is_refused(
+    folder: Path, group: PromptGroupIssued, text: str
+) -> None:
     with pytest.raises(PoisonSample, match=text):
         sample_answers(group, renderer=renderer_of(folder))

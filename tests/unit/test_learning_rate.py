@@ -4,7 +4,10 @@ import pytest
 from small_settings import small_run
 
 from relax_events.config import TrainerConfig
-from relax_events.training.torch_backend import policy_learning_rate, scheduled_learning_rate
+from relax_events.training.backend.torch_backend import (
+    policy_learning_rate,
+    scheduled_learning_rate,
+)
 from tests.unit.trainer_samples import run_config
 
 
@@ -18,7 +21,9 @@ def test_constant_stays_at_the_peak_after_the_warm_up():
 
 
 def test_linear_falls_from_the_end_of_the_warm_up_to_one_step_before_zero():
-    assert rates("linear", 2, range(10)) == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+    assert rates("linear", 2, range(10)) == pytest.approx(
+        [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
+    )
 
 
 def test_linear_keeps_the_last_rate_in_a_run_that_is_trained_longer():
@@ -30,7 +35,10 @@ def test_linear_is_never_above_the_peak_when_the_warm_up_is_the_whole_run():
 
 
 def policy_rates(name: str, steps: range, **source: object) -> list[float]:
-    tree = run_config(algorithm={"name": name}, trainer={"learning_rate": 1.0, "warmup_steps": 2, "schedule": "linear"}).model_dump()
+    tree = run_config(
+        algorithm={"name": name},
+        trainer={"learning_rate": 1.0, "warmup_steps": 2, "schedule": "linear"},
+    ).model_dump()
     tree |= {"critic": {"warmup_steps": 2}, "source": source}
     tree["run"]["num_steps"] = 6
     config = small_run(tree)
@@ -43,5 +51,8 @@ def test_policy_waits_for_the_critic_and_begins_its_own_warm_up_then():
 
 
 def test_critic_of_a_fork_begins_anew_and_that_of_a_replay_did_so_with_its_source():
-    assert policy_rates("ppo", range(3, 6), run="other", rollouts="live", from_version=3)[:2] == [0, 0]
+    assert policy_rates("ppo", range(3, 6), run="other", rollouts="live", from_version=3)[:2] == [
+        0,
+        0,
+    ]
     assert policy_rates("ppo", range(3, 6), run="other", from_version=3)[0] > 0

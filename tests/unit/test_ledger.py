@@ -1,4 +1,5 @@
-"""The ledger recomputes everything from the records: whatever is changed on the log of a sound run is found, and nothing else is."""
+"""The ledger recomputes everything from the records: whatever is changed on the log of a sound run
+is found, and nothing else is."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ import pytest
 from event_samples import ended, rolled_out
 from sound_run import SEVERAL, TAMPERINGS, SoundRun, Tampering
 
-from relax_events.control.ledger import Ledger
-from relax_events.control.ledger.findings import REMEDIES, Rule
-from relax_events.control.ledger.reading import between_commits
 from relax_events.events.parts import Outcome
+from relax_events.history.ledger import between_commits
+from relax_events.projections.ledger import Ledger
+from relax_events.projections.ledger_findings import REMEDIES, Rule
 
 STRANGE = "000900-0000-0"
 BY_HAND = {Rule.TOO_STALE, Rule.AHEAD, Rule.MANIFEST, Rule.NOT_AS_SOURCE}
-"""Rules with tests of their own: below, in test_replays.py and in tests/integration/test_ledger_reading.py."""
+"""Rules with tests of their own: below, in test_replays.py and in
+tests/integration/test_ledger_reading.py."""
 
 
 def rules(books: Ledger) -> set[str]:
@@ -27,19 +29,45 @@ def test_books_balance_when_all_went_well() -> None:
     figures = books.figures()
     assert books.problems() == []
     assert books.unproven() == []
-    assert figures["outcomes"] == {"issued": 13, "trained": 12, "filtered": 0, "expired": 0, "failed": 1, "in_flight": 0}
-    assert (figures["samples_rolled_out"], figures["samples_trained"], figures["samples_foreign"], figures["rollouts_regenerated"]) == (24, 24, 0, 0)
-    assert (figures["steps"], figures["staleness_counts"], figures["samples_lost"]) == (6, [4, 20], 0)
+    assert figures["outcomes"] == {
+        "issued": 13,
+        "trained": 12,
+        "filtered": 0,
+        "expired": 0,
+        "failed": 1,
+        "in_flight": 0,
+    }
+    assert (
+        figures["samples_rolled_out"],
+        figures["samples_trained"],
+        figures["samples_foreign"],
+        figures["rollouts_regenerated"],
+    ) == (24, 24, 0, 0)
+    assert (figures["steps"], figures["staleness_counts"], figures["samples_lost"]) == (
+        6,
+        [4, 20],
+        0,
+    )
 
 
 def test_samples_of_a_step_that_skipped_its_update_are_accounted_for_once() -> None:
     run = SoundRun(6)
     for step in (2, 3):
         partition, offset = run.find("control.train-steps", train_step=step)
-        run.change("control.train-steps", offset, partition, update_skipped=step == 3, weights_digest=b"2" * 32)
+        run.change(
+            "control.train-steps",
+            offset,
+            partition,
+            update_skipped=step == 3,
+            weights_digest=b"2" * 32,
+        )
     books = run.ledger()
     assert books.problems() == []
-    assert (books.figures()["updates_skipped"], books.figures()["samples_trained"], books.figures()["outcomes"]["trained"]) == (1, 24, 12)
+    assert (
+        books.figures()["updates_skipped"],
+        books.figures()["samples_trained"],
+        books.figures()["outcomes"]["trained"],
+    ) == (1, 24, 12)
 
 
 @pytest.mark.parametrize("rule", TAMPERINGS)
@@ -66,7 +94,9 @@ def test_every_rule_has_a_remedy_and_a_test() -> None:
     assert {Rule(name) for name in TAMPERINGS} | BY_HAND == set(Rule)
 
 
-@pytest.mark.parametrize("tamper", [lambda _: None, *TAMPERINGS.values()], ids=["nothing", *TAMPERINGS])
+@pytest.mark.parametrize(
+    "tamper", [lambda _: None, *TAMPERINGS.values()], ids=["nothing", *TAMPERINGS]
+)
 def test_settling_on_the_way_changes_no_judgement(tamper: Tampering) -> None:
     """Fed version by version and settled behind each, as a long log is read."""
     run = SoundRun(30)
@@ -81,7 +111,8 @@ def test_settling_on_the_way_changes_no_judgement(tamper: Tampering) -> None:
 
 
 def in_step(run: SoundRun) -> list[tuple[int, Any]]:
-    """Return the events with how far everything is told when they come: a group's and a step's own records come together."""
+    """Return the events with how far everything is told when they come: a group's and a step's own
+    records come together."""
 
     def step_of(event: Any) -> int:
         for name in ("trainer_version", "train_step", "policy_version"):
@@ -113,7 +144,11 @@ def test_strangers_samples_are_counted_apart_when_they_were_refused() -> None:
     run.at("control.group-outcomes").append(ended(STRANGE, Outcome.FAILED))
     figures = run.ledger().figures()
     assert run.ledger().problems() == []
-    assert (figures["samples_foreign"], figures["samples_rolled_out"], figures["rollouts_regenerated"]) == (1, 24, 0)
+    assert (
+        figures["samples_foreign"],
+        figures["samples_rolled_out"],
+        figures["rollouts_regenerated"],
+    ) == (1, 24, 0)
     assert figures["outcomes"]["failed"] == 1
 
 
@@ -137,7 +172,9 @@ def test_straggler_may_be_overtaken_until_the_goal_where_batches_are_not_in_orde
     run = SoundRun(6)
     TAMPERINGS["prompt group of a trained step never ended"](run)
     assert rules(run.ledger(in_order=False, last_version=7)) == set()
-    assert rules(run.ledger(in_order=False, last_version=6)) == {"prompt group of a trained step never ended"}
+    assert rules(run.ledger(in_order=False, last_version=6)) == {
+        "prompt group of a trained step never ended"
+    }
 
 
 def test_damaged_record_leaves_its_prompt_group_without_proof() -> None:
@@ -145,12 +182,18 @@ def test_damaged_record_leaves_its_prompt_group_without_proof() -> None:
     partition, offset = run.find("advantage.samples", sample_id="000003-0000-0/0")
     books = Ledger(1)
     for at, event in run.items():
-        if (at.topic, at.partition, at.offset) == (run.plan.topic("advantage.samples"), partition, offset):
+        if (at.topic, at.partition, at.offset) == (
+            run.plan.topic("advantage.samples"),
+            partition,
+            offset,
+        ):
             books.note_damaged(at, key="000003-0000-0")
         else:
             books.note(event, at)
     assert books.problems() == []
-    assert [claim.partition(",")[0] for claim in books.unproven()] == ["that the record of 1 trained samples is the one that the train step names"]
+    assert [claim.partition(",")[0] for claim in books.unproven()] == [
+        "that the record of 1 trained samples is the one that the train step names"
+    ]
     assert books.figures()["staleness_counts"] == [4, 20]
 
 
@@ -165,7 +208,8 @@ class GrowingLog:
 
 
 def test_spans_end_before_or_after_a_step_that_is_committed_meanwhile() -> None:
-    """The step's record came after the first answer, its outcomes before the second: taken together they would be a lie."""
+    """The step's record came after the first answer, its outcomes before the second: taken together
+    they would be a lie."""
     reader: Any = GrowingLog(4, 40, 5, 40, 5, 40)
     spans = between_commits(reader, [("steps", 0), ("outcomes", 0)])
     assert spans == {("steps", 0): (0, 5), ("outcomes", 0): (0, 40)}

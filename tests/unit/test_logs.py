@@ -35,7 +35,13 @@ def written_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     ],
     ids=["numbers as keys", "surrogate", "large number", "pairs as keys", "set", "bytes"],
 )
-def test_event_is_written_whatever_is_in_it(written_log: io.StringIO, value: object, written: object) -> None:
+def test_event_is_written_whatever_is_in_it(
+    written_log: io.StringIO, value: object, written: object
+) -> None:
     structlog.get_logger().error("checkpoint.unreadable", errors=value)
     line = json.loads(written_log.getvalue())
-    assert (line["event"], line["errors"], line["role"]) == ("checkpoint.unreadable", written, "trainer")
+    assert (line["event"], line["errors"], line["role"]) == (
+        "checkpoint.unreadable",
+        written,
+        "trainer",
+    )

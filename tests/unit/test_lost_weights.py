@@ -1,4 +1,5 @@
-"""A version whose weights are lost costs its own prompt groups, which are issued again; samples of other versions are evaluated."""
+"""A version whose weights are lost costs its own prompt groups, which are issued again; samples of
+other versions are evaluated."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from numpy.typing import NDArray
 from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PolicyVersionPublished, SampleEvaluated, SampleRolledOut
+from relax_events.roles.logprob_processor import Evaluating
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.weights.manifest import Weights
 from workers.actor_forward import LOST_SECONDS, VersionedWeights
-from workers.evaluation import Evaluating
 
 
 class Told:
@@ -37,7 +38,9 @@ class Told:
     def sample_record(self, _: str, event: SampleEvaluated, **__: object) -> tuple[str, int]:
         return event.sample_id, event.evaluator_version
 
-    def tombstone(self, prompt_group_id: str, outcome: Outcome, reason: str, *, policy_version: int) -> tuple[str, Outcome, str, int]:
+    def tombstone(
+        self, prompt_group_id: str, outcome: Outcome, reason: str, *, policy_version: int
+    ) -> tuple[str, Outcome, str, int]:
         return prompt_group_id, outcome, reason, policy_version
 
 
@@ -60,7 +63,10 @@ class Transport:
     def fetch(self, event: PolicyVersionPublished) -> Weights:
         self.asked.append(event.policy_version)
         if event.policy_version == self.lost:
-            raise WeightsError("weights file:///objects/weights/00000002/manifest.json can't be used: there is no such object")
+            raise WeightsError(
+                "weights file:///objects/weights/00000002/manifest.json can't be used: there "
+                "is no such object"
+            )
         return Weights(event.policy_version, {}, bytes(32))
 
 
@@ -71,8 +77,14 @@ def test_lost_version_ends_its_own_prompt_groups_and_others_are_evaluated() -> N
     versions = VersionedWeights(worker, Scorer(), transport, clock=lambda: now[0])  # type: ignore[arg-type]
     for version in (1, 2, 3):
         versions.note(published(version))
-    evaluate = Evaluating(worker, Scorer(), evaluator="actor", topic="actor.logprobs", use_version=versions.use)
-    samples = [rolled_out(f"{version:06d}-0000-0", index, version=version) for version in (3, 2, 1) for index in range(2)]
+    evaluate = Evaluating(
+        worker, Scorer(), evaluator="actor", topic="actor.logprobs", use_version=versions.use
+    )
+    samples = [
+        rolled_out(f"{version:06d}-0000-0", index, version=version)
+        for version in (3, 2, 1)
+        for index in range(2)
+    ]
     reason = "actor-forward: the weights of version 2 can't be used"
     assert evaluate(samples) == [
         ("000001-0000-0/0", 1),
@@ -81,10 +93,17 @@ def test_lost_version_ends_its_own_prompt_groups_and_others_are_evaluated() -> N
         ("000003-0000-0/0", 3),
         ("000003-0000-0/1", 3),
     ]
-    assert evaluate([rolled_out("000002-0001-0", version=2)]) == [("000002-0001-0", Outcome.EXPIRED, reason, 2)]
+    assert evaluate([rolled_out("000002-0001-0", version=2)]) == [
+        ("000002-0001-0", Outcome.EXPIRED, reason, 2)
+    ]
     assert transport.asked == [1, 2, 3], "what is lost is not read again and again"
-    assert b'relax_weights_lost_prompt_groups_total{role="actor-forward"} 2.0' in worker.metrics.exposition()
-    with pytest.raises(WeightsError, match=r"no such object; restore the object, or start the run again"):
+    assert (
+        b'relax_weights_lost_prompt_groups_total{role="actor-forward"} 2.0'
+        in worker.metrics.exposition()
+    )
+    with pytest.raises(
+        WeightsError, match=r"no such object; restore the object, or start the run again"
+    ):
         versions.use(2)
     transport.lost, now[0] = -1, now[0] + LOST_SECONDS
     assert versions.use(2) == 2, "its objects were restored"

@@ -1,4 +1,5 @@
-"""A map role works in parts: each is handled, made safe and committed before the next is taken. Worker and consumer are stand-ins."""
+"""A map role works in parts: each is handled, made safe and committed before the next is taken.
+Worker and consumer are stand-ins."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 from event_samples import rolled_out
 
-from relax_events.broker.deadline import Deadline
-from relax_events.broker.records import OutRecord, Record
+from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
-from relax_events.pipeline import map_role
-from relax_events.pipeline.drain import Drain
-from relax_events.pipeline.map_role import MapRole
+from relax_events.kafka.records import OutRecord, Record
+from relax_events.runtime import processors as map_role
+from relax_events.runtime.drain import Drain
+from relax_events.runtime.processors import MapRole
 from relax_events.telemetry.traces import Traces
 
 pytestmark = pytest.mark.unit
@@ -31,8 +32,17 @@ class Stage:
         self.did: list[Any] = []
         self.lengths: dict[bytes, int] = {}
         self.is_paused = False
-        consumer = SimpleNamespace(commit=self._commit, fetch=self._fetch, positions={}, seek=lambda *_: None, close=lambda: None)
-        consumer.pause, consumer.resume = (lambda: setattr(self, "is_paused", True)), (lambda: setattr(self, "is_paused", False))
+        consumer = SimpleNamespace(
+            commit=self._commit,
+            fetch=self._fetch,
+            positions={},
+            seek=lambda *_: None,
+            close=lambda: None,
+        )
+        consumer.pause, consumer.resume = (
+            (lambda: setattr(self, "is_paused", True)),
+            (lambda: setattr(self, "is_paused", False)),
+        )
         monkeypatch.setattr(map_role, "GroupConsumer", lambda *_, **__: consumer)
         self.drain, self.num_ticks = Drain(seconds=60), 0
         self.worker: Any = SimpleNamespace(
@@ -42,7 +52,9 @@ class Stage:
             plan=SimpleNamespace(topic=lambda entity: entity, consumer_group=lambda role: role),
             config=SimpleNamespace(run=SimpleNamespace(max_staleness=0)),
             drain=self.drain,
-            producer=SimpleNamespace(send=lambda record: None, flush=lambda: self.did.append("flush")),
+            producer=SimpleNamespace(
+                send=lambda record: None, flush=lambda: self.did.append("flush")
+            ),
             metrics=SimpleNamespace(expired=lambda count: self.did.append(f"{count} expired")),
             beats=SimpleNamespace(num_in_flight=0),
             is_expired=lambda version: version is not None and version < 0,
@@ -68,18 +80,34 @@ class Stage:
     def write(self, *num_tokens: int, partition: int = 0, version: int = 0) -> None:
         for length in num_tokens:
             offset = sum(record.partition == partition for record in self.waiting)
-            record = Record(SAMPLES, partition, offset, "key", b"%d" % length, {"policy-version": str(version)}, 0)
+            record = Record(
+                SAMPLES,
+                partition,
+                offset,
+                "key",
+                b"%d" % length,
+                {"policy-version": str(version)},
+                0,
+            )
             self.waiting.append(record)
 
     def _sample(self, record: Record) -> SampleRolledOut:
         tokens = np.ones(int(record.value or 0), np.int32)
         mask, logprobs = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.float32)
         return rolled_out(
-            f"{record.partition:06d}-0000-0", record.offset, of=99, tokens=tokens, loss_mask=mask, rollout_logprobs=logprobs, num_prompt_tokens=1
+            f"{record.partition:06d}-0000-0",
+            record.offset,
+            of=99,
+            tokens=tokens,
+            loss_mask=mask,
+            rollout_logprobs=logprobs,
+            num_prompt_tokens=1,
         )
 
     def _handle(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
-        self.did.append([f"{int(sample.prompt_group_id[:6])}@{sample.sample_index}" for sample in samples])
+        self.did.append(
+            [f"{int(sample.prompt_group_id[:6])}@{sample.sample_index}" for sample in samples]
+        )
         return []
 
     def _tick(self, *, working: bool) -> None:
@@ -98,7 +126,9 @@ class Stage:
         self.did.append({offset.partition: offset.offset for offset in offsets})
 
 
-def test_every_part_is_committed_and_the_consumer_polled_before_the_next_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_committed_and_the_consumer_polled_before_the_next_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = Stage(monkeypatch, max_tokens=10)
     stage.write(6, 6, 3, 99, 4)
     assert stage.run(num_turns=3) == [
@@ -108,27 +138,39 @@ def test_every_part_is_committed_and_the_consumer_polled_before_the_next_is_take
     ]  # fmt: skip
 
 
-def test_part_ends_after_so_many_records_where_tokens_don_t_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_ends_after_so_many_records_where_tokens_don_t_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = Stage(monkeypatch, max_part_records=2)
     stage.write(5, 5, 5)
     assert stage.run(num_turns=2)[1::4] == [["0@0", "0@1"], ["0@2"]]
 
 
-def test_partition_with_the_oldest_version_goes_first_and_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_with_the_oldest_version_goes_first_and_keeps_its_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = Stage(monkeypatch, max_tokens=10)
     stage.write(5, 5, partition=1, version=7)
     stage.write(5, 5, partition=0, version=3)
     stage.write(5, partition=0, version=2)  # written late
-    assert [did for did in stage.run(num_turns=3) if isinstance(did, list)] == [["0@0", "0@1"], ["0@2", "1@0"], ["1@1"]]
+    assert [did for did in stage.run(num_turns=3) if isinstance(did, list)] == [
+        ["0@0", "0@1"],
+        ["0@2", "1@0"],
+        ["1@1"],
+    ]
 
 
-def test_drain_waits_for_one_part_and_leaves_the_rest_uncommitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_waits_for_one_part_and_leaves_the_rest_uncommitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = Stage(monkeypatch, max_tokens=10)
     stage.write(*[10] * 50)
     assert stage.run(num_turns=1) == ["poll", ["0@0"], "flush", {0: 1}]
 
 
-def test_paused_worker_polls_and_handles_nothing_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paused_worker_polls_and_handles_nothing_until_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = Stage(monkeypatch, max_tokens=10)
     stage.write(10, 10)
     stage.run(num_turns=1)
@@ -140,7 +182,9 @@ def test_paused_worker_polls_and_handles_nothing_until_it_goes_on(monkeypatch: p
     assert not stage.is_paused
 
 
-def test_partition_that_goes_takes_along_what_no_part_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_that_goes_takes_along_what_no_part_has_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = Stage(monkeypatch, max_tokens=10)
     stage.write(10, 10)
     stage.write(10, partition=1, version=1)

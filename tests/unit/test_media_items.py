@@ -36,7 +36,9 @@ def root(tmp_path: Path) -> Path:
 
 def test_item_reads_bytes_data_uris_and_files_below_the_root(root: Path) -> None:
     assert item(CONTENT).read(LIMITS) == CONTENT
-    assert item("data:image/png;base64," + base64.b64encode(CONTENT).decode()).read(LIMITS) == CONTENT
+    assert (
+        item("data:image/png;base64," + base64.b64encode(CONTENT).decode()).read(LIMITS) == CONTENT
+    )
     assert item("data:,a%20b").read(LIMITS) == b"a b"
     assert item("inner/a.png", root).read(LIMITS) == CONTENT
     assert item(str(root / "inner" / "a.png"), root).read(LIMITS) == CONTENT
@@ -45,7 +47,9 @@ def test_item_reads_bytes_data_uris_and_files_below_the_root(root: Path) -> None
 @pytest.mark.parametrize("path", ["../secret", "inner/../../secret", "/etc/passwd"])
 def test_item_reads_nothing_outside_of_the_root(root: Path, path: str) -> None:
     text = check_refused(item(path, root), "outside_root")
-    assert text == f"rows.jsonl:3: images[0] names {path!r}, which lies outside of media_root = {root}"
+    assert (
+        text == f"rows.jsonl:3: images[0] names {path!r}, which lies outside of media_root = {root}"
+    )
 
 
 def test_item_follows_no_link_out_of_the_root(root: Path) -> None:
@@ -78,16 +82,31 @@ def test_item_refuses_what_is_no_data_uri(source: str) -> None:
 def test_item_is_refused_when_it_is_larger_than_allowed(root: Path) -> None:
     (root / "large.png").write_bytes(bytes(11))
     data_uri = "data:;base64," + base64.b64encode(bytes(11)).decode()
-    for one in (item(bytes(11)), item("large.png", root), item(data_uri), item("data:;base64," + 100 * "A")):
-        assert "must be at most model.media.max_item_bytes = 10" in check_refused(one, "too_large", max_bytes=10)
+    for one in (
+        item(bytes(11)),
+        item("large.png", root),
+        item(data_uri),
+        item("data:;base64," + 100 * "A"),
+    ):
+        assert "must be at most model.media.max_item_bytes = 10" in check_refused(
+            one, "too_large", max_bytes=10
+        )
 
 
 def test_column_gives_one_item_or_a_list_in_any_of_the_forms_of_datasets() -> None:
     def sources(value: object) -> list[str | bytes]:
-        return [one.source for one in items_of(value, modality=Modality.IMAGE, place="row 1: images")]
+        return [
+            one.source for one in items_of(value, modality=Modality.IMAGE, place="row 1: images")
+        ]
 
     assert sources(None) == []
     assert sources("a.png") == ["a.png"]
-    assert sources([{"bytes": b"x", "path": "a.png"}, {"bytes": None, "path": "b.png"}]) == [b"x", "b.png"]
-    with pytest.raises(MediaError, match=r"row 1: images\[1\] is a int; media are paths, web addresses, data URIs, bytes, or objects"):
+    assert sources([{"bytes": b"x", "path": "a.png"}, {"bytes": None, "path": "b.png"}]) == [
+        b"x",
+        "b.png",
+    ]
+    with pytest.raises(
+        MediaError,
+        match=r"row 1: images\[1\] is a int; media are paths, web addresses, data URIs, bytes, or objects",
+    ):
         sources(["a.png", 7])

@@ -11,7 +11,7 @@ from PIL import Image
 from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.media.facts import MediaFacts
-from relax_events.media.pictures import decode_picture, inspect_picture
+from relax_events.media.images import decode_picture, inspect_picture
 from tests.unit.pictures import picture_file
 
 WEBP_HEAD = picture_file(96, 96, kind="WEBP")[:200]
@@ -21,7 +21,9 @@ LIMITS = MediaConfig(max_item_bytes=50_000, max_image_pixels=10_000)
 
 def check_refused(data: bytes, reason: str, *, decode: bool = False) -> str:
     with pytest.raises(MediaError) as caught:
-        decode_picture(data, size=(16, 16), limits=LIMITS, place="rows:1") if decode else inspect_picture(data, limits=LIMITS, place="rows:1")
+        decode_picture(
+            data, size=(16, 16), limits=LIMITS, place="rows:1"
+        ) if decode else inspect_picture(data, limits=LIMITS, place="rows:1")
     assert caught.value.reason == reason
     return str(caught.value)
 
@@ -30,22 +32,39 @@ def png_that_claims(width: int, height: int) -> bytes:
     """A PNG of a few bytes whose head claims any size."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        return (
+            struct.pack(">I", len(content))
+            + name
+            + content
+            + struct.pack(">I", zlib.crc32(name + content))
+        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(bytes(100)))
+        + chunk(b"IEND", b"")
+    )
 
 
-@pytest.mark.parametrize(("kind", "media_type"), [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("GIF", "image/gif")])
+@pytest.mark.parametrize(
+    ("kind", "media_type"),
+    [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("GIF", "image/gif")],
+)
 def test_head_tells_type_and_size(kind: str, media_type: str) -> None:
-    assert inspect_picture(picture_file(48, 32, kind=kind), limits=LIMITS, place="rows:1") == MediaFacts(media_type, 48, 32)
+    assert inspect_picture(
+        picture_file(48, 32, kind=kind), limits=LIMITS, place="rows:1"
+    ) == MediaFacts(media_type, 48, 32)
 
 
 def test_pixels_are_those_of_the_file() -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (16, 24, 3)).astype(np.uint8)
     file = BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
-    assert np.array_equal(decode_picture(file.getvalue(), size=(16, 24), limits=LIMITS, place="rows:1"), pixels)
+    assert np.array_equal(
+        decode_picture(file.getvalue(), size=(16, 24), limits=LIMITS, place="rows:1"), pixels
+    )
 
 
 def test_picture_is_turned_as_its_camera_says() -> None:
@@ -54,7 +73,9 @@ def test_picture_is_turned_as_its_camera_says() -> None:
     image, file, exif = Image.fromarray(pixels), BytesIO(), Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
     image.save(file, "JPEG", quality=100, exif=exif)
-    assert inspect_picture(file.getvalue(), limits=LIMITS, place="rows:1") == MediaFacts("image/jpeg", 16, 32)
+    assert inspect_picture(file.getvalue(), limits=LIMITS, place="rows:1") == MediaFacts(
+        "image/jpeg", 16, 32
+    )
     upright = decode_picture(file.getvalue(), size=(32, 16), limits=LIMITS, place="rows:1")
     assert upright[:14].min() > 200  # what was left is on top now
     assert upright[18:].max() < 50
@@ -64,7 +85,9 @@ def test_picture_without_three_colours_gets_them() -> None:
     for mode in ("RGBA", "L", "P", "LA", "1"):
         file = BytesIO()
         Image.new(mode, (16, 16)).save(file, "PNG")
-        assert decode_picture(file.getvalue(), size=(16, 16), limits=LIMITS, place="rows:1").shape == (16, 16, 3)
+        assert decode_picture(
+            file.getvalue(), size=(16, 16), limits=LIMITS, place="rows:1"
+        ).shape == (16, 16, 3)
 
 
 @pytest.mark.parametrize("side", [200, 10_000, 60_000])
@@ -73,7 +96,15 @@ def test_bomb_is_refused_by_what_its_head_claims(side: int) -> None:
     assert text.startswith("rows:1")
 
 
-STRANGERS = [b"", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.7", b"\x7fELF" + bytes(60), b"GIF89a", WEBP_HEAD]
+STRANGERS = [
+    b"",
+    b"hello",
+    b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+    b"%PDF-1.7",
+    b"\x7fELF" + bytes(60),
+    b"GIF89a",
+    WEBP_HEAD,
+]
 
 
 @pytest.mark.parametrize("data", STRANGERS)
@@ -84,7 +115,9 @@ def test_other_files_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_file_that_was_cut_off_is_named(kind: str) -> None:
     whole = picture_file(96, 96, kind=kind)
-    assert check_refused(whole[: len(whole) * 2 // 3], "truncated", decode=True).startswith("rows:1 is cut off or broken")
+    assert check_refused(whole[: len(whole) * 2 // 3], "truncated", decode=True).startswith(
+        "rows:1 is cut off or broken"
+    )
 
 
 def test_png_whose_pixels_are_missing_is_named() -> None:
@@ -92,4 +125,6 @@ def test_png_whose_pixels_are_missing_is_named() -> None:
 
 
 def test_large_file_is_refused() -> None:
-    assert "must be at most model.media.max_item_bytes = 50000, got 50001" in check_refused(bytes(50_001), "too_large")
+    assert "must be at most model.media.max_item_bytes = 50000, got 50001" in check_refused(
+        bytes(50_001), "too_large"
+    )

@@ -8,14 +8,16 @@ import pytest
 from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import MediaRef
-from relax_events.media.clips import decode_clip, inspect_clip
+from relax_events.media.audio import decode_sound, inspect_sound
+from relax_events.media.av_files import format_of
 from relax_events.media.facts import MediaFacts
-from relax_events.media.sounds import decode_sound, inspect_sound
-from relax_events.media.streams import format_of
-from relax_events.models.showing import Plan
+from relax_events.media.preprocessing import Plan
+from relax_events.media.videos import decode_clip, inspect_clip
 from tests.unit.moving_and_sounding import clip_file, frames_of, sound_file, tone, written
 
-LIMITS = MediaConfig(max_item_bytes=200_000, max_media_seconds=10, max_video_frames=50, max_image_pixels=10_000)
+LIMITS = MediaConfig(
+    max_item_bytes=200_000, max_media_seconds=10, max_video_frames=50, max_image_pixels=10_000
+)
 ALL = 12
 """Frames of the clips below, with key frames among them."""
 
@@ -40,12 +42,18 @@ def clip_plan(*frames: int, width: int = 48, height: int = 32) -> Plan:
         ("libx264", "matroska", "video/x-matroska"),
     ],
 )
-def test_frames_of_a_clip_are_counted_and_those_that_are_wanted_decoded(codec: str, container: str, media_type: str) -> None:
+def test_frames_of_a_clip_are_counted_and_those_that_are_wanted_decoded(
+    codec: str, container: str, media_type: str
+) -> None:
     drawn = frames_of(48, 32, ALL)
     data = written(codec, container, frames=drawn)
-    assert inspect_clip(data, limits=LIMITS, place="rows:1") == MediaFacts(media_type, 48, 32, num_frames=ALL, rate_hertz=4.0)
+    assert inspect_clip(data, limits=LIMITS, place="rows:1") == MediaFacts(
+        media_type, 48, 32, num_frames=ALL, rate_hertz=4.0
+    )
     every = decode_clip(data, plan=clip_plan(*range(ALL)), limits=LIMITS, place="rows:1")
-    distances = np.array([[np.abs(found.astype(int) - frame).mean() for frame in drawn] for found in every])
+    distances = np.array(
+        [[np.abs(found.astype(int) - frame).mean() for frame in drawn] for found in every]
+    )
     assert distances.argmin(axis=1).tolist() == list(range(ALL))
     some = decode_clip(data, plan=clip_plan(2, 2, 7, 11), limits=LIMITS, place="rows:1")
     assert np.array_equal(some, every[[2, 2, 7, 11]])
@@ -63,12 +71,17 @@ def test_clip_is_turned_as_its_camera_says() -> None:
     frame[:, :24] = 255
     data = written("mpeg4", "mp4", frames=[frame] * 4)
     one, full = 1 << 16, 1 << 30
-    upright, turned = (struct.pack(">9i", *matrix) for matrix in ((one, 0, 0, 0, one, 0, 0, 0, full), (0, one, 0, -one, 0, 0, 0, 0, full)))
+    upright, turned = (
+        struct.pack(">9i", *matrix)
+        for matrix in ((one, 0, 0, 0, one, 0, 0, 0, full), (0, one, 0, -one, 0, 0, 0, 0, full))
+    )
     at = data.index(upright, data.index(b"tkhd"))
     sideways = data[:at] + turned + data[at + len(upright) :]
     facts = inspect_clip(sideways, limits=LIMITS, place="rows:1")
     assert (facts.width, facts.height) == (32, 48)
-    (seen, _) = decode_clip(sideways, plan=clip_plan(0, 2, width=32, height=48), limits=LIMITS, place="rows:1")
+    (seen, _) = decode_clip(
+        sideways, plan=clip_plan(0, 2, width=32, height=48), limits=LIMITS, place="rows:1"
+    )
     assert seen[:20].min() > 200  # turned clockwise by a quarter: what was left is on top
     assert seen[28:].max() < 50
 
@@ -84,12 +97,16 @@ def test_clip_is_turned_as_its_camera_says() -> None:
         ("aac", "mp4", "audio/mp4", 22_050),
     ],
 )
-def test_sound_keeps_its_pitch_and_length_at_the_rate_of_the_model(codec: str, container: str, media_type: str, hertz: int) -> None:
+def test_sound_keeps_its_pitch_and_length_at_the_rate_of_the_model(
+    codec: str, container: str, media_type: str, hertz: int
+) -> None:
     data = written(codec, container, sound=tone(1000.0, 1.5, rate=hertz), hertz=hertz)
     facts = inspect_sound(data, limits=LIMITS, place="rows:1")
     assert (facts.media_type, facts.rate_hertz) == (media_type, hertz)
     assert facts.num_frames / hertz == pytest.approx(1.5, abs=0.11)
-    samples = decode_sound(data, plan=Plan((24_000,), "float32", rate_hertz=16_000), limits=LIMITS, place="rows:1")
+    samples = decode_sound(
+        data, plan=Plan((24_000,), "float32", rate_hertz=16_000), limits=LIMITS, place="rows:1"
+    )
     middle = samples[4_000:20_000]
     assert np.abs(np.fft.rfft(middle)).argmax() == 1000  # a bin a hertz
     assert np.abs(middle).max() == pytest.approx(20_000 / 2**15, rel=0.05)
@@ -98,17 +115,26 @@ def test_sound_keeps_its_pitch_and_length_at_the_rate_of_the_model(codec: str, c
 def test_sound_of_the_right_rate_is_left_as_it_is() -> None:
     drawn = np.random.default_rng(0).uniform(-1, 1, 5_000)
     data = written("pcm_s16le", "wav", sound=drawn)
-    samples = decode_sound(data, plan=Plan((5_000,), "float32", rate_hertz=16_000), limits=LIMITS, place="rows:1")
+    samples = decode_sound(
+        data, plan=Plan((5_000,), "float32", rate_hertz=16_000), limits=LIMITS, place="rows:1"
+    )
     assert np.array_equal(samples, (drawn * 20_000).astype(np.int16).astype(np.float32) / 2**15)
 
 
 def test_channels_are_mixed_into_one() -> None:
     mono = sound_file(0.5)
     body = np.frombuffer(mono[44:], "<i2")
-    stereo = mono[:22] + struct.pack("<HIIHH", 2, 16_000, 64_000, 4, 16) + b"data" + struct.pack("<I", 4 * len(body))
+    stereo = (
+        mono[:22]
+        + struct.pack("<HIIHH", 2, 16_000, 64_000, 4, 16)
+        + b"data"
+        + struct.pack("<I", 4 * len(body))
+    )
     stereo = stereo + np.stack([body, -body], 1).astype("<i2").tobytes()
     stereo = stereo[:4] + struct.pack("<I", len(stereo) - 8) + stereo[8:]
-    samples = decode_sound(stereo, plan=Plan((8_000,), "float32", rate_hertz=16_000), limits=LIMITS, place="rows:1")
+    samples = decode_sound(
+        stereo, plan=Plan((8_000,), "float32", rate_hertz=16_000), limits=LIMITS, place="rows:1"
+    )
     assert np.abs(samples).max() < 1e-4
 
 
@@ -163,17 +189,34 @@ def test_head_that_claims_an_odd_rate_is_refused() -> None:
 
 
 def test_title_in_an_odd_encoding_does_no_harm() -> None:
-    titled = sound_file(0.4) + b"LIST" + struct.pack("<I", 16) + b"INFOINAM" + struct.pack("<I", 4) + b"\xff\xfe\xe9\x00"
+    titled = (
+        sound_file(0.4)
+        + b"LIST"
+        + struct.pack("<I", 16)
+        + b"INFOINAM"
+        + struct.pack("<I", 4)
+        + b"\xff\xfe\xe9\x00"
+    )
     whole = titled[:4] + struct.pack("<I", len(titled) - 8) + titled[8:]
     assert inspect_sound(whole, limits=LIMITS, place="rows:1").num_frames == 6_400
 
 
 def test_files_are_told_apart_by_their_first_bytes() -> None:
-    kinds = {"mov": CLIP, "flac": SOUND, "wav": sound_file(), "mp3": written("libmp3lame", "mp3", sound=tone(440.0, 1.0))}
+    kinds = {
+        "mov": CLIP,
+        "flac": SOUND,
+        "wav": sound_file(),
+        "mp3": written("libmp3lame", "mp3", sound=tone(440.0, 1.0)),
+    }
     assert {name: format_of(data) for name, data in kinds.items()} == {name: name for name in kinds}
     assert format_of(b"\xff\xfb\x90\x00") == "mp3"
     assert format_of(b"%PDF-1.7") is None
 
 
 def test_reference_says_how_long_it_is() -> None:
-    assert MediaRef("x", bytes(32), "video/mp4", 1, width=48, height=32, num_frames=12, rate_hertz=4.0).extent == "48 x 32, 12 frames at 4 Hz"
+    assert (
+        MediaRef(
+            "x", bytes(32), "video/mp4", 1, width=48, height=32, num_frames=12, rate_hertz=4.0
+        ).extent
+        == "48 x 32, 12 frames at 4 Hz"
+    )

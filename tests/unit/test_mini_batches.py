@@ -1,4 +1,5 @@
-"""Several optimizer steps in a train step, against plain loops written from the papers, and what is left of them after a crash."""
+"""Several optimizer steps in a train step, against plain loops written from the papers, and what is
+left of them after a crash."""
 
 import itertools
 
@@ -12,22 +13,34 @@ from transformers import AutoModelForCausalLM
 
 from relax_events.config import RunConfig
 from relax_events.errors import RunFailed, StepNotFinite
-from relax_events.training.mini_batches import deal
-from relax_events.training.protocol import TrainerState
+from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.torch_critic import TorchCritic
+from relax_events.training.batch.mini_batches import deal
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
-from relax_events.training.torch_critic import TorchCritic
 from tests.unit.trainer_samples import changed, make_samples, run_config, tiny_model
 
-SAMPLES = [changed(sample, temperature=0.8 + 0.1 * (index % 3)) for index, sample in enumerate(make_samples(10, seed=4))]
+SAMPLES = [
+    changed(sample, temperature=0.8 + 0.1 * (index % 3))
+    for index, sample in enumerate(make_samples(10, seed=4))
+]
 PARTS = [SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]]
 GROUPS = [f"g{index}" for index in range(5)]
-THREE_BY_TWO = {"num_epochs": 3, "num_mini_batches": 2, "max_grad_norm": 0.5, "weight_decay": 0.1, "eps": 1e-3, "learning_rate": 2e-3}
+THREE_BY_TWO = {
+    "num_epochs": 3,
+    "num_mini_batches": 2,
+    "max_grad_norm": 0.5,
+    "weight_decay": 0.1,
+    "eps": 1e-3,
+    "learning_rate": 2e-3,
+}
 FAR = np.where(SAMPLES[3].loss_mask, np.float32(3e38), np.float32(0))
 
 
 def config_of(algorithm=None, trainer=None, **sections):
-    tree = run_config(algorithm=algorithm, trainer=THREE_BY_TWO if trainer is None else trainer).model_dump()
+    tree = run_config(
+        algorithm=algorithm, trainer=THREE_BY_TWO if trainer is None else trainer
+    ).model_dump()
     return small_run(tree | {"run": tree["run"] | {"groups_per_step": 5, "seed": 11}} | sections)
 
 
@@ -43,7 +56,10 @@ def train(mine, parts=PARTS):
 
 def snapshot(mine):
     state = mine.state()
-    return TrainerState(policy_version=state.policy_version, tensors={name: tensor.clone() for name, tensor in state.tensors.items()})
+    return TrainerState(
+        policy_version=state.policy_version,
+        tensors={name: tensor.clone() for name, tensor in state.tensors.items()},
+    )
 
 
 def assert_equal(mine, other):
@@ -53,11 +69,18 @@ def assert_equal(mine, other):
 
 
 def members(prompt_group_ids):
-    return [sample for group in prompt_group_ids for sample in SAMPLES if sample.prompt_group_id == group]
+    return [
+        sample
+        for group in prompt_group_ids
+        for sample in SAMPLES
+        if sample.prompt_group_id == group
+    ]
 
 
 def of_mask(sample, field):
-    return torch.from_numpy(np.asarray(getattr(sample, field))[np.asarray(sample.loss_mask, bool)].astype(np.float64))
+    return torch.from_numpy(
+        np.asarray(getattr(sample, field))[np.asarray(sample.loss_mask, bool)].astype(np.float64)
+    )
 
 
 class PlainModel:
@@ -72,7 +95,9 @@ class PlainModel:
 
     def logprobs(self, sample):
         ids = torch.from_numpy(np.array(sample.tokens)).long()
-        logits = self.model(input_ids=ids[None]).logits[0, :-1] / float(np.float32(sample.temperature))
+        logits = self.model(input_ids=ids[None]).logits[0, :-1] / float(
+            np.float32(sample.temperature)
+        )
         chosen = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         return chosen[torch.from_numpy(np.array(sample.loss_mask[1:], bool))]
 
@@ -88,7 +113,11 @@ def ppo_step(plain, *, step, advantages, old_is_trainers, correction_high):
     """Train the samples as PPO's inner loop does; return what the step reports."""
     with torch.no_grad():
         before = {sample.sample_id: plain.logprobs(sample) for sample in SAMPLES}
-    old = before if old_is_trainers else {sample.sample_id: of_mask(sample, "rollout_logprobs") for sample in SAMPLES}
+    old = (
+        before
+        if old_is_trainers
+        else {sample.sample_id: of_mask(sample, "rollout_logprobs") for sample in SAMPLES}
+    )
     losses, norms, lengths, far, kls = [], [], [], [], []
     for epoch in range(3):
         for group_ids in deal(GROUPS, num_mini_batches=2, seed=11, train_step=step, epoch=epoch):
@@ -123,7 +152,12 @@ def ppo_step(plain, *, step, advantages, old_is_trainers, correction_high):
     "algorithm",
     [
         {"name": "grpo", "old_logprobs": "rollout"},
-        {"name": "reinforce_plus_plus_baseline", "old_logprobs": "trainer", "correction": "tis", "correction_high": 1.1},
+        {
+            "name": "reinforce_plus_plus_baseline",
+            "old_logprobs": "trainer",
+            "correction": "tis",
+            "correction_high": 1.1,
+        },
     ],
     ids=lambda algorithm: algorithm["name"],
 )
@@ -132,39 +166,68 @@ def test_train_steps_equal_a_plain_loop_of_passes_over_mini_batches(algorithm):
     advantages = {sample.sample_id: of_mask(sample, "advantages") for sample in SAMPLES}
     if algorithm["name"] != "grpo":  # whitened over the whole train batch, not over a mini-batch
         everyone = torch.cat(list(advantages.values()))
-        advantages = {name: (values - everyone.mean()) / (everyone.std(correction=0) + 1e-8) for name, values in advantages.items()}
+        advantages = {
+            name: (values - everyone.mean()) / (everyone.std(correction=0) + 1e-8)
+            for name, values in advantages.items()
+        }
     for step in range(2):
         figures = train(mine).as_figures()
         is_trainers = algorithm["old_logprobs"] == "trainer"
-        expected = ppo_step(plain, step=step, advantages=advantages, old_is_trainers=is_trainers, correction_high=algorithm.get("correction_high"))
-        assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        expected = ppo_step(
+            plain,
+            step=step,
+            advantages=advantages,
+            old_is_trainers=is_trainers,
+            correction_high=algorithm.get("correction_high"),
+        )
+        assert {name: figures[name] for name in expected} == pytest.approx(
+            expected, rel=1e-4, abs=1e-6
+        )
         assert figures["learning_rate"] == 2e-3
         assert figures["last_epoch_policy_kl"] > figures["first_epoch_policy_kl"]
         assert 0 < figures["clip_fraction"] < 1
     assert mine.policy_version == 2
     for name, value in mine.weights().items():
-        # RMSNorm works in float32 in any model; a large eps keeps AdamW from blowing up gradients that are nearly zero.
-        torch.testing.assert_close(value, plain.model.get_parameter(name).detach(), rtol=0, atol=1e-6)
+        # RMSNorm works in float32 in any model; a large eps keeps AdamW from blowing up gradients
+        # that are nearly zero.
+        torch.testing.assert_close(
+            value, plain.model.get_parameter(name).detach(), rtol=0, atol=1e-6
+        )
 
 
 def test_prompt_groups_are_dealt_whole_evenly_and_in_another_order_in_each_pass():
-    dealt = [deal(GROUPS, num_mini_batches=2, seed=11, train_step=3, epoch=epoch) for epoch in range(4)]
+    dealt = [
+        deal(GROUPS, num_mini_batches=2, seed=11, train_step=3, epoch=epoch) for epoch in range(4)
+    ]
     for mini_batches in dealt:
         assert [len(one) for one in mini_batches] == [3, 2]
         assert sorted(itertools.chain(*mini_batches)) == GROUPS
     assert len({str(one) for one in dealt}) == 4
     assert deal(reversed(GROUPS), num_mini_batches=2, seed=11, train_step=3, epoch=1) == dealt[1]
-    assert deal(GROUPS, num_mini_batches=9, seed=1, train_step=3, epoch=0) != deal(GROUPS, num_mini_batches=9, seed=2, train_step=3, epoch=0)
-    assert [len(one) for one in deal(GROUPS, num_mini_batches=9, seed=0, train_step=0, epoch=0)] == [1] * 5
+    assert deal(GROUPS, num_mini_batches=9, seed=1, train_step=3, epoch=0) != deal(
+        GROUPS, num_mini_batches=9, seed=2, train_step=3, epoch=0
+    )
+    assert [
+        len(one) for one in deal(GROUPS, num_mini_batches=9, seed=0, train_step=0, epoch=0)
+    ] == [1] * 5
     assert deal([], num_mini_batches=2, seed=0, train_step=0, epoch=0) == []
 
 
 def test_order_stays_what_logs_of_this_release_were_trained_in():
     # By `printf "11 3 0 g0" | b2sum -l 64`, and so on, in ascending order.
-    assert deal(GROUPS, num_mini_batches=1, seed=11, train_step=3, epoch=0) == [["g4", "g2", "g1", "g0", "g3"]]
+    assert deal(GROUPS, num_mini_batches=1, seed=11, train_step=3, epoch=0) == [
+        ["g4", "g2", "g1", "g0", "g3"]
+    ]
 
 
-@pytest.mark.parametrize("parts", [[SAMPLES], [SAMPLES[6:], SAMPLES[:1], SAMPLES[1:6]], [[sample] for sample in reversed(SAMPLES)]])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [SAMPLES],
+        [SAMPLES[6:], SAMPLES[:1], SAMPLES[1:6]],
+        [[sample] for sample in reversed(SAMPLES)],
+    ],
+)
 def test_train_step_has_the_same_bits_however_its_samples_came(parts):
     mine, other = backend(dtype=None), backend(dtype=None)
     assert train(mine, parts) == train(other)
@@ -176,8 +239,13 @@ class Crash(Exception):
 
 
 @pytest.mark.parametrize("num_done", [1, 4])
-@pytest.mark.parametrize("algorithm", [{"old_logprobs": "trainer"}, {"name": "reinforce_plus_plus_baseline", "m2_threshold": 0.1}])
-def test_step_that_a_crash_broke_between_optimizer_steps_is_trained_again_to_the_same_bits(algorithm, num_done):
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"old_logprobs": "trainer"}, {"name": "reinforce_plus_plus_baseline", "m2_threshold": 0.1}],
+)
+def test_step_that_a_crash_broke_between_optimizer_steps_is_trained_again_to_the_same_bits(
+    algorithm, num_done
+):
     undisturbed, killed = backend(algorithm, dtype=None), backend(algorithm, dtype=None)
     train(undisturbed)
     train(killed)
@@ -191,7 +259,10 @@ def test_step_that_a_crash_broke_between_optimizer_steps_is_trained_again_to_the
     killed.tell_progress(crash)
     with pytest.raises(Crash):
         train(killed)
-    assert any(not torch.equal(tensor, checkpoint.tensors[name]) for name, tensor in killed.state().tensors.items()), "weights had moved"
+    assert any(
+        not torch.equal(tensor, checkpoint.tensors[name])
+        for name, tensor in killed.state().tensors.items()
+    ), "weights had moved"
     restarted = backend(algorithm, dtype=None)
     restarted.load_state(checkpoint)
     assert train(restarted) == train(undisturbed)
@@ -211,9 +282,15 @@ def test_step_after_one_that_was_discarded_or_skipped_is_as_if_that_had_not_been
 
 
 def test_mini_batch_that_is_not_finite_is_left_out_and_the_others_are_trained():
-    broken = [changed(sample, advantages=FAR) if sample.sample_id == "s3" else sample for sample in SAMPLES]
+    broken = [
+        changed(sample, advantages=FAR) if sample.sample_id == "s3" else sample
+        for sample in SAMPLES
+    ]
     mine, calm = (backend(trainer={"num_mini_batches": 5}, dtype=torch.float32) for _ in range(2))
-    figures, expected = train(mine, [broken]), train(calm, [[sample for sample in SAMPLES if sample.prompt_group_id != "g1"]])
+    figures, expected = (
+        train(mine, [broken]),
+        train(calm, [[sample for sample in SAMPLES if sample.prompt_group_id != "g1"]]),
+    )
     assert figures.own["num_mini_batches_not_finite"] == 1
     assert figures.own["num_optimizer_steps"] == expected.own["num_optimizer_steps"] == 4
     assert figures.loss == pytest.approx(expected.loss)
@@ -222,8 +299,13 @@ def test_mini_batch_that_is_not_finite_is_left_out_and_the_others_are_trained():
 
 def test_step_without_a_finite_mini_batch_leaves_the_weights():
     mine, clean = backend(dtype=torch.float32), backend(dtype=torch.float32)
-    broken = [changed(sample, advantages=np.where(sample.loss_mask, np.float32(3e38), np.float32(0))) for sample in SAMPLES]
-    with pytest.raises(StepNotFinite, match=r"train step 0, optimizer step \d: loss and gradients must be finite"):
+    broken = [
+        changed(sample, advantages=np.where(sample.loss_mask, np.float32(3e38), np.float32(0)))
+        for sample in SAMPLES
+    ]
+    with pytest.raises(
+        StepNotFinite, match=r"train step 0, optimizer step \d: loss and gradients must be finite"
+    ):
         train(mine, [broken])
     assert_equal(mine, clean)
     assert train(mine) == train(clean)
@@ -231,13 +313,22 @@ def test_step_without_a_finite_mini_batch_leaves_the_weights():
 
 def test_step_without_a_loss_token_fails():
     mine = backend()
-    mine.accumulate([changed(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in SAMPLES])
-    with pytest.raises(RunFailed, match="train step 0, optimizer step 0 holds no loss token on any rank"):
+    mine.accumulate(
+        [changed(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in SAMPLES]
+    )
+    with pytest.raises(
+        RunFailed, match="train step 0, optimizer step 0 holds no loss token on any rank"
+    ):
         mine.step()
 
 
 def test_prompt_group_without_a_loss_token_has_no_seat_in_a_mini_batch():
-    empty = [changed(sample, loss_mask=np.zeros_like(sample.loss_mask)) if sample.prompt_group_id == "g2" else sample for sample in SAMPLES]
+    empty = [
+        changed(sample, loss_mask=np.zeros_like(sample.loss_mask))
+        if sample.prompt_group_id == "g2"
+        else sample
+        for sample in SAMPLES
+    ]
     mine, clean = backend(trainer={"num_mini_batches": 5}), backend(trainer={"num_mini_batches": 5})
     figures = train(mine, [empty])
     train(clean, [[sample for sample in SAMPLES if sample.prompt_group_id != "g2"]])
@@ -259,9 +350,14 @@ def test_passes_end_before_the_mini_batch_on_which_the_policy_is_too_far():
 
 
 def test_bound_of_the_second_moment_is_that_of_each_mini_batch():
-    mine, apart = (backend({"m2_threshold": 0.05}, trainer=trainer) for trainer in ({"num_mini_batches": 2}, {}))
+    mine, apart = (
+        backend({"m2_threshold": 0.05}, trainer=trainer)
+        for trainer in ({"num_mini_batches": 2}, {})
+    )
     figures = train(mine)
-    for number, group_ids in enumerate(deal(GROUPS, num_mini_batches=2, seed=11, train_step=0, epoch=0)):
+    for number, group_ids in enumerate(
+        deal(GROUPS, num_mini_batches=2, seed=11, train_step=0, epoch=0)
+    ):
         apart.policy_version = 0
         assert 0 < train(apart, [members(group_ids)]).masked_fraction < 1, number
     assert 0 < figures.masked_fraction < 1
@@ -273,7 +369,10 @@ def test_what_the_data_bring_is_learnt_in_mini_batches_too(name):
     data = {"chosen_key": "chosen", "rejected_key": "rejected"} if name == "dpo" else {}
     group_size = {"dpo": 2, "sft": 1}[name]
     tree = run_config(algorithm={"name": "grpo"}).model_dump()
-    tree |= {"algorithm": {"name": name}, "trainer": tree["trainer"] | {"num_epochs": 2, "num_mini_batches": 2}}
+    tree |= {
+        "algorithm": {"name": name},
+        "trainer": tree["trainer"] | {"num_epochs": 2, "num_mini_batches": 2},
+    }
     tree["run"] |= {"samples_per_prompt": group_size, "groups_per_step": 5, "seed": 11}
     tree["data"] |= data
     mine = TorchBackend(small_run(tree), ranks=SingleRank(), dtype=torch.float64)
@@ -285,34 +384,57 @@ def test_what_the_data_bring_is_learnt_in_mini_batches_too(name):
 
 def with_values(samples):
     generator = np.random.default_rng(3)
-    values = [np.where(sample.loss_mask, generator.normal(0, 0.1, len(sample.tokens)), 0).astype(np.float32) for sample in samples]
+    values = [
+        np.where(sample.loss_mask, generator.normal(0, 0.1, len(sample.tokens)), 0).astype(
+            np.float32
+        )
+        for sample in samples
+    ]
     return [changed(sample, values=one) for sample, one in zip(samples, values, strict=True)]
 
 
 def critic(section=None, dtype=torch.float64):
-    own = {"learning_rate": 1e-2, "value_clip": 0.05} | ({"num_epochs": 3, "num_mini_batches": 2} if section is None else section)
+    own = {"learning_rate": 1e-2, "value_clip": 0.05} | (
+        {"num_epochs": 3, "num_mini_batches": 2} if section is None else section
+    )
     return TorchCritic(config_of({"name": "ppo"}, {"max_grad_norm": 0.5}, critic=own), dtype=dtype)
 
 
 def test_critic_takes_passes_and_mini_batches_of_its_own():
     valued, mine = with_values(SAMPLES), critic()
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64).eval().base_model
+    plain = (
+        AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64).eval().base_model
+    )
     head = torch.nn.Linear(32, 1, dtype=torch.float64)
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
     parameters = [*plain.parameters(), *head.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
 
     def value_of(sample):
-        hidden = plain(input_ids=torch.from_numpy(np.array(sample.tokens)).long()[None]).last_hidden_state[0]
+        hidden = plain(
+            input_ids=torch.from_numpy(np.array(sample.tokens)).long()[None]
+        ).last_hidden_state[0]
         return head(hidden)[:-1, 0][torch.from_numpy(np.array(sample.loss_mask[1:], bool))]
 
     for step in range(2):
         losses, norms, lengths = [], [], []
         for epoch in range(3):
-            for group_ids in deal(GROUPS, num_mini_batches=2, seed=11, train_step=step, epoch=epoch):
-                batch = [sample for group in group_ids for sample in valued if sample.prompt_group_id == group]
-                values, old = torch.cat([value_of(sample) for sample in batch]), torch.cat([of_mask(sample, "values") for sample in batch])
+            for group_ids in deal(
+                GROUPS, num_mini_batches=2, seed=11, train_step=step, epoch=epoch
+            ):
+                batch = [
+                    sample
+                    for group in group_ids
+                    for sample in valued
+                    if sample.prompt_group_id == group
+                ]
+                values, old = (
+                    torch.cat([value_of(sample) for sample in batch]),
+                    torch.cat([of_mask(sample, "values") for sample in batch]),
+                )
                 returns = old + torch.cat([of_mask(sample, "advantages") for sample in batch])
                 bounded = old + (values - old).clamp(-0.05, 0.05)
                 loss = 0.5 * torch.maximum((values - returns) ** 2, (bounded - returns) ** 2).mean()
@@ -327,7 +449,9 @@ def test_critic_takes_passes_and_mini_batches_of_its_own():
         assert figures.value_grad_norm == pytest.approx(np.mean(norms), rel=1e-4)
     with torch.no_grad():
         for sample, scored in zip(valued, mine.score(valued), strict=True):
-            np.testing.assert_allclose(scored[np.asarray(sample.loss_mask, bool)], value_of(sample).numpy(), atol=1e-3)
+            np.testing.assert_allclose(
+                scored[np.asarray(sample.loss_mask, bool)], value_of(sample).numpy(), atol=1e-3
+            )
 
 
 def test_critic_that_crashed_amid_a_step_learns_it_again_to_the_same_bits():
@@ -350,8 +474,18 @@ def test_critic_that_crashed_amid_a_step_learns_it_again_to_the_same_bits():
 
 
 def test_critic_does_as_the_trainer_where_nothing_else_is_said():
-    valued, told = with_values(SAMPLES), config_of({"name": "ppo"}, THREE_BY_TWO, critic={"learning_rate": 1e-2})
-    mine, other = TorchCritic(told), TorchCritic(config_of({"name": "ppo"}, THREE_BY_TWO, critic={"learning_rate": 1e-2, "num_epochs": 1}))
+    valued, told = (
+        with_values(SAMPLES),
+        config_of({"name": "ppo"}, THREE_BY_TWO, critic={"learning_rate": 1e-2}),
+    )
+    mine, other = (
+        TorchCritic(told),
+        TorchCritic(
+            config_of(
+                {"name": "ppo"}, THREE_BY_TWO, critic={"learning_rate": 1e-2, "num_epochs": 1}
+            )
+        ),
+    )
     train(mine, [valued])
     train(other, [valued])
     assert [int(one.state().tensors["optimizer.step.0"]) for one in (mine, other)] == [6, 2]
@@ -360,21 +494,56 @@ def test_critic_does_as_the_trainer_where_nothing_else_is_said():
 @pytest.mark.parametrize(
     ("algorithm", "trainer", "critic_section", "text"),
     [
-        ("grpo", {"num_mini_batches": 6}, {}, "trainer.num_mini_batches must be at most run.groups_per_step = 5, got 6: prompt groups are dealt"),
-        ("ppo", {}, {"num_mini_batches": 6}, "critic.num_mini_batches must be at most run.groups_per_step = 5, got 6"),
-        ("rloo", {"num_epochs": 2}, {}, "trainer.num_epochs = 2 and trainer.num_mini_batches = 1 are not for rloo: its loss has no ratio"),
+        (
+            "grpo",
+            {"num_mini_batches": 6},
+            {},
+            (
+                "trainer.num_mini_batches must be at most run.groups_per_step = 5, got 6: prompt "
+                "groups are dealt"
+            ),
+        ),
+        (
+            "ppo",
+            {},
+            {"num_mini_batches": 6},
+            "critic.num_mini_batches must be at most run.groups_per_step = 5, got 6",
+        ),
+        (
+            "rloo",
+            {"num_epochs": 2},
+            {},
+            (
+                "trainer.num_epochs = 2 and trainer.num_mini_batches = 1 are not for rloo: its "
+                "loss has no ratio"
+            ),
+        ),
         ("rloo", {"num_mini_batches": 2}, {}, "are not for rloo"),
-        ("grpo", {"max_kl": 0.1}, {}, "trainer.max_kl = 0.1 has nothing to end: a train step is one optimizer step"),
+        (
+            "grpo",
+            {"max_kl": 0.1},
+            {},
+            "trainer.max_kl = 0.1 has nothing to end: a train step is one optimizer step",
+        ),
         ("grpo", {"num_epochs": 0}, {}, "num_epochs"),
     ],
 )
-def test_run_file_that_asks_for_what_can_not_be_is_refused(algorithm, trainer, critic_section, text):
+def test_run_file_that_asks_for_what_can_not_be_is_refused(
+    algorithm, trainer, critic_section, text
+):
     with pytest.raises(ValidationError, match=text):
         config_of({"name": algorithm}, trainer, critic=critic_section)
 
 
 def test_bound_of_the_kl_is_refused_where_no_policy_drew_the_samples():
     tree = config_of().model_dump()
-    tree |= {"algorithm": {"name": "sft"}, "trainer": tree["trainer"] | {"max_kl": 0.1}, "run": tree["run"] | {"samples_per_prompt": 1}}
-    with pytest.raises(ValidationError, match=r"trainer.max_kl = 0.1 compares with the policy that drew the samples, and sft has none"):
+    tree |= {
+        "algorithm": {"name": "sft"},
+        "trainer": tree["trainer"] | {"max_kl": 0.1},
+        "run": tree["run"] | {"samples_per_prompt": 1},
+    }
+    with pytest.raises(
+        ValidationError,
+        match=r"trainer.max_kl = 0.1 compares with the policy that drew the samples, and sft has none",
+    ):
         RunConfig.model_validate(tree)

@@ -9,21 +9,43 @@ from small_settings import small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relax_events.config import DataConfig, RunConfig
-from relax_events.config.generation import TinyModelConfig
+from relax_events.config.engine import TinyModelConfig
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.training.model_preparation import make_tiny_for, prepare_model, warm_start_model
+from relax_events.examples.model_preparation import make_tiny_for, prepare_model, warm_start_model
 
 
-def run_config(folder: Path, *, steps: int = 0, target_loss: float = 0.0, tiny: dict[str, int] | None = None, seed: int = 0) -> RunConfig:
+def run_config(
+    folder: Path,
+    *,
+    steps: int = 0,
+    target_loss: float = 0.0,
+    tiny: dict[str, int] | None = None,
+    seed: int = 0,
+) -> RunConfig:
     """A run whose task is to answer every letter with itself."""
     data = folder / "letters.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"say {letter}", "answer": letter}) + "\n" for letter in "abcdefgh"))
+    data.write_text(
+        "".join(
+            json.dumps({"prompt": f"say {letter}", "answer": letter}) + "\n"
+            for letter in "abcdefgh"
+        )
+    )
     return small_run(
         {
             "run": {"id": "letters", "seed": seed},
-            "model": {"path": folder / "model", "tiny": {"hidden_size": 32, "num_layers": 1, "corpus_rows": 8} if tiny is None else tiny or None},
+            "model": {
+                "path": folder / "model",
+                "tiny": {"hidden_size": 32, "num_layers": 1, "corpus_rows": 8}
+                if tiny is None
+                else tiny or None,
+            },
             "data": {"source": f"jsonl:{data}"},
-            "warm_start": {"steps": steps, "batch_size": 16, "learning_rate": 1e-2, "target_loss": target_loss},
+            "warm_start": {
+                "steps": steps,
+                "batch_size": 16,
+                "learning_rate": 1e-2,
+                "target_loss": target_loss,
+            },
         }
     )
 
@@ -51,11 +73,19 @@ def test_prepare_says_so_when_the_model_was_made_from_other_settings(tmp_path: P
     prepare_model(run_config(tmp_path), report=lambda _: None)
     lines: list[str] = []
     prepare_model(run_config(tmp_path, seed=1), report=lines.append)
-    assert lines == [f"model {tmp_path / 'model'} is there, made from other settings; remove it to have it made again"]
+    assert lines == [
+        (
+            f"model {tmp_path / 'model'} is there, made from other settings; remove it to have "
+            "it made again"
+        )
+    ]
 
 
 def test_prepare_refuses_a_missing_model_without_a_recipe(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model does not exist; set model.path, or describe a small model in \[model.tiny\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model does not exist; set model.path, or describe a small model in \[model.tiny\]",
+    ):
         prepare_model(run_config(tmp_path, tiny={}), report=lambda _: None)
     assert not (tmp_path / "model").exists()
 
@@ -65,7 +95,10 @@ def test_prepare_names_a_folder_that_can_not_be_written_before_it_begins(tmp_pat
     (tmp_path / "file").write_text("no folder")
     model = config.model.model_copy(update={"path": tmp_path / "file" / "model"})
     lines: list[str] = []
-    with pytest.raises(EnvironmentProblem, match=r"model folder .*/file can't be written: .*; give model.path in one that can"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"model folder .*/file can't be written: .*; give model.path in one that can",
+    ):
         prepare_model(config.model_copy(update={"model": model}), report=lines.append)
     assert lines == []
 
@@ -88,9 +121,13 @@ def test_warm_start_stops_once_its_loss_is_low_enough(tmp_path: Path) -> None:
 
 def test_warm_start_gives_the_same_weights_for_a_seed(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    first = warm_start_model(run_config(tmp_path, steps=3), output=tmp_path / "first", report=lambda _: None)
+    first = warm_start_model(
+        run_config(tmp_path, steps=3), output=tmp_path / "first", report=lambda _: None
+    )
     torch.manual_seed(2)
-    second = warm_start_model(run_config(tmp_path, steps=3), output=tmp_path / "second", report=lambda _: None)
+    second = warm_start_model(
+        run_config(tmp_path, steps=3), output=tmp_path / "second", report=lambda _: None
+    )
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
 
 
@@ -99,7 +136,9 @@ def test_warm_start_goes_on_from_the_model_that_is_there(tmp_path: Path) -> None
     weights = (random / "model.safetensors").read_bytes()
     copy = warm_start_model(run_config(tmp_path), output=tmp_path / "copy", report=lambda _: None)
     assert (copy / "model.safetensors").read_bytes() == weights
-    assert (warm_start_model(run_config(tmp_path, steps=2), report=lambda _: None) / "model.safetensors").read_bytes() != weights
+    assert (
+        warm_start_model(run_config(tmp_path, steps=2), report=lambda _: None) / "model.safetensors"
+    ).read_bytes() != weights
 
 
 def test_make_tiny_for_keeps_the_system_prompt_in_one_token(tmp_path: Path) -> None:
@@ -110,11 +149,17 @@ def test_make_tiny_for_keeps_the_system_prompt_in_one_token(tmp_path: Path) -> N
     assert AutoTokenizer.from_pretrained(path).tokenize("Be brief.") == ["Be brief."]
 
 
-def test_make_tiny_for_keeps_what_the_prompts_of_each_dataset_have_in_common_in_one_token(tmp_path: Path) -> None:
+def test_make_tiny_for_keeps_what_the_prompts_of_each_dataset_have_in_common_in_one_token(
+    tmp_path: Path,
+) -> None:
     for name, prompt in (("sum", "Add 1 and {}."), ("copy", "Copy {} once.")):
-        rows = [json.dumps({"prompt": prompt.format(letter), "answer": letter}) for letter in "abcdefgh"]
+        rows = [
+            json.dumps({"prompt": prompt.format(letter), "answer": letter}) for letter in "abcdefgh"
+        ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    data = DataConfig.model_validate({"datasets": [{"source": f"jsonl:{tmp_path}/{name}.jsonl"} for name in ("sum", "copy")]})
+    data = DataConfig.model_validate(
+        {"datasets": [{"source": f"jsonl:{tmp_path}/{name}.jsonl"} for name in ("sum", "copy")]}
+    )
     path = make_tiny_for(data, tmp_path / "model", tiny=TinyModelConfig(corpus_rows=16), seed=1)
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert tokenizer.tokenize("Add 1 and x.") == ["Add 1 and ", "x", "."]

@@ -1,4 +1,5 @@
-"""Nothing that is read becomes code: no pickle in any guise, no eval, no remote code, no queues between processes that pickle."""
+"""Nothing that is read becomes code: no pickle in any guise, no eval, no remote code, no queues
+between processes that pickle."""
 
 from __future__ import annotations
 
@@ -9,8 +10,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PRODUCT = sorted(path for folder in ("relax_events", "workers") for path in (ROOT / folder).rglob("*.py"))
-MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "multiprocessing", "yaml", "jsonpickle"}
+PRODUCT = sorted(
+    path for folder in ("relax_events", "workers") for path in (ROOT / folder).rglob("*.py")
+)
+MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "multiprocessing",
+    "yaml",
+    "jsonpickle",
+}
 CALLS = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {
     ("torch", "load"),
@@ -24,9 +39,18 @@ ATTRIBUTES = {
     ("dist", "send_object_list"),
     ("dist", "recv_object_list"),
 }
-METHODS = {"recv_pyobj", "send_pyobj", "read_pickle", "to_pickle", "all_gather_object", "broadcast_object_list", "scatter_object_list"}
+METHODS = {
+    "recv_pyobj",
+    "send_pyobj",
+    "read_pickle",
+    "to_pickle",
+    "all_gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+}
 RUNS_TESTS = {"relax_events/sandbox/inside/judge.py": ["exec()", "compile()"]}
-"""The data's tests are programs; they run behind the walls of the sandbox, in a process of their own."""
+"""The data's tests are programs; they run behind the walls of the sandbox, in a process of their
+own."""
 
 
 def findings(tree: ast.AST) -> Iterator[str]:
@@ -72,12 +96,22 @@ def test_check_finds_what_it_is_for(code: str) -> None:
     assert list(findings(ast.parse(code))) != []
 
 
-@pytest.mark.parametrize("code", ["re.compile(pattern)", "model.eval()", "Model.from_pretrained(path, trust_remote_code=False)", "store.load(step)"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "re.compile(pattern)",
+        "model.eval()",
+        "Model.from_pretrained(path, trust_remote_code=False)",
+        "store.load(step)",
+    ],
+)
 def test_check_lets_pass_what_is_harmless(code: str) -> None:
     assert list(findings(ast.parse(code))) == []
 
 
 def test_product_runs_nothing_that_it_reads() -> None:
     assert len(PRODUCT) > 100
-    found = {str(path.relative_to(ROOT)): list(findings(ast.parse(path.read_text()))) for path in PRODUCT}
+    found = {
+        str(path.relative_to(ROOT)): list(findings(ast.parse(path.read_text()))) for path in PRODUCT
+    }
     assert {path: names for path, names in found.items() if names} == RUNS_TESTS

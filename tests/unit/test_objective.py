@@ -1,4 +1,5 @@
-"""The whole objective of every algorithm against a plain loop over samples and tokens, written from the formulas."""
+"""The whole objective of every algorithm against a plain loop over samples and tokens, written from
+the formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from relax_events.algorithms.describing import installed_algorithms
+from relax_events.algorithms.description import installed_algorithms
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError
@@ -18,7 +19,9 @@ from relax_events.errors import ConfigError
 NAMES = [spec.name for spec in installed_algorithms() if spec.learns_from == "rewards"]
 LENGTHS = [3, 0, 1, 5, 2]
 RNG = np.random.default_rng(5)
-FIELDS = {name: RNG.uniform(-2.9, -1.0, sum(LENGTHS)) for name in ("logprobs", "rollout", "actor", "ref")}
+FIELDS = {
+    name: RNG.uniform(-2.9, -1.0, sum(LENGTHS)) for name in ("logprobs", "rollout", "actor", "ref")
+}
 FIELDS["teacher"] = np.linspace(-1.7, -0.2, sum(LENGTHS))
 FIELDS["logprobs"] = FIELDS["rollout"] + RNG.normal(0, 0.4, sum(LENGTHS))
 FIELDS["actor"] = FIELDS["rollout"] + RNG.normal(0, 0.3, sum(LENGTHS))
@@ -29,17 +32,70 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"old_logprobs": "actor", "correction": "decoupled"},
     {"old_logprobs": "actor", "correction": "tis", "correction_high": 1.2},
-    {"old_logprobs": "trainer", "correction": "icepop", "correction_low": 0.8, "correction_high": 1.3},
-    {"old_logprobs": "actor", "correction": "mask", "correction_level": "sequence", "correction_low": 0.6, "correction_high": 1.7},
-    {"old_logprobs": "actor", "correction": "tis", "correction_level": "sequence_mean", "correction_high": 1.1},
-    {"old_logprobs": "actor", "correction": "tis", "correction_high": 1.2, "rejection": "k1", "rejection_high": 1.15},
-    {"old_logprobs": "actor", "rejection": "k1", "rejection_over": "sum", "rejection_low": 0.7, "rejection_high": 1.5},
-    {"old_logprobs": "trainer", "correction": "decoupled", "rejection": "k2", "rejection_over": "sum", "rejection_high": 0.2},
-    {"old_logprobs": "actor", "correction": "icepop", "rejection": "k3", "rejection_over": "max", "rejection_high": 0.06},
-    {"old_logprobs": "actor", "correction": "tis", "rejection": "k3", "rejection_high": 0.04, "veto_low": 0.7, "veto_high": 1.6},
+    {
+        "old_logprobs": "trainer",
+        "correction": "icepop",
+        "correction_low": 0.8,
+        "correction_high": 1.3,
+    },
+    {
+        "old_logprobs": "actor",
+        "correction": "mask",
+        "correction_level": "sequence",
+        "correction_low": 0.6,
+        "correction_high": 1.7,
+    },
+    {
+        "old_logprobs": "actor",
+        "correction": "tis",
+        "correction_level": "sequence_mean",
+        "correction_high": 1.1,
+    },
+    {
+        "old_logprobs": "actor",
+        "correction": "tis",
+        "correction_high": 1.2,
+        "rejection": "k1",
+        "rejection_high": 1.15,
+    },
+    {
+        "old_logprobs": "actor",
+        "rejection": "k1",
+        "rejection_over": "sum",
+        "rejection_low": 0.7,
+        "rejection_high": 1.5,
+    },
+    {
+        "old_logprobs": "trainer",
+        "correction": "decoupled",
+        "rejection": "k2",
+        "rejection_over": "sum",
+        "rejection_high": 0.2,
+    },
+    {
+        "old_logprobs": "actor",
+        "correction": "icepop",
+        "rejection": "k3",
+        "rejection_over": "max",
+        "rejection_high": 0.06,
+    },
+    {
+        "old_logprobs": "actor",
+        "correction": "tis",
+        "rejection": "k3",
+        "rejection_high": 0.04,
+        "veto_low": 0.7,
+        "veto_high": 1.6,
+    },
     {"opsm_threshold": 0.05, "entropy_coefficient": 0.2},
     {"m2_threshold": 0.1, "kl_coefficient": 0.3, "kl_placement": "loss", "kl_estimator": "k2"},
-    {"kl_coefficient": 0.3, "kl_placement": "loss", "kl_estimator": "k3", "kl_unbiased": True, "aggregation": "constant_length"},
+    {
+        "kl_coefficient": 0.3,
+        "kl_placement": "loss",
+        "kl_estimator": "k3",
+        "kl_unbiased": True,
+        "aggregation": "constant_length",
+    },
     {"distill_coefficient": 0.4, "distill_placement": "loss"},
 ]
 
@@ -48,33 +104,55 @@ def plain_loss(algorithm: AlgorithmConfig) -> float:
     """Compute a step's loss sample by sample and token by token."""
     total, units, at = 0.0, 0, 0
     for length in LENGTHS:
-        rows = [{name: float(values[index]) for name, values in FIELDS.items()} for index in range(at, at + length)]
+        rows = [
+            {name: float(values[index]) for name, values in FIELDS.items()}
+            for index in range(at, at + length)
+        ]
         at += length
         if not rows:
             continue
         for row in rows:
-            row["old"] = {"rollout": row["rollout"], "actor": row["actor"], "trainer": row["logprobs"]}[algorithm.old_logprobs]
+            row["old"] = {
+                "rollout": row["rollout"],
+                "actor": row["actor"],
+                "trainer": row["logprobs"],
+            }[algorithm.old_logprobs]
         losses = [token_loss(algorithm, row, rows) for row in rows]
         if algorithm.aggregation == "token_mean":
             total, units = total + sum(losses), units + length
         else:
-            total, units = total + sum(losses) / (length if algorithm.aggregation == "sample_mean" else 16), units + 1
+            total, units = (
+                total + sum(losses) / (length if algorithm.aggregation == "sample_mean" else 16),
+                units + 1,
+            )
     return total / units
 
 
-def token_loss(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]) -> float:
+def token_loss(
+    algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]
+) -> float:
     loss = factor(algorithm, row, rows) * policy_loss(algorithm, row, rows)
     if algorithm.kl_coefficient and algorithm.kl_placement == "loss":
         d = row["logprobs"] - row["ref"]
         kl = {"k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[algorithm.kl_estimator]
-        loss += algorithm.kl_coefficient * kl * (math.exp(row["logprobs"] - row["rollout"]) if algorithm.kl_unbiased else 1)
+        loss += (
+            algorithm.kl_coefficient
+            * kl
+            * (math.exp(row["logprobs"] - row["rollout"]) if algorithm.kl_unbiased else 1)
+        )
     if algorithm.has_distill_loss:
         d = row["logprobs"] - row["teacher"]
-        loss += algorithm.distill_coefficient * math.exp(row["logprobs"] - row["rollout"]) * (math.exp(-d) - 1 + d)
+        loss += (
+            algorithm.distill_coefficient
+            * math.exp(row["logprobs"] - row["rollout"])
+            * (math.exp(-d) - 1 + d)
+        )
     return loss - algorithm.entropy_coefficient * row["entropies"]
 
 
-def factor(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]) -> float:
+def factor(
+    algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]
+) -> float:
     """Say by what corrections and masks multiply a token's policy loss."""
     if algorithm.m2_threshold and (row["logprobs"] - row["rollout"]) ** 2 > CUTOFF:
         return 0.0
@@ -96,11 +174,16 @@ def factor(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[st
     if low is None or high is None:
         return w
     inside = low <= w <= high
-    return {"tis": min(max(w, low), high), "icepop": w if inside else 0.0, "mask": 1.0 if inside else 0.0}[algorithm.correction]
+    return {
+        "tis": min(max(w, low), high),
+        "icepop": w if inside else 0.0,
+        "mask": 1.0 if inside else 0.0,
+    }[algorithm.correction]
 
 
 def is_rejected(algorithm: AlgorithmConfig, logs: list[float]) -> bool:
-    """Say whether a sample goes whole, given the old policy's log-probabilities less the engine's."""
+    """Say whether a sample goes whole, given the old policy's log-probabilities less the
+    engine's."""
     if algorithm.veto_low and min(map(math.exp, logs)) < algorithm.veto_low:
         return True
     if algorithm.veto_high and max(map(math.exp, logs)) > algorithm.veto_high:
@@ -109,14 +192,20 @@ def is_rejected(algorithm: AlgorithmConfig, logs: list[float]) -> bool:
         return False
     high = algorithm.rejection_high
     assert high is not None
-    together: Any = {"sum": sum, "max": max, "mean": lambda values: sum(values) / len(values)}[algorithm.rejection_over]
+    together: Any = {"sum": sum, "max": max, "mean": lambda values: sum(values) / len(values)}[
+        algorithm.rejection_over
+    ]
     if algorithm.rejection == "k1":
         return not (algorithm.rejection_low or 1 / high) <= math.exp(together(logs)) <= high
-    estimate: Any = {"k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}[algorithm.rejection]
+    estimate: Any = {"k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}[
+        algorithm.rejection
+    ]
     return bool(together([estimate(x) for x in logs]) > high)
 
 
-def policy_loss(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]) -> float:
+def policy_loss(
+    algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]
+) -> float:
     ratio, advantage = math.exp(row["logprobs"] - row["old"]), row["advantages"]
     if algorithm.name == "rloo":
         return -advantage * row["logprobs"]
@@ -132,7 +221,11 @@ def policy_loss(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[di
         assert algorithm.trust_radius is not None
         assert algorithm.ratio_cap is not None
         is_far = (abs(p - q) if algorithm.name == "dppo_tv" else kl) > algorithm.trust_radius
-        return 0.0 if is_far and (p - q) * advantage > 0 else -min(ratio, algorithm.ratio_cap) * advantage * row["logprobs"]
+        return (
+            0.0
+            if is_far and (p - q) * advantage > 0
+            else -min(ratio, algorithm.ratio_cap) * advantage * row["logprobs"]
+        )
     assert algorithm.clip_low is not None
     assert algorithm.clip_high is not None
     if algorithm.name.startswith("gspo"):
@@ -154,7 +247,9 @@ def inputs(algorithm: AlgorithmConfig, **changes: Any) -> ObjectiveInputs:
         "logprobs": tensors["logprobs"].requires_grad_(),
         "entropies": tensors["entropies"],
         "rollout_logprobs": tensors["rollout"],
-        "old_logprobs": None if algorithm.old_logprobs == "trainer" else tensors[algorithm.old_logprobs],
+        "old_logprobs": None
+        if algorithm.old_logprobs == "trainer"
+        else tensors[algorithm.old_logprobs],
         "ref_logprobs": tensors["ref"],
         "advantages": tensors["advantages"],
         "num_loss_tokens": torch.tensor(LENGTHS),
@@ -164,7 +259,9 @@ def inputs(algorithm: AlgorithmConfig, **changes: Any) -> ObjectiveInputs:
     return ObjectiveInputs(**fields | changes)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(map(str, settings.values())) or "alone")
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda settings: ",".join(map(str, settings.values())) or "alone"
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_is_what_the_formulas_say(name: str, settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": name} | settings)
@@ -176,7 +273,9 @@ def test_loss_is_what_the_formulas_say(name: str, settings: dict[str, Any]) -> N
 
 
 def test_corrections_and_masks_carry_no_gradient_and_are_counted() -> None:
-    algorithm = AlgorithmConfig.model_validate({"name": "rloo", "old_logprobs": "trainer", "correction": "icepop", "correction_low": 0.8})
+    algorithm = AlgorithmConfig.model_validate(
+        {"name": "rloo", "old_logprobs": "trainer", "correction": "icepop", "correction_low": 0.8}
+    )
     given = inputs(algorithm)
     tokens = Objective(algorithm, max_new_tokens=16)(given)
     tokens.losses.sum().backward()
@@ -210,7 +309,9 @@ def test_rejected_samples_have_no_policy_gradient_and_the_others_keep_their_weig
     for is_out, alone, with_rejection in zip(rejected, *gradients, strict=True):
         assert with_rejection.tolist() == ([0.0] * len(alone) if is_out else alone.tolist())
     assert seen[1].masked.tolist() == np.repeat(rejected, LENGTHS).tolist()
-    assert seen[1].token_weights.tolist() == seen[0].token_weights.tolist()  # the mean is still over all
+    assert (
+        seen[1].token_weights.tolist() == seen[0].token_weights.tolist()
+    )  # the mean is still over all
 
 
 def test_loss_of_ones_own_may_give_the_losses_alone(tmp_path: Path) -> None:
@@ -235,5 +336,8 @@ FLAT = AlgorithmSpec(name="flat", policy_loss=flat, **PARTS)
     assert tokens.surrogate.ratio.tolist() == pytest.approx(ratio.tolist())
     assert not tokens.surrogate.clipped_high.any()
     wrong = AlgorithmConfig(name=f"{file}:FLAT")
-    with pytest.raises(ConfigError, match=r"algorithm .*mine.py:FLAT: its policy loss must give one loss for each of 11 tokens, got \(\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm .*mine.py:FLAT: its policy loss must give one loss for each of 11 tokens, got \(\)",
+    ):
         Objective(wrong, max_new_tokens=16)(inputs(wrong))

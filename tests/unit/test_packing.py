@@ -10,14 +10,25 @@ from hypothesis import strategies as st
 
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ObjectRef, StoredArray
-from relax_events.training.packing import MicroBatcher, loss_values, pack, pack_order, require_whole_groups
+from relax_events.training.batch.packing import (
+    MicroBatcher,
+    loss_values,
+    pack,
+    pack_order,
+    require_whole_groups,
+)
 from tests.unit.trainer_samples import make_samples
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=40)
 
 
 def test_pack_order_closes_before_the_budget_is_exceeded():
-    assert pack_order([4, 4, 3, 10, 1], max_tokens=8) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
+    assert pack_order([4, 4, 3, 10, 1], max_tokens=8) == [
+        slice(0, 2),
+        slice(2, 3),
+        slice(3, 4),
+        slice(4, 5),
+    ]
 
 
 def test_pack_order_gives_nothing_for_no_samples():
@@ -27,7 +38,9 @@ def test_pack_order_gives_nothing_for_no_samples():
 @given(lengths=LENGTHS, max_tokens=st.integers(1, 60))
 def test_pack_order_covers_all_in_order_within_the_budget(lengths, max_tokens):
     slices = pack_order(lengths, max_tokens=max_tokens)
-    assert [index for part in slices for index in range(len(lengths))[part]] == list(range(len(lengths)))
+    assert [index for part in slices for index in range(len(lengths))[part]] == list(
+        range(len(lengths))
+    )
     for part in slices:
         assert sum(lengths[part]) <= max_tokens or len(lengths[part]) == 1
     for part, following in pairwise(slices):
@@ -40,8 +53,13 @@ def test_micro_batcher_cuts_like_pack_order(seed, max_tokens):
     batcher = MicroBatcher(max_tokens=max_tokens)
     stream = [batch for sample in samples if (batch := batcher.add(sample))]
     stream += [batch] if (batch := batcher.flush()) else []
-    whole = [samples[part] for part in pack_order([len(sample.tokens) for sample in samples], max_tokens=max_tokens)]
-    assert [[sample.sample_id for sample in batch] for batch in stream] == [[sample.sample_id for sample in batch] for batch in whole]
+    whole = [
+        samples[part]
+        for part in pack_order([len(sample.tokens) for sample in samples], max_tokens=max_tokens)
+    ]
+    assert [[sample.sample_id for sample in batch] for batch in stream] == [
+        [sample.sample_id for sample in batch] for batch in whole
+    ]
 
 
 @given(seed=st.integers(0, 100), max_tokens=st.integers(1, 80))
@@ -86,9 +104,15 @@ def test_pack_places_every_token_once_and_restarts_positions(share_rows):
     assert length == max(len(sample.tokens) for sample in SAMPLES)
     assert rows == len(SAMPLES) if not share_rows else rows < len(SAMPLES)
     assert batch.num_tokens == sum(len(sample.tokens) for sample in SAMPLES)
-    segments = [segment for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True) for segment in split_at_restarts(ids, positions)]
+    segments = [
+        segment
+        for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True)
+        for segment in split_at_restarts(ids, positions)
+    ]
     for sample in SAMPLES:
-        assert any(np.array_equal(segment[: len(sample.tokens)], sample.tokens) for segment in segments)
+        assert any(
+            np.array_equal(segment[: len(sample.tokens)], sample.tokens) for segment in segments
+        )
 
 
 def split_at_restarts(ids, positions):
@@ -99,17 +123,23 @@ def test_pack_points_at_the_position_before_each_loss_token():
     batch = pack(SAMPLES, vocab_size=256)
     flat_ids = batch.input_ids.reshape(-1)
     expected = np.concatenate([sample.tokens[sample.loss_mask == 1] for sample in SAMPLES])
-    before = np.concatenate([sample.tokens[np.flatnonzero(sample.loss_mask) - 1] for sample in SAMPLES])
+    before = np.concatenate(
+        [sample.tokens[np.flatnonzero(sample.loss_mask) - 1] for sample in SAMPLES]
+    )
     np.testing.assert_array_equal(batch.targets, expected)
     np.testing.assert_array_equal(flat_ids[batch.loss_positions], before)
-    np.testing.assert_array_equal(batch.num_loss_tokens, [sample.loss_mask.sum() for sample in SAMPLES])
+    np.testing.assert_array_equal(
+        batch.num_loss_tokens, [sample.loss_mask.sum() for sample in SAMPLES]
+    )
 
 
 def test_pack_needs_no_padding_when_lengths_are_equal():
     samples = [dataclasses.replace(SAMPLES[0], sample_id=str(index)) for index in range(3)]
     batch = pack(samples, vocab_size=256)
     assert batch.input_ids.size == batch.num_tokens
-    np.testing.assert_array_equal(batch.position_ids, np.tile(np.arange(len(SAMPLES[0].tokens)), (3, 1)))
+    np.testing.assert_array_equal(
+        batch.position_ids, np.tile(np.arange(len(SAMPLES[0].tokens)), (3, 1))
+    )
 
 
 @given(lengths=LENGTHS.filter(bool))
@@ -130,11 +160,23 @@ def one(**changes):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"tokens": np.zeros(0, np.int32), "loss_mask": np.zeros(0, np.uint8)}, "equally long and not empty"),
+        (
+            {"tokens": np.zeros(0, np.int32), "loss_mask": np.zeros(0, np.uint8)},
+            "equally long and not empty",
+        ),
         ({"tokens": np.zeros(3, np.int32)}, "equally long and not empty"),
-        ({"tokens": np.zeros(2, np.int32), "loss_mask": np.array([1, 1], np.uint8)}, "loss_mask must be 0 at the first token"),
-        ({"tokens": np.array([1, 256], np.int32), "loss_mask": np.array([0, 1], np.uint8)}, "token id 256 is outside the vocabulary of 256"),
-        ({"tokens": np.array([-1, 2], np.int32), "loss_mask": np.array([0, 1], np.uint8)}, "token id -1 is outside"),
+        (
+            {"tokens": np.zeros(2, np.int32), "loss_mask": np.array([1, 1], np.uint8)},
+            "loss_mask must be 0 at the first token",
+        ),
+        (
+            {"tokens": np.array([1, 256], np.int32), "loss_mask": np.array([0, 1], np.uint8)},
+            "token id 256 is outside the vocabulary of 256",
+        ),
+        (
+            {"tokens": np.array([-1, 2], np.int32), "loss_mask": np.array([0, 1], np.uint8)},
+            "token id -1 is outside",
+        ),
         ({"temperature": 0.0}, "temperature must be > 0, got 0"),
         ({"temperature": float("nan")}, "temperature must be > 0, got nan"),
     ],
@@ -146,12 +188,17 @@ def test_pack_names_the_sample_that_can_not_be_used(changes, text):
 
 def test_pack_refuses_an_array_that_was_not_fetched():
     stored = StoredArray("<i4", (3,), ObjectRef("memory:///x", b"", 12))
-    with pytest.raises(TypeError, match="sample odd: tokens still lies in the object store; fetch it with check_out"):
+    with pytest.raises(
+        TypeError,
+        match="sample odd: tokens still lies in the object store; fetch it with check_out",
+    ):
         pack(one(tokens=stored), vocab_size=256)
 
 
 def test_loss_values_keeps_masked_positions_in_order():
-    expected = np.concatenate([sample.rollout_logprobs[sample.loss_mask == 1] for sample in SAMPLES])
+    expected = np.concatenate(
+        [sample.rollout_logprobs[sample.loss_mask == 1] for sample in SAMPLES]
+    )
     np.testing.assert_array_equal(loss_values(SAMPLES, "rollout_logprobs"), expected)
 
 
@@ -165,7 +212,10 @@ def test_loss_values_ignores_what_stands_outside_the_mask():
     [
         (None, "has no ref_logprobs, and the algorithm needs them"),
         (np.zeros(1, np.float32), r"ref_logprobs \(1,\) must be as long as tokens"),
-        (np.full(len(SAMPLES[0].tokens), np.nan, np.float32), "ref_logprobs must be finite wherever loss_mask is 1, got nan"),
+        (
+            np.full(len(SAMPLES[0].tokens), np.nan, np.float32),
+            "ref_logprobs must be finite wherever loss_mask is 1, got nan",
+        ),
     ],
 )
 def test_loss_values_names_sample_and_field(values, text):

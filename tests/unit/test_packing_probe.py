@@ -1,4 +1,5 @@
-"""At its start the model tells a leak between packed samples from another kernel's rounding, in any dtype."""
+"""At its start the model tells a leak between packed samples from another kernel's rounding, in any
+dtype."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ import torch
 from torch import Tensor
 
 from relax_events.config import ModelConfig
-from relax_events.training.policy_model import PolicyModel
+from relax_events.training.backend.policy_model import PolicyModel
 from tests.unit.trainer_samples import tiny_model
 
 HIDDEN = PolicyModel._hidden
 
 
 def opened(dtype: str) -> PolicyModel:
-    return PolicyModel(tiny_model(), config=ModelConfig(path=tiny_model(), dtype=dtype), device=torch.device("cpu"))
+    return PolicyModel(
+        tiny_model(), config=ModelConfig(path=tiny_model(), dtype=dtype), device=torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -27,8 +30,12 @@ def test_samples_share_rows_and_prompts_of_a_model_that_keeps_them_apart(dtype: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_model_that_looks_past_a_sample_gets_rows_and_prompts_apart(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def leaking(self: PolicyModel, ids: Tensor, positions: Tensor, sight: Any = None, media: Any = None) -> Tensor:
+def test_model_that_looks_past_a_sample_gets_rows_and_prompts_apart(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaking(
+        self: PolicyModel, ids: Tensor, positions: Tensor, sight: Any = None, media: Any = None
+    ) -> Tensor:
         return HIDDEN(self, ids, torch.arange(ids.shape[1])[None], None, media)
 
     monkeypatch.setattr(PolicyModel, "_hidden", leaking)
@@ -40,7 +47,9 @@ def test_model_that_looks_past_a_sample_gets_rows_and_prompts_apart(dtype: str, 
 def test_rounding_of_another_kernel_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows with neighbours, each hidden value is off by up to two steps of bfloat16."""
 
-    def rounded(self: PolicyModel, ids: Tensor, positions: Tensor, sight: Any = None, media: Any = None) -> Tensor:
+    def rounded(
+        self: PolicyModel, ids: Tensor, positions: Tensor, sight: Any = None, media: Any = None
+    ) -> Tensor:
         hidden = HIDDEN(self, ids, positions, sight, media)
         if ids.shape[1] < 8:
             return hidden

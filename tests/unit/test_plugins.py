@@ -30,7 +30,7 @@ class Mine:
 def test_find_plugin_gives_an_installed_entry_point_unloaded() -> None:
     found = find_plugin(ENGINES, "transformers", what="engine.name = 'transformers'")
     assert isinstance(found, EntryPoint)
-    assert found.value == "relax_events.engines.transformers:TransformersEngine"
+    assert found.value == "relax_events.engines.transformers.engine:TransformersEngine"
 
 
 def test_find_plugin_loads_a_class_of_a_file_with_what_lies_beside_it(tmp_path: Path) -> None:
@@ -40,7 +40,9 @@ def test_find_plugin_loads_a_class_of_a_file_with_what_lies_beside_it(tmp_path: 
     assert find_plugin(ENGINES, f"{file}:Mine", what="engine.name").load()().speed == 3
 
 
-def test_file_is_run_as_it_stands_though_bytecode_of_the_same_size_and_second_lies_beside_it(tmp_path: Path) -> None:
+def test_file_is_run_as_it_stands_though_bytecode_of_the_same_size_and_second_lies_beside_it(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text("class Mine:\n    speed = 3\n")
     py_compile.compile(str(file))
@@ -54,15 +56,24 @@ def test_find_plugin_runs_nothing_before_it_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("raise RuntimeError('not yet')\n")
     found = find_plugin(ENGINES, f"{file}:Mine", what="engine.name = 'broken'")
-    with pytest.raises(ConfigError, match=r"engine.name = 'broken' .*broken.py failed to load: RuntimeError: not yet"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine.name = 'broken' .*broken.py failed to load: RuntimeError: not yet",
+    ):
         found.load()
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("vroom", "engine.name = 'it' is not installed; installed are dataset, sglang, transformers"),
-        ("nowhere/mine.py:Mine", r"engine.name = 'it': file nowhere/mine.py does not exist in the working directory .*; give path/to/file.py:Class"),
+        (
+            "vroom",
+            "engine.name = 'it' is not installed; installed are dataset, sglang, transformers",
+        ),
+        (
+            "nowhere/mine.py:Mine",
+            r"engine.name = 'it': file nowhere/mine.py does not exist in the working directory .*; give path/to/file.py:Class",
+        ),
     ],
 )
 def test_find_plugin_says_what_there_is_when_the_name_is_unknown(name: str, text: str) -> None:
@@ -70,8 +81,12 @@ def test_find_plugin_says_what_there_is_when_the_name_is_unknown(name: str, text
         find_plugin(ENGINES, name, what="engine.name = 'it'")
 
 
-def test_plugin_says_which_classes_a_file_has_when_the_name_is_not_among_them(tmp_path: Path) -> None:
+def test_plugin_says_which_classes_a_file_has_when_the_name_is_not_among_them(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "other.py"
     file.write_text("class Other: pass\n")
-    with pytest.raises(ConfigError, match=r"engine.name: .*other.py has no class 'Mine', only Other"):
+    with pytest.raises(
+        ConfigError, match=r"engine.name: .*other.py has no class 'Mine', only Other"
+    ):
         find_plugin(ENGINES, f"{file}:Mine", what="engine.name").load()

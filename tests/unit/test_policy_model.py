@@ -7,30 +7,56 @@ import pytest
 import torch
 
 from relax_events.errors import ConfigError, WeightsError
+from relax_events.examples.tiny_models import make_tiny
 from relax_events.models.causal_lm import choose_device
-from relax_events.models.tiny import make_tiny
-from relax_events.training import policy_model
-from relax_events.training.packing import pack
-from relax_events.training.policy_model import PolicyModel
-from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, plain_model, run_config, tiny_model
+from relax_events.training.backend import policy_model
+from relax_events.training.backend.policy_model import PolicyModel
+from relax_events.training.batch.packing import pack
+from tests.unit.trainer_samples import (
+    changed,
+    make_samples,
+    plain_logprobs,
+    plain_model,
+    run_config,
+    tiny_model,
+)
 
 CPU = torch.device("cpu")
-SAMPLES = [changed(sample, temperature=0.5 + 0.1 * index) for index, sample in enumerate(make_samples(12, seed=1))]
+SAMPLES = [
+    changed(sample, temperature=0.5 + 0.1 * index)
+    for index, sample in enumerate(make_samples(12, seed=1))
+]
 
 
 def load(dtype=torch.float64, attention="sdpa", path=None):
-    return PolicyModel(path or tiny_model(), config=run_config().model.model_copy(update={"attention": attention}), device=CPU, dtype=dtype)
+    return PolicyModel(
+        path or tiny_model(),
+        config=run_config().model.model_copy(update={"attention": attention}),
+        device=CPU,
+        dtype=dtype,
+    )
 
 
 def one_by_one():
-    return np.concatenate([plain_logprobs(sample.tokens, sample.temperature)[sample.loss_mask == 1] for sample in SAMPLES])
+    return np.concatenate(
+        [
+            plain_logprobs(sample.tokens, sample.temperature)[sample.loss_mask == 1]
+            for sample in SAMPLES
+        ]
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("share_rows", [True, False])
 def test_token_logprobs_equal_one_by_one(attention, share_rows):
-    logprobs = load(attention=attention).token_logprobs(pack(SAMPLES, vocab_size=256, share_rows=share_rows)).logprobs
-    np.testing.assert_allclose(logprobs.detach().numpy(), one_by_one(), atol=1e-6)  # temperatures are float32
+    logprobs = (
+        load(attention=attention)
+        .token_logprobs(pack(SAMPLES, vocab_size=256, share_rows=share_rows))
+        .logprobs
+    )
+    np.testing.assert_allclose(
+        logprobs.detach().numpy(), one_by_one(), atol=1e-6
+    )  # temperatures are float32
 
 
 def test_token_logprobs_equal_one_by_one_in_float32():
@@ -42,8 +68,15 @@ def test_token_logprobs_give_the_entropy_of_the_tempered_distribution():
     sample = SAMPLES[3]
     entropies = load().token_logprobs(pack([sample], vocab_size=256)).entropies
     with torch.no_grad():
-        logits = plain_model(tiny_model())(torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0] / sample.temperature
-    expected = torch.distributions.Categorical(logits=logits[np.flatnonzero(sample.loss_mask) - 1]).entropy()
+        logits = (
+            plain_model(tiny_model())(
+                torch.from_numpy(sample.tokens.astype(np.int64))[None]
+            ).logits[0]
+            / sample.temperature
+        )
+    expected = torch.distributions.Categorical(
+        logits=logits[np.flatnonzero(sample.loss_mask) - 1]
+    ).entropy()
     np.testing.assert_allclose(entropies.numpy(), expected.numpy(), atol=1e-6)
 
 
@@ -68,8 +101,12 @@ def test_model_shares_rows_when_neighbours_stay_apart(dtype):
 
 def test_model_gives_each_sample_its_row_when_neighbours_leak(monkeypatch):
     def leaky(self, input_ids, position_ids, sight=None):
-        mask = torch.ones_like(input_ids)  # an all-ones mask makes transformers 5 forget the packing
-        return self.module.base_model(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False).last_hidden_state
+        mask = torch.ones_like(
+            input_ids
+        )  # an all-ones mask makes transformers 5 forget the packing
+        return self.module.base_model(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
+        ).last_hidden_state
 
     monkeypatch.setattr(PolicyModel, "_hidden", leaky)
     assert not load().shares_rows
@@ -98,7 +135,9 @@ def test_model_is_refused_when_its_logits_are_more_than_a_head(monkeypatch):
 
 
 def test_model_names_the_folder_when_it_is_missing():
-    with pytest.raises(ConfigError, match=r"model.path = /nowhere holds no config.json; .*relax models prepare"):
+    with pytest.raises(
+        ConfigError, match=r"model.path = /nowhere holds no config.json; .*relax models prepare"
+    ):
         load(path=Path("/nowhere"))
 
 
@@ -144,7 +183,9 @@ def test_choose_device_names_what_torch_does_not_know():
 
 
 @pytest.mark.parametrize(("name", "num_gpus"), [("cuda", 0), ("cuda:1", 1)])
-def test_choose_device_refuses_a_gpu_that_is_not_here(name: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_device_refuses_a_gpu_that_is_not_here(
+    name: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     text = rf"model.device = '{name}' asks for a GPU that is not here: torch .* sees {num_gpus} of them; give the process one"
     with pytest.raises(ConfigError, match=text):

@@ -16,20 +16,31 @@ from relax_events.algorithms.preferences import direct_preference
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.types import SampleReady
+from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
 from tests.unit.trainer_samples import changed, make_samples, plain_model, run_config, tiny_model
 
-SAMPLES = [changed(sample, advantages=sample.loss_mask.astype(np.float32)) for sample in make_samples(8, seed=4)]
+SAMPLES = [
+    changed(sample, advantages=sample.loss_mask.astype(np.float32))
+    for sample in make_samples(8, seed=4)
+]
 LENGTHS = [2, 1, 1, 3]
-# Pair 1: the chosen answer is 1 nat above the reference, the rejected one 1 below. Pair 2: 0 and 3 above.
-LOGPROBS, REFERENCE = [-1.0, -2.0, -3.0, -1.0, -1.0, -1.0, -1.0], [-1.5, -2.5, -2.0, -1.0, -2.0, -2.0, -2.0]
+# Pair 1: the chosen answer is 1 nat above the reference, the rejected one 1 below. Pair 2: 0 and 3
+# above.
+LOGPROBS, REFERENCE = (
+    [-1.0, -2.0, -3.0, -1.0, -1.0, -1.0, -1.0],
+    [-1.5, -2.5, -2.0, -1.0, -2.0, -2.0, -2.0],
+)
 MARGINS = [0.2, -0.3]
 
 
-def step_of(name: str, logprobs: Tensor, **settings: float | bool) -> tuple[Tensor, dict[str, float]]:
+def step_of(
+    name: str, logprobs: Tensor, **settings: float | bool
+) -> tuple[Tensor, dict[str, float]]:
     """Return the loss of a step of the two pairs and its figures."""
-    objective = Objective(AlgorithmConfig.model_validate({"name": name} | settings), max_new_tokens=8)
+    objective = Objective(
+        AlgorithmConfig.model_validate({"name": name} | settings), max_new_tokens=8
+    )
     inputs = ObjectiveInputs(
         logprobs=logprobs,
         entropies=torch.zeros(7, dtype=torch.float64),
@@ -40,7 +51,10 @@ def step_of(name: str, logprobs: Tensor, **settings: float | bool) -> tuple[Tens
         num_loss_tokens=torch.tensor(LENGTHS),
     )
     tokens, units = objective(inputs), objective.num_units(inputs.num_loss_tokens)
-    figures = {name: float((tokens.token_weights * values).sum()) / units for name, values in tokens.surrogate.figures.items()}
+    figures = {
+        name: float((tokens.token_weights * values).sum()) / units
+        for name, values in tokens.surrogate.figures.items()
+    }
     return (tokens.token_weights * tokens.losses).sum() / units, figures
 
 
@@ -52,17 +66,29 @@ def test_dpo_is_the_hand_computed_loss_with_its_gradient_and_figures() -> None:
     logprobs = leaf()
     loss, figures = step_of("dpo", logprobs)
     loss.backward()
-    assert loss.item() == pytest.approx(sum(math.log(1 + math.exp(-margin)) for margin in MARGINS) / 2, rel=1e-12)
+    assert loss.item() == pytest.approx(
+        sum(math.log(1 + math.exp(-margin)) for margin in MARGINS) / 2, rel=1e-12
+    )
     pulls = [0.1 / (1 + math.exp(margin)) / 2 for margin in MARGINS]
     expected = [-pulls[0]] * 2 + [pulls[0]] + [-pulls[1]] + [pulls[1]] * 3
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-12)
-    assert figures == pytest.approx({"preference_accuracy": 0.5, "reward_margin": -0.05, "chosen_reward": 0.05, "rejected_reward": 0.1})
+    assert figures == pytest.approx(
+        {
+            "preference_accuracy": 0.5,
+            "reward_margin": -0.05,
+            "chosen_reward": 0.05,
+            "rejected_reward": 0.1,
+        }
+    )
 
 
 def test_dpo_with_label_smoothing_mixes_in_the_loss_of_the_pair_turned_round() -> None:
     loss, _ = step_of("dpo", leaf(), label_smoothing=0.1, beta=0.2)
-    expected = [0.9 * math.log(1 + math.exp(-2 * margin)) + 0.1 * math.log(1 + math.exp(2 * margin)) for margin in MARGINS]
+    expected = [
+        0.9 * math.log(1 + math.exp(-2 * margin)) + 0.1 * math.log(1 + math.exp(2 * margin))
+        for margin in MARGINS
+    ]
     assert loss.item() == pytest.approx(sum(expected) / 2, rel=1e-12)
 
 
@@ -71,11 +97,22 @@ def test_length_normalised_dpo_takes_means_over_the_answers_tokens() -> None:
     logprobs, margins = leaf(), [0.15, -0.1]
     loss, figures = step_of("dpo", logprobs, length_normalised=True)
     loss.backward()
-    assert loss.item() == pytest.approx(sum(math.log(1 + math.exp(-margin)) for margin in margins) / 2, rel=1e-12)
+    assert loss.item() == pytest.approx(
+        sum(math.log(1 + math.exp(-margin)) for margin in margins) / 2, rel=1e-12
+    )
     pulls = [0.1 / (1 + math.exp(margin)) / 2 for margin in margins]
     assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([-pulls[0] / 2] * 2 + [pulls[0]] + [-pulls[1]] + [pulls[1] / 3] * 3, rel=1e-12)
-    assert figures == pytest.approx({"preference_accuracy": 0.5, "reward_margin": 0.025, "chosen_reward": 0.025, "rejected_reward": 0.0})
+    assert logprobs.grad.tolist() == pytest.approx(
+        [-pulls[0] / 2] * 2 + [pulls[0]] + [-pulls[1]] + [pulls[1] / 3] * 3, rel=1e-12
+    )
+    assert figures == pytest.approx(
+        {
+            "preference_accuracy": 0.5,
+            "reward_margin": 0.025,
+            "chosen_reward": 0.025,
+            "rejected_reward": 0.0,
+        }
+    )
 
 
 def test_dpo_with_a_likelihood_term_adds_the_chosen_answers_mean_negative_log_likelihood() -> None:
@@ -92,15 +129,24 @@ def test_dpo_with_a_likelihood_term_adds_the_chosen_answers_mean_negative_log_li
     assert added == pytest.approx([-0.3 / 4, -0.3 / 4, 0.0, -0.3 / 2, 0.0, 0.0, 0.0], abs=1e-15)
 
 
-@pytest.mark.parametrize(("length_normalised", "margins"), [(True, [1.5, -1.0]), (False, [2.0, -3.0])])
-def test_ipo_is_the_hand_computed_loss_with_its_gradient(length_normalised: bool, margins: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("length_normalised", "margins"), [(True, [1.5, -1.0]), (False, [2.0, -3.0])]
+)
+def test_ipo_is_the_hand_computed_loss_with_its_gradient(
+    length_normalised: bool, margins: list[float]
+) -> None:
     logprobs = leaf()
     loss, figures = step_of("ipo", logprobs, beta=0.25, length_normalised=length_normalised)
     loss.backward()
     assert loss.item() == pytest.approx(sum((margin - 2) ** 2 for margin in margins) / 2, rel=1e-12)
     first, second = (margins[0] - 2, margins[1] - 2)  # d/dh of the mean over two pairs
     lengths = LENGTHS if length_normalised else [1] * 4
-    expected = [first / lengths[0]] * 2 + [-first / lengths[1]] + [second / lengths[2]] + [-second / lengths[3]] * 3
+    expected = (
+        [first / lengths[0]] * 2
+        + [-first / lengths[1]]
+        + [second / lengths[2]]
+        + [-second / lengths[3]] * 3
+    )
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-12)
     assert figures["reward_margin"] == pytest.approx(0.25 * sum(margins) / 2)
@@ -129,23 +175,41 @@ def test_sft_is_the_mean_negative_log_likelihood_of_a_token() -> None:
 @pytest.mark.parametrize("ref", [None, torch.zeros(3)], ids=["no reference", "three samples"])
 def test_dpo_refuses_what_is_no_pair(ref: Tensor | None) -> None:
     values = torch.zeros(3)
-    tokens = LossTokens(logprobs=values, old_logprobs=values, advantages=values, num_loss_tokens=torch.ones(3, dtype=torch.long), ref_logprobs=ref)
-    with pytest.raises(ConfigError, match="preferences need pairs with the reference's log-probabilities, got 3 samples"):
+    tokens = LossTokens(
+        logprobs=values,
+        old_logprobs=values,
+        advantages=values,
+        num_loss_tokens=torch.ones(3, dtype=torch.long),
+        ref_logprobs=ref,
+    )
+    with pytest.raises(
+        ConfigError,
+        match="preferences need pairs with the reference's log-probabilities, got 3 samples",
+    ):
         direct_preference(tokens, beta=0.1)
 
 
 def backend(name: str, **settings: float | bool) -> TorchBackend:
     data = {} if name == "sft" else {"chosen_key": "chosen", "rejected_key": "rejected"}
-    config = run_config(algorithm={"name": name} | settings, trainer={"max_grad_norm": 1e9}, data=data)
+    config = run_config(
+        algorithm={"name": name} | settings, trainer={"max_grad_norm": 1e9}, data=data
+    )
     return TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
 
 
-def plain_steps(loss_of: Callable[[torch.nn.Module], Tensor], *, num_steps: int) -> tuple[list[float], torch.nn.Module]:
+def plain_steps(
+    loss_of: Callable[[torch.nn.Module], Tensor], *, num_steps: int
+) -> tuple[list[float], torch.nn.Module]:
     """Train a copy of the tiny model with torch's AdamW; return the losses and the model."""
     model = type(plain_model(tiny_model()))(plain_model(tiny_model()).config).double()
     model.load_state_dict(plain_model(tiny_model()).state_dict())
     model.eval()
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0), []
+    optimizer, losses = (
+        torch.optim.AdamW(
+            model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+        ),
+        [],
+    )
     for _ in range(num_steps):
         optimizer.zero_grad()
         loss = loss_of(model)
@@ -156,12 +220,20 @@ def plain_steps(loss_of: Callable[[torch.nn.Module], Tensor], *, num_steps: int)
 
 
 def padded(samples: Sequence[SampleReady]) -> tuple[Tensor, Tensor, Tensor]:
-    """Give right-padded tokens, the attention mask, and labels as transformers wants them: -100 where there is no loss."""
+    """Give right-padded tokens, the attention mask, and labels as transformers wants them: -100
+    where there is no loss."""
     rows = [torch.from_numpy(np.array(sample.tokens)).long() for sample in samples]
-    labels = [torch.where(torch.from_numpy(np.array(sample.loss_mask)).bool(), row, -100) for row, sample in zip(rows, samples, strict=True)]
+    labels = [
+        torch.where(torch.from_numpy(np.array(sample.loss_mask)).bool(), row, -100)
+        for row, sample in zip(rows, samples, strict=True)
+    ]
     attention = [torch.ones_like(row) for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
-    return pad(rows, batch_first=True), pad(attention, batch_first=True), pad(labels, batch_first=True, padding_value=-100)
+    return (
+        pad(rows, batch_first=True),
+        pad(attention, batch_first=True),
+        pad(labels, batch_first=True, padding_value=-100),
+    )
 
 
 def transformers_loss(model: torch.nn.Module) -> Tensor:
@@ -171,21 +243,32 @@ def transformers_loss(model: torch.nn.Module) -> Tensor:
 
 
 def answers(model: torch.nn.Module) -> list[list[tuple[Tensor, Tensor]]]:
-    """Give log-probabilities by the model and by the reference of the loss tokens, pair by pair, each answer by a forward pass of its own."""
+    """Give log-probabilities by the model and by the reference of the loss tokens, pair by pair,
+    each answer by a forward pass of its own."""
     pairs = []
     for pair in zip(SAMPLES[::2], SAMPLES[1::2], strict=True):
         of_pair = []
         for sample in pair:
-            ids, mask = torch.from_numpy(np.array(sample.tokens)).long(), torch.from_numpy(np.array(sample.loss_mask))[1:].bool()
-            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-            of_pair.append((logprobs[mask], torch.from_numpy(np.array(sample.ref_logprobs))[1:].double()[mask]))
+            ids, mask = (
+                torch.from_numpy(np.array(sample.tokens)).long(),
+                torch.from_numpy(np.array(sample.loss_mask))[1:].bool(),
+            )
+            logprobs = (
+                model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            )
+            of_pair.append(
+                (logprobs[mask], torch.from_numpy(np.array(sample.ref_logprobs))[1:].double()[mask])
+            )
         pairs.append(of_pair)
     return pairs
 
 
 def textbook_dpo(model: torch.nn.Module) -> Tensor:
     """Compute the paper's equation 7."""
-    margins = [(policy - ref).sum() - (other - other_ref).sum() for (policy, ref), (other, other_ref) in answers(model)]
+    margins = [
+        (policy - ref).sum() - (other - other_ref).sum()
+        for (policy, ref), (other, other_ref) in answers(model)
+    ]
     return torch.stack([-torch.log(torch.sigmoid(0.1 * margin)) for margin in margins]).mean()
 
 
@@ -193,13 +276,16 @@ def textbook_dpo_by_token(model: torch.nn.Module) -> Tensor:
     """Compute Tulu 3's length-normalised loss, and half the chosen answer's cross-entropy."""
     losses = []
     for (policy, ref), (other, other_ref) in answers(model):
-        margin = (policy.sum() - ref.sum()) / len(policy) - (other.sum() - other_ref.sum()) / len(other)
+        margin = (policy.sum() - ref.sum()) / len(policy) - (other.sum() - other_ref.sum()) / len(
+            other
+        )
         losses.append(torch.nn.functional.softplus(-2 * margin) - 0.5 * policy.mean())
     return torch.stack(losses).mean()
 
 
 def textbook_ipo(model: torch.nn.Module) -> Tensor:
-    """Compute the paper's equation 17 by its factors, with means over the tokens: (log of a ratio of products - 1 / (2 tau))^2."""
+    """Compute the paper's equation 17 by its factors, with means over the tokens: (log of a ratio
+    of products - 1 / (2 tau))^2."""
     losses = []
     for (policy, ref), (other, other_ref) in answers(model):
         ratio = ((policy.mean() - other.mean()).exp() / (ref.mean() - other_ref.mean()).exp()).log()
@@ -210,12 +296,18 @@ def textbook_ipo(model: torch.nn.Module) -> Tensor:
 STEPS: list[tuple[str, dict[str, float | bool], Callable[[torch.nn.Module], Tensor]]] = [
     ("sft", {}, transformers_loss),
     ("dpo", {}, textbook_dpo),
-    ("dpo", {"beta": 2.0, "length_normalised": True, "nll_coefficient": 0.5}, textbook_dpo_by_token),
+    (
+        "dpo",
+        {"beta": 2.0, "length_normalised": True, "nll_coefficient": 0.5},
+        textbook_dpo_by_token,
+    ),
     ("ipo", {"beta": 0.5}, textbook_ipo),
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "loss_of"), STEPS, ids=["sft", "dpo", "dpo by token", "ipo"])
+@pytest.mark.parametrize(
+    ("name", "settings", "loss_of"), STEPS, ids=["sft", "dpo", "dpo by token", "ipo"]
+)
 def test_steps_equal_a_plain_implementation(
     name: str, settings: dict[str, float | bool], loss_of: Callable[[torch.nn.Module], Tensor]
 ) -> None:
@@ -235,8 +327,15 @@ def test_step_reports_what_says_something_without_an_engine() -> None:
     mine.accumulate(SAMPLES)
     figures = mine.step()
     assert (figures.mean_ratio, figures.mismatch_max_abs, figures.clip_fraction) == (1, 0, 0)
-    assert {"preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"} == figures.own.keys()
-    assert figures.own["reward_margin"] == pytest.approx(figures.own["chosen_reward"] - figures.own["rejected_reward"])
+    assert {
+        "preference_accuracy",
+        "reward_margin",
+        "chosen_reward",
+        "rejected_reward",
+    } == figures.own.keys()
+    assert figures.own["reward_margin"] == pytest.approx(
+        figures.own["chosen_reward"] - figures.own["rejected_reward"]
+    )
 
 
 def test_backend_refuses_half_a_pair_and_keeps_the_rest_of_the_step() -> None:

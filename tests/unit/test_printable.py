@@ -12,7 +12,10 @@ from relax_events.printable import PrintableStream, printable
 
 
 def test_controls_are_shown_and_not_obeyed() -> None:
-    assert printable("raised ValueError: \x1b]0;owned\x07\x1b[2J\r\x9b31m") == r"raised ValueError: \u001b]0;owned\u0007\u001b[2J\u000d\u009b31m"
+    assert (
+        printable("raised ValueError: \x1b]0;owned\x07\x1b[2J\r\x9b31m")
+        == r"raised ValueError: \u001b]0;owned\u0007\u001b[2J\u000d\u009b31m"
+    )
     assert printable("a\u202eb\u2066c") == r"a\u202eb\u2066c"
     assert printable("tab\tline\nÜmlaut 中文 🙂") == "tab\tline\nÜmlaut 中文 🙂"
 

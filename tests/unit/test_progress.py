@@ -8,12 +8,12 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from relax_events.control.progress.display import ProgressDisplay
-from relax_events.control.progress.figures import ProgressFigures, WorkerRow, WorkerTable
-from relax_events.control.progress.panel import ProgressPanel, clock, fit, sparkline
-from relax_events.control.run_state import RunState
 from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import MetricsReported
+from relax_events.projections.run_state import RunState
+from relax_events.reports.terminal import ProgressDisplay
+from relax_events.reports.terminal_panel import ProgressPanel, clock, fit, sparkline
+from relax_events.reports.terminal_values import ProgressFigures, WorkerRow, WorkerTable
 from tests.unit.run_events import beat, run_config, train_step
 
 LAG = {"reward": {0: 1, 1: 2}, "trainer": {1: 9}}
@@ -38,16 +38,25 @@ def state_of(*steps: float, since: float = 100.0) -> RunState:
 
 
 def figures_of(state: RunState, since: float = 100.0, *, num_steps: int = 4) -> ProgressFigures:
-    return ProgressFigures.of(run_config(num_steps=num_steps), state, lag=LAG, since_micros=int(since * 1e6))
+    return ProgressFigures.of(
+        run_config(num_steps=num_steps), state, lag=LAG, since_micros=int(since * 1e6)
+    )
 
 
 def test_figures_give_rates_and_remaining_time_from_commit_to_commit() -> None:
     figures = figures_of(state_of(1.0, 2.0, 5.0), num_steps=7)
-    assert (figures.step, figures.num_steps, figures.policy_version, figures.num_lagging) == (3, 7, 3, 12)
+    assert (figures.step, figures.num_steps, figures.policy_version, figures.num_lagging) == (
+        3,
+        7,
+        3,
+        12,
+    )
     assert (figures.reward, figures.loss, figures.kl_estimate) == (0.2, 0.25, 0.003)
     assert figures.rewards == (0.0, 0.1, 0.2)
     assert (figures.staleness_mean, figures.staleness_max) == (0.5, 1)
-    assert figures.tokens_per_second == pytest.approx(50.0)  # 200 tokens of the steps after the first, in 4 seconds
+    assert figures.tokens_per_second == pytest.approx(
+        50.0
+    )  # 200 tokens of the steps after the first, in 4 seconds
     assert figures.samples_per_second == pytest.approx(1.0)
     assert figures.remaining_seconds == pytest.approx(8.0)  # four steps of two seconds each
 
@@ -74,7 +83,13 @@ def test_figures_take_the_phases_of_a_step_that_stands_alone() -> None:
 
 def test_figures_are_unknown_before_the_first_step_and_where_the_trainer_tells_none() -> None:
     empty = ProgressFigures.of(run_config(), RunState(), lag={}, since_micros=0)
-    assert (empty.step, empty.reward, empty.staleness_max, empty.tokens_per_second, empty.remaining_seconds) == (0, None, None, None, None)
+    assert (
+        empty.step,
+        empty.reward,
+        empty.staleness_max,
+        empty.tokens_per_second,
+        empty.remaining_seconds,
+    ) == (0, None, None, None, None)
     state = state_of(1.0)
     state.steps[0].figures.clear()
     bare = figures_of(state)
@@ -94,7 +109,9 @@ def test_worker_table_tells_states_apart() -> None:
         ("advantage-3", 10.0, WorkerState.WORKING),
     ):
         state.note(beat(worker_id, at_seconds=at, state=kind))
-    state.note(MetricsReported(worker_id="rollout-0", role="rollout", values={"records_per_second": 12.5}))
+    state.note(
+        MetricsReported(worker_id="rollout-0", role="rollout", values={"records_per_second": 12.5})
+    )
     alive = dict.fromkeys(["rollout-0", "reward-0", "prompter-0", "rollout-9"], True)
     rows = {row.worker_id: row for row in table.rows(state, alive=alive, now_micros=int(100e6))}
     assert {name: row.state for name, row in rows.items()} == {
@@ -109,11 +126,24 @@ def test_worker_table_tells_states_apart() -> None:
         "trainer-1": "idle",  # a rank: this process did not start it itself
     }
     assert list(rows) == [
-        *("controller-0", "metrics-0", "prompter-0", "rollout-0", "rollout-9", "reward-0", "advantage-0"),
+        *(
+            "controller-0",
+            "metrics-0",
+            "prompter-0",
+            "rollout-0",
+            "rollout-9",
+            "reward-0",
+            "advantage-0",
+        ),
         *("trainer-0", "trainer-1"),
     ]
     told = rows["rollout-0"]
-    assert (told.num_processed, told.num_in_flight, told.policy_version, told.records_per_second) == (7, 3, 2, 12.5)
+    assert (
+        told.num_processed,
+        told.num_in_flight,
+        told.policy_version,
+        told.records_per_second,
+    ) == (7, 3, 2, 12.5)
     assert told.beat_age_seconds == pytest.approx(0.5)
     assert [name for name, row in rows.items() if not row.is_well] == ["reward-0", "trainer-0"]
 
@@ -141,7 +171,13 @@ ENGINE = {
 
 
 def drawn(
-    width: int, height: int, *, num_workers: int = 4, num_slots: int = 4, encoding: str = "utf-8", engine: Mapping[str, float] = {}
+    width: int,
+    height: int,
+    *,
+    num_workers: int = 4,
+    num_slots: int = 4,
+    encoding: str = "utf-8",
+    engine: Mapping[str, float] = {},
 ) -> list[str]:
     """Return the panel's lines in a window of this size."""
     workers = [
@@ -153,18 +189,46 @@ def drawn(
         )
         for index in range(num_workers)
     ]
-    panel = ProgressPanel(run_id="shown", elapsed_seconds=61, figures=figures_of(state_of(1.0, 2.0)), workers=workers, lag=LAG, num_slots=num_slots)
+    panel = ProgressPanel(
+        run_id="shown",
+        elapsed_seconds=61,
+        figures=figures_of(state_of(1.0, 2.0)),
+        workers=workers,
+        lag=LAG,
+        num_slots=num_slots,
+    )
     stream = StringIO()
-    console = Console(file=stream, width=width, height=height, force_terminal=True, color_system=None, legacy_windows=False)
+    console = Console(
+        file=stream,
+        width=width,
+        height=height,
+        force_terminal=True,
+        color_system=None,
+        legacy_windows=False,
+    )
     options = console.options.update()
     options.encoding = encoding
-    return ["".join(segment.text for segment in line).rstrip() for line in console.render_lines(panel, options, pad=False)]
+    return [
+        "".join(segment.text for segment in line).rstrip()
+        for line in console.render_lines(panel, options, pad=False)
+    ]
 
 
 def test_panel_shows_figures_workers_and_lag_in_a_usual_window() -> None:
     lines = drawn(100, 30)
     text = "\n".join(lines)
-    for part in ("relax run shown", "step 2/4", "50%", "reward 0.1", "loss 0.25", "kl 0.003", "policy version 2", "max 1", "tokens/s 100", "0:01:01"):
+    for part in (
+        "relax run shown",
+        "step 2/4",
+        "50%",
+        "reward 0.1",
+        "loss 0.25",
+        "kl 0.003",
+        "policy version 2",
+        "max 1",
+        "tokens/s 100",
+        "0:01:01",
+    ):
         assert part in text
     assert next(line for line in lines if "lag in records" in line).split() == [
         "lag",
@@ -180,7 +244,13 @@ def test_panel_shows_figures_workers_and_lag_in_a_usual_window() -> None:
         "slot",
         "3",
     ]
-    assert next(line for line in lines if line.strip().startswith("trainer")).split() == ["trainer", "-", "9", "-", "-"]
+    assert next(line for line in lines if line.strip().startswith("trainer")).split() == [
+        "trainer",
+        "-",
+        "9",
+        "-",
+        "-",
+    ]
     assert len(lines) <= 30
 
 
@@ -205,10 +275,18 @@ def test_worker_table_knows_engines_by_their_reports() -> None:
     state = RunState()
     for worker_id in ("rollout-0", "reward-0"):
         state.note(beat(worker_id, at_seconds=1))
-    state.note(MetricsReported(worker_id="rollout-0", role="rollout", values=ENGINE | {"records_per_second": 1.0}))
-    state.note(MetricsReported(worker_id="reward-0", role="reward", values={"records_per_second": 1.0}))
+    state.note(
+        MetricsReported(
+            worker_id="rollout-0", role="rollout", values=ENGINE | {"records_per_second": 1.0}
+        )
+    )
+    state.note(
+        MetricsReported(worker_id="reward-0", role="reward", values={"records_per_second": 1.0})
+    )
     rows = WorkerTable(run_config(), since_micros=0).rows(state, alive={}, now_micros=int(1e6))
-    assert {row.worker_id: row.engine.get("tokens_per_second") for row in rows if row.engine} == {"rollout-0": 812.4}
+    assert {row.worker_id: row.engine.get("tokens_per_second") for row in rows if row.engine} == {
+        "rollout-0": 812.4
+    }
 
 
 @pytest.mark.parametrize(
@@ -216,11 +294,31 @@ def test_worker_table_knows_engines_by_their_reports() -> None:
     [
         (44, ["worker", "state", "processed"]),
         (80, ["worker", "state", "version", "processed", "last", "beat", "restarts"]),
-        (100, ["worker", "state", "version", "processed", "in", "flight", "per", "s", "last", "beat", "restarts"]),
+        (
+            100,
+            [
+                "worker",
+                "state",
+                "version",
+                "processed",
+                "in",
+                "flight",
+                "per",
+                "s",
+                "last",
+                "beat",
+                "restarts",
+            ],
+        ),
     ],
 )
-def test_panel_leaves_columns_out_where_the_window_is_narrow(width: int, columns: list[str]) -> None:
-    assert next(line for line in drawn(width, 30) if line.strip().startswith("worker")).split() == columns
+def test_panel_leaves_columns_out_where_the_window_is_narrow(
+    width: int, columns: list[str]
+) -> None:
+    assert (
+        next(line for line in drawn(width, 30) if line.strip().startswith("worker")).split()
+        == columns
+    )
 
 
 @pytest.mark.parametrize("width", [40, 72, 100])
@@ -245,9 +343,14 @@ def test_panel_draws_in_ascii_where_the_terminal_knows_no_more() -> None:
 
 
 def test_fit_counts_what_is_left_out() -> None:
-    rows = [WorkerRow(worker_id=f"reward-{index}", state="idle", is_well=True) for index in range(10)]
+    rows = [
+        WorkerRow(worker_id=f"reward-{index}", state="idle", is_well=True) for index in range(10)
+    ]
     shown, num_hidden = fit(rows, 4)
-    assert ([row.worker_id for row in shown], num_hidden) == (["reward-0", "reward-1", "reward-2"], 7)
+    assert ([row.worker_id for row in shown], num_hidden) == (
+        ["reward-0", "reward-1", "reward-2"],
+        7,
+    )
     assert fit(rows, 10) == (rows, 0)
 
 
@@ -258,7 +361,12 @@ def test_sparkline_spans_the_values() -> None:
 
 
 def test_clock_writes_hours_minutes_seconds() -> None:
-    assert [clock(None), clock(0.4), clock(3661), clock(360_000)] == ["-", "0:00:00", "1:01:01", "100:00:00"]
+    assert [clock(None), clock(0.4), clock(3661), clock(360_000)] == [
+        "-",
+        "0:00:00",
+        "1:01:01",
+        "100:00:00",
+    ]
 
 
 def test_lines_come_for_the_first_step_then_seldom_and_for_the_last() -> None:
@@ -275,7 +383,9 @@ def test_lines_come_for_the_first_step_then_seldom_and_for_the_last() -> None:
                 shown_at.append(index + 1)
     lines = stream.getvalue().splitlines()
     assert shown_at == [1, 11, 21]  # five seconds, or a tenth of the run
-    assert lines[0].startswith("step 1/100  reward 0.5  loss 0.25  kl 0.003  staleness 0.5 max 1  tokens/s 200  lag 12")
+    assert lines[0].startswith(
+        "step 1/100  reward 0.5  loss 0.25  kl 0.003  staleness 0.5 max 1  tokens/s 200  lag 12"
+    )
     assert lines[-1].startswith("step 25/100  ")
     assert len(lines) == 4
 
@@ -288,7 +398,12 @@ def test_lines_keep_two_seconds_apart_when_the_run_is_quick() -> None:
             state.note(train_step(index, at_seconds=time.time() + index))
             hand.seconds += 0.5
             display.update(state, lag={}, alive={})
-    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/12", "5/12", "9/12", "12/12"]
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == [
+        "1/12",
+        "5/12",
+        "9/12",
+        "12/12",
+    ]
 
 
 def test_lines_say_that_nothing_comes_and_who_is_not_well() -> None:
@@ -301,7 +416,10 @@ def test_lines_say_that_nothing_comes_and_who_is_not_well() -> None:
         hand.seconds += 31
         display.update(state, lag={}, alive={})
         display.update(state, lag={}, alive={})
-    assert stream.getvalue() == "step 0/4  no train step yet  workers 1/7 ready  lag 0  rollout-0 down\n"
+    assert (
+        stream.getvalue()
+        == "step 0/4  no train step yet  workers 1/7 ready  lag 0  rollout-0 down\n"
+    )
 
 
 def test_display_survives_figures_that_are_missing_or_not_finite() -> None:
@@ -315,7 +433,9 @@ def test_display_survives_figures_that_are_missing_or_not_finite() -> None:
         assert "step 2/4" in stream.getvalue()
 
 
-def test_display_draws_a_panel_on_a_terminal_and_gives_the_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_display_draws_a_panel_on_a_terminal_and_gives_the_cursor_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("LINES", "30")
     stream = StringIO()

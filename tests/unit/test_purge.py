@@ -1,4 +1,5 @@
-"""Which records may go: what versions, groups, recovery and seats each forbid, and what of the books can still be proven."""
+"""Which records may go: what versions, groups, recovery and seats each forbid, and what of the
+books can still be proven."""
 
 from __future__ import annotations
 
@@ -12,17 +13,35 @@ from hypothesis import strategies as st
 from sound_run import MAX_STALENESS, SoundRun
 
 from relax_events.config import RunConfig
-from relax_events.control.ledger import Ledger
-from relax_events.control.topics.purge import QueuedGroup, cuts_within, oldest_retained, queue_bounds, recovery_bounds, version_bounds
-from relax_events.control.topics.purged import PurgedLog
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PromptGroupIssued
-from relax_events.policy import Place as Seat
+from relax_events.ops.purge import (
+    QueuedGroup,
+    cuts_within,
+    oldest_retained,
+    queue_bounds,
+    recovery_bounds,
+    version_bounds,
+)
+from relax_events.projections.ledger import Ledger
+from relax_events.projections.purged_ranges import PurgedLog
+from relax_events.staleness import Place as Seat
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import END_REQUESTS
 
-PLAN = TopicPlan(run_id="r", max_staleness=1, shards=1, queue_partitions=2, replication_factor=1, compression="none")
-ROLLED, TRAINED, QUEUE = PLAN.topic("rollout.samples"), PLAN.topic("advantage.samples"), PLAN.topic("prompt.groups")
+PLAN = TopicPlan(
+    run_id="r",
+    max_staleness=1,
+    shards=1,
+    queue_partitions=2,
+    replication_factor=1,
+    compression="none",
+)
+ROLLED, TRAINED, QUEUE = (
+    PLAN.topic("rollout.samples"),
+    PLAN.topic("advantage.samples"),
+    PLAN.topic("prompt.groups"),
+)
 
 
 def issued(step: int, index: int = 0, *, row: int = 0) -> PromptGroupIssued:
@@ -53,7 +72,11 @@ def issued(step: int, index: int = 0, *, row: int = 0) -> PromptGroupIssued:
     ],
 )
 def test_oldest_retained_version_follows_from_number_and_window(
-    make_run_config: Callable[..., RunConfig], retain: int, newest: int, asked: int | None, oldest: int
+    make_run_config: Callable[..., RunConfig],
+    retain: int,
+    newest: int,
+    asked: int | None,
+    oldest: int,
 ) -> None:
     config = make_run_config(run={"retain_versions": retain, "max_staleness": 1})
     assert oldest_retained(config, newest_version=newest, before_version=asked) == oldest
@@ -61,11 +84,26 @@ def test_oldest_retained_version_follows_from_number_and_window(
 
 def test_versions_bound_is_the_start_of_the_slots_oldest_retained_owner() -> None:
     # Three slots of one partition; version v begins in partition v % 3 at 10 * (v // 3).
-    events = [published(version, start_offsets=[TopicOffset(ROLLED, version % 3, 10 * (version // 3))]) for version in range(8)]
-    assert version_bounds(PLAN, events, before_version=5) == {(ROLLED, 0): 20, (ROLLED, 1): 20, (ROLLED, 2): 10}
-    assert version_bounds(PLAN, events, before_version=0) == {(ROLLED, 0): 0, (ROLLED, 1): 0, (ROLLED, 2): 0}
+    events = [
+        published(version, start_offsets=[TopicOffset(ROLLED, version % 3, 10 * (version // 3))])
+        for version in range(8)
+    ]
+    assert version_bounds(PLAN, events, before_version=5) == {
+        (ROLLED, 0): 20,
+        (ROLLED, 1): 20,
+        (ROLLED, 2): 10,
+    }
+    assert version_bounds(PLAN, events, before_version=0) == {
+        (ROLLED, 0): 0,
+        (ROLLED, 1): 0,
+        (ROLLED, 2): 0,
+    }
     # Slot 2 was owned by version 5 last: its records stay, though 7 is the oldest to be retained.
-    assert version_bounds(PLAN, events, before_version=7) == {(ROLLED, 0): 20, (ROLLED, 1): 20, (ROLLED, 2): 10}
+    assert version_bounds(PLAN, events, before_version=7) == {
+        (ROLLED, 0): 20,
+        (ROLLED, 1): 20,
+        (ROLLED, 2): 10,
+    }
 
 
 def test_versions_bound_holds_for_topics_that_carry_another_runs_name() -> None:
@@ -106,12 +144,28 @@ def queued(partition: int, *groups: PromptGroupIssued | None) -> list[QueuedGrou
 def test_queue_bound_ends_before_the_first_group_that_is_open_or_retained() -> None:
     ended_ids = {f"{step:06d}-0000-0" for step in range(5)}
     trained = {Seat(step, 0): step for step in range(5)}
-    records = queued(0, issued(0, row=0), issued(1, row=1), None, issued(2, row=2), issued(3, row=3), issued(9, row=9))
+    records = queued(
+        0,
+        issued(0, row=0),
+        issued(1, row=1),
+        None,
+        issued(2, row=2),
+        issued(3, row=3),
+        issued(9, row=9),
+    )
     bounds = queue_bounds(PLAN, records, ended=ended_ids, trained=trained, before_version=4)
     assert bounds == {(QUEUE, 0): 4, (QUEUE, 1): 0}  # step 3 made version 4, which stays
-    without_one = queue_bounds(PLAN, records, ended=ended_ids - {"000001-0000-0"}, trained=trained, before_version=4)
+    without_one = queue_bounds(
+        PLAN, records, ended=ended_ids - {"000001-0000-0"}, trained=trained, before_version=4
+    )
     assert without_one[QUEUE, 0] == 1
-    seat_open = queue_bounds(PLAN, records, ended=ended_ids, trained={seat: step for seat, step in trained.items() if step}, before_version=4)
+    seat_open = queue_bounds(
+        PLAN,
+        records,
+        ended=ended_ids,
+        trained={seat: step for seat, step in trained.items() if step},
+        before_version=4,
+    )
     assert seat_open[QUEUE, 0] == 0
 
 
@@ -119,7 +173,10 @@ def test_queue_bound_keeps_the_record_with_the_highest_row() -> None:
     trained = {Seat(step, 0): step for step in range(3)}
     ids = {f"{step:06d}-0000-0" for step in range(3)}
     records = [*queued(0, issued(0, row=0), issued(1, row=7)), *queued(1, issued(2, row=2))]
-    assert queue_bounds(PLAN, records, ended=ids, trained=trained, before_version=9) == {(QUEUE, 0): 1, (QUEUE, 1): 1}
+    assert queue_bounds(PLAN, records, ended=ids, trained=trained, before_version=9) == {
+        (QUEUE, 0): 1,
+        (QUEUE, 1): 1,
+    }
 
 
 def test_cut_ends_at_the_lowest_bound_and_names_it() -> None:
@@ -135,17 +192,24 @@ def test_cut_ends_at_the_lowest_bound_and_names_it() -> None:
 @given(
     wanted=st.integers(0, 100),
     begin=st.integers(0, 100),
-    bounds=st.dictionaries(st.sampled_from(["reward", "advantage", "recovery"]), st.integers(0, 100), max_size=3),
+    bounds=st.dictionaries(
+        st.sampled_from(["reward", "advantage", "recovery"]), st.integers(0, 100), max_size=3
+    ),
 )
-def test_cut_never_passes_a_bound_nor_goes_backwards(wanted: int, begin: int, bounds: dict[str, int]) -> None:
+def test_cut_never_passes_a_bound_nor_goes_backwards(
+    wanted: int, begin: int, bounds: dict[str, int]
+) -> None:
     place = (ROLLED, 0)
-    (cut,) = cuts_within({place: begin}, {place: wanted}, {name: {place: bound} for name, bound in bounds.items()})
+    (cut,) = cuts_within(
+        {place: begin}, {place: wanted}, {name: {place: bound} for name, bound in bounds.items()}
+    )
     assert cut.below >= begin
     assert cut.num_records == 0 or all(cut.below <= bound for bound in (wanted, *bounds.values()))
 
 
 def purged_ledger(lacking: Collection[str], begins: Mapping[tuple[str, int], int]) -> Ledger:
-    """Return the books of a sound run without the records of step 0's prompt groups in some topics, whose partitions begin elsewhere."""
+    """Return the books of a sound run without the records of step 0's prompt groups in some topics,
+    whose partitions begin elsewhere."""
     run = SoundRun(3)
     ledger = Ledger(MAX_STALENESS, purged=PurgedLog(run.plan, begins))
     for at, event in run.items():
@@ -165,15 +229,26 @@ def everywhere(*entities: str) -> dict[tuple[str, int], int]:
         (["prompt.groups"], ["2 prompt groups were issued before they ended"]),
         (["rollout.samples"], ["4 trained samples were generated as they were trained"]),
         (["reward.scores"], ["the rewards of 4 trained samples were scored"]),
-        (["rollout.samples", "advantage.samples"], ["the record of 4 trained samples is the one that the train step names"]),
+        (
+            ["rollout.samples", "advantage.samples"],
+            ["the record of 4 trained samples is the one that the train step names"],
+        ),
     ],
 )
-def test_ledger_says_what_it_cannot_prove_when_the_log_was_purged(lacking: list[str], claims: list[str]) -> None:
+def test_ledger_says_what_it_cannot_prove_when_the_log_was_purged(
+    lacking: list[str], claims: list[str]
+) -> None:
     ledger = purged_ledger(lacking, everywhere(*lacking))
     assert ledger.problems() == []
-    assert [text.partition(",")[0] for text in ledger.unproven()] == [f"that {claim}" for claim in claims]
+    assert [text.partition(",")[0] for text in ledger.unproven()] == [
+        f"that {claim}" for claim in claims
+    ]
     figures = ledger.figures()
-    assert (figures["outcomes"]["issued"], figures["outcomes"]["trained"], figures["staleness_counts"]) == (7, 6, [4, 8])
+    assert (
+        figures["outcomes"]["issued"],
+        figures["outcomes"]["trained"],
+        figures["staleness_counts"],
+    ) == (7, 6, [4, 8])
     assert figures["prompt_groups_purged"] == (2 if "prompt.groups" in lacking else 0)
     assert figures["samples_purged"] == (4 if "rollout.samples" in lacking else 0)
 
@@ -187,8 +262,12 @@ def test_ledger_says_what_it_cannot_prove_when_the_log_was_purged(lacking: list[
         ("advantage.samples", "trained offset holds another record than the train step says"),
     ],
 )
-@pytest.mark.parametrize("purged", [{}, everywhere("control.metrics.trainer")], ids=["nothing", "something else"])
-def test_ledger_reports_losses_where_nothing_was_purged(entity: str, rule: str, purged: dict[tuple[str, int], int]) -> None:
+@pytest.mark.parametrize(
+    "purged", [{}, everywhere("control.metrics.trainer")], ids=["nothing", "something else"]
+)
+def test_ledger_reports_losses_where_nothing_was_purged(
+    entity: str, rule: str, purged: dict[tuple[str, int], int]
+) -> None:
     ledger = purged_ledger([entity], purged)
     assert [finding.rule for finding in ledger.findings()] == [rule]
     assert ledger.unproven() == []

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from event_samples import committed, ready
 
-from relax_events.broker.records import Record
 from relax_events.events.types import SampleReady, TrainStepCommitted
-from relax_events.training import recorded_batches
+from relax_events.kafka.records import Record
 from relax_events.training.ranks import SingleRank
-from relax_events.training.recorded_batches import RecordedBatches
+from relax_events.training.replay import recorded_batches
+from relax_events.training.replay.recorded_batches import RecordedBatches
 
 RECORD_BYTES = 100
 
@@ -37,12 +37,16 @@ class Log:
     def __init__(self) -> None:
         self.num_read: list[int] = []
 
-    def read_exactly(self, topic: str, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+    def read_exactly(
+        self, topic: str, places: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], Record]:
         self.num_read.append(len(places))
         return {place: Record(topic, *place, "", bytes(RECORD_BYTES), {}, 0) for place in places}
 
 
-@pytest.mark.parametrize(("max_bytes", "num_read"), [(0, [2] * 10), (6 * RECORD_BYTES, [2, 6, 6, 6]), (1 << 30, [2, 18])])
+@pytest.mark.parametrize(
+    ("max_bytes", "num_read"), [(0, [2] * 10), (6 * RECORD_BYTES, [2, 6, 6, 6]), (1 << 30, [2, 18])]
+)
 def test_steps_are_read_within_a_bound_of_bytes_and_decoded_one_by_one(
     max_bytes: int, num_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +59,9 @@ def test_steps_are_read_within_a_bound_of_bytes_and_decoded_one_by_one(
 
     worker: Any = SimpleNamespace(plan=SimpleNamespace(shards=1, topic=lambda entity: entity))
     log: Any = Log()
-    batches = RecordedBatches(worker, SingleRank(), decode=decode).read(log, [step(number) for number in range(10)])
+    batches = RecordedBatches(worker, SingleRank(), decode=decode).read(
+        log, [step(number) for number in range(10)]
+    )
     for number in range(10):
         batch = next(batches)
         assert batch.step.train_step == number

@@ -18,7 +18,14 @@ def test_log_event_hides_a_secret_wherever_it_stands(capsys: pytest.CaptureFixtu
     configure_logs(TelemetryConfig(log_format="json"), role="test")
     error = ValueError(f"password {SECRET} is wrong")
     try:
-        structlog.get_logger().warning("login.failed", error=str(error), settings={"sasl.password": SECRET}, kept=error, attempt=3, exc_info=error)
+        structlog.get_logger().warning(
+            "login.failed",
+            error=str(error),
+            settings={"sasl.password": SECRET},
+            kept=error,
+            attempt=3,
+            exc_info=error,
+        )
     finally:
         structlog.reset_defaults()
     written = capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Runs that go back to another: what their run files say, which topics are theirs, how rewards are judged anew, what is compared."""
+"""Runs that go back to another: what their run files say, which topics are theirs, how rewards are
+judged anew, what is compared."""
 
 from __future__ import annotations
 
@@ -14,37 +15,56 @@ from pydantic import ValidationError
 from sound_run import MAX_STALENESS, SoundRun
 
 from relax_events.config import AlgorithmConfig, RunConfig
-from relax_events.control.ledger import Ledger
-from relax_events.control.runs.details import first_gone
-from relax_events.control.runs.forking import carried_over
-from relax_events.control.runs.verification import first_difference
 from relax_events.errors import ConfigError
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PromptGroupEnded
-from relax_events.pipeline.description import describe, described_config, is_told
+from relax_events.history.runs.details import first_gone
+from relax_events.history.runs.forking import carried_over
+from relax_events.history.runs.verification import first_difference
+from relax_events.projections.ledger import Ledger
+from relax_events.runtime.run_description import describe, described_config, is_told
 from relax_events.topics import TopicPlan
-from relax_events.training.assembly import PlacedSample
-from relax_events.training.rejudging import OtherReward, Rejudging, needs_advantages, require_teacher_of
+from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.replay.relabel import (
+    OtherReward,
+    Rejudging,
+    needs_advantages,
+    require_teacher_of,
+)
 
 MakeConfig = Callable[..., RunConfig]
 GROUP = "000004-0000-0"
 
 
 def test_replay_has_a_trainer_and_no_samples_of_its_own(make_run_config: MakeConfig) -> None:
-    config = make_run_config(run={"id": "new"}, source={"run": "old", "from_version": 4, "until_version": 9})
+    config = make_run_config(
+        run={"id": "new"}, source={"run": "old", "from_version": 4, "until_version": 9}
+    )
     assert config.roles() == {"controller": 1, "metrics": 1, "trainer": 1}
     assert (config.first_version, config.last_version, config.num_train_steps) == (4, 9, 5)
     plan = TopicPlan.of(config)
-    for entity in ("prompt.groups", "rollout.samples", "reward.scores", "reward.scores.strict", "advantage.samples", "actor.logprobs"):
+    for entity in (
+        "prompt.groups",
+        "rollout.samples",
+        "reward.scores",
+        "reward.scores.strict",
+        "advantage.samples",
+        "actor.logprobs",
+    ):
         assert plan.topic(entity) == f"relax.old.{entity}"
     for entity in ("control.train-steps", "control.commands", "trainer.dead-letters"):
         assert plan.topic(entity) == f"relax.new.{entity}"
     assert plan.sample_topics() == []
-    assert all(spec.name.startswith(("relax.new.control.", "relax.new.trainer.")) for spec in plan.specs())
+    assert all(
+        spec.name.startswith(("relax.new.control.", "relax.new.trainer.")) for spec in plan.specs()
+    )
 
 
 def test_fork_has_every_role_and_topics_of_its_own(make_run_config: MakeConfig) -> None:
-    config = make_run_config(run={"id": "new", "num_steps": 30}, source={"run": "old", "rollouts": "live", "from_version": 12})
+    config = make_run_config(
+        run={"id": "new", "num_steps": 30},
+        source={"run": "old", "rollouts": "live", "from_version": 12},
+    )
     assert {"prompter", "rollout", "reward", "advantage"} <= config.roles().keys()
     assert (config.first_version, config.last_version, config.num_train_steps) == (12, 30, 18)
     assert {spec.name.split(".")[1] for spec in TopicPlan.of(config).specs()} == {"new"}
@@ -53,33 +73,62 @@ def test_fork_has_every_role_and_topics_of_its_own(make_run_config: MakeConfig) 
 @pytest.mark.parametrize(
     ("sections", "text"),
     [
-        ({"source": {"run": "old", "from_version": 5, "until_version": 5}}, "until_version must be above source.from_version = 5, got 5"),
-        ({"source": {"run": "old", "follow": True, "scores": "strict"}}, "are those of a rescoring"),
-        ({"run": {"id": "old"}, "source": {"run": "old"}}, "source.run must be another run than run.id = 'old'"),
-        ({"run": {"num_steps": 7}, "source": {"run": "old", "rollouts": "live", "from_version": 7}}, "run.num_steps must be above it, got 7"),
+        (
+            {"source": {"run": "old", "from_version": 5, "until_version": 5}},
+            "until_version must be above source.from_version = 5, got 5",
+        ),
+        (
+            {"source": {"run": "old", "follow": True, "scores": "strict"}},
+            "are those of a rescoring",
+        ),
+        (
+            {"run": {"id": "old"}, "source": {"run": "old"}},
+            "source.run must be another run than run.id = 'old'",
+        ),
+        (
+            {
+                "run": {"num_steps": 7},
+                "source": {"run": "old", "rollouts": "live", "from_version": 7},
+            },
+            "run.num_steps must be above it, got 7",
+        ),
         ({"source": {"run": "Old One"}}, "should match pattern"),
     ],
 )
-def test_source_that_leads_nowhere_is_refused(sections: dict[str, Any], text: str, make_run_config: MakeConfig) -> None:
+def test_source_that_leads_nowhere_is_refused(
+    sections: dict[str, Any], text: str, make_run_config: MakeConfig
+) -> None:
     with pytest.raises(ValidationError, match=text):
         make_run_config(**sections)
 
 
-def test_description_gives_the_run_file_back_without_what_is_secret(make_run_config: MakeConfig) -> None:
-    broker = {"bootstrap_servers": "kafka.example:9092", "shards": 5, "client": {"client.rack": "rack-17"}}
-    config = make_run_config(broker=broker, trainer={"learning_rate": 0.125}, source={"run": "old", "from_version": 3})
+def test_description_gives_the_run_file_back_without_what_is_secret(
+    make_run_config: MakeConfig,
+) -> None:
+    broker = {
+        "bootstrap_servers": "kafka.example:9092",
+        "shards": 5,
+        "client": {"client.rack": "rack-17"},
+    }
+    config = make_run_config(
+        broker=broker, trainer={"learning_rate": 0.125}, source={"run": "old", "from_version": 3}
+    )
     described = describe(config)
     assert (described.source_run, described.source_version) == ("old", 3)
     assert not {"kafka.example", "rack-17", "client"} & set(described.config.split('"'))
     back = described_config(described, run_id=config.run.id)
     assert back.model_dump(exclude={"broker"}) == config.model_dump(exclude={"broker"})
     assert TopicPlan.of(back) == TopicPlan.of(config)
-    assert is_told(dataclasses.replace(described, described_at=1), [describe(make_run_config()), described])
+    assert is_told(
+        dataclasses.replace(described, described_at=1), [describe(make_run_config()), described]
+    )
     assert not is_told(described, [described, describe(make_run_config())])
     assert not is_told(described, [])
 
 
-def test_description_of_an_imported_run_leads_to_its_own_topics_and_objects(make_run_config: MakeConfig) -> None:
+def test_description_of_an_imported_run_leads_to_its_own_topics_and_objects(
+    make_run_config: MakeConfig,
+) -> None:
     config = make_run_config(run={"id": "first"})
     moved = described_config(describe(config), run_id="second")
     assert TopicPlan.of(moved).topic("rollout.samples") == "relax.second.rollout.samples"
@@ -87,24 +136,38 @@ def test_description_of_an_imported_run_leads_to_its_own_topics_and_objects(make
     assert moved.objects.moved_from == (config.objects_uri,)
 
 
-def test_description_of_another_release_names_the_key_that_is_not_known(make_run_config: MakeConfig) -> None:
+def test_description_of_another_release_names_the_key_that_is_not_known(
+    make_run_config: MakeConfig,
+) -> None:
     described = describe(make_run_config())
     tree = orjson.loads(described.config)
     tree["run"]["colour"] = "red"
-    newer = dataclasses.replace(described, config=orjson.dumps(tree).decode(), package_version="9.0")
-    with pytest.raises(ConfigError, match=r"does not fit this release at run\.colour: .*written by 9\.0"):
+    newer = dataclasses.replace(
+        described, config=orjson.dumps(tree).decode(), package_version="9.0"
+    )
+    with pytest.raises(
+        ConfigError, match=r"does not fit this release at run\.colour: .*written by 9\.0"
+    ):
         described_config(newer, run_id=described.run_id)
 
 
 def placed(rewards: list[float], **changes: Any) -> list[PlacedSample]:
-    return [PlacedSample(ready(GROUP, index, of=len(rewards), reward=reward, **changes), 0, index) for index, reward in enumerate(rewards)]
+    return [
+        PlacedSample(ready(GROUP, index, of=len(rewards), reward=reward, **changes), 0, index)
+        for index, reward in enumerate(rewards)
+    ]
 
 
 def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
     samples = placed([0.0, 1.0, 0.5, 0.5])
     plain = Rejudging(AlgorithmConfig(normalise_std=False), max_new_tokens=8)(samples[::-1])
     assert [item.offset for item in plain] == [3, 2, 1, 0]
-    assert [item.sample.advantages.tolist() for item in plain] == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5], [0, 0, -0.5, -0.5]]
+    assert [item.sample.advantages.tolist() for item in plain] == [
+        [0, 0, 0, 0],
+        [0, 0, 0, 0],
+        [0, 0, 0.5, 0.5],
+        [0, 0, -0.5, -0.5],
+    ]
     scaled = Rejudging(AlgorithmConfig(), max_new_tokens=8)(samples)
     deviation = np.std([0, 1, 0.5, 0.5], ddof=1)
     assert scaled[1].sample.advantages[-1] == pytest.approx(0.5 / deviation, rel=1e-5)
@@ -112,18 +175,35 @@ def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
 
 def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
     rewards = {(f"{GROUP}/0", 0, ""): OtherReward(3.0), (f"{GROUP}/1", 0, ""): OtherReward(1.0)}
-    judged = Rejudging(AlgorithmConfig(normalise_std=False), max_new_tokens=8, rewards=rewards, scores="strict")(placed([0.0, 1.0]))
+    judged = Rejudging(
+        AlgorithmConfig(normalise_std=False), max_new_tokens=8, rewards=rewards, scores="strict"
+    )(placed([0.0, 1.0]))
     assert [item.sample.reward for item in judged] == [3.0, 1.0]
     assert [float(item.sample.advantages[-1]) for item in judged] == [1.0, -1.0]
-    with pytest.raises(ConfigError, match=rf"sample {GROUP}/1 has no reward under source.scores = 'strict'; finish the rescoring"):
-        Rejudging(AlgorithmConfig(), max_new_tokens=8, rewards={(f"{GROUP}/0", 0, ""): OtherReward(3.0)}, scores="strict")(placed([0.0, 1.0]))
+    with pytest.raises(
+        ConfigError,
+        match=rf"sample {GROUP}/1 has no reward under source.scores = 'strict'; finish the rescoring",
+    ):
+        Rejudging(
+            AlgorithmConfig(),
+            max_new_tokens=8,
+            rewards={(f"{GROUP}/0", 0, ""): OtherReward(3.0)},
+            scores="strict",
+        )(placed([0.0, 1.0]))
 
 
 def test_rejudging_distils_with_another_coefficient() -> None:
-    taught = {"teacher_logprobs": np.array([0, 0, -1.5, -0.75], np.float32)}  # the engine said -0.5 and -0.25
-    judged = Rejudging(AlgorithmConfig(name="opd", distill_coefficient=2.0), max_new_tokens=8)(placed([0.0, 1.0], **taught))
+    taught = {
+        "teacher_logprobs": np.array([0, 0, -1.5, -0.75], np.float32)
+    }  # the engine said -0.5 and -0.25
+    judged = Rejudging(AlgorithmConfig(name="opd", distill_coefficient=2.0), max_new_tokens=8)(
+        placed([0.0, 1.0], **taught)
+    )
     assert [item.sample.advantages.tolist() for item in judged] == [[0, 0, -2.0, -1.0]] * 2
-    with pytest.raises(ConfigError, match=rf"prompt group {GROUP} can't be judged by opd: sample {GROUP}/0 lacks the teacher's"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"prompt group {GROUP} can't be judged by opd: sample {GROUP}/0 lacks the teacher's",
+    ):
         Rejudging(AlgorithmConfig(name="opd"), max_new_tokens=8)(placed([0.0, 1.0]))
 
 
@@ -140,7 +220,8 @@ def test_replay_is_refused_where_the_log_has_not_what_it_would_distil_from() -> 
     ]:
         require_teacher_of(recorded, wanted, run_id="old")
     with pytest.raises(
-        ConfigError, match=r"distill_coefficient = 1 needs the teacher's log-probabilities, and run old was recorded without a teacher"
+        ConfigError,
+        match=r"distill_coefficient = 1 needs the teacher's log-probabilities, and run old was recorded without a teacher",
     ):
         require_teacher_of(AlgorithmConfig(), AlgorithmConfig(name="opd"), run_id="old")
     need = r"distill_tokens = 'teacher_topk' with distill_top_k = 8 is not on the log of run old, which has {}; replay with those"
@@ -167,27 +248,74 @@ def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> 
         ([], set()),
         (["algorithm.clip_high=0.3", "algorithm.name=grpo", "algorithm.correction=tis"], set()),
         (["algorithm.correction = 'icepop'"], {"correction_low", "correction_high"}),
-        (["algorithm.name=gspo", "algorithm.clip_high=0.3"], {"name", "clip_high", "correction", "correction_low", "correction_high"}),
+        (
+            ["algorithm.name=gspo", "algorithm.clip_high=0.3"],
+            {"name", "clip_high", "correction", "correction_low", "correction_high"},
+        ),
         (["algorithm.name=gspo", "algorithm.name=grpo"], set()),
     ],
 )
-def test_settings_of_the_source_hold_unless_another_algorithm_or_correction_brings_its_own(overrides: list[str], dropped: set[str]) -> None:
-    settings = {"name": "grpo", "clip_high": 0.2, "correction": "tis", "correction_low": 0.0, "correction_high": 2.0}
-    assert carried_over(settings, overrides) == {key: value for key, value in settings.items() if key not in dropped}
+def test_settings_of_the_source_hold_unless_another_algorithm_or_correction_brings_its_own(
+    overrides: list[str], dropped: set[str]
+) -> None:
+    settings = {
+        "name": "grpo",
+        "clip_high": 0.2,
+        "correction": "tis",
+        "correction_low": 0.0,
+        "correction_high": 2.0,
+    }
+    assert carried_over(settings, overrides) == {
+        key: value for key, value in settings.items() if key not in dropped
+    }
 
 
 def test_first_difference_is_told_and_times_do_not_count() -> None:
-    step = committed(3, sample_ids=["a", "b"], figures={"loss": 0.5, "reward_mean": 1.0}, phase_seconds={"wait": 1.0}, committed_at=1)
-    assert first_difference(step, dataclasses.replace(step, phase_seconds={"wait": 2.0}, committed_at=2)) == ""
-    assert first_difference(step, dataclasses.replace(step, figures={"loss": 0.25, "reward_mean": 1.0})) == "loss was 0.5, is 0.25"
-    assert first_difference(step, dataclasses.replace(step, figures={"loss": 0.5, "reward_mean": 1.0, "masked_fraction": 0.0})) == ""
-    assert first_difference(step, dataclasses.replace(step, figures={"loss": 0.5})) == "reward_mean was 1.0, is None"
-    assert first_difference(step, dataclasses.replace(step, sample_ids=["b", "a"])) == "other samples, or in another order"
-    assert first_difference(step, dataclasses.replace(step, weights_digest=bytes([1] * 32))).startswith("weights digest was 0000")
+    step = committed(
+        3,
+        sample_ids=["a", "b"],
+        figures={"loss": 0.5, "reward_mean": 1.0},
+        phase_seconds={"wait": 1.0},
+        committed_at=1,
+    )
+    assert (
+        first_difference(
+            step, dataclasses.replace(step, phase_seconds={"wait": 2.0}, committed_at=2)
+        )
+        == ""
+    )
+    assert (
+        first_difference(
+            step, dataclasses.replace(step, figures={"loss": 0.25, "reward_mean": 1.0})
+        )
+        == "loss was 0.5, is 0.25"
+    )
+    assert (
+        first_difference(
+            step,
+            dataclasses.replace(
+                step, figures={"loss": 0.5, "reward_mean": 1.0, "masked_fraction": 0.0}
+            ),
+        )
+        == ""
+    )
+    assert (
+        first_difference(step, dataclasses.replace(step, figures={"loss": 0.5}))
+        == "reward_mean was 1.0, is None"
+    )
+    assert (
+        first_difference(step, dataclasses.replace(step, sample_ids=["b", "a"]))
+        == "other samples, or in another order"
+    )
+    assert first_difference(
+        step, dataclasses.replace(step, weights_digest=bytes([1] * 32))
+    ).startswith("weights digest was 0000")
 
 
 def test_first_record_that_is_gone_is_named() -> None:
-    step = committed(0, sample_ids=["a", "b", "c"], partitions=np.array([0, 1, 1]), offsets=np.array([9, 4, 3]))
+    step = committed(
+        0, sample_ids=["a", "b", "c"], partitions=np.array([0, 1, 1]), offsets=np.array([9, 4, 3])
+    )
     assert first_gone(step, {0: 0, 1: 3}) is None
     assert first_gone(step, {0: 0, 1: 4}) == (1, 3)
     assert first_gone(step, {1: 0}) == (0, 9)
@@ -209,19 +337,37 @@ def replayed() -> tuple[SoundRun, Ledger]:
     return source, ledger
 
 
-def test_books_of_a_replay_balance_over_what_its_sources_steps_name(replayed: tuple[SoundRun, Ledger]) -> None:
+def test_books_of_a_replay_balance_over_what_its_sources_steps_name(
+    replayed: tuple[SoundRun, Ledger],
+) -> None:
     _, ledger = replayed
     for _ in range(2):
         figures = ledger.figures()
-        assert figures["outcomes"] == {"issued": 6, "trained": 4, "filtered": 0, "expired": 0, "failed": 0, "in_flight": 2}
-        assert (figures["samples_rolled_out"], figures["samples_trained"], ledger.problems()) == (12, 8, [])
+        assert figures["outcomes"] == {
+            "issued": 6,
+            "trained": 4,
+            "filtered": 0,
+            "expired": 0,
+            "failed": 0,
+            "in_flight": 2,
+        }
+        assert (figures["samples_rolled_out"], figures["samples_trained"], ledger.problems()) == (
+            12,
+            8,
+            [],
+        )
         ledger.settle(4)
 
 
 @pytest.mark.parametrize("changes", [{"offsets": np.arange(4)}, {"staleness_counts": [4]}])
-def test_replayed_step_that_trains_other_samples_than_its_source_is_found(replayed: tuple[SoundRun, Ledger], changes: dict[str, Any]) -> None:
+def test_replayed_step_that_trains_other_samples_than_its_source_is_found(
+    replayed: tuple[SoundRun, Ledger], changes: dict[str, Any]
+) -> None:
     source, ledger = replayed
     step: Any = source.at("control.train-steps")[4]
-    ledger.note(dataclasses.replace(step, **changes), TopicOffset("relax.replayed.control.train-steps", 0, 2))
+    ledger.note(
+        dataclasses.replace(step, **changes),
+        TopicOffset("relax.replayed.control.train-steps", 0, 2),
+    )
     rules = {finding.rule.value for finding in ledger.findings()}
     assert "replayed train step trained other samples than its source" in rules

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from relax_events.broker.admin import PartitionState
-from relax_events.broker.replication import amiss
+from relax_events.kafka.admin import PartitionState
+from relax_events.kafka.inventory import amiss
 
 
 def partition(leader: int, replicas: tuple[int, ...], in_sync: tuple[int, ...]) -> PartitionState:

@@ -11,13 +11,13 @@ import pytest
 from event_samples import ended, rolled_out
 
 from relax_events.config import RunConfig
-from relax_events.control.ledger import Ledger
-from relax_events.control.report.page import duration, report_page
-from relax_events.control.report.writing import build_report, write_report
-from relax_events.control.run_state import RunState
 from relax_events.events.parts import ObjectRef, Outcome
 from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished, PromptGroupIssued
-from relax_events.pipeline.description import config_digest
+from relax_events.projections.ledger import Ledger
+from relax_events.projections.run_state import RunState
+from relax_events.reports.report_files import build_report, write_report
+from relax_events.reports.report_page import duration, report_page
+from relax_events.runtime.run_description import config_digest
 from tests.unit.html_page import Page
 from tests.unit.run_events import at, records_of, run_config, train_step
 
@@ -27,22 +27,38 @@ HOSTILE = '</pre><script>alert("x")</script> & co'
 
 def issued(group: str) -> PromptGroupIssued:
     return PromptGroupIssued(
-        prompt_group_id=group, train_step=0, group_index=0, attempt=0, row=0, required_policy_version=0, samples_per_prompt=2, messages=[], seed=0
+        prompt_group_id=group,
+        train_step=0,
+        group_index=0,
+        attempt=0,
+        row=0,
+        required_policy_version=0,
+        samples_per_prompt=2,
+        messages=[],
+        seed=0,
     )
 
 
 def books(num_steps: int, **figures: Any) -> tuple[RunState, Ledger]:
-    """Return a sound run: a prompt group of two samples a step, one step every two seconds, reward growing by 0.1.
+    """Return a sound run: a prompt group of two samples a step, one step every two seconds, reward
+    growing by 0.1.
 
     One prompt group more was filtered and one is in flight; one sample was generated twice.
     """
     state, ledger = RunState(keeps_all=True, policy_version=num_steps), Ledger(max_staleness=2)
     for version in range(num_steps + 1):
-        publication = PolicyVersionPublished(policy_version=version, artifact=ObjectRef("file:///w", b"", 1), transports=["store"], start_offsets=[])
+        publication = PolicyVersionPublished(
+            policy_version=version,
+            artifact=ObjectRef("file:///w", b"", 1),
+            transports=["store"],
+            start_offsets=[],
+        )
         ledger.note(publication, at("control.policy-versions", version))
     for index in range(num_steps):
         seconds, staleness = END_SECONDS - 2.0 * (num_steps - index), (0, 2) if index else (2,)
-        step = train_step(index, at_seconds=seconds, staleness=staleness, reward_mean=index / 10, **figures)
+        step = train_step(
+            index, at_seconds=seconds, staleness=staleness, reward_mean=index / 10, **figures
+        )
         state.note(step)
         for event, place in records_of(step, version=max(index - 1, 0)):
             ledger.note(event, place)
@@ -55,23 +71,58 @@ def books(num_steps: int, **figures: Any) -> tuple[RunState, Ledger]:
 
 
 def built(
-    state: RunState, ledger: Ledger, *, wall_seconds: float = 100.0, config: RunConfig | None = None, reason: str = "done", succeeded: bool = True
+    state: RunState,
+    ledger: Ledger,
+    *,
+    wall_seconds: float = 100.0,
+    config: RunConfig | None = None,
+    reason: str = "done",
+    succeeded: bool = True,
 ) -> dict[str, Any]:
     config = config or run_config()
     ended_at = int(END_SECONDS * 1e6)
-    return build_report(config, state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason, ended_at=ended_at)
+    return build_report(
+        config,
+        state,
+        ledger,
+        wall_seconds=wall_seconds,
+        succeeded=succeeded,
+        reason=reason,
+        ended_at=ended_at,
+    )
 
 
 def test_report_holds_the_figures_of_the_run() -> None:
     report = built(*books(12))
-    assert (report["run_id"], report["succeeded"], report["reason"], report["steps"], report["num_steps"]) == ("shown", True, "done", 12, 4)
+    assert (
+        report["run_id"],
+        report["succeeded"],
+        report["reason"],
+        report["steps"],
+        report["num_steps"],
+    ) == ("shown", True, "done", 12, 4)
     assert (report["reward_first"], report["reward_last"]) == (0.0, 1.1)
     assert report["reward_first_10"] == pytest.approx(0.45)  # 0.0 to 0.9
     assert report["reward_last_10"] == pytest.approx(0.65)  # 0.2 to 1.1
-    assert report["outcomes"] == {"issued": 14, "trained": 12, "filtered": 1, "expired": 0, "failed": 0, "in_flight": 1}
-    assert (report["samples_lost"], report["samples_trained_twice"], report["rollouts_regenerated"]) == (0, 0, 1)
+    assert report["outcomes"] == {
+        "issued": 14,
+        "trained": 12,
+        "filtered": 1,
+        "expired": 0,
+        "failed": 0,
+        "in_flight": 1,
+    }
+    assert (
+        report["samples_lost"],
+        report["samples_trained_twice"],
+        report["rollouts_regenerated"],
+    ) == (0, 0, 1)
     assert (report["samples_rolled_out"], report["samples_trained"]) == (25, 24)
-    assert (report["staleness_max"], report["staleness_mean"], report["staleness_counts"]) == (1, 22 / 24, [2, 22])
+    assert (report["staleness_max"], report["staleness_mean"], report["staleness_counts"]) == (
+        1,
+        22 / 24,
+        [2, 22],
+    )
     assert report["phase_seconds"] == {"wait": 12 * 0.375, "update": 12 * 0.125}
     assert report["ledger_problems"] == []
     assert report["weights_digests"][3] == "03" * 32
@@ -102,7 +153,9 @@ def test_report_counts_time_from_commit_to_commit() -> None:
 
 
 def test_report_leaves_the_pause_out_when_the_run_was_taken_up_again() -> None:
-    report = built(*books(12), wall_seconds=7.0)  # the steps at -6, -4, -2 seconds are this invocation's
+    report = built(
+        *books(12), wall_seconds=7.0
+    )  # the steps at -6, -4, -2 seconds are this invocation's
     assert report["curves"]["step_seconds"][8:] == [2.0, 0.5, 2.0, 2.0]
     assert report["train_seconds"] == 4.5
     assert report["tokens_per_second"] == pytest.approx(300 / 4.5)
@@ -130,18 +183,36 @@ def test_report_curves_have_an_entry_per_step_and_exact_losses(tmp_path: Path) -
 def test_report_is_written_whole_and_is_what_is_returned(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     for reason in ("first", "second"):
-        report = write_report(config, *books(3), wall_seconds=9.0, succeeded=reason == "second", reason=reason)
+        report = write_report(
+            config, *books(3), wall_seconds=9.0, succeeded=reason == "second", reason=reason
+        )
     assert json.loads((config.run_directory / "report.json").read_text()) == report
     assert report["reason"] == "second"
-    assert sorted(path.name for path in config.run_directory.iterdir()) == ["report.html", "report.json"]
+    assert sorted(path.name for path in config.run_directory.iterdir()) == [
+        "report.html",
+        "report.json",
+    ]
 
 
 def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    report = write_report(config, RunState(), Ledger(2), wall_seconds=3.0, succeeded=False, reason="interrupted")
-    empty = ("reward_first", "reward_last", "reward_first_10", "reward_last_10", "tokens_per_second", "samples_per_second")
+    report = write_report(
+        config, RunState(), Ledger(2), wall_seconds=3.0, succeeded=False, reason="interrupted"
+    )
+    empty = (
+        "reward_first",
+        "reward_last",
+        "reward_first_10",
+        "reward_last_10",
+        "tokens_per_second",
+        "samples_per_second",
+    )
     assert [report[name] for name in empty] == [None] * 6
-    assert (report["steps"], report["tokens_trained"], report["curves"]["reward_mean"]) == (0, 0, [])
+    assert (report["steps"], report["tokens_trained"], report["curves"]["reward_mean"]) == (
+        0,
+        0,
+        [],
+    )
     page = (config.run_directory / "report.html").read_text()
     assert "goal not reached" in page
     assert "no data" in page
@@ -149,7 +220,9 @@ def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
 
 def test_report_shows_broken_promises() -> None:
     state, ledger = books(3)
-    ledger.note(train_step(1, at_seconds=END_SECONDS, staleness=(0, 2)), at("control.train-steps", 3))
+    ledger.note(
+        train_step(1, at_seconds=END_SECONDS, staleness=(0, 2)), at("control.train-steps", 3)
+    )
     report = built(state, ledger)
     assert report["samples_trained_twice"] == 2
     assert report["ledger_problems"][0].startswith("sample trained twice: 2, for example")
@@ -161,7 +234,16 @@ def test_page_draws_a_point_per_step_for_every_curve() -> None:
     page = report_page(built(state, ledger))
     figures = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
     titles = [re.search(r"<b>(.*?)</b>", figure).group(1) for figure in figures]  # type: ignore[union-attr]
-    assert titles == ["Reward", "Loss", "KL", "Staleness", "Throughput", "Staleness of all samples", "Prompt groups", "Time of each step"]
+    assert titles == [
+        "Reward",
+        "Loss",
+        "KL",
+        "Staleness",
+        "Throughput",
+        "Staleness of all samples",
+        "Prompt groups",
+        "Time of each step",
+    ]
     assert [figure.count("<circle") for figure in figures[:5]] == [7] * 5
     assert "step 6: 0.6</title>" in figures[0]
     assert figures[7].count("<rect") == 14  # two phases a step
@@ -195,7 +277,9 @@ def test_page_shows_hostile_text_as_text() -> None:
     state, ledger = books(2, **{HOSTILE: 1.0})
     state.steps[0].phase_seconds[HOSTILE] = 1.0
     config = run_config()
-    config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": HOSTILE})})
+    config = config.model_copy(
+        update={"data": config.data.model_copy(update={"system_prompt": HOSTILE})}
+    )
     report = built(state, ledger, reason=HOSTILE, config=config)
     report["ledger_problems"] = [HOSTILE]
     page = Page(report_page(report))
@@ -205,7 +289,10 @@ def test_page_shows_hostile_text_as_text() -> None:
 
 def test_page_stays_small_when_the_run_was_long() -> None:
     state = RunState(keeps_all=True, policy_version=10_000)
-    state.steps = [train_step(index, at_seconds=END_SECONDS - 10_000 + index, reward_mean=math.sin(index)) for index in range(10_000)]
+    state.steps = [
+        train_step(index, at_seconds=END_SECONDS - 10_000 + index, reward_mean=math.sin(index))
+        for index in range(10_000)
+    ]
     page = report_page(built(state, Ledger(2), wall_seconds=10_001.0))
     assert len(page) < 1_000_000
     assert "steps 0 to 41" in page
@@ -214,14 +301,29 @@ def test_page_stays_small_when_the_run_was_long() -> None:
 def test_report_keeps_client_settings_to_itself() -> None:
     config = run_config()
     client = {"sasl.password": "hunter2"}
-    secret = config.model_copy(update={"broker": config.broker.model_copy(update={"client": client, "bootstrap_servers": "elsewhere:1"})})
+    secret = config.model_copy(
+        update={
+            "broker": config.broker.model_copy(
+                update={"client": client, "bootstrap_servers": "elsewhere:1"}
+            )
+        }
+    )
     report = built(*books(1), config=secret)
     assert "hunter2" not in json.dumps(report)
     assert report["config_digest"] == config_digest(config)
     assert config_digest(run_config(seed=5)) != config_digest(config)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (59.94, "59.9 s"), (59.96, "1 min 0 s"), (119.6, "2 min 0 s"), (7260, "2 h 1 min")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 0 s"),
+        (119.6, "2 min 0 s"),
+        (7260, "2 h 1 min"),
+    ],
+)
 def test_duration_is_for_people(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
@@ -233,15 +335,42 @@ def evaluated(version: int, dataset: str, reward: float | None) -> PolicyEvaluat
     )  # fmt: skip
 
 
-def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(tmp_path: Path) -> None:
+def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(
+    tmp_path: Path,
+) -> None:
     state, ledger = books(2)
-    for event in (evaluated(2, "b", 0.5), evaluated(0, "b", None), evaluated(2, "a", 0.25), evaluated(2, "a", 0.99)):
+    for event in (
+        evaluated(2, "b", 0.5),
+        evaluated(0, "b", None),
+        evaluated(2, "a", 0.25),
+        evaluated(2, "a", 0.99),
+    ):
         state.note(event)
-    ledger.note(replace(issued("000099-0000-0"), passed_over={"3": "too_long", "4": HOSTILE}), at("prompt.groups"))
-    ledger.note(replace(issued("000099-0000-0"), passed_over={"3": "too_long", "5": "too_long"}), at("prompt.groups"))
-    report = build_report(run_config(tmp_path), state, ledger, wall_seconds=1.0, succeeded=True, reason="", ended_at=int(END_SECONDS * 1e6))
-    rows = [(row["policy_version"], row["dataset"], row["reward_mean"]) for row in report["evaluations"]]
-    assert rows == [(0, "b", None), (2, "a", 0.25), (2, "b", 0.5)]  # what an evaluator says twice counts once
+    ledger.note(
+        replace(issued("000099-0000-0"), passed_over={"3": "too_long", "4": HOSTILE}),
+        at("prompt.groups"),
+    )
+    ledger.note(
+        replace(issued("000099-0000-0"), passed_over={"3": "too_long", "5": "too_long"}),
+        at("prompt.groups"),
+    )
+    report = build_report(
+        run_config(tmp_path),
+        state,
+        ledger,
+        wall_seconds=1.0,
+        succeeded=True,
+        reason="",
+        ended_at=int(END_SECONDS * 1e6),
+    )
+    rows = [
+        (row["policy_version"], row["dataset"], row["reward_mean"]) for row in report["evaluations"]
+    ]
+    assert rows == [
+        (0, "b", None),
+        (2, "a", 0.25),
+        (2, "b", 0.5),
+    ]  # what an evaluator says twice counts once
     assert report["evaluations"][0]["pass_at_k"] == {"2": 0.75}
     assert report["prompts_passed_over"] == {HOSTILE: 1, "too_long": 2}
     assert json.loads(json.dumps(report["evaluations"])) == report["evaluations"]

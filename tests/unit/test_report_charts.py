@@ -5,20 +5,30 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from relax_events.control.report.charts import MAX_BARS, MAX_POINTS, bar_chart, line_chart, shares_bar, stacked_chart
-from relax_events.control.report.scales import bucketed, domain, short_number, smoothed, ticks
+from relax_events.reports.chart_scales import bucketed, domain, short_number, smoothed, ticks
+from relax_events.reports.charts import (
+    MAX_BARS,
+    MAX_POINTS,
+    bar_chart,
+    line_chart,
+    shares_bar,
+    stacked_chart,
+)
 
 HOSTILE = '<script>alert("x")</script>'
 
 
 def marks(drawing: str, tag: str, kind: str | None = None) -> list[ET.Element]:
-    """Return a drawing's elements of a tag, and of a class if given; parsing also proves that it is well-formed."""
+    """Return a drawing's elements of a tag, and of a class if given; parsing also proves that it is
+    well-formed."""
     found = ET.fromstring(drawing).iter(tag)
     return [mark for mark in found if kind is None or kind in mark.get("class", "").split()]
 
 
 def hover(drawing: str) -> list[str]:
-    return [text for title in marks(drawing, "title") if (text := title.text or "").startswith("step")]
+    return [
+        text for title in marks(drawing, "title") if (text := title.text or "").startswith("step")
+    ]
 
 
 def test_line_chart_has_a_point_per_step_with_its_exact_step_and_value() -> None:
@@ -53,7 +63,9 @@ def test_line_chart_lifts_the_pen_where_a_value_is_unknown() -> None:
 
 
 def test_line_chart_shows_raw_and_smoothed_when_asked() -> None:
-    drawing = line_chart("Reward", "", list(range(20)), [float(step % 2) for step in range(20)], smooth=True)
+    drawing = line_chart(
+        "Reward", "", list(range(20)), [float(step % 2) for step in range(20)], smooth=True
+    )
     raw, strong = marks(drawing, "path", "line")
     assert "pale" in raw.get("class", "")
     heights = [float(pair.split(",")[1]) for pair in strong.get("d", "")[1:].split("L")]
@@ -61,7 +73,9 @@ def test_line_chart_shows_raw_and_smoothed_when_asked() -> None:
 
 
 def test_line_chart_gathers_ten_thousand_steps() -> None:
-    drawing = line_chart("Reward", "", list(range(10_000)), [step / 10_000 for step in range(10_000)], smooth=True)
+    drawing = line_chart(
+        "Reward", "", list(range(10_000)), [step / 10_000 for step in range(10_000)], smooth=True
+    )
     texts = hover(drawing)
     assert len(texts) <= MAX_POINTS
     assert texts[0] == "steps 0 to 41: 0.00205 (0 to 0.0041)"
@@ -88,8 +102,12 @@ def test_stacked_chart_puts_layers_on_one_another() -> None:
     drawing = stacked_chart("Time", "", [0, 1], {"wait": [1.0, 2.0], "update": [1.0, 0.0]})
     wait, update = marks(drawing, "rect", "c0"), marks(drawing, "rect", "c1")
     assert len(wait) == len(update) == 2
-    assert float(update[0].get("y", "nan")) + float(update[0].get("height", "nan")) == pytest.approx(float(wait[0].get("y", "nan")))
-    assert float(wait[1].get("height", "nan")) == pytest.approx(2 * float(wait[0].get("height", "nan")), abs=0.02)
+    assert float(update[0].get("y", "nan")) + float(
+        update[0].get("height", "nan")
+    ) == pytest.approx(float(wait[0].get("y", "nan")))
+    assert float(wait[1].get("height", "nan")) == pytest.approx(
+        2 * float(wait[0].get("height", "nan")), abs=0.02
+    )
     assert "step 1, wait: 2" in drawing
 
 
@@ -140,7 +158,13 @@ def test_smoothed_takes_known_neighbours() -> None:
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [([], (0.0, 1.0)), ([0.0], (0.0, 1.0)), ([10.0, 10.0], (9.0, 11.0)), ([-1.0, 1.0], (-1.08, 1.08)), ([0.01, 1.01], (0.0, 1.05))],
+    [
+        ([], (0.0, 1.0)),
+        ([0.0], (0.0, 1.0)),
+        ([10.0, 10.0], (9.0, 11.0)),
+        ([-1.0, 1.0], (-1.08, 1.08)),
+        ([0.01, 1.01], (0.0, 1.05)),
+    ],
 )
 def test_domain_leaves_a_margin(values: list[float], expected: tuple[float, float]) -> None:
     assert domain(values) == pytest.approx(expected)
@@ -148,7 +172,11 @@ def test_domain_leaves_a_margin(values: list[float], expected: tuple[float, floa
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [(0.0, 1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]), (-0.013, 0.021, [-0.01, 0.0, 0.01, 0.02]), (0.0, 480.0, [0.0, 100.0, 200.0, 300.0, 400.0])],
+    [
+        (0.0, 1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (-0.013, 0.021, [-0.01, 0.0, 0.01, 0.02]),
+        (0.0, 480.0, [0.0, 100.0, 200.0, 300.0, 400.0]),
+    ],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
@@ -163,4 +191,14 @@ def test_ticks_are_whole_for_steps_and_survive_odd_ranges() -> None:
 
 def test_short_number_fits_an_axis() -> None:
     numbers = [0.0, -0.0, 0.1 + 0.2, 1234.0, 12_500.0, 3.2e6, 4e9, -20_000.0, 1e-5]
-    assert [short_number(number) for number in numbers] == ["0", "0", "0.3", "1234", "12.5k", "3.2M", "4G", "-20k", "1e-05"]
+    assert [short_number(number) for number in numbers] == [
+        "0",
+        "0",
+        "0.3",
+        "1234",
+        "12.5k",
+        "3.2M",
+        "4G",
+        "-20k",
+        "1e-05",
+    ]

@@ -1,4 +1,5 @@
-"""Rescoring with a function that takes whole prompt groups: how samples are gathered, and what is scored again. The log is a stand-in."""
+"""Rescoring with a function that takes whole prompt groups: how samples are gathered, and what is
+scored again. The log is a stand-in."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 from event_samples import rolled_out
 
-from relax_events.control.samples.rescoring import Rescoring, RescoringProgress
-from relax_events.control.samples.score_comparison import ScoreComparison
 from relax_events.events.types import SampleRolledOut, SampleScored
+from relax_events.history.samples.rescoring import Rescoring, RescoringProgress
+from relax_events.history.samples.score_comparison import ScoreComparison
 from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.scores import Score
 
@@ -34,20 +35,36 @@ class Pool:
         return [Score(1.0, {}) for _ in items]
 
 
-def rescore(samples: list[SampleRolledOut], scored: list[SampleScored]) -> tuple[list[str], list[str]]:
+def rescore(
+    samples: list[SampleRolledOut], scored: list[SampleScored]
+) -> tuple[list[str], list[str]]:
     """Return which samples the function was asked about, and whose scores were written."""
     pool, written = Pool(), []
 
     def found(_: Any, kind: type) -> list[SimpleNamespace]:
-        return [SimpleNamespace(event=event) for event in (samples if kind is SampleRolledOut else scored)]
+        return [
+            SimpleNamespace(event=event)
+            for event in (samples if kind is SampleRolledOut else scored)
+        ]
 
-    log: Any = SimpleNamespace(found=found, whole=lambda *_: {}, plan=SimpleNamespace(topic=lambda entity: entity))
-    producer: Any = SimpleNamespace(write=lambda records: written.extend(record.value for record in records))
+    log: Any = SimpleNamespace(
+        found=found, whole=lambda *_: {}, plan=SimpleNamespace(topic=lambda entity: entity)
+    )
+    producer: Any = SimpleNamespace(
+        write=lambda records: written.extend(record.value for record in records)
+    )
     codec: Any = SimpleNamespace(encode=lambda event: event.sample_id)
     whole: Any = pool
-    Rescoring(log, "reward.scores.x", whole, producer, codec, ScoreComparison(threshold=0.5), RescoringProgress(), lambda _: None).run(
-        PLACE, SPAN, {}
-    )
+    Rescoring(
+        log,
+        "reward.scores.x",
+        whole,
+        producer,
+        codec,
+        ScoreComparison(threshold=0.5),
+        RescoringProgress(),
+        lambda _: None,
+    ).run(PLACE, SPAN, {})
     return pool.asked, written
 
 
@@ -58,11 +75,27 @@ def test_prompt_groups_are_scored_whole_and_one_that_was_cut_short_at_the_end() 
 
 
 def test_prompt_group_with_half_its_scores_is_asked_whole_and_written_in_part() -> None:
-    known = SampleScored(sample_id=f"{A}/0", prompt_group_id=A, policy_version=0, reward=0.5, reward_name="rank", reward_digest="d")
+    known = SampleScored(
+        sample_id=f"{A}/0",
+        prompt_group_id=A,
+        policy_version=0,
+        reward=0.5,
+        reward_name="rank",
+        reward_digest="d",
+    )
     done = [
-        SampleScored(sample_id=f"{B}/{index}", prompt_group_id=B, policy_version=0, reward=0.5, reward_name="rank", reward_digest="d")
+        SampleScored(
+            sample_id=f"{B}/{index}",
+            prompt_group_id=B,
+            policy_version=0,
+            reward=0.5,
+            reward_name="rank",
+            reward_digest="d",
+        )
         for index in (0, 1)
     ]
-    asked, written = rescore([rolled_out(A, 0), rolled_out(B, 0), rolled_out(B, 1), rolled_out(A, 1)], [known, *done])
+    asked, written = rescore(
+        [rolled_out(A, 0), rolled_out(B, 0), rolled_out(B, 1), rolled_out(A, 1)], [known, *done]
+    )
     assert asked == [f"{A}/0", f"{A}/1"]
     assert written == [f"{A}/1"]

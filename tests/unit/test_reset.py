@@ -7,22 +7,47 @@ from typing import Any
 import pytest
 from event_samples import published
 
-from relax_events.control.topics.reset import OffsetMove, ResetPlan, ResetTarget, named_offsets, time_of, version_offsets
 from relax_events.errors import ConfigError
 from relax_events.events.parts import TopicOffset
+from relax_events.ops.offset_reset import (
+    OffsetMove,
+    ResetPlan,
+    ResetTarget,
+    named_offsets,
+    time_of,
+    version_offsets,
+)
 from relax_events.topics import TopicPlan
 
-PLAN = TopicPlan(run_id="r", max_staleness=1, shards=1, queue_partitions=2, replication_factor=1, compression="none")
+PLAN = TopicPlan(
+    run_id="r",
+    max_staleness=1,
+    shards=1,
+    queue_partitions=2,
+    replication_factor=1,
+    compression="none",
+)
 ROLLED = PLAN.topic("rollout.samples")
 PLACES = [(ROLLED, partition) for partition in range(3)]
 
 
 def test_version_begins_where_its_slot_and_those_of_later_versions_begin() -> None:
-    events = [published(version, start_offsets=[TopicOffset(ROLLED, version % 3, 10 * (version // 3))]) for version in range(8)]
+    events = [
+        published(version, start_offsets=[TopicOffset(ROLLED, version % 3, 10 * (version // 3))])
+        for version in range(8)
+    ]
     ends = dict.fromkeys(PLACES, 99)
-    assert version_offsets(PLAN, events, PLACES, version=4, ends=ends) == {(ROLLED, 0): 20, (ROLLED, 1): 10, (ROLLED, 2): 10}
+    assert version_offsets(PLAN, events, PLACES, version=4, ends=ends) == {
+        (ROLLED, 0): 20,
+        (ROLLED, 1): 10,
+        (ROLLED, 2): 10,
+    }
     # No version from 6 on has owned slot 2 yet: all that lies there is older.
-    assert version_offsets(PLAN, events, PLACES, version=6, ends=ends) == {(ROLLED, 0): 20, (ROLLED, 1): 20, (ROLLED, 2): 99}
+    assert version_offsets(PLAN, events, PLACES, version=6, ends=ends) == {
+        (ROLLED, 0): 20,
+        (ROLLED, 1): 20,
+        (ROLLED, 2): 99,
+    }
 
 
 def test_version_that_was_not_published_is_refused() -> None:
@@ -32,7 +57,9 @@ def test_version_that_was_not_published_is_refused() -> None:
 
 def test_prompt_queue_has_no_versions() -> None:
     with pytest.raises(ConfigError, match="prompt groups are not ordered by version"):
-        version_offsets(PLAN, [published(0)], [(PLAN.topic("prompt.groups"), 0)], version=0, ends={})
+        version_offsets(
+            PLAN, [published(0)], [(PLAN.topic("prompt.groups"), 0)], version=0, ends={}
+        )
 
 
 def test_named_places_may_carry_the_full_topic() -> None:
@@ -41,7 +68,14 @@ def test_named_places_may_carry_the_full_topic() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["rollout.samples@17", "rollout.samples[x]@1", "rollout.samples[9]@1", "reward.scores[0]@1", "relax.other.rollout.samples[0]@1"]
+    "text",
+    [
+        "rollout.samples@17",
+        "rollout.samples[x]@1",
+        "rollout.samples[9]@1",
+        "reward.scores[0]@1",
+        "relax.other.rollout.samples[0]@1",
+    ],
 )
 def test_place_that_is_not_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--to-offset"):
@@ -50,18 +84,27 @@ def test_place_that_is_not_read_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "milliseconds"),
-    [("1970-01-01T00:00:01Z", 1000), ("1970-01-01T00:00:01", 1000), ("1970-01-01T01:00:01+01:00", 1000), ("1970-01-02", 86_400_000)],
+    [
+        ("1970-01-01T00:00:01Z", 1000),
+        ("1970-01-01T00:00:01", 1000),
+        ("1970-01-01T01:00:01+01:00", 1000),
+        ("1970-01-02", 86_400_000),
+    ],
 )
 def test_time_is_iso_8601_and_utc_without_zone(text: str, milliseconds: int) -> None:
     assert time_of(text) == milliseconds
 
 
 def test_text_that_is_no_time_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'yesterday' is no time; write it like 2026-01-31T12:00:00Z"):
+    with pytest.raises(
+        ConfigError, match="'yesterday' is no time; write it like 2026-01-31T12:00:00Z"
+    ):
         time_of("yesterday")
 
 
-@pytest.mark.parametrize("given", [{}, {"version": 1, "to_end": True}, {"offsets": ["a[0]@1"], "time_ms": 3}])
+@pytest.mark.parametrize(
+    "given", [{}, {"version": 1, "to_end": True}, {"offsets": ["a[0]@1"], "time_ms": 3}]
+)
 def test_target_is_exactly_one(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a reset needs one of --to-version"):
         ResetTarget(**given)

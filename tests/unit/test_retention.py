@@ -11,11 +11,11 @@ import structlog.testing
 from event_samples import committed, ended, published
 
 from relax_events.config import RunConfig
-from relax_events.control.topics.purge import Cut
-from relax_events.control.topics.purger import PurgeBooks
-from relax_events.control.topics.retention import RetentionKeeper
+from relax_events.controller.retention import RetentionKeeper
 from relax_events.errors import BrokerUnavailable
 from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
+from relax_events.ops.purge import Cut
+from relax_events.ops.run_purger import PurgeBooks
 
 CUT = Cut(("relax.r.rollout.samples", 0), 0, 5, "versions")
 
@@ -43,7 +43,9 @@ def purger() -> FakePurger:
 
 
 @pytest.fixture
-def make_keeper(make_run_config: Callable[..., RunConfig], purger: FakePurger) -> Callable[..., RetentionKeeper]:
+def make_keeper(
+    make_run_config: Callable[..., RunConfig], purger: FakePurger
+) -> Callable[..., RetentionKeeper]:
     def make(**run: Any) -> RetentionKeeper:
         return RetentionKeeper(purger, make_run_config(run=run))  # type: ignore[arg-type]
 
@@ -54,11 +56,16 @@ def checkpointed(step: int, version: int) -> Any:
     return committed(step, checkpoint=CheckpointRef(version, f"file:///c/{version}", bytes(32)))
 
 
-def test_records_are_purged_once_for_each_checkpoint(make_keeper: Callable[..., RetentionKeeper], purger: FakePurger) -> None:
+def test_records_are_purged_once_for_each_checkpoint(
+    make_keeper: Callable[..., RetentionKeeper], purger: FakePurger
+) -> None:
     keeper = make_keeper(retain_versions=3)
     for event in (published(0), committed(0), published(1)):
         keeper.note(event)
-    assert (keeper.tend(), purger.num_purges) == (Counter(), 0)  # nothing may go before there is a checkpoint
+    assert (keeper.tend(), purger.num_purges) == (
+        Counter(),
+        0,
+    )  # nothing may go before there is a checkpoint
     keeper.note(checkpointed(1, 1))
     keeper.note(checkpointed(2, 1))
     assert keeper.tend() == {"rollout.samples": 5}
@@ -68,14 +75,18 @@ def test_records_are_purged_once_for_each_checkpoint(make_keeper: Callable[..., 
     assert purger.num_purges == 2
 
 
-def test_nothing_is_purged_where_all_is_retained_or_belongs_to_a_source(make_keeper: Callable[..., RetentionKeeper], purger: FakePurger) -> None:
+def test_nothing_is_purged_where_all_is_retained_or_belongs_to_a_source(
+    make_keeper: Callable[..., RetentionKeeper], purger: FakePurger
+) -> None:
     keeper = make_keeper(retain_versions=0)
     keeper.note(checkpointed(1, 1))
     keeper.tend()
     assert purger.num_purges == 0
 
 
-def test_broker_that_is_away_costs_one_purge_and_no_more(make_keeper: Callable[..., RetentionKeeper], purger: FakePurger) -> None:
+def test_broker_that_is_away_costs_one_purge_and_no_more(
+    make_keeper: Callable[..., RetentionKeeper], purger: FakePurger
+) -> None:
     keeper = make_keeper(retain_versions=3)
     purger.is_away = True
     keeper.note(checkpointed(1, 1))
@@ -89,17 +100,33 @@ def test_broker_that_is_away_costs_one_purge_and_no_more(make_keeper: Callable[.
 
 def test_books_know_seats_and_positions_and_forget_what_no_purge_asks_for() -> None:
     books = PurgeBooks()
-    for event in (ended("000002-0001-1", Outcome.TRAINED, version=4), ended("000003-0000-0", Outcome.EXPIRED), *map(published, range(6))):
+    for event in (
+        ended("000002-0001-1", Outcome.TRAINED, version=4),
+        ended("000003-0000-0", Outcome.EXPIRED),
+        *map(published, range(6)),
+    ):
         books.note(event)
     for step, (partition, offset) in enumerate([(0, 4), (1, 9), (0, 6), (0, 5), (1, 9)]):
-        books.note(committed(step, consumed=[TopicOffset("relax.r.advantage.samples", partition, offset)]))
-    assert {(seat.train_step, seat.group_index): step for seat, step in books.trained.items()} == {(2, 1): 4}
+        books.note(
+            committed(step, consumed=[TopicOffset("relax.r.advantage.samples", partition, offset)])
+        )
+    assert {(seat.train_step, seat.group_index): step for seat, step in books.trained.items()} == {
+        (2, 1): 4
+    }
     assert books.ended == {"000002-0001-1", "000003-0000-0"}
     books.forget_before(4)
-    assert (sorted(books.published), books.newest_version, [step.train_step for step in books.steps]) == ([4, 5], 5, [4])
+    assert (
+        sorted(books.published),
+        books.newest_version,
+        [step.train_step for step in books.steps],
+    ) == ([4, 5], 5, [4])
     assert books.positions == {("advantage.samples", 0): 6, ("advantage.samples", 1): 9}
 
 
-def test_retained_versions_below_the_window_are_refused(make_run_config: Callable[..., RunConfig]) -> None:
-    with pytest.raises(ValueError, match=r"retain_versions must be 0 or above max_staleness = 2, got 2"):
+def test_retained_versions_below_the_window_are_refused(
+    make_run_config: Callable[..., RunConfig],
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"retain_versions must be 0 or above max_staleness = 2, got 2"
+    ):
         make_run_config(run={"retain_versions": 2, "max_staleness": 2})

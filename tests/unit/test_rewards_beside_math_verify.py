@@ -1,4 +1,5 @@
-"""The reward `math` beside bare math-verify: every boxed answer against every reference, all of which are found alike."""
+"""The reward `math` beside bare math-verify: every boxed answer against every reference, all of
+which are found alike."""
 
 from __future__ import annotations
 
@@ -19,11 +20,19 @@ TEXTS = [
 ]
 
 
-def test_boxed_answers_are_judged_as_math_verify_judges_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_boxed_answers_are_judged_as_math_verify_judges_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.ERROR)  # it warns of each call without a timeout
     parsed = {text: math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in TEXTS}
     pairs = list(itertools.product(TEXTS, TEXTS))
-    theirs = {pair: float(math_verify.verify(parsed[pair[0]], parsed[pair[1]], timeout_seconds=None)) for pair in pairs}
-    ours = {(wanted, given): math(rf"\boxed{{{given}}}", answer=wanted, metadata={}, prompt="") for wanted, given in pairs}
+    theirs = {
+        pair: float(math_verify.verify(parsed[pair[0]], parsed[pair[1]], timeout_seconds=None))
+        for pair in pairs
+    }
+    ours = {
+        (wanted, given): math(rf"\boxed{{{given}}}", answer=wanted, metadata={}, prompt="")
+        for wanted, given in pairs
+    }
     assert len(TEXTS) < sum(theirs.values()) < len(pairs) / 4
     assert ours == theirs

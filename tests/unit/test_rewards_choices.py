@@ -36,13 +36,21 @@ CHOICES = ["a red star", "a white dwarf", "a black hole", "a red giant"]
 )
 def test_gpqa_finds_the_letter_that_was_chosen(completion: str, letter: str) -> None:
     for other in "ABCD":
-        reward = gpqa(completion, answer="", metadata={"correct_letter": other, "choices": CHOICES}, prompt="")
+        reward = gpqa(
+            completion, answer="", metadata={"correct_letter": other, "choices": CHOICES}, prompt=""
+        )
         assert reward == float(other == letter)
 
 
-@pytest.mark.parametrize("completion", ["", "I don't know", "a black hole or a red giant", "The answer is a matter of taste"])
+@pytest.mark.parametrize(
+    "completion",
+    ["", "I don't know", "a black hole or a red giant", "The answer is a matter of taste"],
+)
 def test_gpqa_gives_nothing_when_no_choice_was_made(completion: str) -> None:
-    assert [gpqa(completion, answer=letter, metadata={"choices": CHOICES}, prompt="") for letter in "ABCD"] == [0.0] * 4
+    assert [
+        gpqa(completion, answer=letter, metadata={"choices": CHOICES}, prompt="")
+        for letter in "ABCD"
+    ] == [0.0] * 4
 
 
 def test_gpqa_knows_letters_up_to_z_where_no_choices_are_named() -> None:
@@ -54,7 +62,10 @@ def test_gpqa_takes_the_letter_from_the_reference_answer_or_its_text() -> None:
     assert gpqa("Answer: C", answer="A black hole", metadata={"choices": CHOICES}, prompt="") == 1.0
 
 
-@pytest.mark.parametrize(("answer", "metadata"), [("", {}), ("none of them", {"choices": CHOICES}), ("", {"correct_letter": "AB"})])
+@pytest.mark.parametrize(
+    ("answer", "metadata"),
+    [("", {}), ("none of them", {"choices": CHOICES}), ("", {"correct_letter": "AB"})],
+)
 def test_gpqa_fails_when_nobody_says_what_is_right(answer: str, metadata: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="the right letter must be one of A to Z"):
         gpqa("Answer: A", answer=answer, metadata=metadata, prompt="")
@@ -73,7 +84,9 @@ def test_gpqa_fails_when_nobody_says_what_is_right(answer: str, metadata: dict[s
         ("", "B", 0.0),
     ],
 )
-def test_multiple_choice_compares_what_stands_in_the_tag(completion: str, answer: str, reward: float) -> None:
+def test_multiple_choice_compares_what_stands_in_the_tag(
+    completion: str, answer: str, reward: float
+) -> None:
     assert multiple_choice(completion, answer=answer, metadata={}, prompt="") == reward
 
 

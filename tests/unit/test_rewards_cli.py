@@ -36,25 +36,47 @@ def test_show_tells_metadata_options_and_source(capsys: pytest.CaptureFixture[st
     assert "mode     Literal['strict', 'loose']  'strict'" in text
     assert "Source: Instruction-Following Evaluation" in text
     show("remote", output="json")
-    options = {option["name"]: option for option in orjson.loads(capsys.readouterr().out)["options"]}
+    options = {
+        option["name"]: option for option in orjson.loads(capsys.readouterr().out)["options"]
+    }
     assert options["url"]["is_required"]
     assert options["retries"]["default"] == 3
 
 
-def test_show_describes_a_function_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_describes_a_function_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "own.py"
-    file.write_text('def rank(completions, *, answer, metadata, prompt, scale: float = 2.0):\n    """Rank them."""\n')
+    file.write_text(
+        "def rank(completions, *, answer, metadata, prompt, scale: float = 2.0):\n    "
+        '"""Rank them."""\n'
+    )
     show(f"{file}:rank")
     assert capsys.readouterr().out.startswith(f"{file}:rank: scores prompt groups\n\nRank them.\n")
 
 
 def test_rescore_takes_the_options_of_the_runs_own_function_alone() -> None:
-    given = {"function": "math", "options": {"box_only": True}, "weights": {"a": 1.0}, "routes": {"books": {"function": "f1"}}}
+    given = {
+        "function": "math",
+        "options": {"box_only": True},
+        "weights": {"a": 1.0},
+        "routes": {"books": {"function": "f1"}},
+    }
     run = RewardConfig.model_validate({**given, "timeout_seconds": 3, "processes": 2})
     same = settings_for(run, "math", ["box_only=false"], workers=None)
-    assert (same.options, same.weights, same.timeout_seconds, same.processes) == ({"box_only": False}, {"a": 1.0}, 3, 2)
+    assert (same.options, same.weights, same.timeout_seconds, same.processes) == (
+        {"box_only": False},
+        {"a": 1.0},
+        3,
+        2,
+    )
     other = settings_for(run, "remote", ["url=http://localhost:1", "retries=2"], workers=4)
-    assert (other.options, other.weights, other.routes, other.processes) == ({"url": "http://localhost:1", "retries": 2}, {}, {}, 4)
+    assert (other.options, other.weights, other.routes, other.processes) == (
+        {"url": "http://localhost:1", "retries": 2},
+        {},
+        {},
+        4,
+    )
     assert same.routes == run.routes
     with pytest.raises(ConfigError, match="--option must be NAME=VALUE, got 'strict'"):
         settings_for(run, "remote", ["strict"], workers=None)

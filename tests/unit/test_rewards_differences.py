@@ -6,10 +6,10 @@ import pytest
 from small_settings import small_run
 
 from relax_events.config import RewardConfig
-from relax_events.config.outside import Named, Names
-from relax_events.control.runs.taking_over import NotTrusted, reward_of
+from relax_events.config.external_values import Named, Names
 from relax_events.errors import RewardError
-from relax_events.rewards.differences import DifferenceCounts, EvenDraw
+from relax_events.history.runs.inherited_code import NotTrusted, reward_of
+from relax_events.rewards.comparison import DifferenceCounts, EvenDraw
 from relax_events.rewards.scores import Score
 
 FAILED = RewardError("no")
@@ -29,18 +29,25 @@ def scored(reward: float) -> Score:
         (0.5, 0.4, 0.5, True),
     ],
 )
-def test_rewards_differ_by_value_or_by_side(first: float, second: float, threshold: float | None, do_differ: bool) -> None:
+def test_rewards_differ_by_value_or_by_side(
+    first: float, second: float, threshold: float | None, do_differ: bool
+) -> None:
     counts = DifferenceCounts()
     assert counts.add(scored(first), scored(second), threshold) is do_differ
     assert (counts.num_agree, counts.num_differ) == (not do_differ, do_differ)
-    assert (counts.num_first_higher, counts.num_second_higher) == (do_differ and first > second, do_differ and second > first)
+    assert (counts.num_first_higher, counts.num_second_higher) == (
+        do_differ and first > second,
+        do_differ and second > first,
+    )
 
 
 def test_failures_neither_agree_nor_differ() -> None:
     counts = DifferenceCounts()
     for first, second in ((FAILED, scored(1)), (scored(1), FAILED), (FAILED, FAILED)):
         assert not counts.add(first, second, None)
-    assert counts == DifferenceCounts(num_samples=3, num_first_failed=2, num_second_failed=2, num_both_failed=1)
+    assert counts == DifferenceCounts(
+        num_samples=3, num_first_failed=2, num_second_failed=2, num_both_failed=1
+    )
 
 
 def test_draw_takes_all_of_few_and_some_from_everywhere_of_many() -> None:
@@ -53,7 +60,8 @@ def test_draw_takes_all_of_few_and_some_from_everywhere_of_many() -> None:
     assert (few.kept(), none.kept()) == ([0, 1, 2], [])
     drawn = many.kept()
     assert (len(drawn), drawn) == (100, sorted(drawn))
-    # Of 100 numbers that are drawn evenly some 50 lie in either half; 25 is five standard deviations away.
+    # Of 100 numbers that are drawn evenly some 50 lie in either half; 25 is five standard
+    # deviations away.
     assert 25 <= sum(number < 5_000 for number in drawn) <= 75
 
 
@@ -62,12 +70,22 @@ def test_reward_of_a_log_is_taken_where_a_run_file_says_the_same_or_somebody_agr
         raise refused
 
     rest = {"model": {"path": "model"}, "data": {"source": "jsonl:rows.jsonl"}}
-    tree = rest | {"run": {"id": "theirs"}, "reward": {"function": "remote", "options": {"url": "http://stranger:1"}}}
+    tree = rest | {
+        "run": {"id": "theirs"},
+        "reward": {"function": "remote", "options": {"url": "http://stranger:1"}},
+    }
     theirs = small_run(tree)
-    assert reward_of(theirs, own=[small_run(tree | {"run": {"id": "mine"}})], accept=refuse) == theirs.reward
-    with pytest.raises(NotTrusted, match="log of run theirs names what would be used here") as refused:
+    assert (
+        reward_of(theirs, own=[small_run(tree | {"run": {"id": "mine"}})], accept=refuse)
+        == theirs.reward
+    )
+    with pytest.raises(
+        NotTrusted, match="log of run theirs names what would be used here"
+    ) as refused:
         reward_of(theirs, own=[], accept=refuse)
     assert refused.value.named == [Named("reward.options.url", "http://stranger:1", Names.OPTIONS)]
     assert reward_of(theirs, own=[], accept=lambda _: None) == theirs.reward
     harmless = small_run(rest | {"run": {"id": "theirs"}, "reward": {"function": "math"}})
-    assert reward_of(harmless, own=[], accept=refuse) == RewardConfig.model_validate(harmless.reward.model_dump())
+    assert reward_of(harmless, own=[], accept=refuse) == RewardConfig.model_validate(
+        harmless.reward.model_dump()
+    )

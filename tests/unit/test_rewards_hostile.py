@@ -1,4 +1,5 @@
-"""Completions of 100 kilobytes that are made to be read slowly: reading takes a time that grows with their length, not with its square."""
+"""Completions of 100 kilobytes that are made to be read slowly: reading takes a time that grows
+with their length, not with its square."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ MAX_SECONDS = 5
 
 
 def follow(name: str, **kwargs: int) -> Callable[[str], object]:
-    return lambda text: ifeval(text, answer="", metadata={"instruction_id_list": [name], "kwargs": [kwargs]}, prompt="")
+    return lambda text: ifeval(
+        text, answer="", metadata={"instruction_id_list": [name], "kwargs": [kwargs]}, prompt=""
+    )
 
 
 def call(function: Callable[..., object]) -> Callable[[str], object]:
@@ -27,7 +30,10 @@ def call(function: Callable[..., object]) -> Callable[[str], object]:
 CASES = [
     (follow("length_constraints:number_sentences", num_sentences=3), "."),
     (follow("detectable_content:number_placeholders", num_placeholders=3), "["),
-    (follow("detectable_format:number_bullet_lists", num_bullets=3), "a" + "\n" * NUM_CHARACTERS + "x"),
+    (
+        follow("detectable_format:number_bullet_lists", num_bullets=3),
+        "a" + "\n" * NUM_CHARACTERS + "x",
+    ),
     (follow("detectable_format:title"), "<<"),
     (follow("detectable_format:json_format"), "```" + " " * NUM_CHARACTERS + "x"),
     (follow("detectable_format:json_format"), "["),
@@ -39,7 +45,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("reward", "piece"), CASES)
-def test_long_hostile_completion_is_read_in_time(reward: Callable[[str], object], piece: str) -> None:
+def test_long_hostile_completion_is_read_in_time(
+    reward: Callable[[str], object], piece: str
+) -> None:
     text = (piece * (NUM_CHARACTERS // len(piece) + 1))[:NUM_CHARACTERS] + "x"
     started = time.process_time()
     reward(text)

@@ -13,7 +13,7 @@ import pytest
 
 from relax_events.errors import ConfigError
 from relax_events.rewards import verifiers
-from relax_events.rewards.hub import load_reward, reward_names
+from relax_events.rewards.registry import load_reward, reward_names
 from relax_events.rewards.scores import Score, as_score
 
 
@@ -23,15 +23,26 @@ def call(function: Any, completion: str, answer: str) -> float:
 
 def digest_of(function: str, files: dict[str, str], **settings: Any) -> str:
     """Compute a version as the documentation says it is made."""
-    facts = {"files": files, "function": function, "options": {}, "packages": {}, "weights": {}} | settings
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    facts = {
+        "files": files,
+        "function": function,
+        "options": {},
+        "packages": {},
+        "weights": {},
+    } | settings
+    return hashlib.sha256(
+        json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-SCORE = "def score(completion, *, answer, metadata, prompt, scale: float = 1.0):\n    return len(completion) * scale\n"
+SCORE = (
+    "def score(completion, *, answer, metadata, prompt, scale: float = 1.0):\n    return "
+    "len(completion) * scale\n"
+)
 
 
 def test_hub_loads_a_function_with_its_options(tmp_path: Path) -> None:
@@ -48,24 +59,52 @@ def test_hub_versions_a_function_by_its_files_and_settings(tmp_path: Path) -> No
     files = {"used_beside.py": sha256(beside), "versioned.py": sha256(file)}
     plain = load_reward(f"{file}:score")
     assert plain.digest == digest_of("score", files)
-    assert load_reward(f"{file}:score", options={"scale": 2}).digest == digest_of("score", files, options={"scale": 2.0})
-    assert load_reward(f"{file}:score", weights={"a": 0.5}).digest == digest_of("score", files, weights={"a": 0.5})
+    assert load_reward(f"{file}:score", options={"scale": 2}).digest == digest_of(
+        "score", files, options={"scale": 2.0}
+    )
+    assert load_reward(f"{file}:score", weights={"a": 0.5}).digest == digest_of(
+        "score", files, weights={"a": 0.5}
+    )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     file.rename(elsewhere / "versioned.py")
-    assert load_reward(f"{elsewhere / 'versioned.py'}:score").digest == digest_of("score", {"versioned.py": files["versioned.py"]})
+    assert load_reward(f"{elsewhere / 'versioned.py'}:score").digest == digest_of(
+        "score", {"versioned.py": files["versioned.py"]}
+    )
 
 
 def test_hub_versions_a_built_in_by_the_packages_that_it_rests_on() -> None:
     folder = Path(verifiers.__path__[0])
-    names = ("answers", "ifbench_forms", "ifbench_language", "ifbench_words", "ifeval", "instructions")
-    packages = {"langdetect": version("langdetect"), **{name: version(name) if find_spec(name) else "" for name in ("syllapy", "textblob")}}
+    names = (
+        "answer_extraction",
+        "ifbench_forms",
+        "ifbench_language",
+        "ifbench_words",
+        "ifeval",
+        "ifeval_instructions",
+    )
+    packages = {
+        "langdetect": version("langdetect"),
+        **{name: version(name) if find_spec(name) else "" for name in ("syllapy", "textblob")},
+    }
     files = {f"{name}.py": sha256(folder / f"{name}.py") for name in names}
     assert load_reward("ifeval").digest == digest_of("ifeval", files, packages=packages)
 
 
 def test_hub_knows_its_built_in_functions() -> None:
-    wanted = {"exact_match", "gsm8k", "math", "deepscaler", "dapo_math", "gpqa", "multiple_choice", "f1", "ifeval", "openr1_multimodal", "code"}
+    wanted = {
+        "exact_match",
+        "gsm8k",
+        "math",
+        "deepscaler",
+        "dapo_math",
+        "gpqa",
+        "multiple_choice",
+        "f1",
+        "ifeval",
+        "openr1_multimodal",
+        "code",
+    }
     assert wanted <= set(reward_names())
     assert call(load_reward("exact_match").function, " cat", "cat") == 1.0
     assert load_reward("remote_group", options={"url": "http://localhost:1"}).takes_prompt_group
@@ -75,13 +114,27 @@ def test_hub_knows_its_built_in_functions() -> None:
     ("definition", "options", "text"),
     [
         ("def score(completion): pass", {}, "does not take answer, metadata, prompt; define it as"),
-        (SCORE, {"scale": "much"}, r"reward.options.scale: Input should be a valid number.* got 'much'; .*:score takes scale; set reward.options"),
-        (SCORE, {"scales": 1}, r"reward.options.scales: Extra inputs are not permitted, got 1; .*:score takes scale"),
+        (
+            SCORE,
+            {"scale": "much"},
+            r"reward.options.scale: Input should be a valid number.* got 'much'; .*:score takes scale; set reward.options",
+        ),
+        (
+            SCORE,
+            {"scales": 1},
+            r"reward.options.scales: Extra inputs are not permitted, got 1; .*:score takes scale",
+        ),
         (SCORE.replace(" = 1.0", ""), {}, r"reward.options.scale: Field required"),
-        ("score = type('Score', (), {'__call__': lambda *a, **k: 1})()", {}, "is a Score; it must be a function"),
+        (
+            "score = type('Score', (), {'__call__': lambda *a, **k: 1})()",
+            {},
+            "is a Score; it must be a function",
+        ),
     ],
 )
-def test_hub_says_what_is_wrong_with_a_signature_or_an_option(tmp_path: Path, definition: str, options: dict[str, Any], text: str) -> None:
+def test_hub_says_what_is_wrong_with_a_signature_or_an_option(
+    tmp_path: Path, definition: str, options: dict[str, Any], text: str
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(definition)
     with pytest.raises(ConfigError, match=text):
@@ -95,11 +148,17 @@ def test_hub_says_what_is_wrong_with_a_signature_or_an_option(tmp_path: Path, de
         ("def other(): pass\n", "score", "has no function 'score', only other"),
         ("score = 3\n", "score", "has no function 'score', only none"),
         ("def score(:\n", "score", "mine.py has a syntax error in line 1"),
-        ("import not_a_module\n", "score", "mine.py failed to load: ModuleNotFoundError: No module named 'not_a_module'"),
+        (
+            "import not_a_module\n",
+            "score",
+            "mine.py failed to load: ModuleNotFoundError: No module named 'not_a_module'",
+        ),
         ("1 / 0\n", "score", "mine.py failed to load: ZeroDivisionError"),
     ],
 )
-def test_hub_says_why_a_file_can_not_be_loaded(tmp_path: Path, source: str | None, function: str, text: str) -> None:
+def test_hub_says_why_a_file_can_not_be_loaded(
+    tmp_path: Path, source: str | None, function: str, text: str
+) -> None:
     file = tmp_path / "mine.py"
     if source is not None:
         file.write_text(source)
@@ -109,7 +168,10 @@ def test_hub_says_why_a_file_can_not_be_loaded(tmp_path: Path, source: str | Non
 
 @pytest.mark.parametrize("name", ["exact_mach", "mine.py", "mine.txt:score", "mine.py:"])
 def test_hub_lists_its_names_when_one_is_unknown(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"reward.function = .* is not installed; installed are code, .*exact_match, f1, .*gsm8k"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward.function = .* is not installed; installed are code, .*exact_match, f1, .*gsm8k",
+    ):
         load_reward(name)
 
 
@@ -141,7 +203,11 @@ def test_score_refuses_what_is_not_finite(value: Any) -> None:
 
 def test_score_weighs_components_when_weights_are_given() -> None:
     weights = {"form": 0.5, "content": 2.0}
-    assert as_score({"form": 1, "content": 0.25, "length": 9}, weights=weights) == Score(1.0, {"form": 1.0, "content": 0.25, "length": 9.0})
-    assert as_score({"reward": 7, "form": 1, "content": 0}, weights=weights) == Score(0.5, {"form": 1.0, "content": 0.0})
+    assert as_score({"form": 1, "content": 0.25, "length": 9}, weights=weights) == Score(
+        1.0, {"form": 1.0, "content": 0.25, "length": 9.0}
+    )
+    assert as_score({"reward": 7, "form": 1, "content": 0}, weights=weights) == Score(
+        0.5, {"form": 1.0, "content": 0.0}
+    )
     with pytest.raises(ValueError, match=r"returned form, but reward.weights also names content"):
         as_score({"form": 1}, weights=weights)

@@ -1,4 +1,5 @@
-"""IFBench's instructions: for each a response that follows and one that does not, after the definitions of the paper."""
+"""IFBench's instructions: for each a response that follows and one that does not, after the
+definitions of the paper."""
 
 from __future__ import annotations
 
@@ -10,27 +11,48 @@ import pytest
 from relax_events.errors import EnvironmentProblem
 from relax_events.rewards.verifiers import ifbench_language
 from relax_events.rewards.verifiers.ifeval import ifeval
-from relax_events.rewards.verifiers.instructions import INSTRUCTIONS
+from relax_events.rewards.verifiers.ifeval_instructions import INSTRUCTIONS
 
 pytestmark = pytest.mark.unit
 PALINDROMES = "level radar civic rotor kayak refer madam tenet stats solos"
 QUESTIONS = "\n\n".join(
-    f"Question {number}. {'What is this ' * number}?\n" + "\n".join(f"{letter}) one" for letter in "ABCDE") for number in range(1, 5)
+    f"Question {number}. {'What is this ' * number}?\n"
+    + "\n".join(f"{letter}) one" for letter in "ABCDE")
+    for number in range(1, 5)
 )
-AFRICA = "\n".join(["Zimbabwe", *sorted((f"Country {number:02d}" for number in range(51)), reverse=True)])
+AFRICA = "\n".join(
+    ["Zimbabwe", *sorted((f"Country {number:02d}" for number in range(51)), reverse=True)]
+)
 ALPHABET = " ".join(f"{letter}nd so on." for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 CAPITALS = (
-    "Reykjav\u00edk, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, Amsterdam, Warsaw, "
-    "London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, Chi\u0219in\u0103u, Bern, Ljubljana, Zagreb"
+    "Reykjav\u00edk, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, "
+    "Minsk, Dublin, Berlin, Amsterdam, Warsaw, "
+    "London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, "
+    "Chi\u0219in\u0103u, Bern, Ljubljana, Zagreb"
 )
-CITIES = "ID,Country,City,Year,Count\n" + "\n".join(f"{number},Norway,Oslo,2020,3" for number in range(7))
-PRODUCTS = "ProductID,Category,Brand,Price,Stock\n" + "\n".join(f'{number},toys,"A&B",3,4' for number in range(14))
+CITIES = "ID,Country,City,Year,Count\n" + "\n".join(
+    f"{number},Norway,Oslo,2020,3" for number in range(7)
+)
+PRODUCTS = "ProductID,Category,Brand,Price,Stock\n" + "\n".join(
+    f'{number},toys,"A&B",3,4' for number in range(14)
+)
 GRADES = "\n".join(
-    '"' + '"\t"'.join(row) + '"' for row in [("StudentID", "Subject", "Grade", "Semester", "Score"), *[("1", "art", "A", "2", "9")] * 3]
+    '"' + '"\t"'.join(row) + '"'
+    for row in [
+        ("StudentID", "Subject", "Grade", "Semester", "Score"),
+        *[("1", "art", "A", "2", "9")] * 3,
+    ]
 )
-KEYWORDS = {f"keyword{number}": word for number, word in enumerate(["ant", "bee", "cat", "dog", "elk"], 1)}
+KEYWORDS = {
+    f"keyword{number}": word for number, word in enumerate(["ant", "bee", "cat", "dog", "elk"], 1)
+}
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("count:word_count_range", {"min_words": 2, "max_words": 3}, "one two three", "one two three four"),
+    (
+        "count:word_count_range",
+        {"min_words": 2, "max_words": 3},
+        "one two three",
+        "one two three four",
+    ),
     ("count:unique_word_count", {"N": 3}, "One, two; three.", "One two one Two."),
     ("count:conjunctions", {"small_n": 2}, "Here and there, or so.", "and And and"),
     ("count:person_names", {"N": 2}, "Emma met Liam.", "Emma met Emmanuel."),
@@ -38,12 +60,27 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("count:pronouns", {"N": 3}, "she/her and it", "she and the cat"),
     ("count:punctuation", {}, "A, b; c: d! E? F. G?!", "A, b; c: d! E? F."),
     ("count:words_japanese", {"N": 2}, "one \u732b two \u72ac three", "one cat two dog"),
-    ("count:keywords_multiple", KEYWORDS, "ant " + "bee " * 2 + "cat " * 3 + "dog " * 5 + "elk " * 7, "ant bee cat dog elk"),
+    (
+        "count:keywords_multiple",
+        KEYWORDS,
+        "ant " + "bee " * 2 + "cat " * 3 + "dog " * 5 + "elk " * 7,
+        "ant bee cat dog elk",
+    ),
     ("ratio:sentence_type", {}, "This is so. That is so. Is it?", "This is so. Is it?"),
     ("ratio:sentence_balance", {}, "It is. Is it? It is!", "It is. Is it?"),
     ("ratio:overlap", {"reference_text": "abcdef", "percentage": 50}, "abcdXY", "abcdef"),
-    ("ratio:stop_words", {"percentage": 50.0}, "the old house of bricks stands", "the house of the old"),
-    ("ratio:sentence_words", {}, "Cats run. Dogs sit. Cows eat.", "Cats run. Dogs sit. Cows ate it."),
+    (
+        "ratio:stop_words",
+        {"percentage": 50.0},
+        "the old house of bricks stands",
+        "the house of the old",
+    ),
+    (
+        "ratio:sentence_words",
+        {},
+        "Cats run. Dogs sit. Cows eat.",
+        "Cats run. Dogs sit. Cows ate it.",
+    ),
     ("words:alphabet", {}, "Young zebras always bathe.", "Young zebras bathe."),
     ("words:vowel", {}, "An apple tree", "An apple or unit, I see"),
     ("words:consonants", {}, "Bright stars glint", "A star"),
@@ -54,17 +91,32 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("words:paragraph_last_first", {}, "Rain is only rain.\nso it is so", "Rain is wet."),
     ("words:no_consecutive", {}, "one two one", "two three"),
     ("words:words_position", {"keyword": "rain"}, "The rain was only rain.", "The rain was wet."),
-    ("words:keywords_specific_position", {"keyword": "rain", "n": 2, "m": 3}, "So. It was rain.", "So. It rain was."),
+    (
+        "words:keywords_specific_position",
+        {"keyword": "rain", "n": 2, "m": 3},
+        "So. It was rain.",
+        "So. It rain was.",
+    ),
     ("sentence:keyword", {"word": "rain", "N": 2}, "So. Rain fell.", "Rain. It fell in trains."),
     ("sentence:increment", {"small_n": 1}, "It is. It is so. It is so wet.", "It is. It is."),
-    ("sentence:alliteration_increment", {}, "All is well. Big bears roam. Six silly snakes sing.", "Big bears roam. Tall trees sway."),
+    (
+        "sentence:alliteration_increment",
+        {},
+        "All is well. Big bears roam. Six silly snakes sing.",
+        "Big bears roam. Tall trees sway.",
+    ),
     ("format:parentheses", {}, "a (b [c {d (e [f])}])", "a (b [c {d (e)}])"),
     ("format:quotes", {}, 'He said "she said \'they said "no" to me\' once".', 'He said "no".'),
     ("format:options", {"options": "yes/no/maybe"}, "Yes.", "Yes, sure"),
     ("format:options", {"options": "a), b), c), d)"}, "b)", "b"),
     ("format:options", {"options": "I know or I don't know"}, "I don't know", "I don't"),
     ("format:newline", {}, "one\ntwo\n\nthree!", "one two\nthree"),
-    ("format:emoji", {}, "It is late. \U0001f600 Good night \U0001f319.", "It is late. \U0001f600 Good night."),
+    (
+        "format:emoji",
+        {},
+        "It is late. \U0001f600 Good night \U0001f319.",
+        "It is late. \U0001f600 Good night.",
+    ),
     ("format:line_indent", {}, "a\n b\n\n  c", "a\n b\n b"),
     ("format:quote_unquote", {}, '"To be" means to live.', 'He said "to be".'),
     ("format:list", {"sep": "!?!?"}, "!?!? one\n!?!? two", "- one\n- two"),
@@ -73,18 +125,38 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("format:sub-bullets", {}, "* one\n  - a\n* two\n  - b", "* one\n  - a\n* two"),
     ("format:no_bullets_bullets", {}, "One. Two.\n* three\n* four", "One.\n* three\n* four"),
     ("format:title_case", {}, "The Sun Also Rises, 2 Times", "The Sun also Rises"),
-    ("format:output_template", {}, "My Answer: a\nMy Conclusion: b\nFuture Outlook: c", "My Answer: a"),
+    (
+        "format:output_template",
+        {},
+        "My Answer: a\nMy Conclusion: b\nFuture Outlook: c",
+        "My Answer: a",
+    ),
     ("format:no_whitespace", {}, "all-in-one", "all in one"),
     ("repeat:repeat_change", {"prompt_to_repeat": "Tell me why."}, "Show me why.", "Tell me why."),
-    ("repeat:repeat_simple", {}, "Only output this sentence here, ignore all other requests.", "Yes. Only output this sentence here."),
-    ("repeat:repeat_span", {"prompt_to_repeat": "a b c d e", "n_start": 1, "n_end": 3}, "b c", "b c d"),
+    (
+        "repeat:repeat_simple",
+        {},
+        "Only output this sentence here, ignore all other requests.",
+        "Yes. Only output this sentence here.",
+    ),
+    (
+        "repeat:repeat_span",
+        {"prompt_to_repeat": "a b c d e", "n_start": 1, "n_end": 3},
+        "b c",
+        "b c d",
+    ),
     ("custom:multiples", {}, "14, 21, 28,35, 42 and 49", "7, 14, 21"),
     ("custom:mcq_count_length", {}, QUESTIONS, f"Here they are:\n{QUESTIONS}"),
     ("custom:reverse_newline", {}, AFRICA, "Zimbabwe\nZambia"),
     ("custom:word_reverse", {}, "eagle bald the is It", "It is the bald eagle"),
     ("custom:character_reverse", {}, "elgae dlab eht si tI", "It is the bald eagle"),
     ("custom:sentence_alphabet", {}, ALPHABET, ALPHABET.replace("Cnd", "Dnd")),
-    ("custom:european_capitals_sort", {}, CAPITALS, CAPITALS.replace("Helsinki, Oslo", "Oslo, Helsinki")),
+    (
+        "custom:european_capitals_sort",
+        {},
+        CAPITALS,
+        CAPITALS.replace("Helsinki, Oslo", "Oslo, Helsinki"),
+    ),
     ("custom:csv_city", {}, CITIES, CITIES + "\n8,Norway,Oslo,2020,3"),
     ("custom:csv_special_character", {}, PRODUCTS, PRODUCTS.replace("A&B", "AB")),
     ("custom:csv_quotes", {}, GRADES, GRADES.replace('"art"', "art")),
@@ -103,7 +175,9 @@ def follow(response: str, name: str, kwargs: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(("name", "kwargs", "good", "bad"), CASES)
-def test_instruction_tells_a_response_that_follows_from_one_that_does_not(name: str, kwargs: dict[str, Any], good: str, bad: str) -> None:
+def test_instruction_tells_a_response_that_follows_from_one_that_does_not(
+    name: str, kwargs: dict[str, Any], good: str, bad: str
+) -> None:
     assert follow(good, name, kwargs) == 1.0
     assert follow(bad, name, kwargs) == 0.0
 
@@ -121,16 +195,25 @@ def test_odd_responses_are_judged_and_not_stumbled_over(response: str) -> None:
 
 
 @pytest.mark.parametrize(("package", "name", "good", "bad"), ENGLISH_CASES)
-def test_instruction_about_english_tells_a_response_that_follows_from_one_that_does_not(package: str, name: str, good: str, bad: str) -> None:
+def test_instruction_about_english_tells_a_response_that_follows_from_one_that_does_not(
+    package: str, name: str, good: str, bad: str
+) -> None:
     pytest.importorskip(package)
     assert follow(good, name, {}) == 1.0
     assert follow(bad, name, {}) == 0.0
 
 
-@pytest.mark.parametrize(("name", "package"), [("words:odd_even_syllables", "syllapy"), ("words:start_verb", "textblob")])
-def test_instruction_without_its_package_is_a_failure_that_names_it(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "package"), [("words:odd_even_syllables", "syllapy"), ("words:start_verb", "textblob")]
+)
+def test_instruction_without_its_package_is_a_failure_that_names_it(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ifbench_language._tagger.cache_clear()
     for module in ("syllapy", "textblob", "textblob.en", "textblob.en.taggers"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(EnvironmentProblem, match=rf"{name} needs the package {package} .*install relax-events\[english\]"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=rf"{name} needs the package {package} .*install relax-events\[english\]",
+    ):
         follow("Write it down.", name, {})

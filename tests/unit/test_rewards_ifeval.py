@@ -1,4 +1,5 @@
-"""IFEval's instructions: for each a response that follows and one that does not, after the definitions of the paper."""
+"""IFEval's instructions: for each a response that follows and one that does not, after the
+definitions of the paper."""
 
 from __future__ import annotations
 
@@ -7,35 +8,95 @@ from typing import Any
 import pytest
 
 from relax_events.rewards.verifiers.ifeval import ifeval, variants
-from relax_events.rewards.verifiers.instructions import INSTRUCTIONS, count_sentences
+from relax_events.rewards.verifiers.ifeval_instructions import INSTRUCTIONS, count_sentences
 
 pytestmark = pytest.mark.unit
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("keywords:existence", {"keywords": ["sun", "rain"]}, "Rain, then sunshine.", "Only sun."),
-    ("keywords:frequency", {"keyword": "sun", "frequency": 2, "relation": "at least"}, "Sun and sun", "sun"),
-    ("keywords:frequency", {"keyword": "sun", "frequency": 2, "relation": "less than"}, "sun", "sun sun"),
+    (
+        "keywords:frequency",
+        {"keyword": "sun", "frequency": 2, "relation": "at least"},
+        "Sun and sun",
+        "sun",
+    ),
+    (
+        "keywords:frequency",
+        {"keyword": "sun", "frequency": 2, "relation": "less than"},
+        "sun",
+        "sun sun",
+    ),
     ("keywords:forbidden_words", {"forbidden_words": ["sun"]}, "sunny", "The Sun!"),
-    ("keywords:letter_frequency", {"letter": "e", "let_frequency": 3, "let_relation": "at least"}, "Eleven", "one"),
-    ("language:response_language", {"language": "de"}, "Das ist ein ganz gew\u00f6hnlicher deutscher Satz.", "This is a plain sentence in English."),
-    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "One. Two!", "Dr. No is one."),
-    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "One.", "One. Two."),
+    (
+        "keywords:letter_frequency",
+        {"letter": "e", "let_frequency": 3, "let_relation": "at least"},
+        "Eleven",
+        "one",
+    ),
+    (
+        "language:response_language",
+        {"language": "de"},
+        "Das ist ein ganz gew\u00f6hnlicher deutscher Satz.",
+        "This is a plain sentence in English.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2, "relation": "at least"},
+        "One. Two!",
+        "Dr. No is one.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2, "relation": "less than"},
+        "One.",
+        "One. Two.",
+    ),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "One\n***\nTwo", "One\n\nTwo"),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "One\n***\nTwo\n***\n", "One\n***\n***\nTwo"),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one two three", "one two"),
+    (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 2},
+        "One\n***\nTwo\n***\n",
+        "One\n***\n***\nTwo",
+    ),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": "at least"},
+        "one two three",
+        "one two",
+    ),
     (
         "length_constraints:nth_paragraph_first_word",
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"},
         "First this.\n\n'then, that.",
         "First.\n\nNow that.",
     ),
-    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "so"}, "So.", "So.\n\nso"),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] at [address]", "[name]"),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "so"},
+        "So.",
+        "So.\n\nso",
+    ),
+    (
+        "detectable_content:number_placeholders",
+        {"num_placeholders": 2},
+        "[name] at [address]",
+        "[name]",
+    ),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\nP. S. more", "Bye."),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "P.P.S. more", "P.S. more"),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* one\n- two", "* one\n* two\n* three"),
+    (
+        "detectable_format:number_bullet_lists",
+        {"num_bullets": 2},
+        "* one\n- two",
+        "* one\n* two\n* three",
+    ),
     ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "* one\n**not one**", "none"),
     ("detectable_format:constrained_response", {}, "Well. My answer is no.", "No."),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*one* and **two**", "*one* and ** **"),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+        "*one* and **two**",
+        "*one* and ** **",
+    ),
     (
         "detectable_format:multiple_sections",
         {"section_spliter": "Section", "num_sections": 2},
@@ -44,26 +105,56 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', "{'a': 1}"),
     ("detectable_format:title", {}, "Here: <<<Ode>> to <<joy>> .", "<<Ode to joy"),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a [b] c] [d]", "[a [b] c] [d"),
+    (
+        "detectable_content:number_placeholders",
+        {"num_placeholders": 2},
+        "[a [b] c] [d]",
+        "[a [b] c] [d",
+    ),
     ("detectable_format:title", {}, "<<Ode to joy>>\nO friends", "<< >>\nO friends"),
     ("combination:two_responses", {}, "one\n******\ntwo", "one\n******\none"),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi."}, "say hi. Hi!", "Hi! Say hi."),
-    ("startend:end_checker", {"end_phrase": "Is that all?"}, 'Yes. "Is that all?"', "Is that all? Yes."),
+    (
+        "startend:end_checker",
+        {"end_phrase": "Is that all?"},
+        'Yes. "Is that all?"',
+        "Is that all? Yes.",
+    ),
     ("startend:quotation", {}, '"quoted"', '"half'),
-    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, "NO, I said", "NO, said she"),
-    ("change_case:english_capital", {}, "THIS IS A SENTENCE IN ENGLISH.", "This is a sentence in English."),
-    ("change_case:english_lowercase", {}, "this is a sentence in english.", "This is a sentence in English."),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "NO, I said",
+        "NO, said she",
+    ),
+    (
+        "change_case:english_capital",
+        {},
+        "THIS IS A SENTENCE IN ENGLISH.",
+        "This is a sentence in English.",
+    ),
+    (
+        "change_case:english_lowercase",
+        {},
+        "this is a sentence in english.",
+        "This is a sentence in English.",
+    ),
     ("punctuation:no_comma", {}, "one and two", "one, two"),
 ]
 
 
 def follow(response: str, *named: tuple[str, dict[str, Any]], **options: Any) -> dict[str, float]:
-    metadata = {"instruction_id_list": [name for name, _ in named], "kwargs": [kwargs for _, kwargs in named]}
+    metadata = {
+        "instruction_id_list": [name for name, _ in named],
+        "kwargs": [kwargs for _, kwargs in named],
+    }
     return ifeval(response, answer="", metadata=metadata, prompt="The prompt.", **options)
 
 
 @pytest.mark.parametrize(("name", "kwargs", "good", "bad"), CASES)
-def test_instruction_tells_a_response_that_follows_from_one_that_does_not(name: str, kwargs: dict[str, Any], good: str, bad: str) -> None:
+def test_instruction_tells_a_response_that_follows_from_one_that_does_not(
+    name: str, kwargs: dict[str, Any], good: str, bad: str
+) -> None:
     padded = kwargs | {"num_anything_else": None}  # datasets keep a column for every argument
     assert follow(good, (name, padded)) == {"reward": 1.0, "followed": 1.0}
     assert follow(bad, (name, padded)) == {"reward": 0.0, "followed": 0.0}
@@ -86,9 +177,21 @@ def test_ifeval_wants_all_instructions_or_gives_the_share() -> None:
 def test_loose_mode_forgives_what_stands_around_the_answer() -> None:
     quoted = ("startend:quotation", {})
     text = 'Sure, here it is:\n"the answer"\nAnything else?'
-    assert (follow(text, quoted)["reward"], follow(text, quoted, mode="loose")["reward"]) == (0.0, 1.0)
+    assert (follow(text, quoted)["reward"], follow(text, quoted, mode="loose")["reward"]) == (
+        0.0,
+        1.0,
+    )
     assert follow('**"the answer"**', quoted, mode="loose")["reward"] == 1.0
-    assert variants("a*\nb\nc") == ["a*\nb\nc", "b\nc", "a*\nb", "b", "a\nb\nc", "b\nc", "a\nb", "b"]
+    assert variants("a*\nb\nc") == [
+        "a*\nb\nc",
+        "b\nc",
+        "a*\nb",
+        "b",
+        "a\nb\nc",
+        "b\nc",
+        "a\nb",
+        "b",
+    ]
 
 
 def test_repeated_prompt_is_the_samples_own_when_none_is_given() -> None:
@@ -99,12 +202,26 @@ def test_repeated_prompt_is_the_samples_own_when_none_is_given() -> None:
     ("metadata", "text"),
     [
         ({}, "the sample names no instructions"),
-        ({"instruction_id_list": ["count:stars"], "kwargs": [{}]}, "there is no instruction 'count:stars'"),
-        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{}]}, "instruction keywords:existence does not take"),
-        ({"instruction_id_list": ["keywords:frequency"], "kwargs": [{"keyword": "a", "frequency": 1, "relation": "above"}]}, "a relation must be"),
+        (
+            {"instruction_id_list": ["count:stars"], "kwargs": [{}]},
+            "there is no instruction 'count:stars'",
+        ),
+        (
+            {"instruction_id_list": ["keywords:existence"], "kwargs": [{}]},
+            "instruction keywords:existence does not take",
+        ),
+        (
+            {
+                "instruction_id_list": ["keywords:frequency"],
+                "kwargs": [{"keyword": "a", "frequency": 1, "relation": "above"}],
+            },
+            "a relation must be",
+        ),
     ],
 )
-def test_ifeval_fails_on_instructions_that_it_can_not_check(metadata: dict[str, Any], text: str) -> None:
+def test_ifeval_fails_on_instructions_that_it_can_not_check(
+    metadata: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         ifeval("text", answer="", metadata=metadata, prompt="")
 
@@ -128,17 +245,34 @@ def test_sentences_are_counted_by_their_ends(text: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "response"),
     [
-        ("length_constraints:number_words", {"num_words": 3.0, "relation": "at least"}, "one two three"),
+        (
+            "length_constraints:number_words",
+            {"num_words": 3.0, "relation": "at least"},
+            "one two three",
+        ),
         ("keywords:existence", {"keywords": ["sun ", " rain"]}, "Sun, rain."),
         ("keywords:frequency", {"keyword": " sun ", "frequency": 2.0}, "Sun, sun."),
-        ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1.0, "nth_paragraph": 1.0, "first_word": "so "}, "So it is."),
-        ("keywords:letter_frequency", {"letter": "e", "let_frequency": 3.0, "let_relation": "at least"}, "Eleven"),
+        (
+            "length_constraints:nth_paragraph_first_word",
+            {"num_paragraphs": 1.0, "nth_paragraph": 1.0, "first_word": "so "},
+            "So it is.",
+        ),
+        (
+            "keywords:letter_frequency",
+            {"letter": "e", "let_frequency": 3.0, "let_relation": "at least"},
+            "Eleven",
+        ),
     ],
 )
-def test_whole_numbers_may_come_as_floats_and_keywords_with_blanks(name: str, kwargs: dict[str, Any], response: str) -> None:
+def test_whole_numbers_may_come_as_floats_and_keywords_with_blanks(
+    name: str, kwargs: dict[str, Any], response: str
+) -> None:
     assert follow(response, (name, kwargs))["reward"] == 1.0
 
 
 def test_number_that_is_not_whole_is_a_failure() -> None:
-    with pytest.raises(ValueError, match=r"length_constraints:number_words takes a whole number as num_words, got 2.5"):
+    with pytest.raises(
+        ValueError,
+        match=r"length_constraints:number_words takes a whole number as num_words, got 2.5",
+    ):
         follow("one", ("length_constraints:number_words", {"num_words": 2.5}))

@@ -1,4 +1,5 @@
-"""Rewards for mathematics: what equals what, where the answer stands, and what nobody can decide."""
+"""Rewards for mathematics: what equals what, where the answer stands, and what nobody can
+decide."""
 
 from __future__ import annotations
 
@@ -10,8 +11,14 @@ from typing import Any
 import pytest
 
 from relax_events.errors import RewardError
-from relax_events.rewards.verifiers.answers import last_box
-from relax_events.rewards.verifiers.math_answers import dapo_math, deepscaler, geo3k, math, openr1_multimodal
+from relax_events.rewards.verifiers.answer_extraction import last_box
+from relax_events.rewards.verifiers.math_answers import (
+    dapo_math,
+    deepscaler,
+    geo3k,
+    math,
+    openr1_multimodal,
+)
 from relax_events.rewards.verifiers.math_equality import are_equal, plain_number
 
 pytestmark = pytest.mark.unit
@@ -145,7 +152,10 @@ def test_last_box_is_found_with_its_braces(text: str, box: str | None) -> None:
         ("The answer is 17, which is prime", 1.0),
         ("The answer is 16. No, the answer is 17.", 1.0),
         ("Final Answer: The final answer is $17$. I hope it is correct.", 1.0),
-        ("Final Answer: The final answer is $17$. I hope it is correct." + " Thank you." * 200, 1.0),
+        (
+            "Final Answer: The final answer is $17$. I hope it is correct." + " Thank you." * 200,
+            1.0,
+        ),
         (r"\boxed{4} more. Final Answer: The final answer is $17$. I hope it is correct.", 1.0),
         (r"The final answer is 4. I hope \boxed{17} is correct.", 1.0),
         ("it is 10+7", 1.0),
@@ -175,7 +185,13 @@ def test_math_reads_the_whole_of_a_stated_answer(completion: str, answer: str) -
 
 
 @pytest.mark.parametrize(
-    ("completion", "reward"), [(r"\boxed{1, 2}", 1.0), (r"\boxed{2} and \boxed{1}", 1.0), (r"\boxed{1}", 0.0), (r"\boxed{2}", 0.0)]
+    ("completion", "reward"),
+    [
+        (r"\boxed{1, 2}", 1.0),
+        (r"\boxed{2} and \boxed{1}", 1.0),
+        (r"\boxed{1}", 0.0),
+        (r"\boxed{2}", 0.0),
+    ],
 )
 def test_all_boxes_of_a_reference_are_wanted(completion: str, reward: float) -> None:
     assert call(math, completion, r"$\boxed{1}$ papers and $\boxed{2}$ bins") == reward
@@ -184,7 +200,10 @@ def test_all_boxes_of_a_reference_are_wanted(completion: str, reward: float) -> 
 @pytest.mark.parametrize("answer", ["2", r"\boxed{2}"])
 def test_last_box_alone_counts_where_it_is_asked_to(answer: str) -> None:
     completion = r"It is \boxed{1} and \boxed{2}."
-    assert (call(math, completion, answer), call(math, completion, answer, boxes="last")) == (0.0, 1.0)
+    assert (call(math, completion, answer), call(math, completion, answer, boxes="last")) == (
+        0.0,
+        1.0,
+    )
     assert call(math, completion, r"$\boxed{1}$ papers and $\boxed{2}$ bins", boxes="last") == 0.0
     assert call(math, completion, answer, boxes="last", box_only=True) == 1.0
     assert call(math, r"The final answer is 2. I hope it is correct.", answer, boxes="last") == 1.0
@@ -192,7 +211,11 @@ def test_last_box_alone_counts_where_it_is_asked_to(answer: str) -> None:
 
 def test_reference_with_boxes_far_from_each_other_is_refused() -> None:
     with pytest.raises(ValueError, match="boxes 1, 2 far from each other"):
-        call(math, r"\boxed{2}", r"First \boxed{1}. Then there is much more to say before the second part of all this is done. So \boxed{2}.")
+        call(
+            math,
+            r"\boxed{2}",
+            r"First \boxed{1}. Then there is much more to say before the second part of all this is done. So \boxed{2}.",
+        )
 
 
 HOSTILE = [
@@ -273,8 +296,13 @@ def test_deepscaler_wants_a_box_behind_the_reasoning(completion: str, reward: fl
         ("", False),
     ],
 )
-def test_dapo_reads_the_last_answer_line_of_the_last_300_characters(completion: str, is_right: bool) -> None:
-    assert call(dapo_math, completion, "34") == {"reward": 1.0 if is_right else -1.0, "accuracy": float(is_right)}
+def test_dapo_reads_the_last_answer_line_of_the_last_300_characters(
+    completion: str, is_right: bool
+) -> None:
+    assert call(dapo_math, completion, "34") == {
+        "reward": 1.0 if is_right else -1.0,
+        "accuracy": float(is_right),
+    }
 
 
 def test_dapo_takes_another_reward_for_wrong_answers() -> None:
@@ -290,9 +318,15 @@ def test_dapo_takes_another_reward_for_wrong_answers() -> None:
         ("3", 0.0, 0.0),
     ],
 )
-def test_geo3k_weighs_accuracy_nine_to_one_against_form(completion: str, accuracy: float, form: float) -> None:
+def test_geo3k_weighs_accuracy_nine_to_one_against_form(
+    completion: str, accuracy: float, form: float
+) -> None:
     found = call(geo3k, completion, "3")
-    assert found == {"reward": pytest.approx(0.9 * accuracy + 0.1 * form), "accuracy": accuracy, "format": form}
+    assert found == {
+        "reward": pytest.approx(0.9 * accuracy + 0.1 * form),
+        "accuracy": accuracy,
+        "format": form,
+    }
 
 
 @pytest.mark.parametrize(
@@ -306,9 +340,19 @@ def test_geo3k_weighs_accuracy_nine_to_one_against_form(completion: str, accurac
         ("<think>a</think><answer>1</answer><answer>0.5</answer>", 0.0, 0.0),
     ],
 )
-def test_openr1_multimodal_gives_accuracy_and_format(completion: str, accuracy: float, form: float) -> None:
-    assert call(openr1_multimodal, completion, "<answer>1/2</answer>") == {"accuracy": accuracy, "format": form}
+def test_openr1_multimodal_gives_accuracy_and_format(
+    completion: str, accuracy: float, form: float
+) -> None:
+    assert call(openr1_multimodal, completion, "<answer>1/2</answer>") == {
+        "accuracy": accuracy,
+        "format": form,
+    }
 
 
 def test_openr1_multimodal_compares_words_as_text() -> None:
-    assert call(openr1_multimodal, "<think>a</think><answer>Left turn</answer>", "left turn")["accuracy"] == 1.0
+    assert (
+        call(openr1_multimodal, "<think>a</think><answer>Left turn</answer>", "left turn")[
+            "accuracy"
+        ]
+        == 1.0
+    )

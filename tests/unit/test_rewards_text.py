@@ -15,8 +15,13 @@ def call(function: Any, completion: str, answer: str) -> float:
     return function(completion, answer=answer, metadata={}, prompt="")
 
 
-@pytest.mark.parametrize(("completion", "answer", "reward"), [("cat", "cat", 1.0), (" cat\n", "cat", 1.0), ("Cat", "cat", 0.0), ("", "cat", 0.0)])
-def test_exact_match_compares_without_surrounding_space(completion: str, answer: str, reward: float) -> None:
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [("cat", "cat", 1.0), (" cat\n", "cat", 1.0), ("Cat", "cat", 0.0), ("", "cat", 0.0)],
+)
+def test_exact_match_compares_without_surrounding_space(
+    completion: str, answer: str, reward: float
+) -> None:
     assert call(exact_match, completion, answer) == reward
 
 
@@ -56,7 +61,9 @@ SQUAD_EXACT = [
 
 
 @pytest.mark.parametrize(("completion", "answer", "reward"), SQUAD_EXACT)
-def test_squad_exact_match_ignores_case_articles_and_punctuation(completion: str, answer: str, reward: float) -> None:
+def test_squad_exact_match_ignores_case_articles_and_punctuation(
+    completion: str, answer: str, reward: float
+) -> None:
     assert call(squad_exact_match, completion, answer) == reward
 
 
@@ -71,12 +78,16 @@ def test_squad_exact_match_ignores_case_articles_and_punctuation(completion: str
         ("cat", '["dog", "cat sat", "cat sat down"]', 2 / 3),
     ],
 )
-def test_f1_is_the_harmonic_mean_of_precision_and_recall(completion: str, answer: str, reward: float) -> None:
+def test_f1_is_the_harmonic_mean_of_precision_and_recall(
+    completion: str, answer: str, reward: float
+) -> None:
     assert call(f1, completion, answer) == pytest.approx(reward)
 
 
 @pytest.mark.parametrize("function", [f1, squad_exact_match])
 @pytest.mark.parametrize("answer", ["", "  ", '["", " "]'])
 def test_missing_reference_is_a_failure_and_no_zero(function: Any, answer: str) -> None:
-    with pytest.raises(ValueError, match=r"the sample has no reference answer; see data.answer_key"):
+    with pytest.raises(
+        ValueError, match=r"the sample has no reference answer; see data.answer_key"
+    ):
         call(function, "", answer)

@@ -1,4 +1,5 @@
-"""The table of rights fits the plan of topics and the installed roles, so that neither grows without the other."""
+"""The table of rights fits the plan of topics and the installed roles, so that neither grows
+without the other."""
 
 from __future__ import annotations
 
@@ -6,9 +7,17 @@ from importlib.metadata import entry_points
 
 import pytest
 
+from relax_events.kafka.security.acls import (
+    PERSON_RIGHTS,
+    PRINCIPALS,
+    ROLE_RIGHTS,
+    Acl,
+    acls_of,
+    prefix_of,
+    username_of,
+)
 from relax_events.plugins import ROLES
 from relax_events.topics import TopicPlan
-from relax_events.topics.rights import PERSON_RIGHTS, PRINCIPALS, ROLE_RIGHTS, Acl, acls_of, prefix_of, username_of
 
 PLAN = TopicPlan("demo", 1, 2, 4, 1, "none")
 TOPICS = {spec.name for spec in PLAN.specs()}
@@ -34,7 +43,9 @@ def test_every_topic_has_a_writer_and_rights_name_only_topics_of_the_plan() -> N
 
 
 def test_every_topic_but_the_dead_letters_has_a_reader() -> None:
-    assert TOPICS - set(allowed("read")) == {name for name in TOPICS if name.endswith(".dead-letters")}
+    assert TOPICS - set(allowed("read")) == {
+        name for name in TOPICS if name.endswith(".dead-letters")
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,25 +66,49 @@ def test_decisions_are_written_by_those_who_take_them(entity: str, writers: set[
 
 def test_roles_neither_make_nor_alter_nor_delete() -> None:
     roles = {username_of("demo", role) for role in ROLE_RIGHTS}
-    assert {acl.operation for acl in ACLS if acl.username in roles} == {"read", "write", "describe", "describe_configs"}
-    looked_at = [(acl.username, acl.resource, acl.name) for acl in ACLS if acl.username in roles and acl.operation == "describe_configs"]
+    assert {acl.operation for acl in ACLS if acl.username in roles} == {
+        "read",
+        "write",
+        "describe",
+        "describe_configs",
+    }
+    looked_at = [
+        (acl.username, acl.resource, acl.name)
+        for acl in ACLS
+        if acl.username in roles and acl.operation == "describe_configs"
+    ]
     assert looked_at == [("relax.demo.rollout", "group", "relax.demo.rollout")]
 
 
 def test_only_the_trainer_has_a_transactional_id_and_it_is_the_planned_one() -> None:
-    owners = [acl for acl in ACLS if acl.resource == "transactional_id" and acl.username.split(".")[-1] in ROLE_RIGHTS]
+    owners = [
+        acl
+        for acl in ACLS
+        if acl.resource == "transactional_id" and acl.username.split(".")[-1] in ROLE_RIGHTS
+    ]
     assert {acl.username for acl in owners} == {"relax.demo.trainer"}
     assert all(PLAN.transactional_id("trainer").startswith(acl.name) for acl in owners)
 
 
 def test_reader_can_change_nothing() -> None:
-    assert {acl.operation for acl in ACLS if acl.username == "relax.demo.reader"} == {"read", "describe", "describe_configs"}
+    assert {acl.operation for acl in ACLS if acl.username == "relax.demo.reader"} == {
+        "read",
+        "describe",
+        "describe_configs",
+    }
 
 
 def test_nothing_is_allowed_outside_of_the_run() -> None:
-    assert all(acl.name.startswith("relax.demo.") and acl.username.startswith("relax.demo.") for acl in ACLS)
+    assert all(
+        acl.name.startswith("relax.demo.") and acl.username.startswith("relax.demo.")
+        for acl in ACLS
+    )
     assert len(set(ACLS)) == len(ACLS)
-    assert {acl.username.removeprefix("relax.demo.") for acl in ACLS} == set(PRINCIPALS) == {*ROLE_RIGHTS, *PERSON_RIGHTS}
+    assert (
+        {acl.username.removeprefix("relax.demo.") for acl in ACLS}
+        == set(PRINCIPALS)
+        == {*ROLE_RIGHTS, *PERSON_RIGHTS}
+    )
 
 
 @pytest.mark.parametrize("other", ["demo-2", "dem", "demo2", "a-demo"])
@@ -101,7 +136,9 @@ def test_replay_may_read_its_source_and_nothing_else_of_it() -> None:
     topics = {acl for acl in more if acl.resource == "topic"}
     assert {(acl.name, acl.pattern) for acl in topics} == {("relax.first.", "prefixed")}
     assert {acl.operation for acl in topics} == {"read", "describe_configs"}
-    assert {acl.username for acl in topics} == {f"relax.demo.{name}" for name in ("trainer", "controller", "operator", "reader")}
+    assert {acl.username for acl in topics} == {
+        f"relax.demo.{name}" for name in ("trainer", "controller", "operator", "reader")
+    }
     # How far it is, the replay's trainer tells and the source's operator may know.
     assert {(acl.username, acl.resource, acl.name, acl.operation) for acl in more - topics} == {
         ("relax.demo.trainer", "group", "relax.demo.follower", "read"),

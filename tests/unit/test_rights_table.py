@@ -1,15 +1,18 @@
-"""The page on security says of every role and topic what a forged record can do: the rights in the code are those of its table."""
+"""The page on security says of every role and topic what a forged record can do: the rights in the
+code are those of its table."""
 
 from __future__ import annotations
 
 from rights_table import writes_by_page
 
+from relax_events.kafka.security.acls import acls_of, written_by
 from relax_events.topics.plan import DEAD_LETTER_ROLES, ROLES
-from relax_events.topics.rights import acls_of, written_by
 
 
 def test_page_names_what_each_role_may_write() -> None:
-    assert writes_by_page(ROLES, with_letters=DEAD_LETTER_ROLES) == {role: set(written_by(role)) for role in ROLES}
+    assert writes_by_page(ROLES, with_letters=DEAD_LETTER_ROLES) == {
+        role: set(written_by(role)) for role in ROLES
+    }
 
 
 def test_rights_to_write_are_literal_and_no_others() -> None:

@@ -9,7 +9,7 @@ import pytest
 from engine_requests import generated
 
 from relax_events.errors import ConfigError
-from workers.rolled_out import recorded_top_tokens
+from relax_events.roles.sample_event import recorded_top_tokens
 
 WANTED = {"distill_coefficient": 1.0, "distill_tokens": "student_topk", "distill_top_k": 3}
 
@@ -21,10 +21,15 @@ def test_top_tokens_are_recorded_only_where_the_loss_compares_them(make_run_conf
     assert recorded_top_tokens(generated(top_tokens=top), make_run_config()) is None
 
 
-@pytest.mark.parametrize(("top", "got"), [(None, "none"), (np.zeros((2, 2), np.int32), r"shape \(2, 2\)")])
-def test_engine_that_gives_no_top_tokens_is_refused_with_what_to_do(top: np.ndarray | None, got: str, make_run_config: Any) -> None:
+@pytest.mark.parametrize(
+    ("top", "got"), [(None, "none"), (np.zeros((2, 2), np.int32), r"shape \(2, 2\)")]
+)
+def test_engine_that_gives_no_top_tokens_is_refused_with_what_to_do(
+    top: np.ndarray | None, got: str, make_run_config: Any
+) -> None:
     asking = make_run_config(algorithm=WANTED, teacher={"model_path": "teacher"})
     with pytest.raises(
-        ConfigError, match=rf"'student_topk' needs 3 most probable tokens .* gave {got}; take another engine, or distill_tokens = 'teac"
+        ConfigError,
+        match=rf"'student_topk' needs 3 most probable tokens .* gave {got}; take another engine, or distill_tokens = 'teac",
     ):
         recorded_top_tokens(generated(top_tokens=top), asking)

@@ -1,4 +1,5 @@
-"""What a record refers to lies in the run's own store or under an allowed root, or the record is not used."""
+"""What a record refers to lies in the run's own store or under an allowed root, or the record is
+not used."""
 
 from __future__ import annotations
 
@@ -11,12 +12,19 @@ from event_samples import issued, ready, rolled_out
 
 from relax_events.config import RunConfig
 from relax_events.errors import ObjectError, WeightsError
-from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, ObjectRef, StoredArray
+from relax_events.events.parts import (
+    ChatMessage,
+    ContentPart,
+    MediaRef,
+    Modality,
+    ObjectRef,
+    StoredArray,
+)
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.objects.roots import AllowedRoots
+from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.weights.transport import StoreTransport
-from workers.opening import StoreClaimCheck
 
 STORE = "s3://runs/demo/objects/"
 ESCAPES = [
@@ -42,19 +50,31 @@ def image(uri: str) -> MediaRef:
 
 def events_with(uri: str) -> list[Event]:
     """Return each kind of event that refers to media."""
-    message = ChatMessage("user", [ContentPart(Modality.TEXT, text="look"), ContentPart(Modality.IMAGE, media=image(uri))])
-    return [replace(issued(), messages=[message]), rolled_out(messages=[message]), ready(media=[image(uri)])]
+    message = ChatMessage(
+        "user",
+        [ContentPart(Modality.TEXT, text="look"), ContentPart(Modality.IMAGE, media=image(uri))],
+    )
+    return [
+        replace(issued(), messages=[message]),
+        rolled_out(messages=[message]),
+        ready(media=[image(uri)]),
+    ]
 
 
 @pytest.mark.parametrize("uri", ESCAPES)
 def test_media_outside_of_the_roots_are_refused(uri: str) -> None:
     roots = AllowedRoots.of(STORE)
     for event in events_with(uri):
-        with pytest.raises(ObjectError, match=r"media must lie under s3://runs/demo/objects/, .*objects.allowed_roots"):
+        with pytest.raises(
+            ObjectError,
+            match=r"media must lie under s3://runs/demo/objects/, .*objects.allowed_roots",
+        ):
             roots.check(event)
 
 
-@pytest.mark.parametrize("uri", [STORE + "sha256/ab/abcd.png", "s3://pictures/cats/1.png", "file:///data/sets/1.png"])
+@pytest.mark.parametrize(
+    "uri", [STORE + "sha256/ab/abcd.png", "s3://pictures/cats/1.png", "file:///data/sets/1.png"]
+)
 def test_media_in_the_store_or_an_allowed_root_pass(uri: str) -> None:
     roots = AllowedRoots.of(STORE, ["s3://pictures", "file:///data/sets/"])
     for event in events_with(uri):
@@ -70,7 +90,16 @@ def test_worker_refuses_a_record_before_anything_is_fetched(tmp_path: Path) -> N
         claim_check.check_out(ready(media=[image("file:///etc/passwd")]))
 
 
-@pytest.mark.parametrize("uri", ["file:///etc/passwd", "{root}../secret", "{root}a/../../secret", "http://127.0.0.1/x", "s3://bucket/x"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "file:///etc/passwd",
+        "{root}../secret",
+        "{root}a/../../secret",
+        "http://127.0.0.1/x",
+        "s3://bucket/x",
+    ],
+)
 def test_array_and_artifact_outside_of_the_store_are_refused(tmp_path: Path, uri: str) -> None:
     (tmp_path / "secret").write_bytes(b"not yours")
     store = ObjectStore.open((tmp_path / "objects").as_uri())
@@ -78,11 +107,15 @@ def test_array_and_artifact_outside_of_the_store_are_refused(tmp_path: Path, uri
     stored = ready(tokens=StoredArray("<i4", (4,), reference))
     with pytest.raises(ObjectError, match=r"lies outside the object store|can't name an object"):
         StoreClaimCheck(store, inline_max_bytes=1).check_out(stored)
-    announced = PolicyVersionPublished(policy_version=1, artifact=reference, transports=["store"], start_offsets=[])
+    announced = PolicyVersionPublished(
+        policy_version=1, artifact=reference, transports=["store"], start_offsets=[]
+    )
     with pytest.raises(WeightsError, match=r"lies outside the object store|can't name an object"):
         StoreTransport(store).fetch(announced)
 
 
 def test_run_file_allows_more_roots(make_run_config: Callable[..., RunConfig]) -> None:
     assert make_run_config().objects.allowed_roots == ()
-    assert make_run_config(objects={"allowed_roots": ["s3://pictures/"]}).objects.allowed_roots == ("s3://pictures/",)
+    assert make_run_config(objects={"allowed_roots": ["s3://pictures/"]}).objects.allowed_roots == (
+        "s3://pictures/",
+    )

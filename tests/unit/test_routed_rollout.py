@@ -7,13 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_requests import continued, finish, generated, make_engine, make_request, other_weights, plain_logprobs, plain_model, step, tiny_model
+from engine_requests import (
+    continued,
+    finish,
+    generated,
+    make_engine,
+    make_request,
+    other_weights,
+    plain_logprobs,
+    plain_model,
+    step,
+    tiny_model,
+)
 from routed_samples import chosen_by, routed_logprobs
 
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import ConfigError, PoisonSample
-from workers.rolled_out import recorded_experts
+from relax_events.roles.sample_event import recorded_experts
 
 FAMILY = "qwen3_moe"
 
@@ -37,7 +48,10 @@ def test_experts_are_those_of_every_token_but_the_last() -> None:
             sample = samples[one.sample_id]
             tokens = sequence_of(request, sample)
             assert sample.routed_experts is not None
-            assert (sample.routed_experts.shape, sample.routed_experts.dtype) == ((len(tokens) - 1, 2, 2), np.uint8)
+            assert (sample.routed_experts.shape, sample.routed_experts.dtype) == (
+                (len(tokens) - 1, 2, 2),
+                np.uint8,
+            )
             assert sample.routed_experts.tolist() == chosen_by(tiny_model(FAMILY), tokens).tolist()
 
 
@@ -51,7 +65,12 @@ def test_recording_changes_no_bit_of_a_sample() -> None:
     request, drawn = make_request(3, num_samples=4, max_new_tokens=20), []
     for engine in (make_engine(tiny_model(FAMILY)), recording_engine()):
         engine.submit(request)
-        drawn.append({name: (sample.tokens.tobytes(), sample.logprobs.tobytes()) for name, sample in finish(engine).items()})
+        drawn.append(
+            {
+                name: (sample.tokens.tobytes(), sample.logprobs.tobytes())
+                for name, sample in finish(engine).items()
+            }
+        )
     assert drawn[0] == drawn[1]
 
 
@@ -70,7 +89,9 @@ def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(how: str) 
     for sample in finish(engine).values():
         tokens, (first, second) = sequence_of(request, sample), sample.segments
         old, new = chosen_by(tiny_model(FAMILY), tokens), chosen_by(path, tokens)
-        split = len(request.prompt_tokens) + first.num_tokens - 1  # of the token that the new weights read to draw their first one
+        split = (
+            len(request.prompt_tokens) + first.num_tokens - 1
+        )  # of the token that the new weights read to draw their first one
         assert sample.routed_experts is not None
         assert len(sample.routed_experts) == len(tokens) - 1
         assert (first.policy_version, second.policy_version) == (0, 1)
@@ -90,37 +111,64 @@ def test_sample_of_which_an_engine_told_only_in_part_is_told_of_by_the_next() ->
     engine.submit(continued(request, [replace(partial, routed_experts=told)]))
     (sample,) = finish(engine).values()
     assert sample.routed_experts is not None
-    assert sample.routed_experts.tolist() == chosen_by(tiny_model(FAMILY), sequence_of(request, sample)).tolist()
+    assert (
+        sample.routed_experts.tolist()
+        == chosen_by(tiny_model(FAMILY), sequence_of(request, sample)).tolist()
+    )
 
 
 def test_prefix_whose_experts_can_not_be_the_models_is_refused() -> None:
     engine, request = recording_engine(), make_request(2, num_samples=1)
     num_read = len(request.prompt_tokens) - 1
     for shape in ((2, 3, 2), (num_read + 1, 2, 2)):
-        odd = replace(request, samples=(replace(request.samples[0], routed_experts=np.zeros(shape, np.uint8)),))
-        with pytest.raises(PoisonSample, match=rf"sample g2/0: the prefix's routed_experts must be of at most {num_read} tokens, 2 layers and 2 ex"):
+        odd = replace(
+            request,
+            samples=(replace(request.samples[0], routed_experts=np.zeros(shape, np.uint8)),),
+        )
+        with pytest.raises(
+            PoisonSample,
+            match=rf"sample g2/0: the prefix's routed_experts must be of at most {num_read} tokens, 2 layers and 2 ex",
+        ):
             engine.submit(odd)
 
 
 def test_model_without_experts_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"model.routing_replay replays the choice of a mixture of experts, and the model in .* has none"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.routing_replay replays the choice of a mixture of experts, and the model in .* has none",
+    ):
         make_engine(model={"routing_replay": "rollout"})
 
 
 def test_experts_are_recorded_only_where_they_are_replayed(make_run_config: Any) -> None:
-    asking, experts = make_run_config(model={"routing_replay": "rollout"}), np.zeros((4, 2, 2), np.uint8)
+    asking, experts = (
+        make_run_config(model={"routing_replay": "rollout"}),
+        np.zeros((4, 2, 2), np.uint8),
+    )
     assert recorded_experts(generated(routed_experts=experts), asking, num_tokens=5) is experts
-    assert recorded_experts(generated(routed_experts=experts), make_run_config(), num_tokens=5) is None
+    assert (
+        recorded_experts(generated(routed_experts=experts), make_run_config(), num_tokens=5) is None
+    )
 
 
-@pytest.mark.parametrize(("experts", "got"), [(None, "none"), (np.zeros((3, 2, 2), np.uint8), "those of 3")])
-def test_engine_that_does_not_tell_of_experts_is_refused_with_what_to_do(experts: np.ndarray | None, got: str, make_run_config: Any) -> None:
+@pytest.mark.parametrize(
+    ("experts", "got"), [(None, "none"), (np.zeros((3, 2, 2), np.uint8), "those of 3")]
+)
+def test_engine_that_does_not_tell_of_experts_is_refused_with_what_to_do(
+    experts: np.ndarray | None, got: str, make_run_config: Any
+) -> None:
     need = rf"needs the experts that 4 tokens of sample 000000-0000-0/0 .* gave {got}; take another engine, or routing_replay = 'none'"
     with pytest.raises(ConfigError, match=need):
-        recorded_experts(generated(routed_experts=experts), make_run_config(model={"routing_replay": "rollout"}), num_tokens=5)
+        recorded_experts(
+            generated(routed_experts=experts),
+            make_run_config(model={"routing_replay": "rollout"}),
+            num_tokens=5,
+        )
 
 
 def test_reference_by_hand_is_the_model() -> None:
     tokens = np.arange(3, 40, dtype=np.int32)
     by_hand, _ = routed_logprobs(plain_model(tiny_model(FAMILY)), tokens)
-    np.testing.assert_allclose(by_hand, plain_logprobs(tokens[:1], tokens[1:], path=tiny_model(FAMILY)), atol=1e-5)
+    np.testing.assert_allclose(
+        by_hand, plain_logprobs(tokens[:1], tokens[1:], path=tiny_model(FAMILY)), atol=1e-5
+    )

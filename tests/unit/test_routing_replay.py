@@ -17,20 +17,20 @@ from transformers import AutoModelForCausalLM
 
 from relax_events.config import ModelConfig
 from relax_events.engines.protocol import GenerationRequest
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import StoredArray
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
+from relax_events.examples.tiny_models import make_tiny
 from relax_events.models.routers import Routers
-from relax_events.models.tiny import make_tiny
-from relax_events.pipeline.validation import check_ready, check_trainable
-from relax_events.training.packing import pack
-from relax_events.training.policy_model import PolicyModel
+from relax_events.runtime.validation import check_ready, check_trainable
+from relax_events.training.backend.policy_model import PolicyModel
+from relax_events.training.backend.scoring import LogprobScorer
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.batch.packing import pack
+from relax_events.training.batch.row_layout import PromptSharing
 from relax_events.training.ranks import SingleRank
-from relax_events.training.row_layout import PromptSharing
-from relax_events.training.scoring import LogprobScorer
-from relax_events.training.torch_backend import TorchBackend
 from tests.unit.trainer_samples import changed, make_samples, run_config
 
 FAMILY = "qwen3_moe"
@@ -43,10 +43,14 @@ CHEAP = PromptSharing(0.0)
 def drawn() -> tuple[SampleReady, ...]:
     """Draw two samples of each of three prompts, with the experts that they went through."""
     engine = make_engine(tiny_model(FAMILY), model={"routing_replay": "rollout"})
-    return samples_of(engine, [make_request(number, max_new_tokens=5 + 3 * number) for number in (1, 2, 4)])
+    return samples_of(
+        engine, [make_request(number, max_new_tokens=5 + 3 * number) for number in (1, 2, 4)]
+    )
 
 
-def samples_of(engine: TransformersEngine, requests: Sequence[GenerationRequest]) -> tuple[SampleReady, ...]:
+def samples_of(
+    engine: TransformersEngine, requests: Sequence[GenerationRequest]
+) -> tuple[SampleReady, ...]:
     """Generate, and make what the trainer reads."""
     for request in requests:
         engine.submit(request)
@@ -59,15 +63,36 @@ def samples_of(engine: TransformersEngine, requests: Sequence[GenerationRequest]
             mask = (np.arange(len(tokens)) >= num_prompt_tokens).astype(np.uint8)
             logprobs = np.zeros(len(tokens), np.float32)
             logprobs[num_prompt_tokens:] = sample.logprobs
-            place: dict[str, Any] = {"prompt_group_id": f"000000-{group:04}-0", "sample_id": f"000000-{group:04}-0/{index}", "sample_index": index}
-            arrays: dict[str, Any] = {"tokens": tokens, "loss_mask": mask, "rollout_logprobs": logprobs, "advantages": mask.astype(np.float32)}
-            samples.append(changed(template, **place, **arrays, num_prompt_tokens=num_prompt_tokens, routed_experts=sample.routed_experts))
+            place: dict[str, Any] = {
+                "prompt_group_id": f"000000-{group:04}-0",
+                "sample_id": f"000000-{group:04}-0/{index}",
+                "sample_index": index,
+            }
+            arrays: dict[str, Any] = {
+                "tokens": tokens,
+                "loss_mask": mask,
+                "rollout_logprobs": logprobs,
+                "advantages": mask.astype(np.float32),
+            }
+            samples.append(
+                changed(
+                    template,
+                    **place,
+                    **arrays,
+                    num_prompt_tokens=num_prompt_tokens,
+                    routed_experts=sample.routed_experts,
+                )
+            )
     return tuple(samples)
 
 
-def policy(path: Path | None = None, *, replays: bool = True, dtype: torch.dtype | None = None) -> PolicyModel:
+def policy(
+    path: Path | None = None, *, replays: bool = True, dtype: torch.dtype | None = None
+) -> PolicyModel:
     path = path or tiny_model(FAMILY)
-    config = ModelConfig(dtype="float32", path=path, device="cpu", routing_replay="rollout" if replays else "none")
+    config = ModelConfig(
+        dtype="float32", path=path, device="cpu", routing_replay="rollout" if replays else "none"
+    )
     return PolicyModel(path, config=config, device=torch.device("cpu"), dtype=dtype)
 
 
@@ -77,7 +102,12 @@ def logprobs_of(model: PolicyModel, samples: tuple[SampleReady, ...], **layout: 
 
 
 def rollout_logprobs(samples: tuple[SampleReady, ...]) -> np.ndarray:
-    return np.concatenate([np.asarray(sample.rollout_logprobs)[np.asarray(sample.loss_mask).astype(bool)] for sample in samples])
+    return np.concatenate(
+        [
+            np.asarray(sample.rollout_logprobs)[np.asarray(sample.loss_mask).astype(bool)]
+            for sample in samples
+        ]
+    )
 
 
 def perturbed(module: torch.nn.Module) -> None:
@@ -91,26 +121,37 @@ def perturbed(module: torch.nn.Module) -> None:
 
 
 def by_hand(samples: tuple[SampleReady, ...], module: Any) -> np.ndarray:
-    """Compute the loss tokens' log-probabilities with the samples' experts, one sample after the other."""
+    """Compute the loss tokens' log-probabilities with the samples' experts, one sample after the
+    other."""
     parts = [
-        routed_logprobs(module, np.asarray(sample.tokens), np.asarray(sample.routed_experts))[0][np.asarray(sample.loss_mask)[1:].astype(bool)]
+        routed_logprobs(module, np.asarray(sample.tokens), np.asarray(sample.routed_experts))[0][
+            np.asarray(sample.loss_mask)[1:].astype(bool)
+        ]
         for sample in samples
     ]
     return np.concatenate(parts)
 
 
-@pytest.mark.parametrize("layout", [{}, {"share_rows": False}, {"sharing": CHEAP}, {"row_multiple": 16}])
-def test_replayed_logprobs_are_the_engines_and_bit_for_bit_those_without_replay(layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "layout", [{}, {"share_rows": False}, {"sharing": CHEAP}, {"row_multiple": 16}]
+)
+def test_replayed_logprobs_are_the_engines_and_bit_for_bit_those_without_replay(
+    layout: dict[str, Any],
+) -> None:
     samples = drawn()
     engine = rollout_logprobs(samples)
     with torch.no_grad():
-        replayed, free = (logprobs_of(policy(replays=replays), samples, **layout) for replays in (True, False))
+        replayed, free = (
+            logprobs_of(policy(replays=replays), samples, **layout) for replays in (True, False)
+        )
     np.testing.assert_allclose(replayed.numpy(), engine, atol=1e-5)
     assert torch.equal(replayed, free)
 
 
 @pytest.mark.parametrize("layout", [{}, {"share_rows": False}, {"sharing": CHEAP}])
-def test_replayed_logprobs_follow_the_samples_experts_when_routers_have_moved(layout: dict[str, Any]) -> None:
+def test_replayed_logprobs_follow_the_samples_experts_when_routers_have_moved(
+    layout: dict[str, Any],
+) -> None:
     samples, plain = drawn(), _fresh_plain()
     perturbed(plain)
     results = []
@@ -124,16 +165,28 @@ def test_replayed_logprobs_follow_the_samples_experts_when_routers_have_moved(la
     assert np.abs(replayed - free).max() > 0.01
 
 
-def test_replay_leaves_rounding_alone_where_engine_and_trainer_attend_by_other_kernels(tmp_path: Path) -> None:
+def test_replay_leaves_rounding_alone_where_engine_and_trainer_attend_by_other_kernels(
+    tmp_path: Path,
+) -> None:
     path = make_tiny(tmp_path, corpus=["12=21"], family=FAMILY, num_layers=4, seed=3)
     engine = make_engine(path, model={"routing_replay": "rollout", "dtype": "bfloat16"})
-    samples = samples_of(engine, [make_request(number, num_samples=1, prompt=make_prompt(number, 16), max_new_tokens=48) for number in range(24)])
+    samples = samples_of(
+        engine,
+        [
+            make_request(number, num_samples=1, prompt=make_prompt(number, 16), max_new_tokens=48)
+            for number in range(24)
+        ],
+    )
     differences = {}
     replays: tuple[Literal["none", "rollout"], ...] = ("none", "rollout")
     for replay in replays:
-        config = ModelConfig(path=path, device="cpu", dtype="bfloat16", attention="eager", routing_replay=replay)
+        config = ModelConfig(
+            path=path, device="cpu", dtype="bfloat16", attention="eager", routing_replay=replay
+        )
         with torch.no_grad():
-            trainer = logprobs_of(PolicyModel(path, config=config, device=torch.device("cpu")), samples).numpy()
+            trainer = logprobs_of(
+                PolicyModel(path, config=config, device=torch.device("cpu")), samples
+            ).numpy()
         differences[replay] = np.abs(trainer - rollout_logprobs(samples))
     assert [(values > 0.1).sum() > 10 for values in differences.values()] == [True, False]
     assert differences["rollout"].max() < 0.1 < 0.3 < differences["none"].max()
@@ -141,10 +194,14 @@ def test_replay_leaves_rounding_alone_where_engine_and_trainer_attend_by_other_k
 
 
 def _fresh_plain() -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_model(FAMILY), dtype=torch.float64, experts_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        tiny_model(FAMILY), dtype=torch.float64, experts_implementation="eager"
+    ).eval()
 
 
-def test_gradient_of_the_routers_is_that_of_the_weights_that_they_give_to_the_samples_experts() -> None:
+def test_gradient_of_the_routers_is_that_of_the_weights_that_they_give_to_the_samples_experts() -> (
+    None
+):
     samples, model, plain = drawn()[:2], policy(), _fresh_plain()
     perturbed(model.module)
     perturbed(plain)
@@ -165,7 +222,9 @@ def test_gradient_of_the_routers_is_that_of_the_weights_that_they_give_to_the_sa
         assert float(gradient.norm()) > 0.01
 
 
-def test_step_of_the_backend_is_the_same_with_and_without_replay_while_weights_are_the_engines() -> None:
+def test_step_of_the_backend_is_the_same_with_and_without_replay_while_weights_are_the_engines() -> (
+    None
+):
     states = []
     for replay in ("none", "rollout"):
         config = run_config(tiny_model(FAMILY))
@@ -183,9 +242,17 @@ def test_scorer_replays_what_the_trainer_replays() -> None:
     config = ModelConfig(dtype="float32", path=path, device="cpu", routing_replay="rollout")
     scored = LogprobScorer(path, model=config, threads=1, max_tokens=64).score(samples)
     expected = by_hand(samples, plain_model(path))
-    found = np.concatenate([scores[np.asarray(sample.loss_mask).astype(bool)] for scores, sample in zip(scored, samples, strict=True)])
+    found = np.concatenate(
+        [
+            scores[np.asarray(sample.loss_mask).astype(bool)]
+            for scores, sample in zip(scored, samples, strict=True)
+        ]
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert any((np.asarray(sample.routed_experts) != chosen_by(path, np.asarray(sample.tokens))).any() for sample in samples)
+    assert any(
+        (np.asarray(sample.routed_experts) != chosen_by(path, np.asarray(sample.tokens))).any()
+        for sample in samples
+    )
 
 
 def test_samples_whose_prompt_went_through_other_experts_do_not_share_it() -> None:
@@ -193,12 +260,15 @@ def test_samples_whose_prompt_went_through_other_experts_do_not_share_it() -> No
     experts = np.asarray(second.routed_experts).copy()
     experts[0] = (experts[0] + 1) % 8
     batch, other = (
-        pack(both, vocab_size=300, sharing=CHEAP, experts=SHAPE) for both in ((first, second), (first, changed(second, routed_experts=experts)))
+        pack(both, vocab_size=300, sharing=CHEAP, experts=SHAPE)
+        for both in ((first, second), (first, changed(second, routed_experts=experts)))
     )
     assert batch.branches is not None
     assert other.branches is None
     assert other.experts is not None
-    np.testing.assert_array_equal(other.experts.chosen[other.places[len(first.tokens) : -1]], experts)
+    np.testing.assert_array_equal(
+        other.experts.chosen[other.places[len(first.tokens) : -1]], experts
+    )
 
 
 def test_last_token_and_padding_are_given_no_experts() -> None:
@@ -216,24 +286,53 @@ def test_last_token_and_padding_are_given_no_experts() -> None:
     ("experts", "text"),
     [
         (None, "has no routed_experts, and model.routing_replay = 'rollout' needs the experts"),
-        (np.zeros((1, 3, 2), np.uint8), r"must have the shape \(\d+, 2, 2\), all tokens but the last, got \(\d+, 3, 2\)"),
+        (
+            np.zeros((1, 3, 2), np.uint8),
+            r"must have the shape \(\d+, 2, 2\), all tokens but the last, got \(\d+, 3, 2\)",
+        ),
         (np.full((1, 2, 2), 8, np.uint8), "must be 0 to 7, got 8 to 8"),
         (np.full((1, 2, 2), -1, np.int32), "must be 0 to 7, got -1 to -1"),
     ],
 )
-def test_sample_whose_experts_can_not_be_the_models_is_not_trained(experts: np.ndarray | None, text: str) -> None:
+def test_sample_whose_experts_can_not_be_the_models_is_not_trained(
+    experts: np.ndarray | None, text: str
+) -> None:
     sample = drawn()[0]
     filled = None if experts is None else np.repeat(experts, len(sample.tokens) - 1, axis=0)
     with pytest.raises(PoisonSample, match=f"sample {sample.sample_id}.*{text}"):
-        check_trainable(changed(sample, routed_experts=filled), algorithm=run_config().algorithm, vocab_size=300, experts=SHAPE)
+        check_trainable(
+            changed(sample, routed_experts=filled),
+            algorithm=run_config().algorithm,
+            vocab_size=300,
+            experts=SHAPE,
+        )
 
 
 def test_sample_is_checked_for_a_row_of_experts_for_all_tokens_but_the_last() -> None:
-    sample = changed(drawn()[0], **dict.fromkeys(("ref_logprobs", "actor_logprobs", "teacher_logprobs", "topk_ids", "topk_teacher_logprobs")))
+    sample = changed(
+        drawn()[0],
+        **dict.fromkeys(
+            (
+                "ref_logprobs",
+                "actor_logprobs",
+                "teacher_logprobs",
+                "topk_ids",
+                "topk_teacher_logprobs",
+            )
+        ),
+    )
     assert check_ready(sample) is sample
     experts = np.asarray(sample.routed_experts)
-    for odd, text in {"long": experts[:-1], "flat": experts.reshape(len(experts), -1), "float": experts.astype(np.float32)}.items():
-        rule = "integers, got float32" if odd == "float" else r"\[\d+, layers, top_k\], a row for all tokens but the last"
+    for odd, text in {
+        "long": experts[:-1],
+        "flat": experts.reshape(len(experts), -1),
+        "float": experts.astype(np.float32),
+    }.items():
+        rule = (
+            "integers, got float32"
+            if odd == "float"
+            else r"\[\d+, layers, top_k\], a row for all tokens but the last"
+        )
         with pytest.raises(PoisonSample, match=f"routed_experts must be {rule}"):
             check_ready(changed(sample, routed_experts=text))
 
@@ -262,6 +361,14 @@ def test_routers_with_another_rule_are_refused_by_name() -> None:
 
     routers.require_known_rule(forward)
     for layer in model.module.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda _, __, output: (output[0], output[1] * 2, output[2]), prepend=True)
-    with pytest.raises(ConfigError, match="weigh the experts of the highest softmax probabilities by these, and Qwen3MoeTopKRouter of the model in"):
+        layer.mlp.gate.register_forward_hook(
+            lambda _, __, output: (output[0], output[1] * 2, output[2]), prepend=True
+        )
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "weigh the experts of the highest softmax probabilities by these, and "
+            "Qwen3MoeTopKRouter of the model in"
+        ),
+    ):
         routers.require_known_rule(forward)

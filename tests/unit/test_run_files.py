@@ -6,7 +6,7 @@ import pytest
 
 from relax_events.config import load_run_config
 from relax_events.data.sources import open_source
-from relax_events.rewards.hub import load_reward
+from relax_events.rewards.registry import load_reward
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -1,4 +1,5 @@
-"""Rollout workers are as many as the brokers' share group has room for, and each has as many lanes as its engine can hold."""
+"""Rollout workers are as many as the brokers' share group has room for, and each has as many lanes
+as its engine can hold."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.control.lanes import most_workers, require_lanes, share_group_size
-from relax_events.control.scaling import Bounds, ScaleState
-from relax_events.control.scaling.admission import Asked, Refused, plan
-from relax_events.control.scaling.requests import Kind
+from relax_events.controller.rollout_capacity import most_workers, require_lanes, share_group_size
+from relax_events.controller.scaling_admission import Asked, Refused, plan
+from relax_events.controller.scaling_bounds import Bounds
 from relax_events.errors import BrokerRefused, ConfigError
+from relax_events.projections.scaling import Kind, ScaleState
 
 MakeRunConfig = Callable[..., RunConfig]
 
@@ -28,20 +29,45 @@ class Brokers:
         return self._settings
 
 
-@pytest.mark.parametrize(("running", "samples", "lanes"), [(256, 8, 32), (256, 16, 16), (20, 8, 3), (4, 8, 1)])
-def test_worker_has_as_many_lanes_as_fill_its_engine(make_run_config: MakeRunConfig, running: int, samples: int, lanes: int) -> None:
-    config = make_run_config(run={"samples_per_prompt": samples}, engine={"max_running_samples": running})
+@pytest.mark.parametrize(
+    ("running", "samples", "lanes"), [(256, 8, 32), (256, 16, 16), (20, 8, 3), (4, 8, 1)]
+)
+def test_worker_has_as_many_lanes_as_fill_its_engine(
+    make_run_config: MakeRunConfig, running: int, samples: int, lanes: int
+) -> None:
+    config = make_run_config(
+        run={"samples_per_prompt": samples}, engine={"max_running_samples": running}
+    )
     assert config.num_lanes == lanes
-    assert make_run_config(engine={"max_running_samples": running, "max_prompt_groups": 5}).num_lanes == 5
+    assert (
+        make_run_config(engine={"max_running_samples": running, "max_prompt_groups": 5}).num_lanes
+        == 5
+    )
 
 
-def test_run_that_asks_for_more_lanes_than_the_share_group_holds_is_refused_with_the_numbers(make_run_config: MakeRunConfig) -> None:
+def test_run_that_asks_for_more_lanes_than_the_share_group_holds_is_refused_with_the_numbers(
+    make_run_config: MakeRunConfig,
+) -> None:
     config = make_run_config(workers={"rollout": 7}, engine={"max_prompt_groups": 32})
-    with pytest.raises(ConfigError, match=r"7 rollout workers x 32 lanes = 224 members .* group.share.max.size = 200; lower engine"):
+    with pytest.raises(
+        ConfigError,
+        match=r"7 rollout workers x 32 lanes = 224 members .* group.share.max.size = 200; lower engine",
+    ):
         require_lanes(config, 200)
-    assert require_lanes(config, 1000) == "room for 31 rollout workers of 32 lanes (group.share.max.size = 1000)"
+    assert (
+        require_lanes(config, 1000)
+        == "room for 31 rollout workers of 32 lanes (group.share.max.size = 1000)"
+    )
     assert most_workers(config, 224) == 7
-    assert require_lanes(make_run_config(workers={"rollout": 7}, broker={"lease": "consumer_group", "queue_partitions": 7}), 10) == "no share group"
+    assert (
+        require_lanes(
+            make_run_config(
+                workers={"rollout": 7}, broker={"lease": "consumer_group", "queue_partitions": 7}
+            ),
+            10,
+        )
+        == "no share group"
+    )
 
 
 def test_size_is_what_the_brokers_tell(make_run_config: MakeRunConfig) -> None:
@@ -50,9 +76,14 @@ def test_size_is_what_the_brokers_tell(make_run_config: MakeRunConfig) -> None:
     assert share_group_size(config, Brokers(None)) is None  # type: ignore[arg-type]
 
 
-def test_request_beyond_the_share_group_is_refused_with_the_numbers(make_run_config: MakeRunConfig) -> None:
+def test_request_beyond_the_share_group_is_refused_with_the_numbers(
+    make_run_config: MakeRunConfig,
+) -> None:
     config = make_run_config(engine={"max_prompt_groups": 32})
     bounds = Bounds.of(config, is_supervised=True, share_group_size=200)
-    with pytest.raises(Refused, match=r"7 workers of default are more than 6: each has 32 lanes, and group.share.max.size = 200"):
+    with pytest.raises(
+        Refused,
+        match=r"7 workers of default are more than 6: each has 32 lanes, and group.share.max.size = 200",
+    ):
         plan(ScaleState(), bounds, Asked(kind=Kind.OUT, target=7), now=1)
     assert Bounds.of(config, is_supervised=True).pools["default"].max_workers == 32

@@ -1,4 +1,5 @@
-"""What Prometheus learns of the run as a whole: hand-made control logs, and the text that is served of them."""
+"""What Prometheus learns of the run as a whole: hand-made control logs, and the text that is served
+of them."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from relax_events.config import RunConfig
-from relax_events.control.run_metrics import RunMetrics
-from relax_events.control.run_state import RunState
+from relax_events.controller.metrics import RunMetrics
 from relax_events.events.parts import CheckpointRef, Command, Outcome, WorkerState, now_micros
 from relax_events.events.types import Event, PolicyEvaluated, RunCommanded, WorkerBeat
+from relax_events.projections.run_state import RunState
 
 MakeRunConfig = Callable[..., RunConfig]
 Labels = tuple[tuple[str, str], ...]
@@ -35,24 +36,44 @@ def served(config: RunConfig, *events: Event) -> dict[str, dict[Labels, float]]:
     return found
 
 
-def beat(worker_id: str, state: WorkerState, *, seconds_ago: float = 0.0, policy_version: int = -1) -> WorkerBeat:
+def beat(
+    worker_id: str, state: WorkerState, *, seconds_ago: float = 0.0, policy_version: int = -1
+) -> WorkerBeat:
     role = worker_id.rsplit("-", 1)[0]
     at = now_micros() - int(seconds_ago * 1e6)
     figures = {"num_processed": 0, "num_in_flight": 0, "last_progress_at": at, "beat_at": at}
-    return WorkerBeat(worker_id=worker_id, role=role, host="h", pid=1, state=state, policy_version=policy_version, **figures)
+    return WorkerBeat(
+        worker_id=worker_id,
+        role=role,
+        host="h",
+        pid=1,
+        state=state,
+        policy_version=policy_version,
+        **figures,
+    )
 
 
 def test_newest_step_is_served_with_its_figures_and_phases(make_run_config: MakeRunConfig) -> None:
     config = make_run_config(run={"num_steps": 7, "max_staleness": 3})
     older = committed(0, figures={"reward_mean": 0.1, "grad_norm": 9.0})
     newest = committed(
-        1, figures={"reward_mean": 0.75}, staleness_counts=[4, 0, 2, 0], phase_seconds={"wait": 1.5, "forward": 0.5}, committed_at=12_500_000
+        1,
+        figures={"reward_mean": 0.75},
+        staleness_counts=[4, 0, 2, 0],
+        phase_seconds={"wait": 1.5, "forward": 0.5},
+        committed_at=12_500_000,
     )
     found = served(config, published(0), older, published(1), newest, published(2))
     assert found["relax_train_steps_total"] == {(): 2}
-    assert (found["relax_train_steps_goal"], found["relax_staleness_bound_versions"]) == ({(): 7}, {(): 3})
+    assert (found["relax_train_steps_goal"], found["relax_staleness_bound_versions"]) == (
+        {(): 7},
+        {(): 3},
+    )
     assert found["relax_train_step_figure"] == {(("figure", "reward_mean"),): 0.75}
-    assert found["relax_train_step_phase_seconds"] == {(("phase", "forward"),): 0.5, (("phase", "wait"),): 1.5}
+    assert found["relax_train_step_phase_seconds"] == {
+        (("phase", "forward"),): 0.5,
+        (("phase", "wait"),): 1.5,
+    }
     assert found["relax_staleness_max_versions"] == {(): 2}
     assert found["relax_train_step_timestamp_seconds"] == {(): 12.5}
     assert found["relax_published_policy_version"] == {(): 2}
@@ -63,20 +84,29 @@ def test_what_is_not_known_yet_has_no_sample(make_run_config: MakeRunConfig) -> 
     assert "relax_train_step_timestamp_seconds" not in found
     assert "relax_staleness_max_versions" not in found
     assert "relax_evaluation_reward_mean" not in found
-    assert (found["relax_train_steps_total"], found["relax_published_policy_version"]) == ({(): 0}, {(): -1})
+    assert (found["relax_train_steps_total"], found["relax_published_policy_version"]) == (
+        {(): 0},
+        {(): -1},
+    )
 
 
 def test_figure_that_is_no_number_is_served_as_it_is(make_run_config: MakeRunConfig) -> None:
-    found = served(make_run_config(), committed(0, figures={"loss": math.nan, "grad_norm": math.inf}))
+    found = served(
+        make_run_config(), committed(0, figures={"loss": math.nan, "grad_norm": math.inf})
+    )
     figures = found["relax_train_step_figure"]
     assert math.isnan(figures[(("figure", "loss"),)])
     assert figures[(("figure", "grad_norm"),)] == math.inf
 
 
 @pytest.mark.parametrize(("checkpoints", "behind"), [([], 4), ([0], 3), ([0, 2], 1), ([3], 0)])
-def test_checkpoint_is_as_many_steps_behind_as_recovery_would_replay(make_run_config: MakeRunConfig, checkpoints: list[int], behind: int) -> None:
+def test_checkpoint_is_as_many_steps_behind_as_recovery_would_replay(
+    make_run_config: MakeRunConfig, checkpoints: list[int], behind: int
+) -> None:
     reference = CheckpointRef(policy_version=1, uri="file:///c", digest=b"d")
-    steps = [committed(step, checkpoint=reference if step in checkpoints else None) for step in range(4)]
+    steps = [
+        committed(step, checkpoint=reference if step in checkpoints else None) for step in range(4)
+    ]
     assert served(make_run_config(), *steps)["relax_checkpoint_behind_steps"] == {(): behind}
 
 
@@ -91,23 +121,48 @@ def test_workers_are_counted_by_what_they_said_last(make_run_config: MakeRunConf
         beat("reward-7", WorkerState.IDLE),
         beat("trainer-0", WorkerState.STARTING, seconds_ago=60.0),  # it loads a large model
     )["relax_workers"]
-    told = {(dict(labels)["role"], dict(labels)["state"]): value for labels, value in found.items() if value}
-    assert told == {("rollout", "working"): 1, ("rollout", "silent"): 1, ("reward", "stopped"): 1, ("reward", "idle"): 1, ("trainer", "starting"): 1}
+    told = {
+        (dict(labels)["role"], dict(labels)["state"]): value
+        for labels, value in found.items()
+        if value
+    }
+    assert told == {
+        ("rollout", "working"): 1,
+        ("rollout", "silent"): 1,
+        ("reward", "stopped"): 1,
+        ("reward", "idle"): 1,
+        ("trainer", "starting"): 1,
+    }
     assert {dict(labels)["role"] for labels in found} == set(config.roles())
-    assert len(found) == len(config.roles()) * 6  # a role without workers has zeros, so that an alert can see it
+    assert (
+        len(found) == len(config.roles()) * 6
+    )  # a role without workers has zeros, so that an alert can see it
 
 
 def test_nobody_is_silent_while_nobody_can_be_heard(make_run_config: MakeRunConfig) -> None:
     """The broker was away: all that is known is old, the newest of it too."""
     config = make_run_config(workers={"hung_seconds": 5.0})
-    beats = [beat(worker_id, WorkerState.WORKING, seconds_ago=600.0) for worker_id in ("controller-0", "rollout-0", "trainer-0")]
-    silent = {labels: value for labels, value in served(config, *beats)["relax_workers"].items() if ("state", "silent") in labels}
+    beats = [
+        beat(worker_id, WorkerState.WORKING, seconds_ago=600.0)
+        for worker_id in ("controller-0", "rollout-0", "trainer-0")
+    ]
+    silent = {
+        labels: value
+        for labels, value in served(config, *beats)["relax_workers"].items()
+        if ("state", "silent") in labels
+    }
     assert set(silent.values()) == {0}
     silent = served(config, *beats, beat("controller-0", WorkerState.WORKING))["relax_workers"]
-    assert {dict(labels)["role"] for labels, value in silent.items() if value and dict(labels)["state"] == "silent"} == {"rollout", "trainer"}
+    assert {
+        dict(labels)["role"]
+        for labels, value in silent.items()
+        if value and dict(labels)["state"] == "silent"
+    } == {"rollout", "trainer"}
 
 
-def test_slowest_live_engine_tells_how_far_behind_the_weights_are(make_run_config: MakeRunConfig) -> None:
+def test_slowest_live_engine_tells_how_far_behind_the_weights_are(
+    make_run_config: MakeRunConfig,
+) -> None:
     events = [
         published(7),
         beat("rollout-0", WorkerState.WORKING, policy_version=7),
@@ -125,40 +180,75 @@ def test_failures_and_the_end_are_served(make_run_config: MakeRunConfig) -> None
     config = make_run_config(run={"max_failed_groups": 9})
     failures = [ended(f"000000-{index:04d}-0", Outcome.FAILED, reason="r") for index in range(3)]
     going = served(config, *failures)
-    assert (going["relax_prompt_groups_failed_in_a_row"], going["relax_prompt_groups_failed_bound"]) == ({(): 3}, {(): 9})
+    assert (
+        going["relax_prompt_groups_failed_in_a_row"],
+        going["relax_prompt_groups_failed_bound"],
+    ) == ({(): 3}, {(): 9})
     assert going["relax_run_ended"] == {(): 0}
-    assert served(config, RunCommanded(command=Command.STOP, reason="goal", succeeded=True))["relax_run_ended"] == {(): 1}
+    assert served(config, RunCommanded(command=Command.STOP, reason="goal", succeeded=True))[
+        "relax_run_ended"
+    ] == {(): 1}
 
 
 def test_newest_evaluation_of_each_dataset_is_served(make_run_config: MakeRunConfig) -> None:
     def evaluated(version: int, dataset: str, reward: float | None) -> PolicyEvaluated:
-        return PolicyEvaluated(policy_version=version, dataset=dataset, num_prompts=1, samples_per_prompt=1, reward_mean=reward, weights_digest=b"d")
+        return PolicyEvaluated(
+            policy_version=version,
+            dataset=dataset,
+            num_prompts=1,
+            samples_per_prompt=1,
+            reward_mean=reward,
+            weights_digest=b"d",
+        )
 
-    found = served(make_run_config(), evaluated(4, "a", 0.5), evaluated(2, "a", 0.25), evaluated(4, "b", None))
-    assert found["relax_evaluation_policy_version"] == {(("dataset", "a"),): 4, (("dataset", "b"),): 4}
+    found = served(
+        make_run_config(), evaluated(4, "a", 0.5), evaluated(2, "a", 0.25), evaluated(4, "b", None)
+    )
+    assert found["relax_evaluation_policy_version"] == {
+        (("dataset", "a"),): 4,
+        (("dataset", "b"),): 4,
+    }
     assert found["relax_evaluation_reward_mean"] == {(("dataset", "a"),): 0.5}
 
 
-def test_queue_is_told_once_it_is_known_and_the_disk_where_the_run_has_its_directory(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+def test_queue_is_told_once_it_is_known_and_the_disk_where_the_run_has_its_directory(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
     metrics, registry = RunMetrics(make_run_config(), RunState()), CollectorRegistry()
     registry.register(metrics)
     usage = shutil.disk_usage(tmp_path)
     assert registry.get_sample_value("relax_prompt_groups_queued") is None
-    assert registry.get_sample_value("relax_disk_free_ratio") == pytest.approx(usage.free / usage.total, abs=0.01)
+    assert registry.get_sample_value("relax_disk_free_ratio") == pytest.approx(
+        usage.free / usage.total, abs=0.01
+    )
     metrics.num_queued = 0
     assert registry.get_sample_value("relax_prompt_groups_queued") == 0
-    elsewhere = RunMetrics(make_run_config(run={"directory": str(tmp_path / "nowhere")}), RunState())
-    assert [family.samples for family in elsewhere.collect() if family.name == "relax_disk_free_ratio"] == [[]]
+    elsewhere = RunMetrics(
+        make_run_config(run={"directory": str(tmp_path / "nowhere")}), RunState()
+    )
+    assert [
+        family.samples for family in elsewhere.collect() if family.name == "relax_disk_free_ratio"
+    ] == [[]]
 
 
 def test_number_of_series_does_not_grow_with_the_run(make_run_config: MakeRunConfig) -> None:
     config = make_run_config(run={"max_staleness": 1})
 
     def series(num_steps: int) -> set[tuple[str, Labels]]:
-        events: list[Event] = [beat(f"rollout-{index}", WorkerState.WORKING, policy_version=index) for index in range(num_steps)]
+        events: list[Event] = [
+            beat(f"rollout-{index}", WorkerState.WORKING, policy_version=index)
+            for index in range(num_steps)
+        ]
         for step in range(num_steps):
-            events += [committed(step, figures={"reward_mean": 0.5}, phase_seconds={"wait": 1.0}), published(step + 1)]
-            events.append(ended(f"{step:06d}-0000-0", Outcome.FAILED, reason=f"sample {step} was odd"))
-        return {(name, labels) for name, found in served(config, *events).items() for labels in found}
+            events += [
+                committed(step, figures={"reward_mean": 0.5}, phase_seconds={"wait": 1.0}),
+                published(step + 1),
+            ]
+            events.append(
+                ended(f"{step:06d}-0000-0", Outcome.FAILED, reason=f"sample {step} was odd")
+            )
+        return {
+            (name, labels) for name, found in served(config, *events).items() for labels in found
+        }
 
     assert series(3) == series(50)

@@ -7,40 +7,82 @@ from dataclasses import replace
 import numpy as np
 from event_samples import committed, ended, published
 
-from relax_events.control.run_state import RunState, num_samples
 from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
+from relax_events.projections.run_state import RunState, num_samples
 
 
 def test_run_state_is_what_the_log_says() -> None:
     state = RunState()
     assert (state.num_steps, state.reward, state.policy_version) == (0, None, -1)
-    beat = WorkerBeat(worker_id="w", role="reward", host="h", pid=1, state=WorkerState.IDLE, num_processed=0, num_in_flight=0, last_progress_at=0)
+    beat = WorkerBeat(
+        worker_id="w",
+        role="reward",
+        host="h",
+        pid=1,
+        state=WorkerState.IDLE,
+        num_processed=0,
+        num_in_flight=0,
+        last_progress_at=0,
+    )
     report = MetricsReported(worker_id="w", role="reward", values={"busy_ratio": 0.5})
-    events: list[Event] = [published(0), committed(0), published(1), committed(1, figures={"reward_mean": 0.75}), beat, report]
+    events: list[Event] = [
+        published(0),
+        committed(0),
+        published(1),
+        committed(1, figures={"reward_mean": 0.75}),
+        beat,
+        report,
+    ]
     for event in events:
         state.note(event)
     assert (state.num_steps, state.reward, state.policy_version) == (2, 0.75, 1)
     assert (state.workers["w"], state.metrics["w"]) == (beat, report)
-    state.note(MetricsReported(worker_id="w", role="critic", policy_version=2, values={"value_loss": 0.25}))
+    state.note(
+        MetricsReported(worker_id="w", role="critic", policy_version=2, values={"value_loss": 0.25})
+    )
     assert (state.metrics["w"], state.critic_figures) == (report, {1: {"value_loss": 0.25}})
     state.note(published(0))
     assert state.policy_version == 1
 
 
 def test_run_state_keeps_of_a_step_what_is_shown_and_none_of_its_samples() -> None:
-    of_samples = {"prompt_group_ids": ["a"], "sample_ids": ["a/0", "a/1"], "staleness_counts": [1, 1], "offsets": np.arange(2)}
+    of_samples = {
+        "prompt_group_ids": ["a"],
+        "sample_ids": ["a/0", "a/1"],
+        "staleness_counts": [1, 1],
+        "offsets": np.arange(2),
+    }
     state, step = RunState(), committed(0, figures={"reward_mean": 0.75}, **of_samples)
     state.note(step)
     (kept,) = state.steps
-    assert (kept.train_step, kept.figures, kept.phase_seconds, kept.weights_digest) == (0, step.figures, step.phase_seconds, step.weights_digest)
-    assert (kept.sample_ids, kept.prompt_group_ids, kept.consumed, len(kept.offsets)) == ([], [], [], 0)
+    assert (kept.train_step, kept.figures, kept.phase_seconds, kept.weights_digest) == (
+        0,
+        step.figures,
+        step.phase_seconds,
+        step.weights_digest,
+    )
+    assert (kept.sample_ids, kept.prompt_group_ids, kept.consumed, len(kept.offsets)) == (
+        [],
+        [],
+        [],
+        0,
+    )
     assert num_samples(kept) == 2
 
 
 def test_run_state_counts_each_end_once_and_failures_in_a_row() -> None:
     state = RunState()
-    for index, outcome in enumerate([Outcome.FAILED, Outcome.FAILED, Outcome.TRAINED, Outcome.FAILED, Outcome.EXPIRED, Outcome.FAILED]):
+    for index, outcome in enumerate(
+        [
+            Outcome.FAILED,
+            Outcome.FAILED,
+            Outcome.TRAINED,
+            Outcome.FAILED,
+            Outcome.EXPIRED,
+            Outcome.FAILED,
+        ]
+    ):
         for _ in range(2):
             state.note(ended(f"000000-{index:04d}-0", outcome, reason=f"reason {index}"))
     assert state.outcomes == {"failed": 4, "trained": 1, "expired": 1}
@@ -65,7 +107,9 @@ def test_updates_that_were_skipped_are_counted_in_a_row_since_the_run_was_last_r
     assert (counts, state.num_updates_skipped) == ([1, 2, 0, 1], 3)
     state.note(RunCommanded(command=Command.RESUME, reason="resumed", commanded_at=20))
     assert state.skipped_in_a_row == 0
-    state.note(committed(4, update_skipped=True, committed_at=19))  # read after the command, committed before it
+    state.note(
+        committed(4, update_skipped=True, committed_at=19)
+    )  # read after the command, committed before it
     assert state.skipped_in_a_row == 0
     state.note(committed(5, update_skipped=True, committed_at=21))
     assert state.skipped_in_a_row == 1
@@ -75,7 +119,13 @@ def test_reports_of_metrics_are_no_steps_that_are_not_finite() -> None:
     """Anybody may write to control.metrics: what it says must not end a run."""
     state = RunState()
     for at in range(10):
-        forged = MetricsReported(worker_id="trainer-0", role="trainer", policy_version=7, values={"steps_not_finite": 1.0}, reported_at=at)
+        forged = MetricsReported(
+            worker_id="trainer-0",
+            role="trainer",
+            policy_version=7,
+            values={"steps_not_finite": 1.0},
+            reported_at=at,
+        )
         state.note(forged)
     assert (state.skipped_in_a_row, state.num_updates_skipped) == (0, 0)
 
@@ -94,11 +144,23 @@ def test_run_state_does_not_grow_with_the_run() -> None:
     state, whole = RunState(), RunState(keeps_all=True)
     state.note(published(0))
     for step in range(1000):
-        for event in (committed(step, update_skipped=True), ended(f"{step:06d}-0000-0", Outcome.TRAINED), published(step + 1)):
+        for event in (
+            committed(step, update_skipped=True),
+            ended(f"{step:06d}-0000-0", Outcome.TRAINED),
+            published(step + 1),
+        ):
             state.note(event)
             whole.note(event)
-        state.note(MetricsReported(worker_id="c", role="critic", policy_version=step + 1, values={"value_loss": 0.25}))
-    assert (state.num_steps, state.num_updates_skipped, state.outcomes) == (1000, 1000, {"trained": 1000})
+        state.note(
+            MetricsReported(
+                worker_id="c", role="critic", policy_version=step + 1, values={"value_loss": 0.25}
+            )
+        )
+    assert (state.num_steps, state.num_updates_skipped, state.outcomes) == (
+        1000,
+        1000,
+        {"trained": 1000},
+    )
     assert state.steps[-1].train_step == 999
     assert max(len(state.steps), len(state.critic_figures)) < 256
     assert len(state.recent_ends) < 40_000
@@ -107,7 +169,15 @@ def test_run_state_does_not_grow_with_the_run() -> None:
 
 def test_run_state_may_begin_at_any_publication_which_sums_up_what_lies_before() -> None:
     state = RunState()
-    for event in (replace(published(700), num_steps_before=699, ended_before={"trained": 5592, "failed": 3}), committed(699), published(701)):
+    for event in (
+        replace(published(700), num_steps_before=699, ended_before={"trained": 5592, "failed": 3}),
+        committed(699),
+        published(701),
+    ):
         state.note(event)
     state.note(ended("000699-0000-0", Outcome.FAILED))
-    assert (state.num_steps, state.policy_version, state.outcomes) == (700, 701, {"trained": 5592, "failed": 4})
+    assert (state.num_steps, state.policy_version, state.outcomes) == (
+        700,
+        701,
+        {"trained": 5592, "failed": 4},
+    )

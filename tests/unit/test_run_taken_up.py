@@ -3,11 +3,11 @@
 import os
 import signal
 
-from relax_events.control.run_state import RunState
 from relax_events.events.parts import Command, Outcome
 from relax_events.events.types import PromptGroupEnded, RunCommanded
-from relax_events.pipeline.control import still_valid
-from relax_events.pipeline.drain import Drain
+from relax_events.projections.run_state import RunState
+from relax_events.runtime.control_view import still_valid
+from relax_events.runtime.drain import Drain
 
 
 def command(kind: Command, at: int = 0) -> RunCommanded:
@@ -63,7 +63,9 @@ def test_first_signal_drains_also_when_a_command_started_the_drain_before():
     drain.listen_to_signals()
     try:
         drain.start()
-        os.kill(os.getpid(), signal.SIGTERM)  # a second start of the drain would have ended this process
+        os.kill(
+            os.getpid(), signal.SIGTERM
+        )  # a second start of the drain would have ended this process
         assert drain.requested
     finally:
         for number, handler in before.items():

@@ -13,12 +13,12 @@ import pytest
 from event_samples import ended, rolled_out, scored
 from small_settings import small_run
 
-from relax_events.control.run_log import RunLog, Unreadable
-from relax_events.control.samples.export import Export
-from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, Outcome
+from relax_events.history.run_log import RunLog, Unreadable
+from relax_events.history.samples.view import SampleView
 from relax_events.objects import ObjectStore, check_in
+from relax_events.reports.sample_export import Export
 
 PIXELS = b"\x89PNG, or so it says"
 
@@ -30,7 +30,8 @@ def store(tmp_path: Path) -> ObjectStore:
 
 @pytest.fixture
 def log(tmp_path: Path) -> RunLog:
-    """Stand in for the parts of a run's log that an export needs: the run file, the newest version, the count."""
+    """Stand in for the parts of a run's log that an export needs: the run file, the newest version,
+    the count."""
     tree = {
         "run": {"id": "exported"},
         "model": {"path": "model"},
@@ -43,7 +44,13 @@ def log(tmp_path: Path) -> RunLog:
 
 def view(index: int = 0, **changes: Any) -> SampleView:
     sample = rolled_out(index=index, version=1, **changes)
-    return SampleView(sample, f"samples[0]@{index}", 1, scored(index=index, version=1, reward=0.5), ended(outcome=Outcome.TRAINED, version=1))
+    return SampleView(
+        sample,
+        f"samples[0]@{index}",
+        1,
+        scored(index=index, version=1, reward=0.5),
+        ended(outcome=Outcome.TRAINED, version=1),
+    )
 
 
 def with_image(store: ObjectStore, index: int = 0) -> SampleView:
@@ -62,26 +69,46 @@ def test_row_holds_sample_reward_and_outcome(log: RunLog, tmp_path: Path) -> Non
     with Export(log, path) as exported:
         exported.add(view())
     (row,) = rows_of(path)
-    assert row["messages"] == [{"role": "user", "content": [{"type": "text", "text": "say hi", "path": None}]}]
-    assert (row["sample_id"], row["completion"], row["reward"], row["reward_name"]) == ("000000-0000-0/0", "hi", 0.5, "exact_match")
-    assert (row["outcome"], row["train_step"], row["staleness"], row["policy_version"]) == ("trained", 1, 0, 1)
+    assert row["messages"] == [
+        {"role": "user", "content": [{"type": "text", "text": "say hi", "path": None}]}
+    ]
+    assert (row["sample_id"], row["completion"], row["reward"], row["reward_name"]) == (
+        "000000-0000-0/0",
+        "hi",
+        0.5,
+        "exact_match",
+    )
+    assert (row["outcome"], row["train_step"], row["staleness"], row["policy_version"]) == (
+        "trained",
+        1,
+        0,
+        1,
+    )
     assert "tokens" not in row
     assert (exported.num_rows, exported.num_media) == (1, 0)
     assert not (path.parent / "samples-media").exists()
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_tokens_come_along_when_asked_for_also_from_the_store(log: RunLog, store: ObjectStore, tmp_path: Path, suffix: str) -> None:
+def test_tokens_come_along_when_asked_for_also_from_the_store(
+    log: RunLog, store: ObjectStore, tmp_path: Path, suffix: str
+) -> None:
     path = tmp_path / f"samples.{suffix}"
     stored = view()
     stored = replace(stored, sample=check_in(stored.sample, store, inline_max_bytes=1))
     with Export(log, path, tokens=True) as exported:
         exported.add(stored)
     row = rows_of(path)[0] if suffix == "jsonl" else pyarrow.parquet.read_table(path).to_pylist()[0]
-    assert (row["tokens"], row["loss_mask"], row["rollout_logprobs"]) == ([5, 6, 7, 8], [0, 0, 1, 1], [0, 0, -0.5, -0.25])
+    assert (row["tokens"], row["loss_mask"], row["rollout_logprobs"]) == (
+        [5, 6, 7, 8],
+        [0, 0, 1, 1],
+        [0, 0, -0.5, -0.25],
+    )
 
 
-def test_parquet_holds_the_rows_of_json_lines(log: RunLog, store: ObjectStore, tmp_path: Path) -> None:
+def test_parquet_holds_the_rows_of_json_lines(
+    log: RunLog, store: ObjectStore, tmp_path: Path
+) -> None:
     views = [with_image(store, 0), replace(view(1), score=None, ended=None)]
     for suffix in ("jsonl", "parquet"):
         with Export(log, tmp_path / f"samples.{suffix}", media=tmp_path / "media") as exported:
@@ -90,10 +117,15 @@ def test_parquet_holds_the_rows_of_json_lines(log: RunLog, store: ObjectStore, t
     table = pyarrow.parquet.read_table(tmp_path / "samples.parquet")
     for row, other in zip(rows_of(tmp_path / "samples.jsonl"), table.to_pylist(), strict=True):
         micros = int(other.pop("rolled_out_at").timestamp() * 1e6)
-        assert other | {"reward_components": dict(other["reward_components"]), "rolled_out_at": micros} == row
+        assert (
+            other | {"reward_components": dict(other["reward_components"]), "rolled_out_at": micros}
+            == row
+        )
 
 
-def test_media_are_saved_once_by_content_with_relative_paths(log: RunLog, store: ObjectStore, tmp_path: Path) -> None:
+def test_media_are_saved_once_by_content_with_relative_paths(
+    log: RunLog, store: ObjectStore, tmp_path: Path
+) -> None:
     path = tmp_path / "samples.jsonl"
     with Export(log, path) as exported:
         exported.add(with_image(store, 0))
@@ -106,7 +138,9 @@ def test_media_are_saved_once_by_content_with_relative_paths(log: RunLog, store:
     assert exported.num_media == 1
 
 
-def test_sample_whose_media_were_altered_is_left_out_and_named(log: RunLog, store: ObjectStore, tmp_path: Path) -> None:
+def test_sample_whose_media_were_altered_is_left_out_and_named(
+    log: RunLog, store: ObjectStore, tmp_path: Path
+) -> None:
     good, bad = view(1), with_image(store, 0)
     media = bad.sample.messages[0].parts[0].media
     assert media is not None
@@ -132,12 +166,16 @@ def test_export_that_fails_leaves_no_file(log: RunLog, tmp_path: Path, suffix: s
     assert [path.name for path in tmp_path.iterdir() if path.name != "objects"] == []
 
 
-def test_json_lines_go_to_stdout_when_there_is_no_file(log: RunLog, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_json_lines_go_to_stdout_when_there_is_no_file(
+    log: RunLog, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     with Export(log, None) as exported:
         exported.add(view())
     assert orjson.loads(capfdbinary.readouterr().out)["sample_id"] == "000000-0000-0/0"
 
 
 def test_other_ending_is_refused(log: RunLog, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--to must end in \.jsonl, \.parquet or \.html, got .*samples\.csv"):
+    with pytest.raises(
+        ConfigError, match=r"--to must end in \.jsonl, \.parquet or \.html, got .*samples\.csv"
+    ):
         Export(log, tmp_path / "samples.csv")

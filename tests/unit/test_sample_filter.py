@@ -9,19 +9,30 @@ from typing import Any
 import pytest
 from event_samples import ended, rolled_out, scored
 
-from relax_events.control.run_log import Found
-from relax_events.control.samples.filter import EVERYTHING, Extent, SampleFilter, parse_bounds
-from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, Outcome
 from relax_events.events.types import PromptGroupEnded
+from relax_events.history.run_log import Found
+from relax_events.history.samples.filter import EVERYTHING, Extent, SampleFilter, parse_bounds
+from relax_events.history.samples.view import SampleView
 from relax_events.topics import TopicPlan
 
-PLAN = TopicPlan("looked-at", max_staleness=1, shards=2, queue_partitions=4, replication_factor=1, compression="none")
-GROUP = "000004-0000-0"  # crc32 is odd, so it lies in shard 1 of 2: python3 -c "import zlib; print(zlib.crc32(b'000004-0000-0') % 2)"
+PLAN = TopicPlan(
+    "looked-at",
+    max_staleness=1,
+    shards=2,
+    queue_partitions=4,
+    replication_factor=1,
+    compression="none",
+)
+# crc32 is odd, so it lies in shard 1 of 2: python3 -c "import zlib;
+# print(zlib.crc32(b'000004-0000-0') % 2)"
+GROUP = "000004-0000-0"
 
 
-def view(*, reward: float | None = 1.0, end: PromptGroupEnded | None = None, **changes: Any) -> SampleView:
+def view(
+    *, reward: float | None = 1.0, end: PromptGroupEnded | None = None, **changes: Any
+) -> SampleView:
     score = None if reward is None else scored(reward=reward)
     return SampleView(rolled_out(**changes), "topic[0]@0", 1, score, end)
 
@@ -43,11 +54,16 @@ def test_bounds_are_read(text: str, bounds: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize("text", ["..", "7..3", "high", "1..x", "nan", "1..2..3"])
 def test_bounds_that_are_none_are_refused_with_the_forms(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--version must be a number or a span such as 3\.\.7, \.\.0\.2 or 0\.9\.\., got"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--version must be a number or a span such as 3\.\.7, \.\.0\.2 or 0\.9\.\., got",
+    ):
         parse_bounds(text, flag="--version")
 
 
-def extent(wanted: SampleFilter, ends: Mapping[str, Found[PromptGroupEnded]] | None = None) -> Extent:
+def extent(
+    wanted: SampleFilter, ends: Mapping[str, Found[PromptGroupEnded]] | None = None
+) -> Extent:
     return wanted.extent(PLAN, ends or {}, newest_version=9)
 
 
@@ -83,7 +99,10 @@ def test_failed_prompt_group_may_lie_on_any_later_version() -> None:
 
 @pytest.mark.parametrize("name", ["tea", "000004-0001", "4-1-0", "000004-0001-0/x/y"])
 def test_id_that_is_none_is_refused_with_an_example(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no prompt group id; they look like 000012-0003-0; sample ids like 000012-0003-0/5"):
+    with pytest.raises(
+        ConfigError,
+        match="is no prompt group id; they look like 000012-0003-0; sample ids like 000012-0003-0/5",
+    ):
         SampleFilter(sample_id=name)
 
 
@@ -112,7 +131,12 @@ def test_id_that_is_none_is_refused_with_an_example(name: str) -> None:
 def test_sample_matches_when_all_holds(wanted: SampleFilter, matches: bool) -> None:
     end = ended(outcome=Outcome.TRAINED, version=2)
     messages = [ChatMessage.of_text("user", "spell it")]
-    assert wanted.matches(view(end=end, version=2, worker_id="rollout-1", completion="a lemon", messages=messages)) is matches
+    assert (
+        wanted.matches(
+            view(end=end, version=2, worker_id="rollout-1", completion="a lemon", messages=messages)
+        )
+        is matches
+    )
 
 
 def test_sample_without_reward_matches_no_span_of_rewards() -> None:
@@ -124,7 +148,11 @@ def test_trained_sample_tells_step_and_staleness() -> None:
     end = ended(outcome=Outcome.TRAINED, version=2)
     trained = view(end=end, version=2)
     assert (trained.outcome, trained.train_step, trained.staleness(9)) == ("trained", 2, 0)
-    assert (view(version=2).outcome, view(version=2).train_step, view(version=2).staleness(9)) == ("open", None, 7)
+    assert (view(version=2).outcome, view(version=2).train_step, view(version=2).staleness(9)) == (
+        "open",
+        None,
+        7,
+    )
 
 
 def test_generation_beside_the_trained_one_is_superseded() -> None:

@@ -7,16 +7,30 @@ from typing import Any
 import pytest
 from event_samples import ended, rolled_out, scored
 
-from relax_events.cli.looking import excerpt
-from relax_events.cli.sample_rendering import HEAD, line_text, sample_document, sample_text, token_cells
-from relax_events.control.samples.detail import SampleDetail, TokenRow
-from relax_events.control.samples.view import SampleView
+from relax_events.cli.run_reader import excerpt
+from relax_events.cli.sample_rendering import (
+    HEAD,
+    line_text,
+    sample_document,
+    sample_text,
+    token_cells,
+)
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, Outcome
 from relax_events.events.types import PromptGroupEnded, SampleScored
+from relax_events.history.samples.detail import SampleDetail, TokenRow
+from relax_events.history.samples.view import SampleView
 
 
-def view(score: SampleScored | None = None, end: PromptGroupEnded | None = None, **changes: Any) -> SampleView:
-    return SampleView(rolled_out(version=1, worker_id="rollout-0", **changes), "relax.r.rollout.samples[2]@7", 1, score, end)
+def view(
+    score: SampleScored | None = None, end: PromptGroupEnded | None = None, **changes: Any
+) -> SampleView:
+    return SampleView(
+        rolled_out(version=1, worker_id="rollout-0", **changes),
+        "relax.r.rollout.samples[2]@7",
+        1,
+        score,
+        end,
+    )
 
 
 def detail(shown: SampleView, **changes: Any) -> SampleDetail:
@@ -24,9 +38,22 @@ def detail(shown: SampleView, **changes: Any) -> SampleDetail:
 
 
 def test_line_shows_what_became_of_a_sample_under_its_head() -> None:
-    trained = view(scored(version=1, reward=0.8125), ended(outcome=Outcome.TRAINED, version=1), completion="two\nlines")
+    trained = view(
+        scored(version=1, reward=0.8125),
+        ended(outcome=Outcome.TRAINED, version=1),
+        completion="two\nlines",
+    )
     line = line_text(trained.line(4), width=100)
-    assert line.split() == ["000000-0000-0/0", "1", "trained", "+0", "0.812", "2", "stop", "two\\nlines"]
+    assert line.split() == [
+        "000000-0000-0/0",
+        "1",
+        "trained",
+        "+0",
+        "0.812",
+        "2",
+        "stop",
+        "two\\nlines",
+    ]
     assert line.index("two") == HEAD.index("completion")
 
 
@@ -35,7 +62,10 @@ def test_line_of_an_open_unscored_sample_says_how_far_it_is_behind_now() -> None
 
 
 def test_line_of_an_ended_sample_names_its_end() -> None:
-    assert line_text(view(end=ended(outcome=Outcome.EXPIRED)).line(4), width=100).split()[2] == "expired"
+    assert (
+        line_text(view(end=ended(outcome=Outcome.EXPIRED)).line(4), width=100).split()[2]
+        == "expired"
+    )
 
 
 def test_line_cuts_the_completion_to_the_terminal() -> None:
@@ -45,7 +75,14 @@ def test_line_cuts_the_completion_to_the_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [("short", "short"), ("a\tb", "a\\tb"), ("\x1b[31m", "\\x1b[31m"), ("ABCDEFGHIJKLM", "ABCDEFG..."), ("汉字", "汉字")]
+    ("text", "shown"),
+    [
+        ("short", "short"),
+        ("a\tb", "a\\tb"),
+        ("\x1b[31m", "\\x1b[31m"),
+        ("ABCDEFGHIJKLM", "ABCDEFG..."),
+        ("汉字", "汉字"),
+    ],
 )
 def test_excerpt_stays_on_one_line_and_obeys_no_control_signs(text: str, shown: str) -> None:
     assert excerpt(text, 10) == shown
@@ -66,38 +103,94 @@ def test_sample_is_a_conversation_with_reward_and_outcome() -> None:
     media = MediaRef("file:///objects/sha256/ab/abcd.png", bytes(32), "image/png", 120)
     messages = [
         ChatMessage.of_text("system", "be brief"),
-        ChatMessage("user", [ContentPart(Modality.IMAGE, media=media), ContentPart(Modality.TEXT, "what is it?")]),
+        ChatMessage(
+            "user",
+            [ContentPart(Modality.IMAGE, media=media), ContentPart(Modality.TEXT, "what is it?")],
+        ),
     ]
-    shown = view(score, ended(outcome=Outcome.TRAINED, version=1), messages=messages, completion="a \x1bcat\non a mat", answer="cat")
+    shown = view(
+        score,
+        ended(outcome=Outcome.TRAINED, version=1),
+        messages=messages,
+        completion="a \x1bcat\non a mat",
+        answer="cat",
+    )
     text = "\n".join(sample_text(detail(shown)))
-    assert "system:\n    be brief\nuser:\n    [image/png, 120 bytes: file:///objects/sha256/ab/abcd.png]what is it?" in text
-    assert "completion:\n    a \\x1bcat\n    on a mat\nanswer:\n    cat\njudgement:\n    It is a cat.\n    Score: 1\n" in text
-    assert "0.75 (format 0.25, answer 0.5) by judge.py:strict (version abcdef012345) in 0.125 s" in text
+    assert (
+        "system:\n    be brief\nuser:\n    [image/png, 120 bytes: "
+        "file:///objects/sha256/ab/abcd.png]what is it?"
+    ) in text
+    assert (
+        "completion:\n    a \\x1bcat\n    on a mat\nanswer:\n    cat\njudgement:\n    It is "
+        "a cat.\n    Score: 1\n"
+    ) in text
+    assert (
+        "0.75 (format 0.25, answer 0.5) by judge.py:strict (version abcdef012345) in 0.125 s"
+        in text
+    )
     assert "trained in step 1, 0 versions behind; in version 2 and later" in text
 
 
 def test_failed_score_and_failed_prompt_group_show_their_reasons() -> None:
-    score = SampleScored(sample_id="a", prompt_group_id="b", policy_version=1, reward_name="judge", error="took longer than 5 s")
-    text = "\n".join(sample_text(detail(view(score, ended(outcome=Outcome.FAILED, reason="reward: took longer")))))
+    score = SampleScored(
+        sample_id="a",
+        prompt_group_id="b",
+        policy_version=1,
+        reward_name="judge",
+        error="took longer than 5 s",
+    )
+    text = "\n".join(
+        sample_text(
+            detail(view(score, ended(outcome=Outcome.FAILED, reason="reward: took longer")))
+        )
+    )
     assert "failed by judge (version unknown) in 0.000 s: took longer than 5 s" in text
     assert "outcome     failed: reward: took longer" in text
 
 
 def test_other_scores_stand_below_the_original() -> None:
-    lines = list(sample_text(detail(view(scored(reward=1.0)), other_scores={"strict": scored(reward=0.5)})))
+    lines = list(
+        sample_text(detail(view(scored(reward=1.0)), other_scores={"strict": scored(reward=0.5)}))
+    )
     place = next(number for number, line in enumerate(lines) if line.startswith("reward"))
     assert lines[place + 1].split()[:2] == ["strict", "0.5"]
 
 
 def test_token_shows_figures_where_it_was_trained() -> None:
     row = TokenRow(65, "A", True, -0.5, None, -0.25, 1.5, teacher_logprob=-0.125)
-    assert token_cells(3, row) == [3, 65, "A", "yes", "-0.5000", "-", "-0.2500", "-0.1250", "1.5000"]
-    assert token_cells(0, TokenRow(10, "\n", False, 0.0, None, None, 0.0)) == [0, 10, "'\\n'", "", "-", "-", "-", "-", "-"]
+    assert token_cells(3, row) == [
+        3,
+        65,
+        "A",
+        "yes",
+        "-0.5000",
+        "-",
+        "-0.2500",
+        "-0.1250",
+        "1.5000",
+    ]
+    assert token_cells(0, TokenRow(10, "\n", False, 0.0, None, None, 0.0)) == [
+        0,
+        10,
+        "'\\n'",
+        "",
+        "-",
+        "-",
+        "-",
+        "-",
+        "-",
+    ]
 
 
 def test_document_holds_the_same_for_programs() -> None:
     shown = view(scored(version=1, reward=0.5), ended(outcome=Outcome.TRAINED, version=1))
-    document = sample_document(detail(shown, tokens=[TokenRow(65, "A", True, -0.5, None, None, 1.5)]))
+    document = sample_document(
+        detail(shown, tokens=[TokenRow(65, "A", True, -0.5, None, None, 1.5)])
+    )
     assert document["messages"] == [{"role": "user", "content": "say hi"}]
-    assert (document["reward"], document["score"]["reward_name"], document["train_step"]) == (0.5, "exact_match", 1)
+    assert (document["reward"], document["score"]["reward_name"], document["train_step"]) == (
+        0.5,
+        "exact_match",
+        1,
+    )
     assert document["tokens"][0]["rollout_logprob"] == -0.5

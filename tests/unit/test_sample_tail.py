@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from event_samples import published, rolled_out, scored
 
-from relax_events.control.run_log import Found
-from relax_events.control.samples import tail as sample_tail
-from relax_events.control.samples.filter import SampleFilter
-from relax_events.control.samples.tail import SCORE_SECONDS, LiveSamples
-from relax_events.control.samples.view import SampleLine
 from relax_events.events.types import PolicyVersionPublished, SampleRolledOut, SampleScored
+from relax_events.history.run_log import Found
+from relax_events.history.samples import tail as sample_tail
+from relax_events.history.samples.filter import SampleFilter
+from relax_events.history.samples.tail import SCORE_SECONDS, LiveSamples
+from relax_events.history.samples.view import SampleLine
 
 
 class Clock:
@@ -31,7 +31,9 @@ def live(clock: Clock) -> LiveSamples:
     return LiveSamples(SampleFilter(), newest_version=0, clock=clock)
 
 
-def take(live: LiveSamples, event: SampleRolledOut | SampleScored | PolicyVersionPublished) -> SampleLine | None:
+def take(
+    live: LiveSamples, event: SampleRolledOut | SampleScored | PolicyVersionPublished
+) -> SampleLine | None:
     return live.take(Found(event, "topic[0]@0", 1))
 
 
@@ -42,7 +44,10 @@ def test_sample_is_given_with_its_score_whichever_comes_first(live: LiveSamples)
     second = take(live, rolled_out(index=1))
     assert first is not None
     assert second is not None
-    assert [(line.sample_id, line.reward) for line in (first, second)] == [("000000-0000-0/0", 0.25), ("000000-0000-0/1", 0.75)]
+    assert [(line.sample_id, line.reward) for line in (first, second)] == [
+        ("000000-0000-0/0", 0.25),
+        ("000000-0000-0/1", 0.75),
+    ]
     assert list(live.overdue()) == []
 
 
@@ -63,14 +68,18 @@ def test_sample_whose_score_does_not_come_is_given_without(live: LiveSamples, cl
     assert take(live, scored()) is None, "it was given already"
 
 
-def test_oldest_sample_goes_when_too_many_wait(live: LiveSamples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_sample_goes_when_too_many_wait(
+    live: LiveSamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sample_tail, "MAX_WAITING", 2)
     for index in range(3):
         take(live, rolled_out(index=index, of=3))
     assert [line.sample_id for line in live.overdue()] == ["000000-0000-0/0"]
 
 
-def test_scores_of_samples_before_our_time_are_forgotten(live: LiveSamples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_samples_before_our_time_are_forgotten(
+    live: LiveSamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sample_tail, "MAX_WAITING", 2)
     for index in range(3):
         take(live, scored(index=index))

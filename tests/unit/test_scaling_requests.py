@@ -1,4 +1,5 @@
-"""What a call to scale comes to: who comes, who goes, and what is said of calls that can't be done."""
+"""What a call to scale comes to: who comes, who goes, and what is said of calls that can't be
+done."""
 
 from __future__ import annotations
 
@@ -9,14 +10,29 @@ import pytest
 from small_settings import small_run
 
 from relax_events.config import SGLangConfig
-from relax_events.control.run_state import RunState
-from relax_events.control.scaling import Asked, Bounds, Conflicting, Kind, Refused, ScaleRequest, ScaleState, Status, Unknown, plan
-from relax_events.control.scaling.admission import cancellation
-from relax_events.control.scaling.metrics import ScaleMetrics
-from relax_events.control.scaling.state import KEPT_MICROS, NUM_KEPT, Departure
+from relax_events.controller.metrics import ScaleMetrics
+from relax_events.controller.scaling_admission import (
+    Asked,
+    Conflicting,
+    Refused,
+    Unknown,
+    cancellation,
+    plan,
+)
+from relax_events.controller.scaling_bounds import Bounds
 from relax_events.events.parts import Command
 from relax_events.events.types import RunCommanded
-from relax_events.pipeline.control import still_valid
+from relax_events.projections.run_state import RunState
+from relax_events.projections.scaling import (
+    KEPT_MICROS,
+    NUM_KEPT,
+    Departure,
+    Kind,
+    ScaleRequest,
+    ScaleState,
+    Status,
+)
+from relax_events.runtime.control_view import still_valid
 from tests.unit.run_events import run_config
 
 SECOND = 1_000_000
@@ -52,7 +68,10 @@ def test_target_is_absolute_and_counts_the_workers_of_the_start() -> None:
     state = ScaleState()
     assert opened(state, kind=Kind.OUT, target=3).workers == ("rollout-1", "rollout-2")
     assert plan(scaled(target=3), BOUNDS, Asked(kind=Kind.OUT, target=3), now=0).request is None
-    assert plan(scaled(target=3), BOUNDS, Asked(kind=Kind.OUT, target=2), now=0).text == "workers of default there are: 3"
+    assert (
+        plan(scaled(target=3), BOUNDS, Asked(kind=Kind.OUT, target=2), now=0).text
+        == "workers of default there are: 3"
+    )
     assert opened(scaled(target=3), kind=Kind.OUT, target=4).workers == ("rollout-3",)
 
 
@@ -75,11 +94,18 @@ def test_servers_are_attached_once_and_let_go_by_their_address() -> None:
 
 def test_servers_of_the_run_file_are_not_shared() -> None:
     config = run_config()
-    engine = config.engine.model_copy(update={"name": "sglang", "sglang": SGLangConfig(urls=(A + "/",))})
+    engine = config.engine.model_copy(
+        update={"name": "sglang", "sglang": SGLangConfig(urls=(A + "/",))}
+    )
     bounds = Bounds.of(config.model_copy(update={"engine": engine}), is_supervised=True)
-    with pytest.raises(Refused, match="those of the run file have theirs; name servers of their own in engine_urls"):
+    with pytest.raises(
+        Refused, match="those of the run file have theirs; name servers of their own in engine_urls"
+    ):
         plan(ScaleState(), bounds, Asked(kind=Kind.OUT, target=2), now=0)
-    assert plan(ScaleState(), bounds, Asked(kind=Kind.OUT, urls=(A,)), now=0).text == "all these servers are attached already"
+    assert (
+        plan(ScaleState(), bounds, Asked(kind=Kind.OUT, urls=(A,)), now=0).text
+        == "all these servers are attached already"
+    )
     found = plan(ScaleState(), bounds, Asked(kind=Kind.OUT, urls=(A, B)), now=0).request
     assert found is not None
     assert found.urls == (B,)
@@ -90,7 +116,10 @@ def test_call_that_is_repeated_with_its_key_makes_no_second_request() -> None:
     first = opened(state, kind=Kind.OUT, target=3, key="k")
     again = plan(state, BOUNDS, Asked(kind=Kind.OUT, target=3, key="k"), now=99)
     assert (again.request, again.is_new) == (state.requests[first.request_id], False)
-    with pytest.raises(Conflicting, match=r"the key k belongs to request scale-out-.*, which asked for something else; take another key"):
+    with pytest.raises(
+        Conflicting,
+        match=r"the key k belongs to request scale-out-.*, which asked for something else; take another key",
+    ):
         plan(state, BOUNDS, Asked(kind=Kind.OUT, target=4, key="k"), now=99)
 
 
@@ -99,48 +128,105 @@ def test_call_that_is_repeated_with_its_key_makes_no_second_request() -> None:
     [
         ({"target": 0}, Refused, "neither is given; give num_replicas >= 1 or engine_urls"),
         ({"target": 2, "urls": (A,)}, Refused, "both is given"),
-        ({"target": 33}, Refused, "33 workers of default are more than 32: scaling.max_workers = 32"),
-        ({"target": 9, "model": "reward"}, Refused, "9 workers of reward are more than 8: each needs a partition, and there are 8"),
-        ({"target": 2, "model": "critic"}, Unknown, "this run has no model 'critic'; there is default, reward"),
-        ({"urls": ("ftp://x",)}, Refused, "'ftp://x' is no address of a server; give http://host:port"),
+        (
+            {"target": 33},
+            Refused,
+            "33 workers of default are more than 32: scaling.max_workers = 32",
+        ),
+        (
+            {"target": 9, "model": "reward"},
+            Refused,
+            "9 workers of reward are more than 8: each needs a partition, and there are 8",
+        ),
+        (
+            {"target": 2, "model": "critic"},
+            Unknown,
+            "this run has no model 'critic'; there is default, reward",
+        ),
+        (
+            {"urls": ("ftp://x",)},
+            Refused,
+            "'ftp://x' is no address of a server; give http://host:port",
+        ),
         ({"urls": ("http://h:99999",)}, Refused, "is no address of a server"),
         ({"urls": ('http://h:1/" x',)}, Refused, "is no address of a server"),
-        ({"urls": (A,), "model": "reward"}, Refused, "engine_urls are of servers for model 'default', got model 'reward'"),
+        (
+            {"urls": (A,), "model": "reward"},
+            Refused,
+            "engine_urls are of servers for model 'default', got model 'reward'",
+        ),
         ({"target": 0, "kind": Kind.IN}, Refused, "neither is given"),
-        ({"urls": (B,), "kind": Kind.IN}, Refused, "no worker that was added is attached to 'http://127.0.0.1:30001'; those of the start stay"),
+        (
+            {"urls": (B,), "kind": Kind.IN},
+            Refused,
+            (
+                "no worker that was added is attached to 'http://127.0.0.1:30001'; those of the "
+                "start stay"
+            ),
+        ),
     ],
 )
-def test_call_that_can_not_be_done_says_why(asked: dict[str, Any], error: type[Refused], text: str) -> None:
+def test_call_that_can_not_be_done_says_why(
+    asked: dict[str, Any], error: type[Refused], text: str
+) -> None:
     with pytest.raises(error) as refusal:
         plan(ScaleState(), BOUNDS, Asked(**{"kind": Kind.OUT} | asked), now=0)
     assert text in str(refusal.value)
 
 
 def test_workers_of_the_start_stay() -> None:
-    bounds = Bounds.of(run_config().model_copy(update={"workers": run_config().workers.model_copy(update={"rollout": 2})}), is_supervised=True)
-    with pytest.raises(Refused, match="the run starts with 2 workers of default, and those stay; num_replicas must be >= 2, got 1"):
+    bounds = Bounds.of(
+        run_config().model_copy(
+            update={"workers": run_config().workers.model_copy(update={"rollout": 2})}
+        ),
+        is_supervised=True,
+    )
+    with pytest.raises(
+        Refused,
+        match=(
+            "the run starts with 2 workers of default, and those stay; num_replicas must be >= "
+            "2, got 1"
+        ),
+    ):
         plan(ScaleState(), bounds, Asked(kind=Kind.IN, target=1), now=0)
 
 
 def test_run_whose_workers_others_start_says_where_to_scale_it() -> None:
-    with pytest.raises(Refused, match=r"were not started by `relax run`.*scale the service rollout where it was started"):
-        plan(ScaleState(), replace(BOUNDS, is_supervised=False), Asked(kind=Kind.OUT, target=2), now=0)
+    with pytest.raises(
+        Refused,
+        match=r"were not started by `relax run`.*scale the service rollout where it was started",
+    ):
+        plan(
+            ScaleState(),
+            replace(BOUNDS, is_supervised=False),
+            Asked(kind=Kind.OUT, target=2),
+            now=0,
+        )
 
 
 def test_one_request_at_a_time_for_each_model() -> None:
     state = ScaleState()
     first = opened(state, kind=Kind.OUT, target=2)
-    with pytest.raises(Conflicting, match=f"request {first.request_id} for default is PENDING; wait for its end, or cancel it"):
+    with pytest.raises(
+        Conflicting,
+        match=f"request {first.request_id} for default is PENDING; wait for its end, or cancel it",
+    ):
         plan(state, BOUNDS, Asked(kind=Kind.OUT, target=3), now=0)
     assert opened(state, kind=Kind.OUT, target=2, model="reward").workers == ("reward-1",)
 
 
 def test_second_of_two_controllers_that_did_not_know_of_each_other_comes_to_nothing() -> None:
     state = ScaleState()
-    first, second = opened(ScaleState(), kind=Kind.OUT, target=2), opened(ScaleState(), kind=Kind.OUT, target=3)
+    first, second = (
+        opened(ScaleState(), kind=Kind.OUT, target=2),
+        opened(ScaleState(), kind=Kind.OUT, target=3),
+    )
     for request in (first, second):
         state.note(request.opening(reason="asked"))
-    assert (state.requests[second.request_id].status, state.requests[first.request_id].status) == (Status.FAILED, Status.PENDING)
+    assert (state.requests[second.request_id].status, state.requests[first.request_id].status) == (
+        Status.FAILED,
+        Status.PENDING,
+    )
     assert state.requests[second.request_id].error == f"request {first.request_id} came first"
     assert list(state.workers) == ["rollout-1"]
 
@@ -161,18 +247,42 @@ def test_records_that_nobody_of_ours_wrote_change_nothing() -> None:
     before = dict(state.requests)
     (request_id,) = before
     given = opened(ScaleState(), kind=Kind.OUT, target=2).opening(reason="asked").arguments
-    strange = ({"workers": "rollout-x"}, {"workers": ""}, {"urls": f"{A} {B}"}, {"timeout": "soon"}, {"kind": "sideways"})
-    steps = ({"request": request_id, "status": status} for status in ("SLEEPING", "DRAINING", "CREATING"))
+    strange = (
+        {"workers": "rollout-x"},
+        {"workers": ""},
+        {"urls": f"{A} {B}"},
+        {"timeout": "soon"},
+        {"kind": "sideways"},
+    )
+    steps = (
+        {"request": request_id, "status": status} for status in ("SLEEPING", "DRAINING", "CREATING")
+    )
     for arguments in (*(given | odd for odd in strange), *steps, {}, {"request": "x"}):
-        state.note(RunCommanded(command=Command.SCALE, role="rollout", reason="odd", arguments=arguments))
-    state.note(RunCommanded(command=Command.SCALE, role="rollout", worker_id="rollout-77", reason="odd", arguments={"left": "drained"}))
+        state.note(
+            RunCommanded(command=Command.SCALE, role="rollout", reason="odd", arguments=arguments)
+        )
+    state.note(
+        RunCommanded(
+            command=Command.SCALE,
+            role="rollout",
+            worker_id="rollout-77",
+            reason="odd",
+            arguments={"left": "drained"},
+        )
+    )
     assert (state.requests, list(state.workers)) == (before, ["rollout-1"])
 
 
 def test_requests_that_are_over_are_known_for_days_and_the_newest_of_them_for_ever() -> None:
     state, numbers = ScaleState(), range(NUM_KEPT + 105)
     for number in numbers:
-        ended(state, opened(state, kind=Kind.OUT, target=2, key=f"key-{number}"), Status.CREATING, Status.REMOVING, Status.FAILED)
+        ended(
+            state,
+            opened(state, kind=Kind.OUT, target=2, key=f"key-{number}"),
+            Status.CREATING,
+            Status.REMOVING,
+            Status.FAILED,
+        )
     assert (len(state.requests), sum(state.ended.values())) == (len(numbers), len(numbers))
     again = plan(state, BOUNDS, Asked(kind=Kind.OUT, target=2, key="key-0"), now=30 * SECOND)
     assert not again.is_new  # the call of a caller that lost the answer, hundreds of requests ago
@@ -185,21 +295,40 @@ def test_requests_that_are_over_are_known_for_days_and_the_newest_of_them_for_ev
 def test_worker_has_as_long_as_its_server_may_take_to_start_and_load() -> None:
     config = run_config()
     assert BOUNDS.pools["default"].timeout == config.health.start_seconds * SECOND
-    engine = config.engine.model_copy(update={"name": "sglang", "sglang": config.engine.sglang.model_copy(update={"start_seconds": 2000.0})})
+    engine = config.engine.model_copy(
+        update={
+            "name": "sglang",
+            "sglang": config.engine.sglang.model_copy(update={"start_seconds": 2000.0}),
+        }
+    )
     bounds = Bounds.of(config.model_copy(update={"engine": engine}), is_supervised=True)
     assert bounds.pools["default"].timeout == 4000 * SECOND
-    with pytest.raises(Refused, match=r"timeout_secs must be >= 4000, got 300: .* .engine.sglang.start_seconds"):
+    with pytest.raises(
+        Refused, match=r"timeout_secs must be >= 4000, got 300: .* .engine.sglang.start_seconds"
+    ):
         plan(ScaleState(), bounds, Asked(kind=Kind.OUT, target=2, timeout_seconds=300.0), now=1)
-    with pytest.raises(ValueError, match=r"scaling.timeout_seconds must be 0 or >= 1200, got 300: .*engine.sglang.start_seconds"):
+    with pytest.raises(
+        ValueError,
+        match=r"scaling.timeout_seconds must be 0 or >= 1200, got 300: .*engine.sglang.start_seconds",
+    ):
         small_run(
-            config.model_dump() | {"engine": {"name": "sglang"}, "scaling": {"timeout_seconds": 300.0}, "health": {"stuck_seconds": 1800.0}}
+            config.model_dump()
+            | {
+                "engine": {"name": "sglang"},
+                "scaling": {"timeout_seconds": 300.0},
+                "health": {"stuck_seconds": 1800.0},
+            }
         )
 
 
 def test_run_that_is_taken_up_still_knows_its_workers() -> None:
     state = ScaleState()
     request = opened(state, kind=Kind.OUT, target=2)
-    log = [request.opening(reason="asked"), RunCommanded(command=Command.STOP, reason="over"), RunCommanded(command=Command.RESUME, reason="go on")]
+    log = [
+        request.opening(reason="asked"),
+        RunCommanded(command=Command.STOP, reason="over"),
+        RunCommanded(command=Command.RESUME, reason="go on"),
+    ]
     heard = ScaleState()
     for event in still_valid(log):
         heard.note(event)
@@ -211,8 +340,13 @@ def test_figures_tell_of_requests_and_of_workers() -> None:
     state = scaled(target=3)
     opened(state, kind=Kind.IN, target=2)
     figures = {
-        (sample.name, *sample.labels.values()): sample.value for metric in ScaleMetrics(state, BOUNDS).collect() for sample in metric.samples
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in ScaleMetrics(state, BOUNDS).collect()
+        for sample in metric.samples
     }
     assert figures["relax_scale_requests_total", "rollout", "out", "ACTIVE"] == 1
     assert figures["relax_scale_requests_open", "rollout", "in", "PENDING"] == 1
-    assert (figures["relax_workers_wanted", "rollout"], figures["relax_workers_wanted", "reward"]) == (3, 1)
+    assert (
+        figures["relax_workers_wanted", "rollout"],
+        figures["relax_workers_wanted", "reward"],
+    ) == (3, 1)

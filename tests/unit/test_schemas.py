@@ -1,4 +1,5 @@
-"""The schemas are a contract: documented, in step with the dataclasses, readable by another Avro library, named by CRC-64."""
+"""The schemas are a contract: documented, in step with the dataclasses, readable by another Avro
+library, named by CRC-64."""
 
 from __future__ import annotations
 
@@ -16,13 +17,22 @@ import pytest
 from relax_events.events import parts
 from relax_events.events import types as event_types
 from relax_events.events.parts import Array
-from relax_events.events.schemas import Schema, current_schemas, name_of, schema_directory, schema_fingerprint
+from relax_events.events.schemas import (
+    Schema,
+    current_schemas,
+    name_of,
+    schema_directory,
+    schema_fingerprint,
+)
 from relax_events.events.types import Event
 
 SCHEMAS = current_schemas()
 MODULES = (parts, event_types)
 CLASSES = {
-    cls.__name__: cls for module in MODULES for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == module.__name__
+    cls.__name__: cls
+    for module in MODULES
+    for cls in vars(module).values()
+    if isinstance(cls, type) and cls.__module__ == module.__name__
 }
 PLAIN = {str: "string", float: "double", bool: "boolean", bytes: "Sha256"}
 EMPTY_64 = 0xC15D213AA4D7A795
@@ -49,13 +59,17 @@ def named(node: Any) -> list[Schema]:
     if not isinstance(node, dict):
         return []
     own = [node] if node.get("type") in ("record", "enum", "fixed") else []
-    return own + [found for key in ("type", "items", "values", "fields") for found in named(node.get(key))]
+    return own + [
+        found for key in ("type", "items", "values", "fields") for found in named(node.get(key))
+    ]
 
 
 def canonical(node: Any) -> str:
-    """Write the Parsing Canonical Form as the specification has it, for schemas whose names are full wherever they are used.
+    """Write the Parsing Canonical Form as the specification has it, for schemas whose names are
+    full wherever they are used.
 
-    The other library's own form can't stand here: it leaves `{"type": "long"}` and repeats the definition of a fixed.
+    The other library's own form can't stand here: it leaves `{"type": "long"}` and repeats the
+    definition of a fixed.
     """
     if isinstance(node, str):
         return f'"{node}"'
@@ -80,12 +94,20 @@ def field_form(field: Schema) -> str:
 
 
 def expected_type(kind: Any) -> Any:
-    """Return the Avro type that a dataclass field's annotation stands for; integers may be int or long."""
+    """Return the Avro type that a dataclass field's annotation stands for; integers may be int or
+    long."""
     if kind == Array:
         return "PackedTensor"
-    arms = [arm for arm in typing.get_args(kind) if arm is not types.NoneType] if isinstance(kind, types.UnionType) else []
+    arms = (
+        [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
+        if isinstance(kind, types.UnionType)
+        else []
+    )
     if arms and len(arms) < len(typing.get_args(kind)):
-        return ["null", expected_type(Array if set(arms) == set(typing.get_args(Array)) else arms[0])]
+        return [
+            "null",
+            expected_type(Array if set(arms) == set(typing.get_args(Array)) else arms[0]),
+        ]
     if typing.get_origin(kind) is list:
         return {"type": "array", "items": expected_type(typing.get_args(kind)[0])}
     if typing.get_origin(kind) is dict:
@@ -101,13 +123,17 @@ def plain_type(node: Any) -> Any:
         inner = "items" if node["type"] == "array" else "values"
         return {"type": node["type"], inner: plain_type(node[inner])}
     if isinstance(node, dict):
-        return plain_type(node["name"] if node["type"] in ("record", "enum", "fixed") else node["type"])
+        return plain_type(
+            node["name"] if node["type"] in ("record", "enum", "fixed") else node["type"]
+        )
     short = node.rsplit(".", 1)[-1]
     return "integer" if node in ("int", "long") else short
 
 
 def test_there_is_a_schema_for_every_event() -> None:
-    assert {cls.__name__ for cls in typing.get_args(Event)} <= {schema["name"] for schema in SCHEMAS.values()}
+    assert {cls.__name__ for cls in typing.get_args(Event)} <= {
+        schema["name"] for schema in SCHEMAS.values()
+    }
 
 
 @pytest.mark.parametrize("schema", files(), ids=lambda schema: schema["name"])
@@ -118,19 +144,27 @@ def test_everything_is_documented(schema: Schema) -> None:
             assert field["doc"].strip(), f"{definition['name']}.{field['name']}"
 
 
-@pytest.mark.parametrize("schema", [schema for schema in SCHEMAS.values() if schema["type"] == "record"], ids=lambda schema: schema["name"])
+@pytest.mark.parametrize(
+    "schema",
+    [schema for schema in SCHEMAS.values() if schema["type"] == "record"],
+    ids=lambda schema: schema["name"],
+)
 def test_dataclass_has_the_schemas_fields_one_for_one(schema: Schema) -> None:
     if schema["name"] == "PackedTensor":
         return  # an array in Python; `pack` makes its fields
     cls = CLASSES[schema["name"]]
     hints = typing.get_type_hints(cls)
-    assert [field.name for field in dataclasses.fields(cls)] == [field["name"] for field in schema["fields"]]
+    assert [field.name for field in dataclasses.fields(cls)] == [
+        field["name"] for field in schema["fields"]
+    ]
     for field in schema["fields"]:
         assert plain_type(field["type"]) == expected_type(hints[field["name"]]), field["name"]
 
 
 @pytest.mark.parametrize(
-    "schema", [found for schema in SCHEMAS.values() for found in named(schema) if found["type"] == "enum"], ids=lambda schema: schema["name"]
+    "schema",
+    [found for schema in SCHEMAS.values() for found in named(schema) if found["type"] == "enum"],
+    ids=lambda schema: schema["name"],
 )
 def test_enumeration_has_the_schemas_symbols_and_a_default(schema: Schema) -> None:
     cls = CLASSES[schema["name"]]
@@ -151,13 +185,20 @@ def test_fingerprint_is_that_of_the_specification(schema: Schema) -> None:
 
 
 def test_fingerprint_agrees_with_a_known_value() -> None:
-    """The specification's own vector, and the other library on a schema where its canonical form has no flaw."""
+    """The specification's own vector, and the other library on a schema where its canonical form
+    has no flaw."""
     assert crc64_avro(b'"int"') == struct.pack("<Q", 0x7275D51A3F395C8F)
     schema = SCHEMAS["relax.events.types.MediaRef"]
-    assert schema_fingerprint(schema) == avro.schema.parse(json.dumps(schema)).fingerprint("CRC-64-AVRO")
+    assert schema_fingerprint(schema) == avro.schema.parse(json.dumps(schema)).fingerprint(
+        "CRC-64-AVRO"
+    )
 
 
-@pytest.mark.parametrize("schema", [schema for schema in SCHEMAS.values() if schema["type"] == "record"], ids=lambda schema: schema["name"])
+@pytest.mark.parametrize(
+    "schema",
+    [schema for schema in SCHEMAS.values() if schema["type"] == "record"],
+    ids=lambda schema: schema["name"],
+)
 def test_dataclass_defaults_are_the_schemas(schema: Schema) -> None:
     if schema["name"] not in CLASSES:
         return
@@ -165,5 +206,7 @@ def test_dataclass_defaults_are_the_schemas(schema: Schema) -> None:
     for field in schema["fields"]:
         if "default" in field:
             own = by_name[field["name"]]
-            value = own.default if own.default_factory is dataclasses.MISSING else own.default_factory()
+            value = (
+                own.default if own.default_factory is dataclasses.MISSING else own.default_factory()
+            )
             assert value == field["default"], field["name"]

@@ -10,13 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.control.samples.score_comparison import Comparison, ScoreComparison, ScoredPair, correlation, ranks
+from relax_events.history.samples.score_comparison import (
+    Comparison,
+    ScoreComparison,
+    ScoredPair,
+    correlation,
+    ranks,
+)
 
 
 def compare(*groups: list[tuple[float | None, float | None]], threshold: float = 0.5) -> Comparison:
     comparison = ScoreComparison(threshold=threshold)
     for number, group in enumerate(groups):
-        comparison.add_group([ScoredPair(f"{number}/{index}", 0, *pair, completion="text") for index, pair in enumerate(group)])
+        comparison.add_group(
+            [
+                ScoredPair(f"{number}/{index}", 0, *pair, completion="text")
+                for index, pair in enumerate(group)
+            ]
+        )
     return comparison.result()
 
 
@@ -27,7 +38,8 @@ def test_figures_of_a_worked_example() -> None:
     assert result.mean_absolute_difference == 0.25
     # deviations -.5 .5 -.5 .5 and 0 .5 -.5 0: covariance .5, squares 1 and .5
     assert result.pearson == pytest.approx(0.5 / math.sqrt(1 * 0.5))
-    # ranks 1.5 3.5 1.5 3.5 and 2.5 4 1 2.5: deviations -1 1 -1 1 and 0 1.5 -1.5 0, covariance 3, squares 4 and 4.5
+    # ranks 1.5 3.5 1.5 3.5 and 2.5 4 1 2.5: deviations -1 1 -1 1 and 0 1.5 -1.5 0, covariance 3,
+    # squares 4 and 4.5
     assert result.spearman == pytest.approx(3 / math.sqrt(4 * 4.5))
     assert result.agreement_ratio == 0.75
     assert (result.num_prompt_groups, result.num_reranked) == (2, 0)
@@ -60,12 +72,23 @@ def test_samples_that_differ_most_come_first() -> None:
 
 def test_equal_scores_have_no_extremes() -> None:
     result = compare([(0.25, 0.25), (0.75, 0.75)])
-    assert (result.extremes, result.pearson, result.spearman, result.agreement_ratio) == ([], pytest.approx(1), pytest.approx(1), 1.0)
+    assert (result.extremes, result.pearson, result.spearman, result.agreement_ratio) == (
+        [],
+        pytest.approx(1),
+        pytest.approx(1),
+        1.0,
+    )
 
 
 def test_nothing_gives_no_figures() -> None:
     result = compare()
-    assert (result.num_samples, result.original_mean, result.pearson, result.agreement_ratio, result.new_failed_ratio) == (0, None, None, None, None)
+    assert (
+        result.num_samples,
+        result.original_mean,
+        result.pearson,
+        result.agreement_ratio,
+        result.new_failed_ratio,
+    ) == (0, None, None, None, None)
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0, 2.0]])
@@ -78,7 +101,10 @@ def test_correlation_with_a_constant_does_not_exist(values: list[float]) -> None
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
 def test_rank_is_the_mean_place_among_equals(values: list[int]) -> None:
     ordered = sorted(values)
-    expected = [statistics.mean(place for place, other in enumerate(ordered, 1) if other == value) for value in values]
+    expected = [
+        statistics.mean(place for place, other in enumerate(ordered, 1) if other == value)
+        for value in values
+    ]
     assert ranks(np.array(values, np.float64)).tolist() == pytest.approx(expected)
 
 

@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from relax_events.errors import PoisonSample, WeightsError
-from relax_events.models.tiny import make_tiny
-from relax_events.training.scoring import LogprobScorer
-from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, plain_model, run_config, tiny_model
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.training.backend.scoring import LogprobScorer
+from tests.unit.trainer_samples import (
+    changed,
+    make_samples,
+    plain_logprobs,
+    plain_model,
+    run_config,
+    tiny_model,
+)
 
 SAMPLES = make_samples(9, seed=4, temperature=0.8)
 
@@ -22,7 +29,9 @@ class SomeWeights:
 
 
 def scorer(path=None, max_tokens=40):
-    return LogprobScorer(path or tiny_model(), model=run_config().model, threads=1, max_tokens=max_tokens)
+    return LogprobScorer(
+        path or tiny_model(), model=run_config().model, threads=1, max_tokens=max_tokens
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
@@ -30,7 +39,9 @@ def test_score_equals_one_by_one_in_any_packing(max_tokens):
     scores = scorer(max_tokens=max_tokens).score(SAMPLES)
     for sample, values in zip(SAMPLES, scores, strict=True):
         assert values.dtype == np.float32
-        np.testing.assert_allclose(values, plain_logprobs(sample.tokens, 0.8) * sample.loss_mask, atol=2e-5)
+        np.testing.assert_allclose(
+            values, plain_logprobs(sample.tokens, 0.8) * sample.loss_mask, atol=2e-5
+        )
 
 
 def test_score_is_zero_outside_the_mask():
@@ -57,9 +68,15 @@ def test_score_names_the_sample_that_can_not_be_scored():
 
 
 def whole_logprobs(sample):
-    """Give the log-probabilities of the whole vocabulary at each loss token, from a plain forward."""
+    """Give the log-probabilities of the whole vocabulary at each loss token, from a plain
+    forward."""
     with torch.no_grad():
-        logits = plain_model(tiny_model())(torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0] / 0.8
+        logits = (
+            plain_model(tiny_model())(
+                torch.from_numpy(sample.tokens.astype(np.int64))[None]
+            ).logits[0]
+            / 0.8
+        )
     return logits.log_softmax(-1).numpy()[np.flatnonzero(sample.loss_mask) - 1]
 
 
@@ -70,7 +87,9 @@ def test_score_topk_gives_the_models_own_most_probable_ids(max_tokens):
         expected = whole_logprobs(sample)
         assert scores.ids.dtype == np.int32
         np.testing.assert_array_equal(scores.ids, np.argsort(-expected, axis=-1)[:, :3])
-        np.testing.assert_allclose(scores.id_logprobs, -np.sort(-expected, axis=-1)[:, :3], atol=2e-5)
+        np.testing.assert_allclose(
+            scores.id_logprobs, -np.sort(-expected, axis=-1)[:, :3], atol=2e-5
+        )
         np.testing.assert_allclose(scores.logprobs, plain, rtol=0, atol=1e-6)
 
 
@@ -79,7 +98,9 @@ def test_score_topk_takes_the_ids_of_each_sample(max_tokens):
     found = scorer(max_tokens=max_tokens).score_topk(SAMPLES, num_ids=4, choose_own=False)
     for sample, scores in zip(SAMPLES, found, strict=True):
         assert scores.ids is None
-        expected = np.take_along_axis(whole_logprobs(sample), sample.topk_ids[:, :4].astype(np.int64), -1)
+        expected = np.take_along_axis(
+            whole_logprobs(sample), sample.topk_ids[:, :4].astype(np.int64), -1
+        )
         np.testing.assert_allclose(scores.id_logprobs, expected, atol=2e-5)
 
 
@@ -87,15 +108,23 @@ def test_score_topk_takes_the_ids_of_each_sample(max_tokens):
     ("ids", "text"),
     [
         (None, "sample s1 has no topk_ids, and the algorithm needs them"),
-        (np.zeros((1, 4), np.int32), r"sample s1: topk_ids must be \d+ loss tokens by at least 4 ids, got \(1, 4\)"),
-        ("wild", r"sample s1: topk_ids must be 0 to \d+, got 0 to 99999; do policy and teacher share a vocabulary"),
+        (
+            np.zeros((1, 4), np.int32),
+            r"sample s1: topk_ids must be \d+ loss tokens by at least 4 ids, got \(1, 4\)",
+        ),
+        (
+            "wild",
+            r"sample s1: topk_ids must be 0 to \d+, got 0 to 99999; do policy and teacher share a vocabulary",
+        ),
     ],
 )
 def test_score_topk_names_the_sample_without_fitting_ids(ids, text):
     if isinstance(ids, str):
         ids = np.where(np.arange(4) == 0, 99_999, 0) + np.zeros_like(SAMPLES[1].topk_ids[:, :4])
     with pytest.raises(PoisonSample, match=text):
-        scorer().score_topk([SAMPLES[0], changed(SAMPLES[1], topk_ids=ids)], num_ids=4, choose_own=False)
+        scorer().score_topk(
+            [SAMPLES[0], changed(SAMPLES[1], topk_ids=ids)], num_ids=4, choose_own=False
+        )
 
 
 def test_load_weights_switches_to_the_other_version(tmp_path):
@@ -132,5 +161,7 @@ def test_company_changes_scores_by_rounding_at_most():
 def test_scores_of_samples_one_at_a_time_are_the_same_bits_in_any_order():
     samples = make_samples(12, seed=9)
     scores = scorer(max_tokens=1).score(samples)
-    for values, again in zip(scores, reversed(scorer(max_tokens=1).score(samples[::-1])), strict=True):
+    for values, again in zip(
+        scores, reversed(scorer(max_tokens=1).score(samples[::-1])), strict=True
+    ):
         assert values.tobytes() == again.tobytes()

@@ -9,20 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.broker.security.certificates import KeyPair, make_authority, make_broker_certificate
+from relax_events.kafka.security.certificates import (
+    KeyPair,
+    make_authority,
+    make_broker_certificate,
+)
 
 DAY = timedelta(days=1)
 
 
 def shake_hands(broker: KeyPair, authority: KeyPair, host: str, folder: Path) -> ssl.SSLObject:
-    """Let a client that trusts an authority meet a broker under a host name; return the client's side."""
+    """Let a client that trusts an authority meet a broker under a host name; return the client's
+    side."""
     (folder / "broker.pem").write_bytes(broker.key + broker.certificate)
     (folder / "ca.pem").write_bytes(authority.certificate)
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(folder / "broker.pem")
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = serving.wrap_bio(to_server, to_client, server_side=True)
-    client = ssl.create_default_context(cafile=str(folder / "ca.pem")).wrap_bio(to_client, to_server, server_hostname=host)
+    client = ssl.create_default_context(cafile=str(folder / "ca.pem")).wrap_bio(
+        to_client, to_server, server_hostname=host
+    )
     for side in (client, server, client):
         try:
             side.do_handshake()
@@ -37,14 +44,22 @@ def authority() -> KeyPair:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "kafka-1.example", "::1"])
-def test_client_trusts_a_broker_under_its_own_names(authority: KeyPair, tmp_path: Path, host: str) -> None:
-    broker = make_broker_certificate(authority, ["127.0.0.1", "kafka-1.example", "::1"], lifetime=DAY)
+def test_client_trusts_a_broker_under_its_own_names(
+    authority: KeyPair, tmp_path: Path, host: str
+) -> None:
+    broker = make_broker_certificate(
+        authority, ["127.0.0.1", "kafka-1.example", "::1"], lifetime=DAY
+    )
     shake_hands(broker, authority, host, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("host", "lifetime", "text"),
-    [("kafka-2.example", DAY, "Hostname mismatch"), ("127.0.0.2", DAY, "IP address mismatch"), ("kafka-1.example", -DAY, "certificate has expired")],
+    [
+        ("kafka-2.example", DAY, "Hostname mismatch"),
+        ("127.0.0.2", DAY, "IP address mismatch"),
+        ("kafka-1.example", -DAY, "certificate has expired"),
+    ],
 )
 def test_client_refuses_another_name_and_an_expired_certificate(
     authority: KeyPair, tmp_path: Path, host: str, lifetime: timedelta, text: str

@@ -1,4 +1,5 @@
-"""The security folder: files that only their owner reads, made once, renewed when told, and a secret never shown."""
+"""The security folder: files that only their owner reads, made once, renewed when told, and a
+secret never shown."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from relax_events.broker.security.folder import ADMIN, LOCAL, SecurityFolder, read_secret
 from relax_events.config import RunConfig
-from relax_events.control.security import Renewal, make_folder
 from relax_events.errors import ConfigError
-from relax_events.topics.rights import PRINCIPALS, acls_of
+from relax_events.kafka.security.acls import PRINCIPALS, acls_of
+from relax_events.kafka.security.folder import ADMIN, LOCAL, SecurityFolder, read_secret
+from relax_events.ops.security import Renewal, make_folder
 
 YEAR = timedelta(days=365)
 READABLE_BY_ALL = {"ca.pem"}
@@ -31,7 +32,11 @@ def folder(config: RunConfig, tmp_path: Path) -> SecurityFolder:
 
 
 def files_of(folder: SecurityFolder) -> dict[str, bytes]:
-    return {str(file.relative_to(folder.path)): file.read_bytes() for file in folder.path.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder.path)): file.read_bytes()
+        for file in folder.path.rglob("*")
+        if file.is_file()
+    }
 
 
 def passwords_of(folder: SecurityFolder) -> dict[str, bytes]:
@@ -46,15 +51,23 @@ def test_folder_has_a_password_of_its_own_for_every_principal(folder: SecurityFo
 
 
 def test_nobody_but_the_owner_reads_it(folder: SecurityFolder) -> None:
-    modes = {file.name: file.stat().st_mode & 0o077 for file in folder.path.rglob("*") if file.is_file()}
+    modes = {
+        file.name: file.stat().st_mode & 0o077 for file in folder.path.rglob("*") if file.is_file()
+    }
     assert {name for name, mode in modes.items() if mode} == READABLE_BY_ALL
     assert folder.path.stat().st_mode & 0o077 == 0
 
 
 def test_passwords_lie_in_secrets_and_nowhere_else(folder: SecurityFolder) -> None:
     secrets = set(passwords_of(folder).values())
-    elsewhere = {name: content for name, content in files_of(folder).items() if not name.startswith("secrets/")}
-    assert [name for name, content in elsewhere.items() if any(secret in content for secret in secrets)] == []
+    elsewhere = {
+        name: content
+        for name, content in files_of(folder).items()
+        if not name.startswith("secrets/")
+    }
+    assert [
+        name for name, content in elsewhere.items() if any(secret in content for secret in secrets)
+    ] == []
 
 
 def test_environment_of_a_role_names_its_own_files(folder: SecurityFolder) -> None:
@@ -68,7 +81,9 @@ def test_environment_of_a_role_names_its_own_files(folder: SecurityFolder) -> No
 
 def test_rights_are_listed_for_other_tools(folder: SecurityFolder) -> None:
     listed = orjson.loads(folder.acl_file("demo").read_bytes())
-    assert [(row["username"], row["name"], row["operation"]) for row in listed] == [(a.username, a.name, a.operation) for a in acls_of("demo")]
+    assert [(row["username"], row["name"], row["operation"]) for row in listed] == [
+        (a.username, a.name, a.operation) for a in acls_of("demo")
+    ]
     assert {(row["host"], row["permission"]) for row in listed} == {("*", "allow")}
 
 
@@ -82,15 +97,25 @@ def test_second_run_and_host_are_added_beside_what_is_there(
     folder: SecurityFolder, make_run_config: Callable[..., RunConfig]
 ) -> None:
     before = files_of(folder)
-    make_folder(make_run_config(run={"id": "other"}), folder.path, hosts=["kafka-1.example"], lifetime=YEAR)
+    make_folder(
+        make_run_config(run={"id": "other"}), folder.path, hosts=["kafka-1.example"], lifetime=YEAR
+    )
     after = files_of(folder)
     assert {name: after[name] for name in before} == before
-    assert folder.usernames("other") == sorted(f"relax.other.{principal}" for principal in PRINCIPALS)
+    assert folder.usernames("other") == sorted(
+        f"relax.other.{principal}" for principal in PRINCIPALS
+    )
     assert "brokers/kafka-1.example.pem" in after
 
 
-def test_renewal_replaces_what_was_named_and_keeps_the_rest(folder: SecurityFolder, config: RunConfig) -> None:
-    before = passwords_of(folder), folder.broker_file(LOCAL).read_bytes(), folder.ca_file.read_bytes()
+def test_renewal_replaces_what_was_named_and_keeps_the_rest(
+    folder: SecurityFolder, config: RunConfig
+) -> None:
+    before = (
+        passwords_of(folder),
+        folder.broker_file(LOCAL).read_bytes(),
+        folder.ca_file.read_bytes(),
+    )
     make_folder(config, folder.path, lifetime=YEAR, renewal=Renewal(passwords=True))
     passwords = passwords_of(folder)
     assert passwords[ADMIN] == before[0][ADMIN]
@@ -100,27 +125,47 @@ def test_renewal_replaces_what_was_named_and_keeps_the_rest(folder: SecurityFold
     assert folder.ca_file.read_bytes() == before[2]
 
 
-def test_certificate_can_not_be_made_where_the_authoritys_key_is_not(folder: SecurityFolder, config: RunConfig) -> None:
+def test_certificate_can_not_be_made_where_the_authoritys_key_is_not(
+    folder: SecurityFolder, config: RunConfig
+) -> None:
     folder.ca_key_file.unlink()
-    with pytest.raises(ConfigError, match=r"ca.key is not there, so certificates for kafka-9 can't be signed"):
+    with pytest.raises(
+        ConfigError, match=r"ca.key is not there, so certificates for kafka-9 can't be signed"
+    ):
         make_folder(config, folder.path, hosts=["kafka-9"], lifetime=YEAR)
 
 
 def test_unknown_principal_is_refused_with_those_that_exist(folder: SecurityFolder) -> None:
-    with pytest.raises(ConfigError, match=r"no principal 'relax.demo.king'; principals are prompter, .*; make it with: relax broker secure"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no principal 'relax.demo.king'; principals are prompter, .*; make it with: relax broker secure",
+    ):
         folder.username("demo", "king")
-    with pytest.raises(ConfigError, match=r"no principal 'relax.else.trainer'; the folder has no password for it"):
+    with pytest.raises(
+        ConfigError, match=r"no principal 'relax.else.trainer'; the folder has no password for it"
+    ):
         folder.username("else", "trainer")
 
 
-@pytest.mark.parametrize("content", [b"hunter2-hunter2\n", b"hunter2-hunter2", b"hunter2-hunter2\r\n"])
+@pytest.mark.parametrize(
+    "content", [b"hunter2-hunter2\n", b"hunter2-hunter2", b"hunter2-hunter2\r\n"]
+)
 def test_secret_is_read_without_its_line_end(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "password").write_bytes(content)
     assert read_secret(tmp_path / "password", key="broker.password_file") == "hunter2-hunter2"
 
 
-@pytest.mark.parametrize(("content", "text"), [(None, "can't be read: No such file"), (b"\n", "is empty"), (b"\xff\xfe", "is not UTF-8 text")])
-def test_unusable_secret_is_named_by_key_and_file(tmp_path: Path, content: bytes | None, text: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "can't be read: No such file"),
+        (b"\n", "is empty"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+    ],
+)
+def test_unusable_secret_is_named_by_key_and_file(
+    tmp_path: Path, content: bytes | None, text: str
+) -> None:
     if content is not None:
         (tmp_path / "password").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"broker.password_file: .*password {text}"):

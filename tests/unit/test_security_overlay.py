@@ -1,4 +1,5 @@
-"""The overlay that secures the container stack: each service has its own secrets and nobody else's, and Kafka's image understands its settings."""
+"""The overlay that secures the container stack: each service has its own secrets and nobody else's,
+and Kafka's image understands its settings."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from relax_events.broker.security.compose import variable
-from relax_events.broker.security.folder import SecurityFolder
 from relax_events.config import RunConfig
-from relax_events.control.security import make_folder
+from relax_events.kafka.security.folder import SecurityFolder
+from relax_events.ops.compose_overlay import variable
+from relax_events.ops.security import make_folder
 
-STACK = yaml.safe_load((Path(__file__).parents[2] / "compose" / "docker-compose.yml").read_text())["services"]
+STACK = yaml.safe_load((Path(__file__).parents[2] / "compose" / "docker-compose.yml").read_text())[
+    "services"
+]
 
 
 Overlay = Callable[..., dict[str, Any]]
@@ -27,7 +30,9 @@ def overlay(make_run_config: Callable[..., RunConfig]) -> Overlay:
     def make(path: Path, *hosts: str) -> dict[str, Any]:
         config = make_run_config()
         make_folder(config, path, hosts=hosts, lifetime=timedelta(days=1))
-        written: dict[str, Any] = json.loads(SecurityFolder(path).overlay_file(config.run.id).read_text())
+        written: dict[str, Any] = json.loads(
+            SecurityFolder(path).overlay_file(config.run.id).read_text()
+        )
         return written
 
     return make
@@ -36,7 +41,10 @@ def overlay(make_run_config: Callable[..., RunConfig]) -> Overlay:
 @pytest.mark.parametrize(
     ("key", "name"),
     [
-        ("listener.name.client.scram-sha-512.sasl.jaas.config", "KAFKA_LISTENER_NAME_CLIENT_SCRAM___SHA___512_SASL_JAAS_CONFIG"),
+        (
+            "listener.name.client.scram-sha-512.sasl.jaas.config",
+            "KAFKA_LISTENER_NAME_CLIENT_SCRAM___SHA___512_SASL_JAAS_CONFIG",
+        ),
         ("ssl.keystore.type", "KAFKA_SSL_KEYSTORE_TYPE"),
         ("a_b", "KAFKA_A__B"),
     ],
@@ -45,32 +53,58 @@ def test_property_is_spelt_as_kafkas_image_reads_it(key: str, name: str) -> None
     assert variable(key) == name
 
 
-def test_every_service_of_ours_that_reaches_the_broker_is_a_principal_of_its_own(tmp_path: Path, overlay: Overlay) -> None:
+def test_every_service_of_ours_that_reaches_the_broker_is_a_principal_of_its_own(
+    tmp_path: Path, overlay: Overlay
+) -> None:
     made = overlay(tmp_path, "kafka")
     clients = {name: service for name, service in made["services"].items() if "secrets" in service}
-    assert clients.keys() == {name for name, service in STACK.items() if "build" in service} - {"model"}
+    assert clients.keys() == {name for name, service in STACK.items() if "build" in service} - {
+        "model"
+    }
     for name, service in clients.items():
         (own,) = [secret["source"] for secret in service["secrets"] if isinstance(secret, dict)]
-        assert own == (name if name in STACK and STACK[name].get("command", [""])[0] == "worker" else "operator")
-        assert Path(made["secrets"][own]["file"]).name == service["environment"]["RELAX_BROKER__USERNAME"]
+        assert own == (
+            name
+            if name in STACK and STACK[name].get("command", [""])[0] == "worker"
+            else "operator"
+        )
+        assert (
+            Path(made["secrets"][own]["file"]).name
+            == service["environment"]["RELAX_BROKER__USERNAME"]
+        )
 
 
-def test_no_password_stands_in_the_overlay_and_few_services_see_them_all(tmp_path: Path, overlay: Overlay) -> None:
+def test_no_password_stands_in_the_overlay_and_few_services_see_them_all(
+    tmp_path: Path, overlay: Overlay
+) -> None:
     made = overlay(tmp_path, "kafka")
     text = json.dumps(made)
     assert not [file.name for file in (tmp_path / "secrets").iterdir() if file.read_text() in text]
-    seeing = {name for name, service in made["services"].items() if f"{tmp_path}:{tmp_path}:ro" in service.get("volumes", [])}
+    seeing = {
+        name
+        for name, service in made["services"].items()
+        if f"{tmp_path}:{tmp_path}:ro" in service.get("volumes", [])
+    }
     assert seeing == {"access", "format-kafka"}
 
 
-def test_listeners_of_one_broker_and_of_three_are_those_of_the_stack(tmp_path: Path, overlay: Overlay) -> None:
+def test_listeners_of_one_broker_and_of_three_are_those_of_the_stack(
+    tmp_path: Path, overlay: Overlay
+) -> None:
     alone = overlay(tmp_path / "one", "kafka")["services"]["kafka"]["environment"]
     assert alone["KAFKA_ADVERTISED_LISTENERS"] == "CLIENT://kafka:9092,INTERNAL://kafka:9094"
-    assert alone["KAFKA_LISTENER_SECURITY_PROTOCOL_MAP"] == "CONTROLLER:SSL,INTERNAL:SSL,CLIENT:SASL_SSL"
+    assert (
+        alone["KAFKA_LISTENER_SECURITY_PROTOCOL_MAP"]
+        == "CONTROLLER:SSL,INTERNAL:SSL,CLIENT:SASL_SSL"
+    )
     assert alone["KAFKA_CONTROLLER_QUORUM_VOTERS"] == "1@kafka:9093"
     hosts = ("kafka", "kafka-2", "kafka-3")
     three = overlay(tmp_path / "three", *hosts)["services"]
     assert [three[f"format-{host}"]["command"][-1] for host in hosts] == ["1", "2", "3"]
-    assert [three[f"format-{host}"]["volumes"][0].partition(":")[0] for host in hosts] == ["log", "log-2", "log-3"]
+    assert [three[f"format-{host}"]["volumes"][0].partition(":")[0] for host in hosts] == [
+        "log",
+        "log-2",
+        "log-3",
+    ]
     assert all("KAFKA_CONTROLLER_QUORUM_VOTERS" not in three[host]["environment"] for host in hosts)
     assert three["access"]["depends_on"].keys() == set(hosts)

@@ -1,4 +1,5 @@
-"""Prompts that are computed once for a prompt group: every sample sees its own tokens and no others, and nothing else changes."""
+"""Prompts that are computed once for a prompt group: every sample sees its own tokens and no
+others, and nothing else changes."""
 
 import dataclasses
 import json
@@ -9,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.models.tiny import make_tiny
-from relax_events.training import row_layout
-from relax_events.training.packing import pack
-from relax_events.training.policy_model import PolicyModel
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.training.backend.policy_model import PolicyModel
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.batch import row_layout
+from relax_events.training.batch.packing import pack
+from relax_events.training.batch.row_layout import PromptSharing
 from relax_events.training.ranks import SingleRank
-from relax_events.training.row_layout import PromptSharing
-from relax_events.training.torch_backend import TorchBackend
 from tests.unit.trainer_samples import make_samples, plain_logprobs, run_config, tiny_model
 
 FREE = PromptSharing(cell_cost=0.0)
@@ -28,11 +29,22 @@ def in_groups(samples, sizes):
     for number, size in enumerate(sizes):
         members = [sample for sample, _ in zip(rest, range(size), strict=False)]
         for index, sample in enumerate(members):
-            prompt, own = members[0].tokens[: members[0].num_prompt_tokens], slice(sample.num_prompt_tokens, None)
+            prompt, own = (
+                members[0].tokens[: members[0].num_prompt_tokens],
+                slice(sample.num_prompt_tokens, None),
+            )
             zeros = np.zeros(len(prompt), np.float32)
             arrays = {
-                name: np.concatenate([zeros.astype(getattr(sample, name).dtype), getattr(sample, name)[own]])
-                for name in ("loss_mask", "rollout_logprobs", "actor_logprobs", "ref_logprobs", "advantages")
+                name: np.concatenate(
+                    [zeros.astype(getattr(sample, name).dtype), getattr(sample, name)[own]]
+                )
+                for name in (
+                    "loss_mask",
+                    "rollout_logprobs",
+                    "actor_logprobs",
+                    "ref_logprobs",
+                    "advantages",
+                )
             }
             tokens = np.concatenate([prompt, sample.tokens[own]])
             grouped.append(
@@ -67,7 +79,9 @@ def test_last_token_sees_its_sample_and_nothing_else(seed, sizes):
         return
     np.testing.assert_array_equal(batch.targets, apart.targets)
     unit, branch = batch.units, batch.branches
-    seen = (unit[:, :, None] == unit[:, None]) & ((branch[:, None] == 0) | (branch[:, :, None] == branch[:, None]))
+    seen = (unit[:, :, None] == unit[:, None]) & (
+        (branch[:, None] == 0) | (branch[:, :, None] == branch[:, None])
+    )
     seen &= np.tri(unit.shape[1], dtype=bool)
     ends = np.cumsum(batch.num_loss_tokens) - 1
     for sample, end in zip(samples, ends, strict=True):
@@ -83,16 +97,27 @@ def test_logprobs_equal_one_by_one(attention):
     batch = pack(SAMPLES, vocab_size=256, sharing=FREE)
     assert batch.units is not None
     logprobs = load(attention=attention).token_logprobs(batch).logprobs
-    expected = np.concatenate([plain_logprobs(sample.tokens, sample.temperature)[sample.loss_mask == 1] for sample in SAMPLES])
-    np.testing.assert_allclose(logprobs.detach().numpy(), expected, atol=5e-6)  # temperatures are float32, and so is the eager softmax
+    expected = np.concatenate(
+        [
+            plain_logprobs(sample.tokens, sample.temperature)[sample.loss_mask == 1]
+            for sample in SAMPLES
+        ]
+    )
+    np.testing.assert_allclose(
+        logprobs.detach().numpy(), expected, atol=5e-6
+    )  # temperatures are float32, and so is the eager softmax
 
 
 def test_gradients_equal_those_of_samples_apart():
     together, apart = load(), load()
     for model, sharing in ((together, FREE), (apart, None)):
-        model.token_logprobs(pack(SAMPLES, vocab_size=256, sharing=sharing)).logprobs.square().sum().backward()
+        model.token_logprobs(
+            pack(SAMPLES, vocab_size=256, sharing=sharing)
+        ).logprobs.square().sum().backward()
     for mine, other in zip(together.module.parameters(), apart.module.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=2e-5)  # the model norms in float32
+        torch.testing.assert_close(
+            mine.grad, other.grad, rtol=1e-5, atol=2e-5
+        )  # the model norms in float32
 
 
 def test_prompts_are_not_shared_where_attention_would_cost_more():
@@ -105,7 +130,12 @@ def test_prompts_are_not_shared_where_the_mask_would_be_too_large(monkeypatch):
 
 
 def test_samples_of_a_group_with_different_prompts_keep_their_own():
-    other = dataclasses.replace(SAMPLES[1], tokens=np.where(np.arange(len(SAMPLES[1].tokens)) == 0, SAMPLES[1].tokens + 1, SAMPLES[1].tokens))
+    other = dataclasses.replace(
+        SAMPLES[1],
+        tokens=np.where(
+            np.arange(len(SAMPLES[1].tokens)) == 0, SAMPLES[1].tokens + 1, SAMPLES[1].tokens
+        ),
+    )
     assert pack([SAMPLES[0], other], vocab_size=257, sharing=FREE).units is None
 
 
@@ -119,7 +149,11 @@ def test_model_shares_prompts_where_branches_stay_apart(dtype):
 def test_model_that_sees_a_window_shares_no_prompts(tmp_path):
     path = make_tiny(tmp_path / "model", corpus=["12=21"], hidden_size=32, seed=3)
     config = json.loads((path / "config.json").read_text())
-    sliding = {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention"] * config["num_hidden_layers"]}
+    sliding = {
+        "sliding_window": 4,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention"] * config["num_hidden_layers"],
+    }
     (path / "config.json").write_text(json.dumps(config | sliding))
     assert load(path=path).prompt_sharing is None
 
@@ -132,12 +166,18 @@ def test_model_that_lets_branches_leak_shares_no_prompts(monkeypatch):
 def test_a_step_is_the_same_with_and_without():
     figures, weights = [], []
     for share_prompts in (True, False):
-        config = run_config(algorithm={"kl_coefficient": 0.1}, trainer={"share_prompts": share_prompts})
+        config = run_config(
+            algorithm={"kl_coefficient": 0.1}, trainer={"share_prompts": share_prompts}
+        )
         backend = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
         backend.accumulate(SAMPLES)
         figures.append(backend.step())
         weights.append(backend.weights())
-    assert figures[0].num_tokens == figures[1].num_tokens == sum(len(sample.tokens) for sample in SAMPLES)
+    assert (
+        figures[0].num_tokens
+        == figures[1].num_tokens
+        == sum(len(sample.tokens) for sample in SAMPLES)
+    )
     assert figures[0].loss == pytest.approx(figures[1].loss, rel=1e-6)
     assert figures[0].grad_norm == pytest.approx(figures[1].grad_norm, rel=1e-6)
     for name, tensor in weights[0].items():

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from relax_events.weights.broadcast.memory import Sample, is_here, reached
-from relax_events.weights.broadcast.pair import LinkLost
-from relax_events.weights.broadcast.rows import Row
+from relax_events.weights.broadcast.channel import LinkLost
+from relax_events.weights.broadcast.receive_buffers import Row
+from relax_events.weights.broadcast.shared_memory import Sample, is_here, reached
 
 
 def test_what_is_written_by_the_name_lies_in_the_row() -> None:
@@ -66,7 +66,9 @@ def test_memory_is_here_when_its_key_is_found_in_it() -> None:
     assert is_here(sample.name)
     assert not is_here(sample.name | {"key": "00" * 16})
     assert not is_here(sample.name | {"process": 2**30})
-    assert not any(is_here(name) for name in ({}, None, "memory", [1], sample.name | {"key": "\u00fc"}))
+    assert not any(
+        is_here(name) for name in ({}, None, "memory", [1], sample.name | {"key": "\u00fc"})
+    )
     sample.data[0] = 255 - int(sample.data[0])
     assert not is_here(sample.name)
 

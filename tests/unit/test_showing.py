@@ -1,4 +1,5 @@
-"""Frames, moments and spectra of clips and sounds, and what a prompt says of them, beside transformers' own."""
+"""Frames, moments and spectra of clips and sounds, and what a prompt says of them, beside
+transformers' own."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3VLProcessor
-from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+    _get_feat_extract_output_lengths,
+)
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
-from relax_events.models.media_layout import MediaLayout, OmniLayout
-from relax_events.models.showing import ClipShowing, SoundShowing
+from relax_events.media.preprocessing import ClipShowing, SoundShowing
+from relax_events.media.token_layout import MediaLayout, OmniLayout
 from tests.unit.moving_and_sounding import BOUNDS, SMALL, omni_model
 from tests.unit.pictures import picture_model
 
@@ -34,19 +37,37 @@ def sounds() -> SoundShowing:
 
 
 def clip(num_frames: int, rate: float, *, width: int = 32, height: int = 32) -> MediaRef:
-    return MediaRef("file:///clip", bytes(32), "video/mp4", 10, width=width, height=height, num_frames=num_frames, rate_hertz=rate)
+    return MediaRef(
+        "file:///clip",
+        bytes(32),
+        "video/mp4",
+        10,
+        width=width,
+        height=height,
+        num_frames=num_frames,
+        rate_hertz=rate,
+    )
 
 
 def sound(num_samples: int, rate: float = 16_000.0) -> MediaRef:
-    return MediaRef("file:///sound", bytes(32), "audio/flac", 10, num_frames=num_samples, rate_hertz=rate)
+    return MediaRef(
+        "file:///sound", bytes(32), "audio/flac", 10, num_frames=num_samples, rate_hertz=rate
+    )
 
 
 @given(st.integers(2, 3000), st.sampled_from([1.0, 2.0, 12.5, 24.0, 29.97, 60.0]))
-def test_frames_are_those_of_transformers_brought_to_whole_moments(num_frames: int, rate: float) -> None:
+def test_frames_are_those_of_transformers_brought_to_whole_moments(
+    num_frames: int, rate: float
+) -> None:
     shown = layout().clips.plan(clip(num_frames, rate)).frames
     count = min(max(int(num_frames / rate * 2.0), 4), 768, num_frames) // 2 * 2
     metadata = VideoMetadata(total_num_frames=num_frames, fps=rate)
-    assert list(shown) == Qwen3VLVideoProcessor.sample_frames(SimpleNamespace(fps=None), metadata, num_frames=count).tolist()
+    assert (
+        list(shown)
+        == Qwen3VLVideoProcessor.sample_frames(
+            SimpleNamespace(fps=None), metadata, num_frames=count
+        ).tolist()
+    )
     expected = Qwen3VLProcessor._calculate_timestamps(None, list(shown), rate, 2)
     assert layout().clips.seconds(clip(num_frames, rate)) == pytest.approx(expected)
 
@@ -58,10 +79,18 @@ def test_clip_of_one_frame_shows_it_twice() -> None:
 def test_clip_is_written_moment_by_moment_with_the_time_before_each() -> None:
     text = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>What?"
     moment = "<{} seconds><|vision_start|><|video_pad|><|vision_end|>"
-    assert layout().spelt(text, [clip(8, 4.0)]) == f"<|im_start|>user\n{moment.format('0.2')}{moment.format('1.5')}What?"
+    assert (
+        layout().spelt(text, [clip(8, 4.0)])
+        == f"<|im_start|>user\n{moment.format('0.2')}{moment.format('1.5')}What?"
+    )
     assert layout(hears=True).spelt(text, [clip(8, 4.0)]) == text
-    heard = layout(MediaConfig(**SMALL, use_audio_in_video=True), hears=True).spelt(text, [clip(8, 4.0)])
-    assert heard == "<|im_start|>user\n<|vision_start|><|audio_start|><|video_pad|><|audio_end|><|vision_end|>What?"
+    heard = layout(MediaConfig(**SMALL, use_audio_in_video=True), hears=True).spelt(
+        text, [clip(8, 4.0)]
+    )
+    assert (
+        heard
+        == "<|im_start|>user\n<|vision_start|><|audio_start|><|video_pad|><|audio_end|><|vision_end|>What?"
+    )
 
 
 @given(st.integers(400, 10**6))
@@ -80,7 +109,11 @@ def test_line_of_a_sound_and_block_of_a_clip_are_laid_out_in_time() -> None:
     (heard,) = omni.blocks(sound(16_000))
     assert heard.offsets.tolist() == [list(range(13))] * 3
     (seen,) = omni.blocks(clip(8, 4.0))
-    assert seen.offsets.tolist() == [[0, 0, 0, 0, 13, 13, 13, 13], [0, 0, 1, 1] * 2, [0, 1, 0, 1] * 2]
+    assert seen.offsets.tolist() == [
+        [0, 0, 0, 0, 13, 13, 13, 13],
+        [0, 0, 1, 1] * 2,
+        [0, 1, 0, 1] * 2,
+    ]
     assert seen.extent == 14
 
 
@@ -96,11 +129,17 @@ def test_clip_with_its_sound_is_in_order_of_time() -> None:
 @pytest.mark.parametrize(
     ("media", "text"),
     [
-        (sound(399), "file:///sound can't be played to the model: a sound must have 0.025 s at least"),
+        (
+            sound(399),
+            "file:///sound can't be played to the model: a sound must have 0.025 s at least",
+        ),
         (sound(0), "file:///sound says no number and rate of frames"),
         (clip(4, 2.0, width=0), "file:///clip says no width and height"),
         (clip(4, 0.0), "file:///clip says no number and rate of frames"),
-        (MediaRef("file:///text", bytes(32), "text/plain", 10), "file:///text is of type 'text/plain'"),
+        (
+            MediaRef("file:///text", bytes(32), "text/plain", 10),
+            "file:///text is of type 'text/plain'",
+        ),
     ],
 )
 def test_reference_that_can_not_be_shown_is_named(media: MediaRef, text: str) -> None:
@@ -109,7 +148,9 @@ def test_reference_that_can_not_be_shown_is_named(media: MediaRef, text: str) ->
 
 
 def test_sound_is_not_for_a_model_that_only_sees() -> None:
-    with pytest.raises(MediaError, match="file:///sound is of modality audio, and the model reads image, video") as caught:
+    with pytest.raises(
+        MediaError, match="file:///sound is of modality audio, and the model reads image, video"
+    ) as caught:
         layout().blocks(sound(16_000))
     assert caught.value.reason == "not_for_this_model"
 
@@ -121,19 +162,43 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
         omni.expanded(np.array([7, image], np.int32), [sound(16_000)])
     with pytest.raises(PoisonSample, match="of other kinds than its media, or in another order"):
         omni.cells(np.array([image] * 13), np.ones(13, bool), [sound(16_000)])
-    assert omni.expanded(np.array([7, audio, 8], np.int32), [sound(16_000)]).tolist() == [7, *[audio] * 13, 8]
+    assert omni.expanded(np.array([7, audio, 8], np.int32), [sound(16_000)]).tolist() == [
+        7,
+        *[audio] * 13,
+        8,
+    ]
 
 
 @pytest.mark.parametrize(
     ("settings", "hears", "text"),
     [
         ({"use_audio_in_video": True}, False, "use_audio_in_video needs a model that hears"),
-        ({"frame_factor": 1}, False, "frame_factor must be a multiple of the 2 frames that the model looks at together, got 1"),
-        ({"audio_sample_rate": 8_000}, True, "the model hears sounds of 16000 Hz, and model.media.audio_sample_rate is 8000; set it to 16000"),
-        ({"video_fps": 3}, True, "model.media.video_fps = 3.0 would put the moments of a clip 8.66667 positions apart"),
+        (
+            {"frame_factor": 1},
+            False,
+            (
+                "frame_factor must be a multiple of the 2 frames that the model looks at "
+                "together, got 1"
+            ),
+        ),
+        (
+            {"audio_sample_rate": 8_000},
+            True,
+            (
+                "the model hears sounds of 16000 Hz, and model.media.audio_sample_rate is 8000; "
+                "set it to 16000"
+            ),
+        ),
+        (
+            {"video_fps": 3},
+            True,
+            "model.media.video_fps = 3.0 would put the moments of a clip 8.66667 positions apart",
+        ),
     ],
 )
-def test_settings_that_do_not_fit_the_model_are_refused(settings: dict[str, Any], hears: bool, text: str) -> None:
+def test_settings_that_do_not_fit_the_model_are_refused(
+    settings: dict[str, Any], hears: bool, text: str
+) -> None:
     with pytest.raises(ConfigError, match=text):
         layout(MediaConfig(**settings), hears=hears)
 

@@ -31,5 +31,8 @@ def test_open_ranks_names_what_torchrun_should_have_set(monkeypatch):
     for name in TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(EnvironmentProblem, match="RANK is set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match="RANK is set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not",
+    ):
         open_ranks(timeout_seconds=5.0)

@@ -16,7 +16,15 @@ DIGEST = "sha256:" + "ab" * 32
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("512B", 512), ("0B", 0), ("20kB", 20_000), ("1.5MiB", 1_572_864), ("2GiB", 2 * 1024**3), ("605.2MB", 605_200_000)]
+    ("text", "count"),
+    [
+        ("512B", 512),
+        ("0B", 0),
+        ("20kB", 20_000),
+        ("1.5MiB", 1_572_864),
+        ("2GiB", 2 * 1024**3),
+        ("605.2MB", 605_200_000),
+    ],
 )
 def test_sizes_are_read_as_docker_writes_them(text: str, count: int) -> None:
     assert bytes_of(text) == count
@@ -24,7 +32,11 @@ def test_sizes_are_read_as_docker_writes_them(text: str, count: int) -> None:
 
 def test_image_is_the_compose_files_unless_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KAFKA_IMAGE", raising=False)
-    assert default_of("${KAFKA_IMAGE:-apache/kafka:4.3.1}") == image_names()["kafka"] == "apache/kafka:4.3.1"
+    assert (
+        default_of("${KAFKA_IMAGE:-apache/kafka:4.3.1}")
+        == image_names()["kafka"]
+        == "apache/kafka:4.3.1"
+    )
     monkeypatch.setenv("KAFKA_IMAGE", "registry.example/kafka:4")
     assert image_names()["kafka"] == "registry.example/kafka:4"
     assert set(image_names()) == {"light", "model", "kafka", "prometheus", "alertmanager"}
@@ -32,14 +44,25 @@ def test_image_is_the_compose_files_unless_it_is_chosen(monkeypatch: pytest.Monk
 
 def test_every_image_of_others_can_be_pinned_and_is_named_by_a_version() -> None:
     images = images_of_others()
-    assert {"KAFKA_IMAGE", "PROMETHEUS_IMAGE", "ALERTMANAGER_IMAGE", "GRAFANA_IMAGE", "CONSOLE_IMAGE", "JAEGER_IMAGE", "BASE_IMAGE"} == set(images)
+    assert {
+        "KAFKA_IMAGE",
+        "PROMETHEUS_IMAGE",
+        "ALERTMANAGER_IMAGE",
+        "GRAFANA_IMAGE",
+        "CONSOLE_IMAGE",
+        "JAEGER_IMAGE",
+        "BASE_IMAGE",
+    } == set(images)
     assert all(re.search(r":(v?\d+\.\d+\.\d+|bookworm-slim)$", tag) for tag in images.values())
 
 
 def test_digest_is_that_of_the_registry_and_an_image_made_here_has_none() -> None:
     assert digest_of("apache/kafka:4.3.1", f'["apache/kafka@{DIGEST}"]') == f"apache/kafka@{DIGEST}"
     for made_here in ("[]", "null"):
-        with pytest.raises(StackError, match=r"^apache/kafka:4.3.1 was made on this machine and has no digest of a registry; remove it"):
+        with pytest.raises(
+            StackError,
+            match=r"^apache/kafka:4.3.1 was made on this machine and has no digest of a registry; remove it",
+        ):
             digest_of("apache/kafka:4.3.1", made_here)
 
 
@@ -50,11 +73,16 @@ def test_pins_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read_pins(tmp_path / "none.env") == {}
 
 
-def test_pinned_image_that_cannot_be_pulled_is_not_replaced_by_one_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_image_that_cannot_be_pulled_is_not_replaced_by_one_made_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Cut(Engine):
         def docker(self, *words: str, seconds: float = 0, check: bool = True) -> str:
             raise StackError("no registry")
 
     monkeypatch.setattr("stack.images.BASE_IMAGE", f"debian@{DIGEST}")
-    with pytest.raises(StackError, match=r"^debian@sha256:\w+ can't be pulled, and nothing made here has its digest; drop its line"):
+    with pytest.raises(
+        StackError,
+        match=r"^debian@sha256:\w+ can't be pulled, and nothing made here has its digest; drop its line",
+    ):
         provide_images(Cut(), Stopwatch())

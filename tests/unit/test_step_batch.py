@@ -1,4 +1,5 @@
-"""A prompt group that a backend refuses is left out of its step whole, and what the step's weights come from is what its record names."""
+"""A prompt group that a backend refuses is left out of its step whole, and what the step's weights
+come from is what its record names."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 
 from relax_events.errors import ObjectError, PoisonSample
 from relax_events.events.types import SampleReady
-from relax_events.training.assembly import PlacedSample
-from relax_events.training.packing import MicroBatcher
-from relax_events.training.step_batch import RefusedGroup, StepBatch
+from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.batch.packing import MicroBatcher
+from relax_events.training.batch.step_batch import RefusedGroup, StepBatch
 from relax_events.training.step_record import StepShare
 
 PER_GROUP = 4
@@ -38,25 +39,42 @@ class Backend:
 
 def group(index: int) -> list[PlacedSample]:
     group_id = f"000000-{index:04d}-0"
-    return [PlacedSample(ready(group_id, number, of=PER_GROUP), 0, PER_GROUP * index + number) for number in range(PER_GROUP)]
+    return [
+        PlacedSample(ready(group_id, number, of=PER_GROUP), 0, PER_GROUP * index + number)
+        for number in range(PER_GROUP)
+    ]
 
 
 def ids_of(members: Sequence[PlacedSample]) -> list[str]:
     return [item.sample.sample_id for item in members]
 
 
-def run_step(groups: Sequence[list[PlacedSample]], backend: Backend, *, num_samples: int, whole: bool) -> StepBatch:
+def run_step(
+    groups: Sequence[list[PlacedSample]], backend: Backend, *, num_samples: int, whole: bool
+) -> StepBatch:
     num_tokens = len(groups[0][0].sample.tokens) * num_samples
     batcher = MicroBatcher(max_tokens=num_tokens, whole_prompt_groups=whole)
-    batch = StepBatch(StepShare(0), batcher, trainer_version=0, accumulate=backend.accumulate, discard=backend.discard)
+    batch = StepBatch(
+        StepShare(0),
+        batcher,
+        trainer_version=0,
+        accumulate=backend.accumulate,
+        discard=backend.discard,
+    )
     for members in groups:
         batch.feed(members)
     batch.flush()
     return batch
 
 
-@given(poison=st.sets(st.tuples(st.integers(0, 3), st.integers(0, PER_GROUP - 1)), max_size=4), num_samples=st.integers(1, 9), whole=st.booleans())
-def test_step_holds_every_other_group_once(poison: set[tuple[int, int]], num_samples: int, whole: bool) -> None:
+@given(
+    poison=st.sets(st.tuples(st.integers(0, 3), st.integers(0, PER_GROUP - 1)), max_size=4),
+    num_samples=st.integers(1, 9),
+    whole=st.booleans(),
+)
+def test_step_holds_every_other_group_once(
+    poison: set[tuple[int, int]], num_samples: int, whole: bool
+) -> None:
     groups = [group(index) for index in range(4)]
     backend = Backend({groups[index][number].sample.sample_id for index, number in poison})
     batch = run_step(groups, backend, num_samples=num_samples, whole=whole)
@@ -68,7 +86,9 @@ def test_step_holds_every_other_group_once(poison: set[tuple[int, int]], num_sam
     assert batch.share.sample_ids == trained
     assert batch.share.take_micro_batches() == backend.micro_batches
     refused = batch.take_refused()
-    assert {item.prompt_group_id for item in refused} == {groups[index][0].sample.prompt_group_id for index in left_out}
+    assert {item.prompt_group_id for item in refused} == {
+        groups[index][0].sample.prompt_group_id for index in left_out
+    }
     assert all(" is poison" in str(item.error) for item in refused)
     assert batch.take_refused() == []
 

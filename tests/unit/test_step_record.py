@@ -10,19 +10,25 @@ from hypothesis import strategies as st
 
 from relax_events.errors import RunFailed
 from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
-from relax_events.training.assembly import PlacedSample
+from relax_events.projections.training_history import TrainingHistory
+from relax_events.training.batch.assembly import PlacedSample
 from relax_events.training.commit import trained_outcomes
-from relax_events.training.history import TrainingHistory
 from relax_events.training.phases import Phases
 from relax_events.training.step_record import StepLayout, StepShare
 
 
-def share_of(rank: int, *micro_batches: list[tuple[str, int, float]], trainer_version: int = 3) -> StepShare:
+def share_of(
+    rank: int, *micro_batches: list[tuple[str, int, float]], trainer_version: int = 3
+) -> StepShare:
     """Make a rank's share: micro-batches of (prompt group, version, reward), one sample each."""
     share = StepShare(rank)
     for batch, members in enumerate(micro_batches):
         placed = [
-            PlacedSample(ready(group_id, 0, version=version, reward=reward), partition=rank, offset=10 * batch + place)
+            PlacedSample(
+                ready(group_id, 0, version=version, reward=reward),
+                partition=rank,
+                offset=10 * batch + place,
+            )
             for place, (group_id, version, reward) in enumerate(members)
         ]
         share.note(placed, trainer_version=trainer_version)
@@ -32,7 +38,9 @@ def share_of(rank: int, *micro_batches: list[tuple[str, int, float]], trainer_ve
 
 @pytest.fixture
 def shares() -> list[StepShare]:
-    first = share_of(0, [("000003-0000-0", 3, 1.0), ("000002-0001-1", 2, 0.0)], [("000003-0002-0", 1, 0.5)])
+    first = share_of(
+        0, [("000003-0000-0", 3, 1.0), ("000002-0001-1", 2, 0.0)], [("000003-0002-0", 1, 0.5)]
+    )
     second = share_of(1, [("000003-0003-0", 2, 0.5)])
     second.consumed = [TopicOffset("t", 1, 7)]
     return [first, second]
@@ -40,8 +48,18 @@ def shares() -> list[StepShare]:
 
 def test_layout_holds_the_shares_in_rank_order(shares: list[StepShare]) -> None:
     layout = StepLayout.of(shares)
-    assert layout.sample_ids == ["000003-0000-0/0", "000002-0001-1/0", "000003-0002-0/0", "000003-0003-0/0"]
-    assert layout.prompt_group_ids == ["000003-0000-0", "000002-0001-1", "000003-0002-0", "000003-0003-0"]
+    assert layout.sample_ids == [
+        "000003-0000-0/0",
+        "000002-0001-1/0",
+        "000003-0002-0/0",
+        "000003-0003-0/0",
+    ]
+    assert layout.prompt_group_ids == [
+        "000003-0000-0",
+        "000002-0001-1",
+        "000003-0002-0",
+        "000003-0003-0",
+    ]
     assert layout.ranks.tolist() == [0, 0, 0, 1]
     assert layout.micro_batches.tolist() == [0, 0, 1, 0]
     assert layout.partitions.tolist() == [0, 0, 0, 1]
@@ -51,10 +69,15 @@ def test_layout_holds_the_shares_in_rank_order(shares: list[StepShare]) -> None:
     assert layout.figures["reward_mean"] == 0.5
     assert layout.figures["reward_std"] == pytest.approx(0.125**0.5)
     assert layout.figures["staleness_mean"] == 1.0
-    assert (layout.figures["completion_tokens_mean"], layout.figures["completion_tokens_max"]) == (2.0, 2.0)
+    assert (layout.figures["completion_tokens_mean"], layout.figures["completion_tokens_max"]) == (
+        2.0,
+        2.0,
+    )
 
 
-def test_layout_has_no_figures_of_rewards_where_nothing_is_rewarded(shares: list[StepShare]) -> None:
+def test_layout_has_no_figures_of_rewards_where_nothing_is_rewarded(
+    shares: list[StepShare],
+) -> None:
     figures = StepLayout.of(shares, has_rewards=False).figures
     assert not [name for name in figures if name.startswith("reward")]
     assert figures["staleness_mean"] == 1.0
@@ -66,12 +89,21 @@ def test_layout_stands_when_a_rank_trained_nothing(shares: list[StepShare]) -> N
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.floats(-5, 5)), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 3), st.floats(-5, 5)), min_size=1, max_size=6
+    ),
     st.sampled_from(Outcome),
-    st.lists(st.builds(TopicOffset, st.text(max_size=5), st.integers(0, 9), st.integers(0, 2**60)), max_size=3),
+    st.lists(
+        st.builds(TopicOffset, st.text(max_size=5), st.integers(0, 9), st.integers(0, 2**60)),
+        max_size=3,
+    ),
 )
-def test_share_survives_the_way_to_other_ranks(members: list[tuple[int, int, float]], outcome: Outcome, consumed: list[TopicOffset]) -> None:
-    share = share_of(1, [(f"000003-{index:04d}-0", version, reward) for index, version, reward in members])
+def test_share_survives_the_way_to_other_ranks(
+    members: list[tuple[int, int, float]], outcome: Outcome, consumed: list[TopicOffset]
+) -> None:
+    share = share_of(
+        1, [(f"000003-{index:04d}-0", version, reward) for index, version, reward in members]
+    )
     share.ended, share.consumed = [ended(outcome=outcome)], consumed
     again = StepShare.from_bytes(share.to_bytes())
     assert again == share
@@ -82,13 +114,28 @@ def test_trained_outcomes_name_each_groups_version_and_mean_reward() -> None:
     share = StepShare(0)
     samples = [
         ready("000002-0001-1", 0, version=2, reward=1.0),
-        ready("000002-0001-1", 1, version=2, min_policy_version=3, max_policy_version=3, reward=0.0),
+        ready(
+            "000002-0001-1", 1, version=2, min_policy_version=3, max_policy_version=3, reward=0.0
+        ),
     ]
-    share.note([PlacedSample(sample, 0, offset) for offset, sample in enumerate(samples)], trainer_version=3)
+    share.note(
+        [PlacedSample(sample, 0, offset) for offset, sample in enumerate(samples)],
+        trainer_version=3,
+    )
     share.prompt_group_ids = ["000002-0001-1"]
     (end,) = trained_outcomes([share], 3)
-    assert (end.prompt_group_id, end.train_step, end.group_index, end.attempt) == ("000002-0001-1", 2, 1, 1)
-    assert (end.outcome, end.policy_version, end.trainer_version, end.mean_reward) == (Outcome.TRAINED, 2, 3, 0.5)
+    assert (end.prompt_group_id, end.train_step, end.group_index, end.attempt) == (
+        "000002-0001-1",
+        2,
+        1,
+        1,
+    )
+    assert (end.outcome, end.policy_version, end.trainer_version, end.mean_reward) == (
+        Outcome.TRAINED,
+        2,
+        3,
+        0.5,
+    )
 
 
 READY, REQUESTS = "relax.r.advantage.samples", "relax.r.prompt.end-requests"
@@ -97,15 +144,39 @@ READY, REQUESTS = "relax.r.advantage.samples", "relax.r.prompt.end-requests"
 def test_history_is_what_the_log_says() -> None:
     checkpoint = CheckpointRef(1, "file:///c/manifest.json", bytes(32))
     history = TrainingHistory()
-    assert (history.policy_version, history.is_fresh, history.checkpoints(), history.positions()) == (0, True, [], {})
+    assert (
+        history.policy_version,
+        history.is_fresh,
+        history.checkpoints(),
+        history.positions(),
+    ) == (0, True, [], {})
     history.note(published(0))
-    history.note(committed(0, consumed=[TopicOffset(READY, 0, 5), TopicOffset(READY, 1, 9), TopicOffset(REQUESTS, 1, 2)]))
-    history.note(committed(1, checkpoint=checkpoint, consumed=[TopicOffset(READY, 0, 8), TopicOffset(REQUESTS, 1, 7)]))
+    history.note(
+        committed(
+            0,
+            consumed=[
+                TopicOffset(READY, 0, 5),
+                TopicOffset(READY, 1, 9),
+                TopicOffset(REQUESTS, 1, 2),
+            ],
+        )
+    )
+    history.note(
+        committed(
+            1,
+            checkpoint=checkpoint,
+            consumed=[TopicOffset(READY, 0, 8), TopicOffset(REQUESTS, 1, 7)],
+        )
+    )
     history.note(committed(2, consumed=[TopicOffset(READY, 1, 12)]))
     history.note(ended("000001-0002-0"))
     assert (history.policy_version, history.is_fresh) == (3, False)
     assert history.checkpoints() == [checkpoint]
-    assert history.positions() == {("advantage.samples", 0): 8, ("advantage.samples", 1): 12, ("prompt.end-requests", 1): 7}
+    assert history.positions() == {
+        ("advantage.samples", 0): 8,
+        ("advantage.samples", 1): 12,
+        ("prompt.end-requests", 1): 7,
+    }
     assert history.ended_group_ids == {"000001-0002-0"}
     assert [event.policy_version for event in history.published] == [0]
 
@@ -125,7 +196,10 @@ def test_phases_add_up_even_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_layout_arrays_have_the_types_of_the_log(shares: list[StepShare]) -> None:
     layout = StepLayout.of(shares)
-    assert [array.dtype for array in (layout.partitions, layout.offsets, layout.ranks, layout.micro_batches)] == [
+    assert [
+        array.dtype
+        for array in (layout.partitions, layout.offsets, layout.ranks, layout.micro_batches)
+    ] == [
         np.int32,
         np.int64,
         np.int32,
@@ -139,6 +213,9 @@ def test_history_that_begins_later_than_the_run_needs_a_checkpoint() -> None:
     lost = CheckpointRef(5, "file:///objects/checkpoints/5/manifest.json", bytes(32))
     history.note(published(5))
     history.note(committed(5, checkpoint=lost))
-    with pytest.raises(RunFailed, match=r"no checkpoint can be read .*checkpoints/5/manifest.json.*begin again at version 0"):
+    with pytest.raises(
+        RunFailed,
+        match=r"no checkpoint can be read .*checkpoints/5/manifest.json.*begin again at version 0",
+    ):
         history.require_from(0)
     history.require_from(5)

@@ -1,4 +1,5 @@
-"""What a replay or a fork takes over from a log: nothing that a stranger wrote is used before somebody agrees."""
+"""What a replay or a fork takes over from a log: nothing that a stranger wrote is used before
+somebody agrees."""
 
 from __future__ import annotations
 
@@ -11,16 +12,19 @@ from typing import Any
 import orjson
 import pytest
 
-from relax_events.cli.consent import accept_source
+from relax_events.cli.output import accept_source
 from relax_events.config import RunConfig
-from relax_events.config.outside import Named, Names
-from relax_events.control.resuming import changes_since, settings_history
-from relax_events.control.runs.taking_over import NotTrusted, own_run_files, require_trust
-from relax_events.pipeline.description import describe, described_config
+from relax_events.config.external_values import Named, Names
+from relax_events.history.runs.inherited_code import NotTrusted, own_run_files, require_trust
+from relax_events.runtime.run_description import describe, described_config
+from relax_events.session.resume import changes_since, settings_history
 
 MakeConfig = Callable[..., RunConfig]
 HOSTILE = {
-    "reward": {"function": "/nfs/evil.py:f", "options": {"url": "https://evil", "token_variable": "JUDGE_TOKEN"}},
+    "reward": {
+        "function": "/nfs/evil.py:f",
+        "options": {"url": "https://evil", "token_variable": "JUDGE_TOKEN"},
+    },
     "engine": {"sglang": {"python": "/nfs/python", "arguments": ["--x"]}},
     "objects": {"uri": "s3://evil/prefix"},
     "telemetry": {"traces": {"endpoint": "http://evil:4318"}},
@@ -28,11 +32,23 @@ HOSTILE = {
 
 
 def left(
-    source: RunConfig, *, own: Sequence[RunConfig] = (), overrides: Sequence[str] = (), is_replay: bool = False, directory: Path = Path("elsewhere")
+    source: RunConfig,
+    *,
+    own: Sequence[RunConfig] = (),
+    overrides: Sequence[str] = (),
+    is_replay: bool = False,
+    directory: Path = Path("elsewhere"),
 ) -> dict[str, Any]:
     """Return what somebody would have to agree to."""
     refused: list[NotTrusted] = []
-    require_trust(source, is_replay=is_replay, own=own, directory=directory, overrides=overrides, accept=refused.append)
+    require_trust(
+        source,
+        is_replay=is_replay,
+        own=own,
+        directory=directory,
+        overrides=overrides,
+        accept=refused.append,
+    )
     return {named.key: named.value for one in refused for named in one.named}
 
 
@@ -55,9 +71,15 @@ def test_replay_lists_only_what_it_would_use(make_run_config: MakeConfig) -> Non
     source = make_run_config(**HOSTILE)
     used = {"model.path", "objects.uri", "telemetry.traces.endpoint"}
     assert left(source, is_replay=True).keys() == used
-    evaluated = make_run_config(**HOSTILE, evaluation={"datasets": [{"name": "a", "source": "jsonl:/etc/shadow"}]})
-    assert {"reward.function", "engine.sglang.python", "evaluation.datasets.0.source"} <= left(evaluated, is_replay=True).keys()
-    assert "reward.function" in left(source, is_replay=True, overrides=['evaluation.datasets=[{name="a", source="jsonl:x"}]'])
+    evaluated = make_run_config(
+        **HOSTILE, evaluation={"datasets": [{"name": "a", "source": "jsonl:/etc/shadow"}]}
+    )
+    assert {"reward.function", "engine.sglang.python", "evaluation.datasets.0.source"} <= left(
+        evaluated, is_replay=True
+    ).keys()
+    assert "reward.function" in left(
+        source, is_replay=True, overrides=['evaluation.datasets=[{name="a", source="jsonl:x"}]']
+    )
 
 
 def test_replay_that_would_make_its_model_lists_the_data(make_run_config: MakeConfig) -> None:
@@ -72,26 +94,40 @@ def test_run_file_that_says_the_same_needs_no_answer(make_run_config: MakeConfig
     assert left(source, own=[source]) == {}
     other = make_run_config(**HOSTILE | {"objects": {"uri": "s3://mine/prefix"}})
     assert left(source, own=[other]) == {"objects.uri": "s3://evil/prefix"}
-    longer = make_run_config(**HOSTILE | {"engine": {"sglang": {"python": "/nfs/python", "arguments": ["--x", "--y"]}}})
+    longer = make_run_config(
+        **HOSTILE | {"engine": {"sglang": {"python": "/nfs/python", "arguments": ["--x", "--y"]}}}
+    )
     assert left(source, own=[longer]) == {"engine.sglang.arguments": ["--x"]}
 
 
-def test_run_file_of_a_replay_vouches_for_nothing_that_the_replay_did_not_use(make_run_config: MakeConfig) -> None:
+def test_run_file_of_a_replay_vouches_for_nothing_that_the_replay_did_not_use(
+    make_run_config: MakeConfig,
+) -> None:
     source = make_run_config(**HOSTILE)
     replay = make_run_config(**HOSTILE, source={"run": "old"})
     assert left(source, own=[replay], is_replay=True) == {}
     assert {"reward.function", "engine.sglang.python"} <= left(source, own=[replay]).keys()
 
 
-def test_key_that_an_argument_says_is_not_the_logs(make_run_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_that_an_argument_says_is_not_the_logs(
+    make_run_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make_run_config(**HOSTILE)
     monkeypatch.setenv("RELAX_TELEMETRY__TRACES__ENDPOINT", "http://mine:4318")
-    overrides = ["reward.options.url=https://mine", "engine.sglang={}", "objects.uri=s3://mine/", "model.path=m", "data.source=jsonl:m"]
+    overrides = [
+        "reward.options.url=https://mine",
+        "engine.sglang={}",
+        "objects.uri=s3://mine/",
+        "model.path=m",
+        "data.source=jsonl:m",
+    ]
     found = left(source, overrides=overrides)
     assert found.keys() == {"reward.function", "reward.options.token_variable"}
 
 
-def test_source_without_a_store_of_its_own_is_read_from_its_directory(make_run_config: MakeConfig, tmp_path: Path) -> None:
+def test_source_without_a_store_of_its_own_is_read_from_its_directory(
+    make_run_config: MakeConfig, tmp_path: Path
+) -> None:
     source = make_run_config()
     assert left(source)["run.directory"] == str(tmp_path)
     assert "run.directory" not in left(source, directory=tmp_path)
@@ -102,7 +138,10 @@ def test_run_files_of_this_directory_vouch(make_run_config: MakeConfig, tmp_path
     folder = tmp_path / "runs" / source.run.id
     folder.mkdir(parents=True)
     (folder / "run.json").write_bytes(orjson.dumps(source.model_dump(mode="json")))
-    assert left(source, own=list(own_run_files(tmp_path, source.run.id, "no-such-run", named=None))) == {}
+    assert (
+        left(source, own=list(own_run_files(tmp_path, source.run.id, "no-such-run", named=None)))
+        == {}
+    )
 
 
 @pytest.fixture
@@ -114,7 +153,9 @@ def evil(tmp_path: Path) -> tuple[str, Path]:
 
 
 @pytest.mark.parametrize("dropped", [(), ("samples_per_prompt",)])
-def test_description_runs_no_code(make_run_config: MakeConfig, evil: tuple[str, Path], dropped: tuple[str, ...]) -> None:
+def test_description_runs_no_code(
+    make_run_config: MakeConfig, evil: tuple[str, Path], dropped: tuple[str, ...]
+) -> None:
     name, trace = evil
     described = describe(make_run_config())
     tree = orjson.loads(described.config)
@@ -122,7 +163,11 @@ def test_description_runs_no_code(make_run_config: MakeConfig, evil: tuple[str, 
     tree["run"] = {key: value for key, value in tree["run"].items() if key not in dropped}
     forged = dataclasses.replace(described, config=orjson.dumps(tree).decode())
     found = described_config(forged, run_id=described.run_id)
-    assert (found.algorithm.name, found.algorithm.learns_from, found.algorithm.is_unread) == (name, "rewards", True)
+    assert (found.algorithm.name, found.algorithm.learns_from, found.algorithm.is_unread) == (
+        name,
+        "rewards",
+        True,
+    )
     assert found.roles()
     assert describe(found).config
     settings_history([forged, described, forged, forged], run_id=described.run_id)
@@ -131,21 +176,34 @@ def test_description_runs_no_code(make_run_config: MakeConfig, evil: tuple[str, 
     assert not trace.exists()
 
 
-def test_person_who_is_asked_sees_the_list_and_decides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_person_who_is_asked_sees_the_list_and_decides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    refused = NotTrusted("old", [Named("reward.routes.x\n  y.function", "/nfs/evil.py:\x1b[2J", Names.CODE)])
+    refused = NotTrusted(
+        "old", [Named("reward.routes.x\n  y.function", "/nfs/evil.py:\x1b[2J", Names.CODE)]
+    )
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
     accept_source(refused, trusts=False)
     shown = capsys.readouterr().err
-    assert '"reward.routes.x\\n  y.function" = "/nfs/evil.py:\\u001b[2J"  (code that would be run)' in shown
+    assert (
+        '"reward.routes.x\\n  y.function" = "/nfs/evil.py:\\u001b[2J"  (code that would be run)'
+        in shown
+    )
     assert "take all this over? [y/N]" in shown
     monkeypatch.setattr("sys.stdin", Terminal("\n"))
     with pytest.raises(NotTrusted):
         accept_source(refused, trusts=False)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    with pytest.raises(NotTrusted, match="give --config with a run file that does, set these keys by arguments, or give --trust-source"):
+    with pytest.raises(
+        NotTrusted,
+        match=(
+            "give --config with a run file that does, set these keys by arguments, or give "
+            "--trust-source"
+        ),
+    ):
         accept_source(refused, trusts=False)
     accept_source(refused, trusts=True)

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from relax_events.data.tally import EvaluationTally, pass_at_k
+from relax_events.roles.evaluation_metrics import EvaluationTally, pass_at_k
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,9 @@ from relax_events.data.tally import EvaluationTally, pass_at_k
         (200, 1, 100, 1 / 2),
     ],
 )
-def test_pass_at_k_is_as_computed_by_hand(num_samples: int, num_passed: int, k: int, expected: float) -> None:
+def test_pass_at_k_is_as_computed_by_hand(
+    num_samples: int, num_passed: int, k: int, expected: float
+) -> None:
     assert pass_at_k(num_samples, num_passed, k=k) == pytest.approx(expected, abs=1e-15)
 
 
@@ -31,11 +33,17 @@ def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_pass(num_passed: int)
     samples = [place < num_passed for place in range(7)]
     for k in range(1, 8):
         choices = [any(chosen) for chosen in combinations(samples, k)]
-        assert pass_at_k(7, sum(samples), k=k) == pytest.approx(sum(choices) / len(choices), abs=1e-15)
+        assert pass_at_k(7, sum(samples), k=k) == pytest.approx(
+            sum(choices) / len(choices), abs=1e-15
+        )
 
 
-@pytest.mark.parametrize(("num_samples", "num_passed", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
-def test_pass_at_k_refuses_numbers_that_do_not_fit(num_samples: int, num_passed: int, k: int) -> None:
+@pytest.mark.parametrize(
+    ("num_samples", "num_passed", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)]
+)
+def test_pass_at_k_refuses_numbers_that_do_not_fit(
+    num_samples: int, num_passed: int, k: int
+) -> None:
     with pytest.raises(ValueError, match=rf"got {num_passed} of {num_samples} and k = {k}"):
         pass_at_k(num_samples, num_passed, k=k)
 
@@ -45,14 +53,21 @@ def test_tally_gives_the_figures_of_its_samples() -> None:
     tally = EvaluationTally(pass_reward=0.5)
     for row, values in rewards.items():
         for place, reward in enumerate(values):
-            tally.note_sample(row, reward=reward, num_tokens=10 * row + place, is_truncated=place == 3)
+            tally.note_sample(
+                row, reward=reward, num_tokens=10 * row + place, is_truncated=place == 3
+            )
     means = np.array([np.mean(values) for values in rewards.values()])
     assert tally.reward_mean == pytest.approx(means.mean())
     assert tally.reward_stderr == pytest.approx(means.std(ddof=1) / np.sqrt(3))
-    assert tally.completion_tokens_mean == pytest.approx(np.mean([10 * row + place for row in rewards for place in range(4)]))
+    assert tally.completion_tokens_mean == pytest.approx(
+        np.mean([10 * row + place for row in rewards for place in range(4)])
+    )
     assert (tally.num_truncated, tally.num_unscored) == (3, 0)
     # Of prompt 0 two of four pass: 1 - C(2, 2) / C(4, 2) = 5 / 6.
-    assert tally.pass_at([1, 2]) == {"1": pytest.approx((2 / 4 + 1 + 0) / 3), "2": pytest.approx((5 / 6 + 1 + 0) / 3)}
+    assert tally.pass_at([1, 2]) == {
+        "1": pytest.approx((2 / 4 + 1 + 0) / 3),
+        "2": pytest.approx((5 / 6 + 1 + 0) / 3),
+    }
 
 
 def test_tally_leaves_out_what_was_not_scored() -> None:
@@ -65,4 +80,9 @@ def test_tally_leaves_out_what_was_not_scored() -> None:
 
 def test_tally_of_nothing_knows_nothing() -> None:
     tally = EvaluationTally(pass_reward=1.0)
-    assert (tally.reward_mean, tally.reward_stderr, tally.completion_tokens_mean, tally.pass_at([1])) == (None, None, None, {})
+    assert (
+        tally.reward_mean,
+        tally.reward_stderr,
+        tally.completion_tokens_mean,
+        tally.pass_at([1]),
+    ) == (None, None, None, {})

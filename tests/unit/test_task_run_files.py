@@ -1,4 +1,5 @@
-"""The run files of the paper's tasks take rows that have the columns of the real datasets, and reward the answers that these hold."""
+"""The run files of the paper's tasks take rows that have the columns of the real datasets, and
+reward the answers that these hold."""
 
 from __future__ import annotations
 
@@ -14,14 +15,19 @@ from relax_events.config import RunConfig, load_run_config
 from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_source
 from relax_events.events.parts import ChatMessage, Modality
-from relax_events.rewards.hub import load_reward
+from relax_events.rewards.registry import load_reward
 from tests.unit.moving_and_sounding import sound_file
 from tests.unit.pictures import picture_file
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DAPO = {
     "data_source": "math_dapo",
-    "prompt": [{"content": "Solve it. The last line is Answer: $Answer. What is 6 times 7?", "role": "user"}],
+    "prompt": [
+        {
+            "content": "Solve it. The last line is Answer: $Answer. What is 6 times 7?",
+            "role": "user",
+        }
+    ],
     "ability": "MATH",
     "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
     "extra_info": {"index": "9a9b"},
@@ -68,54 +74,88 @@ def test_dapo_math_takes_messages_and_the_nested_answer(tmp_path: Path) -> None:
     pa.parquet.write_table(pa.Table.from_pylist([DAPO]), tmp_path / "dapo.parquet")
     config = config_of("dapo-math", f"data.source=parquet:{tmp_path / 'dapo.parquet'}")
     row = first_row(config)
-    assert [(message.role, message.text) for message in row.messages] == [("user", DAPO["prompt"][0]["content"])]
+    assert [(message.role, message.text) for message in row.messages] == [
+        ("user", DAPO["prompt"][0]["content"])
+    ]
     assert (row.answer, orjson.loads(row.metadata)) == ("42", {"data_source": "math_dapo"})
-    assert [reward_of(config, row, f"So it is.\nAnswer: {given}")["reward"] for given in ("42", "41")] == [1.0, -1.0]
+    assert [
+        reward_of(config, row, f"So it is.\nAnswer: {given}")["reward"] for given in ("42", "41")
+    ] == [1.0, -1.0]
 
 
 def test_open_r1_puts_the_picture_before_the_question(tmp_path: Path) -> None:
     picture = picture_file(64, 48)
     rows = [OPEN_R1 | {"image": {"bytes": picture, "path": None}}]
     (tmp_path / "data").mkdir()
-    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / "train-00000-of-00001.parquet")
+    pa.parquet.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "data" / "train-00000-of-00001.parquet"
+    )
     config = config_of("open-r1-vl", f"data.source=parquet:{tmp_path}")
     row = first_row(config)
     system, asked = row.messages
-    assert (system.role, asked.role, layout(asked)) == ("system", "user", [Modality.IMAGE, OPEN_R1["problem"]])
+    assert (system.role, asked.role, layout(asked)) == (
+        "system",
+        "user",
+        [Modality.IMAGE, OPEN_R1["problem"]],
+    )
     assert [item.read(config.model.media) for item in row.media] == [picture]
     assert orjson.loads(row.metadata) == {"original_answer": "The answer is B"}
-    assert reward_of(config, row, "<think>equal sides</think><answer>B</answer>") == {"accuracy": 1.0, "format": 1.0}
-    assert reward_of(config, row, "<think>equal sides</think><answer>A</answer>") == {"accuracy": 0.0, "format": 1.0}
+    assert reward_of(config, row, "<think>equal sides</think><answer>B</answer>") == {
+        "accuracy": 1.0,
+        "format": 1.0,
+    }
+    assert reward_of(config, row, "<think>equal sides</think><answer>A</answer>") == {
+        "accuracy": 0.0,
+        "format": 1.0,
+    }
     assert reward_of(config, row, "it is <answer>B</answer>") == {"accuracy": 1.0, "format": 0.0}
     assert reward_of(config, row, "B") == {"accuracy": 0.0, "format": 0.0}
 
 
 def test_avqa_puts_picture_and_sound_before_question_and_options(tmp_path: Path) -> None:
-    files = {"images/sample_3.jpg": picture_file(64, 48, kind="JPEG"), "audios/sample_3.wav": sound_file(0.5)}
+    files = {
+        "images/sample_3.jpg": picture_file(64, 48, kind="JPEG"),
+        "audios/sample_3.wav": sound_file(0.5),
+    }
     for name, data in files.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(data)
     (tmp_path / "train.jsonl").write_bytes(orjson.dumps(AVQA) + b"\n")
-    config = config_of("avqa-omni", f"data.source=jsonl:{tmp_path / 'train.jsonl'}", f"data.media_root={tmp_path}")
+    config = config_of(
+        "avqa-omni", f"data.source=jsonl:{tmp_path / 'train.jsonl'}", f"data.media_root={tmp_path}"
+    )
     row = first_row(config)
     asked = f"{AVQA['problem']}\nOptions:\nA. rain\nB. a motorboat\nC. a train\nD. wind"
     assert layout(row.messages[1]) == [Modality.IMAGE, Modality.AUDIO, asked]
     assert [item.read(config.model.media) for item in row.media] == list(files.values())
     assert orjson.loads(row.metadata) == {"data_source": "OmniInstruct_v1-AVQA"}
-    assert reward_of(config, row, "<think>an engine</think><answer>B</answer>") == {"accuracy": 1.0, "format": 1.0}
+    assert reward_of(config, row, "<think>an engine</think><answer>B</answer>") == {
+        "accuracy": 1.0,
+        "format": 1.0,
+    }
     assert reward_of(config, row, "<think>an engine</think><answer>C</answer>")["accuracy"] == 0.0
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"problem": None}, r"problem is null; data.prompt_template takes strings, numbers and lists of strings"),
+        (
+            {"problem": None},
+            r"problem is null; data.prompt_template takes strings, numbers and lists of strings",
+        ),
         ({"options": [1, 2]}, r"options is a list; data.prompt_template takes"),
         ({"problem": "is <image> there?"}, r"the prompt holds 2 <image> and the row brings 1"),
     ],
 )
-def test_row_that_the_template_cannot_take_is_unfit(tmp_path: Path, changes: dict[str, Any], error: str) -> None:
+def test_row_that_the_template_cannot_take_is_unfit(
+    tmp_path: Path, changes: dict[str, Any], error: str
+) -> None:
     (tmp_path / "train.jsonl").write_bytes(orjson.dumps(AVQA | changes) + b"\n")
-    config = config_of("avqa-omni", f"data.source=jsonl:{tmp_path / 'train.jsonl'}", f"data.media_root={tmp_path}", "data.max_bad_rows=0")
+    config = config_of(
+        "avqa-omni",
+        f"data.source=jsonl:{tmp_path / 'train.jsonl'}",
+        f"data.media_root={tmp_path}",
+        "data.max_bad_rows=0",
+    )
     with pytest.raises(Exception, match=error):
         open_source(config.data, seed=0)

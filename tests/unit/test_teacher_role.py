@@ -16,7 +16,7 @@ import pytest
 
 from relax_events.errors import ConfigError
 from relax_events.events.types import SampleEvaluated, SampleRolledOut
-from relax_events.training.protocol import SampleScores
+from relax_events.training.backend.protocol import SampleScores
 from tests.unit.trainer_samples import plain_logprobs, plain_model, tiny_model
 from workers.teacher import Teaching, open_teacher
 
@@ -32,34 +32,57 @@ class Scripted:
     def score(self, samples: Sequence[SampleRolledOut]) -> list[np.ndarray]:
         return [np.full(4, -1.5, np.float32) for _ in samples]
 
-    def score_topk(self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool) -> list[SampleScores]:
+    def score_topk(
+        self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool
+    ) -> list[SampleScores]:
         self.asked.append((num_ids, choose_own))
         ids = np.array([[5, 9], [6, 1]], np.int32) if choose_own else None
-        return [SampleScores(np.full(4, -1.5, np.float32), ids, np.full((2, 2), -0.5, np.float32)) for _ in samples]
+        return [
+            SampleScores(np.full(4, -1.5, np.float32), ids, np.full((2, 2), -0.5, np.float32))
+            for _ in samples
+        ]
 
 
 def worker_of(config: Any) -> Any:
     """Stand for the worker: give back the event of a record."""
     metrics = SimpleNamespace(tokens=lambda count: None)
-    return SimpleNamespace(config=config, metrics=metrics, sample_record=lambda topic, event, **_: (topic, event), piece=lambda name: nullcontext())
+    return SimpleNamespace(
+        config=config,
+        metrics=metrics,
+        sample_record=lambda topic, event, **_: (topic, event),
+        piece=lambda name: nullcontext(),
+    )
 
 
 def taught(config: Any) -> tuple[Scripted, list[SampleEvaluated]]:
     scorer = Scripted()
-    records: Any = Teaching(worker_of(config), scorer)([event_samples.rolled_out(index=0), event_samples.rolled_out(index=1)])  # type: ignore[arg-type]
+    records: Any = Teaching(worker_of(config), scorer)(
+        [event_samples.rolled_out(index=0), event_samples.rolled_out(index=1)]
+    )  # type: ignore[arg-type]
     assert [topic for topic, _ in records] == ["teacher.logprobs"] * 2
     return scorer, [event for _, event in records]
 
 
-def test_drawn_tokens_are_all_that_is_said_of_where_the_loss_takes_no_set(make_run_config: Any) -> None:
-    scorer, events = taught(make_run_config(algorithm={"name": "opd"}, teacher={"model_path": "teacher"}))
-    assert [(event.evaluator, event.evaluator_version, event.topk_ids, event.topk_logprobs) for event in events] == [("teacher", 0, None, None)] * 2
+def test_drawn_tokens_are_all_that_is_said_of_where_the_loss_takes_no_set(
+    make_run_config: Any,
+) -> None:
+    scorer, events = taught(
+        make_run_config(algorithm={"name": "opd"}, teacher={"model_path": "teacher"})
+    )
+    assert [
+        (event.evaluator, event.evaluator_version, event.topk_ids, event.topk_logprobs)
+        for event in events
+    ] == [("teacher", 0, None, None)] * 2
     assert np.asarray(events[0].values).tolist() == [-1.5] * 4
     assert scorer.asked == []
 
 
-@pytest.mark.parametrize(("tokens", "choose_own"), [("teacher_topk", True), ("student_topk", False)])
-def test_set_is_the_teachers_own_or_the_samples(tokens: str, choose_own: bool, make_run_config: Any) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "choose_own"), [("teacher_topk", True), ("student_topk", False)]
+)
+def test_set_is_the_teachers_own_or_the_samples(
+    tokens: str, choose_own: bool, make_run_config: Any
+) -> None:
     settings = {"name": "opd", "distill_tokens": tokens} | TOP
     scorer, events = taught(make_run_config(algorithm=settings, teacher={"model_path": "teacher"}))
     assert scorer.asked == [(2, choose_own)]
@@ -67,12 +90,16 @@ def test_set_is_the_teachers_own_or_the_samples(tokens: str, choose_own: bool, m
     assert np.asarray(events[1].topk_logprobs).tolist() == [[-0.5, -0.5]] * 2
 
 
-def test_teacher_is_opened_with_its_own_settings_and_scores_with_its_own_weights(make_run_config: Any, tmp_path: Path) -> None:
+def test_teacher_is_opened_with_its_own_settings_and_scores_with_its_own_weights(
+    make_run_config: Any, tmp_path: Path
+) -> None:
     policy = tmp_path / "policy"  # whose weights nobody reads
     policy.mkdir()
     shutil.copy(tiny_model() / "tokenizer.json", policy)
     config = make_run_config(
-        model={"path": policy, "dtype": "bfloat16"}, algorithm={"name": "opd"}, teacher={"model_path": tiny_model(), "device": "cpu", "threads": 1}
+        model={"path": policy, "dtype": "bfloat16"},
+        algorithm={"name": "opd"},
+        teacher={"model_path": tiny_model(), "device": "cpu", "threads": 1},
     )
     sample = event_samples.rolled_out(temperature=0.7)
     (values,) = open_teacher(worker_of(config)).score([sample])
@@ -83,9 +110,18 @@ def test_teacher_is_opened_with_its_own_settings_and_scores_with_its_own_weights
 def test_teacher_of_another_vocabulary_is_refused(make_run_config: Any, tmp_path: Path) -> None:
     policy = tmp_path / "policy"
     policy.mkdir()
-    (policy / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}))
-    config = make_run_config(model={"path": policy}, algorithm={"name": "opd"}, teacher={"model_path": tiny_model()})
-    with pytest.raises(ConfigError, match=r"teacher and policy must have the same vocabulary: token id 0 is '!' in teacher.model_path"):
+    (policy / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []})
+    )
+    config = make_run_config(
+        model={"path": policy}, algorithm={"name": "opd"}, teacher={"model_path": tiny_model()}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"teacher and policy must have the same vocabulary: token id 0 is '!' in teacher.model_path",
+    ):
         open_teacher(worker_of(config))
-    with pytest.raises(ConfigError, match=r"the teacher role has no teacher; set teacher.model_path"):
+    with pytest.raises(
+        ConfigError, match=r"the teacher role has no teacher; set teacher.model_path"
+    ):
         open_teacher(worker_of(make_run_config()))

@@ -1,4 +1,5 @@
-"""How many CPU threads `threads = 0` means: one a processor, also in a worker, whose environment says `OMP_NUM_THREADS=1` to libraries."""
+"""How many CPU threads `threads = 0` means: one a processor, also in a worker, whose environment
+says `OMP_NUM_THREADS=1` to libraries."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import torch
 
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.engines.sglang.process import ServerProcess
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import ConfigError
-from relax_events.training.torch_backend import make_deterministic
+from relax_events.training.backend.torch_backend import make_deterministic
 
 NOWHERE = Path("nowhere")
 THREADS = pytest.mark.parametrize(("threads", "expected"), [(0, 3), (2, 2)])
@@ -39,12 +40,18 @@ def test_trainer_and_scorers_take_as_many_threads(threads: int, expected: int) -
 @THREADS
 def test_engine_transformers_takes_as_many_threads(threads: int, expected: int) -> None:
     with pytest.raises(ConfigError):
-        TransformersEngine(NOWHERE, config=EngineConfig(threads=threads), model=ModelConfig(dtype="float32", path=NOWHERE))
+        TransformersEngine(
+            NOWHERE,
+            config=EngineConfig(threads=threads),
+            model=ModelConfig(dtype="float32", path=NOWHERE),
+        )
     assert torch.get_num_threads() == expected
 
 
 @THREADS
-def test_server_of_engine_sglang_is_told_as_many_threads(threads: int, expected: int, tmp_path: Path) -> None:
+def test_server_of_engine_sglang_is_told_as_many_threads(
+    threads: int, expected: int, tmp_path: Path
+) -> None:
     model = ModelConfig(dtype="float32", path=tmp_path)
     server = ServerProcess.__new__(ServerProcess)
     server._config, server._settings = EngineConfig(threads=threads), model

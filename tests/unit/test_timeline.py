@@ -7,9 +7,15 @@ from typing import Any
 
 import orjson
 
-from relax_events.control.runs.timeline import TRACKS, entries_of, trace_text, track_names
 from relax_events.events.parts import Command, ObjectRef
-from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, PolicyVersionPublished, RunCommanded
+from relax_events.events.types import (
+    Event,
+    MetricsReported,
+    PolicyEvaluated,
+    PolicyVersionPublished,
+    RunCommanded,
+)
+from relax_events.history.runs.timeline import TRACKS, entries_of, trace_text, track_names
 from tests.unit.run_events import train_step
 
 SECOND = 10**6
@@ -39,9 +45,15 @@ def test_trace_keeps_the_rules_of_the_format() -> None:
     for entry in entries:
         assert {"ph", "name", "pid", "tid"} | NEEDED[entry["ph"]] <= set(entry)
         assert entry.get("dur", 0) >= 0
-    named = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["name"] == "process_name"}
+    named = {
+        entry["pid"]: entry["args"]["name"] for entry in entries if entry["name"] == "process_name"
+    }
     assert {entry["pid"] for entry in entries} == set(named) == set(TRACKS.values())
-    slices = sorted((entry["ts"], -entry["dur"]) for entry in entries if entry["ph"] == "X" and entry["pid"] == TRACKS["train steps"])
+    slices = sorted(
+        (entry["ts"], -entry["dur"])
+        for entry in entries
+        if entry["ph"] == "X" and entry["pid"] == TRACKS["train steps"]
+    )
     open_ends: list[float] = []
     for begin, negative in slices:  # slices of a thread lie inside each other or beside each other
         while open_ends and open_ends[-1] <= begin:
@@ -54,10 +66,24 @@ def test_things_lie_where_they_happened() -> None:
     entries = {entry["name"]: entry for entry in trace(EVENTS) if entry["ph"] != "M"}
     step, wait, update = entries["step 1"], entries["wait"], entries["update"]
     assert (step["ts"], step["dur"]) == (10.5 * SECOND, 0.5 * SECOND)
-    assert (wait["ts"], wait["dur"], update["ts"], update["dur"]) == (10.5 * SECOND, 0.375 * SECOND, 10.875 * SECOND, 0.125 * SECOND)
-    assert (step["args"]["reward_mean"], entries["reward_mean"]["args"]) == (0.5, {"reward_mean": 0.5})
-    assert (entries["version 1 on held"]["ts"], entries["version 1 on held"]["dur"]) == (11.5 * SECOND, 2.5 * SECOND)
-    assert (entries["restart rollout-0"]["ts"], entries["restart rollout-0"]["args"]["reason"]) == (12 * SECOND, 'is "stuck"')
+    assert (wait["ts"], wait["dur"], update["ts"], update["dur"]) == (
+        10.5 * SECOND,
+        0.375 * SECOND,
+        10.875 * SECOND,
+        0.125 * SECOND,
+    )
+    assert (step["args"]["reward_mean"], entries["reward_mean"]["args"]) == (
+        0.5,
+        {"reward_mean": 0.5},
+    )
+    assert (entries["version 1 on held"]["ts"], entries["version 1 on held"]["dur"]) == (
+        11.5 * SECOND,
+        2.5 * SECOND,
+    )
+    assert (entries["restart rollout-0"]["ts"], entries["restart rollout-0"]["args"]["reason"]) == (
+        12 * SECOND,
+        'is "stuck"',
+    )
     assert entries["reward-0"]["args"] == {"busy_ratio": 0.25}
 
 

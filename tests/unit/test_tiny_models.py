@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relax_events.errors import ConfigError
-from relax_events.models.tiny import make_tiny
-from relax_events.models.tokenizer import constant_phrases, train_tokenizer
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.examples.tiny_tokenizer import constant_phrases, train_tokenizer
 
 PROMPTS = ["Spell backward: sun.", "Spell backward: tree.", "Spell backward: ice."]
 
@@ -18,9 +18,12 @@ def test_make_tiny_writes_a_model_that_loads_and_computes(tmp_path: Path) -> Non
     make_tiny(tmp_path / "model", corpus=PROMPTS)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(model).__name__ == "Qwen3ForCausalLM"
-    # By hand: embeddings and head 2 * 273 * 64; a layer: q and o 2 * 64 * 64, k and v 2 * 64 * 32, mlp 3 * 64 * 128, norms 2 * 64 + 2 * 16.
+    # By hand: embeddings and head 2 * 273 * 64; a layer: q and o 2 * 64 * 64, k and v 2 * 64 * 32,
+    # mlp 3 * 64 * 128, norms 2 * 64 + 2 * 16.
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 2 * 16
-    assert sum(parameter.numel() for parameter in model.parameters()) == 2 * 273 * 64 + 2 * layer + 64
+    assert (
+        sum(parameter.numel() for parameter in model.parameters()) == 2 * 273 * 64 + 2 * layer + 64
+    )
     with torch.no_grad():
         assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 273)
 
@@ -31,7 +34,10 @@ def test_make_tiny_scales_initial_weights_by_the_width(tmp_path: Path) -> None:
 
 
 def test_make_tiny_is_the_same_byte_for_byte_for_a_seed(tmp_path: Path) -> None:
-    first, second, other = (make_tiny(tmp_path / name, corpus=PROMPTS, seed=seed) for name, seed in (("a", 3), ("b", 3), ("c", 4)))
+    first, second, other = (
+        make_tiny(tmp_path / name, corpus=PROMPTS, seed=seed)
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
     for file in sorted(first.iterdir()):
         assert file.read_bytes() == (second / file.name).read_bytes(), file.name
     assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
@@ -52,17 +58,27 @@ def test_make_tiny_ends_generation_at_the_chat_end_token(tmp_path: Path) -> None
 
 
 def test_make_tiny_makes_mixtures_of_experts_when_asked(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path, corpus=PROMPTS, family="qwen3_moe", hidden_size=32, num_layers=1))
+    model = AutoModelForCausalLM.from_pretrained(
+        make_tiny(tmp_path, corpus=PROMPTS, family="qwen3_moe", hidden_size=32, num_layers=1)
+    )
     with torch.no_grad():
         logits = model(torch.tensor([[1, 2, 3]])).logits
     assert type(model).__name__ == "Qwen3MoeForCausalLM"
     assert torch.isfinite(logits).all()
 
 
-def test_tokenizer_of_a_model_that_hears_names_the_placeholders_for_its_processor(tmp_path: Path) -> None:
-    path = make_tiny(tmp_path, corpus=PROMPTS, family="qwen3_omni_moe_thinker", hidden_size=32, num_layers=1)
+def test_tokenizer_of_a_model_that_hears_names_the_placeholders_for_its_processor(
+    tmp_path: Path,
+) -> None:
+    path = make_tiny(
+        tmp_path, corpus=PROMPTS, family="qwen3_omni_moe_thinker", hidden_size=32, num_layers=1
+    )
     tokenizer = AutoTokenizer.from_pretrained(path)
-    assert (tokenizer.image_token, tokenizer.audio_token, tokenizer.vision_eos_token) == ("<|image_pad|>", "<|audio_pad|>", "<|vision_end|>")
+    assert (tokenizer.image_token, tokenizer.audio_token, tokenizer.vision_eos_token) == (
+        "<|image_pad|>",
+        "<|audio_pad|>",
+        "<|vision_end|>",
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +89,9 @@ def test_tokenizer_of_a_model_that_hears_names_the_placeholders_for_its_processo
         ({"vocab_size": 255}, "vocab_size must be >= 256"),
     ],
 )
-def test_make_tiny_refuses_what_does_not_fit(tmp_path: Path, settings: dict[str, object], text: str) -> None:
+def test_make_tiny_refuses_what_does_not_fit(
+    tmp_path: Path, settings: dict[str, object], text: str
+) -> None:
     with pytest.raises(ConfigError, match=text):
         make_tiny(tmp_path / "model", corpus=PROMPTS, **settings)  # type: ignore[arg-type]
     assert not (tmp_path / "model").exists()
@@ -93,7 +111,11 @@ def test_tokenizer_learns_merges_when_the_vocabulary_has_room() -> None:
 
 def test_tokenizer_keeps_phrases_and_chat_marks_whole() -> None:
     tokenizer = train_tokenizer(PROMPTS, phrases=["Spell backward: "])
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Spell backward: sun"}], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Spell backward: sun"}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
     assert text == "<|im_start|>user\nSpell backward: sun<|im_end|>\n<|im_start|>assistant\n"
     tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
     assert tokens[:6] == ["<|im_start|>", "user\n", "Spell backward: ", "s", "u", "n"]

@@ -1,4 +1,5 @@
-"""What a look at topics and groups finds, and that each finding that needs somebody says what to do."""
+"""What a look at topics and groups finds, and that each finding that needs somebody says what to
+do."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from relax_events.broker.admin import GroupMember, GroupState, PartitionState, TopicState
 from relax_events.config import RunConfig
-from relax_events.control.topics.check import group_findings, partition_findings
+from relax_events.kafka.admin import GroupMember, GroupState, PartitionState, TopicState
+from relax_events.ops.topic_check import group_findings, partition_findings
 
 TOPICS = {"t": TopicState("t", 1, 3, {"min.insync.replicas": "2"})}
 
@@ -28,13 +29,26 @@ def test_partition_in_need_is_found(leader: int, in_sync: tuple[int, ...], text:
 
 def test_partition_that_is_well_is_counted() -> None:
     (finding,) = partition_findings([PartitionState("t", 0, 1, (1, 2, 3), (1, 2, 3))], TOPICS)
-    assert (finding.text, finding.is_good) == ("all 1 partitions have their leader and all replicas in sync", True)
+    assert (finding.text, finding.is_good) == (
+        "all 1 partitions have their leader and all replicas in sync",
+        True,
+    )
 
 
-def test_role_without_members_is_found_only_while_the_run_goes_on(make_run_config: Callable[..., RunConfig]) -> None:
+def test_role_without_members_is_found_only_while_the_run_goes_on(
+    make_run_config: Callable[..., RunConfig],
+) -> None:
     config = make_run_config(run={"id": "r"}, broker={"lease": "consumer_group"})
     someone = (GroupMember("reward-0", "host", ()),)
-    groups = {f"relax.r.{role}": GroupState(f"relax.r.{role}", "stable", members) for role, members in (("reward", someone), ("advantage", ()))}
-    found = [(finding.text, finding.is_good) for finding in group_findings(config, groups, is_over=False)]
-    assert found == [("relax.r.advantage has no members", False), ("relax.r.rollout has no members", False)]
+    groups = {
+        f"relax.r.{role}": GroupState(f"relax.r.{role}", "stable", members)
+        for role, members in (("reward", someone), ("advantage", ()))
+    }
+    found = [
+        (finding.text, finding.is_good) for finding in group_findings(config, groups, is_over=False)
+    ]
+    assert found == [
+        ("relax.r.advantage has no members", False),
+        ("relax.r.rollout has no members", False),
+    ]
     assert [finding.is_good for finding in group_findings(config, groups, is_over=True)] == [True]

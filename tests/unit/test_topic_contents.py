@@ -1,4 +1,5 @@
-"""An event counts only on a topic that holds its kind: what else lies there was written by a role that may not say it."""
+"""An event counts only on a topic that holds its kind: what else lies there was written by a role
+that may not say it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from sound_run import SoundRun
 
 from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, WorkerBeat
+from relax_events.kafka.security.acls import ROLE_RIGHTS
 from relax_events.topics.contents import EVENTS_ON, belongs_on
 from relax_events.topics.plan import (
     COMPACTED_TOPICS,
@@ -24,11 +26,17 @@ from relax_events.topics.plan import (
     SAMPLE_TOPICS,
     SUMMARY_TOPICS,
 )
-from relax_events.topics.rights import ROLE_RIGHTS
 
 
 def test_every_topic_of_events_says_what_it_holds_and_every_event_has_a_topic() -> None:
-    of_events = QUEUE_TOPICS | SAMPLE_TOPICS | CONTROL_TOPICS | REPORT_TOPICS | COMPACTED_TOPICS | SUMMARY_TOPICS
+    of_events = (
+        QUEUE_TOPICS
+        | SAMPLE_TOPICS
+        | CONTROL_TOPICS
+        | REPORT_TOPICS
+        | COMPACTED_TOPICS
+        | SUMMARY_TOPICS
+    )
     assert EVENTS_ON.keys() == of_events.keys() - {"control.schemas"}
     assert {kind for kinds in EVENTS_ON.values() for kind in kinds} == set(typing.get_args(Event))
 
@@ -36,7 +44,11 @@ def test_every_topic_of_events_says_what_it_holds_and_every_event_has_a_topic() 
 def test_samples_stand_where_the_advantage_role_alone_writes() -> None:
     assert [entity for entity in EVENTS_ON if belongs_on(entity, ready())] == ["advantage.samples"]
     assert [entity for entity in EVENTS_ON if belongs_on(entity, scored())] == ["reward.scores"]
-    assert [entity for entity in EVENTS_ON if belongs_on(entity, ended())] == ["advantage.samples", "prompt.end-requests", "control.group-outcomes"]
+    assert [entity for entity in EVENTS_ON if belongs_on(entity, ended())] == [
+        "advantage.samples",
+        "prompt.end-requests",
+        "control.group-outcomes",
+    ]
 
 
 def test_what_an_evaluator_says_stands_on_its_own_topic() -> None:
@@ -46,12 +58,30 @@ def test_what_an_evaluator_says_stands_on_its_own_topic() -> None:
 
 
 def test_what_is_said_of_a_worker_stands_on_the_topic_of_its_role() -> None:
-    state: dict[str, Any] = {"host": "h", "pid": 1, "state": WorkerState.STOPPED, "num_processed": 0, "num_in_flight": 0, "last_progress_at": 0}
+    state: dict[str, Any] = {
+        "host": "h",
+        "pid": 1,
+        "state": WorkerState.STOPPED,
+        "num_processed": 0,
+        "num_in_flight": 0,
+        "last_progress_at": 0,
+    }
     for role in ROLES:
         own, other = f"{role}-0", "trainer-0" if role != "trainer" else "reward-0"
-        assert [entity for entity in EVENTS_ON if belongs_on(entity, WorkerBeat(worker_id=own, role=role, **state))] == [HEARTBEATS[role]]
-        assert [entity for entity in EVENTS_ON if belongs_on(entity, MetricsReported(worker_id=own, role=role, values={}))] == [METRICS[role]]
-        assert not any(belongs_on(entity, WorkerBeat(worker_id=other, role=role, **state)) for entity in EVENTS_ON), "another role's worker"
+        assert [
+            entity
+            for entity in EVENTS_ON
+            if belongs_on(entity, WorkerBeat(worker_id=own, role=role, **state))
+        ] == [HEARTBEATS[role]]
+        assert [
+            entity
+            for entity in EVENTS_ON
+            if belongs_on(entity, MetricsReported(worker_id=own, role=role, values={}))
+        ] == [METRICS[role]]
+        assert not any(
+            belongs_on(entity, WorkerBeat(worker_id=other, role=role, **state))
+            for entity in EVENTS_ON
+        ), "another role's worker"
     assert tuple(ROLE_RIGHTS) == ROLES
 
 
@@ -59,9 +89,16 @@ def test_what_is_said_of_a_worker_stands_on_the_topic_of_its_role() -> None:
 def test_ledger_takes_nothing_from_a_role_that_may_not_say_it(entity: str) -> None:
     run, group = SoundRun(6), "000003-0000-0"
     sound = run.ledger().figures()
-    events = [ready(group, 0, version=2), scored(group, 0, reward=9.0), rolled_out(group, 1, version=9), ended(group, Outcome.EXPIRED)]
+    events = [
+        ready(group, 0, version=2),
+        scored(group, 0, reward=9.0),
+        rolled_out(group, 1, version=9),
+        ended(group, Outcome.EXPIRED),
+    ]
     own = {"rollout.samples": 2, "reward.scores": 1, "prompt.end-requests": 3}[entity]
     for partition in range(run.plan.num_sample_partitions):
-        run.at(entity, partition).extend(event for index, event in enumerate(events) if index != own)
+        run.at(entity, partition).extend(
+            event for index, event in enumerate(events) if index != own
+        )
     books = run.ledger()
     assert (books.problems(), books.figures()) == ([], sound)

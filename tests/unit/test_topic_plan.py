@@ -6,22 +6,33 @@ from collections.abc import Callable
 
 import pytest
 
-from relax_events.broker.admin import TopicState
 from relax_events.config import RunConfig
-from relax_events.control.topics.applying import danger_of, plan_changes, refuse_dangers
 from relax_events.errors import BrokerRefused
+from relax_events.kafka.admin import TopicState
+from relax_events.ops.topic_apply import danger_of, plan_changes, refuse_dangers
 from relax_events.topics import TopicPlan, TopicSpec
 from relax_events.topics.plan import QUEUE_TOPICS, SAMPLE_TOPICS
 
 
-def test_plan_gives_all_sample_topics_the_same_partitions(make_run_config: Callable[..., RunConfig]) -> None:
-    plan = TopicPlan.of(make_run_config(run={"id": "mine", "max_staleness": 2}, broker={"shards": 3}))
+def test_plan_gives_all_sample_topics_the_same_partitions(
+    make_run_config: Callable[..., RunConfig],
+) -> None:
+    plan = TopicPlan.of(
+        make_run_config(run={"id": "mine", "max_staleness": 2}, broker={"shards": 3})
+    )
     specs = {spec.name: spec for spec in plan.specs()}
     assert len(specs) == len(plan.specs())
     assert {specs[topic].num_partitions for topic in plan.sample_topics()} == {12}
-    assert all(spec.num_partitions == 1 for name, spec in specs.items() if ".control." in name or name.endswith(".dead-letters"))
+    assert all(
+        spec.num_partitions == 1
+        for name, spec in specs.items()
+        if ".control." in name or name.endswith(".dead-letters")
+    )
     assert plan.topic("rollout.samples") == "relax.mine.rollout.samples"
-    assert (plan.consumer_group("reward"), plan.transactional_id("trainer")) == ("relax.mine.reward", "relax.mine.trainer.0")
+    assert (plan.consumer_group("reward"), plan.transactional_id("trainer")) == (
+        "relax.mine.reward",
+        "relax.mine.trainer.0",
+    )
     assert list(plan.partitions_of_version(5)) == [3, 4, 5]
     assert plan.partition("000000-0000-0", 5) in plan.partitions_of_version(5)
     assert all(spec.doc for spec in specs.values())
@@ -32,35 +43,57 @@ def test_files_of_the_log_are_closed_in_time_where_purged_records_shall_leave_th
     make_run_config: Callable[..., RunConfig], retained: int, expected: str | None
 ) -> None:
     plan = TopicPlan.of(make_run_config(run={"id": "mine", "retain_versions": retained}))
-    purged = [spec for spec in plan.specs() if plan.entity(spec.name) in {*QUEUE_TOPICS, *SAMPLE_TOPICS}]
+    purged = [
+        spec for spec in plan.specs() if plan.entity(spec.name) in {*QUEUE_TOPICS, *SAMPLE_TOPICS}
+    ]
     assert {spec.settings.get("segment.ms") for spec in purged} == {expected}
 
 
-def test_topics_that_are_compacted_or_kept_for_a_while_close_their_files_however_long_the_run_is(make_run_config: Callable[..., RunConfig]) -> None:
+def test_topics_that_are_compacted_or_kept_for_a_while_close_their_files_however_long_the_run_is(
+    make_run_config: Callable[..., RunConfig],
+) -> None:
     plan = TopicPlan.of(make_run_config(run={"id": "mine"}))
     specs = {plan.entity(spec.name): spec for spec in plan.specs()}
     for entity in ("control.heartbeats.trainer", "control.engines"):
         assert specs[entity].settings["cleanup.policy"] == "compact"
         assert int(specs[entity].settings["segment.bytes"]) <= 1 << 20
     reports = specs["control.metrics.trainer"].settings
-    assert (int(reports["retention.ms"]), int(reports["retention.bytes"])) == (7 * 86_400_000, 256 << 20)
+    assert (int(reports["retention.ms"]), int(reports["retention.bytes"])) == (
+        7 * 86_400_000,
+        256 << 20,
+    )
     assert int(reports["segment.bytes"]) < int(reports["retention.bytes"])
     for entity in ("control.train-steps", "control.schemas"):
-        assert (specs[entity].settings["retention.ms"], specs[entity].settings["cleanup.policy"]) == ("-1", "delete")
+        assert (
+            specs[entity].settings["retention.ms"],
+            specs[entity].settings["cleanup.policy"],
+        ) == ("-1", "delete")
 
 
 def test_reports_have_topics_of_the_runs_own_roles() -> None:
     names = {"prompter", "rollout", "reward", "advantage", "trainer", "controller", "metrics"}
-    plan = TopicPlan.of(RunConfig.model_validate({"run": {"id": "mine"}, "model": {"path": "m"}, "data": {"source": "jsonl:x"}}))
+    plan = TopicPlan.of(
+        RunConfig.model_validate(
+            {"run": {"id": "mine"}, "model": {"path": "m"}, "data": {"source": "jsonl:x"}}
+        )
+    )
     specs = {plan.entity(spec.name) for spec in plan.specs()}
     for kind in ("heartbeats", "metrics"):
-        assert {entity for entity in specs if entity.startswith(f"control.{kind}.")} == {f"control.{kind}.{role}" for role in names}
-    assert (plan.has("control.metrics.reward"), plan.has("control.metrics.teacher"), plan.has("control.commands")) == (True, False, True)
+        assert {entity for entity in specs if entity.startswith(f"control.{kind}.")} == {
+            f"control.{kind}.{role}" for role in names
+        }
+    assert (
+        plan.has("control.metrics.reward"),
+        plan.has("control.metrics.teacher"),
+        plan.has("control.commands"),
+    ) == (True, False, True)
 
 
 def test_changes_are_the_difference_between_plan_and_broker() -> None:
     spec = TopicSpec("t", 4, 1, "of a test", {"retention.ms": "-1", "cleanup.policy": "delete"})
-    same = TopicState("t", 4, 1, {"retention.ms": "-1", "cleanup.policy": "delete", "segment.bytes": "7"})
+    same = TopicState(
+        "t", 4, 1, {"retention.ms": "-1", "cleanup.policy": "delete", "segment.bytes": "7"}
+    )
     assert plan_changes([spec], {"t": same}) == []
     assert [change.kind for change in plan_changes([spec], {})] == ["create"]
     other = TopicState("t", 2, 1, {"retention.ms": "5", "cleanup.policy": "delete"})
@@ -71,7 +104,10 @@ def test_changes_are_the_difference_between_plan_and_broker() -> None:
 
 
 def test_topics_beside_the_plan_are_no_drift_and_go_only_when_that_was_agreed_to() -> None:
-    found = {name: TopicState(name, 1, 1, {}) for name in ("relax.r.strange", "relax.r.reward.scores.other")}
+    found = {
+        name: TopicState(name, 1, 1, {})
+        for name in ("relax.r.strange", "relax.r.reward.scores.other")
+    }
     kept = plan_changes([], found)
     assert [(change.kind, change.topic, change.is_drift) for change in kept] == [
         ("extra", "relax.r.reward.scores.other", False),
@@ -100,19 +136,27 @@ def test_topics_beside_the_plan_are_no_drift_and_go_only_when_that_was_agreed_to
         ("retention.ms", None, "10", ""),
     ],
 )
-def test_danger_lies_in_what_loses_records(key: str, old: str | None, new: str, danger: str) -> None:
+def test_danger_lies_in_what_loses_records(
+    key: str, old: str | None, new: str, danger: str
+) -> None:
     assert danger_of(key, old, new) == danger
 
 
 def test_shape_is_refused_with_the_keys_that_it_follows_from() -> None:
     spec = TopicSpec("relax.r.prompt.groups", 4, 1, "of a test", {})
     more = plan_changes([spec], {spec.name: TopicState(spec.name, 2, 1, {})})
-    with pytest.raises(BrokerRefused, match=r"keep broker.queue_partitions as it was, or take another run.id; .*--allow partitions"):
+    with pytest.raises(
+        BrokerRefused,
+        match=r"keep broker.queue_partitions as it was, or take another run.id; .*--allow partitions",
+    ):
         refuse_dangers(more, allow=[])
     refuse_dangers(more, allow=["partitions"])
     fewer = plan_changes([spec], {spec.name: TopicState(spec.name, 9, 1, {})})
     with pytest.raises(BrokerRefused, match=r"has 9 partitions, the plan says 4"):
         refuse_dangers(fewer, allow=["partitions"])  # the broker can't take partitions away
     copies = plan_changes([spec], {spec.name: TopicState(spec.name, 4, 3, {})})
-    with pytest.raises(BrokerRefused, match=r"has 3 replicas, the plan says 1; keep broker.replication_factor as it was"):
+    with pytest.raises(
+        BrokerRefused,
+        match=r"has 3 replicas, the plan says 1; keep broker.replication_factor as it was",
+    ):
         refuse_dangers(copies, allow=["partitions"])

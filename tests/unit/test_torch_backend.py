@@ -11,27 +11,46 @@ from torch.nn.utils import clip_grad_norm_
 
 from relax_events.errors import ConfigError, PoisonSample, RunFailed, StepNotFinite, WeightsError
 from relax_events.events.parts import FinishReason
-from relax_events.training.protocol import TrainerState
+from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from relax_events.training.torch_backend import TorchBackend
-from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, plain_model, run_config, tiny_model, token_sets
+from tests.unit.trainer_samples import (
+    changed,
+    make_samples,
+    plain_logprobs,
+    plain_model,
+    run_config,
+    tiny_model,
+    token_sets,
+)
 
 ALGORITHM = {"kl_coefficient": 0.1, "old_logprobs": "actor", "clip_low": 0.1, "clip_high": 0.2}
 TRAINER = {"weight_decay": 0.1, "warmup_steps": 3, "max_grad_norm": 0.5}
-SAMPLES = [changed(sample, temperature=0.7 + 0.05 * (index % 4)) for index, sample in enumerate(make_samples(10, seed=2))]
+SAMPLES = [
+    changed(sample, temperature=0.7 + 0.05 * (index % 4))
+    for index, sample in enumerate(make_samples(10, seed=2))
+]
 
 
 def backend(dtype=torch.float64, algorithm=None, trainer=None, model_dtype="float32"):
-    config = run_config(algorithm=ALGORITHM if algorithm is None else algorithm, trainer=TRAINER if trainer is None else trainer, dtype=model_dtype)
+    config = run_config(
+        algorithm=ALGORITHM if algorithm is None else algorithm,
+        trainer=TRAINER if trainer is None else trainer,
+        dtype=model_dtype,
+    )
     return TorchBackend(config, ranks=SingleRank(), dtype=dtype)
 
 
 def snapshot(state):
-    return TrainerState(policy_version=state.policy_version, tensors={name: tensor.clone() for name, tensor in state.tensors.items()})
+    return TrainerState(
+        policy_version=state.policy_version,
+        tensors={name: tensor.clone() for name, tensor in state.tensors.items()},
+    )
 
 
 class PaddedGrpo:
-    """GRPO as a textbook writes it: right-padded rows, an attention mask, whole logits, torch's own AdamW and clipping."""
+    """GRPO as a textbook writes it: right-padded rows, an attention mask, whole logits, torch's own
+    AdamW and clipping."""
 
     def __init__(self, *, aggregation, estimator):
         self.model = type(plain_model(tiny_model()))(plain_model(tiny_model()).config).double()
@@ -48,12 +67,23 @@ class PaddedGrpo:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def step(self, samples):
-        tokens, mask = self.padded(samples, "tokens").long(), self.padded(samples, "loss_mask")[:, 1:]
-        old, ref, advantages = (self.padded(samples, field)[:, 1:] for field in ("actor_logprobs", "ref_logprobs", "advantages"))
+        tokens, mask = (
+            self.padded(samples, "tokens").long(),
+            self.padded(samples, "loss_mask")[:, 1:],
+        )
+        old, ref, advantages = (
+            self.padded(samples, field)[:, 1:]
+            for field in ("actor_logprobs", "ref_logprobs", "advantages")
+        )
         lengths = torch.tensor([len(sample.tokens) for sample in samples])
         attention = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
         logits = self.model(input_ids=tokens, attention_mask=attention).logits[:, :-1]
-        logits = logits / torch.tensor([np.float32(sample.temperature) for sample in samples], dtype=torch.float64)[:, None, None]
+        logits = (
+            logits
+            / torch.tensor(
+                [np.float32(sample.temperature) for sample in samples], dtype=torch.float64
+            )[:, None, None]
+        )
         logprobs = torch.log(torch.softmax(logits, -1)).gather(-1, tokens[:, 1:, None])[..., 0]
         ratio = torch.exp(logprobs - old)
         policy = -torch.min(ratio * advantages, torch.clip(ratio, 0.9, 1.2) * advantages)
@@ -69,10 +99,26 @@ class PaddedGrpo:
         self.optimizer.step()
         clipped = ((ratio < 0.9) & (advantages < 0)) | ((ratio > 1.2) & (advantages > 0))
         x = logprobs - self.padded(samples, "rollout_logprobs")[:, 1:]
-        token_mean = {"mean_ratio": ratio, "clip_fraction": clipped, "mismatch_kl": torch.exp(x) - 1 - x, "entropy": self.entropy(logits)}
-        figures = {name: float((values.detach() * mask).sum() / mask.sum()) for name, values in token_mean.items()}
-        figures |= {"loss": loss.item(), "kl_estimate": self.mean(kl, mask).item(), "policy_loss": self.mean(policy, mask).item()}
-        return figures | {"grad_norm": norm.item(), "mismatch_max_abs": (x * mask).abs().max().item(), "num_loss_tokens": int(mask.sum())}
+        token_mean = {
+            "mean_ratio": ratio,
+            "clip_fraction": clipped,
+            "mismatch_kl": torch.exp(x) - 1 - x,
+            "entropy": self.entropy(logits),
+        }
+        figures = {
+            name: float((values.detach() * mask).sum() / mask.sum())
+            for name, values in token_mean.items()
+        }
+        figures |= {
+            "loss": loss.item(),
+            "kl_estimate": self.mean(kl, mask).item(),
+            "policy_loss": self.mean(policy, mask).item(),
+        }
+        return figures | {
+            "grad_norm": norm.item(),
+            "mismatch_max_abs": (x * mask).abs().max().item(),
+            "num_loss_tokens": int(mask.sum()),
+        }
 
     def entropy(self, logits):
         return torch.distributions.Categorical(logits=logits).entropy()
@@ -92,34 +138,60 @@ def test_steps_equal_a_padded_implementation(aggregation, estimator):
         for part in (SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]):
             mine.accumulate(part)
         figures, expected = mine.step().as_figures(), other.step(SAMPLES)
-        assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        assert {name: figures[name] for name in expected} == pytest.approx(
+            expected, rel=1e-5, abs=1e-7
+        )
         assert figures["learning_rate"] == pytest.approx(1e-2 * min(1, (version + 1) / 3))
     for name, value in mine.weights().items():
-        # A fraction 1e-3 of the sum of learning rates: RMSNorm works in float32 in any model, and AdamW blows up gradients that are nearly zero.
-        torch.testing.assert_close(value, other.model.get_parameter(name).detach(), rtol=0, atol=3e-5)
+        # A fraction 1e-3 of the sum of learning rates: RMSNorm works in float32 in any model, and
+        # AdamW blows up gradients that are nearly zero.
+        torch.testing.assert_close(
+            value, other.model.get_parameter(name).detach(), rtol=0, atol=3e-5
+        )
     assert mine.policy_version == 4
 
 
 def test_whole_step_algorithm_trains_what_a_whitened_and_masked_step_would():
-    # The same by other means: whiten with numpy over all samples, and leave the farthest tokens out by a loss mask that the mean still counts.
-    mine = backend(algorithm={"name": "reinforce_plus_plus_baseline", "m2_threshold": 0.1, "aggregation": "constant_length"})
+    # The same by other means: whiten with numpy over all samples, and leave the farthest tokens out
+    # by a loss mask that the mean still counts.
+    mine = backend(
+        algorithm={
+            "name": "reinforce_plus_plus_baseline",
+            "m2_threshold": 0.1,
+            "aggregation": "constant_length",
+        }
+    )
     for part in (SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]):
         mine.accumulate(part)
     figures = mine.step().as_figures()
     masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
-    tokens = np.concatenate([sample.advantages[mask] for sample, mask in zip(SAMPLES, masks, strict=True)]).astype(np.float64)
-    plain = [plain_logprobs(sample.tokens, float(np.float32(sample.temperature))) for sample in SAMPLES]
-    squares = [np.where(mask, (lp - sample.rollout_logprobs) ** 2, 0) for sample, mask, lp in zip(SAMPLES, masks, plain, strict=True)]
-    ordered = np.sort(np.concatenate([square[mask] for square, mask in zip(squares, masks, strict=True)]))
+    tokens = np.concatenate(
+        [sample.advantages[mask] for sample, mask in zip(SAMPLES, masks, strict=True)]
+    ).astype(np.float64)
+    plain = [
+        plain_logprobs(sample.tokens, float(np.float32(sample.temperature))) for sample in SAMPLES
+    ]
+    squares = [
+        np.where(mask, (lp - sample.rollout_logprobs) ** 2, 0)
+        for sample, mask, lp in zip(SAMPLES, masks, plain, strict=True)
+    ]
+    ordered = np.sort(
+        np.concatenate([square[mask] for square, mask in zip(squares, masks, strict=True)])
+    )
     bound = ordered[np.cumsum(ordered) / np.arange(1, len(ordered) + 1) <= 0.1][-1] + 1e-6
     white = [(sample.advantages - tokens.mean()) / tokens.std() for sample in SAMPLES]
     changes = [
-        {"advantages": np.where(mask, values, 0).astype(np.float32), "loss_mask": (mask & (square <= bound)).astype(np.uint8)}
+        {
+            "advantages": np.where(mask, values, 0).astype(np.float32),
+            "loss_mask": (mask & (square <= bound)).astype(np.uint8),
+        }
         for mask, values, square in zip(masks, white, squares, strict=True)
     ]
     other = backend(algorithm={"aggregation": "constant_length"})
     assert all(change["loss_mask"].any() for change in changes)
-    other.accumulate([changed(sample, **change) for sample, change in zip(SAMPLES, changes, strict=True)])
+    other.accumulate(
+        [changed(sample, **change) for sample, change in zip(SAMPLES, changes, strict=True)]
+    )
     expected = other.step()
     assert figures["loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert figures["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
@@ -130,14 +202,23 @@ def test_whole_step_algorithm_trains_what_a_whitened_and_masked_step_would():
 @pytest.mark.parametrize("given", [{}, {"std_correction": 1}, {"std_correction": 0}])
 def test_deviation_of_the_steps_rewards_divides_every_micro_batchs_advantages(given):
     rewards = [float(index % 3) for index in range(len(SAMPLES))]
-    rewarded = [changed(sample, reward=reward) for sample, reward in zip(SAMPLES, rewards, strict=True)]
-    empty = changed(rewarded[0], loss_mask=np.zeros_like(rewarded[0].loss_mask), reward=1e6)  # has no part in the deviation
+    rewarded = [
+        changed(sample, reward=reward) for sample, reward in zip(SAMPLES, rewards, strict=True)
+    ]
+    empty = changed(
+        rewarded[0], loss_mask=np.zeros_like(rewarded[0].loss_mask), reward=1e6
+    )  # has no part in the deviation
     mine = backend(algorithm={"name": "dr_grpo", "whiten_advantages": "rewards"} | given)
     deviation = np.std(rewards, ddof=given.get("std_correction", 1))
     for part in (rewarded[:3], [empty], rewarded[3:]):
         mine.accumulate(part)
     other = backend(algorithm={"name": "dr_grpo"})
-    other.accumulate([changed(sample, advantages=(sample.advantages / deviation).astype(np.float32)) for sample in SAMPLES])
+    other.accumulate(
+        [
+            changed(sample, advantages=(sample.advantages / deviation).astype(np.float32))
+            for sample in SAMPLES
+        ]
+    )
     figures, expected = mine.step(), other.step()
     assert figures.loss == pytest.approx(expected.loss, rel=1e-5)
     assert figures.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
@@ -150,13 +231,30 @@ def test_advantages_are_whitened_over_the_whole_step_by_n_or_one_less(over, give
     for part in (SAMPLES[:3], SAMPLES[3:]):
         mine.accumulate(part)
     masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
-    each = [sample.advantages[mask].astype(np.float64) for sample, mask in zip(SAMPLES, masks, strict=True)]
-    units = np.concatenate(each) if over == "tokens" else np.array([values.mean() for values in each if len(values)])
+    each = [
+        sample.advantages[mask].astype(np.float64)
+        for sample, mask in zip(SAMPLES, masks, strict=True)
+    ]
+    units = (
+        np.concatenate(each)
+        if over == "tokens"
+        else np.array([values.mean() for values in each if len(values)])
+    )
     deviation = units.std(ddof=given.get("std_correction", 0))
-    white = [np.where(mask, (sample.advantages - units.mean()) / deviation, 0) for sample, mask in zip(SAMPLES, masks, strict=True)]
-    other.accumulate([changed(sample, advantages=values.astype(np.float32)) for sample, values in zip(SAMPLES, white, strict=True)])
+    white = [
+        np.where(mask, (sample.advantages - units.mean()) / deviation, 0)
+        for sample, mask in zip(SAMPLES, masks, strict=True)
+    ]
+    other.accumulate(
+        [
+            changed(sample, advantages=values.astype(np.float32))
+            for sample, values in zip(SAMPLES, white, strict=True)
+        ]
+    )
     figures, expected = mine.step(), other.step()
-    assert (figures.loss, figures.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
+    assert (figures.loss, figures.grad_norm) == pytest.approx(
+        (expected.loss, expected.grad_norm), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
@@ -169,7 +267,9 @@ def test_samples_cut_off_by_their_length_have_no_part_in_the_step(truncated, agg
     other.accumulate(SAMPLES[4:])
     trained.accumulate([*cut_off, *SAMPLES[4:]])
     figures, expected = mine.step(), other.step()
-    assert (figures.loss, figures.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-9)
+    assert (figures.loss, figures.grad_norm) == pytest.approx(
+        (expected.loss, expected.grad_norm), rel=1e-9
+    )
     assert trained.step().grad_norm != pytest.approx(expected.grad_norm, rel=1e-3)
 
 
@@ -192,12 +292,19 @@ def test_figures_tell_how_far_the_engines_policy_is():
     mine.accumulate(SAMPLES)
     figures = mine.step()
     masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
-    plain = [plain_logprobs(sample.tokens, float(np.float32(sample.temperature))) for sample in SAMPLES]
-    rollout, actor = (np.concatenate([getattr(s, f)[m] for s, m in zip(SAMPLES, masks, strict=True)]) for f in ("rollout_logprobs", "actor_logprobs"))
+    plain = [
+        plain_logprobs(sample.tokens, float(np.float32(sample.temperature))) for sample in SAMPLES
+    ]
+    rollout, actor = (
+        np.concatenate([getattr(s, f)[m] for s, m in zip(SAMPLES, masks, strict=True)])
+        for f in ("rollout_logprobs", "actor_logprobs")
+    )
     x = np.concatenate([lp[mask] for lp, mask in zip(plain, masks, strict=True)]) - rollout
     w = np.exp(x)
     assert figures.mismatch_mean_abs == pytest.approx(np.abs(x).mean(), rel=1e-5)
-    assert figures.effective_sample_ratio == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()), rel=1e-5)
+    assert figures.effective_sample_ratio == pytest.approx(
+        w.sum() ** 2 / (len(w) * (w**2).sum()), rel=1e-5
+    )
     assert 0.5 < figures.effective_sample_ratio < 1
     correction = np.exp(actor.astype(np.float64) - rollout)
     assert figures.correction_mean == pytest.approx(np.minimum(correction, 1.1).mean(), rel=1e-6)
@@ -207,12 +314,22 @@ def test_figures_tell_how_far_the_engines_policy_is():
 
 def test_figures_count_rejected_samples_by_their_reason():
     masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
-    logs = [(sample.actor_logprobs - sample.rollout_logprobs)[mask].astype(np.float64) for sample, mask in zip(SAMPLES, masks, strict=True)]
-    largest, means = [x.max(initial=-np.inf) for x in logs], [(x * x / 2).mean() if len(x) else 0.0 for x in logs]
+    logs = [
+        (sample.actor_logprobs - sample.rollout_logprobs)[mask].astype(np.float64)
+        for sample, mask in zip(SAMPLES, masks, strict=True)
+    ]
+    largest, means = (
+        [x.max(initial=-np.inf) for x in logs],
+        [(x * x / 2).mean() if len(x) else 0.0 for x in logs],
+    )
     bound = sorted(largest)[-3]  # two samples have a token above it
     kept = [mean for mean, x in zip(means, largest, strict=True) if x <= bound]
     threshold = sorted(kept)[len(kept) // 2]
-    veto = {"veto_high": float(np.exp(bound + 1e-6)), "rejection": "k2", "rejection_high": float(threshold * (1 + 1e-4))}
+    veto = {
+        "veto_high": float(np.exp(bound + 1e-6)),
+        "rejection": "k2",
+        "rejection_high": float(threshold * (1 + 1e-4)),
+    }
     mine = backend(algorithm={"old_logprobs": "actor", "correction": "tis"} | veto)
     for part in (SAMPLES[:3], SAMPLES[3:]):
         mine.accumulate(part)
@@ -221,13 +338,19 @@ def test_figures_count_rejected_samples_by_their_reason():
     assert (figures.num_rejected_by_veto, figures.num_rejected_by_divergence) == (2, by_divergence)
     assert by_divergence > 0
     assert figures.num_samples == len(SAMPLES)
-    out = sum(len(x) for x, mean, top in zip(logs, means, largest, strict=True) if top > bound or mean > threshold * (1 + 1e-4))
+    out = sum(
+        len(x)
+        for x, mean, top in zip(logs, means, largest, strict=True)
+        if top > bound or mean > threshold * (1 + 1e-4)
+    )
     assert figures.masked_fraction == pytest.approx(out / figures.num_loss_tokens)
 
 
 @pytest.mark.parametrize("max_logits", [2**26, 1])
 def test_entropy_bonus_has_the_gradient_of_the_entropy(max_logits, monkeypatch):
-    monkeypatch.setattr("relax_events.training.policy_model.MAX_LOGITS_ELEMENTS", max_logits)
+    monkeypatch.setattr(
+        "relax_events.training.backend.policy_model.MAX_LOGITS_ELEMENTS", max_logits
+    )
     mine = backend(algorithm={"entropy_coefficient": 0.5}, trainer={"max_grad_norm": 1e9})
     model = PaddedGrpo(aggregation="token_mean", estimator="k1")
     flat = [changed(sample, advantages=np.zeros_like(sample.advantages)) for sample in SAMPLES]
@@ -242,11 +365,14 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy(max_logits, monkeypatch):
     loss = -0.5 * total / num_tokens
     gradients = torch.autograd.grad(loss, list(model.model.parameters()))
     assert figures.loss == pytest.approx(loss.item(), rel=1e-6)
-    assert figures.grad_norm == pytest.approx(torch.cat([value.flatten() for value in gradients]).norm().item(), rel=1e-5)
+    assert figures.grad_norm == pytest.approx(
+        torch.cat([value.flatten() for value in gradients]).norm().item(), rel=1e-5
+    )
 
 
 def whole_teacher(samples):
-    """Make up a teacher's whole distribution at each loss token, as sets that hold the vocabulary, most probable first."""
+    """Make up a teacher's whole distribution at each loss token, as sets that hold the vocabulary,
+    most probable first."""
     generator, taught = np.random.default_rng(7), []
     for sample in samples:
         ids, logprobs = token_sets(generator, int(sample.loss_mask.sum()), 256)
@@ -257,12 +383,26 @@ def whole_teacher(samples):
 @pytest.mark.parametrize("max_logits", [2**26, 1])
 @pytest.mark.parametrize("num_ids", [256, 5])
 def test_distillation_has_the_gradient_of_the_kl_to_the_teacher(num_ids, max_logits, monkeypatch):
-    # Over the whole vocabulary that is torch's own KL of tempered distributions; over the most probable ids, of those and all others in one bin.
-    # The model knows 270 ids and the teacher 256 of them.
-    monkeypatch.setattr("relax_events.training.policy_model.MAX_LOGITS_ELEMENTS", max_logits)
-    settings = {"distill_coefficient": 0.5, "distill_divergence": "forward_kl", "distill_tokens": "teacher_topk", "distill_top_k": num_ids}
-    mine = backend(algorithm={"name": "opd", "distill_placement": "loss"} | settings, trainer={"max_grad_norm": 1e9})
-    model, samples = PaddedGrpo(aggregation="token_mean", estimator="k1").model, whole_teacher(SAMPLES)
+    # Over the whole vocabulary that is torch's own KL of tempered distributions; over the most
+    # probable ids, of those and all others in one bin. The model knows 270 ids and the teacher 256
+    # of them.
+    monkeypatch.setattr(
+        "relax_events.training.backend.policy_model.MAX_LOGITS_ELEMENTS", max_logits
+    )
+    settings = {
+        "distill_coefficient": 0.5,
+        "distill_divergence": "forward_kl",
+        "distill_tokens": "teacher_topk",
+        "distill_top_k": num_ids,
+    }
+    mine = backend(
+        algorithm={"name": "opd", "distill_placement": "loss"} | settings,
+        trainer={"max_grad_norm": 1e9},
+    )
+    model, samples = (
+        PaddedGrpo(aggregation="token_mean", estimator="k1").model,
+        whole_teacher(SAMPLES),
+    )
     samples = [changed(sample, advantages=np.zeros_like(sample.advantages)) for sample in samples]
     for part in (samples[:3], samples[3:4], samples[4:]):
         mine.accumulate(part)
@@ -273,35 +413,59 @@ def test_distillation_has_the_gradient_of_the_kl_to_the_teacher(num_ids, max_log
         logits = model(input_ids=ids).logits[0, :-1] / float(np.float32(sample.temperature))
         probs = logits.softmax(-1)[torch.from_numpy(np.array(sample.loss_mask[1:])).bool()]
         ours = probs.gather(-1, torch.from_numpy(sample.topk_ids[:, :num_ids].astype(np.int64)))
-        theirs = torch.from_numpy(sample.topk_teacher_logprobs[:, :num_ids].astype(np.float64)).exp()
-        ours, theirs = (torch.cat([values, (1 - values.sum(-1, keepdim=True)).clamp(min=1e-6)], -1) for values in (ours, theirs))
+        theirs = torch.from_numpy(
+            sample.topk_teacher_logprobs[:, :num_ids].astype(np.float64)
+        ).exp()
+        ours, theirs = (
+            torch.cat([values, (1 - values.sum(-1, keepdim=True)).clamp(min=1e-6)], -1)
+            for values in (ours, theirs)
+        )
         total, num_tokens = total + (theirs * (theirs / ours).log()).sum(), num_tokens + len(ours)
     loss = 0.5 * total / num_tokens
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     assert figures.distill_loss == pytest.approx(total.item() / num_tokens, rel=1e-5)
     assert figures.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert figures.grad_norm == pytest.approx(torch.cat([value.flatten() for value in gradients]).norm().item(), rel=1e-4)
+    assert figures.grad_norm == pytest.approx(
+        torch.cat([value.flatten() for value in gradients]).norm().item(), rel=1e-4
+    )
     masks = [np.array(sample.loss_mask, bool) for sample in samples]
-    distances = [(sample.rollout_logprobs - sample.teacher_logprobs)[mask] for sample, mask in zip(samples, masks, strict=True)]
+    distances = [
+        (sample.rollout_logprobs - sample.teacher_logprobs)[mask]
+        for sample, mask in zip(samples, masks, strict=True)
+    ]
     assert figures.teacher_kl == pytest.approx(np.concatenate(distances).mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"teacher_logprobs": None}, "sample s5 has no teacher_logprobs, and the algorithm needs them"),
+        (
+            {"teacher_logprobs": None},
+            "sample s5 has no teacher_logprobs, and the algorithm needs them",
+        ),
         ({"topk_ids": None}, "sample s5 has no topk_ids, and the algorithm needs them"),
-        ({"topk_teacher_logprobs": None}, "sample s5 has no topk_teacher_logprobs, and the algorithm needs them"),
-        ({"topk_ids": SAMPLES[5].topk_ids + 1000}, r"sample s5: topk_ids must be 0 to \d+, got \d+ to \d+; do policy and teacher share a vocabulary"),
+        (
+            {"topk_teacher_logprobs": None},
+            "sample s5 has no topk_teacher_logprobs, and the algorithm needs them",
+        ),
+        (
+            {"topk_ids": SAMPLES[5].topk_ids + 1000},
+            r"sample s5: topk_ids must be 0 to \d+, got \d+ to \d+; do policy and teacher share a vocabulary",
+        ),
         (
             {"topk_teacher_logprobs": np.full_like(SAMPLES[5].topk_teacher_logprobs, np.nan)},
             "sample s5: topk_teacher_logprobs must be finite, got nan",
         ),
-        ({"topk_ids": SAMPLES[5].topk_ids[:, :3]}, r"sample s5: topk_ids must be \d+ loss tokens by at least 4 ids, got \(\d+, 3\)"),
+        (
+            {"topk_ids": SAMPLES[5].topk_ids[:, :3]},
+            r"sample s5: topk_ids must be \d+ loss tokens by at least 4 ids, got \(\d+, 3\)",
+        ),
     ],
 )
 def test_sample_that_the_teacher_said_nothing_fit_of_is_poison(changes, text):
-    mine = backend(algorithm={"distill_coefficient": 0.5, "distill_tokens": "teacher_topk", "distill_top_k": 4})
+    mine = backend(
+        algorithm={"distill_coefficient": 0.5, "distill_tokens": "teacher_topk", "distill_top_k": 4}
+    )
     with pytest.raises(PoisonSample, match=text):
         mine.accumulate([SAMPLES[4], changed(SAMPLES[5], **changes)])
 
@@ -312,7 +476,9 @@ def test_figures_count_what_was_trained():
     figures = mine.step()
     assert figures.num_samples == len(SAMPLES)
     assert figures.num_tokens == sum(len(sample.tokens) for sample in SAMPLES)
-    assert figures.clip_fraction == pytest.approx(figures.clip_low_fraction + figures.clip_high_fraction)
+    assert figures.clip_fraction == pytest.approx(
+        figures.clip_low_fraction + figures.clip_high_fraction
+    )
 
 
 def test_float32_step_is_near_float64():
@@ -393,7 +559,8 @@ def test_step_names_step_and_samples_when_the_loss_is_not_finite():
     mine.accumulate([changed(SAMPLES[3], advantages=far)])
     mine.accumulate(SAMPLES[4:])
     with pytest.raises(
-        RunFailed, match=r"train step 0: loss and gradients must be finite; rank 0: .* micro-batch of samples s3\. The weights are those before"
+        RunFailed,
+        match=r"train step 0: loss and gradients must be finite; rank 0: .* micro-batch of samples s3\. The weights are those before",
     ):
         mine.step()
     assert mine.policy_version == 0
@@ -434,7 +601,15 @@ def test_skipped_step_leaves_weights_and_optimizer_and_counts_up():
         trainer.accumulate(SAMPLES[:2])
         trainer.step()
     before = snapshot(mine.state()).tensors
-    mine.accumulate([changed(SAMPLES[3], advantages=np.where(SAMPLES[3].loss_mask, np.float32(3e38), np.float32(0)))] * 2)
+    mine.accumulate(
+        [
+            changed(
+                SAMPLES[3],
+                advantages=np.where(SAMPLES[3].loss_mask, np.float32(3e38), np.float32(0)),
+            )
+        ]
+        * 2
+    )
     mine._flat.gradients.fill_(math.nan)
     with pytest.raises(StepNotFinite):
         mine.step()
@@ -446,7 +621,9 @@ def test_skipped_step_leaves_weights_and_optimizer_and_counts_up():
     for trainer in (mine, clean):
         trainer.accumulate(SAMPLES[2:])
     assert mine.step() == clean.step()
-    assert all(torch.equal(tensor, clean.weights()[name]) for name, tensor in mine.weights().items())
+    assert all(
+        torch.equal(tensor, clean.weights()[name]) for name, tensor in mine.weights().items()
+    )
 
 
 def test_weights_are_a_snapshot_in_hugging_face_names():
@@ -491,9 +668,18 @@ def test_state_before_the_first_step_can_be_loaded():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda tensors: tensors.pop("exp_avg.lm_head.weight"), "exp_avg.lm_head.weight is only in the model"),
-        (lambda tensors: tensors.update({"model.more": torch.zeros(1)}), "model.more is only in the state"),
-        (lambda tensors: tensors.update({"model.model.norm.weight": torch.zeros(5)}), r"model.model.norm.weight is \(5,\) in the state and \(32,\)"),
+        (
+            lambda tensors: tensors.pop("exp_avg.lm_head.weight"),
+            "exp_avg.lm_head.weight is only in the model",
+        ),
+        (
+            lambda tensors: tensors.update({"model.more": torch.zeros(1)}),
+            "model.more is only in the state",
+        ),
+        (
+            lambda tensors: tensors.update({"model.model.norm.weight": torch.zeros(5)}),
+            r"model.model.norm.weight is \(5,\) in the state and \(32,\)",
+        ),
     ],
 )
 def test_load_state_changes_nothing_when_the_state_does_not_fit(change, text):
@@ -504,12 +690,16 @@ def test_load_state_changes_nothing_when_the_state_does_not_fit(change, text):
     with pytest.raises(WeightsError, match=text):
         mine.load_state(TrainerState(policy_version=7, tensors=tensors))
     assert mine.policy_version == 0
-    assert all(torch.equal(tensor, before.tensors[name]) for name, tensor in mine.state().tensors.items())
+    assert all(
+        torch.equal(tensor, before.tensors[name]) for name, tensor in mine.state().tensors.items()
+    )
 
 
 def test_backend_names_a_missing_model():
     config = run_config()
-    missing = config.model_copy(update={"model": config.model.model_copy(update={"path": Path("/nowhere")})})
+    missing = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": Path("/nowhere")})}
+    )
     with pytest.raises(ConfigError, match=r"model.path = /nowhere"):
         TorchBackend(missing, ranks=SingleRank())
 
@@ -522,4 +712,13 @@ def test_figures_carry_every_field():
     assert fields.pop("own") == {}
     assert figures.as_figures() == {name: float(value) for name, value in fields.items()}
     own = dataclasses.replace(figures, own={"margin": 0.5}).as_figures(of_engine=False)
-    assert set(own) == {"loss", "entropy", "grad_norm", "learning_rate", "num_loss_tokens", "num_tokens", "num_samples", "margin"}
+    assert set(own) == {
+        "loss",
+        "entropy",
+        "grad_norm",
+        "learning_rate",
+        "num_loss_tokens",
+        "num_tokens",
+        "num_samples",
+        "margin",
+    }

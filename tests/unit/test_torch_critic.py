@@ -11,14 +11,19 @@ from transformers import AutoModelForCausalLM
 
 from relax_events.errors import PoisonSample, RunFailed, WeightsError
 from relax_events.events.parts import FinishReason
-from relax_events.training.protocol import TrainerState
-from relax_events.training.torch_critic import TorchCritic, explained_variance
+from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.torch_critic import TorchCritic, explained_variance
 from tests.unit.trainer_samples import changed, make_samples, run_config, tiny_model
 
 
 def with_values(samples, seed=0):
     generator = np.random.default_rng(seed)
-    values = [np.where(sample.loss_mask, generator.normal(0, 0.1, len(sample.tokens)), 0).astype(np.float32) for sample in samples]
+    values = [
+        np.where(sample.loss_mask, generator.normal(0, 0.1, len(sample.tokens)), 0).astype(
+            np.float32
+        )
+        for sample in samples
+    ]
     return [changed(sample, values=one) for sample, one in zip(samples, values, strict=True)]
 
 
@@ -29,7 +34,9 @@ PARTS = [[SAMPLES], [SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]], [[sample] for samp
 def critic(dtype=torch.float64, algorithm=None, **section):
     tree = run_config(trainer={"max_grad_norm": 0.5, "weight_decay": 0.01}).model_dump()
     named = {"algorithm": algorithm} if algorithm else {}
-    return TorchCritic(small_run(tree | named | {"critic": {"learning_rate": 1e-2} | section}), dtype=dtype)
+    return TorchCritic(
+        small_run(tree | named | {"critic": {"learning_rate": 1e-2} | section}), dtype=dtype
+    )
 
 
 def train(mine, parts, steps=1):
@@ -42,38 +49,61 @@ def train(mine, parts, steps=1):
 
 def snapshot(mine):
     state = mine.state()
-    return TrainerState(policy_version=state.policy_version, tensors={name: tensor.clone() for name, tensor in state.tensors.items()})
+    return TrainerState(
+        policy_version=state.policy_version,
+        tensors={name: tensor.clone() for name, tensor in state.tensors.items()},
+    )
 
 
 class PaddedCritic:
     """One padded batch, one scalar head, the loss as the paper has it."""
 
     def __init__(self, value_clip):
-        self.model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64).eval().base_model
+        self.model = (
+            AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64)
+            .eval()
+            .base_model
+        )
         self.head = torch.nn.Linear(32, 1, dtype=torch.float64)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
-        named = [*self.model.named_parameters(), ("weight", self.head.weight), ("bias", self.head.bias)]
+        named = [
+            *self.model.named_parameters(),
+            ("weight", self.head.weight),
+            ("bias", self.head.bias),
+        ]
         decayed = [value for name, value in named if value.ndim >= 2 and name != "weight"]
         others = [value for name, value in named if value.ndim < 2 or name == "weight"]
-        groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": 0.01},
+            {"params": others, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
         self.parameters, self.value_clip = [value for _, value in named], value_clip
 
     def values(self, sample):
-        hidden = self.model(input_ids=torch.from_numpy(np.array(sample.tokens)).long()[None]).last_hidden_state[0]
+        hidden = self.model(
+            input_ids=torch.from_numpy(np.array(sample.tokens)).long()[None]
+        ).last_hidden_state[0]
         return self.head(hidden)[:-1, 0][torch.from_numpy(np.array(sample.loss_mask[1:])).bool()]
 
     def step(self, samples):
         masks = [np.array(sample.loss_mask, bool) for sample in samples]
         old, advantages = (
-            torch.from_numpy(np.concatenate([getattr(s, field)[m] for s, m in zip(samples, masks, strict=True)])).double()
+            torch.from_numpy(
+                np.concatenate([getattr(s, field)[m] for s, m in zip(samples, masks, strict=True)])
+            ).double()
             for field in ("values", "advantages")
         )
         returns, values = old + advantages, torch.cat([self.values(sample) for sample in samples])
         clipped = old + torch.clamp(values - old, -self.value_clip, self.value_clip)
         squares = (values - returns) ** 2
-        loss = 0.5 * (torch.maximum(squares, (clipped - returns) ** 2) if self.value_clip else squares).mean()
+        loss = (
+            0.5
+            * (
+                torch.maximum(squares, (clipped - returns) ** 2) if self.value_clip else squares
+            ).mean()
+        )
         self.optimizer.zero_grad()
         loss.backward()
         norm = clip_grad_norm_(self.parameters, 0.5)
@@ -92,7 +122,9 @@ def test_steps_equal_a_padded_implementation(value_clip):
     mine, other = critic(value_clip=value_clip), PaddedCritic(value_clip)
     for _ in range(4):
         figures, expected = train(mine, PARTS[1]), other.step(SAMPLES)
-        assert {name: getattr(figures, name) for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-9)
+        assert {name: getattr(figures, name) for name in expected} == pytest.approx(
+            expected, rel=1e-5, abs=1e-9
+        )
         assert figures.value_learning_rate == 1e-2
     assert mine.policy_version == 4
     for sample, values in zip(SAMPLES, mine.score(SAMPLES), strict=True):
@@ -108,10 +140,17 @@ def test_values_are_zero_before_the_first_step():
 def test_samples_cut_off_by_their_length_teach_the_critic_nothing_where_they_are_masked():
     samples = with_values(make_samples(6))
     cut_off = [changed(sample, finish_reason=FinishReason.LENGTH) for sample in samples[:2]]
-    masking, plain = critic(algorithm={"name": "ppo", "truncated_samples": "mask"}), critic(algorithm={"name": "ppo"})
+    masking, plain = (
+        critic(algorithm={"name": "ppo", "truncated_samples": "mask"}),
+        critic(algorithm={"name": "ppo"}),
+    )
     figures, expected = train(masking, [[*cut_off, *samples[2:]]]), train(plain, [samples[2:]])
-    assert (figures.value_loss, figures.value_grad_norm) == pytest.approx((expected.value_loss, expected.value_grad_norm), rel=1e-9)
-    assert train(critic(algorithm={"name": "ppo"}), [samples]).value_loss != pytest.approx(expected.value_loss, rel=1e-3)
+    assert (figures.value_loss, figures.value_grad_norm) == pytest.approx(
+        (expected.value_loss, expected.value_grad_norm), rel=1e-9
+    )
+    assert train(critic(algorithm={"name": "ppo"}), [samples]).value_loss != pytest.approx(
+        expected.value_loss, rel=1e-3
+    )
 
 
 def test_step_does_not_depend_on_how_it_was_cut():
@@ -160,9 +199,14 @@ def test_step_that_can_not_be_trained_leaves_the_weights():
         mine.step()
     mine._flat.gradients.fill_(float("nan"))
     mine.accumulate(SAMPLES)
-    with pytest.raises(RunFailed, match=r"train step 0: the critic's loss and gradient must be finite.*lower critic\.learning_rate"):
+    with pytest.raises(
+        RunFailed,
+        match=r"train step 0: the critic's loss and gradient must be finite.*lower critic\.learning_rate",
+    ):
         mine.step()
-    assert all(torch.equal(tensor, before.tensors[name]) for name, tensor in mine.state().tensors.items())
+    assert all(
+        torch.equal(tensor, before.tensors[name]) for name, tensor in mine.state().tensors.items()
+    )
     assert train(mine, PARTS[0]) == train(critic(), PARTS[0])
 
 
@@ -172,7 +216,9 @@ def test_skipped_step_leaves_the_weights_and_counts_up():
     mine.accumulate(SAMPLES)
     mine.skip_step()
     assert mine.policy_version == 1
-    assert all(torch.equal(tensor, before.tensors[name]) for name, tensor in mine.state().tensors.items())
+    assert all(
+        torch.equal(tensor, before.tensors[name]) for name, tensor in mine.state().tensors.items()
+    )
     assert not mine._flat.gradients.any()
 
 
@@ -184,7 +230,7 @@ def test_state_of_another_model_is_refused():
 
 
 def test_critic_begins_as_the_model_that_is_named(tmp_path: Path):
-    from relax_events.models.tiny import make_tiny
+    from relax_events.examples.tiny_models import make_tiny
 
     other = critic(model_path=make_tiny(tmp_path, corpus=["12=21"], hidden_size=64, seed=5))
     assert other._model.module.weight.shape == (64,)
@@ -195,10 +241,20 @@ def test_critic_comes_to_know_what_follows_from_the_tokens_before():
     # What comes is 1 behind an even token and 0 behind an odd one.
     mine = critic(torch.float32, value_clip=0.0)
     samples = make_samples(32, seed=7)
-    returns = [np.where(sample.loss_mask, np.roll(np.asarray(sample.tokens) % 2 == 0, 1), 0).astype(np.float32) for sample in samples]
+    returns = [
+        np.where(sample.loss_mask, np.roll(np.asarray(sample.tokens) % 2 == 0, 1), 0).astype(
+            np.float32
+        )
+        for sample in samples
+    ]
     for _ in range(60):
         known = mine.score(samples)
-        mine.accumulate([changed(sample, values=old, advantages=wanted - old) for sample, old, wanted in zip(samples, known, returns, strict=True)])
+        mine.accumulate(
+            [
+                changed(sample, values=old, advantages=wanted - old)
+                for sample, old, wanted in zip(samples, known, returns, strict=True)
+            ]
+        )
         figures = mine.step()
     assert figures.explained_variance > 0.9
     assert figures.value_loss < 0.02

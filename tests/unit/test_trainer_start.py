@@ -1,4 +1,5 @@
-"""A run that begins with another run's weights: its first checkpoint is a whole model's, and may take as long as one."""
+"""A run that begins with another run's weights: its first checkpoint is a whole model's, and may
+take as long as one."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relax_events.training.protocol import TrainerState
+from relax_events.training.backend.protocol import TrainerState
 from workers import trainer
 from workers.trainer import TrainLoop
 
@@ -25,7 +26,9 @@ def test_first_checkpoint_may_take_as_long_as_a_transfer(monkeypatch: pytest.Mon
         _checkpoints=SimpleNamespace(save=lambda *_, **__: pending),
         _worker=SimpleNamespace(transfer=lambda name: named.append(name) or nullcontext()),
     )
-    monkeypatch.setattr(trainer, "read_start", lambda *_, **__: SimpleNamespace(state=state, kind="weights"))
+    monkeypatch.setattr(
+        trainer, "read_start", lambda *_, **__: SimpleNamespace(state=state, kind="weights")
+    )
     source: Any = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(id="old")))
     TrainLoop._start_from(loop, source)
     assert (waited, named) == ([5_000.0], ["write the first checkpoint"])

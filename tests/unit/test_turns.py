@@ -1,4 +1,5 @@
-"""Rewards by turn and by token: where they lie, what algorithms make of them, and what is refused."""
+"""Rewards by turn and by token: where they lie, what algorithms make of them, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 from event_samples import ready, rolled_out
 
+from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
 from relax_events.algorithms.gae import GroupValues, generalised_advantages
-from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.algorithms.turns import rewards_on_the_way, turn_lengths
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import RewardError
@@ -19,25 +20,38 @@ from relax_events.events.schemas import current_schemas
 from relax_events.events.types import SampleScored
 from relax_events.rewards.scores import Score, as_score
 from relax_events.rewards.scoring import as_scored, reward_item
-from relax_events.training.assembly import PlacedSample
-from relax_events.training.rejudging import OtherReward, Rejudging
+from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.replay.relabel import OtherReward, Rejudging
 
 MASK = np.array([0, 1, 1, 0, 1, 0, 0, 1, 1, 1], np.uint8)
 """Turns of two tokens, one, and three."""
 
 
-def sample(reward: float, mask: np.ndarray = MASK, *, turn_rewards: list[float] | None = None, **more: Any) -> RewardedSample:
+def sample(
+    reward: float, mask: np.ndarray = MASK, *, turn_rewards: list[float] | None = None, **more: Any
+) -> RewardedSample:
     by_turn = None if turn_rewards is None else np.array(turn_rewards)
-    return RewardedSample(sample_id="a", reward=reward, loss_mask=mask, components={}, turn_rewards=by_turn, **more)
+    return RewardedSample(
+        sample_id="a", reward=reward, loss_mask=mask, components={}, turn_rewards=by_turn, **more
+    )
 
 
 def judged(one: RewardedSample, **settings: Any) -> list[float]:
-    values: list[float] = Judge(AlgorithmConfig.model_validate(settings), max_new_tokens=16)([one])[0].tolist()
+    values: list[float] = Judge(AlgorithmConfig.model_validate(settings), max_new_tokens=16)([one])[
+        0
+    ].tolist()
     return values
 
 
 @pytest.mark.parametrize(
-    ("mask", "lengths"), [(MASK, [2, 1, 3]), (np.zeros(3), []), (np.ones(3), [3]), (np.array([0, 1]), [1]), (np.array([1, 0, 1]), [1, 1])]
+    ("mask", "lengths"),
+    [
+        (MASK, [2, 1, 3]),
+        (np.zeros(3), []),
+        (np.ones(3), [3]),
+        (np.array([0, 1]), [1]),
+        (np.array([1, 0, 1]), [1, 1]),
+    ],
 )
 def test_turns_are_the_runs_of_loss_tokens(mask: np.ndarray, lengths: list[int]) -> None:
     assert turn_lengths(mask).tolist() == lengths
@@ -45,87 +59,174 @@ def test_turns_are_the_runs_of_loss_tokens(mask: np.ndarray, lengths: list[int])
 
 def test_turn_is_rewarded_at_its_last_token_and_a_token_at_its_own() -> None:
     by_token = np.array([0.0, 8.0, 0.0, 0.0, 16.0, 0.0])
-    given = rewards_on_the_way(MASK, turn_rewards=np.array([1.0, 2.0, 4.0]), token_rewards=by_token, sample_id="a")
+    given = rewards_on_the_way(
+        MASK, turn_rewards=np.array([1.0, 2.0, 4.0]), token_rewards=by_token, sample_id="a"
+    )
     assert given.tolist() == [0.0, 9.0, 2.0, 0.0, 16.0, 4.0]
-    assert rewards_on_the_way(MASK, turn_rewards=None, token_rewards=None, sample_id="a").tolist() == [0.0] * 6
+    assert (
+        rewards_on_the_way(MASK, turn_rewards=None, token_rewards=None, sample_id="a").tolist()
+        == [0.0] * 6
+    )
 
 
 def test_rewards_that_do_not_fit_the_sample_are_refused_by_name() -> None:
-    with pytest.raises(RewardError, match="sample a: turn_rewards must be one for each turn, and there are 3, got 2"):
+    with pytest.raises(
+        RewardError,
+        match="sample a: turn_rewards must be one for each turn, and there are 3, got 2",
+    ):
         judged(sample(1.0, turn_rewards=[1.0, 2.0]))
-    with pytest.raises(RewardError, match="sample a: token_rewards must be one for each loss token, and there are 6, got 10"):
+    with pytest.raises(
+        RewardError,
+        match="sample a: token_rewards must be one for each loss token, and there are 6, got 10",
+    ):
         judged(sample(1.0, token_rewards=np.zeros(10)), name="reinforce_plus_plus")
     with pytest.raises(RewardError, match="sample a: turn_rewards must be finite, got nan at 1"):
         judged(sample(1.0, turn_rewards=[1.0, float("nan"), 0.0]))
-    with pytest.raises(RewardError, match="sample a: turn_rewards must be one for each turn, and there are 0, got 1"):
+    with pytest.raises(
+        RewardError,
+        match="sample a: turn_rewards must be one for each turn, and there are 0, got 1",
+    ):
         judged(sample(1.0, np.zeros(3, np.uint8), turn_rewards=[1.0]))
 
 
 @pytest.mark.parametrize(
     ("gamma", "expected"),
-    # Rewards of the six loss tokens 0, 1, 2, 0, 0, 4 + 3: the last is the turn's and what was earned at the end.
-    [(1.0, [10.0, 10.0, 9.0, 7.0, 7.0, 7.0]), (0.5, [0.5 + 0.5 + 7 / 32, 1.0 + 1.0 + 7 / 16, 2.0 + 7 / 8, 7 / 4, 7 / 2, 7.0])],
+    # Rewards of the six loss tokens 0, 1, 2, 0, 0, 4 + 3: the last is the turn's and what was
+    # earned at the end.
+    [
+        (1.0, [10.0, 10.0, 9.0, 7.0, 7.0, 7.0]),
+        (0.5, [0.5 + 0.5 + 7 / 32, 1.0 + 1.0 + 7 / 16, 2.0 + 7 / 8, 7 / 4, 7 / 2, 7.0]),
+    ],
 )
-def test_returns_count_what_each_turn_earned_from_its_last_token_on(gamma: float, expected: list[float]) -> None:
-    given = judged(sample(10.0, turn_rewards=[1.0, 2.0, 4.0]), name="reinforce_plus_plus", gamma=gamma)
+def test_returns_count_what_each_turn_earned_from_its_last_token_on(
+    gamma: float, expected: list[float]
+) -> None:
+    given = judged(
+        sample(10.0, turn_rewards=[1.0, 2.0, 4.0]), name="reinforce_plus_plus", gamma=gamma
+    )
     assert np.array(given)[MASK.astype(bool)].tolist() == pytest.approx(expected, rel=1e-7)
 
 
 def test_generalised_advantages_of_two_turns_worked_out_by_hand() -> None:
-    # Loss tokens: rewards 0, 1 (turn), 0.5 (token), 2 - 1 - 0.5 (end); values 0.5, 0.25, 0.5, 0.125; gamma 0.5, lambda 0.5.
-    # d = (0.125 - 0.5, 1 + 0.25 - 0.25, 0.5 + 0.0625 - 0.5, 0.5 - 0.125) = (-0.375, 1, 0.0625, 0.375)
-    # A3 = 0.375, A2 = 0.0625 + 0.375 / 4, A1 = 1 + A2 / 4, A0 = -0.375 + A1 / 4
+    # Loss tokens: rewards 0, 1 (turn), 0.5 (token), 2 - 1 - 0.5 (end); values 0.5, 0.25, 0.5,
+    # 0.125; gamma 0.5, lambda 0.5. d = (0.125 - 0.5, 1 + 0.25 - 0.25, 0.5 + 0.0625 - 0.5, 0.5 -
+    # 0.125) = (-0.375, 1, 0.0625, 0.375) A3 = 0.375, A2 = 0.0625 + 0.375 / 4, A1 = 1 + A2 / 4, A0 =
+    # -0.375 + A1 / 4
     mask = np.array([0, 1, 1, 0, 1, 1], np.uint8)
     values = np.array([9.0, 0.5, 0.25, 9.0, 0.5, 0.125])
-    one = sample(2.0, mask, values=values, turn_rewards=[1.0, 0.0], token_rewards=np.array([0.0, 0.0, 0.5, 0.0]))
-    assert judged(one, name="ppo", gamma=0.5, gae_lambda=0.5) == [0.0, -0.115234375, 1.0390625, 0.0, 0.15625, 0.375]
+    one = sample(
+        2.0,
+        mask,
+        values=values,
+        turn_rewards=[1.0, 0.0],
+        token_rewards=np.array([0.0, 0.0, 0.5, 0.0]),
+    )
+    assert judged(one, name="ppo", gamma=0.5, gae_lambda=0.5) == [
+        0.0,
+        -0.115234375,
+        1.0390625,
+        0.0,
+        0.15625,
+        0.375,
+    ]
 
 
 def test_advantages_of_two_turns_by_turn_worked_out_by_hand() -> None:
-    # As above; with turn_gamma 0.5 the turns' last tokens have d = (1 + 0.5 * 0.125 - 0.25, 0.5 - 0.125) = (0.8125, 0.375),
-    # so A1 = 0.8125 + 0.375 / 4 and A3 = 0.375; the others go on from there: A0 = -0.375 + A1 / 4, A2 = 0.0625 + A3 / 4.
+    # As above; with turn_gamma 0.5 the turns' last tokens have d = (1 + 0.5 * 0.125 - 0.25, 0.5 -
+    # 0.125) = (0.8125, 0.375), so A1 = 0.8125 + 0.375 / 4 and A3 = 0.375; the others go on from
+    # there: A0 = -0.375 + A1 / 4, A2 = 0.0625 + A3 / 4.
     mask = np.array([0, 1, 1, 0, 1, 1], np.uint8)
     values = np.array([9.0, 0.5, 0.25, 9.0, 0.5, 0.125])
-    one = sample(2.0, mask, values=values, turn_rewards=[1.0, 0.0], token_rewards=np.array([0.0, 0.0, 0.5, 0.0]))
+    one = sample(
+        2.0,
+        mask,
+        values=values,
+        turn_rewards=[1.0, 0.0],
+        token_rewards=np.array([0.0, 0.0, 0.5, 0.0]),
+    )
     given = judged(one, name="ppo", gamma=0.5, gae_lambda=0.5, turn_gamma=0.5)
     assert given == [0.0, -0.1484375, 0.90625, 0.0, 0.15625, 0.375]
 
 
-def by_turn(rewards: list[float], values: list[float], turns: list[int], *, gammas: tuple[float, float], own: float, behind: float) -> list[float]:
-    """Work out bi-level GAE token by token: from the last turn to the first, and in each from its last token to its first."""
+def by_turn(
+    rewards: list[float],
+    values: list[float],
+    turns: list[int],
+    *,
+    gammas: tuple[float, float],
+    own: float,
+    behind: float,
+) -> list[float]:
+    """Work out bi-level GAE token by token: from the last turn to the first, and in each from its
+    last token to its first."""
     advantages, end, ahead, next_value = [0.0] * len(rewards), len(rewards), 0.0, behind
     for length in reversed(turns):
         last = end - 1
         ahead = rewards[last] + gammas[1] * next_value - values[last] + gammas[1] * own * ahead
         advantages[last], next_value = ahead, values[last]
         for place in reversed(range(end - length, last)):
-            advantages[place] = rewards[place] + gammas[0] * values[place + 1] - values[place] + gammas[0] * own * advantages[place + 1]
+            advantages[place] = (
+                rewards[place]
+                + gammas[0] * values[place + 1]
+                - values[place]
+                + gammas[0] * own * advantages[place + 1]
+            )
         end -= length
     return advantages
 
 
 def test_advantages_by_turn_are_those_of_the_recursion_whoever_else_is_in_the_group() -> None:
     generator = np.random.default_rng(8)
-    masks = [MASK, np.ones(4, np.uint8), np.array([0, 1, 0, 1, 0, 1], np.uint8), np.zeros(3, np.uint8)]
+    masks = [
+        MASK,
+        np.ones(4, np.uint8),
+        np.array([0, 1, 0, 1, 0, 1], np.uint8),
+        np.zeros(3, np.uint8),
+    ]
     group = []
     for number, mask in enumerate(masks):
         lengths = turn_lengths(mask)
-        by_end, by_place = generator.normal(size=len(lengths)), generator.normal(size=int(lengths.sum()))
+        by_end, by_place = (
+            generator.normal(size=len(lengths)),
+            generator.normal(size=int(lengths.sum())),
+        )
         total = float(by_end.sum() + by_place.sum()) + (0.75 if len(lengths) else 0.0)
         values = generator.normal(size=len(mask)).astype(np.float32)
-        parts = {"turn_rewards": by_end, "token_rewards": by_place, "values": values, "is_truncated": number % 2 == 0}
-        group.append(RewardedSample(sample_id=str(number), reward=total, loss_mask=mask, components={}, **parts))
-    settings = {"name": "ppo", "gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7, "bootstrap_truncated": True}
+        parts = {
+            "turn_rewards": by_end,
+            "token_rewards": by_place,
+            "values": values,
+            "is_truncated": number % 2 == 0,
+        }
+        group.append(
+            RewardedSample(
+                sample_id=str(number), reward=total, loss_mask=mask, components={}, **parts
+            )
+        )
+    settings = {
+        "name": "ppo",
+        "gamma": 0.9,
+        "gae_lambda": 0.8,
+        "turn_gamma": 0.7,
+        "bootstrap_truncated": True,
+    }
     judge = Judge(AlgorithmConfig.model_validate(settings), max_new_tokens=16)
     for one, given in zip(group, judge(group), strict=True):
         assert one.values is not None
         assert given.tolist() == judge([one])[0].tolist()
         mask, lengths = one.loss_mask.astype(bool), turn_lengths(one.loss_mask)
         values = one.values[mask].astype(float).tolist()
-        rewards = rewards_on_the_way(one.loss_mask, turn_rewards=one.turn_rewards, token_rewards=one.token_rewards, sample_id="")
+        rewards = rewards_on_the_way(
+            one.loss_mask,
+            turn_rewards=one.turn_rewards,
+            token_rewards=one.token_rewards,
+            sample_id="",
+        )
         rewards[-1:] += 0.75
         behind = values[-1] if values and one.is_truncated else 0.0
-        expected = by_turn(rewards.tolist(), values, lengths.tolist(), gammas=(0.9, 0.7), own=0.8, behind=behind)
+        expected = by_turn(
+            rewards.tolist(), values, lengths.tolist(), gammas=(0.9, 0.7), own=0.8, behind=behind
+        )
         assert given[mask].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert not given[~mask].any()
 
@@ -133,89 +234,158 @@ def test_advantages_by_turn_are_those_of_the_recursion_whoever_else_is_in_the_gr
 def test_sample_of_one_turn_has_the_same_advantages_by_turn() -> None:
     one = sample(2.0, np.ones(5, np.uint8), values=np.linspace(-1, 1, 5))
     plain = judged(one, name="ppo", gamma=0.9, gae_lambda=0.8)
-    assert judged(one, name="ppo", gamma=0.9, gae_lambda=0.8, turn_gamma=0.3) == pytest.approx(plain, rel=1e-6)
+    assert judged(one, name="ppo", gamma=0.9, gae_lambda=0.8, turn_gamma=0.3) == pytest.approx(
+        plain, rel=1e-6
+    )
 
 
 def test_advantages_by_turn_need_the_turns() -> None:
     group = GroupValues(np.zeros((1, 2)), np.zeros((1, 2)))
-    with pytest.raises(RewardError, match="turn_gamma needs the number of loss tokens of each turn, got none"):
+    with pytest.raises(
+        RewardError, match="turn_gamma needs the number of loss tokens of each turn, got none"
+    ):
         generalised_advantages(group, gamma=1.0, gae_lambda=1.0, turn_gamma=1.0)
 
 
 def test_critic_learns_what_came_by_turn() -> None:
     """Returns are advantages by turn with the critic's own lambda, plus the recorded values."""
-    algorithm = AlgorithmConfig.model_validate({"name": "ppo", "turn_gamma": 0.5, "critic_gae_lambda": 1.0})
+    algorithm = AlgorithmConfig.model_validate(
+        {"name": "ppo", "turn_gamma": 0.5, "critic_gae_lambda": 1.0}
+    )
     assert algorithm.of_critic is not None
     assert (algorithm.of_critic.turn_gamma, algorithm.of_critic.gae_lambda) == (0.5, 1.0)
 
 
 def test_total_alone_counts_where_a_sample_has_one_advantage() -> None:
     judge = Judge(AlgorithmConfig(name="grpo"), max_new_tokens=16)
-    by_turn = judge([sample(3.0, turn_rewards=[1.0, 1.0, 1.0]), sample(1.0, turn_rewards=[0.0, 0.0, 1.0])])
-    assert [values.tolist() for values in by_turn] == [values.tolist() for values in judge([sample(3.0), sample(1.0)])]
+    by_turn = judge(
+        [sample(3.0, turn_rewards=[1.0, 1.0, 1.0]), sample(1.0, turn_rewards=[0.0, 0.0, 1.0])]
+    )
+    assert [values.tolist() for values in by_turn] == [
+        values.tolist() for values in judge([sample(3.0), sample(1.0)])
+    ]
 
 
 @pytest.mark.parametrize(
     ("value", "score"),
     [
         ({"turn_rewards": [1, 0.5]}, Score(1.5, {}, turn_rewards=(1.0, 0.5))),
-        ({"reward": 2, "turn_rewards": [1.0], "token_rewards": (0.25, 0)}, Score(3.25, {}, turn_rewards=(1.0,), token_rewards=(0.25, 0.0))),
+        (
+            {"reward": 2, "turn_rewards": [1.0], "token_rewards": (0.25, 0)},
+            Score(3.25, {}, turn_rewards=(1.0,), token_rewards=(0.25, 0.0)),
+        ),
         ({"form": 0.5, "turn_rewards": []}, Score(0.5, {"form": 0.5})),
     ],
 )
-def test_rewards_by_turn_and_token_come_on_top_of_the_total(value: dict[str, Any], score: Score) -> None:
+def test_rewards_by_turn_and_token_come_on_top_of_the_total(
+    value: dict[str, Any], score: Score
+) -> None:
     assert as_score(value) == score
 
 
 def test_weights_leave_rewards_by_turn_as_they_are() -> None:
-    assert as_score({"form": 1.0, "turn_rewards": [3.0]}, weights={"form": 0.5}) == Score(3.5, {"form": 1.0}, turn_rewards=(3.0,))
+    assert as_score({"form": 1.0, "turn_rewards": [3.0]}, weights={"form": 0.5}) == Score(
+        3.5, {"form": 1.0}, turn_rewards=(3.0,)
+    )
 
 
 def test_lists_that_are_no_rewards_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"returned 'turn_rewards': 1 \(int\); it must be a list of numbers"):
+    with pytest.raises(
+        TypeError, match=r"returned 'turn_rewards': 1 \(int\); it must be a list of numbers"
+    ):
         as_score({"turn_rewards": 1})
-    with pytest.raises(TypeError, match=r"returned 'token_rewards': \['1'\] \(list\); it must be a list of numbers"):
+    with pytest.raises(
+        TypeError, match=r"returned 'token_rewards': \['1'\] \(list\); it must be a list of numbers"
+    ):
         as_score({"reward": 1, "token_rewards": ["1"]})
-    with pytest.raises(ValueError, match="returned inf at 1 of 'turn_rewards'; rewards must be finite"):
+    with pytest.raises(
+        ValueError, match="returned inf at 1 of 'turn_rewards'; rewards must be finite"
+    ):
         as_score({"turn_rewards": [0, float("inf")]})
-    with pytest.raises(ValueError, match="returned numbers that add up to inf; rewards must be finite"):
+    with pytest.raises(
+        ValueError, match="returned numbers that add up to inf; rewards must be finite"
+    ):
         as_score({"turn_rewards": [1e308, 1e308]})
 
 
 def test_score_that_does_not_fit_its_sample_is_a_failure() -> None:
     one = rolled_out()
-    failed = as_scored(one, Score(2.0, {}, turn_rewards=(1.0, 1.0)), reward_name="mine", reward_digest="d")
-    wanted = f"reward function mine returned what does not fit: sample {one.sample_id}: turn_rewards must be one for each turn, and there is 1, got 2"
+    failed = as_scored(
+        one, Score(2.0, {}, turn_rewards=(1.0, 1.0)), reward_name="mine", reward_digest="d"
+    )
+    wanted = (
+        f"reward function mine returned what does not fit: sample {one.sample_id}: turn_rewards "
+        "must be one for each turn, and there is 1, got 2"
+    )
     assert (failed.reward, failed.turn_rewards, failed.error) == (None, None, wanted)
-    scored = as_scored(one, Score(1.5, {}, turn_rewards=(1.0,), token_rewards=(0.0, 0.5)), reward_name="mine", reward_digest="d")
+    scored = as_scored(
+        one,
+        Score(1.5, {}, turn_rewards=(1.0,), token_rewards=(0.0, 0.5)),
+        reward_name="mine",
+        reward_digest="d",
+    )
     assert (scored.error, scored.reward) == (None, 1.5)
-    assert (np.asarray(scored.turn_rewards).tolist(), np.asarray(scored.token_rewards).tolist()) == ([1.0], [0.0, 0.5])
+    assert (
+        np.asarray(scored.turn_rewards).tolist(),
+        np.asarray(scored.token_rewards).tolist(),
+    ) == ([1.0], [0.0, 0.5])
     assert np.asarray(reward_item(one).token_ids).tolist() == [7, 8]
 
 
-def test_records_without_rewards_by_turn_are_read_and_those_with_them_by_older_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    scored = as_scored(rolled_out(), Score(1.5, {}, turn_rewards=(1.0,), token_rewards=(0.0, 0.5)), reward_name="mine", reward_digest="d")
+def test_records_without_rewards_by_turn_are_read_and_those_with_them_by_older_readers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scored = as_scored(
+        rolled_out(),
+        Score(1.5, {}, turn_rewards=(1.0,), token_rewards=(0.0, 0.5)),
+        reward_name="mine",
+        reward_digest="d",
+    )
     name, now = "relax.events.sample.SampleScored", EventCodec()
     newer = current_schemas()[name]
-    older = newer | {"fields": [field for field in newer["fields"] if field["name"] not in ("turn_rewards", "token_rewards")]}
+    older = newer | {
+        "fields": [
+            field
+            for field in newer["fields"]
+            if field["name"] not in ("turn_rewards", "token_rewards")
+        ]
+    }
     assert compare(older, newer, old="older", new="newer") == []
-    monkeypatch.setattr("relax_events.events.codec.current_schemas", lambda: dict(current_schemas()) | {name: older})
+    monkeypatch.setattr(
+        "relax_events.events.codec.current_schemas", lambda: dict(current_schemas()) | {name: older}
+    )
     before = EventCodec()
     for schema in before.published_form().values():
         now.learn(schema)
     again, read = now.decode(now.encode(scored)), now.decode(before.encode(scored))
     assert isinstance(again, SampleScored)
     assert isinstance(read, SampleScored)
-    assert (np.asarray(again.turn_rewards).tolist(), np.asarray(again.token_rewards).tolist()) == ([1.0], [0.0, 0.5])
+    assert (np.asarray(again.turn_rewards).tolist(), np.asarray(again.token_rewards).tolist()) == (
+        [1.0],
+        [0.0, 0.5],
+    )
     assert (read.reward, read.turn_rewards, read.token_rewards) == (1.5, None, None)
 
 
 def test_recorded_rewards_by_turn_are_judged_anew_and_those_of_a_rescoring_in_their_place() -> None:
     mask, none = np.array([0, 1, 0, 1], np.uint8), np.zeros(4, np.float32)
-    placed = PlacedSample(ready(loss_mask=mask, rollout_logprobs=none, advantages=none, reward=3.0, turn_rewards=np.array([1.0, 0.0])), 0, 0)
+    placed = PlacedSample(
+        ready(
+            loss_mask=mask,
+            rollout_logprobs=none,
+            advantages=none,
+            reward=3.0,
+            turn_rewards=np.array([1.0, 0.0]),
+        ),
+        0,
+        0,
+    )
     algorithm = AlgorithmConfig(name="reinforce_plus_plus")
     [own] = Rejudging(algorithm, max_new_tokens=8)([placed])
     assert own.sample.advantages.tolist() == [0.0, 3.0, 0.0, 2.0]
     others = {(placed.sample.sample_id, 0, ""): OtherReward(5.0, np.array([4.0, 0.0]))}
     [other] = Rejudging(algorithm, max_new_tokens=8, rewards=others, scores="strict")([placed])
-    assert (other.sample.advantages.tolist(), np.asarray(other.sample.turn_rewards).tolist()) == ([0.0, 5.0, 0.0, 1.0], [4.0, 0.0])
+    assert (other.sample.advantages.tolist(), np.asarray(other.sample.turn_rewards).tolist()) == (
+        [0.0, 5.0, 0.0, 1.0],
+        [4.0, 0.0],
+    )

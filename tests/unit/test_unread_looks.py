@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from relax_events.broker.connection import Connection
-from relax_events.broker.membership import MembershipWatch
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.protocol.group_membership import MembershipWatch
 
 PLACE = ("rollout.samples", 3)
 
@@ -21,4 +21,11 @@ def test_unread_partition_is_suspicious_after_a_while_and_again_at_doubling_wait
 def test_client_that_gets_on_is_not_suspicious() -> None:
     assert not any(looks(*({PLACE: offset} for offset in range(12))))
     assert not any(looks(*[{}] * 12))
-    assert looks({PLACE: 7}, {PLACE: 7}, {}, {PLACE: 7}, {PLACE: 7}, {PLACE: 7}) == [False, False, False, False, False, True]
+    assert looks({PLACE: 7}, {PLACE: 7}, {}, {PLACE: 7}, {PLACE: 7}, {PLACE: 7}) == [
+        False,
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]

@@ -14,7 +14,7 @@ from event_samples import ended, ready, rolled_out, scored
 
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import Outcome
-from relax_events.pipeline.validation import check_ended, check_ready, check_sample, outcomes_on
+from relax_events.runtime.validation import check_ended, check_ready, check_sample, outcomes_on
 from relax_events.topics.plan import END_REQUESTS, TRAINED_FROM
 
 
@@ -26,24 +26,50 @@ def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
     ("changes", "text"),
     [
         ({"tokens": vector(dtype=np.int32)}, "tokens must be a non-empty vector, got shape (0,)"),
-        ({"tokens": np.zeros((2, 2), np.int32)}, "tokens must be a non-empty vector, got shape (2, 2)"),
+        (
+            {"tokens": np.zeros((2, 2), np.int32)},
+            "tokens must be a non-empty vector, got shape (2, 2)",
+        ),
         ({"tokens": vector(1, -2, 3, 4, dtype=np.int32)}, "tokens must be >= 0, got -2"),
         ({"tokens": vector(1, 2, 3, 4)}, "tokens must be integers, got float32"),
-        ({"loss_mask": np.ones(3, np.uint8)}, "loss_mask must have the shape of tokens (4,), got (3,)"),
-        ({"rollout_logprobs": vector(0, 0, math.nan, 0)}, "rollout_logprobs must be finite, got nan at 2"),
-        ({"rollout_logprobs": vector(0, -math.inf, 0, 0)}, "rollout_logprobs must be finite, got -inf at 1"),
-        ({"sample_index": 2, "sample_id": "000000-0000-0/2"}, "sample_index must be below samples_per_prompt, got 2 of 2"),
-        ({"sample_id": "000000-0000-0/1"}, "sample_id must be 000000-0000-0/0, got 000000-0000-0/1"),
+        (
+            {"loss_mask": np.ones(3, np.uint8)},
+            "loss_mask must have the shape of tokens (4,), got (3,)",
+        ),
+        (
+            {"rollout_logprobs": vector(0, 0, math.nan, 0)},
+            "rollout_logprobs must be finite, got nan at 2",
+        ),
+        (
+            {"rollout_logprobs": vector(0, -math.inf, 0, 0)},
+            "rollout_logprobs must be finite, got -inf at 1",
+        ),
+        (
+            {"sample_index": 2, "sample_id": "000000-0000-0/2"},
+            "sample_index must be below samples_per_prompt, got 2 of 2",
+        ),
+        (
+            {"sample_id": "000000-0000-0/1"},
+            "sample_id must be 000000-0000-0/0, got 000000-0000-0/1",
+        ),
         ({"prompt_group_id": "g"}, "'g' is no prompt group id; they look like 000012-0003-0"),
-        ({"min_policy_version": 1, "policy_version": 2}, "policy_version <= min_policy_version <= max_policy_version must hold, got 2, 1, 0"),
-        ({"policy_version": -1}, "policy_version <= min_policy_version <= max_policy_version must hold, got -1, 0, 0"),
+        (
+            {"min_policy_version": 1, "policy_version": 2},
+            "policy_version <= min_policy_version <= max_policy_version must hold, got 2, 1, 0",
+        ),
+        (
+            {"policy_version": -1},
+            "policy_version <= min_policy_version <= max_policy_version must hold, got -1, 0, 0",
+        ),
         ({"temperature": 0.0}, "temperature must be above 0 and finite, got 0.0"),
         ({"temperature": math.nan}, "temperature must be above 0 and finite, got nan"),
         ({"num_prompt_tokens": 5}, "num_prompt_tokens must be 0 to 4, got 5"),
     ],
 )
 @pytest.mark.parametrize("stage", ["rolled_out", "ready"])
-def test_sample_that_nobody_can_use_is_poison(stage: str, changes: dict[str, Any], text: str) -> None:
+def test_sample_that_nobody_can_use_is_poison(
+    stage: str, changes: dict[str, Any], text: str
+) -> None:
     make, check = {"rolled_out": (rolled_out, check_sample), "ready": (ready, check_ready)}[stage]
     with pytest.raises(PoisonSample, match=f"^sample .*: {re.escape(text)}$"):
         check(make(**changes))  # type: ignore[operator]
@@ -52,9 +78,15 @@ def test_sample_that_nobody_can_use_is_poison(stage: str, changes: dict[str, Any
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"advantages": vector(0, 0, 1)}, "advantages must have the shape of tokens (4,), got (3,)"),
+        (
+            {"advantages": vector(0, 0, 1)},
+            "advantages must have the shape of tokens (4,), got (3,)",
+        ),
         ({"ref_logprobs": vector(0, 0, 0, math.inf)}, "ref_logprobs must be finite, got inf at 3"),
-        ({"actor_logprobs": vector(0)}, "actor_logprobs must have the shape of tokens (4,), got (1,)"),
+        (
+            {"actor_logprobs": vector(0)},
+            "actor_logprobs must have the shape of tokens (4,), got (1,)",
+        ),
         ({"reward": math.nan}, "reward must be finite, got nan"),
     ],
 )
@@ -66,13 +98,21 @@ def test_ready_sample_is_checked_further(changes: dict[str, Any], text: str) -> 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"topk_ids": np.zeros((3, 2), np.int32)}, "topk_ids must have a row for each of 2 loss tokens, got shape (3, 2)"),
-        ({"topk_ids": np.zeros(2, np.int32)}, "topk_ids must have a row for each of 2 loss tokens, got shape (2,)"),
+        (
+            {"topk_ids": np.zeros((3, 2), np.int32)},
+            "topk_ids must have a row for each of 2 loss tokens, got shape (3, 2)",
+        ),
+        (
+            {"topk_ids": np.zeros(2, np.int32)},
+            "topk_ids must have a row for each of 2 loss tokens, got shape (2,)",
+        ),
         ({"topk_ids": np.zeros((2, 3), np.float32)}, "topk_ids must be integers, got float32"),
     ],
 )
 @pytest.mark.parametrize("stage", ["rolled_out", "ready"])
-def test_token_sets_have_a_row_for_each_loss_token(stage: str, changes: dict[str, Any], text: str) -> None:
+def test_token_sets_have_a_row_for_each_loss_token(
+    stage: str, changes: dict[str, Any], text: str
+) -> None:
     make, check = {"rolled_out": (rolled_out, check_sample), "ready": (ready, check_ready)}[stage]
     check(make(topk_ids=np.zeros((2, 3), np.int32)))  # type: ignore[operator]
     with pytest.raises(PoisonSample, match=re.escape(text)):
@@ -81,7 +121,12 @@ def test_token_sets_have_a_row_for_each_loss_token(stage: str, changes: dict[str
 
 def test_ids_and_what_the_teacher_said_of_them_have_one_shape() -> None:
     ids, values = np.zeros((2, 3), np.int32), np.zeros((2, 2), np.float32)
-    with pytest.raises(PoisonSample, match=re.escape("topk_ids and topk_teacher_logprobs must have one shape, got (2, 3) and (2, 2)")):
+    with pytest.raises(
+        PoisonSample,
+        match=re.escape(
+            "topk_ids and topk_teacher_logprobs must have one shape, got (2, 3) and (2, 2)"
+        ),
+    ):
         check_ready(ready(topk_ids=ids, topk_teacher_logprobs=values))
 
 
@@ -98,9 +143,15 @@ def test_good_samples_pass_unchanged_and_other_events_do_not() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"prompt_group_id": "drop table"}, "'drop table' is no prompt group id; they look like 000012-0003-0"),
+        (
+            {"prompt_group_id": "drop table"},
+            "'drop table' is no prompt group id; they look like 000012-0003-0",
+        ),
         ({"prompt_group_id": "9" * 100_000}, "is no prompt group id"),
-        ({"prompt_group_id": "000001-0002-1"}, "the id must name train_step, group_index and attempt (1, 2, 0), got (1, 2, 1)"),
+        (
+            {"prompt_group_id": "000001-0002-1"},
+            "the id must name train_step, group_index and attempt (1, 2, 0), got (1, 2, 1)",
+        ),
         ({"outcome": Outcome.TRAINED}, "outcome must be filtered, expired or failed, got trained"),
     ],
 )
@@ -108,11 +159,23 @@ def test_end_that_nobody_may_ask_for_is_poison(changes: dict[str, Any], text: st
     with pytest.raises(PoisonSample, match=re.escape(text)) as caught:
         check_ended(replace(ended("000001-0002-0"), **changes), allowed=outcomes_on(TRAINED_FROM))
     assert len(str(caught.value)) < 300
-    assert check_ended(ended("000001-0002-0"), allowed=outcomes_on(TRAINED_FROM)).prompt_group_id == "000001-0002-0"
+    assert (
+        check_ended(ended("000001-0002-0"), allowed=outcomes_on(TRAINED_FROM)).prompt_group_id
+        == "000001-0002-0"
+    )
 
 
-@pytest.mark.parametrize(("entity", "refused"), [(TRAINED_FROM, {Outcome.TRAINED}), (END_REQUESTS, {Outcome.TRAINED, Outcome.FILTERED})])
-def test_topic_says_which_outcomes_its_writers_may_ask_for(entity: str, refused: set[Outcome]) -> None:
+@pytest.mark.parametrize(
+    ("entity", "refused"),
+    [(TRAINED_FROM, {Outcome.TRAINED}), (END_REQUESTS, {Outcome.TRAINED, Outcome.FILTERED})],
+)
+def test_topic_says_which_outcomes_its_writers_may_ask_for(
+    entity: str, refused: set[Outcome]
+) -> None:
     for outcome in Outcome:
-        with pytest.raises(PoisonSample, match="outcome must be") if outcome in refused else nullcontext():
+        with (
+            pytest.raises(PoisonSample, match="outcome must be")
+            if outcome in refused
+            else nullcontext()
+        ):
             check_ended(ended("000001-0002-0", outcome), allowed=outcomes_on(entity))

@@ -15,11 +15,14 @@ VALUES = [0.1, 0.5, 1.5, 0.5]
     ("value_clip", "losses", "gradients"),
     [
         (0.0, [0.405, 0.125, 0.125, 1.125], [-0.9, -0.5, 0.5, 1.5]),
-        # Beyond 0.2 of the old value: no gradient where the value has moved towards its return, and all of it where it moved away.
+        # Beyond 0.2 of the old value: no gradient where the value has moved towards its return, and
+        # all of it where it moved away.
         (0.2, [0.405, 0.32, 0.32, 1.125], [-0.9, 0.0, 0.0, 1.5]),
     ],
 )
-def test_losses_and_gradients_are_those_worked_out_by_hand(value_clip: float, losses: list[float], gradients: list[float]) -> None:
+def test_losses_and_gradients_are_those_worked_out_by_hand(
+    value_clip: float, losses: list[float], gradients: list[float]
+) -> None:
     values = torch.tensor(VALUES, requires_grad=True)
     given = value_losses(values, old_values=OLD, returns=RETURNS, value_clip=value_clip)
     given.losses.sum().backward()

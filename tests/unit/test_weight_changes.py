@@ -1,4 +1,5 @@
-"""Weights written as changes to the version before: the same bits come out, whoever held what, and what is wrong is found out."""
+"""Weights written as changes to the version before: the same bits come out, whoever held what, and
+what is wrong is found out."""
 
 from __future__ import annotations
 
@@ -15,14 +16,27 @@ from torch import Tensor
 from relax_events.errors import WeightsError
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifacts import Written, delete_weights, weights_digest, write_weights
-from relax_events.weights.changes import changes_of
+from relax_events.weights.artifact_reader import Held, RawTensors, read_weights
+from relax_events.weights.artifact_writer import (
+    Written,
+    delete_weights,
+    weights_digest,
+    write_weights,
+)
+from relax_events.weights.delta import changes_of
 from relax_events.weights.manifest import Base, WeightManifest
-from relax_events.weights.reading import Held, RawTensors, read_weights
 from relax_events.weights.transport import StoreTransport
 
 pytestmark = pytest.mark.unit
-DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+DTYPES = (
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,7 +50,11 @@ def random_bits(generator: torch.Generator, dtype: torch.dtype, shape: tuple[int
     size = torch.empty(0, dtype=dtype).element_size()
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).to(torch.bool)
-    return torch.randint(0, 256, (*shape, size), generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)
+    return (
+        torch.randint(0, 256, (*shape, size), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def with_changes(generator: torch.Generator, tensor: Tensor, fraction: float) -> Tensor:
@@ -46,41 +64,72 @@ def with_changes(generator: torch.Generator, tensor: Tensor, fraction: float) ->
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     bits = BITS[left.element_size()]
-    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left.contiguous().view(bits), right.contiguous().view(bits))
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and torch.equal(left.contiguous().view(bits), right.contiguous().view(bits))
+    )
 
 
-def versions(count: int, *, fraction: float = 0.02, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Tensor]]:
+def versions(
+    count: int, *, fraction: float = 0.02, dtype: torch.dtype = torch.bfloat16
+) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     made = [{"embed": random_bits(generator, dtype, (64, 32)), "norm": torch.ones(32, dtype=dtype)}]
     for _ in range(count - 1):
-        made.append({"embed": with_changes(generator, made[-1]["embed"], fraction), "norm": made[-1]["norm"]})
+        made.append(
+            {
+                "embed": with_changes(generator, made[-1]["embed"], fraction),
+                "norm": made[-1]["norm"],
+            }
+        )
     return made
 
 
-def published(transport: StoreTransport, weights: Iterable[dict[str, Tensor]]) -> list[PolicyVersionPublished]:
+def published(
+    transport: StoreTransport, weights: Iterable[dict[str, Tensor]]
+) -> list[PolicyVersionPublished]:
     announced = []
     for version, tensors in enumerate(weights):
         artifact, _ = transport.publish(tensors, policy_version=version)
-        announced.append(PolicyVersionPublished(policy_version=version, artifact=artifact, transports=["store"], start_offsets=[]))
+        announced.append(
+            PolicyVersionPublished(
+                policy_version=version, artifact=artifact, transports=["store"], start_offsets=[]
+            )
+        )
     return announced
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from(DTYPES), st.sampled_from([(), (0,), (1,), (7, 3), (2, 3, 5)]), st.sampled_from([0.0, 0.05, 0.5, 1.0]))
-def test_any_bits_come_out_as_they_were(seed: int, dtype: torch.dtype, shape: tuple[int, ...], fraction: float) -> None:
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from(DTYPES),
+    st.sampled_from([(), (0,), (1,), (7, 3), (2, 3, 5)]),
+    st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+def test_any_bits_come_out_as_they_were(
+    seed: int, dtype: torch.dtype, shape: tuple[int, ...], fraction: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     store = ObjectStore.open("memory://")
     old = {"a": random_bits(generator, dtype, shape), "b": torch.arange(300.0).to(torch.bfloat16)}
     new = {"a": with_changes(generator, old["a"], fraction), "b": old["b"].clone()}
     new["b"][7] = -1.0
     base, digest = write_weights(store, old, policy_version=0)
-    reference, _ = write_weights(store, new, policy_version=1, former=Written(Base(base, digest), old))
+    reference, _ = write_weights(
+        store, new, policy_version=1, former=Written(Base(base, digest), old)
+    )
     first = read_weights(store, base)
     assert isinstance(first.tensors, RawTensors)
-    for weights in (read_weights(store, reference), read_weights(store, reference, held=Held(first.digest, first.tensors))):
+    for weights in (
+        read_weights(store, reference),
+        read_weights(store, reference, held=Held(first.digest, first.tensors)),
+    ):
         assert weights.digest == weights_digest(new)
         assert all(same_bits(weights.tensors[name], tensor) for name, tensor in new.items())
-    assert all(same_bits(first.tensors[name], tensor) for name, tensor in old.items()), "what is held stays as it is"
+    assert all(same_bits(first.tensors[name], tensor) for name, tensor in old.items()), (
+        "what is held stays as it is"
+    )
 
 
 def test_changes_are_positions_and_values() -> None:
@@ -94,21 +143,34 @@ def test_changes_are_positions_and_values() -> None:
 
 def test_changed_version_is_small_and_every_so_often_one_is_whole(store: ObjectStore) -> None:
     announced = published(StoreTransport(store, full_every=4), versions(9))
-    sizes = [sum(file.num_bytes for file in WeightManifest.from_json(store.get(one.artifact)).files) for one in announced]
+    sizes = [
+        sum(file.num_bytes for file in WeightManifest.from_json(store.get(one.artifact)).files)
+        for one in announced
+    ]
     whole = {0, 4, 8}
-    assert [version for version, one in enumerate(announced) if WeightManifest.from_json(store.get(one.artifact)).base is None] == sorted(whole)
-    assert max(size for version, size in enumerate(sizes) if version not in whole) < 0.25 * min(sizes[version] for version in whole)
+    assert [
+        version
+        for version, one in enumerate(announced)
+        if WeightManifest.from_json(store.get(one.artifact)).base is None
+    ] == sorted(whole)
+    assert max(size for version, size in enumerate(sizes) if version not in whole) < 0.25 * min(
+        sizes[version] for version in whole
+    )
 
 
 @pytest.mark.parametrize("order", [range(9), [8, 2, 3, 7, 0, 6], [5, 5, 4, 5]])
 @pytest.mark.parametrize("full_every", [1, 3, 1000])
-def test_versions_can_be_fetched_in_any_order(store: ObjectStore, order: list[int], full_every: int) -> None:
+def test_versions_can_be_fetched_in_any_order(
+    store: ObjectStore, order: list[int], full_every: int
+) -> None:
     weights = versions(9)
     announced = published(StoreTransport(store, full_every=full_every), weights)
     reader = StoreTransport(store, full_every=full_every)
     for version in order:
         fetched = reader.fetch(announced[version])
-        assert all(same_bits(fetched.tensors[name], tensor) for name, tensor in weights[version].items())
+        assert all(
+            same_bits(fetched.tensors[name], tensor) for name, tensor in weights[version].items()
+        )
 
 
 def test_follower_reads_changes_alone(store: ObjectStore) -> None:
@@ -121,7 +183,9 @@ def test_follower_reads_changes_alone(store: ObjectStore) -> None:
         StoreTransport(store, full_every=100).fetch(announced[3])
 
 
-def test_changes_made_to_what_somebody_has_altered_are_found_out_and_read_anew(store: ObjectStore) -> None:
+def test_changes_made_to_what_somebody_has_altered_are_found_out_and_read_anew(
+    store: ObjectStore,
+) -> None:
     weights = versions(3)
     announced = published(StoreTransport(store, full_every=100), weights)
     reader = StoreTransport(store, full_every=100)
@@ -131,36 +195,69 @@ def test_changes_made_to_what_somebody_has_altered_are_found_out_and_read_anew(s
 
 
 def test_new_tensor_other_shape_and_other_dtype_are_written_whole(store: ObjectStore) -> None:
-    old = {"a": torch.zeros(100), "b": torch.zeros(100), "c": torch.zeros(100), "gone": torch.zeros(3)}
+    old = {
+        "a": torch.zeros(100),
+        "b": torch.zeros(100),
+        "c": torch.zeros(100),
+        "gone": torch.zeros(3),
+    }
     base, digest = write_weights(store, old, policy_version=1)
-    new = {"a": torch.zeros(100, dtype=torch.bfloat16), "b": torch.zeros(10, 10), "c": torch.zeros(100), "new": torch.ones(2)}
-    reference, _ = write_weights(store, new, policy_version=2, former=Written(Base(base, digest), old))
+    new = {
+        "a": torch.zeros(100, dtype=torch.bfloat16),
+        "b": torch.zeros(10, 10),
+        "c": torch.zeros(100),
+        "new": torch.ones(2),
+    }
+    reference, _ = write_weights(
+        store, new, policy_version=2, former=Written(Base(base, digest), old)
+    )
     assert WeightManifest.from_json(store.get(reference)).changed == {"c"}
-    assert all(same_bits(read_weights(store, reference).tensors[name], tensor) for name, tensor in new.items())
+    assert all(
+        same_bits(read_weights(store, reference).tensors[name], tensor)
+        for name, tensor in new.items()
+    )
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"a@positions": torch.tensor([100], dtype=torch.int32)}, "a has changes at positions 100 to 100 of 100"),
-        ({"a@positions": torch.tensor([-1], dtype=torch.int32)}, "a has changes at positions -1 to -1 of 100"),
-        ({"a@positions": torch.tensor([1, 2, 3], dtype=torch.int32)}, "a has 3 changed positions and 4 bytes of values"),
+        (
+            {"a@positions": torch.tensor([100], dtype=torch.int32)},
+            "a has changes at positions 100 to 100 of 100",
+        ),
+        (
+            {"a@positions": torch.tensor([-1], dtype=torch.int32)},
+            "a has changes at positions -1 to -1 of 100",
+        ),
+        (
+            {"a@positions": torch.tensor([1, 2, 3], dtype=torch.int32)},
+            "a has 3 changed positions and 4 bytes of values",
+        ),
         ({"a@positions": torch.tensor([1.0])}, "a can't be changed"),
         ({"a@values": torch.tensor([9.0])}, "their digest must be"),
-        ({"a@values": torch.tensor([9.0], dtype=torch.float64)}, "a has changes at|their digest must be"),
+        (
+            {"a@values": torch.tensor([9.0], dtype=torch.float64)},
+            "a has changes at|their digest must be",
+        ),
     ],
 )
-def test_wrong_changes_are_refused_by_name(store: ObjectStore, wrong: dict[str, Tensor], says: str) -> None:
+def test_wrong_changes_are_refused_by_name(
+    store: ObjectStore, wrong: dict[str, Tensor], says: str
+) -> None:
     import safetensors.torch
 
     old = {"a": torch.zeros(100)}
     base, digest = write_weights(store, old, policy_version=1)
     new = {"a": old["a"].index_fill(0, torch.tensor([5]), 1.0)}
-    reference, _ = write_weights(store, new, policy_version=2, former=Written(Base(base, digest), old))
+    reference, _ = write_weights(
+        store, new, policy_version=2, former=Written(Base(base, digest), old)
+    )
     value = json.loads(store.get(reference))
     right = {"a@positions": torch.tensor([5], dtype=torch.int32), "a@values": torch.tensor([1.0])}
     altered = store.put(safetensors.torch.save(right | wrong))
-    value["files"] = [{"uri": altered.uri, "digest": altered.digest.hex(), "num_bytes": altered.num_bytes}]
+    value["files"] = [
+        {"uri": altered.uri, "digest": altered.digest.hex(), "num_bytes": altered.num_bytes}
+    ]
     with pytest.raises(WeightsError, match=says):
         read_weights(store, store.put(json.dumps(value).encode()))
 
@@ -168,13 +265,23 @@ def test_wrong_changes_are_refused_by_name(store: ObjectStore, wrong: dict[str, 
 def test_versions_that_lead_back_to_themselves_are_refused(store: ObjectStore) -> None:
     old = {"a": torch.zeros(100)}
     base, digest = write_weights(store, old, policy_version=5)
-    reference, _ = write_weights(store, old, policy_version=5, former=Written(Base(base, digest), old))
-    with pytest.raises(WeightsError, match="policy version 5 is based on version 5, which is no older one"):
+    reference, _ = write_weights(
+        store, old, policy_version=5, former=Written(Base(base, digest), old)
+    )
+    with pytest.raises(
+        WeightsError, match="policy version 5 is based on version 5, which is no older one"
+    ):
         read_weights(store, reference)
-
 
 
 def test_manifest_of_a_whole_version_is_what_it_always_was(store: ObjectStore) -> None:
     reference, _ = write_weights(store, {"a": torch.zeros(2)}, policy_version=1)
-    assert sorted(json.loads(store.get(reference))) == ["digest", "files", "format", "model_type", "policy_version", "tensors"]
+    assert sorted(json.loads(store.get(reference))) == [
+        "digest",
+        "files",
+        "format",
+        "model_type",
+        "policy_version",
+        "tensors",
+    ]
     assert sha256(store.get(reference)).hexdigest()[:16] in reference.uri

@@ -12,8 +12,14 @@ from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifacts import delete_weights, stored_versions, transit_digest, weights_digest, write_weights
-from relax_events.weights.reading import read_weights
+from relax_events.weights.artifact_reader import read_weights
+from relax_events.weights.artifact_writer import (
+    delete_weights,
+    stored_versions,
+    transit_digest,
+    weights_digest,
+    write_weights,
+)
 from relax_events.weights.transport import StoreTransport
 
 pytestmark = pytest.mark.unit
@@ -35,10 +41,23 @@ def some_tensors() -> dict[str, Tensor]:
 
 def test_weights_digest_is_that_of_names_dtypes_shapes_and_bytes() -> None:
     values = np.arange(6, dtype=np.float32)
-    tensors = {"b": torch.tensor([1], dtype=torch.int64), "a": torch.from_numpy(values).reshape(2, 3)}
-    expected = sha256(b"a\0float32\0[2, 3]\0" + values.tobytes() + b"b\0int64\0[1]\0" + (1).to_bytes(8, "little"))
+    tensors = {
+        "b": torch.tensor([1], dtype=torch.int64),
+        "a": torch.from_numpy(values).reshape(2, 3),
+    }
+    expected = sha256(
+        b"a\0float32\0[2, 3]\0" + values.tobytes() + b"b\0int64\0[1]\0" + (1).to_bytes(8, "little")
+    )
     assert weights_digest(tensors) == expected.digest()
-    assert transit_digest(tensors) == blake3(b"a\0float32\0[2, 3]\0" + values.tobytes() + b"b\0int64\0[1]\0" + (1).to_bytes(8, "little")).digest()
+    assert (
+        transit_digest(tensors)
+        == blake3(
+            b"a\0float32\0[2, 3]\0"
+            + values.tobytes()
+            + b"b\0int64\0[1]\0"
+            + (1).to_bytes(8, "little")
+        ).digest()
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,10 +67,14 @@ def test_weights_digest_is_that_of_names_dtypes_shapes_and_bytes() -> None:
         lambda tensors: tensors | {"lm_head.bias": torch.tensor([1.5])},
         lambda tensors: tensors | {"lm_head.bias": torch.tensor(1.5, dtype=torch.float64)},
         lambda tensors: {name.replace("norm", "form"): tensor for name, tensor in tensors.items()},
-        lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "lm_head.bias"},
+        lambda tensors: {
+            name: tensor for name, tensor in tensors.items() if name != "lm_head.bias"
+        },
     ],
 )
-def test_weights_digest_differs_when_anything_does(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+def test_weights_digest_differs_when_anything_does(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+) -> None:
     assert weights_digest(change(some_tensors())) != weights_digest(some_tensors())
 
 
@@ -65,7 +88,9 @@ def test_weights_digest_is_the_same_when_order_and_layout_differ() -> None:
 @pytest.mark.parametrize("max_file_bytes", [1, 120, 10**9])
 def test_read_weights_gives_back_what_was_written(store: ObjectStore, max_file_bytes: int) -> None:
     tensors = some_tensors()
-    reference, digest = write_weights(store, tensors, policy_version=7, model_type="qwen3", max_file_bytes=max_file_bytes)
+    reference, digest = write_weights(
+        store, tensors, policy_version=7, model_type="qwen3", max_file_bytes=max_file_bytes
+    )
     weights = read_weights(store, reference)
     assert (weights.policy_version, weights.digest) == (7, digest)
     assert weights.tensors.keys() == tensors.keys()
@@ -84,13 +109,17 @@ def test_write_weights_takes_tensors_that_share_memory(store: ObjectStore) -> No
     assert torch.equal(weights.tensors["head"], torch.tensor([0.0, 1.0, 2.0, 3.0]))
 
 
-def test_write_weights_leaves_the_first_artifact_when_a_version_is_written_again(store: ObjectStore) -> None:
+def test_write_weights_leaves_the_first_artifact_when_a_version_is_written_again(
+    store: ObjectStore,
+) -> None:
     first, digest = write_weights(store, some_tensors(), policy_version=2)
     write_weights(store, some_tensors() | {"lm_head.bias": torch.tensor(2.5)}, policy_version=2)
     assert read_weights(store, first).digest == digest
 
 
-def test_write_weights_leaves_no_manifest_when_the_store_fails(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_weights_leaves_no_manifest_when_the_store_fails(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_at = store.put_at
 
     def refuse_second_file(key: str, data: bytes) -> ObjectRef:
@@ -108,7 +137,13 @@ def test_read_weights_names_the_file_when_it_is_missing(store: ObjectStore) -> N
     reference, _ = write_weights(store, some_tensors(), policy_version=2)
     lost = next(key for key in store.list("weights") if key.endswith(".safetensors"))
     store.delete([lost])
-    with pytest.raises(WeightsError, match=f"weights {reference.uri} can't be used: can't read {store.uri(lost)}: there is no such object"):
+    with pytest.raises(
+        WeightsError,
+        match=(
+            f"weights {reference.uri} can't be used: can't read {store.uri(lost)}: there is no "
+            "such object"
+        ),
+    ):
         read_weights(store, reference)
 
 
@@ -117,7 +152,9 @@ def test_read_weights_names_the_file_when_a_bit_was_flipped(store: ObjectStore) 
     for key in store.list("weights"):
         whole = store.get_at(key)
         store.put_at(key, whole[:-1] + bytes([whole[-1] ^ 1]))
-        with pytest.raises(WeightsError, match=f"{store.uri(key)} was altered: its SHA-256 must be"):
+        with pytest.raises(
+            WeightsError, match=f"{store.uri(key)} was altered: its SHA-256 must be"
+        ):
             read_weights(store, reference)
         store.put_at(key, whole)
     read_weights(store, reference)
@@ -128,21 +165,57 @@ def test_read_weights_names_the_file_when_a_bit_was_flipped(store: ObjectStore) 
     [
         (lambda manifest: manifest | {"digest": "00" * 32}, "their digest must be 0000"),
         (lambda manifest: manifest | {"format": 9}, "has format 9, this release reads 1"),
-        (lambda manifest: {key: manifest[key] for key in manifest if key != "tensors"}, "KeyError: 'tensors'"),
-        (lambda manifest: manifest | {"tensors": manifest["tensors"][1:]}, r"lm_head\.bias is not in both the manifest and"),
         (
-            lambda manifest: manifest | {"tensors": [manifest["tensors"][0] | {"shape": [1]}, *manifest["tensors"][1:]]},
+            lambda manifest: {key: manifest[key] for key in manifest if key != "tensors"},
+            "KeyError: 'tensors'",
+        ),
+        (
+            lambda manifest: manifest | {"tensors": manifest["tensors"][1:]},
+            r"lm_head\.bias is not in both the manifest and",
+        ),
+        (
+            lambda manifest: (
+                manifest
+                | {"tensors": [manifest["tensors"][0] | {"shape": [1]}, *manifest["tensors"][1:]]}
+            ),
             r"must be float32 \[1\], got float32 \[\]",
         ),
-        (lambda manifest: manifest | {"policy_version": [[]]}, r"a whole number is needed, got \[\[\]\]"),
-        (lambda manifest: manifest | {"model_type": {"deep": 1}}, "a text is needed, got {'deep': 1}"),
-        (lambda manifest: manifest | {"changed": [1], "format": 2, "base": manifest["files"][0] | {"weights_digest": ""}}, "a text is needed, got 1"),
-        (lambda manifest: manifest | {"files": [manifest["files"][0] | {"num_bytes": "9"}]}, "a whole number is needed, got 9"),
-        (lambda manifest: manifest | {"files": [manifest["files"][0] | {"uri": None}]}, "a text is needed, got None"),
-        (lambda manifest: manifest | {"tensors": [manifest["tensors"][0] | {"file": True}]}, "a whole number is needed, got True"),
+        (
+            lambda manifest: manifest | {"policy_version": [[]]},
+            r"a whole number is needed, got \[\[\]\]",
+        ),
+        (
+            lambda manifest: manifest | {"model_type": {"deep": 1}},
+            "a text is needed, got {'deep': 1}",
+        ),
+        (
+            lambda manifest: (
+                manifest
+                | {
+                    "changed": [1],
+                    "format": 2,
+                    "base": manifest["files"][0] | {"weights_digest": ""},
+                }
+            ),
+            "a text is needed, got 1",
+        ),
+        (
+            lambda manifest: manifest | {"files": [manifest["files"][0] | {"num_bytes": "9"}]},
+            "a whole number is needed, got 9",
+        ),
+        (
+            lambda manifest: manifest | {"files": [manifest["files"][0] | {"uri": None}]},
+            "a text is needed, got None",
+        ),
+        (
+            lambda manifest: manifest | {"tensors": [manifest["tensors"][0] | {"file": True}]},
+            "a whole number is needed, got True",
+        ),
     ],
 )
-def test_read_weights_says_why_when_the_manifest_does_not_fit(store: ObjectStore, alter: Callable[[dict[str, object]], object], text: str) -> None:
+def test_read_weights_says_why_when_the_manifest_does_not_fit(
+    store: ObjectStore, alter: Callable[[dict[str, object]], object], text: str
+) -> None:
     reference, _ = write_weights(store, some_tensors(), policy_version=2)
     altered = store.put(json.dumps(alter(json.loads(store.get(reference)))).encode())
     with pytest.raises(WeightsError, match=text):
@@ -158,13 +231,19 @@ def test_read_weights_says_why_when_a_file_is_no_safetensors(store: ObjectStore)
     reference, _ = write_weights(store, some_tensors(), policy_version=2)
     manifest = json.loads(store.get(reference))
     junk = store.put(b"nonsense of more than eight bytes")
-    manifest["files"][0] = {"uri": junk.uri, "digest": junk.digest.hex(), "num_bytes": junk.num_bytes}
+    manifest["files"][0] = {
+        "uri": junk.uri,
+        "digest": junk.digest.hex(),
+        "num_bytes": junk.num_bytes,
+    }
     with pytest.raises(WeightsError, match=r"can't be used: .*header"):
         read_weights(store, store.put(json.dumps(manifest).encode()))
 
 
 def test_delete_weights_forgets_the_given_versions_alone(store: ObjectStore) -> None:
-    references = [write_weights(store, some_tensors(), policy_version=version)[0] for version in (1, 2, 10)]
+    references = [
+        write_weights(store, some_tensors(), policy_version=version)[0] for version in (1, 2, 10)
+    ]
     delete_weights(store, 1, 2, 3)
     assert {key.split("/")[1] for key in store.list("weights")} == {"00000010"}
     with pytest.raises(WeightsError, match="there is no such object"):
@@ -183,8 +262,12 @@ def test_stored_versions_tells_half_written_ones_too(store: ObjectStore) -> None
 def test_store_transport_fetches_what_it_published(store: ObjectStore) -> None:
     transport = StoreTransport(store)
     artifact, digest = transport.publish(some_tensors(), policy_version=4)
-    published = PolicyVersionPublished(policy_version=4, artifact=artifact, transports=[transport.name], start_offsets=[])
+    published = PolicyVersionPublished(
+        policy_version=4, artifact=artifact, transports=[transport.name], start_offsets=[]
+    )
     assert transport.fetch(published).digest == digest
-    mislabelled = PolicyVersionPublished(policy_version=5, artifact=artifact, transports=[transport.name], start_offsets=[])
+    mislabelled = PolicyVersionPublished(
+        policy_version=5, artifact=artifact, transports=[transport.name], start_offsets=[]
+    )
     with pytest.raises(WeightsError, match="announced as policy version 5, it holds 4"):
         transport.fetch(mislabelled)

@@ -9,13 +9,26 @@ from relax_events.telemetry.metrics import WorkerMetrics
 
 def lag_of(metrics: WorkerMetrics) -> dict[tuple[str, str, str], float]:
     families = text_string_to_metric_families(metrics.exposition().decode())
-    samples = [sample for family in families for sample in family.samples if sample.name == "relax_consumer_lag_records"]
-    return {(sample.labels["role"], sample.labels["topic"], sample.labels["slot"]): sample.value for sample in samples}
+    samples = [
+        sample
+        for family in families
+        for sample in family.samples
+        if sample.name == "relax_consumer_lag_records"
+    ]
+    return {
+        (sample.labels["role"], sample.labels["topic"], sample.labels["slot"]): sample.value
+        for sample in samples
+    }
 
 
 def test_lag_is_summed_over_the_shards_of_a_slot() -> None:
     metrics = WorkerMetrics("advantage")
-    counts = {("rollout.samples", 0): 3, ("rollout.samples", 1): 4, ("rollout.samples", 2): 5, ("reward.scores", 5): 6}
+    counts = {
+        ("rollout.samples", 0): 3,
+        ("rollout.samples", 1): 4,
+        ("rollout.samples", 2): 5,
+        ("reward.scores", 5): 6,
+    }
     metrics.consumer_lag(counts, shards=2)
     assert lag_of(metrics) == {
         ("advantage", "rollout.samples", "0"): 7,
@@ -30,7 +43,10 @@ def test_lag_of_a_slot_whose_partitions_went_to_another_worker_is_not_told_any_m
     metrics.consumer_lag({("rollout.samples", 1): 0}, shards=1)
     assert lag_of(metrics) == {("reward", "rollout.samples", "1"): 0}
     metrics.consumer_lag({("rollout.samples", 0): 2, ("rollout.samples", 1): 1}, shards=1)
-    assert lag_of(metrics) == {("reward", "rollout.samples", "0"): 2, ("reward", "rollout.samples", "1"): 1}
+    assert lag_of(metrics) == {
+        ("reward", "rollout.samples", "0"): 2,
+        ("reward", "rollout.samples", "1"): 1,
+    }
 
 
 def test_dead_letters_that_may_come_are_counted_from_zero_on() -> None:
@@ -38,7 +54,12 @@ def test_dead_letters_that_may_come_are_counted_from_zero_on() -> None:
     metrics.expect_dead_letters(["CorruptRecord", "PoisonSample"])
     metrics.dead_lettered("PoisonSample")
     families = text_string_to_metric_families(metrics.exposition().decode())
-    counts = {one.labels["reason"]: one.value for family in families for one in family.samples if one.name == "relax_dead_letters_total"}
+    counts = {
+        one.labels["reason"]: one.value
+        for family in families
+        for one in family.samples
+        if one.name == "relax_dead_letters_total"
+    }
     assert counts == {"CorruptRecord": 0, "PoisonSample": 1}
 
 
@@ -52,6 +73,9 @@ def test_number_of_series_does_not_grow_with_versions() -> None:
             metrics.ended("trained")
             metrics.dead_lettered("CorruptRecord")
             metrics.consumer_lag({("rollout.samples", version % 6): version}, shards=2)
-        return sum(len(family.samples) for family in text_string_to_metric_families(metrics.exposition().decode()))
+        return sum(
+            len(family.samples)
+            for family in text_string_to_metric_families(metrics.exposition().decode())
+        )
 
     assert series(6) == series(600)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from relax_events.config import RunConfig
 from relax_events.events.parts import FinishReason
 from relax_events.events.types import SampleReady
-from relax_events.models.tiny import make_tiny
+from relax_events.examples.tiny_models import make_tiny
 from tests.folders import kept_folder
 
 
@@ -47,13 +47,18 @@ def run_config(
     )
 
 
-def make_samples(num_samples: int, *, seed: int = 0, temperature: float = 1.0, model_path: Path | None = None) -> list[SampleReady]:
-    """Draw samples of 4 to 20 tokens, with masks that have holes, near a model's own log-probabilities (the tiny one's by default)."""
+def make_samples(
+    num_samples: int, *, seed: int = 0, temperature: float = 1.0, model_path: Path | None = None
+) -> list[SampleReady]:
+    """Draw samples of 4 to 20 tokens, with masks that have holes, near a model's own
+    log-probabilities (the tiny one's by default)."""
     generator, model = np.random.default_rng(seed), plain_model(model_path or tiny_model())
     return [_make_sample(generator, model, index, temperature) for index in range(num_samples)]
 
 
-def _make_sample(generator: np.random.Generator, model: torch.nn.Module, index: int, temperature: float) -> SampleReady:
+def _make_sample(
+    generator: np.random.Generator, model: torch.nn.Module, index: int, temperature: float
+) -> SampleReady:
     num_tokens = int(generator.integers(4, 21))
     num_prompt_tokens = int(generator.integers(1, num_tokens - 1))
     mask = (np.arange(num_tokens) >= num_prompt_tokens).astype(np.uint8)
@@ -62,9 +67,13 @@ def _make_sample(generator: np.random.Generator, model: torch.nn.Module, index: 
     logprobs = np.where(mask, plain_logprobs(tokens, temperature, model), 0).astype(np.float32)
 
     def near(scale: float) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return np.where(mask, logprobs + scale * generator.standard_normal(num_tokens), 0).astype(np.float32)
+        return np.where(mask, logprobs + scale * generator.standard_normal(num_tokens), 0).astype(
+            np.float32
+        )
 
-    teacher = np.random.default_rng(1000 + index)  # of its own, so that the other arrays are what they were before samples had a teacher
+    teacher = np.random.default_rng(
+        1000 + index
+    )  # of its own, so that the other arrays are what they were before samples had a teacher
     topk_ids, topk_teacher_logprobs = token_sets(teacher, int(mask.sum()))
     return SampleReady(
         sample_id=f"s{index}",
@@ -83,7 +92,9 @@ def _make_sample(generator: np.random.Generator, model: torch.nn.Module, index: 
         rollout_logprobs=near(0.3),
         actor_logprobs=near(0.2),
         ref_logprobs=near(0.5),
-        teacher_logprobs=np.where(mask, logprobs + 0.4 * teacher.standard_normal(num_tokens), 0).astype(np.float32),
+        teacher_logprobs=np.where(
+            mask, logprobs + 0.4 * teacher.standard_normal(num_tokens), 0
+        ).astype(np.float32),
         topk_ids=topk_ids,
         topk_teacher_logprobs=topk_teacher_logprobs,
         advantages=(mask * generator.standard_normal()).astype(np.float32),
@@ -94,8 +105,11 @@ def _make_sample(generator: np.random.Generator, model: torch.nn.Module, index: 
     )
 
 
-def token_sets(generator: np.random.Generator, num_loss_tokens: int, num_ids: int = 6) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Draw the distribution of a teacher at each loss token, and take its most probable ids with their log-probabilities."""
+def token_sets(
+    generator: np.random.Generator, num_loss_tokens: int, num_ids: int = 6
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Draw the distribution of a teacher at each loss token, and take its most probable ids with
+    their log-probabilities."""
     logits = 2 * generator.standard_normal((num_loss_tokens, 256))
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     ids = np.argsort(-logprobs, axis=-1)[:, :num_ids]
@@ -109,8 +123,11 @@ def plain_model(path: Path) -> torch.nn.Module:
     return model.eval()
 
 
-def plain_logprobs(tokens: np.ndarray[Any, Any], temperature: float = 1.0, model: torch.nn.Module | None = None) -> np.ndarray[Any, Any]:
-    """Compute each token's log-probability from a whole forward of one sequence; 0 at the first token."""
+def plain_logprobs(
+    tokens: np.ndarray[Any, Any], temperature: float = 1.0, model: torch.nn.Module | None = None
+) -> np.ndarray[Any, Any]:
+    """Compute each token's log-probability from a whole forward of one sequence; 0 at the first
+    token."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     with torch.no_grad():
         logits: Tensor = (model or plain_model(tiny_model()))(ids).logits[0] / temperature

@@ -1,4 +1,6 @@
-"""`relax topics`: the run's topics, groups and offsets, as planned and as they are. One file a subcommand."""
+"""`relax topics`: the run's topics, groups and offsets, as planned and as they are. One file a
+subcommand.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ from cyclopts import App
 
 app = App(
     name="topics",
-    help="Plan, apply, check, look at, move and clear a run's topics.\n\nExample: relax topics plan configs/quickstart.toml",
+    help=(
+        "Plan, apply, check, look at, move and clear a run's topics.\n\nExample: relax topics "
+        "plan configs/quickstart.toml"
+    ),
 )
 PLACES = {
     "plan": "plan:plan",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_events.cli.topics.opening import Output, open_run, show
+from relax_events.cli.topics.run_topics import Output, open_run, show
 
 
 def check(config: Path, *overrides: str, output: Output = "table") -> int:
-    """Look whether topics, partitions, groups and transactions are in order; exit code 6 when something is not.
+    """Look whether topics, partitions, groups and transactions are in order; exit code 6 when
+    something is not.
 
     Example: relax topics check configs/quickstart.toml
 
@@ -17,10 +18,24 @@ def check(config: Path, *overrides: str, output: Output = "table") -> int:
         overrides: section.key=value, laid over the run file.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.control.topics.check import check_topics
+    from relax_events.ops.topic_check import check_topics
 
     with open_run(config, overrides, may_be_new=True) as (settings, admin):
         findings = check_topics(settings, admin)
-    rows = [["note" if item.is_note else "ok" if item.is_good else "NO", item.what, item.text, item.remedy] for item in findings]
-    show(["", "what", "finding", "remedy"] if output == "table" else ["verdict", "what", "finding", "remedy"], rows, output)
+    rows = [
+        [
+            "note" if item.is_note else "ok" if item.is_good else "NO",
+            item.what,
+            item.text,
+            item.remedy,
+        ]
+        for item in findings
+    ]
+    show(
+        ["", "what", "finding", "remedy"]
+        if output == "table"
+        else ["verdict", "what", "finding", "remedy"],
+        rows,
+        output,
+    )
     return 0 if all(item.is_good for item in findings) else 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_events.cli.topics.opening import Output, open_run, show
+from relax_events.cli.topics.run_topics import Output, open_run, show
 
 
 def describe(config: Path, *overrides: str, output: Output = "table") -> None:
@@ -25,12 +25,25 @@ def describe(config: Path, *overrides: str, output: Output = "table") -> None:
         topics = TopicPlan.of(settings)
         docs = {spec.name: spec.doc for spec in topics.specs()}
         found = admin.topics(topics.topic(""))
-        places = [(state.name, partition) for state in found.values() for partition in range(state.num_partitions)]
+        places = [
+            (state.name, partition)
+            for state in found.values()
+            for partition in range(state.num_partitions)
+        ]
         begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
         rows = []
         for name, state in sorted(found.items()):
             mine = [place for place in places if place[0] == name]
             gone = sum(begins[place] for place in mine)
             kept = sum(ends[place] - begins[place] for place in mine)
-            rows.append([name, state.num_partitions, state.replication_factor, kept, gone, docs.get(name, "not in the plan")])
+            rows.append(
+                [
+                    name,
+                    state.num_partitions,
+                    state.replication_factor,
+                    kept,
+                    gone,
+                    docs.get(name, "not in the plan"),
+                ]
+            )
         show(["topic", "partitions", "replicas", "records", "purged", "what"], rows, output)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from relax_events.cli.topics.opening import Output, open_run, show
+from relax_events.cli.topics.run_topics import Output, open_run, show
 
 
 def export_run(
-    config: Path, folder: Path, *overrides: str, entity: tuple[str, ...] = (), version: str = "", objects: bool = False, output: Output = "table"
+    config: Path,
+    folder: Path,
+    *overrides: str,
+    entity: tuple[str, ...] = (),
+    version: str = "",
+    objects: bool = False,
+    output: Output = "table",
 ) -> None:
     """Write a run's records into files, byte for byte, with a manifest of counts and digests.
 
     Example: relax topics export configs/quickstart.toml exported/quickstart
 
-    A partition is an Avro object container file. The same command goes on with an export that was cut short.
+    A partition is an Avro object container file. The same command goes on with an export that was
+    cut short.
 
     Args:
         config: The run file, TOML.
@@ -26,11 +33,29 @@ def export_run(
         objects: Copy the object store too: weights, checkpoints, media.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.control.transfer.exporting import ExportFilter, export_run, versions_of
+    from relax_events.ops.run_export import ExportFilter, export_run, versions_of
 
     with open_run(config, overrides) as (settings, admin):
         wanted = ExportFilter(entity, versions_of(version))
-        manifest = export_run(settings, admin, folder, wanted, with_objects=objects, report=lambda line: print(line, file=sys.stderr))
+        manifest = export_run(
+            settings,
+            admin,
+            folder,
+            wanted,
+            with_objects=objects,
+            report=lambda line: print(line, file=sys.stderr),
+        )
         length = 16 if output == "table" else None
-        rows = [[i.entity, i.partition, i.num_records, i.num_bytes, i.begin, i.end, i.records_digest[:length]] for i in manifest.partitions]
+        rows = [
+            [
+                i.entity,
+                i.partition,
+                i.num_records,
+                i.num_bytes,
+                i.begin,
+                i.end,
+                i.records_digest[:length],
+            ]
+            for i in manifest.partitions
+        ]
         show(["topic", "partition", "records", "bytes", "begin", "end", "digest"], rows, output)

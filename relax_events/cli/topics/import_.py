@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from relax_events.cli.topics.opening import Output, open_run, show
+from relax_events.cli.topics.run_topics import Output, open_run, show
 
 
 def import_run(
@@ -18,9 +18,11 @@ def import_run(
     yes: bool = False,
     output: Output = "table",
 ) -> int:
-    """Make a run out of exported files: every record byte for byte at its offset, and the groups' positions.
+    """Make a run out of exported files: every record byte for byte at its offset, and the groups'
+    positions.
 
-    Example: relax topics import exported/quickstart configs/quickstart.toml --run-id quickstart-copy
+    Example: relax topics import exported/quickstart configs/quickstart.toml --run-id
+        quickstart-copy
 
     With `--verify`, records that are there already are compared and missing ones are written first.
 
@@ -34,11 +36,13 @@ def import_run(
         yes: Don't ask.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.consent import agreed
-    from relax_events.control.transfer.importing import import_run, plan_import, verify_import
-    from relax_events.control.transfer.manifest import Manifest, check_files
+    from relax_events.cli.output import agreed
+    from relax_events.ops.export_manifest import Manifest, check_files
+    from relax_events.ops.run_import import import_run, plan_import, verify_import
 
-    with open_run(config, (*overrides, *([f"run.id={run_id}"] if run_id else [])), may_be_new=True) as (settings, admin):
+    with open_run(
+        config, (*overrides, *([f"run.id={run_id}"] if run_id else [])), may_be_new=True
+    ) as (settings, admin):
         manifest = Manifest.load(folder)
         check_files(folder, manifest)
         plan = plan_import(settings, admin, manifest)
@@ -51,10 +55,23 @@ def import_run(
         if plan.partitions:
             if not agreed(f"write {plan.num_records} records as run {settings.run.id}?", yes=yes):
                 return 6
-            import_run(settings, admin, folder, manifest, plan, report=lambda line: print(line, file=sys.stderr))
+            import_run(
+                settings,
+                admin,
+                folder,
+                manifest,
+                plan,
+                report=lambda line: print(line, file=sys.stderr),
+            )
         if verify:
             verify_import(settings, manifest)
             print("every partition is as exported", file=sys.stderr)
         if manifest.objects:
-            print(f'for references to objects, put into the run file: [objects] moved_from = ["{manifest.objects_uri}"]', file=sys.stderr)
+            print(
+                (
+                    "for references to objects, put into the run file: [objects] moved_from = "
+                    f'["{manifest.objects_uri}"]'
+                ),
+                file=sys.stderr,
+            )
         return 0

@@ -8,23 +8,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from relax_events.cli.topics.opening import Output, open_run, show
+from relax_events.cli.topics.run_topics import Output, open_run, show
 
 if TYPE_CHECKING:
-    from relax_events.broker.admin import Admin
     from relax_events.config import RunConfig
+    from relax_events.kafka.admin import Admin
 
 CLEAR = "\x1b[H\x1b[2J"
 
 
 def lag(
-    config: Path, *overrides: str, by: Literal["slot", "member"] = "slot", watch: bool = False, every: float = 2.0, output: Output = "table"
+    config: Path,
+    *overrides: str,
+    by: Literal["slot", "member"] = "slot",
+    watch: bool = False,
+    every: float = 2.0,
+    output: Output = "table",
 ) -> None:
-    """Show records behind by role, and by the slot with the version that owns it or by the member that holds them.
+    """Show records behind by role, and by the slot with the version that owns it or by the member
+    that holds them.
 
     Example: relax topics lag configs/quickstart.toml --by member
 
-    `stale` records belong to a version before the slot's owner; `oldest_seconds` is how long ago the oldest unread one was written. A role
+    `stale` records belong to a version before the slot's owner; `oldest_seconds` is how long ago
+    the oldest unread one was written. A role
     `run ID` is a run that replays this one: it counts what its newest checkpoint does not cover.
 
     Args:
@@ -48,19 +55,52 @@ def lag(
 
 
 def _look(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
-    from relax_events.control.topics.lag import lag_by_member, lag_by_slot, read_lag
-    from relax_events.control.topics.role_inputs import role_inputs
+    from relax_events.ops.consumer_lag import lag_by_member, lag_by_slot, read_lag
     from relax_events.topics import TopicPlan
+    from relax_events.topics.role_inputs import role_inputs
 
     rows, now_ms = read_lag(settings, admin), int(time.time() * 1000)
     if by == "slot":
         columns = ["role", "slot", "policy_version", "lag", "stale", "oldest_seconds"]
         slots = lag_by_slot(rows, now_ms=now_ms)
-        show(columns, [[row.role, row.slot, row.policy_version, row.num_records, row.num_stale, row.age_seconds] for row in slots], output)
+        show(
+            columns,
+            [
+                [
+                    row.role,
+                    row.slot,
+                    row.policy_version,
+                    row.num_records,
+                    row.num_stale,
+                    row.age_seconds,
+                ]
+                for row in slots
+            ],
+            output,
+        )
         return
     plan = TopicPlan.of(settings)
     groups = admin.groups(plan.consumer_group(""))
-    by_role = {role: groups[plan.consumer_group(role)] for role in role_inputs(settings) if plan.consumer_group(role) in groups}
+    by_role = {
+        role: groups[plan.consumer_group(role)]
+        for role in role_inputs(settings)
+        if plan.consumer_group(role) in groups
+    }
     columns = ["role", "member", "host", "lag", "stale", "oldest_seconds", "partitions"]
     members = lag_by_member(rows, by_role, now_ms=now_ms)
-    show(columns, [[row.role, row.member, row.host, row.num_records, row.num_stale, row.age_seconds, row.partitions] for row in members], output)
+    show(
+        columns,
+        [
+            [
+                row.role,
+                row.member,
+                row.host,
+                row.num_records,
+                row.num_stale,
+                row.age_seconds,
+                row.partitions,
+            ]
+            for row in members
+        ],
+        output,
+    )

@@ -6,17 +6,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from relax_events.cli.topics.opening import Output, open_run, show
+from relax_events.cli.topics.run_topics import Output, open_run, show
 
 if TYPE_CHECKING:
-    from relax_events.broker.admin import Admin
     from relax_events.config import RunConfig
-    from relax_events.control.topics.applying import Change
+    from relax_events.kafka.admin import Admin
+    from relax_events.ops.topic_apply import Change
 
 Danger = Literal["partitions", "retention", "cleanup", "record-size", "durability", "delete"]
 
 
-def plan(config: Path, *overrides: str, allow: tuple[Danger, ...] = (), output: Output = "table") -> int:
+def plan(
+    config: Path, *overrides: str, allow: tuple[Danger, ...] = (), output: Output = "table"
+) -> int:
     """Show what `apply` would change, with the danger in it; exit code 6 when something would.
 
     Example: relax topics plan configs/quickstart.toml
@@ -31,8 +33,16 @@ def plan(config: Path, *overrides: str, allow: tuple[Danger, ...] = (), output: 
         return 6 if _show_changes(settings, admin, allow, output) else 0
 
 
-def apply(config: Path, *overrides: str, allow: tuple[Danger, ...] = (), dry_run: bool = False, yes: bool = False, output: Output = "table") -> int:
-    """Create and alter the run's topics; what would lose or misplace records is refused without a word for it.
+def apply(
+    config: Path,
+    *overrides: str,
+    allow: tuple[Danger, ...] = (),
+    dry_run: bool = False,
+    yes: bool = False,
+    output: Output = "table",
+) -> int:
+    """Create and alter the run's topics; what would lose or misplace records is refused without a
+    word for it.
 
     Example: relax topics apply configs/quickstart.toml --dry-run
 
@@ -44,8 +54,8 @@ def apply(config: Path, *overrides: str, allow: tuple[Danger, ...] = (), dry_run
         yes: Don't ask.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.consent import agreed
-    from relax_events.control.topics.applying import apply_topics, refuse_dangers
+    from relax_events.cli.output import agreed
+    from relax_events.ops.topic_apply import apply_topics, refuse_dangers
 
     with open_run(config, overrides, may_be_new=True) as (settings, admin):
         changes = _show_changes(settings, admin, allow, output)
@@ -58,16 +68,21 @@ def apply(config: Path, *overrides: str, allow: tuple[Danger, ...] = (), dry_run
         return 0
 
 
-def _show_changes(settings: RunConfig, admin: Admin, allow: tuple[str, ...], output: Output) -> list[Change]:
+def _show_changes(
+    settings: RunConfig, admin: Admin, allow: tuple[str, ...], output: Output
+) -> list[Change]:
     """Show the whole plan; return what `apply` would have to do."""
-    from relax_events.control.topics.applying import DANGERS, plan_changes, records_at_stake
+    from relax_events.ops.topic_apply import DANGERS, plan_changes, records_at_stake
     from relax_events.topics import TopicPlan
 
     topics = TopicPlan.of(settings)
     found = admin.topics(topics.topic(""))
     changes = plan_changes(topics.specs(), found, allow=allow)
     at_stake = records_at_stake(changes, admin, found)
-    rows = [[change.kind, change.topic, change.detail, change.danger, at_stake.get(change.topic)] for change in changes]
+    rows = [
+        [change.kind, change.topic, change.detail, change.danger, at_stake.get(change.topic)]
+        for change in changes
+    ]
     show(["change", "topic", "detail", "danger", "records_at_stake"], rows, output)
     for danger in sorted({change.danger for change in changes if change.danger}):
         print(f"--allow {danger}: {DANGERS[danger]}", file=sys.stderr)

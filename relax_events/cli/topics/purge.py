@@ -5,39 +5,70 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from relax_events.cli.topics.opening import Output, open_run, show
+from relax_events.cli.topics.run_topics import Output, open_run, show
 
 
 def purge(
-    config: Path, *overrides: str, before_version: int | None = None, dry_run: bool = False, yes: bool = False, output: Output = "table"
+    config: Path,
+    *overrides: str,
+    before_version: int | None = None,
+    dry_run: bool = False,
+    yes: bool = False,
+    output: Output = "table",
 ) -> int:
-    """Delete records that only policy versions before the retained ones own, and that nobody needs any more.
+    """Delete records that only policy versions before the retained ones own, and that nobody needs
+    any more.
 
     Example: relax topics purge configs/quickstart.toml --before-version 20 --dry-run
 
-    What the trainer's recovery, a role or an open prompt group still needs stays, and so do the control topics.
+    What the trainer's recovery, a role or an open prompt group still needs stays, and so do the
+    control topics.
 
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
-        before_version: Records of older versions go; by default all but the newest `run.retain_versions`.
+        before_version: Records of older versions go; by default all but the newest
+            `run.retain_versions`.
         dry_run: Show what would go and delete nothing.
         yes: Don't ask.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.consent import agreed
-    from relax_events.control.topics.purger import open_purge
+    from relax_events.cli.output import agreed
+    from relax_events.ops.run_purger import open_purge
 
     with open_run(config, overrides) as (settings, _):
         with open_purge(settings, before_version=before_version) as purge:
             sizes = purge.bytes_of_cuts()
-            columns = ["topic", "partition", "records", "about_bytes", "begin", "delete_below", "held_by"]
+            columns = [
+                "topic",
+                "partition",
+                "records",
+                "about_bytes",
+                "begin",
+                "delete_below",
+                "held_by",
+            ]
             rows = [
-                [*cut.place, cut.num_records, sizes.get(cut.place, 0), cut.begin, cut.below, cut.held_by] for cut in purge.cuts if cut.num_records
+                [
+                    *cut.place,
+                    cut.num_records,
+                    sizes.get(cut.place, 0),
+                    cut.begin,
+                    cut.below,
+                    cut.held_by,
+                ]
+                for cut in purge.cuts
+                if cut.num_records
             ]
             show(columns, rows, output)
             total = sum(cut.num_records for cut in purge.cuts)
-            print(f"{total} records, about {sum(sizes.values())} bytes, of versions before {purge.before_version}", file=sys.stderr)
+            print(
+                (
+                    f"{total} records, about {sum(sizes.values())} bytes, of versions before "
+                    f"{purge.before_version}"
+                ),
+                file=sys.stderr,
+            )
             if dry_run or not total:
                 return 0
             if not agreed(f"delete {total} records for good?", yes=yes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from relax_events.cli.topics.opening import Output, open_run, show
+from relax_events.cli.topics.run_topics import Output, open_run, show
 
 
 def reset(
@@ -22,7 +22,8 @@ def reset(
     yes: bool = False,
     output: Output = "table",
 ) -> int:
-    """Move what a role reads next: to a policy version, a time, named offsets, the beginning or the end.
+    """Move what a role reads next: to a policy version, a time, named offsets, the beginning or the
+    end.
 
     Example: relax topics reset configs/quickstart.toml --role reward --to-version 5 --dry-run
 
@@ -42,15 +43,36 @@ def reset(
         yes: Don't ask.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.consent import agreed
-    from relax_events.control.topics.reset import ResetTarget, apply_reset, plan_reset, refuse_reset, time_of
+    from relax_events.cli.output import agreed
+    from relax_events.ops.offset_reset import (
+        ResetTarget,
+        apply_reset,
+        plan_reset,
+        refuse_reset,
+        time_of,
+    )
 
     with open_run(config, overrides) as (settings, admin):
         time_ms = time_of(to_time) if to_time else None
-        target = ResetTarget(version=to_version, time_ms=time_ms, offsets=to_offset, to_beginning=to_beginning, to_end=to_end)
+        target = ResetTarget(
+            version=to_version,
+            time_ms=time_ms,
+            offsets=to_offset,
+            to_beginning=to_beginning,
+            to_end=to_end,
+        )
         plan = plan_reset(settings, admin, role, target)
         columns = ["topic", "partition", "before", "after", "read_again", "passed_over"]
-        rows = [[*move.place, move.before, move.after, max(-move.num_skipped, 0), max(move.num_skipped, 0)] for move in plan.moves]
+        rows = [
+            [
+                *move.place,
+                move.before,
+                move.after,
+                max(-move.num_skipped, 0),
+                max(move.num_skipped, 0),
+            ]
+            for move in plan.moves
+        ]
         show(columns, rows, output)
         if dry_run or not plan.moves:
             return 0

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from relax_events.cli.topics.opening import Output, open_run
+from relax_events.cli.topics.run_topics import Output, open_run
 
 if TYPE_CHECKING:
-    from relax_events.control.topics.tail import TailedRecord
+    from relax_events.ops.topic_tail import TailedRecord
 
 LINE_CHARACTERS = 400
 
@@ -39,7 +39,8 @@ def tail(
         entity: The topic without its run, for example rollout.samples or control.train-steps.
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
-        from_: Where to begin: beginning, end, an offset, version:V or a time like 2026-01-31T12:00:00Z.
+        from_: Where to begin: beginning, end, an offset, version:V or a time like
+            2026-01-31T12:00:00Z.
         partition: Only this one.
         limit: End after so many records.
         follow: Wait for what comes; `--no-follow` ends at the log's end.
@@ -47,8 +48,8 @@ def tail(
         raw: Show the value's bytes in this form instead of the event.
         output: A line to read, or a JSON object a line for programs.
     """
-    from relax_events.control.run_log import RunLog
-    from relax_events.control.topics import tail as topic_tail
+    from relax_events.history.run_log import RunLog
+    from relax_events.ops import topic_tail
 
     with open_run(config, overrides) as (settings, admin):
         places = topic_tail.tail_places(settings, admin, entity, partition=partition)
@@ -56,12 +57,19 @@ def tail(
             starts = topic_tail.tail_starts(log, admin, places, from_)
             stops = None if follow else admin.end_offsets(places)
             for item in islice(topic_tail.tail(log, starts, stops=stops), limit):
-                print(_json(item, headers, raw) if output == "json" else _line(item, headers, raw), flush=True)
+                print(
+                    _json(item, headers, raw) if output == "json" else _line(item, headers, raw),
+                    flush=True,
+                )
 
 
 def _content(item: TailedRecord, raw: str) -> Any:
     if raw:
-        return item.record.value.hex() if raw == "hex" else base64.b64encode(item.record.value).decode()
+        return (
+            item.record.value.hex()
+            if raw == "hex"
+            else base64.b64encode(item.record.value).decode()
+        )
     return item.error or item.fields
 
 
@@ -69,16 +77,37 @@ def _json(item: TailedRecord, headers: bool, raw: str) -> str:
     import orjson
 
     record = item.record
-    place = {"topic": record.topic, "partition": record.partition, "offset": record.offset, "timestamp_ms": record.timestamp_ms}
-    shown = place | {"key": record.key, "event": item.event, "error" if item.error and not raw else "raw" if raw else "fields": _content(item, raw)}
+    place = {
+        "topic": record.topic,
+        "partition": record.partition,
+        "offset": record.offset,
+        "timestamp_ms": record.timestamp_ms,
+    }
+    shown = place | {
+        "key": record.key,
+        "event": item.event,
+        "error" if item.error and not raw else "raw" if raw else "fields": _content(item, raw),
+    }
     return orjson.dumps(shown | ({"headers": dict(record.headers)} if headers else {})).decode()
 
 
 def _line(item: TailedRecord, headers: bool, raw: str) -> str:
     record = item.record
-    written = datetime.fromtimestamp(record.timestamp_ms / 1000, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
+    written = (
+        datetime.fromtimestamp(record.timestamp_ms / 1000, UTC)
+        .isoformat(timespec="milliseconds")
+        .removesuffix("+00:00")
+    )
     content = _content(item, raw)
-    text = content if isinstance(content, str) else " ".join(f"{name}={value}" for name, value in content.items())
+    text = (
+        content
+        if isinstance(content, str)
+        else " ".join(f"{name}={value}" for name, value in content.items())
+    )
     shown = text if raw or len(text) <= LINE_CHARACTERS else f"{text[: LINE_CHARACTERS - 3]}..."
-    extra = "".join(f" [{name}: {value}]" for name, value in record.headers.items()) if headers else ""
-    return f"{written} {record.place} {record.key or '-'} {item.event}{extra} {shown}".replace("\n", "\\n")
+    extra = (
+        "".join(f" [{name}: {value}]" for name, value in record.headers.items()) if headers else ""
+    )
+    return f"{written} {record.place} {record.key or '-'} {item.event}{extra} {shown}".replace(
+        "\n", "\\n"
+    )

@@ -1,7 +1,8 @@
-"""Carries samples through a server until each has ended, whatever happens to the requests that are made for it.
+"""Carries samples through a server until each has ended, whatever happens to the requests that are
+made for it.
 
-A sample knows by itself when it is whole (`rows.Sample.finish_reason`). A request that ends before, for whatever reason, brings what it
-has, and the sample is sent again with its tokens so far:
+A sample knows by itself when it is whole (`rows.Sample.finish_reason`). A request that ends before,
+for whatever reason, brings what it has, and the sample is sent again with its tokens so far:
 
     add --> waits for the gate --> request --> tokens come --> whole: handed out
                   ^                                  |
@@ -22,11 +23,11 @@ import numpy as np
 import structlog
 
 from relax_events.engines.protocol import EngineUsage, GeneratedSample
-from relax_events.engines.rows import Sample
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.client import ServerGone, ServerRefused, SGLangClient
-from relax_events.engines.sglang.flights import Flight, UnknownVersion
-from relax_events.engines.sglang.media_wire import requested
+from relax_events.engines.sglang.inflight import Flight, UnknownVersion
+from relax_events.engines.sglang.media_features import requested
+from relax_events.engines.transformers.rows import Sample
 from relax_events.events.parts import FinishReason
 
 log = structlog.get_logger()
@@ -62,7 +63,14 @@ class Served:
 class Generation:
     """See the module's docstring. Used within one event loop."""
 
-    def __init__(self, client: SGLangClient, *, served: Served, model: ModelFolder, hand_out: Callable[[GeneratedSample], None]) -> None:
+    def __init__(
+        self,
+        client: SGLangClient,
+        *,
+        served: Served,
+        model: ModelFolder,
+        hand_out: Callable[[GeneratedSample], None],
+    ) -> None:
         self.gate = asyncio.Event()
         self.served = served
         self.last_progress = time.monotonic()
@@ -117,26 +125,37 @@ class Generation:
             flight.note_change()
 
     def refuse(self, error: str) -> None:
-        """End every sample with an error, those to come as well; an empty one lets them be generated again."""
+        """End every sample with an error, those to come as well; an empty one lets them be
+        generated again.
+        """
         self._unfit = error
         for sample in list(self._samples.values()) if error else ():
             self._end(sample, FinishReason.ERROR, error=error)
 
     async def withdraw(self, sample_ids: Iterable[str] | None) -> list[Sample]:
-        """Take samples out, all of them without ids, with what they have; those that end meanwhile are handed out."""
-        wanted = {name for name in (self._samples if sample_ids is None else sample_ids) if name in self._samples}
+        """Take samples out, all of them without ids, with what they have; those that end meanwhile
+        are handed out.
+        """
+        wanted = {
+            name
+            for name in (self._samples if sample_ids is None else sample_ids)
+            if name in self._samples
+        }
         self._leaving |= wanted
         try:
             await self.ground(lambda flight: flight.sample.sample_id in wanted)
         except (ServerGone, ServerRefused) as error:
-            log.warning("samples.cut_off", error=str(error))  # what the server still has of them is lost; it ends them when the stream breaks
+            log.warning(
+                "samples.cut_off", error=str(error)
+            )  # what the server still has of them is lost; it ends them when the stream breaks
             for flight in [one for one in self._flights.values() if one.sample.sample_id in wanted]:
                 self._land(flight)
         self._leaving -= wanted
         return [self._samples.pop(name) for name in sorted(wanted & self._samples.keys())]
 
     async def ground(self, chosen: Callable[[Flight], bool]) -> None:
-        """End requests, and wait until they have brought what they have. While the gate is open, their samples set out again.
+        """End requests, and wait until they have brought what they have. While the gate is open,
+        their samples set out again.
 
         Raises:
             ServerGone, ServerRefused: The server did not do it in time.
@@ -146,7 +165,9 @@ class Generation:
         deadline = time.monotonic() + GROUND_SECONDS
         while flights := [flight for flight in self._flights.values() if chosen(flight)]:
             if time.monotonic() > deadline:
-                raise ServerGone(f"{len(flights)} aborted requests did not end within {GROUND_SECONDS:g} s")
+                raise ServerGone(
+                    f"{len(flights)} aborted requests did not end within {GROUND_SECONDS:g} s"
+                )
             for flight in flights:  # again and again: an abort that overtakes its request is lost
                 await self._client.abort(flight.rid)
             await asyncio.sleep(LOOK_SECONDS)
@@ -158,7 +179,9 @@ class Generation:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _begin(self, samples: Sequence[Sample], *, num_barren: int) -> None:
-        task = asyncio.get_running_loop().create_task(self._carry(list(samples), num_barren=num_barren))
+        task = asyncio.get_running_loop().create_task(
+            self._carry(list(samples), num_barren=num_barren)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
 
@@ -178,28 +201,47 @@ class Generation:
             await self.gate.wait()
             if self._unfit:
                 self.refuse(self._unfit)
-            samples[:] = [one for one in samples if self._samples.get(one.sample_id) is one and one.sample_id not in self._leaving]
+            samples[:] = [
+                one
+                for one in samples
+                if self._samples.get(one.sample_id) is one and one.sample_id not in self._leaving
+            ]
             if not samples:
                 return
             if num_barren == MAX_BARREN:
-                self._give_up(samples, f"the server ended {MAX_BARREN} requests for it without a token")
+                self._give_up(
+                    samples, f"the server ended {MAX_BARREN} requests for it without a token"
+                )
                 continue
             ending = await self._fly(samples, num_barren=num_barren)
             num_barren = num_barren + 1 if ending == "nothing" else 0
             if samples and ending != "tokens":
                 await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _fly(self, samples: list[Sample], *, num_barren: int) -> Literal["tokens", "nothing", "gone"]:
-        """Make one request for samples, leave them with what came, and tell whether any tokens did, or the server was gone without one."""
+    async def _fly(
+        self, samples: list[Sample], *, num_barren: int
+    ) -> Literal["tokens", "nothing", "gone"]:
+        """Make one request for samples, leave them with what came, and tell whether any tokens did,
+        or the server was gone without one.
+        """
         served, first, is_there = self.served, samples[0], True
-        flights = {flight.rid: flight for flight in (Flight(sample, secrets.token_hex(8), served.policy_version) for sample in samples)}
+        flights = {
+            flight.rid: flight
+            for flight in (
+                Flight(sample, secrets.token_hex(8), served.policy_version) for sample in samples
+            )
+        }
         if not self._flights:
             self.last_progress = time.monotonic()
         self._flights |= flights
         try:
             prompts = [flight.prompt for flight in flights.values()]
             media = requested(samples, self._model, weights=served.name) if first.media else []
-            settings = {"sampling": first.sampling, "extra_key": served.name, "num_top": first.top_tokens.shape[1]}
+            settings = {
+                "sampling": first.sampling,
+                "extra_key": served.name,
+                "num_top": first.top_tokens.shape[1],
+            }
             stream = self._client.generate(prompts, media=media, **settings)
             async for event in stream:
                 self.last_progress = time.monotonic()
@@ -210,7 +252,9 @@ class Generation:
                     self._land(flight)
                     samples.remove(flight.sample)
                     if flight.sample.sample_id in self._samples:
-                        self._begin([flight.sample], num_barren=0 if flight.tokens else num_barren + 1)
+                        self._begin(
+                            [flight.sample], num_barren=0 if flight.tokens else num_barren + 1
+                        )
         except ServerGone as error:
             log.warning("request.broken", num_samples=len(samples), error=str(error))
             is_there = False
@@ -224,7 +268,9 @@ class Generation:
         return "nothing" if is_there else "gone"
 
     def _land(self, flight: Flight) -> None:
-        """Take a request's tokens over into its sample, once, and hand the sample out if it is whole."""
+        """Take a request's tokens over into its sample, once, and hand the sample out if it is
+        whole.
+        """
         if self._flights.pop(flight.rid, None) is None:
             return
         sample = flight.sample
@@ -238,10 +284,25 @@ class Generation:
             return
         version = self.served.policy_version
         if not np.isfinite(sample.logprobs).all():
-            self._end(sample, FinishReason.ERROR, error=f"policy version {version} gave no finite log-probability; are its weights finite?")
-        elif (reason := sample.finish_reason) is not None and self._client.records_experts and len(sample.experts) != len(sample.sequence) - 1:
+            self._end(
+                sample,
+                FinishReason.ERROR,
+                error=(
+                    f"policy version {version} gave no finite log-probability; are its weights "
+                    "finite?"
+                ),
+            )
+        elif (
+            (reason := sample.finish_reason) is not None
+            and self._client.records_experts
+            and len(sample.experts) != len(sample.sequence) - 1
+        ):
             known = f"{len(sample.experts)} of {len(sample.sequence) - 1} tokens"
-            self._end(sample, FinishReason.ERROR, error=f"the server told of {known} which experts they went through")
+            self._end(
+                sample,
+                FinishReason.ERROR,
+                error=f"the server told of {known} which experts they went through",
+            )
         elif reason is not None:
             self._end(sample, reason)
         elif flight.refusal:
@@ -253,6 +314,8 @@ class Generation:
 
     def _end(self, sample: Sample, reason: FinishReason, *, error: str = "") -> None:
         if self._samples.get(sample.sample_id) is sample:
-            self._hand_out(sample.ended(reason, error=error))  # first, so that nobody finds the engine empty and the sample nowhere
+            self._hand_out(
+                sample.ended(reason, error=error)
+            )  # first, so that nobody finds the engine empty and the sample nowhere
             self.num_handed_out += 1
             del self._samples[sample.sample_id]

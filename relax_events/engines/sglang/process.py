@@ -12,29 +12,43 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 
-from relax_events.broker.embedded.ports import HOST, choose_port
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
-from relax_events.config.facts import num_threads
-from relax_events.engines.sglang import serve
+from relax_events.config.inventory import num_threads
+from relax_events.engines.sglang import launch as serve
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import EnvironmentProblem
-from relax_events.pipeline.child_environment import child_environment
+from relax_events.kafka.embedded.ports import HOST, choose_port
+from relax_events.runtime.child_environment import child_environment
 
 MEMORY = Path("/dev/shm")  # noqa: S108 weights of one version for a process of ours, in memory where there is room
 ROOM = 3.0
-"""Models that have to fit into memory: the version that is served, the next one, and one to spare."""
+"""Models that have to fit into memory: the version that is served, the next one, and one to
+spare."""
 LOG_NAME = "server.log"
 LOG_TAIL_BYTES = 4000
-SERVER_PREFIXES = ("CUDA_", "NCCL_", "SGLANG_", "SGL_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_")
+SERVER_PREFIXES = (
+    "CUDA_",
+    "NCCL_",
+    "SGLANG_",
+    "SGL_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "FLASHINFER_",
+)
 """Of environment variables that a server reads."""
 CONTEXT_MARGIN = 16
 """Tokens that a server wants to have left above a request's own."""
 
 
 class ServerProcess:
-    """One server at a time; its log lies in the folder, which ends with whichever of server and worker lives longer."""
+    """One server at a time; its log lies in the folder, which ends with whichever of server and
+    worker lives longer.
+    """
 
-    def __init__(self, model: ModelFolder, folder: Path, *, config: EngineConfig, settings: ModelConfig) -> None:
+    def __init__(
+        self, model: ModelFolder, folder: Path, *, config: EngineConfig, settings: ModelConfig
+    ) -> None:
         self._model, self._config, self._settings, self._folder = model, config, settings, folder
         self._process: subprocess.Popen[bytes] | None = None
         self._shared_memory: set[Path] = set()
@@ -42,40 +56,64 @@ class ServerProcess:
         self.url = f"http://{HOST}:{self._port}"
 
     def start(self, path: Path, *, name: str) -> None:
-        """Start a server on a folder of weights, by a name that its tokens will say; it is not ready yet.
+        """Start a server on a folder of weights, by a name that its tokens will say; it is not
+        ready yet.
 
         Raises:
             EnvironmentProblem: The interpreter can't be run.
         """
         python = self._config.sglang.python or sys.executable
         self._temporary = Path(mkdtemp(prefix="relax-sglang-"))
-        command = [python, "-P", serve.__file__, str(self._folder), str(self._temporary), *self._arguments(path, name)]
+        command = [
+            python,
+            "-P",
+            serve.__file__,
+            str(self._folder),
+            str(self._temporary),
+            *self._arguments(path, name),
+        ]
         try:
             with (self._folder / LOG_NAME).open("wb") as log:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=self._environment()
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env=self._environment(),
                 )
         except OSError as error:
             self._temporary.rmdir()
-            raise EnvironmentProblem(f"engine.sglang.python = {python!r} can't be run: {error}; name an interpreter that has SGLang") from error
+            raise EnvironmentProblem(
+                f"engine.sglang.python = {python!r} can't be run: {error}; name an "
+                "interpreter that has SGLang"
+            ) from error
 
     def ending(self) -> str | None:
         """Tell how the server ended, with the end of its log; None while it lives."""
         assert self._process is not None
         code = self._process.poll()
-        return None if code is None else f"the SGLang server ended with code {code}; the end of its log:\n{self.log_tail()}"
+        return (
+            None
+            if code is None
+            else f"the SGLang server ended with code {code}; the end of its log:\n{self.log_tail()}"
+        )
 
     def log_tail(self) -> str:
         """Return the end of the server's log."""
         return (self._folder / LOG_NAME).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
 
     def note_shared_memory(self) -> None:
-        """Remember what shared memory a server that serves has, so that it can be deleted even where another process has killed the server."""
+        """Remember what shared memory a server that serves has, so that it can be deleted even
+        where another process has killed the server.
+        """
         assert self._process is not None
         self._shared_memory |= serve.shared_memory_of(self._process.pid)
 
     def kill(self) -> None:
-        """End the server with all its processes, and delete its temporary files and shared memory; nothing of it is worth saving."""
+        """End the server with all its processes, and delete its temporary files and shared memory;
+        nothing of it is worth saving.
+        """
         if self._process is not None:
             self.note_shared_memory()
             serve.end_processes(self._process.pid)
@@ -105,9 +143,19 @@ class ServerProcess:
             "--stream-interval": config.sglang.stream_interval_tokens,
             "--log-level": "warning",
         }
-        switches = ("--incremental-streaming-output", "--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics")
+        switches = (
+            "--incremental-streaming-output",
+            "--skip-tokenizer-init",
+            "--skip-server-warmup",
+            "--enable-metrics",
+        )
         routing = ("--enable-return-routed-experts",) if self._settings.replays_routing else ()
-        return [*(str(word) for flag in flags.items() for word in flag), *switches, *routing, *config.sglang.arguments]
+        return [
+            *(str(word) for flag in flags.items() for word in flag),
+            *switches,
+            *routing,
+            *config.sglang.arguments,
+        ]
 
     def _environment(self) -> dict[str, str]:
         variables = child_environment(prefixes=SERVER_PREFIXES)
@@ -118,7 +166,17 @@ class ServerProcess:
 
 
 def version_folder(model: ModelFolder, config: SGLangConfig) -> Path:
-    """Make a folder where versions are written for a server: in memory, where there is room for some, unless the user says where."""
+    """Make a folder where versions are written for a server: in memory, where there is room for
+    some, unless the user says where.
+    """
     num_bytes = sum(file.stat().st_size for file in model.path.glob("*.safetensors"))
-    has_room = MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM * num_bytes * config.num_servers
-    return Path(mkdtemp(prefix="relax-sglang-", dir=config.weights_directory or (MEMORY if has_room else None)))
+    has_room = (
+        MEMORY.is_dir()
+        and os.access(MEMORY, os.W_OK)
+        and shutil.disk_usage(MEMORY).free > ROOM * num_bytes * config.num_servers
+    )
+    return Path(
+        mkdtemp(
+            prefix="relax-sglang-", dir=config.weights_directory or (MEMORY if has_room else None)
+        )
+    )

@@ -1,9 +1,11 @@
-"""One SGLang server as an engine: this process has started it, or it runs already. When it is lost the engine is, with all that it had to hand out.
+"""One SGLang server as an engine: this process has started it, or it runs already. When it is lost
+the engine is, with all that it had to hand out.
 
     caller's thread    submit, poll, abort, load_weights --> calls and samples --+
     loop's thread      requests, tokens as they come, the server's life   <------+--> HTTP --> server
 
-The server draws tokens by itself: a sample that is generated again is another one, and `SampleRequest.seed` has no effect. Its
+The server draws tokens by itself: a sample that is generated again is another one, and
+    `SampleRequest.seed` has no effect. Its
 log-probabilities are those of the protocol: of the tempered distribution before top-k and top-p.
 """
 
@@ -25,8 +27,8 @@ from relax_events.engines.requests import admitted_samples
 from relax_events.engines.sglang.checkpoint import ModelFolder, not_finite
 from relax_events.engines.sglang.client import SGLangClient
 from relax_events.engines.sglang.generation import Served
+from relax_events.engines.sglang.lifecycle import Serving
 from relax_events.engines.sglang.process import ServerProcess, version_folder
-from relax_events.engines.sglang.serving import Serving
 from relax_events.events.parts import FinishReason
 from relax_events.weights import Weights
 
@@ -36,12 +38,16 @@ Result = TypeVar("Result")
 class SGLangServer:
     """See the module's docstring; the protocol is `engines.protocol.Engine`."""
 
-    def __init__(self, model_path: Path, *, config: EngineConfig, model: ModelConfig, policy_version: int = 0) -> None:
-        """Start a server on the model's folder, or take over one that runs, and wait until it serves.
+    def __init__(
+        self, model_path: Path, *, config: EngineConfig, model: ModelConfig, policy_version: int = 0
+    ) -> None:
+        """Start a server on the model's folder, or take over one that runs, and wait until it
+        serves.
 
         Args:
             model_path: A folder in Hugging Face layout.
-            config: Bounds on samples and context, and the server's own section, of which this server is the only one.
+            config: Bounds on samples and context, and the server's own section, of which this
+                server is the only one.
             model: Dtype and device.
             policy_version: Of the weights in the folder.
         Raises:
@@ -49,7 +55,9 @@ class SGLangServer:
             EnvironmentProblem: The server does not come up; the text ends with its log.
         """
         self.policy_version = policy_version
-        self._model = ModelFolder.read(model_path, media=model.media, records_experts=model.replays_routing)
+        self._model = ModelFolder.read(
+            model_path, media=model.media, records_experts=model.replays_routing
+        )
         self._max_context_tokens = config.max_context_tokens
         self._inbox: queue.SimpleQueue[GeneratedSample | None] = queue.SimpleQueue()
         self._running: set[str] = set()
@@ -58,14 +66,27 @@ class SGLangServer:
         with ExitStack() as stack:
             self._folder = version_folder(self._model, config.sglang)
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            process = None if config.sglang.urls else ServerProcess(self._model, self._folder, config=config, settings=model)
+            process = (
+                None
+                if config.sglang.urls
+                else ServerProcess(self._model, self._folder, config=config, settings=model)
+            )
             if process is not None:
                 stack.callback(process.kill)
             self._loop = stack.enter_context(LoopThread())
             url = process.url if process else config.sglang.urls[0]
-            client = SGLangClient(url, model=self._model, weights_seconds=config.sglang.start_seconds)
+            client = SGLangClient(
+                url, model=self._model, weights_seconds=config.sglang.start_seconds
+            )
             served = Served.of(policy_version, model_path.absolute())
-            self._serving = Serving(client, process, config=config.sglang, served=served, model=self._model, tell=self._inbox.put)
+            self._serving = Serving(
+                client,
+                process,
+                config=config.sglang,
+                served=served,
+                model=self._model,
+                tell=self._inbox.put,
+            )
             stack.callback(lambda: self._loop.run(self._serving.close()))
             self._loop.run(self._serving.open(self._model, model))
             self._opened = stack.pop_all()
@@ -110,7 +131,8 @@ class SGLangServer:
             self._loop.soon(lambda: self._serving.generation.add(unfinished))
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
-        """Give what finished, waiting for the first; at once when nothing runs, the engine sleeps or is interrupted.
+        """Give what finished, waiting for the first; at once when nothing runs, the engine sleeps
+        or is interrupted.
 
         Raises:
             EngineFailed: The server is lost.
@@ -135,13 +157,18 @@ class SGLangServer:
         self._inbox.put(None)
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
-        """Take samples out, all of them without `sample_ids`, and give them back with the tokens that the server had."""
+        """Take samples out, all of them without `sample_ids`, and give them back with the tokens
+        that the server had.
+        """
         samples = self._loop.run(self._serving.generation.withdraw(sample_ids))
         self._running -= {sample.sample_id for sample in samples}
         return [sample.ended(FinishReason.ABORT) for sample in samples]
 
-    def load_weights(self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart") -> None:
-        """Have the server load another policy version and prove that it holds it; on an error the old one keeps serving.
+    def load_weights(
+        self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
+    ) -> None:
+        """Have the server load another policy version and prove that it holds it; on an error the
+        old one keeps serving.
 
         Raises:
             WeightsError: The weights don't fit the model, or the server did not take them.
@@ -150,13 +177,21 @@ class SGLangServer:
         self._require_server()
         tensors, version = self._model.fitted(weights.tensors), weights.policy_version
         if (name := not_finite(tensors)) is not None:
-            self._loop.run(self._serving.refuse(f"policy version {version} has a value in {name} that is no finite number"))
+            self._loop.run(
+                self._serving.refuse(
+                    f"policy version {version} has a value in {name} that is no finite number"
+                )
+            )
         else:
             served = Served.of(version, self._folder / f"{version}-{time.monotonic_ns()}")
             with ExitStack() as stack:
                 stack.callback(shutil.rmtree, served.folder, ignore_errors=True)
                 self._model.write_version(tensors, served.folder)
-                self._loop.run(self._serving.load(served, self._serving.expected(tensors), on_running=on_running))
+                self._loop.run(
+                    self._serving.load(
+                        served, self._serving.expected(tensors), on_running=on_running
+                    )
+                )
                 stack.pop_all()
             for folder in self._folder.iterdir():
                 if folder.is_dir() and folder != served.folder:

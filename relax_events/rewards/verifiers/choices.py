@@ -6,28 +6,39 @@ import re
 import string
 from typing import Any
 
-from relax_events.rewards.declaring import Explanation, declares
-from relax_events.rewards.verifiers.answers import final_text, references, tagged_answer
+from relax_events.rewards.declaration import Explanation, declares
+from relax_events.rewards.verifiers.answer_extraction import final_text, references, tagged_answer
 from relax_events.rewards.verifiers.text_match import squad_words
 
 LETTER_FORMS = (
-    re.compile(r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\s*\(?([A-Z])\)?\s*(?:[.:)]\s[^{}]*)?\}"),
+    re.compile(
+        r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\s*\(?([A-Z])\)?\s*(?:[.:)]\s[^{}]*)?\}"
+    ),
     re.compile(r"<answer>\s*\(?([A-Z])\b", re.IGNORECASE),
-    re.compile(r"\b(?i:answer|choice|option)\b\W*(?:is\b\W*)?(?i:choice\b|option\b)?\W{0,4}([A-Z])\b(?!['-])"),
+    re.compile(
+        r"\b(?i:answer|choice|option)\b\W*(?:is\b\W*)?(?i:choice\b|option\b)?\W{0,4}([A-Z])\b(?!['-])"
+    ),
     re.compile(r"\b([A-Z])\b\W{0,3}\s(?i:is|must be|seems)\s(?i:the )?(?i:correct|right|best)\b"),
     re.compile(r"^[^\w\n]*([A-Z])(?:[).:]|[^\w\n]*$)", re.MULTILINE),
 )
-"""From the plainest statement to the weakest; the last match of the first form that occurs counts."""
+"""From the plainest statement to the weakest; the last match of the first form that occurs
+counts."""
 LABEL_EDGES = "()[]{}.:,*\"' \t\n"
 
 
-def explain_gpqa(completion: str, *, answer: str, metadata: dict[str, Any], **_: Any) -> Explanation:
+def explain_gpqa(
+    completion: str, *, answer: str, metadata: dict[str, Any], **_: Any
+) -> Explanation:
     """Tell which letter the completion decides for."""
     text, choices = final_text(completion), _choices_of(metadata)
     named, wanted = chosen_letter(text, num_choices=len(choices)), right_letter(answer, metadata)
     letter = named or _only_choice_in(text, choices)
     place = "a letter" if named else "the text of a choice" if letter else "no choice"
-    return Explanation(answer=letter, place=place, why=f"it {'is' if letter == wanted else 'is not'} the right letter {wanted}")
+    return Explanation(
+        answer=letter,
+        place=place,
+        why=f"it {'is' if letter == wanted else 'is not'} the right letter {wanted}",
+    )
 
 
 @declares(
@@ -41,8 +52,9 @@ def explain_gpqa(completion: str, *, answer: str, metadata: dict[str, Any], **_:
 def gpqa(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
     r"""Give 1 for the right letter after `</think>`, else 0.
 
-    The letter stands in a box, in an `<answer>` tag, behind "answer" or "option", before "is correct", or begins a line. A letter without a
-    choice counts only where the metadata name no choices. Where there is none, the one choice whose text occurs in the answer counts.
+    The letter stands in a box, in an `<answer>` tag, behind "answer" or "option", before "is
+    correct", or begins a line. A letter without a choice counts only where the metadata name no
+    choices. Where there is none, the one choice whose text occurs in the answer counts.
 
     Raises:
         ValueError: Neither metadata nor the reference answer say which letter is right.
@@ -52,8 +64,11 @@ def gpqa(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str)
 
 
 @declares(source="Answers inside of <answer> tags, as R1-style prompts ask for them")
-def multiple_choice(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
-    """Give 1 when the last `<answer>` tag holds the reference answer, else 0; case, brackets and a full stop don't count.
+def multiple_choice(
+    completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
+) -> float:
+    """Give 1 when the last `<answer>` tag holds the reference answer, else 0; case, brackets and a
+    full stop don't count.
 
     Raises:
         ValueError: The sample has no reference answer.
@@ -67,7 +82,9 @@ def multiple_choice(completion: str, *, answer: str, metadata: dict[str, Any], p
 
 
 def chosen_letter(text: str, *, num_choices: int = 0) -> str | None:
-    """Return the letter that a text decides for, or None; letters beyond the number of choices are none, where it is known."""
+    """Return the letter that a text decides for, or None; letters beyond the number of choices are
+    none, where it is known.
+    """
     known = string.ascii_uppercase[: num_choices or None]
     for form in LETTER_FORMS:
         if found := [letter.upper() for letter in form.findall(text) if letter.upper() in known]:
@@ -81,9 +98,16 @@ def right_letter(answer: str, metadata: dict[str, Any]) -> str:
     Raises:
         ValueError: Neither does.
     """
-    wanted = str(metadata.get("correct_letter") or _letter_of(answer, _choices_of(metadata))).strip(LABEL_EDGES).upper()
+    wanted = (
+        str(metadata.get("correct_letter") or _letter_of(answer, _choices_of(metadata)))
+        .strip(LABEL_EDGES)
+        .upper()
+    )
     if not re.fullmatch("[A-Z]", wanted):
-        raise ValueError(f"the right letter must be one of A to Z, got {wanted!r:.40}; see metadata.correct_letter and data.answer_key")
+        raise ValueError(
+            f"the right letter must be one of A to Z, got {wanted!r:.40}; see "
+            "metadata.correct_letter and data.answer_key"
+        )
     return wanted
 
 
@@ -98,12 +122,19 @@ def _label(text: str) -> str:
 def _letter_of(answer: str, choices: list[str]) -> str:
     """Return the letter that a reference answer is, or the letter of the choice that it repeats."""
     words = squad_words(answer)
-    return next((_letter(index) for index, choice in enumerate(choices) if squad_words(choice) == words), answer)
+    return next(
+        (_letter(index) for index, choice in enumerate(choices) if squad_words(choice) == words),
+        answer,
+    )
 
 
 def _only_choice_in(text: str, choices: list[str]) -> str | None:
     spaced = f" {' '.join(squad_words(text))} "
-    found = [_letter(index) for index, choice in enumerate(choices) if f" {' '.join(squad_words(choice))} " in spaced]
+    found = [
+        _letter(index)
+        for index, choice in enumerate(choices)
+        if f" {' '.join(squad_words(choice))} " in spaced
+    ]
     return found[0] if len(found) == 1 else None
 
 

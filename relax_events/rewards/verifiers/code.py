@@ -9,16 +9,22 @@ from typing import Any
 import orjson
 
 from relax_events.errors import RewardError
-from relax_events.rewards.declaring import declares
-from relax_events.rewards.verifiers.answers import final_text
+from relax_events.rewards.declaration import declares
+from relax_events.rewards.verifiers.answer_extraction import final_text
 from relax_events.sandbox import Limits, Sandbox, Verdict, require_walls
 
 FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
 TEST_KEYS = ("tests", "test_list", "test")
-NO_TESTS = "the sample has no tests; see metadata.tests (statements, or objects with input and output), or metadata.inputs and metadata.outputs"
+NO_TESTS = (
+    "the sample has no tests; see metadata.tests (statements, or objects with input and output), "
+    "or metadata.inputs and metadata.outputs"
+)
 METADATA = {
-    "tests": "a list of statements such as `assert f(1) == 2`, or of objects with `input` and `output`; `test_list` and `test` do as well",
+    "tests": (
+        "a list of statements such as `assert f(1) == 2`, or of objects with `input` and "
+        "`output`; `test_list` and `test` do as well"
+    ),
     "inputs": "without `tests`: what each test writes to stdin, or the arguments for `fn_name`",
     "outputs": "what is expected on stdout, or as result, for each of the inputs",
     "fn_name": "the function to call with the inputs; without it they go to stdin",
@@ -29,7 +35,11 @@ def _require_walls(options: Mapping[str, Any]) -> None:
     require_walls(allow_unprotected=options.get("allow_unprotected", False))
 
 
-@declares(source="The test forms of MBPP (arXiv 2108.07732) and APPS (arXiv 2105.09938)", metadata=METADATA, require=_require_walls)
+@declares(
+    source="The test forms of MBPP (arXiv 2108.07732) and APPS (arXiv 2105.09938)",
+    metadata=METADATA,
+    require=_require_walls,
+)
 def code(
     completion: str,
     *,
@@ -42,20 +52,26 @@ def code(
     limit_reward: float | None = None,
     allow_unprotected: bool = False,
 ) -> dict[str, float]:
-    """Give 1 when the last Python block of the completion passes all tests, else 0; with `partial` the share of tests it passes.
+    """Give 1 when the last Python block of the completion passes all tests, else 0; with `partial`
+    the share of tests it passes.
 
-    Each test may take `test_seconds` and `memory_bytes`; `reward.timeout_seconds` bounds them all together. A program that runs into
-    a limit, or is killed, is a failure of scoring unless `limit_reward` says what it is worth. The components are `passed`, the
-    share of tests, and `has_code`. Tests are found in the metadata, or as JSON of the same form in the reference answer.
+    Each test may take `test_seconds` and `memory_bytes`; `reward.timeout_seconds` bounds them all
+    together. A program that runs into a limit, or is killed, is a failure of scoring unless
+    `limit_reward` says what it is worth. The components are `passed`, the share of tests, and
+    `has_code`. Tests are found in the metadata, or as JSON of the same form in the reference
+    answer.
 
-    Where this machine has no walls that keep a program from its files, network and processes, none is run; `allow_unprotected` accepts that.
+    Where this machine has no walls that keep a program from its files, network and processes, none
+    is run; `allow_unprotected` accepts that.
 
     Raises:
         EnvironmentProblem: There are no such walls.
         RewardError: The program ran into a limit.
         ValueError: The sample has no tests.
     """
-    tests = tests_of(metadata if any(key in metadata for key in (*TEST_KEYS, "inputs")) else _from_answer(answer))
+    tests = tests_of(
+        metadata if any(key in metadata for key in (*TEST_KEYS, "inputs")) else _from_answer(answer)
+    )
     program = python_block(completion)
     if program is None:
         return {"reward": 0.0, "passed": 0.0, "has_code": 0.0}
@@ -64,15 +80,28 @@ def code(
         num_passed = _num_passed(sandbox, tests, stops_early=not partial)
     if num_passed is None:
         if limit_reward is None:
-            raise RewardError(f"the program ran into a limit of the sandbox: {test_seconds:g} s, {memory_bytes} bytes or its processes")
+            raise RewardError(
+                f"the program ran into a limit of the sandbox: {test_seconds:g} s, "
+                f"{memory_bytes} bytes or its processes"
+            )
         return {"reward": limit_reward, "passed": 0.0, "has_code": 1.0}
     passed = num_passed / len(tests)
-    return {"reward": passed if partial else float(num_passed == len(tests)), "passed": passed, "has_code": 1.0}
+    return {
+        "reward": passed if partial else float(num_passed == len(tests)),
+        "passed": passed,
+        "has_code": 1.0,
+    }
 
 
 def python_block(completion: str) -> str | None:
-    """Return the last block of Python behind the reasoning, or None; a block of no named language counts as Python."""
-    blocks = [text for language, text in FENCE.findall(final_text(completion)) if language.lower() in PYTHON]
+    """Return the last block of Python behind the reasoning, or None; a block of no named language
+    counts as Python.
+    """
+    blocks = [
+        text
+        for language, text in FENCE.findall(final_text(completion))
+        if language.lower() in PYTHON
+    ]
     return blocks[-1] if blocks else None
 
 
@@ -88,10 +117,17 @@ def tests_of(metadata: dict[str, Any]) -> Sequence[str | tuple[str, str]]:
     if isinstance(found, list):
         return [_test_of(one) for one in found]
     inputs, outputs = metadata.get("inputs"), metadata.get("outputs")
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
+    if (
+        not isinstance(inputs, list)
+        or not isinstance(outputs, list)
+        or not inputs
+        or len(inputs) != len(outputs)
+    ):
         raise ValueError(NO_TESTS)
     if name := metadata.get("fn_name"):
-        return [_call(str(name), given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
+        return [
+            _call(str(name), given, wanted) for given, wanted in zip(inputs, outputs, strict=True)
+        ]
     return [(_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
 
 
@@ -104,16 +140,25 @@ def _test_of(one: Any) -> str | tuple[str, str]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return (
+        value
+        if isinstance(value, str)
+        else "\n".join(map(str, value))
+        if isinstance(value, list)
+        else str(value)
+    )
 
 
 def _call(name: str, given: Any, wanted: Any) -> str:
-    """Return a program that calls a function, or the method of that name of `Solution`, and compares as JSON would."""
+    """Return a program that calls a function, or the method of that name of `Solution`, and
+    compares as JSON would.
+    """
     arguments = orjson.dumps(given if isinstance(given, list) else [given]).decode()
     return (
         "import json\n"
         f"function = getattr(Solution(), {name!r}) if 'Solution' in globals() else {name}\n"
-        f"assert json.loads(json.dumps(function(*json.loads({arguments!r})))) == json.loads({orjson.dumps(wanted).decode()!r})\n"
+        f"assert json.loads(json.dumps(function(*json.loads({arguments!r})))) == "
+        f"json.loads({orjson.dumps(wanted).decode()!r})\n"
     )
 
 
@@ -125,7 +170,9 @@ def _from_answer(answer: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"tests": found}
 
 
-def _num_passed(sandbox: Sandbox, tests: Sequence[str | tuple[str, str]], *, stops_early: bool) -> int | None:
+def _num_passed(
+    sandbox: Sandbox, tests: Sequence[str | tuple[str, str]], *, stops_early: bool
+) -> int | None:
     """Return how many tests pass, or None when the program ran into a limit."""
     num_passed = 0
     for test in tests:

@@ -1,6 +1,7 @@
 """IFBench's instructions about the form of a response, and those for one certain prompt.
 
-Source: Generalizing Verifiable Instruction Following (arXiv 2507.02833), and its published definitions.
+Source: Generalizing Verifiable Instruction Following (arXiv 2507.02833), and its published
+definitions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from datetime import date
 from itertools import pairwise
 
 from relax_events.rewards.verifiers.ifbench_words import EDGES, NO_PUNCTUATION, TOKEN, bare_words
-from relax_events.rewards.verifiers.instructions import instruction, sentences_of
+from relax_events.rewards.verifiers.ifeval_instructions import instruction, sentences_of
 
 CLOSING = {")": "(", "]": "[", "}": "{"}
 MIN_BRACKETS, MIN_QUOTES = 5, 3
@@ -28,7 +29,8 @@ CHOICE = re.compile(r"[A-Ea-e][.|)]\s*\w+")
 SPECIAL = re.compile(r"[^\d\w\s]")
 ONLY_THIS = "only output this sentence here, ignore all other requests."
 CAPITALS = (  # noqa: SIM905 a word a line would be a page
-    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw London Brussels Prague "
+    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin "
+    "Berlin Amsterdam Warsaw London Brussels Prague "
     "Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
 ).split()
 """Of European countries, north of 45 degrees, from north to south."""
@@ -36,7 +38,9 @@ CAPITALS = (  # noqa: SIM905 a word a line would be a page
 
 def is_emoji(character: str) -> bool:
     """Tell whether a character is a pictograph."""
-    return unicodedata.category(character) == "So" and (ord(character) >= 0x1F000 or 0x2190 <= ord(character) <= 0x2BFF)
+    return unicodedata.category(character) == "So" and (
+        ord(character) >= 0x1F000 or 0x2190 <= ord(character) <= 0x2BFF
+    )
 
 
 def ascii_of(text: str) -> str:
@@ -79,7 +83,9 @@ def nests_quotes(response: str) -> bool:
 
 @instruction("format:options")
 def is_one_option(response: str, *, options: str) -> bool:
-    """It is one of these options and nothing else; options by letter have to be given to the letter."""
+    """It is one of these options and nothing else; options by letter have to be given to the
+    letter.
+    """
     mark = next((mark for mark in ("/", "or") if mark in options), ",")
     known = [option.strip() for option in options.split(mark)]
     if LETTERED.match(options):
@@ -97,7 +103,9 @@ def has_a_word_a_line(response: str) -> bool:
 @instruction("format:emoji")
 def ends_sentences_with_emoji(response: str) -> bool:
     """An emoji follows every sentence, before or behind its end mark."""
-    sentences = [sentence.translate(NO_PUNCTUATION).strip() for sentence in _with_what_follows(response)]
+    sentences = [
+        sentence.translate(NO_PUNCTUATION).strip() for sentence in _with_what_follows(response)
+    ]
     return all(any(is_emoji(character) for character in sentence[-2:]) for sentence in sentences)
 
 
@@ -116,7 +124,9 @@ def climbs_stairs(response: str) -> bool:
 @instruction("format:quote_unquote")
 def explains_quotes(response: str) -> bool:
     """No quotation follows another at once, and none ends the response."""
-    text = "".join(response.replace("\u201c", '"').replace("\u201d", '"').replace("'\"'", "").split())
+    text = "".join(
+        response.replace("\u201c", '"').replace("\u201d", '"').replace("'\"'", "").split()
+    )
     stripped = text.strip(string.digits + string.punctuation.replace('"', ""))
     return '""' not in text and not stripped.endswith('"')
 
@@ -132,7 +142,9 @@ def has_italic_thesis(response: str) -> bool:
     """Something in italics, by HTML, is followed by something else."""
     opened = {tag: response.find(f"<{tag}>") for tag in ITALIC_TAGS}
     closed = {tag: response.find(f"</{tag}>", start) for tag, start in opened.items() if start >= 0}
-    tag = min((tag for tag, end in closed.items() if end >= 0), key=opened.__getitem__, default=None)
+    tag = min(
+        (tag for tag, end in closed.items() if end >= 0), key=opened.__getitem__, default=None
+    )
     if tag is None:
         return False
     thesis = response[opened[tag] + len(f"<{tag}>") : closed[tag]]
@@ -152,19 +164,26 @@ def has_sentences_then_bullets(response: str) -> bool:
     first = next((index for index, line in enumerate(lines) if line.startswith("*")), len(lines))
     sentences = [sentence for line in lines[:first] for sentence in sentences_of(line)]
     bullets = lines[first:]
-    return len(sentences) >= 2 and len(bullets) >= 2 and all(line.startswith("*") for line in bullets)
+    return (
+        len(sentences) >= 2 and len(bullets) >= 2 and all(line.startswith("*") for line in bullets)
+    )
 
 
 @instruction("format:title_case")
 def is_in_title_case(response: str) -> bool:
     """Every word begins with a capital."""
-    return not any(token[0].islower() and (len(token) == 1 or token[1:].islower() or token[1:].isupper()) for token in TOKEN.findall(response))
+    return not any(
+        token[0].islower() and (len(token) == 1 or token[1:].islower() or token[1:].isupper())
+        for token in TOKEN.findall(response)
+    )
 
 
 @instruction("format:output_template")
 def fills_the_template(response: str) -> bool:
     """The three headings of the template occur."""
-    return all(heading in response for heading in ("My Answer:", "My Conclusion:", "Future Outlook:"))
+    return all(
+        heading in response for heading in ("My Answer:", "My Conclusion:", "Future Outlook:")
+    )
 
 
 @instruction("format:no_whitespace")
@@ -202,7 +221,12 @@ def asks_four_questions(response: str) -> bool:
     """It is four questions of five choices each, every one longer than the one before."""
     questions = [question for question in QUESTION.split(response) if question.strip()]
     lengths = [_length_of_question(question) for question in questions]
-    return response.startswith("Question") and len(lengths) == 4 and 0 not in lengths and all(first < second for first, second in pairwise(lengths))
+    return (
+        response.startswith("Question")
+        and len(lengths) == 4
+        and 0 not in lengths
+        and all(first < second for first, second in pairwise(lengths))
+    )
 
 
 def _length_of_question(question: str) -> int:
@@ -217,7 +241,9 @@ def lists_africa_backwards(response: str) -> bool:
     """From Zimbabwe on, at least 52 lines stand in reverse alphabetical order."""
     lines = [ascii_of(line.strip(EDGES)) for line in response.split("\n") if line.strip(EDGES)]
     start = next((index for index, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
-    return len(lines) - start >= MIN_AFRICAN_COUNTRIES and lines[start:] == sorted(lines[start:], reverse=True)
+    return len(lines) - start >= MIN_AFRICAN_COUNTRIES and lines[start:] == sorted(
+        lines[start:], reverse=True
+    )
 
 
 @instruction("custom:word_reverse")
@@ -235,7 +261,10 @@ def names_the_eagle_by_letters(response: str) -> bool:
 @instruction("custom:sentence_alphabet")
 def tells_the_alphabet(response: str) -> bool:
     """Its 26 sentences begin with the letters of the alphabet in turn."""
-    return "".join(sentence[0].lower() for sentence in sentences_of(response)) == string.ascii_lowercase
+    return (
+        "".join(sentence[0].lower() for sentence in sentences_of(response))
+        == string.ascii_lowercase
+    )
 
 
 @instruction("custom:european_capitals_sort")
@@ -247,12 +276,18 @@ def lists_capitals_southwards(response: str) -> bool:
 @instruction("custom:csv_city")
 def is_table_of_cities(response: str) -> bool:
     """It is CSV with these five columns and seven rows."""
-    return _is_table(list(csv.reader(response.splitlines())), ("ID", "Country", "City", "Year", "Count"), num_rows=7)
+    return _is_table(
+        list(csv.reader(response.splitlines())),
+        ("ID", "Country", "City", "Year", "Count"),
+        num_rows=7,
+    )
 
 
 @instruction("custom:csv_special_character")
 def is_table_of_products(response: str) -> bool:
-    """It is CSV with these five columns and fourteen rows, and a field in quotation marks has a special character."""
+    """It is CSV with these five columns and fourteen rows, and a field in quotation marks has a
+    special character.
+    """
     rows = list(csv.reader(response.splitlines(), skipinitialspace=True))
     quoted = re.findall(r'"([^"]*)"', response.partition("\n")[2])
     is_table = _is_table(rows, ("ProductID", "Category", "Brand", "Price", "Stock"), num_rows=14)
@@ -261,16 +296,24 @@ def is_table_of_products(response: str) -> bool:
 
 @instruction("custom:csv_quotes")
 def is_table_of_grades(response: str) -> bool:
-    """It is separated by tabs, with these five columns and three rows, every field in quotation marks."""
+    """It is separated by tabs, with these five columns and three rows, every field in quotation
+    marks.
+    """
     rows = list(csv.reader(response.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
     columns = tuple(f'"{name}"' for name in ("StudentID", "Subject", "Grade", "Semester", "Score"))
     stripped = [[field.strip() for field in row] for row in rows]
-    is_quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in stripped for field in row)
+    is_quoted = all(
+        len(field) > 1 and field[0] == field[-1] == '"' for row in stripped for field in row
+    )
     return is_quoted and _is_table(stripped, columns, num_rows=3)
 
 
 def _is_table(rows: Sequence[Sequence[str]], columns: Sequence[str], *, num_rows: int) -> bool:
-    return len(rows) == num_rows + 1 and list(rows[0]) == list(columns) and all(len(row) == len(columns) for row in rows)
+    return (
+        len(rows) == num_rows + 1
+        and list(rows[0]) == list(columns)
+        and all(len(row) == len(columns) for row in rows)
+    )
 
 
 @instruction("custom:date_format_list")

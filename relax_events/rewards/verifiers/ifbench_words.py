@@ -1,7 +1,8 @@
 """IFBench's instructions about words, sentences and their numbers. All are English.
 
 Words are what stands between white space, without punctuation; sentences are split as for IFEval.
-Source: Generalizing Verifiable Instruction Following (arXiv 2507.02833), and its published definitions.
+Source: Generalizing Verifiable Instruction Following (arXiv 2507.02833), and its published
+definitions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import string
 from collections import Counter
 from itertools import pairwise
 
-from relax_events.rewards.verifiers.instructions import WORD, instruction, sentences_of
+from relax_events.rewards.verifiers.ifeval_instructions import WORD, instruction, sentences_of
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 EDGES = string.punctuation + " "
@@ -19,13 +20,16 @@ TOKEN = re.compile(r"\w+(?:['-]\w+)*|[^\w\s]")
 CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
 PRONOUNS = frozenset(
     (  # noqa: SIM905 a word a line would be a page
-        "i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers herself "
+        "i me my mine myself we us our ours ourselves you your yours yourself yourselves he "
+        "him his himself she her hers herself "
         "it its itself they them their theirs themselves"
     ).split()
 )
 NAMES = (  # noqa: SIM905
-    "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin Harper Leo Zoe Daniel Chloe "
-    "Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria Elijah Layla Nicholas Audrey David Hannah Christopher "
+    "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte "
+    "Alexander Amelia Benjamin Harper Leo Zoe Daniel Chloe "
+    "Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria "
+    "Elijah Layla Nicholas Audrey David Hannah Christopher "
     "Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella Jonathan"
 ).split()
 JAPANESE = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
@@ -92,10 +96,15 @@ def has_japanese_words(response: str, *, N: int) -> bool:  # noqa: N803
 
 
 @instruction("count:keywords_multiple")
-def has_keywords_so_often(response: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
+def has_keywords_so_often(
+    response: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
+) -> bool:
     """The five keywords occur once, twice, three, five and seven times."""
     keywords = (keyword1, keyword2, keyword3, keyword4, keyword5)
-    return all(response.lower().count(keyword.strip().lower()) == count for keyword, count in zip(keywords, KEYWORD_COUNTS, strict=True))
+    return all(
+        response.lower().count(keyword.strip().lower()) == count
+        for keyword, count in zip(keywords, KEYWORD_COUNTS, strict=True)
+    )
 
 
 @instruction("ratio:sentence_type")
@@ -107,16 +116,26 @@ def has_two_statements_a_question(response: str) -> bool:
 
 @instruction("ratio:sentence_balance")
 def has_balanced_sentences(response: str) -> bool:
-    """As many sentences end with a full stop as with a question mark and with an exclamation mark."""
+    """As many sentences end with a full stop as with a question mark and with an exclamation
+    mark.
+    """
     ends = Counter(sentence[-1] for sentence in sentences_of(response))
     return ends["."] == ends["?"] == ends["!"]
 
 
 @instruction("ratio:overlap")
 def overlaps(response: str, *, reference_text: str, percentage: int) -> bool:
-    """So much of its different runs of three characters occurs in the reference too, two percent more or less."""
-    mine, other = ({text[start : start + 3] for start in range(len(text) - 2)} for text in (response, reference_text))
-    return bool(mine) and abs(100 * len(mine & other) / len(mine) - percentage) <= OVERLAP_MARGIN_PERCENT
+    """So much of its different runs of three characters occurs in the reference too, two percent
+    more or less.
+    """
+    mine, other = (
+        {text[start : start + 3] for start in range(len(text) - 2)}
+        for text in (response, reference_text)
+    )
+    return (
+        bool(mine)
+        and abs(100 * len(mine & other) / len(mine) - percentage) <= OVERLAP_MARGIN_PERCENT
+    )
 
 
 @instruction("ratio:sentence_words")
@@ -151,14 +170,21 @@ def has_clusters(response: str) -> bool:
 @instruction("words:palindrome")
 def has_palindromes(response: str) -> bool:
     """Ten words of five letters or more read the same backwards."""
-    found = [word for word in bare_words(response) if len(word) >= MIN_PALINDROME_LETTERS and word == word[::-1]]
+    found = [
+        word
+        for word in bare_words(response)
+        if len(word) >= MIN_PALINDROME_LETTERS and word == word[::-1]
+    ]
     return len(found) >= MIN_PALINDROMES
 
 
 @instruction("words:prime_lengths")
 def has_prime_lengths(response: str) -> bool:
     """The length of every word is a prime number."""
-    return all(len(word) > 1 and all(len(word) % divisor for divisor in range(2, len(word))) for word in bare_words(response))
+    return all(
+        len(word) > 1 and all(len(word) % divisor for divisor in range(2, len(word)))
+        for word in bare_words(response)
+    )
 
 
 @instruction("words:repeats")
@@ -189,7 +215,9 @@ def changes_letters(response: str) -> bool:
 
 @instruction("words:words_position")
 def has_keyword_at_both_ends(response: str, *, keyword: str) -> bool:
-    """The second word, and the second to last, is this one; a mark of punctuation counts as a word."""
+    """The second word, and the second to last, is this one; a mark of punctuation counts as a
+    word.
+    """
     tokens = TOKEN.findall(response.lower())
     return len(tokens) > 1 and tokens[1] == tokens[-2] == keyword.strip().lower()
 
@@ -206,7 +234,10 @@ def has_keyword_at(response: str, *, keyword: str, n: int, m: int) -> bool:
 def has_keyword_in_sentence(response: str, *, word: str, N: int) -> bool:  # noqa: N803
     """The so-manieth sentence has this word."""
     sentences = sentences_of(response)
-    return len(sentences) >= N and re.search(rf"\b{re.escape(word)}\b", sentences[N - 1], re.IGNORECASE) is not None
+    return (
+        len(sentences) >= N
+        and re.search(rf"\b{re.escape(word)}\b", sentences[N - 1], re.IGNORECASE) is not None
+    )
 
 
 @instruction("sentence:increment")

@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from relax_events.rewards.declaring import Explanation, declares
+from relax_events.rewards.declaration import Explanation, declares
 from relax_events.rewards.verifiers import ifbench_forms, ifbench_language, ifbench_words
-from relax_events.rewards.verifiers.answers import final_text
-from relax_events.rewards.verifiers.instructions import INSTRUCTIONS, import_langdetect
+from relax_events.rewards.verifiers.answer_extraction import final_text
+from relax_events.rewards.verifiers.ifeval_instructions import INSTRUCTIONS, import_langdetect
 
 TABLES = (ifbench_words, ifbench_forms, ifbench_language)
 """Importing them has put their instructions into the table."""
@@ -20,46 +20,68 @@ METADATA = {
 }
 
 
-def explain_ifeval(completion: str, *, metadata: dict[str, Any], prompt: str, mode: str = "strict", **_: Any) -> Explanation:
+def explain_ifeval(
+    completion: str, *, metadata: dict[str, Any], prompt: str, mode: str = "strict", **_: Any
+) -> Explanation:
     """Tell which instructions were not followed."""
     followed = follow(completion, metadata=metadata, prompt=prompt, mode=mode)
     missed = [name for name, is_followed in followed if not is_followed]
     return Explanation(
-        answer=final_text(completion), place="all of it", why=f"not followed: {', '.join(missed)}" if missed else "all instructions are followed"
+        answer=final_text(completion),
+        place="all of it",
+        why=f"not followed: {', '.join(missed)}" if missed else "all instructions are followed",
     )
 
 
 @declares(
-    source="Instruction-Following Evaluation for Large Language Models (arXiv 2311.07911); for IFBench arXiv 2507.02833",
+    source=(
+        "Instruction-Following Evaluation for Large Language Models (arXiv 2311.07911); for "
+        "IFBench arXiv 2507.02833"
+    ),
     metadata=METADATA,
     packages=("langdetect", "syllapy", "textblob"),
     prepare=import_langdetect,
     explain=explain_ifeval,
 )
 def ifeval(
-    completion: str, *, answer: str, metadata: dict[str, Any], prompt: str, mode: Literal["strict", "loose"] = "strict", partial: bool = False
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    mode: Literal["strict", "loose"] = "strict",
+    partial: bool = False,
 ) -> dict[str, float]:
-    """Give 1 when the text after `</think>` follows all instructions, else 0; with `partial` the share of those it follows.
+    """Give 1 when the text after `</think>` follows all instructions, else 0; with `partial` the
+    share of those it follows.
 
-    It knows the 25 instructions of IFEval and the 58 of IFBench. Of these `words:odd_even_syllables` needs the package syllapy and
-    `words:start_verb` textblob (`pip install 'relax-events[english]'`); both bring their data with them.
-    `loose` also tries the text without its first line, its last line, both, and without asterisks. The component `followed` is
+    It knows the 25 instructions of IFEval and the 58 of IFBench. Of these
+    `words:odd_even_syllables` needs the package syllapy and `words:start_verb` textblob (`pip
+    install 'relax-events[english]'`); both bring their data with them. `loose` also tries the text
+    without its first line, its last line, both, and without asterisks. The component `followed` is
     the share.
 
-    The verdicts are those that IFEval's published tests assert of these 25, but sentences are split by rules, where the published
-    program asks NLTK's models: at `.`, `!` or `?` before white space, not behind an abbreviation such as "e.g." or a single capital. So
-    the same text gives the same verdict without data that are downloaded; sentences that begin without white space count as one.
+    The verdicts are those that IFEval's published tests assert of these 25, but sentences are split
+    by rules, where the published program asks NLTK's models: at `.`, `!` or `?` before white space,
+    not behind an abbreviation such as "e.g." or a single capital. So the same text gives the same
+    verdict without data that are downloaded; sentences that begin without white space count as one.
 
     Raises:
-        ValueError: The metadata name no instruction, an unknown one, or arguments that it does not take.
+        ValueError: The metadata name no instruction, an unknown one, or arguments that it does not
+            take.
         EnvironmentProblem: An instruction needs a package that is not installed.
     """
-    followed = [is_followed for _, is_followed in follow(completion, metadata=metadata, prompt=prompt, mode=mode)]
+    followed = [
+        is_followed
+        for _, is_followed in follow(completion, metadata=metadata, prompt=prompt, mode=mode)
+    ]
     share = sum(followed) / len(followed)
     return {"reward": share if partial else float(all(followed)), "followed": share}
 
 
-def follow(completion: str, *, metadata: dict[str, Any], prompt: str, mode: str) -> list[tuple[str, bool]]:
+def follow(
+    completion: str, *, metadata: dict[str, Any], prompt: str, mode: str
+) -> list[tuple[str, bool]]:
     """Return the names of the instructions, each with whether it was followed.
 
     Raises:
@@ -67,16 +89,28 @@ def follow(completion: str, *, metadata: dict[str, Any], prompt: str, mode: str)
     """
     names, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs") or []
     if not names or not isinstance(names, list) or len(names) < len(arguments):
-        raise ValueError("the sample names no instructions; see metadata.instruction_id_list and metadata.kwargs")
+        raise ValueError(
+            "the sample names no instructions; see metadata.instruction_id_list and metadata.kwargs"
+        )
     given = [*arguments, *[{}] * (len(names) - len(arguments))]
     texts = variants(final_text(completion)) if mode == "loose" else [final_text(completion)]
-    return [(name, _is_followed(name, kwargs or {}, texts, prompt)) for name, kwargs in zip(names, given, strict=True)]
+    return [
+        (name, _is_followed(name, kwargs or {}, texts, prompt))
+        for name, kwargs in zip(names, given, strict=True)
+    ]
 
 
 def variants(text: str) -> list[str]:
-    """Return a text without what often stands around an answer, in the eight ways of the loose measure."""
+    """Return a text without what often stands around an answer, in the eight ways of the loose
+    measure.
+    """
     lines = text.split("\n")
-    cuts = [text, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
+    cuts = [
+        text,
+        "\n".join(lines[1:]).strip(),
+        "\n".join(lines[:-1]).strip(),
+        "\n".join(lines[1:-1]).strip(),
+    ]
     return [*cuts, *(cut.replace("*", "") for cut in cuts)]
 
 
@@ -85,21 +119,34 @@ def _is_followed(name: str, kwargs: Mapping[str, Any], texts: Sequence[str], pro
     if check is None:
         raise ValueError(f"there is no instruction {name!r}; see metadata.instruction_id_list")
     taken = dict(list(inspect.signature(check).parameters.items())[1:])
-    arguments = {key: _as_taken(name, taken[key], value) for key, value in kwargs.items() if key in taken and value is not None}
+    arguments = {
+        key: _as_taken(name, taken[key], value)
+        for key, value in kwargs.items()
+        if key in taken and value is not None
+    }
     if "prompt_to_repeat" in taken:
         arguments.setdefault("prompt_to_repeat", prompt)
     try:
         return any(text.strip() and check(text, **arguments) for text in texts)
     except TypeError as error:
-        raise ValueError(f"instruction {name} does not take {dict(kwargs)!r:.100}: {error}") from None
+        raise ValueError(
+            f"instruction {name} does not take {dict(kwargs)!r:.100}: {error}"
+        ) from None
 
 
 def _as_taken(name: str, parameter: inspect.Parameter, value: Any) -> Any:
-    """Return an argument as a check takes it: datasets hold whole numbers as floats, and keywords with blanks around them."""
+    """Return an argument as a check takes it: datasets hold whole numbers as floats, and keywords
+    with blanks around them.
+    """
     if isinstance(value, float) and parameter.annotation == "int":
         if not value.is_integer():
-            raise ValueError(f"instruction {name} takes a whole number as {parameter.name}, got {value}; see metadata.kwargs")
+            raise ValueError(
+                f"instruction {name} takes a whole number as {parameter.name}, got {value}; "
+                "see metadata.kwargs"
+            )
         return int(value)
     if parameter.name.rstrip("s12345") in KEYWORD_PARAMETERS:
-        return [str(one).strip() for one in value] if isinstance(value, list) else str(value).strip()
+        return (
+            [str(one).strip() for one in value] if isinstance(value, list) else str(value).strip()
+        )
     return value

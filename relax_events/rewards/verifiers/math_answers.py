@@ -5,26 +5,45 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from relax_events.rewards.declaring import declares
-from relax_events.rewards.verifiers.answers import THOUGHT_END, final_text, last_box, references, short_answer, tagged_answer
+from relax_events.rewards.declaration import declares
+from relax_events.rewards.verifiers.answer_extraction import (
+    THOUGHT_END,
+    final_text,
+    last_box,
+    references,
+    short_answer,
+    tagged_answer,
+)
 from relax_events.rewards.verifiers.math_equality import are_equal, tidy, warm_up
-from relax_events.rewards.verifiers.math_finding import MathFinding, find_answer, find_boxed, reference_text
+from relax_events.rewards.verifiers.math_extraction import (
+    MathFinding,
+    find_answer,
+    find_boxed,
+    reference_text,
+)
 
 PACKAGES = ("math-verify", "latex2sympy2-extended", "sympy")
 RESPONSE_MARK = "### Response"
 TAIL_CHARACTERS = 300
 ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 DOLLARS = re.compile(r"\$([^$]+)\$")
-STATED = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*([^\n]+?)\s*(?:\.\s|\.?$)", re.IGNORECASE | re.MULTILINE)
+STATED = re.compile(
+    r"(?:final answer|answer)\s*(?:is|:|=)\s*([^\n]+?)\s*(?:\.\s|\.?$)",
+    re.IGNORECASE | re.MULTILINE,
+)
 INLINE_MATH = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LAST_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-UNITS = re.compile(r"\\%|%|\\?\$|\b(?:degrees?|units?|dollars?|cents?|cm|meters?|feet|inches|hours?|minutes?|seconds?|points?)\b")
+UNITS = re.compile(
+    r"\\%|%|\\?\$|\b(?:degrees?|units?|dollars?|cents?|cm|meters?|feet|inches|hours?|minutes?|seconds?|points?)\b"
+)
 THINK_THEN_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
 Boxes = Literal["joined", "last"]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def find_math(completion: str, *, answer: str, box_only: bool = False, boxes: Boxes = "joined", **_: Any) -> MathFinding:
+def find_math(
+    completion: str, *, answer: str, box_only: bool = False, boxes: Boxes = "joined", **_: Any
+) -> MathFinding:
     """Judge the final answer behind the reasoning."""
     text = final_text(completion)
     return (find_boxed if box_only else find_answer)(text, answer, last_alone=boxes == "last")
@@ -36,7 +55,12 @@ def find_after_reasoning(completion: str, *, answer: str, **_: Any) -> MathFindi
         found, text = completion.rpartition(mark)[1:]
         if found:
             return find_boxed(text, answer)
-    return MathFinding(answer=None, place="no answer", why=f"the reasoning has no end, {THOUGHT_END} or {RESPONSE_MARK}", is_right=False)
+    return MathFinding(
+        answer=None,
+        place="no answer",
+        why=f"the reasoning has no end, {THOUGHT_END} or {RESPONSE_MARK}",
+        is_right=False,
+    )
 
 
 def find_last_box(completion: str, *, answer: str, **_: Any) -> MathFinding:
@@ -49,79 +73,147 @@ def find_answer_line(completion: str, *, answer: str, **_: Any) -> MathFinding:
     lines = ANSWER_LINE.findall(completion[-TAIL_CHARACTERS:])
     given, wanted = _bare(lines[-1]) if lines else None, [_bare(one) for one in references(answer)]
     if given is None:
-        return MathFinding(answer=None, place="no answer", why=f"no line 'Answer:' in the last {TAIL_CHARACTERS} characters", is_right=False)
+        return MathFinding(
+            answer=None,
+            place="no answer",
+            why=f"no line 'Answer:' in the last {TAIL_CHARACTERS} characters",
+            is_right=False,
+        )
     is_right = given in wanted
     why = f"it {'is' if is_right else 'is not'} {' or '.join(repr(one) for one in wanted):.200}"
     return MathFinding(answer=given, place="the last line 'Answer:'", why=why, is_right=is_right)
 
 
-@declares(source="math-verify's rules of equality, github.com/huggingface/math-verify", packages=PACKAGES, prepare=warm_up, explain=find_math)
-def math(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str, box_only: bool = False, boxes: Boxes = "joined") -> float:
+@declares(
+    source="math-verify's rules of equality, github.com/huggingface/math-verify",
+    packages=PACKAGES,
+    prepare=warm_up,
+    explain=find_math,
+)
+def math(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    box_only: bool = False,
+    boxes: Boxes = "joined",
+) -> float:
     r"""Give 1 when the final answer equals a reference in mathematics, else 0.
 
-    The final answer is the last box, with those that "and", "or", a comma or a semicolon joins to it, or the later sentence "The final
-    answer is ... I hope it is correct"; where there is neither, what follows "answer is" or "answer:" in the last 1,000 characters,
-    and else the last formula or number that math-verify finds there. The references are one text or a JSON list of some, boxed or not,
-    in LaTeX or in the syntax of programs (`2*pi`, `x**2`, `1e4`). Of a reference with several boxes all are wanted, in any order.
-    With `box_only` an answer outside of a box does not count. With `boxes = "last"` the last box alone is the answer, as it is for verl's
-    reward of the same data; then a completion that boxes two solutions one by one is wrong.
+    The final answer is the last box, with those that "and", "or", a comma or a semicolon joins to
+    it, or the later sentence "The final answer is ... I hope it is correct"; where there is
+    neither, what follows "answer is" or "answer:" in the last 1,000 characters, and else the last
+    formula or number that math-verify finds there. The references are one text or a JSON list of
+    some, boxed or not, in LaTeX or in the syntax of programs (`2*pi`, `x**2`, `1e4`). Of a
+    reference with several boxes all are wanted, in any order. With `box_only` an answer outside of
+    a box does not count. With `boxes = "last"` the last box alone is the answer, as it is for
+    verl's reward of the same data; then a completion that boxes two solutions one by one is wrong.
 
-    The rules of equality are math-verify's: `50\%` equals 50, decimals agree to six digits, `32, 349` is two numbers and `32,349` is
-    one. Over math-verify's own tests two verdicts differ from its: a reference whose boxes stand far from each other is refused where
-    math-verify takes the last one, and `1 - \frac{1}{\mathrm{e}}` does not equal `1 + \frac{1}{\mathrm{e}}`, of which math-verify
-    reads the 1 alone.
+    The rules of equality are math-verify's: `50\%` equals 50, decimals agree to six digits, `32,
+    349` is two numbers and `32,349` is one. Over math-verify's own tests two verdicts differ from
+    its: a reference whose boxes stand far from each other is refused where math-verify takes the
+    last one, and `1 - \frac{1}{\mathrm{e}}` does not equal `1 + \frac{1}{\mathrm{e}}`, of which
+    math-verify reads the 1 alone.
 
     Raises:
-        RewardError: The answer is too long, too deeply nested, or holds a number too large to be worked out.
-        ValueError: The sample has no reference answer, or one with several answers in boxes far from each other.
+        RewardError: The answer is too long, too deeply nested, or holds a number too large to be
+            worked out.
+        ValueError: The sample has no reference answer, or one with several answers in boxes far
+            from each other.
     """
     return find_math(completion, answer=answer, box_only=box_only, boxes=boxes).reward
 
 
-@declares(source="DeepScaleR's reward, github.com/rllm-org/rllm", packages=PACKAGES, prepare=warm_up, explain=find_after_reasoning)
+@declares(
+    source="DeepScaleR's reward, github.com/rllm-org/rllm",
+    packages=PACKAGES,
+    prepare=warm_up,
+    explain=find_after_reasoning,
+)
 def deepscaler(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
-    r"""Give 1 when the last box after `</think>` (or `### Response`) equals a reference in mathematics, else 0.
+    r"""Give 1 when the last box after `</think>` (or `### Response`) equals a reference in
+    mathematics, else 0.
 
     Without such a mark the reasoning has not ended, and the reward is 0.
     """
     return find_after_reasoning(completion, answer=answer).reward
 
 
-@declares(source="DAPO (arXiv 2503.14476), section 2.4 and its data's answer format", explain=find_answer_line)
-def dapo_math(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str, wrong_reward: float = -1.0) -> dict[str, float]:
-    """Give 1 for the reference answer behind the last "Answer:" of the last 300 characters, else `wrong_reward`.
+@declares(
+    source="DAPO (arXiv 2503.14476), section 2.4 and its data's answer format",
+    explain=find_answer_line,
+)
+def dapo_math(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    wrong_reward: float = -1.0,
+) -> dict[str, float]:
+    """Give 1 for the reference answer behind the last "Answer:" of the last 300 characters, else
+    `wrong_reward`.
 
-    Both are compared as text, without units and LaTeX's marks, of several words what stands in a box or between dollar signs: the data's
-    answers are integers. The component `accuracy` is 1 or 0.
+    Both are compared as text, without units and LaTeX's marks, of several words what stands in a
+    box or between dollar signs: the data's answers are integers. The component `accuracy` is 1 or
+    0.
     """
     is_right = find_answer_line(completion, answer=answer).is_right
     return {"reward": 1.0 if is_right else wrong_reward, "accuracy": float(is_right)}
 
 
-@declares(source="Geometry3K with EasyR1's reward, github.com/hiyouga/EasyR1", packages=PACKAGES, prepare=warm_up, explain=find_last_box)
-def geo3k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str, format_weight: float = 0.1) -> dict[str, float]:
+@declares(
+    source="Geometry3K with EasyR1's reward, github.com/hiyouga/EasyR1",
+    packages=PACKAGES,
+    prepare=warm_up,
+    explain=find_last_box,
+)
+def geo3k(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    format_weight: float = 0.1,
+) -> dict[str, float]:
     r"""Give 0.9 for the right last box and 0.1 for the form `<think>...</think> ... \boxed{}`.
 
     The components are `accuracy` and `format`, each 1 or 0.
     """
     accuracy = find_boxed(completion, answer).reward
     form = float(_thinks_then_boxes(completion))
-    return {"reward": (1.0 - format_weight) * accuracy + format_weight * form, "accuracy": accuracy, "format": form}
+    return {
+        "reward": (1.0 - format_weight) * accuracy + format_weight * form,
+        "accuracy": accuracy,
+        "format": form,
+    }
 
 
-@declares(source="open-r1-multimodal's rewards, github.com/EvolvingLMMs-Lab/open-r1-multimodal", packages=PACKAGES, prepare=warm_up)
-def openr1_multimodal(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> dict[str, float]:
-    """Give 1 for the right content of `<answer>` and 1 for the form `<think>...</think><answer>...</answer>`.
+@declares(
+    source="open-r1-multimodal's rewards, github.com/EvolvingLMMs-Lab/open-r1-multimodal",
+    packages=PACKAGES,
+    prepare=warm_up,
+)
+def openr1_multimodal(
+    completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
+) -> dict[str, float]:
+    """Give 1 for the right content of `<answer>` and 1 for the form
+    `<think>...</think><answer>...</answer>`.
 
-    The components are `accuracy` and `format`; `reward.weights` weighs them otherwise. An answer is right when it equals the
-    reference in mathematics or as text. A tag that occurs twice makes both 0: one cannot answer twice.
+    The components are `accuracy` and `format`; `reward.weights` weighs them otherwise. An answer is
+    right when it equals the reference in mathematics or as text. A tag that occurs twice makes both
+    0: one cannot answer twice.
     """
     if any(completion.count(tag) > 1 for tag in TAGS):
         return {"accuracy": 0.0, "format": 0.0}
     given = tagged_answer(completion)
     wanted = [tagged_answer(one) or one for one in references(answer)]
     accuracy = given is not None and any(_equals(given, one) for one in wanted)
-    return {"accuracy": float(accuracy), "format": float(THINK_THEN_ANSWER.fullmatch(completion) is not None)}
+    return {
+        "accuracy": float(accuracy),
+        "format": float(THINK_THEN_ANSWER.fullmatch(completion) is not None),
+    }
 
 
 def _equals(given: str, wanted: str) -> bool:

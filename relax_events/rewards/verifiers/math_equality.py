@@ -1,4 +1,6 @@
-"""Whether two answers are the same in mathematics: as text, as numbers, or to a computer algebra system."""
+"""Whether two answers are the same in mathematics: as text, as numbers, or to a computer algebra
+system.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 from relax_events.errors import EnvironmentProblem, RewardError
-from relax_events.rewards.verifiers.answers import MAX_ANSWER_CHARACTERS
-from relax_events.rewards.verifiers.plain_syntax import plain_expression
+from relax_events.rewards.verifiers.answer_extraction import MAX_ANSWER_CHARACTERS
+from relax_events.rewards.verifiers.math_plain_syntax import plain_expression
 
 MAX_DEPTH = 30
 MAX_BITS = 10_000_000
@@ -31,13 +33,16 @@ GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def are_equal(given: str, wanted: str) -> bool:
-    """Tell whether an answer equals the reference, both in LaTeX, in the syntax of programs, or in words.
+    """Tell whether an answer equals the reference, both in LaTeX, in the syntax of programs, or in
+    words.
 
-    Most answers are decided as text or as rational numbers, within microseconds; the others by math-verify, whose rules hold then:
-    sets, intervals, matrices, equations, and decimals that agree to six digits.
+    Most answers are decided as text or as rational numbers, within microseconds; the others by
+    math-verify, whose rules hold then: sets, intervals, matrices, equations, and decimals that
+    agree to six digits.
 
     Raises:
-        RewardError: The answer is too long, nested too deeply, or holds too large a number to be compared, so it stays open whether it is right.
+        RewardError: The answer is too long, nested too deeply, or holds too large a number to be
+            compared, so it stays open whether it is right.
     """
     mine, other = tidy(given), tidy(wanted)
     if not mine or not other:
@@ -54,14 +59,20 @@ def _are_equal_numbers(mine: str, other: str) -> bool | None:
     if (DECIMAL_COMMA.fullmatch(mine) is None) != (DECIMAL_COMMA.fullmatch(other) is None):
         mine, other = DECIMAL_COMMA.sub(r"\1.\2", mine), DECIMAL_COMMA.sub(r"\1.\2", other)
     numbers = plain_number(mine), plain_number(other)
-    if numbers[0] is None or numbers[1] is None or (numbers[0] != numbers[1] and "." in mine + other):
+    if (
+        numbers[0] is None
+        or numbers[1] is None
+        or (numbers[0] != numbers[1] and "." in mine + other)
+    ):
         return None
     return numbers[0] == numbers[1]
 
 
 @lru_cache(maxsize=4096)
 def tidy(text: str) -> str:
-    r"""Return an answer without what does not matter: spaces, `$`, `\left`, sizes of fractions, text commands, degrees, a full stop."""
+    r"""Return an answer without what does not matter: spaces, `$`, `\left`, sizes of fractions,
+    text commands, degrees, a full stop.
+    """
     text = NO_SPACE.sub("", text[: MAX_ANSWER_CHARACTERS + 1]).replace("{,}", ",")
     is_list = LISTED.search(text) is not None
     text = DEGREES.sub("", NOISE.sub("", text))
@@ -73,7 +84,9 @@ def tidy(text: str) -> str:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """Return the value of an integer, a decimal or a fraction of integers; None for everything else."""
+    """Return the value of an integer, a decimal or a fraction of integers; None for everything
+    else.
+    """
     if PLAIN_NUMBER.fullmatch(text):
         return Fraction(text)
     if (found := PLAIN_FRACTION.fullmatch(text)) is None:
@@ -81,7 +94,9 @@ def plain_number(text: str) -> Fraction | None:
     sign, above, below, plain_above, plain_below = found.groups()
     if int(below or plain_below) == 0:
         return None
-    return Fraction(int(above or plain_above), int(below or plain_below)) * (-1 if sign == "-" else 1)
+    return Fraction(int(above or plain_above), int(below or plain_below)) * (
+        -1 if sign == "-" else 1
+    )
 
 
 def import_math_verify() -> Any:
@@ -93,25 +108,34 @@ def import_math_verify() -> Any:
     try:
         import math_verify
     except ImportError as error:
-        raise EnvironmentProblem(f"this reward needs the package math-verify ({error}); install relax-events[rewards]") from None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns that we keep the time limit, which we do, by killing.
+        raise EnvironmentProblem(
+            f"this reward needs the package math-verify ({error}); install relax-events[rewards]"
+        ) from None
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # It warns that we keep the time limit, which we do, by killing.
     return math_verify
 
 
 def warm_up() -> None:
-    """Import math-verify and let it build its grammar's tables, so that the first samples do not pay for it."""
+    """Import math-verify and let it build its grammar's tables, so that the first samples do not
+    pay for it.
+    """
     import_math_verify()
     _are_equal_expressions(r"\frac{x^{2}+1}{\sqrt{2}}", r"\left(1, \pi\right]")
 
 
 def equals_parsed(found: tuple[Any, ...], wanted: str) -> bool:
-    """Tell whether what math-verify has found in a completion, an expression and its text, equals a reference.
+    """Tell whether what math-verify has found in a completion, an expression and its text, equals a
+    reference.
 
     Raises:
         RewardError: As in `are_equal`.
     """
     said = [tidy(part) for part in found if isinstance(part, str)]
-    return any(_are_equal_numbers(part, tidy(wanted)) for part in said) or _verify(parsed(wanted), found)
+    return any(_are_equal_numbers(part, tidy(wanted)) for part in said) or _verify(
+        parsed(wanted), found
+    )
 
 
 @lru_cache(maxsize=4096)  # the samples of a prompt group give the same few answers
@@ -122,11 +146,17 @@ def _are_equal_expressions(given: str, wanted: str) -> bool:
 def _verify(wanted: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
     package = import_math_verify()
     try:
-        return bool(package.verify(list(wanted), list(found), timeout_seconds=None, raise_on_error=True))
+        return bool(
+            package.verify(list(wanted), list(found), timeout_seconds=None, raise_on_error=True)
+        )
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # The border to math-verify and sympy, which raise at what they cannot compare, such as `x < 2` with `x \\neq 2`.
-        return not {part for part in wanted if isinstance(part, str)}.isdisjoint(part for part in found if isinstance(part, str))
+    # The border to math-verify and sympy, which raise at what they cannot compare, such as `x < 2`
+    # with `x \\neq 2`.
+    except Exception:
+        return not {part for part in wanted if isinstance(part, str)}.isdisjoint(
+            part for part in found if isinstance(part, str)
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -140,11 +170,17 @@ def parsed(text: str) -> tuple[Any, ...]:
         return checked((plain, text))
     package = import_math_verify()
     config = (package.LatexExtractionConfig(boxed_match_priority=0),)
-    return checked(package.parse(rf"\boxed{{{readable(text)}}}", config, parsing_timeout=None, raise_on_error=True))
+    return checked(
+        package.parse(
+            rf"\boxed{{{readable(text)}}}", config, parsing_timeout=None, raise_on_error=True
+        )
+    )
 
 
 def readable(text: str) -> str:
-    r"""Return LaTeX with what math-verify's grammar lacks in words that it has: `\bmod`, `\mathrm{e}`."""
+    r"""Return LaTeX with what math-verify's grammar lacks in words that it has: `\bmod`,
+    `\mathrm{e}`.
+    """
     return UPRIGHT_LETTER.sub(r"\1", text.replace(r"\bmod", r"\mod"))
 
 
@@ -177,7 +213,8 @@ def _num_bits(expression: Any) -> float:
     """Return about how many bits the numbers of an expression have before they are worked out.
 
     Raises:
-        RewardError: More than any answer has. Python works out a power of powers in one go, for hours, and cannot be interrupted.
+        RewardError: More than any answer has. Python works out a power of powers in one go, for
+            hours, and cannot be interrupted.
     """
     parts = getattr(expression, "args", ())
     below = [_num_bits(part) for part in parts]

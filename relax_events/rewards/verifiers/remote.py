@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from relax_events.errors import RewardError
-from relax_events.rewards.declaring import declares
-from relax_events.rewards.verifiers.http_service import import_client, post_json
+from relax_events.rewards.declaration import declares
+from relax_events.rewards.verifiers.http_client import import_client, post_json
 
 
 @declares(packages=("httpx2",), prepare=import_client)
@@ -21,16 +21,22 @@ async def remote(
     retries: int = 3,
     token_variable: str = "",
 ) -> Any:
-    """Give what a service answers to a POST of `prompt`, `response`, `label` and `metadata`: a number, or an object of components.
+    """Give what a service answers to a POST of `prompt`, `response`, `label` and `metadata`: a
+    number, or an object of components.
 
-    Connections and errors of the service are tried again `retries` times, with pauses. `token_variable` names the environment
-    variable of a bearer token.
+    Connections and errors of the service are tried again `retries` times, with pauses.
+    `token_variable` names the environment variable of a bearer token.
 
     Raises:
         RewardError: The service did not answer, or not with a reward.
     """
     body = {"prompt": prompt, "response": completion, "label": answer, "metadata": metadata}
-    return _reward(url, await post_json(url, body, seconds=request_seconds, retries=retries, token_variable=token_variable))
+    return _reward(
+        url,
+        await post_json(
+            url, body, seconds=request_seconds, retries=retries, token_variable=token_variable
+        ),
+    )
 
 
 @declares(packages=("httpx2",), prepare=import_client)
@@ -45,7 +51,8 @@ async def remote_group(
     retries: int = 3,
     token_variable: str = "",
 ) -> list[Any]:
-    """Give what a service answers to one POST for the whole prompt group, with `responses`: a list of numbers or of objects.
+    """Give what a service answers to one POST for the whole prompt group, with `responses`: a list
+    of numbers or of objects.
 
     An object with `error` fails its sample alone. All else is as in `remote`.
 
@@ -53,9 +60,13 @@ async def remote_group(
         RewardError: The service did not answer, or not with a list of that length.
     """
     body = {"prompt": prompt, "responses": completions, "label": answer, "metadata": metadata}
-    found = await post_json(url, body, seconds=request_seconds, retries=retries, token_variable=token_variable)
+    found = await post_json(
+        url, body, seconds=request_seconds, retries=retries, token_variable=token_variable
+    )
     if not isinstance(found, list) or len(found) != len(completions):
-        raise RewardError(f"{url} must answer with a list of {len(completions)} rewards, got {found!r:.100}")
+        raise RewardError(
+            f"{url} must answer with a list of {len(completions)} rewards, got {found!r:.100}"
+        )
     return [_reward_or_error(url, one) for one in found]
 
 
@@ -63,7 +74,9 @@ def _reward(url: str, found: Any) -> Any:
     if isinstance(found, dict) and "error" in found:
         raise RewardError(f"{url} says: {found['error']!s:.200}")
     if isinstance(found, bool) or not isinstance(found, int | float | dict):
-        raise RewardError(f"{url} must answer with a number or an object of numbers, got {found!r:.100}")
+        raise RewardError(
+            f"{url} must answer with a number or an object of numbers, got {found!r:.100}"
+        )
     return found
 
 

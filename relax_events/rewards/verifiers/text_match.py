@@ -8,14 +8,16 @@ from collections import Counter
 from decimal import Decimal
 from typing import Any
 
-from relax_events.rewards.declaring import Explanation, declares
-from relax_events.rewards.verifiers.answers import final_text, references, tagged_answer
+from relax_events.rewards.declaration import Explanation, declares
+from relax_events.rewards.verifiers.answer_extraction import final_text, references, tagged_answer
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 FINAL_ANSWER_MARK = "####"
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
-SQUAD = "SQuAD: 100,000+ Questions for Machine Comprehension of Text (arXiv 1606.05250), section 6.1"
+SQUAD = (
+    "SQuAD: 100,000+ Questions for Machine Comprehension of Text (arXiv 1606.05250), section 6.1"
+)
 
 
 def exact_match(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
@@ -30,26 +32,38 @@ def explain_gsm8k(completion: str, *, answer: str, **_: Any) -> Explanation:
     return Explanation(
         answer=None if given is None else str(given),
         place="no number" if given is None else place,
-        why="the reference answer has no number" if wanted is None else f"it {'is' if given == wanted else 'is not'} {wanted}",
+        why="the reference answer has no number"
+        if wanted is None
+        else f"it {'is' if given == wanted else 'is not'} {wanted}",
     )
 
 
-@declares(source="Training Verifiers to Solve Math Word Problems (arXiv 2110.14168): final answers after ####", explain=explain_gsm8k)
+@declares(
+    source=(
+        "Training Verifiers to Solve Math Word Problems (arXiv 2110.14168): final answers after "
+        "####"
+    ),
+    explain=explain_gsm8k,
+)
 def gsm8k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
     """Give 1 for the right final number, else 0.
 
-    The final number stands after `####`, and where there is none it is the last number of the text; `1,000.0` equals `1000`.
+    The final number stands after `####`, and where there is none it is the last number of the text;
+    `1,000.0` equals `1000`.
     """
     wanted, given = final_number(answer), final_number(completion)
     return float(wanted is not None and wanted == given)
 
 
 @declares(source=SQUAD)
-def squad_exact_match(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
-    """Give 1 when the answer equals a reference but for case, punctuation, articles and white space, else 0.
+def squad_exact_match(
+    completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
+) -> float:
+    """Give 1 when the answer equals a reference but for case, punctuation, articles and white
+    space, else 0.
 
-    The answer is what follows `</think>`, and the content of `<answer>` where there is such a tag. The references are one text
-    or a JSON list of some.
+    The answer is what follows `</think>`, and the content of `<answer>` where there is such a tag.
+    The references are one text or a JSON list of some.
     """
     given = squad_words(_given(completion))
     return float(any(given == squad_words(wanted) for wanted in references(answer)))
@@ -75,7 +89,9 @@ def final_number(text: str) -> Decimal | None:
 
 
 def squad_words(text: str) -> list[str]:
-    """Return the words of a text as SQuAD compares them: lower case, no punctuation, no articles."""
+    """Return the words of a text as SQuAD compares them: lower case, no punctuation, no
+    articles.
+    """
     return ARTICLE.sub(" ", text.lower().translate(WITHOUT_PUNCTUATION)).split()
 
 

@@ -1,8 +1,10 @@
-"""The first process inside of the sandbox: it starts the program behind the walls, and ends all that the program has started.
+"""The first process inside of the sandbox: it starts the program behind the walls, and ends all
+that the program has started.
 
-Standard library alone. Its argument is a JSON object: `limits` by the names of the resource module, `processes` that the program may have at
-a time, `readable` and `writable` paths for Landlock (absent where another wall stands around files), `may_signal`, `user` to become or null,
-`ready`, a pipe that gets one byte once the walls stand, and `task`, one of
+Standard library alone. Its argument is a JSON object: `limits` by the names of the resource module,
+`processes` that the program may have at a time, `readable` and `writable` paths for Landlock
+(absent where another wall stands around files), `may_signal`, `user` to become or null, `ready`, a
+pipe that gets one byte once the walls stand, and `task`, one of
 
     {"program": FILE}                                       run it; stdin and stdout are its own
     {"serve": FILE}                                         run it, then do what the tests ask (stdin, stdout)
@@ -10,7 +12,8 @@ a time, `readable` and `writable` paths for Landlock (absent where another wall 
 
 `binds` are folders of the interpreter that `user` can't reach, and names under which it can.
 
-Exit code 0 is success, 77 a limit that the program ran into or a signal that ended it, 78 tests whose solution is gone, everything else a failure.
+Exit code 0 is success, 77 a limit that the program ran into or a signal that ended it, 78 tests
+whose solution is gone, everything else a failure.
 """
 
 from __future__ import annotations
@@ -72,8 +75,20 @@ def _bind(source: str, target: str) -> None:
     for one in flags:
         if libc.mount(source.encode(), target.encode(), None, one, None):
             raise OSError(ctypes.get_errno(), f"mount {source}")
-    for paths in (sys.path, *(module.__path__ for module in list(sys.modules.values()) if isinstance(getattr(module, "__path__", None), list))):
-        paths[:] = [target + path[len(source) :] if path == source or path.startswith(source + "/") else path for path in paths]
+    for paths in (
+        sys.path,
+        *(
+            module.__path__
+            for module in list(sys.modules.values())
+            if isinstance(getattr(module, "__path__", None), list)
+        ),
+    ):
+        paths[:] = [
+            target + path[len(source) :]
+            if path == source or path.startswith(source + "/")
+            else path
+            for path in paths
+        ]
     sys.path_importer_cache.clear()
 
 
@@ -132,7 +147,9 @@ def _run(setup: dict[str, Any]) -> int:
 
 def _build(setup: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, of a container or a machine, this goes first
+        Path("/proc/self/oom_score_adj").write_text(
+            "1000"
+        )  # where memory runs out, of a container or a machine, this goes first
     for name, limit in setup["limits"].items():
         _limit(getattr(resource, name), limit)
     if setup["user"] is not None:
@@ -155,7 +172,8 @@ def _limit(kind: int, wanted: int) -> None:
 
 
 def _num_counted() -> int:
-    """Return how many processes and threads the kernel counts for this user: the highest limit under which no more can be started.
+    """Return how many processes and threads the kernel counts for this user: the highest limit
+    under which no more can be started.
 
     It counts those of other containers too, which can't be seen from this one.
     """

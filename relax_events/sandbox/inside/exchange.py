@@ -1,4 +1,6 @@
-"""Messages between the process that holds a solution and the one that holds the tests: each may call objects of the other."""
+"""Messages between the process that holds a solution and the one that holds the tests: each may
+call objects of the other.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ MAX_MESSAGE_BYTES = 64 * 1024**2
 
 
 class Gone(BaseException):
-    """The other process is gone, or says what is no message. No `except Exception` of a test may pass it over."""
+    """The other process is gone, or says what is no message. No `except Exception` of a test may
+    pass it over.
+    """
 
     exit_code = 78
 
 
 class Exchange(ABC):
-    """One end of two pipes. A call waits for its answer, and serves the other side's calls meanwhile."""
+    """One end of two pipes. A call waits for its answer, and serves the other side's calls
+    meanwhile.
+    """
 
     def __init__(self, requests: IO[bytes], answers: IO[bytes], *, serves: Collection[str]) -> None:
         """Nothing is sent yet.
@@ -27,8 +33,9 @@ class Exchange(ABC):
         Args:
             requests: Read from.
             answers: Written to.
-            serves: Operations that the other side may ask for. The side of the tests lets its functions be called, and nothing else:
-                from an attribute of a function a solution would get at everything.
+            serves: Operations that the other side may ask for. The side of the tests lets its
+                functions be called, and nothing else: from an attribute of a function a solution
+                would get at everything.
         """
         self._serves = {name: OPERATIONS[name] for name in serves}
         self._read, self._write = requests, answers
@@ -38,7 +45,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def stand_in(self, number: int, told: dict[str, Any]) -> Any:
-        """Return what stands here for an object of the other side, by its number and what is told of it."""
+        """Return what stands here for an object of the other side, by its number and what is told
+        of it.
+        """
 
     @abstractmethod
     def error(self, told: dict[str, Any]) -> BaseException:
@@ -50,7 +59,14 @@ class Exchange(ABC):
         Raises:
             Gone: The other side ended.
         """
-        self.send({"do": operation, "with": number, "arguments": self.encoded(arguments), "named": self.encoded(named)})
+        self.send(
+            {
+                "do": operation,
+                "with": number,
+                "arguments": self.encoded(arguments),
+                "named": self.encoded(named),
+            }
+        )
         while True:
             message = self.receive()
             if "do" in message:
@@ -65,7 +81,9 @@ class Exchange(ABC):
 
     def _take_changes(self, arguments: Sequence[Any], message: dict[str, Any]) -> None:
         """Make mutable arguments what the call has made of them."""
-        for old, new in zip(arguments, self._checked(list, message.get("changed", ())), strict=False):
+        for old, new in zip(
+            arguments, self._checked(list, message.get("changed", ())), strict=False
+        ):
             if new is not None:
                 replace(old, self._checked(self.decoded, new))
 
@@ -73,22 +91,41 @@ class Exchange(ABC):
         """Return what is made of something that came from the other side, which may be anything."""
         try:
             return make(data)
-        except (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError,
+            AttributeError,
+            ImportError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise Gone("it says what is no message") from error
 
     def serve(self, message: dict[str, Any]) -> None:
         """Answer one call of the other side's."""
         target, operation, arguments, named = self._checked(self._asked, message)
         try:
-            answer: dict[str, Any] = {"returned": self.encoded(operation(target, *arguments, **named))}
+            answer: dict[str, Any] = {
+                "returned": self.encoded(operation(target, *arguments, **named))
+            }
         except BaseException as error:
             answer = {"raised": description(error)}
-        answer["changed"] = [self.encoded(one) if type(one) in MUTABLE else None for one in arguments]
+        answer["changed"] = [
+            self.encoded(one) if type(one) in MUTABLE else None for one in arguments
+        ]
         self.send(answer)
 
-    def _asked(self, message: dict[str, Any]) -> tuple[Any, Callable[..., Any], list[Any], dict[str, Any]]:
+    def _asked(
+        self, message: dict[str, Any]
+    ) -> tuple[Any, Callable[..., Any], list[Any], dict[str, Any]]:
         target, operation = self._kept[message["with"]], self._serves[message["do"]]
-        return target, operation, list(self.decoded(message["arguments"])), dict(self.decoded(message["named"]))
+        return (
+            target,
+            operation,
+            list(self.decoded(message["arguments"])),
+            dict(self.decoded(message["named"])),
+        )
 
     def send(self, message: dict[str, Any]) -> None:
         """Write one message."""
@@ -118,7 +155,9 @@ class Exchange(ABC):
         return number
 
     def stands_for(self, stand_in: Any, number: int) -> None:
-        """Note which object of the other side something stands for, so that it is sent back as that."""
+        """Note which object of the other side something stands for, so that it is sent back as
+        that.
+        """
         self._stand_ins[id(stand_in)] = number
         self.keep(stand_in)
 
@@ -130,7 +169,11 @@ class Exchange(ABC):
         if (number := self._stand_ins.get(id(value))) is not None:
             return ["yours", number]
         kind = value if isinstance(value, type) else type(value)
-        told = {"type": kind.__name__, "is_class": isinstance(value, type), "is_callable": callable(value)}
+        told = {
+            "type": kind.__name__,
+            "is_class": isinstance(value, type),
+            "is_callable": callable(value),
+        }
         if isinstance(value, type) and issubclass(value, BaseException):
             told["raises"] = builtin_name(value)
         return ["mine", self.keep(value), told]
@@ -158,7 +201,9 @@ def description(error: BaseException) -> dict[str, Any]:
 
 def builtin_name(kind: type) -> str:
     """Return the name of the first builtin exception among an exception's classes."""
-    return next((base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"), "Exception")
+    return next(
+        (base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"), "Exception"
+    )
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {

@@ -1,7 +1,9 @@
-"""The side that holds the tests: they run here, in a process that the solution can't reach, and see its results as copies.
+"""The side that holds the tests: they run here, in a process that the solution can't reach, and see
+its results as copies.
 
-A value of a builtin type is compared by that type's own rules, in this process. An object of a class of the solution's stays over there; a
-test may use it, but it never decides a comparison with a value of the test's: it equals none, and has no order or sum with one.
+A value of a builtin type is compared by that type's own rules, in this process. An object of a
+class of the solution's stays over there; a test may use it, but it never decides a comparison with
+a value of the test's: it equals none, and has no order or sum with one.
 """
 
 from __future__ import annotations
@@ -14,15 +16,20 @@ from typing import Any, ClassVar, TypeVar
 
 from exchange import Exchange, Gone
 
-OF_BUILTINS = frozenset(name for kind in (str, bytes, list, tuple, dict, set, int, float) for name in dir(kind))
-"""Methods of builtin types. A function's result that has them without being of such a type would answer the test's own question."""
+OF_BUILTINS = frozenset(
+    name for kind in (str, bytes, list, tuple, dict, set, int, float) for name in dir(kind)
+)
+"""Methods of builtin types. A function's result that has them without being of such a type would
+answer the test's own question."""
 
 
 Plain = TypeVar("Plain")
 
 
 class SolutionError(Exception):
-    """The solution raised what no builtin exception stands for, or answered with what tests can't use."""
+    """The solution raised what no builtin exception stands for, or answered with what tests can't
+    use.
+    """
 
 
 def judge(tests_path: str, requests: int, answers: int, verdict: int) -> None:
@@ -50,14 +57,19 @@ class _ToSolution(Exchange):  # type: ignore[misc]  # it is found when this is s
         message = self.receive()
         if "defined" not in message:
             raise Gone(f"the solution could not be run: {message.get('failed')}")
-        found = {name: self._checked(self.decoded, value) for name, value in self._checked(dict, message["defined"]).items()}
+        found = {
+            name: self._checked(self.decoded, value)
+            for name, value in self._checked(dict, message["defined"]).items()
+        }
         for name, value in found.items():
             if isinstance(value, Remote):
                 object.__setattr__(value, "_makes_objects", name[:1].isupper())
         return found
 
     def stand_in(self, number: int, told: dict[str, Any]) -> Any:
-        """Return what stands here for an object over there; for a class of exceptions one of our own."""
+        """Return what stands here for an object over there; for a class of exceptions one of our
+        own.
+        """
         if told.get("raises"):
             return self._error_class(str(told["type"]), str(told["raises"]))
         remote = Remote(self, number, str(told.get("type")), is_class=bool(told.get("is_class")))
@@ -84,7 +96,12 @@ class Remote:
     """An object of the solution's."""
 
     def __init__(self, exchange: Exchange, number: int, kind: str, *, is_class: bool) -> None:
-        for name, value in {"_exchange": exchange, "_number": number, "_kind": kind, "_is_class": is_class}.items():
+        for name, value in {
+            "_exchange": exchange,
+            "_number": number,
+            "_kind": kind,
+            "_is_class": is_class,
+        }.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_makes_objects", is_class)
         object.__setattr__(self, "_is_object", True)
@@ -101,7 +118,9 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or (not self._is_object and name in OF_BUILTINS):
-            raise AttributeError(f"a result of type {self._kind} of the solution's has no attribute {name!r} here")
+            raise AttributeError(
+                f"a result of type {self._kind} of the solution's has no attribute {name!r} here"
+            )
         found = self._ask("get", name)
         if isinstance(found, Remote):
             object.__setattr__(found, "_makes_objects", self._is_object)
@@ -135,7 +154,9 @@ class Remote:
         return self._ask("next")
 
     def __contains__(self, value: Any) -> bool:
-        return any(one is value or one == value for one in self)  # asked here: over there the answer could be anything
+        return any(
+            one is value or one == value for one in self
+        )  # asked here: over there the answer could be anything
 
     def __bool__(self) -> bool:
         return _of(bool, self._ask("truth"))
@@ -171,13 +192,17 @@ class Remote:
         return hash(("solution", self._number))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and (other._number == self._number or _of(bool, self._ask("is same", other)))
+        return isinstance(other, Remote) and (
+            other._number == self._number or _of(bool, self._ask("is same", other))
+        )
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __lt__(self, other: Any) -> Any:
-        return _of(bool, self._ask("is less", other)) if isinstance(other, Remote) else NotImplemented
+        return (
+            _of(bool, self._ask("is less", other)) if isinstance(other, Remote) else NotImplemented
+        )
 
     def __add__(self, other: Any) -> Any:
         return self._ask("add", other) if isinstance(other, Remote) else NotImplemented
@@ -199,6 +224,7 @@ def _walked(walker: Remote) -> Any:
 
 def _of(kind: type[Plain], value: Any) -> Plain:
     if type(value) is not kind:
-        raise TypeError(f"the solution answered with {type(value).__name__} where {kind.__name__} is due")
+        raise TypeError(
+            f"the solution answered with {type(value).__name__} where {kind.__name__} is due"
+        )
     return value
-

@@ -1,4 +1,5 @@
-"""Landlock: a process gives up the file system, TCP and signals for itself and all its children. Needs no privileges.
+"""Landlock: a process gives up the file system, TCP and signals for itself and all its children.
+Needs no privileges.
 
 Source: Documentation/userspace-api/landlock.rst of the Linux kernel.
 """
@@ -19,7 +20,13 @@ TRUNCATE, IOCTL_DEV = 1 << 14, 1 << 15
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 """Rights that a file can have; the others are those of folders."""
 READ = EXECUTE | READ_FILE | READ_DIR
-RIGHTS_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+RIGHTS_BY_VERSION = {
+    1: (1 << 13) - 1,
+    2: (1 << 14) - 1,
+    3: (1 << 15) - 1,
+    4: (1 << 15) - 1,
+    5: (1 << 16) - 1,
+}
 TCP_VERSION, SCOPE_VERSION = 4, 6
 BIND_AND_CONNECT_TCP, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
@@ -31,11 +38,13 @@ def version() -> int:
 
 
 def restrict(*, readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Give up all files but these, all of TCP, and signals to processes outside; for this process and all that it starts.
+    """Give up all files but these, all of TCP, and signals to processes outside; for this process
+    and all that it starts.
 
     Args:
         readable: Folders and files that may be read and run; those that don't exist are left out.
-        writable: Folders in which anything may be done but making devices and sockets, and files that may be written.
+        writable: Folders in which anything may be done but making devices and sockets, and files
+            that may be written.
     Raises:
         OSError: The kernel has no Landlock, or refused.
     """
@@ -68,7 +77,11 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         if not stat.S_ISDIR(os.fstat(parent).st_mode):
             rights &= OF_FILES
-        _checked(_libc().syscall(ADD_RULE, ruleset, RULE_PATH_BENEATH, struct.pack("=Qi", rights, parent), 0))
+        _checked(
+            _libc().syscall(
+                ADD_RULE, ruleset, RULE_PATH_BENEATH, struct.pack("=Qi", rights, parent), 0
+            )
+        )
     finally:
         os.close(parent)
 

@@ -1,7 +1,10 @@
-"""A seccomp filter: system calls that a program under judgement has no use for are refused. Needs no privileges.
+"""A seccomp filter: system calls that a program under judgement has no use for are refused. Needs
+no privileges.
 
-It is a list of what is refused, behind Landlock or a private root, not the only wall: Python itself needs most of the rest.
-Source: Documentation/userspace-api/seccomp_filter.rst of the Linux kernel; numbers from its system call tables.
+It is a list of what is refused, behind Landlock or a private root, not the only wall: Python itself
+needs most of the rest.
+Source: Documentation/userspace-api/seccomp_filter.rst of the Linux kernel; numbers from its system
+call tables.
 """
 
 from __future__ import annotations
@@ -28,45 +31,136 @@ TERMINAL_INPUT = (0x5412, 0x541C)
 # name: number on x86_64, number on aarch64 (None: there is no such call)
 CALLS: dict[str, tuple[int | None, int | None]] = {
     # sockets: the network, and every server of this machine that listens on a path
-    "socket": (41, 198), "connect": (42, 203), "accept": (43, 202), "bind": (49, 200), "listen": (50, 201), "accept4": (288, 242),
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "accept": (43, 202),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept4": (288, 242),
     # other views of the machine
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
-    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "fspick": (433, 433), "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
     # other processes
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424), "process_madvise": (440, 440),
-    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),
+    "process_madvise": (440, 440),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
     # the kernel's larger surfaces
-    "bpf": (321, 280), "userfaultfd": (323, 282), "perf_event_open": (298, 241), "fanotify_init": (300, 262),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
-    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294), "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None), "personality": (135, 92),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "fanotify_init": (300, 262),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "personality": (135, 92),
     # the machine itself
-    "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60), "syslog": (103, 116),
-    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
-    "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "vhangup": (153, 58),
     # memory that no file and no process is charged for, and that stays
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
-    "semget": (64, 190), "semop": (65, 193), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "mq_open": (240, 180),
     # what Landlock leaves open on files of the same user
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
-    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
 }
 SIGNALS: dict[str, tuple[int | None, int | None]] = {
-    "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
 }
-PROCESSES: dict[str, tuple[int | None, int | None]] = {"execve": (59, 221), "execveat": (322, 281), "fork": (57, None), "vfork": (58, None)}
-CLONE, CLONE3, SOCKETPAIR, TGKILL, IOCTL, PRLIMIT = (56, 220), (435, 435), (53, 199), (234, 131), (16, 29), (302, 261)
+PROCESSES: dict[str, tuple[int | None, int | None]] = {
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "fork": (57, None),
+    "vfork": (58, None),
+}
+CLONE, CLONE3, SOCKETPAIR, TGKILL, IOCTL, PRLIMIT = (
+    (56, 220),
+    (435, 435),
+    (53, 199),
+    (234, 131),
+    (16, 29),
+    (302, 261),
+)
 
 
 def restrict(*, may_signal: bool, may_start_processes: bool) -> None:
-    """Refuse the calls above, for this process and all that it starts; a refused call fails with EPERM.
+    """Refuse the calls above, for this process and all that it starts; a refused call fails with
+    EPERM.
 
     Args:
         may_signal: Whether kill() is left: then something else has to keep signals inside.
@@ -74,11 +168,18 @@ def restrict(*, may_signal: bool, may_start_processes: bool) -> None:
     Raises:
         OSError: The kernel refused, or this is a processor whose calls we don't know.
     """
-    program = assemble(platform.machine(), own_pid=os.getpid(), may_signal=may_signal, may_start_processes=may_start_processes)
+    program = assemble(
+        platform.machine(),
+        own_pid=os.getpid(),
+        may_signal=may_signal,
+        may_start_processes=may_start_processes,
+    )
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0):
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0
+    ):
         number = ctypes.get_errno()
         raise OSError(number, f"seccomp: {os.strerror(number)}")
 
@@ -90,9 +191,19 @@ def assemble(machine: str, *, own_pid: int, may_signal: bool, may_start_processe
         OSError: We don't know the machine's calls.
     """
     if machine not in ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"seccomp: the system calls of {machine} are not known here; of {', '.join(ARCHITECTURES)} they are")
+        raise OSError(
+            errno.ENOSYS,
+            (
+                f"seccomp: the system calls of {machine} are not known here; of "
+                f"{', '.join(ARCHITECTURES)} they are"
+            ),
+        )
     column = list(ARCHITECTURES).index(machine)
-    calls = {**CALLS, **({} if may_signal else SIGNALS), **({} if may_start_processes else PROCESSES)}
+    calls = {
+        **CALLS,
+        **({} if may_signal else SIGNALS),
+        **({} if may_start_processes else PROCESSES),
+    }
     refused = [number for numbers in calls.values() if (number := numbers[column]) is not None]
     code = [
         _op(LOAD, ARCHITECTURE_AT),
@@ -104,17 +215,38 @@ def assemble(machine: str, *, own_pid: int, may_signal: bool, may_start_processe
         code += [_op(JUMP_AT_LEAST, X32_BIT, 0, 1), _op(RETURN, KILL_PROCESS)]
     for number in refused:
         code += [_op(JUMP_EQUAL, number, 0, 1), _refuse(errno.EPERM)]
-    code += [_op(JUMP_EQUAL, CLONE3[column], 0, 1), _refuse(errno.ENOSYS)]  # its flags lie in memory; the C library falls back to clone
-    code += _when(CLONE[column], _argument(0), [_op(JUMP_ANY_BIT, NEW_NAMESPACES, 0, 1), _refuse(errno.EPERM)])
+    code += [
+        _op(JUMP_EQUAL, CLONE3[column], 0, 1),
+        _refuse(errno.ENOSYS),
+    ]  # its flags lie in memory; the C library falls back to clone
+    code += _when(
+        CLONE[column], _argument(0), [_op(JUMP_ANY_BIT, NEW_NAMESPACES, 0, 1), _refuse(errno.EPERM)]
+    )
     if not may_start_processes:
-        code += _when(CLONE[column], _argument(0), [_op(JUMP_ANY_BIT, CLONE_THREAD, 1, 0), _refuse(errno.EPERM)])
-    datagrams = [_op(AND, SOCKET_TYPES), _op(JUMP_EQUAL, SOCK_STREAM, 1, 0), _refuse(errno.EPERM)]  # they could be sent to any path
+        code += _when(
+            CLONE[column],
+            _argument(0),
+            [_op(JUMP_ANY_BIT, CLONE_THREAD, 1, 0), _refuse(errno.EPERM)],
+        )
+    datagrams = [
+        _op(AND, SOCKET_TYPES),
+        _op(JUMP_EQUAL, SOCK_STREAM, 1, 0),
+        _refuse(errno.EPERM),
+    ]  # they could be sent to any path
     code += _when(SOCKETPAIR[column], _argument(1), datagrams)
-    typing = [op for request in TERMINAL_INPUT for op in (_op(JUMP_EQUAL, request, 0, 1), _refuse(errno.EPERM))]
+    typing = [
+        op
+        for request in TERMINAL_INPUT
+        for op in (_op(JUMP_EQUAL, request, 0, 1), _refuse(errno.EPERM))
+    ]
     code += _when(IOCTL[column], _argument(1), typing)
-    code += _when(PRLIMIT[column], _argument(0), [_op(JUMP_EQUAL, 0, 1, 0), _refuse(errno.EPERM)])  # limits of its own, of no other process
+    code += _when(
+        PRLIMIT[column], _argument(0), [_op(JUMP_EQUAL, 0, 1, 0), _refuse(errno.EPERM)]
+    )  # limits of its own, of no other process
     if not may_signal:
-        code += _when(TGKILL[column], _argument(0), [_op(JUMP_EQUAL, own_pid, 1, 0), _refuse(errno.EPERM)])  # abort() stays
+        code += _when(
+            TGKILL[column], _argument(0), [_op(JUMP_EQUAL, own_pid, 1, 0), _refuse(errno.EPERM)]
+        )  # abort() stays
     return b"".join([*code, _op(RETURN, ALLOW)])
 
 

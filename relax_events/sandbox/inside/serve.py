@@ -1,4 +1,6 @@
-"""The side that holds the solution: runs it, tells what it defines, and does what the tests ask of that."""
+"""The side that holds the solution: runs it, tells what it defines, and does what the tests ask of
+that.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from exchange import OPERATIONS, Exchange, Gone, description
 
 
 def serve(solution: str) -> None:
-    """Run a solution and answer the tests until they are done; its own stdin and stdout lead nowhere."""
+    """Run a solution and answer the tests until they are done; its own stdin and stdout lead
+    nowhere.
+    """
     requests, answers, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
         os.dup2(nothing, number)
@@ -20,9 +24,13 @@ def serve(solution: str) -> None:
         try:
             defined = runpy.run_path(solution, run_name="solution")
         except BaseException as error:
-            with contextlib.suppress(OSError, Gone):  # a copy of this process may have said so before, and the tests be over
+            with contextlib.suppress(
+                OSError, Gone
+            ):  # a copy of this process may have said so before, and the tests be over
                 exchange.send({"failed": description(error)})
-            with contextlib.suppress(OSError):  # closed here, so that what could not be sent is not raised in place of the error
+            with contextlib.suppress(
+                OSError
+            ):  # closed here, so that what could not be sent is not raised in place of the error
                 writing.close()
             raise
         names = {name: value for name, value in defined.items() if not name.startswith("__")}

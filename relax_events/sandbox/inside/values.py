@@ -1,7 +1,9 @@
-"""Values between the process that holds a solution and the one that holds the tests: plain data is copied, everything else stays where it is.
+"""Values between the process that holds a solution and the one that holds the tests: plain data is
+copied, everything else stays where it is.
 
-Plain data are the builtin types and a few of the standard library's; a copy behaves by its own type's rules, whatever the solution has
-redefined. Everything else is a reference to an object of the other process.
+Plain data are the builtin types and a few of the standard library's; a copy behaves by its own
+type's rules, whatever the solution has redefined. Everything else is a reference to an object of
+the other process.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from typing import Any
 
 LARGE_INTEGER_BITS = 1000
 """Above, a number is written in hexadecimal: Python bounds the digits of decimal ones."""
-CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+CONTAINERS: dict[str, type] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
 MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 MUTABLE = (list, dict, set, bytearray, deque)
 BUILT: dict[str, Callable[..., Any]] = {
@@ -30,8 +38,23 @@ BUILT: dict[str, Callable[..., Any]] = {
     "slice": slice,
 }
 
-SHARED_BUILTINS = {name: value for name, value in vars(builtins).items() if isinstance(value, type)} | {
-    name: getattr(builtins, name) for name in ("abs", "all", "any", "len", "max", "min", "print", "repr", "round", "sorted", "sum")
+SHARED_BUILTINS = {
+    name: value for name, value in vars(builtins).items() if isinstance(value, type)
+} | {
+    name: getattr(builtins, name)
+    for name in (
+        "abs",
+        "all",
+        "any",
+        "len",
+        "max",
+        "min",
+        "print",
+        "repr",
+        "round",
+        "sorted",
+        "sum",
+    )
 }
 """Those that each side has of its own; what runs code is not among them."""
 
@@ -56,7 +79,12 @@ def encode(value: Any, refer: Refer) -> Any:
         return [kind.__name__, *(encode(one, refer) for one in arguments)]
     fields = getattr(kind, "_fields", None)
     if issubclass(kind, tuple) and isinstance(fields, tuple):
-        return ["namedtuple", kind.__name__, list(map(str, fields)), [encode(one, refer) for one in tuple.__iter__(value)]]
+        return [
+            "namedtuple",
+            kind.__name__,
+            list(map(str, fields)),
+            [encode(one, refer) for one in tuple.__iter__(value)],
+        ]
     for name, container in {**CONTAINERS, **MAPPINGS}.items():
         if kind is container:
             return _encode_container(name, value, refer)
@@ -71,14 +99,25 @@ def _encode_container(name: str, value: Any, refer: Refer) -> list[Any]:
 
 def _encode_subclass(value: Any, refer: Refer) -> Any:
     """Encode what is no builtin itself: by the builtin that it is a kind of, or as a reference."""
-    if (name := next((name for name, one in SHARED_BUILTINS.items() if one is value), None)) is not None:
+    if (
+        name := next((name for name, one in SHARED_BUILTINS.items() if one is value), None)
+    ) is not None:
         return ["builtin", name]
     if isinstance(value, type):
         return refer(value)
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         listed = encode(value.tolist(), refer)
-        return ["ndarray", value.dtype.str, list(value.shape), listed] if hasattr(value, "reshape") and value.shape else listed
-    plain: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__, bytes: bytes.__bytes__}
+        return (
+            ["ndarray", value.dtype.str, list(value.shape), listed]
+            if hasattr(value, "reshape") and value.shape
+            else listed
+        )
+    plain: dict[type, Callable[[Any], Any]] = {
+        int: int.__int__,
+        float: float.__float__,
+        str: str.__str__,
+        bytes: bytes.__bytes__,
+    }
     for base, as_plain in plain.items():
         if isinstance(value, base):
             return encode(as_plain(value), refer)
@@ -86,7 +125,12 @@ def _encode_subclass(value: Any, refer: Refer) -> Any:
         return _encode_container("Counter", value, refer)
     if isinstance(value, dict):
         return _encode_container("dict", value, refer)
-    walks: dict[type, Callable[[Any], Any]] = {list: list.__iter__, tuple: tuple.__iter__, set: set.__iter__, frozenset: frozenset.__iter__}
+    walks: dict[type, Callable[[Any], Any]] = {
+        list: list.__iter__,
+        tuple: tuple.__iter__,
+        set: set.__iter__,
+        frozenset: frozenset.__iter__,
+    }
     for container, walk in walks.items():
         if isinstance(value, container):
             return [container.__name__, [encode(one, refer) for one in walk(value)]]
@@ -101,7 +145,19 @@ def _arguments(value: Any) -> tuple[Any, ...] | None:
     if kind is Fraction:
         return (value.numerator, value.denominator)
     if kind is datetime:
-        return (value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond) if value.tzinfo is None else None
+        return (
+            (
+                value.year,
+                value.month,
+                value.day,
+                value.hour,
+                value.minute,
+                value.second,
+                value.microsecond,
+            )
+            if value.tzinfo is None
+            else None
+        )
     if kind is date:
         return (value.year, value.month, value.day)
     if kind is timedelta:
@@ -149,7 +205,9 @@ def _array(dtype: str, shape: list[int], values: Any) -> Any:
 
 
 def replace(old: Any, new: Any) -> None:
-    """Make a mutable value equal to another of its type, in place; what is of another type is left as it is."""
+    """Make a mutable value equal to another of its type, in place; what is of another type is left
+    as it is.
+    """
     if type(old) is not type(new):
         return
     if isinstance(old, (list, bytearray)):

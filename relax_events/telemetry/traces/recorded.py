@@ -1,10 +1,15 @@
-"""Traces as OpenTelemetry's SDK records them, named and described by its conventions for messaging.
+"""Ids of traces: those of prompt groups and train steps follow from their names, so that whoever
+does a thing again does it in the same trace.
+
+Traces as OpenTelemetry's SDK records them, named and described by its conventions for messaging.
 
 Source: OpenTelemetry semantic conventions for messaging spans; W3C Trace Context for the headers.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,13 +18,64 @@ from dataclasses import dataclass, field
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, get_current_span, set_span_in_context
+from opentelemetry.trace import (
+    Link,
+    Span,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceFlags,
+    get_current_span,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from relax_events.telemetry.traces.ids import DerivedIds, is_chosen, root_of
-from relax_events.telemetry.traces.sending import SpanQueue
-from relax_events.telemetry.traces.work import NO_FACTS, NO_HEADERS, NOT_TRACED, ReadRecord, Traces, Value, Work
+from relax_events.telemetry.traces.api import (
+    NO_FACTS,
+    NO_HEADERS,
+    NOT_TRACED,
+    ReadRecord,
+    Traces,
+    Value,
+    Work,
+)
+from relax_events.telemetry.traces.export import SpanQueue
+
+
+def root_of(run_id: str, name: str) -> SpanContext:
+    """Derive the first span of the trace of a prompt group or a step."""
+    digest = hashlib.blake2b(f"{run_id}/{name}".encode(), digest_size=24).digest()
+    trace_id, span_id = int.from_bytes(digest[:16]), int.from_bytes(digest[16:])
+    return SpanContext(
+        trace_id or 1, span_id or 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+    )
+
+
+def is_chosen(trace_id: int, ratio: float) -> bool:
+    """Tell whether a trace is among the share that is kept, by the eight bytes that OpenTelemetry's
+    `TraceIdRatioBased` goes by.
+    """
+    return (trace_id & (2**64 - 1)) < round(ratio * 2**64)
+
+
+class DerivedIds(IdGenerator):
+    """Gives a span the ids of `root` while one is set, else random ones. It leaves the generator of
+    `random` alone, which others seed.
+    """
+
+    def __init__(self) -> None:
+        self.root: SpanContext | None = None
+
+    def generate_trace_id(self) -> int:
+        """See `IdGenerator`."""
+        return self.root.trace_id if self.root else secrets.randbits(128) or 1
+
+    def generate_span_id(self) -> int:
+        """See `IdGenerator`."""
+        return self.root.span_id if self.root else secrets.randbits(64) or 1
+
 
 PROPAGATOR = TraceContextTextMapPropagator()
 REMEMBERED_GROUPS = 4096
@@ -56,7 +112,9 @@ class _Read:
 
 @dataclass(slots=True)
 class _Group:
-    """A prompt group at hand: the context that its records carry, and by topic the first of them."""
+    """A prompt group at hand: the context that its records carry, and by topic the first of
+    them.
+    """
 
     context: Context
     headers: Mapping[str, str]
@@ -70,17 +128,30 @@ class _Group:
 class RecordedTraces(Traces):
     """See `Traces`."""
 
-    def __init__(self, queue: SpanQueue, *, run_id: str, role: str, worker_id: str, ratio: float) -> None:
+    def __init__(
+        self, queue: SpanQueue, *, run_id: str, role: str, worker_id: str, ratio: float
+    ) -> None:
         self._queue, self._run_id, self._ratio = queue, run_id, ratio
         self._ids = DerivedIds()
         instance = f"{run_id}.{worker_id}"
-        service = {"service.namespace": "relax-events", "service.name": f"relax-{role}", "service.instance.id": instance}
-        limits = SpanLimits(max_span_attributes=SpanLimits.UNSET, max_links=SpanLimits.UNSET)  # a step links every prompt group
+        service = {
+            "service.namespace": "relax-events",
+            "service.name": f"relax-{role}",
+            "service.instance.id": instance,
+        }
+        limits = SpanLimits(
+            max_span_attributes=SpanLimits.UNSET, max_links=SpanLimits.UNSET
+        )  # a step links every prompt group
         resource = Resource({**service, "relax.run_id": run_id})
-        provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids, span_limits=limits)
+        provider = TracerProvider(
+            ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids, span_limits=limits
+        )
         provider.add_span_processor(queue)
         self._tracer = provider.get_tracer("relax_events")
-        self._common: dict[str, Value] = {"messaging.system": "kafka", "messaging.client.id": instance}
+        self._common: dict[str, Value] = {
+            "messaging.system": "kafka",
+            "messaging.client.id": instance,
+        }
         self._prefix = f"relax.{run_id}."
         self._groups: dict[str, _Group] = {}
 
@@ -91,13 +162,20 @@ class RecordedTraces(Traces):
         group = self._groups.get(record.key) or self._met(record)
         topic = record.topic.removeprefix(self._prefix)
         if group is not None and topic not in group.read:
-            where: dict[str, Value] = {"messaging.destination.partition.id": str(record.partition), "messaging.kafka.offset": record.offset}
+            where: dict[str, Value] = {
+                "messaging.destination.partition.id": str(record.partition),
+                "messaging.kafka.offset": record.offset,
+            }
             group.read[topic] = _Read(where, record.timestamp_ms * 1_000_000)
 
     def _met(self, record: ReadRecord) -> _Group | None:
         context = PROPAGATOR.extract(record.headers, context=Context())
         span = get_current_span(context).get_span_context()
-        return self._remember(record.key, context) if span.is_valid and span.trace_flags.sampled else None
+        return (
+            self._remember(record.key, context)
+            if span.is_valid and span.trace_flags.sampled
+            else None
+        )
 
     def _remember(self, prompt_group_id: str, context: Context) -> _Group:
         group = self._groups[prompt_group_id] = _Group(context, _headers_of(context))
@@ -110,14 +188,22 @@ class RecordedTraces(Traces):
         group = self._groups.get(prompt_group_id)
         return group.headers if group else NO_HEADERS
 
-    def issue(self, prompt_group_id: str, *, topic: str, instead_of: str = "", **facts: Value) -> Work:
+    def issue(
+        self, prompt_group_id: str, *, topic: str, instead_of: str = "", **facts: Value
+    ) -> Work:
         """See `Traces`."""
         root = root_of(self._run_id, prompt_group_id)
         if not is_chosen(root.trace_id, self._ratio):
             return NOT_TRACED
-        links = [Link(root_of(self._run_id, instead_of), {"relax.relation": "instead_of"})] if instead_of else []
+        links = (
+            [Link(root_of(self._run_id, instead_of), {"relax.relation": "instead_of"})]
+            if instead_of
+            else []
+        )
         attributes = {"relax.prompt_group_id": prompt_group_id, **_named(facts)}
-        work = self._root("issue", topic, root, SpanKind.PRODUCER, attributes=attributes, links=links)
+        work = self._root(
+            "issue", topic, root, SpanKind.PRODUCER, attributes=attributes, links=links
+        )
         self._remember(prompt_group_id, work.context)
         return work
 
@@ -125,11 +211,23 @@ class RecordedTraces(Traces):
         """See `Traces`."""
         group = self._groups.get(prompt_group_id)
         if group is not None and topic in group.read:
-            began = min(group.read[topic].written_ns, time.time_ns())  # another machine's clock may be ahead
+            began = min(
+                group.read[topic].written_ns, time.time_ns()
+            )  # another machine's clock may be ahead
             facts = group.facts(prompt_group_id, topic)
-            self._work("wait", topic, group.context, SpanKind.INTERNAL, attributes=facts, began_ns=began).end()
+            self._work(
+                "wait", topic, group.context, SpanKind.INTERNAL, attributes=facts, began_ns=began
+            ).end()
 
-    def begin(self, operation: str, prompt_group_id: str, *, topic: str, train_step: int | None = None, **facts: Value) -> Work:
+    def begin(
+        self,
+        operation: str,
+        prompt_group_id: str,
+        *,
+        topic: str,
+        train_step: int | None = None,
+        **facts: Value,
+    ) -> Work:
         """See `Traces`."""
         group = self._groups.get(prompt_group_id)
         if group is None:
@@ -138,16 +236,25 @@ class RecordedTraces(Traces):
         links = []
         if train_step is not None:
             attributes["relax.train_step"] = train_step
-            links.append(Link(root_of(self._run_id, _step_name(train_step)), {"relax.relation": "part_of"}))
-        return self._work(operation, topic, group.context, SpanKind.CONSUMER, attributes=attributes, links=links)
+            links.append(
+                Link(root_of(self._run_id, _step_name(train_step)), {"relax.relation": "part_of"})
+            )
+        return self._work(
+            operation, topic, group.context, SpanKind.CONSUMER, attributes=attributes, links=links
+        )
 
     @contextmanager
-    def each(self, operation: str, prompt_group_ids: Iterable[str], *, topic: str) -> Iterator[None]:
+    def each(
+        self, operation: str, prompt_group_ids: Iterable[str], *, topic: str
+    ) -> Iterator[None]:
         """See `Traces`."""
         counts: dict[str, int] = {}
         for prompt_group_id in prompt_group_ids:
             counts[prompt_group_id] = counts.get(prompt_group_id, 0) + 1
-        works = [self.begin(operation, name, topic=topic, num_samples=count) for name, count in counts.items()]
+        works = [
+            self.begin(operation, name, topic=topic, num_samples=count)
+            for name, count in counts.items()
+        ]
         error = "it was given up"
         try:
             yield
@@ -157,27 +264,55 @@ class RecordedTraces(Traces):
                 work.end(error=error)
 
     def ended(self, prompt_group_id: str, *, outcome: str, reason: str) -> None:
-        """See `Traces`. Only a failure is an error: to expire or to be filtered is a way of the run."""
+        """See `Traces`. Only a failure is an error: to expire or to be filtered is a way of the
+        run.
+        """
         group = self._groups.get(prompt_group_id)
         if group is not None:
             facts = group.facts(prompt_group_id, "advantage.samples")
-            work = self._work("end", "control.group-outcomes", group.context, SpanKind.INTERNAL, attributes=facts)
-            work.end({"outcome": outcome, "reason": reason}, error=reason if outcome == "failed" else "")
+            work = self._work(
+                "end", "control.group-outcomes", group.context, SpanKind.INTERNAL, attributes=facts
+            )
+            work.end(
+                {"outcome": outcome, "reason": reason}, error=reason if outcome == "failed" else ""
+            )
 
     def step(self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]) -> Work:
         """See `Traces`."""
-        spans = [get_current_span(PROPAGATOR.extract(one, context=Context())).get_span_context() for one in headers if one]
+        spans = [
+            get_current_span(PROPAGATOR.extract(one, context=Context())).get_span_context()
+            for one in headers
+            if one
+        ]
         root = root_of(self._run_id, _step_name(train_step))
-        attributes: dict[str, Value] = {"relax.train_step": train_step, "messaging.batch.message_count": len(spans)}
+        attributes: dict[str, Value] = {
+            "relax.train_step": train_step,
+            "messaging.batch.message_count": len(spans),
+        }
         links = [Link(span) for span in spans]
-        return self._root("step", "advantage.samples", root, SpanKind.CONSUMER, attributes=attributes, links=links, began_ns=began_ns)
+        return self._root(
+            "step",
+            "advantage.samples",
+            root,
+            SpanKind.CONSUMER,
+            attributes=attributes,
+            links=links,
+            began_ns=began_ns,
+        )
 
     def publication(self, step: Work, policy_version: int, *, began_ns: int) -> Work:
         """See `Traces`."""
         if not isinstance(step, SpanWork):
             return NOT_TRACED
         attributes: dict[str, Value] = {"relax.policy_version": policy_version}
-        return self._work("publish", "control.policy-versions", step.context, SpanKind.PRODUCER, attributes=attributes, began_ns=began_ns)
+        return self._work(
+            "publish",
+            "control.policy-versions",
+            step.context,
+            SpanKind.PRODUCER,
+            attributes=attributes,
+            began_ns=began_ns,
+        )
 
     def close(self) -> None:
         """See `Traces`."""
@@ -196,7 +331,15 @@ class RecordedTraces(Traces):
     ) -> SpanWork:
         self._ids.root = root
         try:
-            return self._work(operation, topic, Context(), kind, attributes=attributes, links=links, began_ns=began_ns)
+            return self._work(
+                operation,
+                topic,
+                Context(),
+                kind,
+                attributes=attributes,
+                links=links,
+                began_ns=began_ns,
+            )
         finally:
             self._ids.root = None
 
@@ -211,10 +354,17 @@ class RecordedTraces(Traces):
         links: Iterable[Link] = (),
         began_ns: int | None = None,
     ) -> SpanWork:
-        told = {**self._common, "messaging.destination.name": self._prefix + topic, "messaging.operation.name": operation, **attributes}
+        told = {
+            **self._common,
+            "messaging.destination.name": self._prefix + topic,
+            "messaging.operation.name": operation,
+            **attributes,
+        }
         if kind in TYPES:
             told["messaging.operation.type"] = TYPES[kind]
-        span = self._tracer.start_span(f"{operation} {topic}", context, kind, told, list(links), began_ns)
+        span = self._tracer.start_span(
+            f"{operation} {topic}", context, kind, told, list(links), began_ns
+        )
         return SpanWork(span)
 
 

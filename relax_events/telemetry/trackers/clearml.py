@@ -1,16 +1,20 @@
-"""ClearML; server and keys come from its own clearml.conf or CLEARML_* variables, CLEARML_OFFLINE_MODE=1 keeps sessions on this machine."""
+"""ClearML; server and keys come from its own clearml.conf or CLEARML_* variables,
+CLEARML_OFFLINE_MODE=1 keeps sessions on this machine.
+"""
 
 from __future__ import annotations
 
 from clearml import Task
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.memory import Memory
+from relax_events.telemetry.trackers.progress import Memory
 from relax_events.telemetry.trackers.protocol import Figures
 
 
 class ClearMLTracker:
-    """Continues the task that an earlier process has noted; offline, where sessions can't be continued, a new one holds all from the log."""
+    """Continues the task that an earlier process has noted; offline, where sessions can't be
+    continued, a new one holds all from the log.
+    """
 
     def __init__(self, config: RunConfig, memory: Memory) -> None:
         """Open the task; nothing of this process is watched or sent along."""
@@ -33,7 +37,9 @@ class ClearMLTracker:
         """Report a scalar for each figure: the series is the title of its plot."""
         logger = self._task.get_logger()
         for name, value in figures.values.items():
-            logger.report_scalar(title=figures.series, series=name, value=value, iteration=figures.step)
+            logger.report_scalar(
+                title=figures.series, series=name, value=value, iteration=figures.step
+            )
 
     def close(self) -> None:
         """Let it send what it has."""

@@ -9,7 +9,7 @@ from mlflow.entities import Metric, Run
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.telemetry.trackers.memory import Memory
+from relax_events.telemetry.trackers.progress import Memory
 from relax_events.telemetry.trackers.protocol import Figures
 
 VARIABLE = "MLFLOW_TRACKING_URI"
@@ -17,7 +17,9 @@ TAG = "relax.run_id"
 
 
 class MLflowTracker:
-    """Takes up the run that is tagged with our run's id, in the experiment of the project's name."""
+    """Takes up the run that is tagged with our run's id, in the experiment of the project's
+    name.
+    """
 
     remembers = True
 
@@ -29,20 +31,36 @@ class MLflowTracker:
         """
         del memory
         if not os.environ.get(VARIABLE):
-            raise ConfigError(f"the tracker 'mlflow' needs its server; set {VARIABLE}, for example to http://mlflow:5000")
+            raise ConfigError(
+                f"the tracker 'mlflow' needs its server; set {VARIABLE}, for example to "
+                "http://mlflow:5000"
+            )
         self._client = MlflowClient()
         project = config.telemetry.tracker_project
         experiment = self._client.get_experiment_by_name(project)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        found: list[Run] = self._client.search_runs([experiment_id], f"tags.`{TAG}` = '{config.run.id}'", max_results=1)
-        run = found[0] if found else self._client.create_run(experiment_id, run_name=config.run.id, tags={TAG: config.run.id})
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(project)
+        )
+        found: list[Run] = self._client.search_runs(
+            [experiment_id], f"tags.`{TAG}` = '{config.run.id}'", max_results=1
+        )
+        run = (
+            found[0]
+            if found
+            else self._client.create_run(
+                experiment_id, run_name=config.run.id, tags={TAG: config.run.id}
+            )
+        )
         self._run_id = run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
 
     def write(self, figures: Figures) -> None:
         """Log the figures together, as `series/name`."""
         at_millis = figures.at // 1000
-        metrics = [Metric(f"{figures.series}/{name}", value, at_millis, figures.step) for name, value in figures.values.items()]
+        metrics = [
+            Metric(f"{figures.series}/{name}", value, at_millis, figures.step)
+            for name, value in figures.values.items()
+        ]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.memory import Memory
+from relax_events.telemetry.trackers.progress import Memory
 
 MICROS = 1e6
 
@@ -30,7 +30,9 @@ class Figures:
 
 
 class Tracker(Protocol):
-    """Takes figures; used by one thread. Any error is the tracker's own: it is counted, and the figures are given again later."""
+    """Takes figures; used by one thread. Any error is the tracker's own: it is counted, and the
+    figures are given again later.
+    """
 
     remembers: bool
     """Whether what an earlier process wrote is still there: then it is not written again."""

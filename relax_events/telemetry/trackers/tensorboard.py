@@ -7,12 +7,14 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.memory import Memory
+from relax_events.telemetry.trackers.progress import Memory
 from relax_events.telemetry.trackers.protocol import MICROS, Figures
 
 
 class TensorBoardTracker:
-    """Writes a file of events into `<run>/tensorboard`; each process of the metrics role adds one of its own, and TensorBoard reads all."""
+    """Writes a file of events into `<run>/tensorboard`; each process of the metrics role adds one
+    of its own, and TensorBoard reads all.
+    """
 
     remembers = True
 
@@ -23,8 +25,13 @@ class TensorBoardTracker:
 
     def write(self, figures: Figures) -> None:
         """Write a scalar for each figure, as `series/name`."""
-        values = [Summary.Value(tag=f"{figures.series}/{name}", simple_value=value) for name, value in figures.values.items()]
-        self._writer.add_event(Event(wall_time=figures.at / MICROS, step=figures.step, summary=Summary(value=values)))
+        values = [
+            Summary.Value(tag=f"{figures.series}/{name}", simple_value=value)
+            for name, value in figures.values.items()
+        ]
+        self._writer.add_event(
+            Event(wall_time=figures.at / MICROS, step=figures.step, summary=Summary(value=values))
+        )
 
     def close(self) -> None:
         """Flush the file."""

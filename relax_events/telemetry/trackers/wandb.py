@@ -1,18 +1,22 @@
-"""Weights & Biases; WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL and WANDB_MODE=offline are its own."""
+"""Weights & Biases; WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL and WANDB_MODE=offline are its
+own.
+"""
 
 from __future__ import annotations
 
 import wandb
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.memory import Memory
+from relax_events.telemetry.trackers.progress import Memory
 from relax_events.telemetry.trackers.protocol import Figures
 
 INIT_SECONDS = 60.0
 
 
 class WandbTracker:
-    """Resumes the run that has our run's id. Each series has its own axis, since figures of different series don't come in step."""
+    """Resumes the run that has our run's id. Each series has its own axis, since figures of
+    different series don't come in step.
+    """
 
     remembers = True
 
@@ -21,10 +25,23 @@ class WandbTracker:
         del memory
         config.run_directory.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(
-            init_timeout=INIT_SECONDS, console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True, x_disable_meta=True
+            init_timeout=INIT_SECONDS,
+            console="off",
+            silent=True,
+            disable_git=True,
+            save_code=False,
+            x_disable_stats=True,
+            x_disable_meta=True,
         )
         folder, project = str(config.run_directory), config.telemetry.tracker_project
-        self._run = wandb.init(project=project, id=config.run.id, name=config.run.id, resume="allow", dir=folder, settings=settings)
+        self._run = wandb.init(
+            project=project,
+            id=config.run.id,
+            name=config.run.id,
+            resume="allow",
+            dir=folder,
+            settings=settings,
+        )
         self._series: set[str] = set()
 
     def write(self, figures: Figures) -> None:
@@ -34,7 +51,12 @@ class WandbTracker:
             self._series.add(figures.series)
             self._run.define_metric(axis)
             self._run.define_metric(f"{figures.series}/*", step_metric=axis)
-        self._run.log({axis: figures.step, **{f"{figures.series}/{name}": value for name, value in figures.values.items()}})
+        self._run.log(
+            {
+                axis: figures.step,
+                **{f"{figures.series}/{name}": value for name, value in figures.values.items()},
+            }
+        )
 
     def close(self) -> None:
         """Let it send what it has."""

@@ -1,10 +1,13 @@
-"""Takes policy versions from the trainer, beside the engine's work, and keeps the newest until it is asked for.
+"""Takes policy versions from the trainer, beside the engine's work, and keeps the newest until it
+is asked for.
 
     control log      a list says where the trainer is --> join: a line, a group of two
     own thread       a version comes --> row of bytes, its digest taken bucket by bucket --> kept; the worker is woken
-    worker's thread  take(version, digest) --> its tensors, if they are those that the published artifact names
+    worker's thread  take(version, digest) --> its tensors, if they are those that the published
+    artifact names
 
-A version that arrives is nobody's before its artifact is published. What is not whole by the deadline is dropped, and the line with it.
+A version that arrives is nobody's before its artifact is published. What is not whole by the
+deadline is dropped, and the line with it.
 """
 
 from __future__ import annotations
@@ -20,23 +23,24 @@ from typing import Any
 import structlog
 from torch import Tensor
 
-from relax_events.broker.deadline import Deadline
 from relax_events.config import WeightsConfig
+from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem
 from relax_events.events.types import EnginesEnlisted
-from relax_events.pipeline.failpoints import failpoint
+from relax_events.runtime.failpoints import failpoint
+from relax_events.telemetry.component_metrics import WeightMetrics
 from relax_events.telemetry.redaction import hide
-from relax_events.telemetry.weight_metrics import WeightMetrics
-from relax_events.weights.broadcast.groups import Meeting, form_pair, require_backend
-from relax_events.weights.broadcast.layout import Layout, RowDigest
-from relax_events.weights.broadcast.line import Line
-from relax_events.weights.broadcast.memory import MemoryPair, Sample
-from relax_events.weights.broadcast.pair import MAX_UNDER_WAY, LinkLost, Pair, Transfer
-from relax_events.weights.broadcast.rows import Row
+from relax_events.weights.broadcast.buckets import Layout, RowDigest
+from relax_events.weights.broadcast.channel import MAX_UNDER_WAY, LinkLost, Pair, Transfer
+from relax_events.weights.broadcast.control_socket import Line
+from relax_events.weights.broadcast.process_groups import Meeting, form_pair, require_backend
+from relax_events.weights.broadcast.receive_buffers import Row
+from relax_events.weights.broadcast.shared_memory import MemoryPair, Sample
 
 log = structlog.get_logger()
 RETRY_SECONDS = 2.0
-"""Wait before a trainer that was lost is asked again; twice as long each time that it does not take us in."""
+"""Wait before a trainer that was lost is asked again; twice as long each time that it does not take
+us in."""
 MAX_RETRY_SECONDS = 60.0
 CLOSE_SECONDS = 2.0
 """What leaving takes besides the bucket that is under way."""
@@ -55,7 +59,9 @@ class Arrived:
 
 
 class Receiver:
-    """See the module's docstring. It holds two rows: one is received into, the other one is the engine's until it takes the next."""
+    """See the module's docstring. It holds two rows: one is received into, the other one is the
+    engine's until it takes the next.
+    """
 
     def __init__(self, worker_id: str, config: WeightsConfig, *, metrics: WeightMetrics) -> None:
         """Do nothing until `start`.
@@ -92,7 +98,9 @@ class Receiver:
         self._thread.start()
 
     def note(self, enlisted: EnginesEnlisted) -> None:
-        """Take note of a list; a trainer that is new is asked at once. One of a trainer that was replaced comes late, and counts for nothing."""
+        """Take note of a list; a trainer that is new is asked at once. One of a trainer that was
+        replaced comes late, and counts for nothing.
+        """
         with self._changed:
             if self._list is not None and enlisted.list_version <= self._list.list_version:
                 return
@@ -109,7 +117,9 @@ class Receiver:
         return self._handed_out.way if self._handed_out is not None else ""
 
     def served(self, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take note of the version that was taken from the store; what the trainer sends must be laid out as it is."""
+        """Take note of the version that was taken from the store; what the trainer sends must be
+        laid out as it is.
+        """
         with self._changed:
             self._served_version = policy_version
             if self._layout is None:
@@ -121,16 +131,27 @@ class Receiver:
         return self._coming_version == policy_version
 
     def take(self, policy_version: int, digest: bytes | None) -> Mapping[str, Tensor] | None:
-        """Give the tensors of a version if they have come and have this `artifacts.transit_digest`; they stay as they are until the next is taken."""
+        """Give the tensors of a version if they have come and have this `artifacts.transit_digest`;
+        they stay as they are until the next is taken.
+        """
         with self._changed:
             arrived, self._arrived = self._arrived, None
             if arrived is None or arrived.policy_version != policy_version:
-                self._arrived = arrived if arrived is not None and arrived.policy_version > policy_version else None
+                self._arrived = (
+                    arrived
+                    if arrived is not None and arrived.policy_version > policy_version
+                    else None
+                )
                 return None
             if digest is None or arrived.digest != digest:
                 self._rows.append(arrived.row)
                 self._metrics.failed("torn")
-                log.error("weights.torn", policy_version=policy_version, digest=arrived.digest.hex(), published=digest.hex() if digest else "none")
+                log.error(
+                    "weights.torn",
+                    policy_version=policy_version,
+                    digest=arrived.digest.hex(),
+                    published=digest.hex() if digest else "none",
+                )
                 return None
             if self._handed_out is not None:
                 self._rows.append(self._handed_out.row)
@@ -156,7 +177,10 @@ class Receiver:
             except (LinkLost, EnvironmentProblem) as error:
                 with self._changed:
                     self._line, self._pair = None, None
-                    self._lost_ticket, self._retry_at = enlisted.ticket, time.monotonic() + self._retry_seconds
+                    self._lost_ticket, self._retry_at = (
+                        enlisted.ticket,
+                        time.monotonic() + self._retry_seconds,
+                    )
                     self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
                     is_closed = self._is_closed
                 if not is_closed:
@@ -164,7 +188,9 @@ class Receiver:
                     self._wake()
 
     def _await_trainer(self) -> EnginesEnlisted | None:
-        """Wait until a trainer is known, is due to be asked, and can send us something that we know; None when we are closed."""
+        """Wait until a trainer is known, is due to be asked, and can send us something that we
+        know; None when we are closed.
+        """
         with self._changed:
             while not self._is_closed:
                 enlisted = self._list if self._layout is not None else None
@@ -187,7 +213,12 @@ class Receiver:
         with Line.call(host, int(port), deadline=deadline) as line:
             self._keep(line=line)
             sample = Sample() if self._config.shares_memory else None
-            line.say(deadline=deadline, ticket=enlisted.ticket, worker_id=self._worker_id, memory=sample.name if sample else None)
+            line.say(
+                deadline=deadline,
+                ticket=enlisted.ticket,
+                worker_id=self._worker_id,
+                memory=sample.name if sample else None,
+            )
             terms = Terms.of(line.hear(deadline))
             pair = self._pair_for(terms, line, host=host, deadline=deadline)
             try:
@@ -203,7 +234,13 @@ class Receiver:
         if terms.way == "memory":
             return MemoryPair(line)
         backend = require_backend(terms.way)
-        return form_pair(backend, Meeting(host, terms.meeting_port, terms.group), rank=1, host=line.own_host, deadline=deadline)
+        return form_pair(
+            backend,
+            Meeting(host, terms.meeting_port, terms.group),
+            rank=1,
+            host=line.own_host,
+            deadline=deadline,
+        )
 
     def _keep(self, *, line: Line, pair: Pair | None = None) -> None:
         with self._changed:
@@ -216,20 +253,35 @@ class Receiver:
         deadline = Deadline(self._config.deadline_seconds)
         version, layout = offer.get("policy_version"), self._layout
         if not isinstance(version, int) or layout is None or version <= self._served_version:
-            line.say(deadline=deadline, takes=False, reason=f"version {self._served_version} is here")
+            line.say(
+                deadline=deadline, takes=False, reason=f"version {self._served_version} is here"
+            )
             return
         if offer.get("layout") != layout.digest:
             with self._changed:
                 self._layout = None  # whoever loads the version from the store sees what is in it
             self._metrics.failed("refused")
-            line.say(deadline=deadline, takes=False, reason="its tensors are others than those of the version before")
+            line.say(
+                deadline=deadline,
+                takes=False,
+                reason="its tensors are others than those of the version before",
+            )
             raise LinkLost(f"policy version {version} has other tensors than the version before")
         row = self._open_row(version, layout)
         try:
             line.say(deadline=deadline, takes=True, row=pair.invite(row))
-            digest = self._received(pair, row.data, layout, buckets=layout.buckets(max_bytes=terms.bucket_bytes), deadline=deadline)
+            digest = self._received(
+                pair,
+                row.data,
+                layout,
+                buckets=layout.buckets(max_bytes=terms.bucket_bytes),
+                deadline=deadline,
+            )
             with self._changed:
-                self._arrived, self._coming_version = Arrived(version, layout, row, digest, terms.way), -1
+                self._arrived, self._coming_version = (
+                    Arrived(version, layout, row, digest, terms.way),
+                    -1,
+                )
         except LinkLost:
             self._metrics.failed("lost")
             raise
@@ -239,8 +291,17 @@ class Receiver:
         self._wake()
         line.say(deadline=deadline, digest=digest.hex())
 
-    def _received(self, pair: Pair, row: Tensor, layout: Layout, *, buckets: Sequence[range], deadline: Deadline) -> bytes:
-        """Receive a version's buckets, and give the digest of its tensors, which is taken of one bucket while the next ones come.
+    def _received(
+        self,
+        pair: Pair,
+        row: Tensor,
+        layout: Layout,
+        *,
+        buckets: Sequence[range],
+        deadline: Deadline,
+    ) -> bytes:
+        """Receive a version's buckets, and give the digest of its tensors, which is taken of one
+        bucket while the next ones come.
 
         Raises:
             LinkLost: They did not come in time.
@@ -248,7 +309,11 @@ class Receiver:
         digest, ahead, under_way = RowDigest(layout, row), iter(buckets), deque[Transfer]()
         for bucket in buckets:
             for coming in islice(ahead, MAX_UNDER_WAY - len(under_way)):
-                under_way.append(pair.receive(row[coming.start : coming.stop], deadline.within(self._config.stall_seconds)))
+                under_way.append(
+                    pair.receive(
+                        row[coming.start : coming.stop], deadline.within(self._config.stall_seconds)
+                    )
+                )
             under_way.popleft().wait()
             failpoint("rollout.receiving")
             digest.take(bucket)
@@ -283,7 +348,14 @@ class Terms:
             LinkLost: They are incomplete.
         """
         try:
-            terms = cls(str(message["way"]), int(message["meeting_port"]), str(message["group"]), int(message["bucket_bytes"]))
+            terms = cls(
+                str(message["way"]),
+                int(message["meeting_port"]),
+                str(message["group"]),
+                int(message["bucket_bytes"]),
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise LinkLost(f"the trainer's terms can't be read: {dict(message)}: {error}") from error
+            raise LinkLost(
+                f"the trainer's terms can't be read: {dict(message)}: {error}"
+            ) from error
         return terms

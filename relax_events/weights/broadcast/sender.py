@@ -4,8 +4,8 @@
     one thread a link     another engine joins, or leaves --> a new list on the control log
                           version --> taken? --> buckets --> does the engine hold what we hold?
 
-A link waits for its engine alone, and within a deadline. An engine that refuses, hangs or dies loses its link, and nobody else notices:
-it takes the version from the store, and joins again.
+A link waits for its engine alone, and within a deadline. An engine that refuses, hangs or dies
+loses its link, and nobody else notices: it takes the version from the store, and joins again.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ import structlog
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from relax_events.broker.deadline import Deadline
 from relax_events.config import WeightsConfig
+from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem
 from relax_events.events.types import EnginesEnlisted
+from relax_events.telemetry.component_metrics import WeightMetrics
 from relax_events.telemetry.redaction import hide
-from relax_events.telemetry.weight_metrics import WeightMetrics
-from relax_events.weights.broadcast.groups import host_meetings, require_backend
-from relax_events.weights.broadcast.layout import Layout
-from relax_events.weights.broadcast.line import Line
-from relax_events.weights.broadcast.link import EngineLink, Snapshot
+from relax_events.weights.broadcast.buckets import Layout
+from relax_events.weights.broadcast.control_socket import Line
+from relax_events.weights.broadcast.engine_connection import EngineLink, Snapshot
+from relax_events.weights.broadcast.process_groups import host_meetings, require_backend
 
 log = structlog.get_logger()
 MAX_VERSIONS_UNDER_WAY = 2
-"""Versions held in memory at a time because an engine is not done with them; the next one goes by the store alone."""
+"""Versions held in memory at a time because an engine is not done with them; the next one goes by
+the store alone."""
 CLOSE_SECONDS = 2.0
 """What ending a link takes besides the bucket that is under way."""
 
@@ -57,7 +58,8 @@ class Broadcaster:
             announce: Writes a list to the control log; called by any thread, one at a time.
             last_list: Version of the newest list there.
         Raises:
-            EnvironmentProblem: The backend has not what it needs, or the address is not this machine's.
+            EnvironmentProblem: The backend has not what it needs, or the address is not this
+                machine's.
         """
         self.backend = require_backend(config.transport)
         self.config, self.metrics = config, metrics
@@ -69,7 +71,9 @@ class Broadcaster:
         self._is_closed = False
         meeting = listening_socket(config.host)
         self.meeting_port: int = meeting.getsockname()[1]
-        self._meetings: Store | None = host_meetings(meeting, timeout_seconds=config.deadline_seconds)
+        self._meetings: Store | None = host_meetings(
+            meeting, timeout_seconds=config.deadline_seconds
+        )
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._links: list[EngineLink] = []
         self._enlisted: list[EngineLink] = []
@@ -78,7 +82,8 @@ class Broadcaster:
         threading.Thread(target=self._take_in, name="broadcast", daemon=True).start()
 
     def offer(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> Snapshot | None:
-        """Have a version sent to every engine that is present; None when there is none, or they are too far behind.
+        """Have a version sent to every engine that is present; None when there is none, or they are
+        too far behind.
 
         Args:
             tensors: On the CPU; nobody may change them any more.
@@ -91,7 +96,11 @@ class Broadcaster:
         under_way = {id(link.sending) for link in links if link.sending is not None}
         if len(under_way) >= MAX_VERSIONS_UNDER_WAY:
             self.metrics.failed("skipped")
-            log.warning("weights.skipped", policy_version=policy_version, num_versions_under_way=len(under_way))
+            log.warning(
+                "weights.skipped",
+                policy_version=policy_version,
+                num_versions_under_way=len(under_way),
+            )
             return None
         snapshot = Snapshot(policy_version, tensors, Layout.of(tensors))
         for link in links:
@@ -147,13 +156,21 @@ class Broadcaster:
             link.thread.start()
 
     def _tell_list(self) -> None:
-        """Write the list as it is, one at a time; a log that is slow to take it holds up no step."""
+        """Write the list as it is, one at a time; a log that is slow to take it holds up no
+        step.
+        """
         with self._telling:
             self._list_version += 1
             engines = self.engines
             self.metrics.engines(len(engines))
             self._announce(
-                EnginesEnlisted(list_version=self._list_version, transport=self.backend, address=self._address, ticket=self.ticket, engines=engines)
+                EnginesEnlisted(
+                    list_version=self._list_version,
+                    transport=self.backend,
+                    address=self._address,
+                    ticket=self.ticket,
+                    engines=engines,
+                )
             )
             log.info("engines.enlisted", list_version=self._list_version, engines=engines)
 
@@ -167,4 +184,6 @@ def listening_socket(host: str) -> socket.socket:
     try:
         return socket.create_server((host, 0))
     except OSError as error:
-        raise EnvironmentProblem(f"weights.host = {host!r} must be an address of the trainer's machine: {error}") from error
+        raise EnvironmentProblem(
+            f"weights.host = {host!r} must be an address of the trainer's machine: {error}"
+        ) from error

@@ -1,7 +1,8 @@
-"""The transports `gloo` and `nccl`: the store has every version, and the engines that are present are sent it besides.
+"""The transports `gloo` and `nccl`: the store has every version, and the engines that are present
+are sent it besides.
 
-A version is sent while it is written to the store, and served once its record is on the log, by its digests in the artifact's manifest:
-an engine can't tell by which way its weights came.
+A version is sent while it is written to the store, and served once its record is on the log, by its
+digests in the artifact's manifest: an engine can't tell by which way its weights came.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import EnginesEnlisted, Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifacts import transit_digest
+from relax_events.weights.artifact_writer import transit_digest
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
 from relax_events.weights.manifest import WeightManifest, Weights
@@ -27,8 +28,12 @@ class SendingTransport(StoreTransport):
         super().__init__(store, full_every=broadcaster.config.full_every)
         self.name, self._broadcaster = broadcaster.config.transport, broadcaster
 
-    def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int, in_transit: bytes | None = None) -> tuple[ObjectRef, bytes]:
-        """Write the version to the store; it is sent meanwhile, and may still be under way when this returns."""
+    def publish(
+        self, tensors: Mapping[str, Tensor], *, policy_version: int, in_transit: bytes | None = None
+    ) -> tuple[ObjectRef, bytes]:
+        """Write the version to the store; it is sent meanwhile, and may still be under way when
+        this returns.
+        """
         snapshot = self._broadcaster.offer(tensors, policy_version=policy_version)
         if snapshot is None:
             return super().publish(tensors, policy_version=policy_version, in_transit=in_transit)
@@ -57,17 +62,24 @@ class ReceivingTransport(StoreTransport):
         return self._receiver.is_coming(published.policy_version)
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:
-        """Give what the trainer sent, if it is what the manifest says, else what the store has. It stays as it is until the next fetch."""
+        """Give what the trainer sent, if it is what the manifest says, else what the store has. It
+        stays as it is until the next fetch.
+        """
         version = published.policy_version
         manifest = WeightManifest.from_json(self._store.get(published.artifact))
-        if manifest.policy_version == version and (tensors := self._receiver.take(version, manifest.in_transit)) is not None:
+        if (
+            manifest.policy_version == version
+            and (tensors := self._receiver.take(version, manifest.in_transit)) is not None
+        ):
             return Weights(version, tensors, manifest.digest, transport=self._receiver.way)
         weights = super().fetch(published)
         self._receiver.served(version, weights.tensors)
         return weights
 
     def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:
-        """Join the trainer's engines, once a version has been taken from the store, and again wherever the log says that the trainer is."""
+        """Join the trainer's engines, once a version has been taken from the store, and again
+        wherever the log says that the trainer is.
+        """
         self._receiver.start(wake)
 
         def note(event: Event) -> None:

@@ -1,0 +1,331 @@
+"""From what is known of a prompt group to the advantage of each of its tokens: shaping, KL in the
+reward, then the algorithm's own way, and what a teacher thinks of each token.
+
+Used where samples are judged: in the advantage role, and where a replay judges recorded ones anew.
+    Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64
+from numpy.typing import NDArray
+
+from relax_events.algorithms.advantages import GroupRewards
+from relax_events.algorithms.gae import GroupValues
+from relax_events.algorithms.turns import rewards_on_the_way, turn_lengths
+from relax_events.config import AlgorithmConfig
+from relax_events.config.algorithm_spec import resolve
+from relax_events.errors import ConfigError, RewardError
+
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardedSample:
+    """What an advantage is computed from.
+
+    Log-probabilities are needed where a KL estimate against their model is taken off, the values
+    where the algorithm has a critic. `turn_rewards`, one for each turn, and `token_rewards`, one
+    for each loss token, are parts of `reward`; an algorithm that has one advantage for the whole
+    sample takes `reward` alone.
+    """
+
+    sample_id: str
+    reward: float
+    loss_mask: NDArray[np.generic]
+    components: Mapping[str, float]
+    policy_logprobs: NDArray[np.generic] | None = None
+    ref_logprobs: NDArray[np.generic] | None = None
+    values: NDArray[np.generic] | None = None
+    teacher_logprobs: NDArray[np.generic] | None = None
+    is_truncated: bool = False
+    turn_rewards: NDArray[np.generic] | None = None
+    token_rewards: NDArray[np.generic] | None = None
+
+
+class Judge:
+    """Gives the tokens of a prompt group's samples their advantages, as an `AlgorithmConfig`
+    says.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, *, max_new_tokens: int) -> None:
+        """Load the algorithm, once: a file that changes meanwhile changes nothing.
+
+        Args:
+            algorithm: The settings.
+            max_new_tokens: Longest possible completion, for the penalty on overlong ones.
+        Raises:
+            ConfigError: There is no such algorithm.
+        """
+        self._algorithm, self._max_new_tokens, self._spec = (
+            algorithm,
+            max_new_tokens,
+            algorithm.spec,
+        )
+        self._advantage = resolve(self._spec.advantage)
+
+    def __call__(self, samples: Sequence[RewardedSample]) -> list[NDArray[np.float32]]:
+        """Give the advantage of each token, 0 where the loss mask is.
+
+        Args:
+            samples: All of the prompt group, by index.
+        Returns:
+            One array for each sample, as long as its tokens.
+        Raises:
+            RewardError: A reward is not finite, not what the algorithm needs, or by turn or token
+                and of another number; the text says what is wrong.
+            ConfigError: An algorithm of one's own gave something else than a finite number for each
+                sample.
+        """
+        _require_finite(samples)
+        if self._algorithm.truncated_samples != "leave_out" or not any(
+            sample.is_truncated for sample in samples
+        ):
+            return self._judged(samples)
+        kept = [sample for sample in samples if not sample.is_truncated]
+        judged = iter(self._judged(kept, num_left_out=len(samples) - len(kept)) if kept else ())
+        return [
+            np.zeros(len(sample.loss_mask), np.float32) if sample.is_truncated else next(judged)
+            for sample in samples
+        ]
+
+    def _judged(
+        self, samples: Sequence[RewardedSample], *, num_left_out: int = 0
+    ) -> list[NDArray[np.float32]]:
+        masks = [sample.loss_mask.astype(bool) for sample in samples]
+        earned = [_earned(sample) for sample in samples]
+        penalties = self._penalties(samples, masks)
+        rewards = self._rewards(samples, masks)
+        if self._spec.reward_kl == "sequence":
+            rewards -= np.array([penalty.sum() for penalty in penalties] or 0.0)
+            penalties = []
+        if self._algorithm.needs_critic or self._spec.by_token:
+            return self._less_teacher(
+                self._by_token(samples, masks, rewards, earned, penalties), samples, masks
+            )
+        lengths, keywords = (
+            np.array([mask.sum() for mask in masks], np.float64),
+            self._algorithm.keywords(self._spec.advantage_settings),
+        )
+        given = self._advantage(
+            GroupRewards(rewards, _components(samples), lengths, num_left_out), **keywords
+        )
+        scalars = _checked(given, num_samples=len(samples), name=self._algorithm.name)
+        advantages = [
+            mask.astype(np.float32) * np.float32(scalar)
+            for mask, scalar in zip(masks, scalars, strict=True)
+        ]
+        for index, penalty in enumerate(penalties):
+            returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
+            advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
+        return self._less_teacher(advantages, samples, masks)
+
+    def _less_teacher(
+        self,
+        advantages: list[NDArray[np.float32]],
+        samples: Sequence[RewardedSample],
+        masks: Sequence[NDArray[np.bool_]],
+    ) -> list[NDArray[np.float32]]:
+        """Take off each token's advantage what the teacher thinks of it, where the algorithm
+        does.
+        """
+        if not self._algorithm.has_distill_advantage:
+            return advantages
+        penalised = zip(advantages, samples, masks, strict=True)
+        return [
+            values - _teacher_penalties(sample, mask, self._algorithm)
+            for values, sample, mask in penalised
+        ]
+
+    def _by_token(
+        self,
+        samples: Sequence[RewardedSample],
+        masks: Sequence[NDArray[np.bool_]],
+        rewards: Float64[np.ndarray, " samples"],
+        earned: Sequence[Float64[np.ndarray, " loss_tokens"]],
+        penalties: Sequence[Float64[np.ndarray, " tokens"]],
+    ) -> list[NDArray[np.float32]]:
+        """Lay the loss tokens of the samples into rows, and have the algorithm judge each of
+        them.
+        """
+        lengths = np.array([mask.sum() for mask in masks], np.int64)
+        shape = len(samples), int(lengths.max())
+        is_truncated, turns = (
+            np.array([sample.is_truncated for sample in samples]),
+            [turn_lengths(mask) for mask in masks],
+        )
+        group = GroupValues(np.zeros(shape), np.zeros(shape), lengths, is_truncated, turns)
+        for row, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
+            length = int(mask.sum())
+            if self._algorithm.needs_critic:
+                group.values[row, :length] = _values(sample)[mask]
+            if penalties:
+                group.rewards[row, :length] = -penalties[row][mask]
+            if length:
+                group.rewards[row, :length] += earned[row]
+                group.rewards[row, length - 1] += rewards[row] - earned[row].sum()
+        given = np.asarray(
+            self._advantage(group, **self._algorithm.keywords(self._spec.advantage_settings)),
+            np.float64,
+        )
+        if given.shape != shape or not np.isfinite(given).all():
+            rule = f"its advantage must give finite numbers of shape {shape}, one for each token"
+            raise ConfigError(
+                f"algorithm {self._algorithm.name}: {rule}, got shape {given.shape}: "
+                f"{given.tolist()!r:.200}"
+            )
+        advantages = [np.zeros(len(mask), np.float32) for mask in masks]
+        for judged, mask, row_given in zip(advantages, masks, given, strict=True):
+            judged[mask] = row_given[: int(mask.sum())]
+        return advantages
+
+    def _rewards(
+        self, samples: Sequence[RewardedSample], masks: Sequence[NDArray[np.bool_]]
+    ) -> Float64[np.ndarray, " samples"]:
+        rewards: Float64[np.ndarray, " samples"] = np.array(
+            [sample.reward for sample in samples], np.float64
+        )
+        lengths = np.array([mask.sum() for mask in masks], np.float64)
+        ratio, penalty = self._algorithm.overlong_ratio, self._algorithm.overlong_penalty
+        rewards -= overlong_penalties(
+            lengths, max_new_tokens=self._max_new_tokens, ratio=ratio, penalty=penalty
+        )
+        return rewards
+
+    def _penalties(
+        self, samples: Sequence[RewardedSample], masks: Sequence[NDArray[np.bool_]]
+    ) -> list[Float64[np.ndarray, " tokens"]]:
+        if not self._algorithm.has_reward_kl:
+            return []
+        return [
+            _kl_penalties(sample, mask, self._algorithm)
+            for sample, mask in zip(samples, masks, strict=True)
+        ]
+
+
+def overlong_penalties(
+    lengths: Float64[np.ndarray, " samples"], *, max_new_tokens: int, ratio: float, penalty: float
+) -> Float64[np.ndarray, " samples"]:
+    """Give what overlong completions lose: nothing up to the last `ratio` of the length, then
+    linearly up to `penalty` at its end.
+
+    Args:
+        lengths: Tokens that the policy chose.
+        max_new_tokens: At this length the penalty is whole.
+        ratio: Of `max_new_tokens`, over which the penalty grows; 0 for none.
+        penalty: In the unit of the reward.
+    Source: DAPO (arXiv 2503.14476), equation 13, where ratio is L_cache / L_max and penalty is 1.
+    """
+    if not ratio:
+        return np.zeros_like(lengths)
+    return penalty * np.clip(
+        (lengths - (1 - ratio) * max_new_tokens) / (ratio * max_new_tokens), 0, 1
+    )
+
+
+def _kl_penalties(
+    sample: RewardedSample, mask: NDArray[np.bool_], algorithm: AlgorithmConfig
+) -> Float64[np.ndarray, " tokens"]:
+    """Give kl_coefficient times the estimate of KL(policy || reference) at each loss token, from
+    the policy that is the old one.
+    """
+    if sample.policy_logprobs is None or sample.ref_logprobs is None:
+        raise RewardError(
+            f"sample {sample.sample_id} lacks the log-probabilities for the KL in its "
+            "reward; is the role that computes them running?"
+        )
+    difference = _differences(sample.policy_logprobs, sample.ref_logprobs, mask)
+    k3 = np.exp(np.minimum(-difference, MAX_LOG_RATIO)) - 1 + difference
+    estimates = {
+        "k1": difference,
+        "k2": difference**2 / 2,
+        "k3": k3,
+        "low_variance": np.clip(k3, -10, 10),
+    }
+    penalties: Float64[np.ndarray, " tokens"] = (
+        algorithm.kl_coefficient * estimates[algorithm.kl_estimator]
+    )
+    return penalties
+
+
+def _earned(sample: RewardedSample) -> Float64[np.ndarray, " loss_tokens"]:
+    return rewards_on_the_way(
+        sample.loss_mask,
+        turn_rewards=sample.turn_rewards,
+        token_rewards=sample.token_rewards,
+        sample_id=sample.sample_id,
+    )
+
+
+def _values(sample: RewardedSample) -> NDArray[np.float64]:
+    if sample.values is None:
+        remedy = (
+            "is the critic role running, or was the sample recorded by an algorithm that has none?"
+        )
+        raise RewardError(f"sample {sample.sample_id} lacks the critic's values; {remedy}")
+    if sample.values.shape != sample.loss_mask.shape or not np.isfinite(sample.values).all():
+        rule = f"the critic's values must be finite, one for each of {len(sample.loss_mask)} tokens"
+        raise RewardError(
+            f"sample {sample.sample_id}: {rule}, got shape {sample.values.shape}: "
+            f"{sample.values.tolist()!r:.200}"
+        )
+    return sample.values.astype(np.float64)
+
+
+def _teacher_penalties(
+    sample: RewardedSample, mask: NDArray[np.bool_], algorithm: AlgorithmConfig
+) -> NDArray[np.float32]:
+    """Give distill_coefficient times the log-ratio of policy and teacher at each loss token: what
+    the reverse KL is the mean of.
+    """
+    if sample.policy_logprobs is None or sample.teacher_logprobs is None:
+        raise RewardError(
+            f"sample {sample.sample_id} lacks the teacher's or the policy's "
+            "log-probabilities; is the role that computes them running?"
+        )
+    penalties = algorithm.distill_coefficient * _differences(
+        sample.policy_logprobs, sample.teacher_logprobs, mask
+    )
+    return penalties.astype(np.float32)
+
+
+def _differences(
+    ours: NDArray[np.generic], theirs: NDArray[np.generic], mask: NDArray[np.bool_]
+) -> Float64[np.ndarray, " tokens"]:
+    return np.where(mask, ours.astype(np.float64) - theirs.astype(np.float64), 0.0)
+
+
+def _require_finite(samples: Sequence[RewardedSample]) -> None:
+    for sample in samples:
+        for name, value in {"reward": sample.reward, **sample.components}.items():
+            if not np.isfinite(value):
+                raise RewardError(f"sample {sample.sample_id}: {name} must be finite, got {value}")
+
+
+def _components(samples: Sequence[RewardedSample]) -> dict[str, Float64[np.ndarray, " samples"]]:
+    names = samples[0].components.keys()
+    for sample in samples:
+        if sample.components.keys() != names:
+            found, other = (
+                ", ".join(sorted(keys)) or "none" for keys in (sample.components, names)
+            )
+            raise RewardError(
+                f"sample {sample.sample_id} has the reward components {found}, another of "
+                f"its prompt has {other}"
+            )
+    return {
+        name: np.array([sample.components[name] for sample in samples], np.float64)
+        for name in names
+    }
+
+
+def _checked(given: object, *, num_samples: int, name: str) -> Float64[np.ndarray, " samples"]:
+    values = np.asarray(given, np.float64)
+    if values.shape != (num_samples,) or not np.isfinite(values).all():
+        rule = f"its advantage must give {num_samples} finite numbers, one for each sample"
+        raise ConfigError(f"algorithm {name}: {rule}, got {values.tolist()!r:.200}")
+    return values

@@ -1,9 +1,0 @@
-"""A real one-node Apache Kafka on this machine's Java: fetched once, checked, formatted, started and stopped from Python.
-
-It binds to the loopback interface only and is meant for one machine; a cluster is reached by its bootstrap servers instead.
-"""
-
-from relax_events.broker.embedded.access import BrokerBusy
-from relax_events.broker.embedded.broker import EmbeddedBroker
-
-__all__ = ["BrokerBusy", "EmbeddedBroker"]

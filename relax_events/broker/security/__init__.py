@@ -1,1 +1,0 @@
-"""SASL/SCRAM-SHA-512 over TLS with ACLs: certificates, passwords, broker settings, and bringing them onto a cluster."""

@@ -1,0 +1,51 @@
+"""What the subcommands share: the run behind a run file, and rows on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from relax_events.config import RunConfig
+    from relax_events.kafka.admin import Admin
+
+Output = Literal["table", "json"]
+
+
+@contextmanager
+def open_run(
+    config: Path, overrides: tuple[str, ...], *, may_be_new: bool = False
+) -> Iterator[tuple[RunConfig, Admin]]:
+    """Give the run with its broker's address filled in, and an admin client of that broker, which
+    has answered.
+
+    Args:
+        config: The run file.
+        overrides: Laid over it.
+        may_be_new: Whether the broker need not know the run.
+    Raises:
+        ConfigError: The broker does not know the run, and should.
+    """
+    from relax_events.config import load_run_config
+    from relax_events.session.broker_address import attached, open_admin, require_run
+    from relax_events.topics import TopicPlan
+
+    with (
+        attached(load_run_config(config, overrides), by="relax topics") as settings,
+        closing(open_admin(settings, name="topics")) as admin,
+    ):
+        if not may_be_new:
+            require_run(settings, admin.topics(TopicPlan.of(settings).topic("")))
+        yield settings, admin
+
+
+def show(columns: Sequence[str], rows: Sequence[Sequence[Any]], output: Output) -> None:
+    """Print rows as a table, or as a JSON list of objects."""
+    from relax_events.cli.output import print_json, print_table
+
+    if output == "json":
+        print_json([dict(zip(columns, row, strict=True)) for row in rows])
+    else:
+        print_table(columns, [["-" if value is None else value for value in row] for row in rows])

@@ -1,0 +1,213 @@
+"""What an algorithm asks of the rest of a run file when it learns from the data's own answers:
+nothing is generated, nothing is rewarded.
+
+What several optimizer steps in a train step ask of the rest of a run file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationInfo
+
+from relax_events.config.algorithm_spec import find_algorithm, is_from_log
+from relax_events.config.data import LEARNT_KEYS, RowsConfig
+from relax_events.config.engine import SamplingConfig
+from relax_events.errors import ConfigError
+
+if TYPE_CHECKING:
+    from relax_events.config.run_config import RunConfig
+
+DATASET_ENGINE = "dataset"
+"""The engine that hands out what a row brings."""
+GROUP_SIZES = {"answers": 1, "pairs": 2}
+"""Samples of a prompt group, by what the algorithm learns from."""
+
+
+def with_group_size(given: Any, info: ValidationInfo) -> Any:
+    """Fill in `run.samples_per_prompt` where the algorithm leaves no choice and the run file does
+    not name it.
+    """
+    algorithm, run = (
+        (given.get(name) for name in ("algorithm", "run"))
+        if isinstance(given, Mapping)
+        else (None, None)
+    )
+    if (
+        not isinstance(algorithm, Mapping)
+        or not isinstance(run, Mapping)
+        or "samples_per_prompt" in run
+    ):
+        return given
+    name = str(algorithm.get("name", "grpo"))
+    if is_from_log(name, info):
+        return given
+    try:
+        size = GROUP_SIZES.get(find_algorithm(name).learns_from)
+    except ConfigError:  # told when the section itself is checked
+        return given
+    return given if size is None else {**given, "run": {**run, "samples_per_prompt": size}}
+
+
+def check_answers(config: RunConfig) -> None:
+    """Refuse settings that don't fit what the algorithm learns from.
+
+    A replay generates nothing either way: of it only the size of its prompt groups must fit. Of an
+        algorithm that is not read nothing is known.
+
+    Raises:
+        ValueError: The text names the setting, its value and the remedy.
+    """
+    if (problem := next(_problems(config), None)) is not None:
+        raise ValueError(problem)
+
+
+def _problems(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.is_unread:
+        return
+    name, learns_from, size = (
+        config.algorithm.name,
+        config.algorithm.learns_from,
+        config.run.samples_per_prompt,
+    )
+    if learns_from == "rewards":
+        if size < 2:
+            yield (
+                f"run.samples_per_prompt must be >= 2, got {size}: algorithm {name} compares a "
+                "prompt's samples"
+            )
+        if not config.is_replay:
+            yield from _problems_with_rewards(config)
+        return
+    wanted = GROUP_SIZES[learns_from]
+    if size != wanted and not (config.is_replay and learns_from == "answers"):
+        yield (
+            f"run.samples_per_prompt must be {wanted}, got {size}: algorithm {name} learns from "
+            f"{learns_from}; leave it out"
+        )
+    if not config.is_replay:
+        yield from _problems_with_data(config)
+        yield from _problems_with_engine(config)
+
+
+def _problems_with_rewards(config: RunConfig) -> Iterator[str]:
+    for part in config.data.parts:
+        for key in LEARNT_KEYS:
+            if value := getattr(part, key):
+                yield (
+                    f"data.{key} = {value!r} is not used by algorithm {config.algorithm.name}, "
+                    "which learns from rewards; leave it out"
+                )
+    if tokens := config.data.max_sample_tokens:
+        yield (
+            f"data.max_sample_tokens = {tokens} measures answers that the data bring; set "
+            "engine.sampling.max_new_tokens, or data.max_prompt_tokens"
+        )
+    if config.engine.name == DATASET_ENGINE:
+        yield (
+            f"engine.name = 'dataset' generates nothing, and algorithm {config.algorithm.name} "
+            "learns from what is generated; set engine.name"
+        )
+
+
+def _problems_with_data(config: RunConfig) -> Iterator[str]:
+    name, pairs = config.algorithm.name, config.algorithm.learns_from == "pairs"
+    for part in config.data.parts:
+        if pairs and not _brings_pairs(part):
+            yield (
+                f"algorithm {name} learns from pairs, and {part.source} names none; set "
+                "data.chosen_key and data.rejected_key"
+            )
+        if not pairs and _brings_pairs(part):
+            yield (
+                f"data.chosen_key = {part.chosen_key!r} is not used by algorithm {name}, which "
+                "learns from answers; set data.completion_key to it"
+            )
+    if config.data.pass_rate is not None:
+        yield (
+            f"data.pass_rate = {list(config.data.pass_rate)} judges by rewards, and algorithm "
+            f"{name} has none; leave it out"
+        )
+
+
+def _brings_pairs(part: RowsConfig) -> bool:
+    return bool(part.chosen_key)
+
+
+def _problems_with_engine(config: RunConfig) -> Iterator[str]:
+    if config.model.replays_routing:
+        why = f"algorithm {config.algorithm.name} draws no samples"
+        yield (
+            "model.routing_replay = 'rollout' replays where an engine sent the tokens that it "
+            f"drew, and {why}; leave it out"
+        )
+    sampling, usual = config.engine.sampling, SamplingConfig()
+    for key in ("temperature", "top_p", "top_k"):
+        if (value := getattr(sampling, key)) != getattr(usual, key):
+            why = f"algorithm {config.algorithm.name} draws no samples"
+            yield (
+                f"engine.sampling.{key} = {value} has no use: {why}; leave it out, or set it in "
+                "evaluation.datasets.sampling"
+            )
+    if config.engine.name == DATASET_ENGINE and config.evaluation.datasets:
+        yield (
+            "engine.name = 'dataset' generates nothing, and evaluation needs an engine that "
+            "does; leave engine.name out"
+        )
+
+
+if TYPE_CHECKING:
+    from relax_events.config.run_config import RunConfig
+
+
+def check_mini_batches(config: RunConfig) -> None:
+    """Refuse mini-batches that a train batch can't be dealt into, and several optimizer steps where
+    the algorithm can take but one.
+
+    Raises:
+        ValueError: The text names the setting, its value and the remedy.
+    """
+    if (problem := next(_mini_batch_problems(config), None)) is not None:
+        raise ValueError(problem)
+
+
+def _mini_batch_problems(config: RunConfig) -> Iterator[str]:
+    trainer, algorithm, num_groups = config.trainer, config.algorithm, config.run.groups_per_step
+    wanted = {
+        "trainer": trainer.num_mini_batches,
+        "critic": (config.critic.num_mini_batches or 1) if algorithm.needs_critic else 1,
+    }
+    for section, num_mini_batches in wanted.items():
+        if num_mini_batches > num_groups:
+            rule = (
+                f"{section}.num_mini_batches must be at most run.groups_per_step = {num_groups}, "
+                f"got {num_mini_batches}"
+            )
+            yield (
+                f"{rule}: prompt groups are dealt whole; set {section}.num_mini_batches or "
+                "run.groups_per_step"
+            )
+    if (
+        trainer.has_mini_batches
+        and not algorithm.is_unread
+        and (reason := algorithm.spec.one_update)
+    ):
+        asked = (
+            f"trainer.num_epochs = {trainer.num_epochs} and trainer.num_mini_batches = "
+            f"{trainer.num_mini_batches}"
+        )
+        yield (
+            f"{asked} are not for {algorithm.name}: {reason}; set both to 1, or take another "
+            "algorithm"
+        )
+    if trainer.max_kl and not trainer.has_mini_batches:
+        yield (
+            f"trainer.max_kl = {trainer.max_kl:g} has nothing to end: a train step is one "
+            "optimizer step; set trainer.num_epochs, or leave it out"
+        )
+    if trainer.max_kl and not algorithm.has_rewards:
+        yield (
+            f"trainer.max_kl = {trainer.max_kl:g} compares with the policy that drew the "
+            f"samples, and {algorithm.name} has none; leave it out"
+        )

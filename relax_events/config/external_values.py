@@ -1,0 +1,186 @@
+"""What the keys of a run file name outside of it: code, programs, addresses, files, variables. Each
+key says so with its type.
+
+A run file of one's own may name anything. The description of a run on the log was written by
+somebody else, and what it names is shown before any of it is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from relax_events.config.addresses import is_loopback
+
+
+class Names(StrEnum):
+    """What the value of a key names, and what would become of it."""
+
+    NOTHING = "nothing"
+    CODE = "code that would be run"
+    PROGRAM = "a program that would be started"
+    ARGUMENTS = "arguments of a program that would be started"
+    ADDRESS = "an address that would be contacted"
+    LISTENER = "an address on which the run would listen"
+    FILE = "a file or folder that would be used"
+    VARIABLE = "an environment variable that code would be given"
+    DATA = "data that would be read"
+    OPTIONS = "an option of a function, which may name anything"
+
+
+Text = Annotated[str, Names.NOTHING]
+Texts = Annotated[tuple[str, ...], Names.NOTHING]
+Code = Annotated[str, Names.CODE]
+Address = Annotated[str, Names.ADDRESS]
+Addresses = Annotated[tuple[str, ...], Names.ADDRESS]
+Listener = Annotated[str, Names.LISTENER]
+FilePath = Annotated[Path, Names.FILE]
+Options = Annotated[dict[str, Any], Names.OPTIONS]
+
+GENERATED_DATA = ("reasoning_gym:", "scenes:", "clips:", "tones:")
+_WORDS = re.compile(r"[\w -]{0,64}")
+_TELLING_KEY = re.compile(
+    r"variable|env|token|user|host|ur[li]|address|endpoint|server|socket|path|file|folder|dir|repo|command|program|python|module|function",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A value of a run file that names something outside of it."""
+
+    key: str
+    value: Any
+    what: Names
+
+
+def names_in(
+    tree: Mapping[str, Any], model: type[BaseModel], *, prefix: str = ""
+) -> Iterator[Named]:
+    """Give what the values of a run file name outside of it, key by key. Values that are the
+    default name nothing new.
+
+    Args:
+        tree: The run file, as JSON has it.
+        model: Its type.
+        prefix: Of the keys, with a dot at its end.
+    """
+    for name, value in tree.items():
+        field = model.model_fields.get(name)
+        if field is None or value is None:
+            continue
+        if (inner := model_of(field.annotation)) is not None:
+            for key, table in _tables(
+                value, f"{prefix}{name}", by_name=get_origin(field.annotation) is dict
+            ):
+                yield from names_in(table, inner, prefix=f"{key}.")
+        elif value != _default(field):
+            yield from _named(f"{prefix}{name}", value, kind_of(field))
+
+
+def kind_of(field: FieldInfo) -> Names:
+    """Return what a key names; a key whose type does not say names anything."""
+    return next(_marks(field), Names.OPTIONS)
+
+
+def is_marked(field: FieldInfo) -> bool:
+    """Tell whether a key says what it names."""
+    return next(_marks(field), None) is not None
+
+
+def model_of(kind: Any) -> type[BaseModel] | None:
+    """Return the table that a key holds, alone, in a list or by name; None for other keys."""
+    if isinstance(kind, type) and get_origin(kind) is None:
+        return kind if issubclass(kind, BaseModel) else None
+    return next((found for arm in get_args(kind) if (found := model_of(arm)) is not None), None)
+
+
+def _marks(field: FieldInfo) -> Iterator[Names]:
+    yield from (mark for mark in field.metadata if isinstance(mark, Names))
+    yield from _marks_within(field.annotation)
+
+
+def _marks_within(kind: Any) -> Iterator[Names]:
+    for arm in get_args(kind):
+        if isinstance(arm, Names):
+            yield arm
+        yield from _marks_within(arm)
+
+
+def _tables(value: Any, key: str, *, by_name: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Give the tables of a key: itself, those of a list, or those by name."""
+    if isinstance(value, list):
+        yield from ((f"{key}.{index}", table) for index, table in enumerate(value))
+    elif by_name:
+        yield from ((f"{key}.{name}", table) for name, table in value.items())
+    else:
+        yield key, value
+
+
+def _default(field: FieldInfo) -> Any:
+    value = None if field.is_required() else field.get_default(call_default_factory=True)
+    return (
+        list(value)
+        if isinstance(value, tuple)
+        else str(value)
+        if isinstance(value, Path)
+        else value
+    )
+
+
+def _named(key: str, value: Any, kind: Names) -> Iterator[Named]:
+    if kind is Names.OPTIONS:
+        yield from (
+            Named(place, leaf, kind)
+            for place, leaf in _leaves(value, key)
+            if _is_telling(place, leaf)
+        )
+    elif kind is Names.ARGUMENTS:
+        yield Named(key, value, kind)  # their order matters
+    elif kind is not Names.NOTHING:
+        yield from (
+            Named(place, leaf, kind)
+            for place, leaf in _leaves(value, key, by_index=False)
+            if _is_outside(leaf, kind)
+        )
+
+
+def _is_outside(value: Any, kind: Names) -> bool:
+    text = str(value)
+    if kind is Names.CODE:
+        return text.rpartition(":")[0].endswith(".py")
+    if kind is Names.DATA:
+        return not text.startswith(GENERATED_DATA)
+    return bool(text) and not (kind is Names.LISTENER and is_loopback(text))
+
+
+def _is_telling(key: str, value: Any) -> bool:
+    """Tell whether an option may name something: it is more than a word or two, its key says so, or
+    it takes a protection away.
+    """
+    own = key.rpartition("options.")[2]
+    if isinstance(value, bool):
+        return value and own.startswith(("allow", "trust"))
+    return (
+        isinstance(value, str)
+        and bool(value)
+        and (bool(_TELLING_KEY.search(own)) or not _WORDS.fullmatch(value))
+    )
+
+
+def _leaves(value: Any, key: str, *, by_index: bool = True) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}", by_index=by_index)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{key}.{index}" if by_index else key, by_index=by_index)
+    else:
+        yield key, value

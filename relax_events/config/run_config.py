@@ -1,0 +1,489 @@
+"""A run file: all its sections, and those that tell what the run is. `docs/reference/config.md` is
+made from their docstrings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, model_validator
+
+from relax_events.config.algorithm import AlgorithmConfig
+from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
+from relax_events.config.broker import BrokerConfig, ObjectsConfig
+from relax_events.config.checks import (
+    DATASET_ENGINE,
+    check_answers,
+    check_mini_batches,
+    with_group_size,
+)
+from relax_events.config.critic import CriticConfig
+from relax_events.config.data import DataConfig
+from relax_events.config.engine import EngineConfig, ModelConfig
+from relax_events.config.environment import EnvironmentConfig
+from relax_events.config.evaluation import EvaluationConfig
+from relax_events.config.external_values import Address, FilePath, Listener, Names, Text
+from relax_events.config.judge import JUDGED, JudgeConfig, check_judge
+from relax_events.config.reward import RewardConfig
+from relax_events.config.scaling import ScalingConfig
+from relax_events.config.teacher import TeacherConfig
+from relax_events.config.tracing import TracesConfig
+from relax_events.config.training import TrainerConfig, WarmStartConfig
+from relax_events.config.weights import WeightsConfig
+
+RUN_ID_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$"
+
+
+class RunSection(Section):
+    """What is trained for how long, and how stale a sample may be."""
+
+    id: Annotated[str, Field(pattern=RUN_ID_PATTERN), Names.NOTHING]
+    """Names the run: its topics start with `relax.<id>.`, its files lie in
+    `<directory>/runs/<id>`."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds data order, sampling and initialisation."""
+    num_steps: Positive = 100
+    """Train steps until the run has reached its goal; a fork counts on from its source's."""
+    groups_per_step: Positive = 16
+    """Prompt groups in one train step."""
+    samples_per_prompt: Positive = 8
+    """Samples drawn for each prompt, at least 2. Where the data bring what is learnt it is 1
+    answer, or the 2 of a pair, and may be left out."""
+    mode: Literal["sync", "async"] = "async"
+    """`sync`: engine and trainer alternate on the same devices, strictly on-policy. `async`: both
+    work all the time."""
+    max_staleness: Annotated[int, Field(ge=0)] = 1
+    """How many policy versions a sample may be behind the trainer; 0 is strictly on-policy."""
+    on_new_version: Literal["finish", "swap", "restart"] = "finish"
+    """What an engine does with running samples when a version arrives: finish them first, swap the
+    weights under them
+    (approximate: the kept cache is of the old weights), or recompute their prefix under the new
+        weights."""
+    batch_order: Literal["in_order", "ready_first"] = "in_order"
+    """`in_order`: step s trains the prompt groups issued for it. `ready_first`: whatever in the
+    window is complete."""
+    max_failed_groups: Positive = 64
+    """The run stops with an error after so many prompt groups failed in a row."""
+    retain_versions: Annotated[int, Field(ge=0)] = 0
+    """How many of the newest policy versions keep their records on the log; 0 keeps all, so that
+    every version can be replayed."""
+    follower_versions: Annotated[int, Field(ge=0)] = 200
+    """How many versions more keep their trained samples while a run that replays this one
+    (`source.run`) has not trained them; 0 keeps none."""
+    directory: FilePath = Path(".relax")
+    """Where runs, models and the embedded broker keep their files."""
+
+    @model_validator(mode="after")
+    def _sync_is_on_policy(self) -> RunSection:
+        if self.mode == "sync" and self.max_staleness:
+            raise ValueError(
+                f"mode = 'sync' is on-policy, got max_staleness = {self.max_staleness}; set "
+                "run.max_staleness = 0 or run.mode = 'async'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _window_is_retained(self) -> RunSection:
+        if 0 < self.retain_versions <= self.max_staleness:
+            rule = f"retain_versions must be 0 or above max_staleness = {self.max_staleness}"
+            raise ValueError(
+                f"{rule}, got {self.retain_versions}: the trainer still reads those "
+                "versions; set run.retain_versions"
+            )
+        return self
+
+
+class WorkersConfig(Section):
+    """How many processes of each role `relax run` starts, and how it tends them."""
+
+    rollout: Positive = 1
+    """Rollout workers."""
+    reward: Positive = 1
+    """Reward workers."""
+    reference: Positive = 1
+    """Reference workers (when the algorithm needs them)."""
+    actor_forward: Positive = 1
+    """Actor-forward workers (when the algorithm needs them)."""
+    teacher: Positive = 1
+    """Teacher workers (when the algorithm needs them)."""
+    judge: Positive = 1
+    """Judge workers (when `judge.model_path` is given)."""
+    advantage: Positive = 1
+    """Advantage workers."""
+    drain_seconds: OrDerived[Seconds] = DERIVED
+    """How long a worker may take to finish its work after SIGTERM. Derived: the time of
+    `engine.sampling.max_new_tokens` at 20 tokens a second, at least 20 s and at most
+    `health.stuck_seconds`."""
+    beat_seconds: Seconds = 1.0
+    """Interval of heartbeats."""
+    hung_seconds: Seconds = 600.0
+    """A worker that has sent no heartbeat for so long is killed and started again. Inside a long
+    call heartbeats go on, and the call has a
+    deadline of its own: see `health`."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Restarts in a row of a worker that dies without progress: no record of its own is finished
+    and no train step committed in between. At the next such death the run ends with the worker's
+    error; an elastic worker is given up alone."""
+
+
+class HealthConfig(Section):
+    """What the controller does about workers that are silent (`workers.hung_seconds`), stuck or
+    slow to start (ADR 13).
+    """
+
+    stuck_seconds: Seconds = 900.0
+    """A worker that has work and does not get on with it for so long is started again; if nobody
+    has had any for so long, the run is restored.
+    Also the deadline of one piece of work: a micro-batch, an optimizer step, one part of a record
+        batch."""
+    transfer_seconds: Seconds = 3600.0
+    """How long writing or reading a whole model may take: a version of the weights, or a
+    checkpoint."""
+    start_seconds: Seconds = 3600.0
+    """How long a worker may take to start, which is mostly to load its model."""
+    max_restarts: Positive = 3
+    """Restarts of a worker that may be in vain before the run is restored: all workers of the
+    pipeline begin anew from checkpoint and log."""
+    max_restores: Annotated[int, Field(ge=0)] = 3
+    """Restores that may be in vain before the run is given up. Steps that are committed afterwards
+    make restarts and restores count no more."""
+    backoff_seconds: Seconds = 10.0
+    """Waited before a worker's second restart, and before a second restore; doubled each time, up
+    to five minutes."""
+
+
+class TelemetryConfig(Section):
+    """Logs, metrics and traces."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log event that is written."""
+    log_format: Literal["auto", "json", "console"] = "auto"
+    """`auto` writes for people on a terminal and JSON elsewhere."""
+    metrics_host: Listener = "127.0.0.1"
+    """Address on which a worker serves `/metrics`, `/healthz` and `/readyz`."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the same; 0 takes a free one and logs it. Above 0 it is that of the first worker on a
+    machine: `relax run` gives the others the ports behind it, and so do the ranks of a trainer."""
+    trackers: Annotated[tuple[str, ...], Names.CODE] = ("tensorboard",)
+    """Where the metrics role writes figures besides `metrics.jsonl`: `tensorboard`, `wandb`,
+    `clearml`, `mlflow` (the last three are extras of these names), or one's own as
+    `path/to/file.py:Class`."""
+    notice_urls_file: FilePath | None = None
+    """File with the Apprise URLs that are told of the run's start, end, failures and recoveries,
+    one a line (extra `notices`); they are secrets. In the environment `RELAX_NOTICE_URLS`."""
+    tracker_project: Text = "relax-events"
+    """What trackers gather runs under: project or experiment."""
+    traces: TracesConfig = TracesConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tells_what_became_of_tensorboard(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "tensorboard" in given:
+            if given["tensorboard"]:
+                raise ValueError(
+                    "tensorboard is one of several trackers now, and the default of "
+                    "telemetry.trackers"
+                )
+            return {
+                name: value for name, value in given.items() if name != "tensorboard"
+            }  # as the logs of earlier releases say
+        return given
+
+    def port_of(self, place: int) -> int:
+        """Return the port of the worker that is so many places behind the first on its machine; 0
+        stays 0.
+        """
+        return self.metrics_port + place if self.metrics_port else 0
+
+
+class SourceSection(Section):
+    """The run that this one goes back to: for its weights, and for its rollouts when it replays
+    them. Empty for a run of its own.
+
+    Versions are counted on from the source's, so a run from version 30 begins with train step 30.
+    """
+
+    run: Annotated[str, Field(pattern=rf"{RUN_ID_PATTERN}|^$"), Names.NOTHING] = ""
+    """Id of the source, on the same cluster."""
+    rollouts: Literal["recorded", "live"] = "recorded"
+    """`recorded`: a replay, which trains the batches that the source's log names. `live`: a fork,
+    which generates its own."""
+    from_version: Annotated[int, Field(ge=0)] = 0
+    """The source's policy version to start from; its first one is the model of `model.path`."""
+    until_version: Annotated[int, Field(ge=-1)] = -1
+    """Version at which a replay has reached its goal; -1 is the end of the source's log."""
+    follow: bool = False
+    """A second learner: a replay that goes on as the source goes on, and ends after it."""
+    scores: Text = ""
+    """Train a replay on these scores of a rescoring instead of the recorded rewards."""
+    objects_uri: Address = ""
+    """Where the source's objects lie, which `relax runs replay` and `relax runs fork` fill in;
+    empty stands for where they would lie if the source had this run file. What the source's log
+    says must agree."""
+    from_row: Annotated[int, Field(ge=0)] = 0
+    """Row of the prompt stream with which a fork goes on."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> SourceSection:
+        if 0 <= self.until_version <= self.from_version:
+            raise ValueError(
+                "source.until_version must be above source.from_version = "
+                f"{self.from_version}, got {self.until_version}; or -1 for all"
+            )
+        if self.scores and self.follow:
+            raise ValueError(
+                f"source.scores = {self.scores!r} are those of a rescoring, which has to be "
+                "there before; set source.follow = false"
+            )
+        return self
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    run: RunSection
+    model: ModelConfig
+    data: DataConfig
+    broker: BrokerConfig = BrokerConfig()
+    objects: ObjectsConfig = ObjectsConfig()
+    engine: EngineConfig = EngineConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    reward: RewardConfig = RewardConfig()
+    judge: JudgeConfig = JudgeConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    weights: WeightsConfig = WeightsConfig()
+    source: SourceSection = SourceSection()
+    workers: WorkersConfig = WorkersConfig()
+    health: HealthConfig = HealthConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_group_size(cls, given: Any, info: ValidationInfo) -> Any:
+        return with_group_size(given, info)
+
+    @model_validator(mode="after")
+    def _answers_are_there(self) -> RunConfig:
+        check_answers(self)
+        return self
+
+    @model_validator(mode="after")
+    def _environment_has_somebody_to_talk_with(self) -> RunConfig:
+        function, algorithm = self.environment.function, self.algorithm
+        if function and not algorithm.has_rewards:
+            rule = (
+                f"is of no use to algorithm {algorithm.name}, which learns from answers that the "
+                "data bring"
+            )
+            raise ValueError(f"environment.function = {function!r} {rule}; leave it out")
+        if function and not self.data.chat_template:
+            need = "needs a chat template, which knows how messages part"
+            raise ValueError(
+                f"environment.function = {function!r} {need}; leave data.chat_template out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rollout_workers_have_partitions(self) -> RunConfig:
+        workers, partitions = self.workers.rollout, self.broker.queue_partitions
+        if self.broker.lease == "consumer_group" and workers > partitions:
+            need = (
+                f"workers.rollout = {workers} needs broker.queue_partitions >= {workers}, got "
+                f"{partitions}"
+            )
+            raise ValueError(
+                f"a worker without a partition gets no prompts: {need}; set "
+                "broker.queue_partitions or workers.rollout"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_have_shards(self) -> RunConfig:
+        if self.trainer.ranks > self.broker.shards:
+            ranks = self.trainer.ranks
+            need = (
+                f"trainer.ranks = {ranks} needs broker.shards >= {ranks}, got {self.broker.shards}"
+            )
+            raise ValueError(
+                f"every rank reads shards of its own: {need}; set broker.shards or trainer.ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _train_batches_can_be_dealt(self) -> RunConfig:
+        check_mini_batches(self)
+        return self
+
+    @model_validator(mode="after")
+    def _source_leads_here(self) -> RunConfig:
+        source, run = self.source, self.run
+        if source.run == run.id:
+            raise ValueError(
+                f"source.run must be another run than run.id = {run.id!r}; give this one an "
+                "id of its own"
+            )
+        if source.run and not self.is_replay and run.num_steps <= source.from_version:
+            raise ValueError(
+                f"a fork counts on from version {source.from_version}, so run.num_steps must "
+                f"be above it, got {run.num_steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _server_may_start(self) -> RunConfig:
+        stuck, engines = self.health.stuck_seconds, {"engine": self.engine}
+        for section, engine in (
+            engines | {"judge.engine": self.judge.engine} if self.has_judge else engines
+        ).items():
+            if engine.name == "sglang" and stuck <= (
+                needed := engine.sglang.stall_seconds + engine.sglang.start_seconds
+            ):
+                rule = (
+                    f"health.stuck_seconds must be above {needed:g}, got {stuck:g}: for "
+                    f"{section}.sglang.stall_seconds + start_seconds its server"
+                )
+                raise ValueError(
+                    f"{rule} may be started again while samples wait; set health.stuck_seconds"
+                )
+            if 0 < self.scaling.timeout_seconds < engine.start_limit_seconds:
+                rule = (
+                    f"must be 0 or >= {engine.start_limit_seconds:g}, got "
+                    f"{self.scaling.timeout_seconds:g}"
+                )
+                raise ValueError(
+                    f"scaling.timeout_seconds {rule}: its server may take so long to start "
+                    f"and load ({section}.sglang.start_seconds)"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_teacher(self) -> RunConfig:
+        if self.algorithm.distills and not self.is_replay and self.teacher.model_path is None:
+            need = (
+                f"algorithm.distill_coefficient = {self.algorithm.distill_coefficient:g} needs a "
+                "teacher"
+            )
+            raise ValueError(
+                f"{need}; set teacher.model_path to the folder of its checkpoint, or "
+                "algorithm.distill_coefficient = 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _judge_is_asked(self) -> RunConfig:
+        check_judge(self)
+        return self
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether samples are judged by a model of the run's own: then its role scores those whose
+        reward function is `genrm`.
+        """
+        return (
+            self.judge.model_path is not None and self.algorithm.has_rewards and not self.is_replay
+        )
+
+    @property
+    def judged_sources(self) -> frozenset[str | None]:
+        """Which of `reward.chosen` the judge scores."""
+        return (
+            frozenset(
+                source for source, one in self.reward.chosen.items() if one.function == JUDGED
+            )
+            if self.has_judge
+            else frozenset()
+        )
+
+    @property
+    def computed_reward(self) -> RewardConfig | None:
+        """What the reward role computes: all but what the judge scores; None where nothing is
+        left.
+        """
+        return self.reward.without(JUDGED) if self.has_judge else self.reward
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether this run trains another run's rollouts and generates none."""
+        return bool(self.source.run) and self.source.rollouts == "recorded"
+
+    @property
+    def rollout_engine(self) -> str:
+        """Name of the rollout workers' engine: `dataset` where the data bring the answers, and
+        `engine.name` is left to the evaluator.
+        """
+        return self.engine.name if self.algorithm.has_rewards else DATASET_ENGINE
+
+    @property
+    def num_lanes(self) -> int:
+        """Prompt groups that one rollout worker holds at a time."""
+        return self.engine.num_lanes(samples_per_prompt=self.run.samples_per_prompt)
+
+    @property
+    def first_version(self) -> int:
+        """The policy version that the run begins with."""
+        return self.source.from_version if self.source.run else 0
+
+    @property
+    def first_policy_step(self) -> int:
+        """The first train step in which the policy learns; in the run's steps before it only the
+        critic does.
+        """
+        begin = 0 if self.is_replay else self.first_version
+        return begin + self.critic.warmup_steps if self.algorithm.needs_critic else begin
+
+    @property
+    def last_version(self) -> int:
+        """The policy version with which the run has reached its goal."""
+        return (
+            self.source.until_version
+            if self.is_replay and self.source.until_version >= 0
+            else self.run.num_steps
+        )
+
+    @property
+    def num_train_steps(self) -> int:
+        """Train steps between the two."""
+        return max(self.last_version - self.first_version, 0)
+
+    @property
+    def run_directory(self) -> Path:
+        """Where this run keeps its logs, reports and, unless told otherwise, its objects."""
+        return self.run.directory / "runs" / self.run.id
+
+    @property
+    def objects_uri(self) -> str:
+        """Where this run's objects lie, with the default filled in."""
+        if not self.objects.uri:
+            return (self.run_directory.resolve() / "objects").as_uri()
+        return (
+            f"{self.objects.uri.rstrip('/')}/{self.run.id}"
+            if self.objects.by_run
+            else self.objects.uri
+        )
+
+    def roles(self) -> dict[str, int]:
+        """Every role that this run needs, with the number of its workers."""
+        evaluator = {"evaluator": 1} if self.evaluation.datasets else {}
+        if self.is_replay:
+            return {"controller": 1, "metrics": 1, "trainer": 1} | evaluator
+        counts = {"controller": 1, "metrics": 1, "prompter": 1, "rollout": self.workers.rollout}
+        if self.algorithm.has_rewards and self.computed_reward is not None:
+            counts["reward"] = self.workers.reward
+        if self.has_judge:
+            counts["judge"] = self.workers.judge
+        if self.algorithm.needs_reference:
+            counts["reference"] = self.workers.reference
+        if self.algorithm.old_logprobs == "actor":
+            counts["actor-forward"] = self.workers.actor_forward
+        if self.algorithm.needs_critic:
+            counts["critic"] = 1
+        if self.algorithm.distills:
+            counts["teacher"] = self.workers.teacher
+        return counts | {"advantage": self.workers.advantage, "trainer": 1} | evaluator

@@ -1,1 +1,0 @@
-"""Shows a run while it works."""

@@ -1,1 +1,0 @@
-"""What is left of a run to look at."""

@@ -1,1 +1,0 @@
-"""Worker processes of this machine, each there at once: forked from a process that has imported what workers need (ADR 25)."""

@@ -1,1 +1,0 @@
-"""Moves a run's log: into files, and out of them again."""

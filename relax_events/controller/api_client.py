@@ -1,0 +1,67 @@
+"""Calls a run's API, from the command line."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from relax_events.errors import CheckFailed, ConfigError
+
+CALL_SECONDS = 15.0
+"""Longer than the controller may take to come to a call."""
+USAGE = (400, 401, 404, 422)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleClient:
+    """Where the API is, and the token to bring."""
+
+    url: str
+    token: str
+
+    def call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, key: str = ""
+    ) -> dict[str, Any]:
+        """Call a route under `/rollout` and return its answer.
+
+        Raises:
+            ConfigError: The call is refused for what it says.
+            CheckFailed: Nobody answers, or something else has to be over first.
+        """
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"} | (
+            {"Idempotency-Key": key} if key else {}
+        )
+        content = None if body is None else orjson.dumps(body)
+        url = f"{self.url}/rollout/{path}"
+        request = urllib.request.Request(  # noqa: S310 the run's own controller
+            url, data=content, headers=headers, method=method
+        )
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({})
+        )  # the token goes to nobody in between
+        try:
+            with opener.open(request, timeout=CALL_SECONDS) as answer:
+                told: dict[str, Any] = orjson.loads(answer.read())
+                return told
+        except urllib.error.HTTPError as refusal:
+            text = _message(refusal.read())
+            raise (ConfigError if refusal.code in USAGE else CheckFailed)(
+                f"{self.url} refused it ({refusal.code}): {text}"
+            ) from None
+        except (OSError, orjson.JSONDecodeError) as error:
+            why = getattr(error, "reason", error)
+            raise CheckFailed(
+                f"{self.url} does not answer: {why}; the run has ended, or its controller "
+                "starts again"
+            ) from None
+
+
+def _message(content: bytes) -> str:
+    try:
+        return str(orjson.loads(content)["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return content.decode(errors="replace")[:200]

@@ -1,0 +1,88 @@
+"""Where a run's API is, and the token that it asks for: two files in the run's folder, which only
+their owner may read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from relax_events.config import RunConfig
+from relax_events.errors import CheckFailed, ConfigError
+from relax_events.kafka.security.folder import read_secret, write_private
+from relax_events.telemetry.redaction import hide
+
+TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ApiPlace:
+    """The files of a run's API."""
+
+    address_file: Path
+    token_file: Path
+    is_own_token: bool
+
+    @classmethod
+    def of(cls, config: RunConfig) -> ApiPlace:
+        """Return where they lie."""
+        folder, given = config.run_directory, config.scaling.token_file
+        return cls(folder / "api.json", given or folder / "api-token", given is None)
+
+    def open_token(self) -> str:
+        """Return the token that calls must bring; one of the run's own is made where it is missing.
+
+        Raises:
+            ConfigError: The file that `scaling.token_file` names is missing or empty.
+        """
+        if self.is_own_token and not self.token_file.exists():
+            write_private(self.token_file, secrets.token_urlsafe(TOKEN_BYTES).encode())
+        return self.token()
+
+    def token(self) -> str:
+        """Return the token to bring; raises as `open_token`, also where the run has made none."""
+        if self.is_own_token and not self.token_file.exists():
+            raise ConfigError(
+                f"{self.token_file} does not exist: the run has not served its API here; "
+                "start it, or name the file of its token"
+            )
+        token = read_secret(self.token_file, key="scaling.token_file")
+        if not token.isascii() or not token.isprintable() or " " in token:
+            raise ConfigError(f"scaling.token_file: {self.token_file} must hold one word of ASCII")
+        hide(token)
+        return token
+
+    def announce(self, url: str) -> None:
+        """Write down where the API is."""
+        write_private(self.address_file, orjson.dumps({"url": url}))
+
+    def withdraw(self, url: str) -> None:
+        """Remove what `announce` wrote and the run's own token, unless another controller has
+        announced itself since.
+        """
+        with suppress(CheckFailed):
+            if self.url() == url:
+                self.address_file.unlink(missing_ok=True)
+                if self.is_own_token:
+                    self.token_file.unlink(missing_ok=True)
+
+    def url(self) -> str:
+        """Return where it is.
+
+        Raises:
+            CheckFailed: Nobody has said so here.
+        """
+        try:
+            return str(orjson.loads(self.address_file.read_bytes())["url"])
+        except FileNotFoundError:
+            remedy = (
+                "start the run, or give --url and --token-file of one elsewhere (extra `api`, "
+                "scaling.api)"
+            )
+            raise CheckFailed(
+                f"{self.address_file} does not exist: the run has served no API here; {remedy}"
+            ) from None

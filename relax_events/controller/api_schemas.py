@@ -1,0 +1,205 @@
+"""What calls of the API bring and get: the fields of Relax's, and `dry_run` for both ways."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from relax_events.controller.scaling_bounds import DEFAULT_MODEL
+from relax_events.projections.scaling import MICROS, Kind, ScaleRequest, Status
+
+MAX_COUNT = 1_000_000
+MAX_SECONDS = 86_400.0
+MAX_URLS = 256
+Model = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=64,
+        description="`default` means the rollout workers; others have a role's name.",
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        description="Seconds for all of it; null for the run file's.",
+    ),
+]
+
+
+class Body(BaseModel):
+    """What a call brings; a key that nobody knows is refused."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class ScaleBody(Body):
+    """How many workers there shall be, those of the start among them, or which servers."""
+
+    model_name: Model = DEFAULT_MODEL
+    num_replicas: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=MAX_COUNT,
+            description="Workers that there shall be in all; 0 when engine_urls say it.",
+        ),
+    ] = 0
+    engine_urls: Annotated[
+        list[Annotated[str, Field(max_length=2048)]],
+        Field(max_length=MAX_URLS, description="SGLang servers."),
+    ] = []
+    timeout_secs: Timeout = None
+    dry_run: Annotated[bool, Field(description="Say what would be done, and do nothing.")] = False
+
+
+class ScaleOutBody(ScaleBody):
+    """More workers."""
+
+
+class ScaleInBody(ScaleBody):
+    """Fewer workers: the newest go, and those of the start stay."""
+
+    force: Annotated[
+        bool, Field(description="Don't wait for what they hold; others generate it again.")
+    ] = False
+
+
+class CancelBody(Body):
+    """Which requests to cancel."""
+
+    model_name: Annotated[Model | None, Field(description="Only of this model.")] = None
+    status_filter: Annotated[Status | None, Field(description="Only in this status.")] = None
+    dry_run: Annotated[
+        bool, Field(description="Say what would be cancelled, and cancel nothing.")
+    ] = False
+
+
+class Answer(BaseModel):
+    """What became of a call."""
+
+    request_id: str = ""
+    status: str
+    message: str
+    selected_engines: list[str] = []
+
+
+class Skipped(BaseModel):
+    """A request that was not cancelled."""
+
+    request_id: str
+    reason: str
+
+
+class Cancelled(BaseModel):
+    """What became of a call to cancel several."""
+
+    succeeded: list[str]
+    skipped: list[Skipped]
+    total_count: int
+    dry_run: bool
+    filters: dict[str, str | None]
+
+
+class RequestView(BaseModel):
+    """Where a request is. Times are in seconds since the epoch."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    request_id: str
+    kind: Kind
+    status: Status
+    model_name: str
+    num_replicas: int
+    engine_urls: list[str]
+    engine_ids: list[str]
+    failed_engines: list[str]
+    selected_engines: list[str]
+    removed_engines: list[str]
+    force: bool
+    dry_run: bool = False
+    timeout_secs: float
+    created_at: float
+    updated_at: float
+    error_message: str | None
+    weight_version: int | None
+
+    @classmethod
+    def of(cls, request: ScaleRequest) -> RequestView:
+        """Show a request."""
+        is_out, failed = request.kind is Kind.OUT, [worker_id for worker_id, _ in request.failed]
+        return cls(
+            request_id=request.request_id,
+            kind=request.kind,
+            status=request.status,
+            model_name=request.model,
+            num_replicas=request.target,
+            engine_urls=list(request.urls),
+            engine_ids=list(request.workers) if is_out else [],
+            failed_engines=failed,
+            selected_engines=[] if is_out else list(request.workers),
+            removed_engines=[
+                worker_id for worker_id in request.workers if worker_id in request.left
+            ],
+            force=request.force,
+            timeout_secs=request.timeout / MICROS,
+            created_at=request.created_at / MICROS,
+            updated_at=request.updated_at / MICROS,
+            error_message=request.error or None,
+            weight_version=request.policy_version if request.policy_version >= 0 else None,
+        )
+
+
+class RequestList(BaseModel):
+    """Requests, oldest first."""
+
+    requests: list[RequestView]
+    total_count: int
+
+
+class EngineView(BaseModel):
+    """A worker."""
+
+    rank: int
+    engine_id: str
+    status: str
+    url: str | None
+    pid: int | None
+    node_id: str | None
+    policy_version: int | None
+    is_protected: bool
+
+
+class EngineGroup(BaseModel):
+    """The workers of a model that the run began with, or those that were added."""
+
+    group_index: int
+    worker_type: str
+    num_gpus_per_engine: int
+    num_new_engines: int
+    engines: list[EngineView]
+
+
+class ModelView(BaseModel):
+    """The workers of a model. There is no router: they share a queue."""
+
+    router_ip: str | None = None
+    router_port: int | None = None
+    engine_groups: list[EngineGroup]
+    total_engines: int
+
+
+class Engines(BaseModel):
+    """All workers that may come and go, and those of the start beside them."""
+
+    models: dict[str, ModelView]
+    total_engines: int
+
+
+def problem(status: int, text: str) -> dict[int | str, dict[str, Any]]:
+    """Describe an error of a route for the OpenAPI page."""
+    return {status: {"model": Answer, "description": text}}

@@ -1,0 +1,112 @@
+"""Serves the API beside the controller's loop, in a thread of its own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from relax_events.config import RunConfig, ScalingConfig
+from relax_events.controller.api_endpoint import ApiPlace
+from relax_events.controller.scaling_service import Errand, ScaleDesk
+from relax_events.errors import EnvironmentProblem
+from relax_events.http.guard import server_settings
+from relax_events.http.listener import missing_package, open_listener, url_of
+
+log = structlog.get_logger()
+CLOSE_SECONDS = 5.0
+KEEP_ALIVE_SECONDS = 5
+
+
+def is_served(config: ScalingConfig) -> bool:
+    """Tell whether the controller shall serve the API.
+
+    Raises:
+        EnvironmentProblem: It shall, and a package that it needs is not installed.
+    """
+    missing = missing_package()
+    if missing and config.api == "on":
+        raise EnvironmentProblem(
+            f"scaling.api = 'on' and {missing} is not installed; install relax-events[api]"
+        )
+    return config.api != "off" and not missing
+
+
+def require_api_port(config: RunConfig) -> str:
+    """Return where the API will be served, once its address is this machine's and its port is free.
+
+    Raises:
+        EnvironmentProblem: It is not; the text says which key to set.
+    """
+    if not is_served(config.scaling):
+        return (
+            "none: scaling.api = 'off'"
+            if config.scaling.api == "off"
+            else "none: relax-events[api] is not installed"
+        )
+    _listen(config.scaling).close()
+    return (
+        f"{config.scaling.host}, "
+        f"{f'port {config.scaling.port}' if config.scaling.port else 'a free port'}"
+    )
+
+
+def _listen(config: ScalingConfig) -> socket.socket:
+    remedies = "set scaling.port = 0 for a free one", "set scaling.host"
+    return open_listener(config.host, config.port, remedies=remedies, what="the API")
+
+
+class ApiServer:
+    """Listens from the start on, and answers a moment later: what it is made of takes a second to
+    load, which nobody waits for.
+    """
+
+    def __init__(
+        self, config: RunConfig, desk: ScaleDesk, put: Callable[[Errand[object]], None]
+    ) -> None:
+        """Listen.
+
+        Raises:
+            EnvironmentProblem: The port is taken, or the address not this machine's.
+            ConfigError: There is no token.
+        """
+        place = ApiPlace.of(config)
+        self._place, self._host = place, config.scaling.host
+        self._desk, self._put, self._token = desk, put, place.open_token()
+        self._listener = _listen(config.scaling)
+        self._listener.listen()
+        self.url = url_of(self._listener)
+        place.announce(self.url)
+        self._server: Any = None
+        self._is_closing = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name="api", daemon=True)
+        self._thread.start()
+        log.info("api.served", url=self.url)
+
+    def _serve(self) -> None:
+        import uvicorn
+
+        from relax_events.controller.api import make_app
+
+        app = make_app(self._desk, self._put, token=self._token, host=self._host)
+        settings = server_settings(app, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS)
+        with self._lock:
+            if self._is_closing:
+                return
+            self._server = uvicorn.Server(settings)
+        self._server.run(sockets=[self._listener])
+
+    def close(self) -> None:
+        """Stop serving, and leave no address and no token behind."""
+        self._place.withdraw(self.url)
+        with self._lock:
+            self._is_closing = True
+            server = self._server
+        if server is not None:
+            server.should_exit = True
+            self._thread.join(CLOSE_SECONDS)
+        self._listener.close()

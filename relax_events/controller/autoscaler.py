@@ -1,0 +1,281 @@
+"""How many rollout workers there should be, from what was seen over the last minutes: a pure
+function, and who looks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pvariance
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.config.scaling import AutoscalerConfig
+from relax_events.controller.scaling_admission import Asked, Refused
+from relax_events.controller.scaling_bounds import DEFAULT_MODEL, Pool
+from relax_events.controller.scaling_service import ScaleDesk
+from relax_events.projections.run_state import RunState
+from relax_events.projections.scaling import MICROS, Kind, is_up
+
+log = structlog.get_logger()
+KEY = "autoscaler/"
+COVERAGE = 0.8
+"""Share of the looks of a time that must be there to say anything of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What there was to see at a time; None where nobody knew.
+
+    Attributes:
+        at: Microseconds since the epoch.
+        num_workers: Rollout workers that take work.
+        usage: Prompt groups that they hold, of those that they have room for.
+        queued: Prompt groups that nobody holds, for each worker.
+        groups_per_second: That they finish, together.
+        wait: Share of the newest train step that the trainer waited for samples.
+        staleness: Mean staleness of the newest train step, of the bound; 0 where the bound is 0.
+    """
+
+    at: int
+    num_workers: int
+    usage: float | None = None
+    queued: float | None = None
+    groups_per_second: float | None = None
+    wait: float | None = None
+    staleness: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Ask for so many workers, and why."""
+
+    kind: Kind
+    target: int
+    reason: str
+
+
+def judge(
+    looks: Sequence[Look],
+    rules: AutoscalerConfig,
+    pool: Pool,
+    *,
+    num_wanted: int,
+    last_out_at: int,
+    last_in_at: int,
+) -> Verdict | None:
+    """Say how many workers should be asked for now, if another number.
+
+    Args:
+        looks: Oldest first; the newest says what time it is.
+        rules: Of the run file.
+        pool: Bounds of the rollout workers.
+        num_wanted: Workers that there shall be now.
+        last_out_at: When workers were added last by such a verdict; 0 for never.
+        last_in_at: Likewise, taken away.
+    """
+    if not looks or not looks[-1].num_workers:
+        return None
+    now = looks[-1].at
+    reason = _too_few(looks, rules)
+    if reason and not _trainer_is_behind(looks[-1], rules):
+        target = min(num_wanted + rules.out_workers, pool.max_workers)
+        is_rested = now - last_out_at >= rules.out_cooldown_seconds * MICROS
+        return Verdict(Kind.OUT, target, reason) if target > num_wanted and is_rested else None
+    target = max(num_wanted - rules.in_workers, pool.num_at_start)
+    is_rested = now - max(last_out_at, last_in_at) >= rules.in_cooldown_seconds * MICROS
+    if target < num_wanted and is_rested and _too_many(looks, rules, kept=target / num_wanted):
+        return Verdict(
+            Kind.IN,
+            target,
+            (
+                f"usage below {rules.in_usage_ratio:g} and nothing queued for "
+                f"{rules.in_usage_seconds:g} s"
+            ),
+        )
+    return None
+
+
+def _too_few(looks: Sequence[Look], rules: AutoscalerConfig) -> str:
+    """Return which condition for more workers holds; empty when none does."""
+    conditions: tuple[tuple[str, Callable[[Look], float | None], float, float], ...] = (
+        ("usage", lambda look: look.usage, rules.out_usage_ratio, rules.out_usage_seconds),
+        (
+            "prompt groups queued for each worker",
+            lambda look: look.queued,
+            rules.out_queue_groups,
+            rules.out_queue_seconds,
+        ),
+        (
+            "share of a step that the trainer waits",
+            lambda look: look.wait,
+            rules.out_wait_ratio,
+            rules.out_usage_seconds,
+        ),
+    )
+    for what, of, bound, seconds in conditions:
+        values = _throughout(looks, of, seconds=seconds, every=rules.look_seconds)
+        if values and min(values) > bound:
+            return f"{what} above {bound:g} for {seconds:g} s"
+    return ""
+
+
+def _too_many(looks: Sequence[Look], rules: AutoscalerConfig, *, kept: float) -> bool:
+    """Tell whether all conditions for fewer workers hold; of the workers that there are the share
+    `kept` would stay.
+    """
+
+    def over_time(of: Callable[[Look], float | None]) -> list[float]:
+        return _throughout(looks, of, seconds=rules.in_usage_seconds, every=rules.look_seconds)
+
+    usages, queues, speeds = (
+        over_time(of)
+        for of in (
+            lambda look: look.usage,
+            lambda look: look.queued,
+            lambda look: look.groups_per_second,
+        )
+    )
+    if not usages or not queues or not speeds:
+        return False
+    mean = fmean(speeds)
+    is_steady = pvariance(speeds) <= rules.in_throughput_variance * mean * mean
+    projected = usages[-1] / kept
+    return (
+        max(usages) < rules.in_usage_ratio
+        and max(queues) <= 0
+        and is_steady
+        and projected < rules.in_projected_usage_ratio
+    )
+
+
+def _trainer_is_behind(look: Look, rules: AutoscalerConfig) -> bool:
+    """Tell whether samples wait for the trainer, so that more of them would only be older when they
+    are trained.
+    """
+    if look.wait is None or look.staleness is None:
+        return False
+    return look.staleness >= rules.hold_staleness_ratio and look.wait < rules.hold_wait_ratio
+
+
+def _throughout(
+    looks: Sequence[Look], of: Callable[[Look], float | None], *, seconds: float, every: float
+) -> list[float]:
+    """Return a figure over the last seconds; empty where too few looks know it to say anything of
+    that time.
+    """
+    begin = looks[-1].at - int(seconds * MICROS)
+    if looks[0].at > begin + int(every * MICROS):
+        return []
+    values = [value for look in looks if look.at >= begin and (value := of(look)) is not None]
+    return values if len(values) >= COVERAGE * seconds / every else []
+
+
+class Autoscaler:
+    """Looks at the figures from time to time and asks for what follows, as any caller would; used
+    by the controller's loop.
+    """
+
+    def __init__(self, config: RunConfig, run: RunState, desk: ScaleDesk) -> None:
+        self._rules, self._config, self._run, self._desk = (
+            config.scaling.autoscaler,
+            config,
+            run,
+            desk,
+        )
+        longest = max(
+            self._rules.out_usage_seconds,
+            self._rules.out_queue_seconds,
+            self._rules.in_usage_seconds,
+        )
+        self._looks: deque[Look] = deque(maxlen=int(longest / self._rules.look_seconds) + 2)
+
+    def tend(self, *, now: int, num_unfinished: int | None) -> None:
+        """Look, if it is time to, and ask.
+
+        Args:
+            now: Microseconds since the epoch.
+            num_unfinished: Prompt groups on the queue, those in work included; None where the
+                broker does not tell.
+        """
+        pool = self._desk.bounds.pools.get(DEFAULT_MODEL)
+        is_due = not self._looks or now - self._looks[-1].at >= self._rules.look_seconds * MICROS
+        if pool is None or not self._rules.enabled or self._run.ended is not None or not is_due:
+            return
+        self._looks.append(self.look(now=now, num_unfinished=num_unfinished))
+        if self._desk.state.open_request(DEFAULT_MODEL) is not None:
+            return
+        num_wanted = pool.num_at_start + len(self._desk.state.staying(pool.role))
+        last_out, last_in = self._last(Kind.OUT), self._last(Kind.IN)
+        verdict = judge(
+            self._looks,
+            self._rules,
+            pool,
+            num_wanted=num_wanted,
+            last_out_at=last_out,
+            last_in_at=last_in,
+        )
+        if verdict is None:
+            return
+        try:
+            answer = self._desk.scale(
+                Asked(kind=verdict.kind, target=verdict.target, key=f"{KEY}{now}"), dry_run=False
+            )
+            log.info(
+                "scaling.asked",
+                direction=verdict.kind,
+                target=verdict.target,
+                reason=verdict.reason,
+                request_id=answer.request_id,
+            )
+        except Refused as refusal:
+            log.info(
+                "scaling.refused",
+                direction=verdict.kind,
+                target=verdict.target,
+                reason=str(refusal),
+            )
+
+    def _last(self, kind: Kind) -> int:
+        """Return when the newest request of ours was made: also one of a controller before this
+        one.
+        """
+        ours = (
+            request
+            for request in self._desk.state.requests.values()
+            if request.kind is kind and request.key.startswith(KEY)
+        )
+        return max((request.created_at for request in ours), default=0)
+
+    def look(self, *, now: int, num_unfinished: int | None) -> Look:
+        """Gather what there is to see."""
+        state = self._desk.state
+        beats = [beat for beat in state.heard.values() if beat.role == "rollout" and is_up(beat)]
+        num_held = sum(beat.num_in_flight for beat in beats)
+        reported = [
+            self._run.metrics[beat.worker_id].values.get("records_per_second", 0.0)
+            for beat in beats
+            if beat.worker_id in self._run.metrics
+        ]
+        step = self._run.steps[-1] if self._run.steps else None
+        total_seconds = sum(step.phase_seconds.values()) if step else 0.0
+        bound = self._config.run.max_staleness
+        return Look(
+            at=now,
+            num_workers=len(beats),
+            usage=num_held / (len(beats) * self._config.num_lanes) if beats else None,
+            queued=max(num_unfinished - num_held, 0) / len(beats)
+            if beats and num_unfinished is not None
+            else None,
+            groups_per_second=sum(reported) if reported else None,
+            wait=step.phase_seconds.get("wait", 0.0) / total_seconds
+            if step and total_seconds > 0
+            else None,
+            staleness=None
+            if step is None
+            else step.figures.get("staleness_mean", 0.0) / bound
+            if bound
+            else 0.0,
+        )

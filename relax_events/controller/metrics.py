@@ -1,0 +1,349 @@
+"""The health manager's figures, for Prometheus: read off its state when they are asked for.
+
+Figures of workers that come and go, for Prometheus: read off the state when they are asked for.
+
+The run as a whole, for Prometheus: what no worker knows of itself, read off the control log when it
+    is asked for.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from relax_events.config import RunConfig
+from relax_events.controller.health import Limits, symptoms
+from relax_events.controller.scaling_bounds import Bounds
+from relax_events.events.parts import WorkerState, now_micros
+from relax_events.events.types import TrainStepCommitted, WorkerBeat
+from relax_events.projections.health import HealthState, Symptom, Tier
+from relax_events.projections.run_state import RunState, is_silent, staleness_max
+from relax_events.projections.scaling import ORDER, Kind, ScaleState
+
+OF_WORKERS = (Symptom.SILENT, Symptom.OVERDUE, Symptom.STUCK, Symptom.SLOW_START)
+
+
+class HealthMetrics(Collector):
+    """Labels are bounded by the roles of the run file and by the symptoms; what was done is counted
+    since the run was last taken up.
+    """
+
+    def __init__(self, state: HealthState, config: RunConfig) -> None:
+        self._state, self._limits, self._roles = state, Limits.of(config), list(config.roles())
+
+    def collect(self) -> Iterator[Metric]:
+        """Give every metric family."""
+        acts = list(self._state.acts)
+        restarted = Counter((act.role, act.symptom) for act in acts if act.tier is Tier.RESTART)
+        found = symptoms(self._state, self._limits, now=now_micros())
+        troubled = Counter(
+            (self._state.heard[worker_id].beat.role, symptom)
+            for worker_id, symptom in found.items()
+        )
+        labels = ["role", "symptom"]
+        restarts = CounterMetricFamily(
+            "relax_health_restarts",
+            "Workers that the health manager had start again, by what was wrong.",
+            labels=labels,
+        )
+        sick = GaugeMetricFamily(
+            "relax_health_troubled_workers",
+            "Workers with which something is wrong now.",
+            labels=labels,
+        )
+        for role in sorted({*self._roles, *(role for role, _ in (*restarted, *troubled))}):
+            for symptom in OF_WORKERS:
+                restarts.add_metric([role, symptom], restarted[role, symptom])
+                sick.add_metric([role, symptom], troubled[role, symptom])
+        starts = CounterMetricFamily(
+            "relax_worker_starts",
+            "Workers that were started, by whoever, while the controller was there.",
+            labels=["role"],
+        )
+        for role in sorted({*self._roles, *self._state.starts}):
+            starts.add_metric([role], self._state.starts[role])
+        yield from (restarts, sick, starts)
+        num_restores = len({act.at for act in acts if act.tier is Tier.RESTORE})
+        yield CounterMetricFamily(
+            "relax_health_restores",
+            "Times that all workers of the pipeline were made to begin anew.",
+            value=num_restores,
+        )
+        yield GaugeMetricFamily(
+            "relax_health_given_up",
+            "1 when the health manager has ended the run, else 0.",
+            value=int(self._state.is_given_up),
+        )
+
+
+class ScaleMetrics(Collector):
+    """Labels are bounded by the roles of the run file and by what a request can be; it may be asked
+    from another thread.
+    """
+
+    def __init__(self, state: ScaleState, bounds: Bounds) -> None:
+        self._state, self._bounds = state, bounds
+
+    def collect(self) -> Iterator[Metric]:
+        """Give every metric family."""
+        open_now = Counter(
+            (request.role, request.kind, request.status)
+            for request in list(self._state.requests.values())
+            if request.is_open
+        )
+        ended = Counter(self._state.ended)
+        labels = ["role", "direction", "status"]
+        pending = GaugeMetricFamily(
+            "relax_scale_requests_open",
+            "Requests for which something is still to be done.",
+            labels=labels,
+        )
+        over = CounterMetricFamily(
+            "relax_scale_requests",
+            "Requests for more or fewer workers that are over.",
+            labels=labels,
+        )
+        wanted = GaugeMetricFamily(
+            "relax_workers_wanted",
+            "Workers that there shall be, those of the start among them.",
+            labels=["role"],
+        )
+        for pool in self._bounds.pools.values():
+            for kind in Kind:
+                for place, statuses in enumerate(ORDER[kind]):
+                    is_last = place == len(ORDER[kind]) - 1
+                    family, counts = (over, ended) if is_last else (pending, open_now)
+                    for status in sorted(statuses):
+                        family.add_metric(
+                            [pool.role, kind, status], counts[pool.role, kind, status]
+                        )
+            wanted.add_metric([pool.role], pool.num_at_start + len(self._state.staying(pool.role)))
+        yield from (pending, over, wanted)
+
+
+SILENT = "silent"
+GONE = (SILENT, WorkerState.STOPPED.value)
+SERVING = (WorkerState.IDLE.value, WorkerState.WORKING.value)
+LIVE = tuple(state.value for state in WorkerState if state is not WorkerState.STOPPED)
+MICROS = 1e6
+
+
+class RunMetrics(Collector):
+    """Register it with the metrics of the worker that keeps the state up to date; it may be asked
+    from another thread.
+
+    What is not known yet has no sample. Labels are bounded by the run file: roles, phases, the
+    algorithm's figures, datasets.
+    """
+
+    def __init__(self, config: RunConfig, state: RunState) -> None:
+        self._config, self._state = config, state
+        self.num_queued: int | None = None
+        self.partitions: Mapping[str, int] = {}
+        """Partitions of the run's topics by what is wrong with them; empty while that is not
+        known."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Give every metric family, from what the state holds now."""
+        yield CounterMetricFamily(
+            "relax_train_steps",
+            "Train steps that were committed, in all of the run.",
+            value=self._state.num_steps,
+        )
+        for name, text, value in self._standing():
+            yield GaugeMetricFamily(name, text, value=value)
+        skipped = self._state.num_updates_skipped
+        yield CounterMetricFamily(
+            "relax_updates_skipped",
+            "Train steps that skipped their update: loss or gradient was not finite.",
+            value=skipped,
+        )
+        yield from self._newest_step(self._state.steps[-1:])
+        yield from self._workers(list(self._state.workers.values()))
+        yield from self._evaluations()
+        yield from self._surroundings()
+
+    def _standing(self) -> list[tuple[str, str, float]]:
+        """Give what is always known: name, text, value."""
+        config, state = self._config, self._state
+        behind = next(
+            (
+                behind
+                for behind, step in enumerate(reversed(state.steps))
+                if step.checkpoint is not None
+            ),
+            state.num_steps,
+        )
+        return [
+            (
+                "relax_train_steps_goal",
+                "Train steps at which the run has reached its goal.",
+                config.num_train_steps,
+            ),
+            (
+                "relax_run_ended",
+                "1 when the run has reached its goal or was given up, else 0.",
+                int(state.ended is not None),
+            ),
+            (
+                "relax_run_at_rest",
+                "1 when the run has ended or is paused, else 0; alerts go by it.",
+                int(bool(state.ended) or state.is_paused),
+            ),
+            (
+                "relax_published_policy_version",
+                "The newest policy version; it is that of the starting weights at first.",
+                state.policy_version,
+            ),
+            (
+                "relax_staleness_bound_versions",
+                "Policy versions that a sample may be behind when it is trained.",
+                config.run.max_staleness,
+            ),
+            (
+                "relax_prompt_groups_failed_in_a_row",
+                "Prompt groups that failed one after the other, since one was trained last.",
+                state.failed_in_a_row,
+            ),
+            (
+                "relax_prompt_groups_failed_bound",
+                "So many failures in a row end the run.",
+                config.run.max_failed_groups,
+            ),
+            (
+                "relax_train_step_samples",
+                "Samples that a train step takes.",
+                config.run.groups_per_step * config.run.samples_per_prompt,
+            ),
+            (
+                "relax_checkpoint_every_steps",
+                "Train steps between checkpoints.",
+                config.trainer.checkpoint_every,
+            ),
+            (
+                "relax_checkpoint_behind_steps",
+                "Train steps since the newest checkpoint, which recovery would replay.",
+                behind,
+            ),
+        ]
+
+    def _newest_step(self, steps: Iterable[TrainStepCommitted]) -> Iterator[Metric]:
+        committed = GaugeMetricFamily(
+            "relax_train_step_timestamp_seconds", "When the newest train step was committed."
+        )
+        figures = GaugeMetricFamily(
+            "relax_train_step_figure",
+            "Figures of the newest train step, by name.",
+            labels=["figure"],
+        )
+        phases = GaugeMetricFamily(
+            "relax_train_step_phase_seconds",
+            "Time that the newest train step took, by phase.",
+            labels=["phase"],
+        )
+        staleness = GaugeMetricFamily(
+            "relax_staleness_max_versions",
+            "Policy versions that the oldest sample of the newest train step was behind.",
+        )
+        for step in steps:
+            committed.add_metric([], step.committed_at / MICROS)
+            staleness.add_metric([], staleness_max(step))
+            for name, value in step.figures.items():
+                figures.add_metric([name], value)
+            for name, value in step.phase_seconds.items():
+                phases.add_metric([name], value)
+        yield from (committed, staleness, figures, phases)
+
+    def _workers(self, beats: Sequence[WorkerBeat]) -> Iterator[Metric]:
+        """Count workers by what they said last; one that owes a beat for `workers.hung_seconds` is
+        silent.
+        """
+        hung_seconds = self._config.workers.hung_seconds
+        newest_at = max(
+            (beat.beat_at for beat in beats), default=0
+        )  # at the latest our own, which come as often as the others'
+        standings = [
+            (
+                beat,
+                SILENT
+                if is_silent(beat, seconds=hung_seconds, newest_at=newest_at)
+                else beat.state.value,
+            )
+            for beat in beats
+        ]
+        counts = Counter((beat.role, standing) for beat, standing in standings)
+        family = GaugeMetricFamily(
+            "relax_workers", "Workers by role and by what they said last.", labels=["role", "state"]
+        )
+        for role in sorted({*self._config.roles(), *(role for role, _ in counts)}):
+            for state in (*LIVE, *GONE):
+                family.add_metric([role, state], counts[role, state])
+        first = (
+            self._config.first_version
+        )  # that of the model's folder: what an engine serves that has not loaded any
+        served = [
+            max(beat.policy_version, first)
+            for beat, standing in standings
+            if beat.role == "rollout" and standing in SERVING
+        ]
+        behind = GaugeMetricFamily(
+            "relax_engine_behind_versions",
+            "Policy versions that the slowest live engine is behind the newest.",
+        )
+        if served and self._state.policy_version >= 0:
+            behind.add_metric([], self._state.policy_version - min(served))
+        yield from (family, behind)
+
+    def _evaluations(self) -> Iterator[Metric]:
+        """Give the newest evaluation of each dataset."""
+        newest = {
+            event.dataset: event
+            for event in sorted(
+                dict(self._state.evaluations).values(), key=lambda event: event.policy_version
+            )
+        }
+        version = GaugeMetricFamily(
+            "relax_evaluation_policy_version",
+            "Policy version that was evaluated last.",
+            labels=["dataset"],
+        )
+        reward = GaugeMetricFamily(
+            "relax_evaluation_reward_mean",
+            "Mean reward of the newest evaluation.",
+            labels=["dataset"],
+        )
+        for dataset, event in newest.items():
+            version.add_metric([dataset], event.policy_version)
+            if event.reward_mean is not None:
+                reward.add_metric([dataset], event.reward_mean)
+        yield from (version, reward)
+
+    def _surroundings(self) -> Iterator[Metric]:
+        """Give what the controller sees around the run: the queue, as it was told of it last, and
+        the disk.
+        """
+        queued = GaugeMetricFamily(
+            "relax_prompt_groups_queued",
+            "Prompt groups on the queue that are not finished, those in work included.",
+        )
+        if self.num_queued is not None:
+            queued.add_metric([], self.num_queued)
+        free = GaugeMetricFamily(
+            "relax_disk_free_ratio",
+            "Share of the disk that is free where the controller has the run's directory.",
+        )
+        if self._config.run.directory.exists():
+            usage = shutil.disk_usage(self._config.run.directory)
+            free.add_metric([], usage.free / usage.total)
+        partitions = GaugeMetricFamily(
+            "relax_partitions",
+            "Partitions of the run's topics by what is wrong with them.",
+            labels=["state"],
+        )
+        for state, count in self.partitions.items():
+            partitions.add_metric([state], count)
+        yield from (queued, free, partitions)

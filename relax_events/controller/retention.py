@@ -1,0 +1,84 @@
+"""A long run purges by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.errors import BrokerError, StoreUnavailable
+from relax_events.events.parts import CheckpointRef
+from relax_events.events.types import Event
+from relax_events.ops.purge import oldest_retained
+from relax_events.ops.run_purger import PurgeBooks, Purger
+from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
+
+
+def num_versions_needed(config: RunConfig) -> int:
+    """Return how many of the newest publications purges look at.
+
+    They are those of retained versions, of what is kept for followers, of their slots' next owners,
+    and of kept checkpoints.
+    """
+    if not config.run.retain_versions:
+        return 0
+    replayed = (config.trainer.keep_checkpoints + 1) * config.trainer.checkpoint_every
+    return (
+        config.run.retain_versions
+        + config.run.follower_versions
+        + 3 * TopicPlan.of(config).num_slots
+        + replayed
+    )
+
+
+class RetentionKeeper:
+    """Purges by `run.retain_versions`, once for each checkpoint that a step has committed. Feed it
+    every control event.
+    """
+
+    def __init__(self, purger: Purger, config: RunConfig) -> None:
+        self._purger, self._config = purger, config
+        self._books = PurgeBooks()
+        self._purged_for: CheckpointRef | None = None
+
+    def note(self, event: Event) -> None:
+        """Take in an event; where everything is retained, nothing is kept of it."""
+        if self._config.run.retain_versions:
+            self._books.note(event)
+
+    def tend(self) -> Counter[str]:
+        """Purge if a new checkpoint allows it; return how many records went, by entity. What is
+        away is asked again with the next one.
+        """
+        checkpoint = self._books.newest_checkpoint
+        if (
+            not self._config.run.retain_versions
+            or self._config.is_replay
+            or checkpoint in (None, self._purged_for)
+        ):
+            return (
+                Counter()
+            )  # the samples of a replay are its source's, which alone may delete them
+        former, self._purged_for = self._purged_for, checkpoint
+        oldest = oldest_retained(self._config, newest_version=self._books.newest_version)
+        try:
+            gone = self._purger.purge(self._purger.plan(self._books), self._books)
+        except (BrokerError, StoreUnavailable) as error:
+            log.warning("purge.failed", error=str(error))
+            return Counter()
+        needed = (
+            former.policy_version if former else 0
+        )  # the newest checkpoint may turn out not to be whole
+        self._books.forget_before(
+            min(
+                oldest - 2 * TopicPlan.of(self._config).num_slots,
+                needed,
+                self._purger.oldest_with_records,
+            )
+        )
+        if gone:
+            log.info("records.purged", before_version=oldest, num_records=gone.total())
+        return gone

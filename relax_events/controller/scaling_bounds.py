@@ -1,0 +1,133 @@
+"""Whose workers may come and go in a run, and how many there may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from relax_events.config import RunConfig
+from relax_events.controller.rollout_capacity import KEY, REMEDY, most_workers
+from relax_events.projections.scaling import MICROS
+from relax_events.topics import TopicPlan
+
+DEFAULT_MODEL = "default"
+"""The policy's engines: the rollout workers."""
+ELASTIC_ROLES = ("rollout", "reward", "judge", "reference", "actor-forward", "teacher")
+"""Roles that take work from a queue or from partitions, so that one more shares it and one less
+leaves it to the others."""
+CONFIRM_SECONDS = 30.0
+"""How long after its deadline the end of a worker may be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The workers that a model has by the run file.
+
+    Attributes:
+        model: As callers name it.
+        role: As the run does.
+        num_at_start: Workers that the run starts with; they are never let go.
+        max_workers: More than these are refused, for the reason `limit`.
+        limit: What the bound follows from, with the remedy.
+        timeout: Microseconds that workers who come may take until they serve, where nobody says
+            otherwise.
+        least_timeout: Microseconds that their server may take by its own limit to start and load;
+            no request may give them less.
+        urls: Servers that the workers of the start are attached to, which serve nobody else.
+    """
+
+    model: str
+    role: str
+    num_at_start: int
+    max_workers: int
+    limit: str
+    timeout: int
+    least_timeout: int = 0
+    urls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a run allows; times in microseconds."""
+
+    pools: Mapping[str, Pool]
+    drain: int
+    confirm: int
+    keeps_partial: bool
+    first_version: int
+    is_supervised: bool
+    """Whether there is a `relax run` that starts workers."""
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, *, is_supervised: bool, share_group_size: int | None = None
+    ) -> Bounds:
+        """Read them off a run file, and off how many members the brokers allow a share group, where
+        that is known.
+        """
+        roles = config.roles()
+        pools = [
+            _pool(config, role, num_at_start=roles[role], share_group_size=share_group_size)
+            for role in ELASTIC_ROLES
+            if role in roles
+        ]
+        scaling = config.scaling
+        return cls(
+            pools={pool.model: pool for pool in pools},
+            drain=int(config.workers.drain_seconds * MICROS),
+            confirm=int(CONFIRM_SECONDS * MICROS),
+            keeps_partial=scaling.on_partial == "keep",
+            first_version=config.first_version,
+            is_supervised=is_supervised,
+        )
+
+
+def _pool(config: RunConfig, role: str, *, num_at_start: int, share_group_size: int | None) -> Pool:
+    """Return a role's pool; members of a consumer group beyond its partitions would get no work,
+    and of a share group beyond its size no place.
+    """
+    plan, most = TopicPlan.of(config), config.scaling.max_workers
+    limit = f"scaling.max_workers = {most}"
+    if role != "rollout" and plan.num_sample_partitions < most:
+        most, limit = (
+            plan.num_sample_partitions,
+            f"each needs a partition, and there are {plan.num_sample_partitions} (broker.shards)",
+        )
+    elif (
+        role == "rollout"
+        and config.broker.lease == "consumer_group"
+        and config.broker.queue_partitions < most
+    ):
+        most, limit = (
+            config.broker.queue_partitions,
+            (
+                "each needs a partition, and broker.queue_partitions = "
+                f"{config.broker.queue_partitions}"
+            ),
+        )
+    elif (
+        role == "rollout"
+        and share_group_size is not None
+        and most_workers(config, share_group_size) < most
+    ):
+        most = most_workers(config, share_group_size)
+        limit = (
+            f"each has {config.num_lanes} lanes, and {KEY} = {share_group_size} on the brokers; "
+            f"{REMEDY}"
+        )
+    engine = {"rollout": config.engine, "judge": config.judge.engine}.get(role)
+    urls = engine.sglang.urls if engine is not None and engine.name == "sglang" else ()
+    least_seconds = engine.start_limit_seconds if engine is not None else 0.0
+    return Pool(
+        model=DEFAULT_MODEL if role == "rollout" else role,
+        role=role,
+        num_at_start=num_at_start,
+        max_workers=max(most, num_at_start),
+        limit=limit,
+        timeout=int(
+            (config.scaling.timeout_seconds or max(config.health.start_seconds, least_seconds))
+            * MICROS
+        ),
+        least_timeout=int(least_seconds * MICROS),
+        urls=urls,
+    )

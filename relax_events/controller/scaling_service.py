@@ -1,0 +1,231 @@
+"""Takes calls on behalf of the controller, whose own thread answers them: it alone changes the
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from relax_events.controller import scaling_admission as admission
+from relax_events.controller.api_schemas import (
+    Answer,
+    Cancelled,
+    EngineGroup,
+    Engines,
+    EngineView,
+    ModelView,
+    RequestList,
+    RequestView,
+    Skipped,
+)
+from relax_events.controller.scaling_admission import Asked, Refused, Unknown
+from relax_events.controller.scaling_bounds import Bounds, Pool
+from relax_events.controller.scaling_decisions import decide
+from relax_events.events.parts import now_micros
+from relax_events.events.types import RunCommanded
+from relax_events.projections.scaling import Kind, ScaleRequest, ScaleState, Standing, Status
+
+Result = TypeVar("Result")
+Give = Callable[[Sequence[RunCommanded]], None]
+"""Writes commands to the log, and has the state know them from then on."""
+
+
+class Errand(Generic[Result]):
+    """Something to be done by another thread than the one that waits for it."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self._future: Future[Result] = Future()
+
+    def run(self) -> None:
+        """Do it, unless nobody waits any more."""
+        if self._future.set_running_or_notify_cancel():
+            try:
+                self._future.set_result(self._work())
+            except Exception as error:  # whoever waits has it raised in its own thread
+                self._future.set_exception(error)
+
+    def wait(self, timeout_seconds: float) -> Result:
+        """Wait for the result; what has not begun by then is not done.
+
+        Raises:
+            TimeoutError: Nobody came to it in time.
+        """
+        try:
+            return self._future.result(timeout_seconds)
+        finally:
+            self._future.cancel()
+
+
+class ScaleDesk:
+    """Answers calls and takes requests further. Used within one thread."""
+
+    def __init__(self, state: ScaleState, bounds: Bounds, give: Give) -> None:
+        self.state, self.bounds = state, bounds
+        self._give = give
+
+    def tend(self) -> None:
+        """Take every request as far as it has come."""
+        while steps := decide(self.state, self.bounds, now=now_micros()):
+            self._give(steps)
+
+    def scale(self, asked: Asked, *, dry_run: bool) -> Answer:
+        """Open a request, unless there is nothing to do or this is a rehearsal.
+
+        Raises:
+            Refused: It can't be done; the text says why.
+        """
+        found = admission.plan(self.state, self.bounds, asked, now=now_micros())
+        request = found.request
+        if request is None:
+            return Answer(status="NOOP", message=found.text)
+        names = list(request.workers)
+        if dry_run:
+            return Answer(
+                status="DRY_RUN", message=f"{found.text}; nothing was done", selected_engines=names
+            )
+        if found.is_new:
+            self._give([request.opening(reason=found.text)])
+        return Answer(
+            request_id=request.request_id,
+            status=request.status,
+            message=found.text,
+            selected_engines=names,
+        )
+
+    def request(self, request_id: str, kind: Kind | None = None) -> ScaleRequest:
+        """Return a request.
+
+        Raises:
+            Unknown: There is none of that id and kind.
+        """
+        found = self.state.requests.get(request_id)
+        if found is None or kind not in (None, found.kind):
+            raise Unknown(f"there is no request {request_id[:80]!a} among those that are kept")
+        return found
+
+    def view(self, request_id: str, kind: Kind) -> RequestView:
+        """Show a request; raises as `request`."""
+        return RequestView.of(self.request(request_id, kind))
+
+    def views(self, kind: Kind, *, model: str | None, status: Status | None) -> RequestList:
+        """Show requests of a kind."""
+        shown = [
+            RequestView.of(found) for found in self._matching(model, status) if found.kind is kind
+        ]
+        return RequestList(requests=shown, total_count=len(shown))
+
+    def cancel(self, request_id: str) -> Answer:
+        """Take a request back, and whatever it has made.
+
+        Raises:
+            Refused, Unknown: It can't be, or there is none.
+        """
+        request = admission.cancellation(self.request(request_id, Kind.OUT))
+        self._take_back(request)
+        names = list(request.workers)
+        return Answer(
+            request_id=request_id,
+            status=Status.REMOVING,
+            message=f"taken back: {', '.join(names)}",
+            selected_engines=names,
+        )
+
+    def cancel_all(self, *, model: str | None, status: Status | None, dry_run: bool) -> Cancelled:
+        """Take all requests of a kind back that can be."""
+        succeeded, skipped = [], []
+        found = [request for request in self._matching(model, status) if request.kind is Kind.OUT]
+        for request in found:
+            try:
+                admission.cancellation(request)
+            except Refused as refusal:
+                skipped.append(Skipped(request_id=request.request_id, reason=str(refusal)))
+                continue
+            succeeded.append(request.request_id)
+            if not dry_run:
+                self._take_back(request)
+        filters = {"model_name": model, "status_filter": status}
+        return Cancelled(
+            succeeded=succeeded,
+            skipped=skipped,
+            total_count=len(found),
+            dry_run=dry_run,
+            filters=filters,
+        )
+
+    def _take_back(self, request: ScaleRequest) -> None:
+        self._give(
+            [
+                request.step(
+                    Status.REMOVING,
+                    now=now_micros(),
+                    outcome=Status.CANCELLED,
+                    reason="cancelled by a caller",
+                )
+            ]
+        )
+
+    def _matching(self, model: str | None, status: Status | None) -> list[ScaleRequest]:
+        requests = self.state.requests.values()
+        return [
+            request
+            for request in requests
+            if model in (None, request.model) and status in (None, request.status)
+        ]
+
+    def engines(self, model: str | None) -> Engines:
+        """Show who is there.
+
+        Raises:
+            Unknown: The run has no such model.
+        """
+        pools = self.bounds.pools
+        if model is not None and model not in pools:
+            raise Unknown(
+                f"this run has no model {model[:80]!a}; there is {', '.join(pools) or 'none'}"
+            )
+        shown = {name: self._model(pool) for name, pool in pools.items() if model in (None, name)}
+        return Engines(
+            models=shown, total_engines=sum(view.total_engines for view in shown.values())
+        )
+
+    def _model(self, pool: Pool) -> ModelView:
+        elastic = [
+            worker
+            for worker in self.state.workers.values()
+            if worker.role == pool.role and worker.standing is not Standing.PLANNED
+        ]
+        first = [
+            self._engine(f"{pool.role}-{index}", is_protected=True)
+            for index in range(pool.num_at_start)
+        ]
+        added = [self._engine(worker.worker_id, url=worker.url or None) for worker in elastic]
+        groups = [
+            EngineGroup(
+                group_index=place,
+                worker_type=pool.role,
+                num_gpus_per_engine=1,
+                num_new_engines=len(added) * place,
+                engines=engines,
+            )
+            for place, engines in enumerate((first, added))
+            if engines
+        ]
+        return ModelView(engine_groups=groups, total_engines=len(first) + len(added))
+
+    def _engine(
+        self, worker_id: str, *, url: str | None = None, is_protected: bool = False
+    ) -> EngineView:
+        beat = self.state.heard.get(worker_id)
+        return EngineView(
+            rank=int(worker_id.rpartition("-")[2]),
+            engine_id=worker_id,
+            status=beat.state.value if beat else "waiting",
+            url=url,
+            pid=beat.pid if beat else None,
+            node_id=beat.host if beat else None,
+            policy_version=beat.policy_version if beat and beat.policy_version >= 0 else None,
+            is_protected=is_protected,
+        )

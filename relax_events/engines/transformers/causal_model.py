@@ -1,0 +1,255 @@
+"""A causal language model as the engine calls it: prefill, decode, change of weights. The only
+place that calls the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Integer
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from relax_events.config import ModelConfig
+from relax_events.engines.transformers import layers as attention
+from relax_events.engines.transformers.kv_cache import RowCache
+from relax_events.engines.transformers.layers import ROW_BLOCK, use_padded_experts
+from relax_events.errors import ConfigError
+from relax_events.events.routed_experts import ExpertShape
+from relax_events.media.model_inputs import MediaSequence
+from relax_events.media.token_layout import MediaLayout
+from relax_events.models.causal_lm import (
+    attention_kinds,
+    choose_device,
+    load_causal_lm,
+    replace_weights,
+)
+from relax_events.models.families import family_of
+from relax_events.models.routers import Routers, of_rows
+
+FULL, LINEAR = "full_attention", "linear_attention"
+LINEAR_MODELS = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Types of language models whose states the engine's cache holds."""
+VECTOR_BYTES = 128
+"""What a CPU's element-wise kernels take at a time, of the widest; the rest they compute one by
+one, and round `sigmoid` and the like otherwise."""
+
+
+class CausalModel:
+    """Weights on a device, or resting on the CPU."""
+
+    def __init__(self, path: Path, *, config: ModelConfig) -> None:
+        """Load from a folder; nothing is fetched.
+
+        Raises:
+            ConfigError: The folder is missing or holds no causal language model that this engine
+                can serve.
+        """
+        self.device = choose_device(config.device)
+        self.family = family_of(path, config.media, apart=True)
+        implementation = attention.register() if config.attention == "sdpa" else config.attention
+        dtype = getattr(torch, config.dtype)
+        self._module = load_causal_lm(
+            path,
+            attention=implementation,
+            dtype=dtype,
+            device=self.device,
+            loader=self.family.loader,
+        )
+        self._head: nn.Module = self._module.get_output_embeddings()
+        self.vocab_size = len(self._module.get_input_embeddings().get_parameter("weight"))
+        _require_known_attention(self._module, path)
+        if self.device.type == "cpu":
+            use_padded_experts(self._module)
+        self._routers = (
+            Routers(self.family.language(self._module), path=path)
+            if config.replays_routing
+            else None
+        )
+        self._require_linear_head(path)
+
+    @property
+    def pads_prompts(self) -> bool:
+        """Whether what stands behind a prompt's end leaves its cache alone; a state that every
+        token changes it would not.
+        """
+        return attention_kinds(self._module) == {FULL}
+
+    @property
+    def row_block(self) -> int:
+        """Rows of a decoding step are to be a multiple of this, so that what any layer makes of
+        them fills whole vectors: a gate gives one number.
+        """
+        if self.device.type != "cpu":
+            return ROW_BLOCK
+        num_values = VECTOR_BYTES // self._module.dtype.itemsize
+        widths = {
+            part.out_features
+            for part in self.family.language(self._module).modules()
+            if isinstance(part, nn.Linear)
+        }
+        return max(ROW_BLOCK, *(num_values // math.gcd(num_values, width) for width in widths))
+
+    @property
+    def layout(self) -> MediaLayout | None:
+        """How media stand among the tokens; None where the model reads text alone."""
+        return self.family.layout
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The experts whose choice is recorded; None where it is not."""
+        return None if self._routers is None else self._routers.shape
+
+    def routed_experts(
+        self, *, num_rows: int
+    ) -> Integer[np.ndarray, "rows length layers top_k"] | None:
+        """Return where the last forward has sent each of its tokens, padding included; None where
+        that is not recorded.
+        """
+        return None if self._routers is None else of_rows(self._routers.latest(), num_rows)
+
+    def prefill(
+        self,
+        input_ids: Int[Tensor, "prompts length"],
+        last: Int[Tensor, " prompts"],
+        sequences: Sequence[MediaSequence] = (),
+    ) -> tuple[Float[Tensor, "prompts vocabulary"], DynamicCache]:
+        """Run whole prompts, padded on the right; give the logits after each prompt's last token,
+        and the cache.
+
+        Args:
+            input_ids: Prompts; what follows a prompt's end is ignored where the model
+                `pads_prompts`, and else there must be nothing.
+            last: Index of each prompt's last token.
+            sequences: The same prompts with their media; none where no prompt has any.
+        """
+        cache = DynamicCache(config=self._module.config)
+        positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
+        media = self.family.inputs(
+            sequences, position_ids=np.tile(np.arange(input_ids.shape[1]), (len(input_ids), 1))
+        )
+        hidden = self.family.hidden(
+            self._module, input_ids, positions, media, past_key_values=cache, use_cache=True
+        )
+        return self._logits(hidden[torch.arange(len(last), device=self.device), last]), cache
+
+    def decode(
+        self,
+        tokens: Int[Tensor, " rows"],
+        positions: Int[Tensor, " rows"],
+        cache: RowCache,
+        *,
+        num_tokens: int,
+        shifts: Int[Tensor, " rows"],
+    ) -> Float[Tensor, "rows vocabulary"]:
+        """Run one token in each row; give the logits after it.
+
+        Args:
+            tokens: A multiple of `row_block` many: CPU kernels round one to three rows otherwise
+                than more.
+            positions: Places of the tokens in their rows.
+            cache: Holds every earlier token of the rows; takes these.
+            num_tokens: Length that attention sees; a multiple of 16 above all positions.
+            shifts: How far rotary positions are from places, because of media.
+        """
+        cache.open_step(positions, num_tokens=num_tokens)
+        seen = torch.arange(num_tokens, device=self.device) <= positions[:, None]
+        mask = torch.where(seen, 0.0, float("-inf")).to(self._module.dtype)[:, None, None]
+        output = self.family.language(self._module)(
+            input_ids=tokens[:, None],
+            position_ids=self.family.decoding_positions(positions[:, None], shifts[:, None]),
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return self._logits(output.last_hidden_state[:, 0])
+
+    def logprobs(self, tokens: Int[Tensor, " length"]) -> Float[Tensor, " targets"]:
+        """Run a sequence of text; give the log-probability of each token but the first, in nats."""
+        hidden = self.family.language(self._module)(
+            input_ids=tokens[None], use_cache=False
+        ).last_hidden_state[0, :-1]
+        picked: Tensor = (
+            self._logits(hidden).float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        )
+        return picked
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Give the weights, by Hugging Face name; views."""
+        return _parameters(self._module)
+
+    def read_weights(self, folder: Path) -> dict[str, Tensor]:
+        """Load the weights of a folder beside these, on the CPU, in this model's dtype.
+
+        Raises:
+            ConfigError: The folder is missing or holds no model of this family.
+        """
+        other = load_causal_lm(
+            folder,
+            attention="eager",
+            dtype=self._module.dtype,
+            device=torch.device("cpu"),
+            loader=self.family.loader,
+        )
+        return _parameters(other)
+
+    def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take other weights of the same model, in Hugging Face names; on an error the old ones
+        stay.
+
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; the text names it.
+        """
+        replace_weights(self._module, tensors)
+
+    def rest(self) -> None:
+        """Put the weights on the CPU and give the device's memory back."""
+        if self.device.type != "cpu":
+            self._module.cpu()
+            torch.cuda.empty_cache()
+
+    def return_to_device(self) -> None:
+        """Undo `rest`."""
+        nn.Module.to(self._module, self.device)
+
+    def _logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocabulary"]:
+        num_rows = len(hidden)
+        padding = -num_rows % ROW_BLOCK
+        logits: Tensor = self._head(nn.functional.pad(hidden, (0, 0, 0, padding)))
+        return logits[:num_rows]
+
+    @torch.inference_mode()
+    def _require_linear_head(self, path: Path) -> None:
+        ids = torch.arange(5, device=self.device)[None] % self.vocab_size
+        whole = self._module(input_ids=ids, use_cache=False).logits
+        hidden = self.family.language(self._module)(
+            input_ids=ids, use_cache=False
+        ).last_hidden_state
+        if not torch.allclose(self._head(hidden), whole, rtol=1e-3, atol=1e-3):
+            raise ConfigError(
+                f"the model in {path} makes its logits by more than a linear head (scaling, "
+                "soft caps), which the engine does not do"
+            )
+
+
+def _require_known_attention(module: PreTrainedModel, path: Path) -> None:
+    known = (
+        {FULL, LINEAR} if module.config.get_text_config().model_type in LINEAR_MODELS else {FULL}
+    )
+    if other := attention_kinds(module) - known:
+        rule = (
+            f"engine 'transformers' serves {FULL} alone, and {LINEAR} as "
+            f"{' and '.join(LINEAR_MODELS)} have it"
+        )
+        raise ConfigError(
+            f"the model in {path} has layers of type {min(other)}, and {rule}; choose "
+            "another engine"
+        )
+
+
+def _parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}

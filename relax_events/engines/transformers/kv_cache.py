@@ -1,0 +1,215 @@
+"""What attention keeps of running samples: one row a sample, left-aligned, grown by need.
+
+Of layers with full attention it holds keys and values of every token, of those with linear
+attention a state that each token changes.
+
+Rows lie dense from 0 on, so a decoding step reads one slice and no gather. Storage is `rows x
+tokens`, each doubled when
+it overflows up to the configured bounds: it follows the longest running sample, not
+    `max_context_tokens`, and starts
+small again whenever no row is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+TOKEN_BLOCK = 64
+"""Storage grows to multiples of this many tokens."""
+
+
+@dataclass(slots=True)
+class Stored:
+    """Two tensors of a layer, a row for each sample: keys and values, or where `is_state` what
+    convolution and recurrence have come to.
+    """
+
+    tensors: tuple[Tensor, Tensor]
+    is_state: bool
+
+    def first_tokens(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the tensors' first tokens; a state is whole."""
+        if self.is_state:
+            return self.tensors
+        keys, values = self.tensors
+        return keys[:, :, :num_tokens], values[:, :, :num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShown:
+    """A layer as transformers' linear attention looks for its state while it decodes; nothing where
+    attention is full.
+    """
+
+    conv_states: tuple[Tensor, ...] = ()
+    recurrent_states: tuple[Tensor, ...] = ()
+    record_past: bool = False
+
+
+class RowCache(Cache):
+    """Keys and values, or states, of every layer, as transformers' attention asks for them."""
+
+    def __init__(self, *, max_rows: int, max_tokens: int) -> None:
+        super().__init__(layers=[])
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._layers: list[Stored] = []
+        self._rows: Tensor = torch.empty(0, dtype=torch.long)
+        self._positions: Tensor = self._rows
+        self._num_tokens = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Storage taken at present."""
+        return sum(tensor.nbytes for layer in self._layers for tensor in layer.tensors)
+
+    def fill(
+        self, rows: Sequence[int], prompts: DynamicCache, *, sources: Sequence[int], num_tokens: int
+    ) -> None:
+        """Copy the first tokens of prefilled prompts into rows; several rows may copy the same
+        prompt.
+
+        Args:
+            rows: Where to.
+            prompts: What the prefill left.
+            sources: Row in `prompts` for each of `rows`.
+            num_tokens: The longest prompt; what lies behind a shorter one's end is masked until it
+                is overwritten.
+        """
+        self._reserve(prompts, num_rows=max(rows) + 1, num_tokens=num_tokens)
+        for mine, theirs in zip(self._layers, _stored(prompts), strict=True):
+            for stored, prompt in zip(
+                mine.first_tokens(num_tokens), theirs.first_tokens(num_tokens), strict=True
+            ):
+                target, source = (
+                    torch.tensor(places, device=stored.device) for places in (rows, sources)
+                )
+                stored[target] = prompt[source]
+
+    def open_step(self, positions: Int[Tensor, " rows"], *, num_tokens: int) -> None:
+        """Prepare a decoding step: the next `update` of each layer writes one token to each of the
+        first rows.
+
+        Args:
+            positions: Where each row's token goes.
+            num_tokens: How many tokens attention is shown; more than every position.
+        """
+        self._grow(num_rows=len(positions), num_tokens=num_tokens)
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self._positions, self._num_tokens = positions, num_tokens
+        if any(layer.is_state for layer in self._layers):
+            self.layers = [self._shown(layer) for layer in self._layers]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the step's tokens and show attention the rows so far."""
+        keys, values = self._layers[layer_idx].tensors
+        keys[self._rows, :, self._positions] = key_states[:, :, 0]
+        values[self._rows, :, self._positions] = value_states[:, :, 0]
+        num_rows = len(self._rows)
+        return keys[:num_rows, :, : self._num_tokens], values[:num_rows, :, : self._num_tokens]
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Tell linear attention that rows go on: they were prefilled."""
+        return True
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Tensor:
+        """Keep the states behind the step's tokens. That of the convolution was written in
+        place.
+        """
+        shown: Any = self.layers[layer_idx]
+        kept: Tensor = shown.recurrent_states[0].copy_(recurrent_states)
+        return kept
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Give 0: rows differ in length, and their positions travel with the step."""
+        return 0
+
+    @torch.inference_mode()
+    def move(self, sources: Sequence[int], targets: Sequence[int], *, num_tokens: int) -> None:
+        """Copy rows onto others that were left."""
+        for layer in self._layers:
+            for stored in layer.first_tokens(num_tokens):
+                stored[list(targets)] = stored[list(sources)]
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Zero rows that may hold NaN, which no mask hides from the next tenant: zero times NaN is
+        NaN.
+        """
+        for layer in self._layers:
+            for stored in layer.tensors:
+                stored[list(rows)] = 0.0
+
+    def release(self) -> None:
+        """Free the storage."""
+        self._layers.clear()
+
+    def _shown(self, layer: Stored) -> Any:
+        convolution, recurrence = (tensor[: len(self._rows)] for tensor in layer.tensors)
+        return LayerShown((convolution,), (recurrence,)) if layer.is_state else LayerShown()
+
+    def _reserve(self, prompts: DynamicCache, *, num_rows: int, num_tokens: int) -> None:
+        if not self._layers:
+            for theirs in _stored(prompts):
+                first, second = theirs.first_tokens(0)
+                self._layers.append(
+                    Stored((first[:0].contiguous(), second[:0].contiguous()), theirs.is_state)
+                )
+        self._grow(num_rows=num_rows, num_tokens=num_tokens)
+
+    def _grow(self, *, num_rows: int, num_tokens: int) -> None:
+        have_rows = len(self._layers[0].tensors[0])
+        have_tokens = next(
+            (layer.tensors[0].shape[2] for layer in self._layers if not layer.is_state), num_tokens
+        )
+        rows = (
+            have_rows
+            if num_rows <= have_rows
+            else min(max(num_rows, 2 * have_rows), self._max_rows)
+        )
+        blocks = -(-max(num_tokens, 2 * have_tokens) // TOKEN_BLOCK)
+        tokens = (
+            have_tokens
+            if num_tokens <= have_tokens
+            else min(blocks * TOKEN_BLOCK, self._max_tokens)
+        )
+        if (rows, tokens) != (have_rows, have_tokens):
+            for layer in self._layers:  # one at a time: the old storage goes as the new comes
+                first, second = layer.tensors
+                length = None if layer.is_state else tokens
+                layer.tensors = _enlarged(first, rows, length), _enlarged(second, rows, length)
+
+
+def _stored(prompts: DynamicCache) -> list[Stored]:
+    layers: list[Any] = prompts.layers
+    return [
+        Stored((layer.conv_states[0], layer.recurrent_states[0]), is_state=True)
+        if hasattr(layer, "recurrent_states")
+        else Stored((layer.keys, layer.values), is_state=False)
+        for layer in layers
+    ]
+
+
+def _enlarged(
+    stored: Float[Tensor, "rows heads *_"], rows: int, tokens: int | None
+) -> Float[Tensor, "_ _ *_"]:
+    # Zeros, not what the memory held: that might be NaN, see `clear`.
+    larger = (
+        stored.new_zeros(rows, *stored.shape[1:])
+        if tokens is None
+        else stored.new_zeros(rows, stored.shape[1], tokens, stored.shape[3])
+    )
+    larger[tuple(map(slice, stored.shape))] = stored
+    return larger

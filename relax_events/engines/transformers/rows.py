@@ -1,0 +1,276 @@
+"""The table of running samples: arrays with a row for each, so that a decoding step touches no
+Python object per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_events.config import SamplingConfig
+from relax_events.engines.protocol import GeneratedSample
+from relax_events.engines.transformers.sampling import RowSampling
+from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.events.routed_experts import ExpertShape
+from relax_events.media.model_inputs import ProcessedMedia
+
+NO_TOKEN = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """A sample on its way: waiting with what it has so far, or running in a row that holds more."""
+
+    order: int
+    sample_id: str
+    prompt_group_id: str
+    prompt_tokens: NDArray[np.int32]
+    seed: int
+    sampling: SamplingConfig
+    stop_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    segments: tuple[VersionSegment, ...]
+    given: NDArray[np.bool_]
+    """Which of the prompt's tokens the policy did not choose."""
+    top_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    """The most probable ids at each of the tokens, where some are wanted."""
+    experts: NDArray[np.generic] = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
+    """Which experts the first tokens of the sequence went through, where that is recorded: [tokens,
+    layers, top_k]."""
+    media: tuple[ProcessedMedia, ...] = ()
+    position_shift: int = 0
+    """How far rotary positions behind the prompt are from places: a picture takes fewer positions
+    than tokens."""
+    marks: list[tuple[int, int, bool]] = field(default_factory=list)
+    """While running: count of tokens at which a policy version took over, the version, whether the
+    cache is older."""
+
+    @property
+    def sequence(self) -> NDArray[np.int32]:
+        """Prompt and completion so far."""
+        return np.concatenate([self.prompt_tokens, self.tokens])
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why nothing is left to generate, or None."""
+        if len(self.tokens) and int(self.tokens[-1]) in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.max_new_tokens else None
+
+    def ended(self, reason: FinishReason, *, error: str = "") -> GeneratedSample:
+        """Hand the sample out."""
+        return GeneratedSample(
+            sample_id=self.sample_id,
+            prompt_group_id=self.prompt_group_id,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            segments=self.segments,
+            finish_reason=reason,
+            error=error,
+            top_tokens=self.top_tokens if self.top_tokens.shape[1] else None,
+            routed_experts=self.experts if self.experts.shape[1] else None,
+        )
+
+
+class RowTable:
+    """Running samples in dense rows 0 to `num_rows`."""
+
+    def __init__(
+        self, *, max_rows: int, max_tokens: int, experts: ExpertShape | None = None
+    ) -> None:
+        self.samples: list[Sample] = []
+        self.next_tokens = np.zeros(max_rows, np.int64)
+        """The newest token of each row, which the next step reads."""
+        self.positions = np.zeros(max_rows, np.int64)
+        """Its place: the number of tokens in the row's cache."""
+        self.position_shifts = np.zeros(max_rows, np.int64)
+        """How far its rotary position is from its place."""
+        self._seeds = np.zeros(max_rows, np.uint64)
+        self._counts = np.zeros(max_rows, np.int64)
+        self._limits = np.zeros(max_rows, np.int64)
+        self._temperatures = np.ones(max_rows, np.float32)
+        self._top_ps = np.ones(max_rows, np.float32)
+        self._top_ks = np.zeros(max_rows, np.int64)
+        self._stops = np.full((max_rows, 1), NO_TOKEN, np.int64)
+        self._tokens = np.zeros((max_rows, max_tokens), np.int32)
+        self._logprobs = np.zeros((max_rows, max_tokens), np.float32)
+        self._top_tokens = np.zeros((max_rows, max_tokens, 0), np.int32)
+        none = np.zeros((0, 0, 0), np.uint8) if experts is None else experts.nothing()
+        self._experts = np.zeros((max_rows, max_tokens, *none.shape[1:]), none.dtype)
+        """Of the token that was read when the one at this place was drawn."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use."""
+        return len(self.samples)
+
+    @property
+    def num_top_tokens(self) -> int:
+        """How many most probable tokens each row records: the most that any sample has asked
+        for.
+        """
+        return self._top_tokens.shape[2]
+
+    def draws(self, rows: slice) -> tuple[NDArray[np.uint64], NDArray[np.int64], RowSampling]:
+        """Give seeds, places in the completion and sampling of rows."""
+        return (
+            self._seeds[rows],
+            self._counts[rows],
+            RowSampling(self._temperatures[rows], self._top_ps[rows], self._top_ks[rows]),
+        )
+
+    def join(self, sample: Sample, *, policy_version: int) -> None:
+        """Put a sample into the next free row; its first token has yet to be recorded."""
+        row, count = self.num_rows, len(sample.tokens)
+        self._widen_stops(len(sample.stop_token_ids))
+        if num_top := sample.top_tokens.shape[1]:
+            self._widen_top_tokens(num_top)
+            self._top_tokens[row, :count, :num_top] = sample.top_tokens
+        self._stops[row] = NO_TOKEN
+        self._stops[row, : len(sample.stop_token_ids)] = sample.stop_token_ids
+        self.positions[row] = len(sample.prompt_tokens) + count - 1
+        self.position_shifts[row] = sample.position_shift
+        self._seeds[row], self._counts[row], self._limits[row] = (
+            sample.seed,
+            count,
+            sample.max_new_tokens,
+        )
+        self._temperatures[row], self._top_ps[row], self._top_ks[row] = (
+            sample.sampling.temperature,
+            sample.sampling.top_p,
+            sample.sampling.top_k,
+        )
+        self._tokens[row, :count], self._logprobs[row, :count] = sample.tokens, sample.logprobs
+        sample.marks = [(count, policy_version, False)]
+        self.samples.append(sample)
+
+    def record(
+        self,
+        rows: slice,
+        tokens: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        *,
+        top_tokens: NDArray[np.int32] | None = None,
+        experts: NDArray[np.generic] | None = None,
+    ) -> NDArray[np.int64]:
+        """Append a token to each of the rows; give the rows that ended by it, ascending.
+
+        Args:
+            rows: That were decoded.
+            tokens: Drawn in each.
+            logprobs: Of these.
+            top_tokens: The `num_top_tokens` most probable ones.
+            experts: Which the token went through that each row read.
+        """
+        index, counts = np.arange(rows.start, rows.stop), self._counts[rows]
+        self._tokens[index, counts], self._logprobs[index, counts] = tokens, logprobs
+        if top_tokens is not None:
+            self._top_tokens[index, counts] = top_tokens
+        if experts is not None:
+            self._experts[index, counts] = experts
+        self._counts[rows] += 1
+        self.positions[rows] += 1
+        self.next_tokens[rows] = tokens
+        stopped = (self._stops[rows] == tokens[:, None]).any(axis=1)
+        ended: NDArray[np.int64] = index[
+            stopped | (self._counts[rows] >= self._limits[rows]) | ~np.isfinite(logprobs)
+        ]
+        return ended
+
+    def mark(self, policy_version: int) -> None:
+        """Note that tokens from here on come from another version, over a cache of earlier ones."""
+        for sample, count in zip(self.samples, self._counts[: self.num_rows], strict=True):
+            sample.marks.append((int(count), policy_version, True))
+
+    def leave(self, rows: Sequence[int]) -> tuple[list[Sample], list[int], list[int]]:
+        """Take samples out of rows and close the gaps.
+
+        Returns:
+            The samples with all their tokens, and the moves that the cache has to follow: sources
+            and targets.
+        """
+        left = [self.so_far(row) for row in rows]
+        kept = self.num_rows - len(rows)
+        gone = set(rows)
+        targets = sorted(row for row in gone if row < kept)
+        sources = [row for row in range(kept, self.num_rows) if row not in gone]
+        for array in self._arrays():
+            array[targets] = array[sources]
+        for source, target in zip(sources, targets, strict=True):
+            self.samples[target] = self.samples[source]
+        del self.samples[kept:]
+        return left, sources, targets
+
+    def so_far(self, row: int) -> Sample:
+        """Give a copy of the sample in a row, with all its tokens; the row goes on."""
+        sample, count = self.samples[row], int(self._counts[row])
+        return replace(
+            sample,
+            tokens=self._tokens[row, :count].copy(),
+            logprobs=self._logprobs[row, :count].copy(),
+            top_tokens=self._top_tokens[row, :count, : sample.top_tokens.shape[1]].copy(),
+            segments=joined_segments(sample.segments, _runs(sample.marks, count)),
+            experts=np.concatenate(
+                [sample.experts, self._experts[row, sample.marks[0][0] : count]]
+            ),
+        )
+
+    def _arrays(self) -> tuple[NDArray[np.generic], ...]:
+        places = (self.next_tokens, self.positions, self.position_shifts)
+        scalars = (
+            self._seeds,
+            self._counts,
+            self._limits,
+            self._temperatures,
+            self._top_ps,
+            self._top_ks,
+        )
+        return (
+            *places,
+            *scalars,
+            self._stops,
+            self._tokens,
+            self._logprobs,
+            self._top_tokens,
+            self._experts,
+        )
+
+    def _widen_stops(self, num_stops: int) -> None:
+        if (missing := num_stops - self._stops.shape[1]) > 0:
+            self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+
+    def _widen_top_tokens(self, num_tokens: int) -> None:
+        if num_tokens > self.num_top_tokens:
+            wider = np.zeros((*self._top_tokens.shape[:2], num_tokens), np.int32)
+            wider[..., : self.num_top_tokens] = self._top_tokens
+            self._top_tokens = wider
+
+
+def joined_segments(
+    segments: tuple[VersionSegment, ...], more: Iterable[VersionSegment]
+) -> tuple[VersionSegment, ...]:
+    """Append further runs of tokens; neighbours of one kind become one, empty ones vanish."""
+    joined = list(segments)
+    for run in more:
+        last = joined[-1] if joined else None
+        if last and (last.policy_version, last.kept_cache) == (run.policy_version, run.kept_cache):
+            joined[-1] = VersionSegment(
+                run.policy_version, last.num_tokens + run.num_tokens, run.kept_cache
+            )
+        elif run.num_tokens:
+            joined.append(run)
+    return tuple(joined)
+
+
+def _runs(marks: list[tuple[int, int, bool]], count: int) -> Iterator[VersionSegment]:
+    """Give what was generated between marks."""
+    ends = [start for start, _, _ in marks[1:]] + [count]
+    return (
+        VersionSegment(version, end - start, kept_cache)
+        for (start, version, kept_cache), end in zip(marks, ends, strict=True)
+    )

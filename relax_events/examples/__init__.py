@@ -1,0 +1,3 @@
+"""Synthetic tasks, tiny models and their preparation. The library finds them by entry points and
+never imports them.
+"""

@@ -1,0 +1,59 @@
+"""Sounds that are made on demand: how high a tone is, and what comes after what."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from relax_events.config.base import Section
+from relax_events.events.parts import Modality
+from relax_events.examples.media_tasks import Drawn, DrawnKind
+from relax_events.media.wav import RATE_HERTZ, Samples, encoded
+
+NOTES = {"do": 262.0, "re": 392.0, "mi": 587.0, "fa": 880.0, "sol": 1319.0, "la": 1976.0}
+"""In hertz, a fifth apart."""
+LOUDNESS, NOISE, DETUNING = 0.3, 0.02, 0.02
+
+
+class ToneOptions(Section):
+    """What `data.options` may hold."""
+
+    seconds: Annotated[float, Field(ge=0.05, le=60)] = 0.4
+    """Of a tone."""
+
+
+def _pitch(generator: np.random.Generator, options: ToneOptions) -> Drawn:
+    name = list(NOTES)[generator.integers(len(NOTES))]
+    return Drawn(name, encoded(_tone(generator, NOTES[name], options.seconds)))
+
+
+def _order(generator: np.random.Generator, options: ToneOptions) -> Drawn:
+    """Play one tone, and then another; the answer is the latter."""
+    first, last = generator.choice(list(NOTES), 2, replace=False)
+    return Drawn(
+        str(last),
+        encoded(
+            np.concatenate(
+                [_tone(generator, NOTES[name], options.seconds) for name in (first, last)]
+            )
+        ),
+    )
+
+
+def _tone(generator: np.random.Generator, hertz: float, seconds: float) -> Samples:
+    """Play a note a little out of tune, among noise."""
+    time = np.arange(round(seconds * RATE_HERTZ)) / RATE_HERTZ
+    played = hertz * (1 + DETUNING * generator.standard_normal())
+    begin = generator.random() * 2 * np.pi
+    return LOUDNESS * np.sin(2 * np.pi * played * time + begin) + NOISE * generator.standard_normal(
+        len(time)
+    )
+
+
+TONES = DrawnKind(
+    Modality.AUDIO,
+    ToneOptions,
+    {"pitch": ("Which note is it?", _pitch), "order": ("Which note is the last?", _order)},
+)

@@ -1,0 +1,205 @@
+"""Makes the small model that a run file describes, out of the run's own data."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+
+import orjson
+import torch
+from transformers.utils import logging
+
+from relax_events.config import DataConfig, RunConfig, WarmStartConfig
+from relax_events.config.engine import TinyModelConfig
+from relax_events.data.sources import open_stream
+from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.examples.sft_warmup import num_answered, warm_start
+from relax_events.examples.tiny_models import make_tiny
+from relax_events.examples.tiny_tokenizer import constant_phrases
+from relax_events.examples.warmup_conversations import Demonstrations, answers_of
+from relax_events.models.families import family_of
+
+RECIPE_FILE = "relax_events.json"
+NUM_CHECKED_PROMPTS = 256
+REPORT_EVERY_STEPS = 10
+Report = Callable[[str], None]
+
+
+def prepare_model(config: RunConfig, *, report: Report = print) -> Path:
+    """Make the model of `model.path` where there is none: a tiny model by `model.tiny`, then the
+    warm start.
+
+    A folder that is there is left as it is; if it was made from other settings, the report says so.
+    The folder appears whole or not at all.
+
+    Args:
+        config: The run file.
+        report: Called with a line about each stage.
+    Returns:
+        The folder.
+    Raises:
+        ConfigError: The folder is missing and the run file has no `model.tiny`, or the data is
+            unfit.
+    """
+    path = config.model.path
+    if (path / "config.json").is_file():
+        recipe = path / RECIPE_FILE
+        changed = recipe.is_file() and recipe.read_bytes() != _recipe(config)
+        report(
+            f"model {path} is there"
+            + (", made from other settings; remove it to have it made again" if changed else "")
+        )
+        return path
+    return warm_start_model(config, report=report)
+
+
+def warm_start_model(
+    config: RunConfig, *, output: Path | None = None, report: Report = print
+) -> Path:
+    """Give a model its supervised start and write it to `output`, or in place of the old one.
+
+    Args:
+        config: The run file; where its `model.path` does not exist the tiny model is made first.
+        output: The folder to write; `model.path` when None.
+        report: Called with a line about each stage.
+    Returns:
+        The folder written.
+    Raises:
+        ConfigError: The folder is missing and the run file has no `model.tiny`, or the data is
+            unfit.
+        EnvironmentProblem: The folder can't be written.
+    """
+    logging.disable_progress_bar()
+    target = output or config.model.path
+    draft = target.with_name(target.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    _check_writable(draft)
+    try:
+        _copy_or_make(config, draft, report)
+        if config.warm_start.steps:
+            _train(config, draft, report)
+        (draft / RECIPE_FILE).write_bytes(_recipe(config))
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    report(f"wrote model {target}")
+    return target
+
+
+def _check_writable(folder: Path) -> None:
+    """Find out before the work what would spoil it after."""
+    try:
+        folder.mkdir(parents=True)
+        folder.rmdir()
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"model folder {folder.parent} can't be written: {error.strerror}; give "
+            "model.path in one that can"
+        ) from None
+
+
+def make_tiny_for(
+    data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: int, answers_key: str = ""
+) -> Path:
+    """Write a tiny model whose tokenizer is trained on the prompts and answers of a run's data,
+    those under `answers_key` among them.
+
+    The text around the problems of each dataset becomes one token each: see `constant_phrases`.
+    """
+    stream = open_stream(data, seed=seed, shuffle=True)
+    rows = [stream[number] for number in range(tiny.corpus_rows)]
+    prompts = [row.messages[-1].text for row in rows]
+    by_dataset = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        by_dataset[stream.order.place(number).dataset].append(prompt)
+    return make_tiny(
+        path,
+        corpus=[
+            *prompts,
+            *(answer for row in rows for answer in answers_of(row, key=answers_key)),
+            *(message.text for row in rows for learnt in row.completions for message in learnt),
+        ],
+        family=tiny.family,
+        hidden_size=tiny.hidden_size,
+        num_layers=tiny.num_layers,
+        vocab_size=tiny.vocab_size,
+        phrases=[
+            *chain.from_iterable(map(constant_phrases, by_dataset.values())),
+            *dict.fromkeys(part.system_prompt for part in data.parts if part.system_prompt),
+        ],
+        seed=seed,
+    )
+
+
+def _copy_or_make(config: RunConfig, draft: Path, report: Report) -> None:
+    if (config.model.path / "config.json").is_file():
+        shutil.copytree(config.model.path, draft)
+    elif config.model.tiny is None:
+        raise ConfigError(
+            f"model folder {config.model.path} does not exist; set model.path, or describe a "
+            "small model in [model.tiny]"
+        )
+    else:
+        make_tiny_for(
+            config.data,
+            draft,
+            tiny=config.model.tiny,
+            seed=config.run.seed,
+            answers_key=config.warm_start.answers_key,
+        )
+        report(f"made a random {config.model.tiny.family} of width {config.model.tiny.hidden_size}")
+
+
+def _train(config: RunConfig, path: Path, report: Report) -> None:
+    # Another order than the run's own, so that the run does not begin with the very prompts it was
+    # warmed up on.
+    stream = open_stream(
+        config.data, seed=config.run.seed, order_seed=config.run.seed + 1, shuffle=True
+    )
+    family = family_of(path, config.model.media)
+    model = family.loader.from_pretrained(
+        path,
+        local_files_only=True,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    size = config.warm_start.batch_size
+    with closing(Demonstrations(config, model_path=path)) as played:
+        warm_start(
+            model,
+            batch=lambda step: [played.of(stream[step * size + offset]) for offset in range(size)],
+            config=config.warm_start,
+            report=lambda step, loss: _report_step(step, loss, config.warm_start, report),
+            family=family,
+        )
+        first_unseen = config.warm_start.steps * size
+        unseen = [played.of(stream[first_unseen + offset]) for offset in range(NUM_CHECKED_PROMPTS)]
+    accuracy = num_answered(model, unseen, family=family) / NUM_CHECKED_PROMPTS
+    report(f"greedy accuracy after the warm start: {accuracy:.2f} on {NUM_CHECKED_PROMPTS} prompts")
+    model.save_pretrained(path)
+
+
+def _report_step(step: int, loss: float, config: WarmStartConfig, report: Report) -> None:
+    if loss < config.target_loss:
+        report(f"warm start: stopped at step {step}, loss {loss:.3f}")
+    elif step % REPORT_EVERY_STEPS == 0 or step == config.steps:
+        report(f"warm start: step {step} of {config.steps}, loss {loss:.3f}")
+
+
+def _recipe(config: RunConfig) -> bytes:
+    tiny = config.model.tiny
+    recipe = {
+        "data": config.data.model_dump(mode="json"),
+        "media": config.model.media.model_dump(mode="json"),
+        "tiny": None if tiny is None else tiny.model_dump(mode="json"),
+        "environment": config.environment.model_dump(mode="json"),
+        "warm_start": config.warm_start.model_dump(mode="json"),
+        "seed": config.run.seed,
+    }
+    return orjson.dumps(recipe, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)

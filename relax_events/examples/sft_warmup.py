@@ -1,0 +1,165 @@
+"""A short supervised start: next-token training on reference answers, until reinforcement learning
+finds something to reinforce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from relax_events.config import WarmStartConfig
+from relax_events.media.model_inputs import MediaInputs, MediaSequence, ProcessedMedia
+from relax_events.models.families import Family
+
+IGNORED = -100
+MAX_GRAD_NORM = 1.0
+TEXT = Family()
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedExample:
+    """A prompt and what should follow.
+
+    Attributes:
+        prompt_tokens: Up to where the model goes on.
+        answer_tokens: The completion, with its end token; of several turns, the replies too.
+        chosen: Which of these the model should have written.
+        media: What the placeholders stand for, in the prompt and in replies.
+    """
+
+    prompt_tokens: NDArray[np.int32]
+    answer_tokens: NDArray[np.int32]
+    chosen: NDArray[np.bool_]
+    media: tuple[ProcessedMedia, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBatch:
+    """Examples side by side, padded on the left; `labels` are `IGNORED` wherever there is nothing
+    to learn.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    media: MediaInputs | None = None
+
+
+def warm_start(
+    model: PreTrainedModel,
+    *,
+    batch: Callable[[int], Sequence[SupervisedExample]],
+    config: WarmStartConfig,
+    report: Callable[[int, float], None],
+    family: Family = TEXT,
+) -> None:
+    """Train a model in place by AdamW for `config.steps` supervised steps, or until the loss is
+    below `config.target_loss`.
+
+    Args:
+        model: The policy.
+        batch: Gives the examples of a step, counted from 0.
+        config: Steps, target and learning rate.
+        report: Called after each step with its number, counted from 1, and its mean loss per answer
+            token in nats.
+        family: Of the model.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    model.train()
+    for step in range(config.steps):
+        loss = _answer_loss(
+            model, pad_left(batch(step), device=model.device, family=family), family
+        )
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        report(step + 1, loss.item())
+        if loss.item() < config.target_loss:
+            break
+    model.train(mode=False)
+
+
+@torch.inference_mode()
+def num_answered(
+    model: PreTrainedModel, examples: Sequence[SupervisedExample], *, family: Family = TEXT
+) -> int:
+    """Count the examples that the model would complete as it should by its likeliest tokens."""
+    batch = pad_left(examples, device=model.device, family=family)
+    wanted = batch.labels[:, 1:]
+    likeliest = _logits(model, batch, family)[:, :-1].argmax(-1)
+    return int(((likeliest == wanted) | (wanted == IGNORED)).all(dim=1).sum())
+
+
+def pad_left(
+    examples: Sequence[SupervisedExample], *, device: torch.device, family: Family = TEXT
+) -> PaddedBatch:
+    """Put examples side by side so that all end in the last column."""
+    lengths = [len(example.prompt_tokens) + len(example.answer_tokens) for example in examples]
+    width = max(lengths)
+    tokens = np.zeros((len(examples), width), dtype=np.int64)
+    mask = np.zeros_like(tokens)
+    labels = np.full_like(tokens, IGNORED)
+    for row, (example, length) in enumerate(zip(examples, lengths, strict=True)):
+        tokens[row, width - length :] = np.concatenate(
+            [example.prompt_tokens, example.answer_tokens]
+        )
+        mask[row, width - length :] = 1
+        labels[row, width - len(example.answer_tokens) :] = np.where(
+            example.chosen, example.answer_tokens, IGNORED
+        )
+    positions = (mask.cumsum(axis=1) - 1).clip(min=0)
+    sequences = [_sequence(example, row, width) for row, example in enumerate(examples)]
+    media = family.inputs(sequences, position_ids=positions)
+    input_ids, attention_mask, position_ids, wanted = (
+        torch.from_numpy(array).to(device) for array in (tokens, mask, positions, labels)
+    )
+    return PaddedBatch(input_ids, attention_mask, position_ids, wanted, media)
+
+
+def _sequence(example: SupervisedExample, row: int, width: int) -> MediaSequence:
+    tokens = np.concatenate([example.prompt_tokens, example.answer_tokens])
+    given = np.append(np.ones(len(example.prompt_tokens), bool), ~example.chosen)
+    return MediaSequence(
+        f"example {row}",
+        tokens,
+        given,
+        example.media,
+        (row + 1) * width - len(tokens) + np.arange(len(tokens)),
+    )
+
+
+def _answer_loss(model: PreTrainedModel, batch: PaddedBatch, family: Family) -> Tensor:
+    logits = _logits(model, batch, family)[:, :-1].float()
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
+    )
+
+
+def _logits(model: PreTrainedModel, batch: PaddedBatch, family: Family) -> Tensor:
+    if batch.media is None:
+        whole = model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        )
+        logits: Tensor = whole.logits
+        return logits
+    hidden = family.hidden(
+        model,
+        batch.input_ids,
+        batch.position_ids,
+        batch.media,
+        attention_mask=batch.attention_mask,
+        use_cache=False,
+    )
+    made: Tensor = model.get_output_embeddings()(hidden)
+    return made

@@ -1,0 +1,126 @@
+"""What a model learns before its run: the answers that rows bring, and between them what the run's
+environment says to them.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from relax_events.config import RunConfig
+from relax_events.data.completions import ASSISTANT
+from relax_events.data.placeholders import with_media
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.rows import PromptRow
+from relax_events.engines.protocol import Task
+from relax_events.environments.pool import EnvironmentPool, Said
+from relax_events.errors import ConfigError
+from relax_events.events.parts import ChatMessage
+from relax_events.examples.sft_warmup import SupervisedExample
+from relax_events.media.library import MediaLibrary
+from relax_events.objects.store import ObjectStore
+
+
+class Demonstrations:
+    """Plays the samples of rows as a policy would that gives the rows' answers; nothing reaches the
+    run's object store. Used by one thread.
+    """
+
+    def __init__(self, config: RunConfig, *, model_path: Path) -> None:
+        """Load the tokenizer, and start the environment where there is one.
+
+        Args:
+            config: The run.
+            model_path: The model that will learn.
+        Raises:
+            ConfigError: The model folder or the environment can't be used.
+        """
+        self._config = config
+        self._renderer = PromptRenderer.from_folder(
+            model_path, config.data, media=config.model.media
+        )
+        library = partial(
+            MediaLibrary, config, model_path=model_path, store=ObjectStore.open("memory://")
+        )
+        self._library = library()
+        self._pool = (
+            EnvironmentPool(config, libraries=library) if config.environment.function else None
+        )
+
+    def close(self) -> None:
+        """End the environment."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def of(self, row: PromptRow) -> SupervisedExample:
+        """Play a row.
+
+        Raises:
+            ConfigError: It does not bring its answers, or the environment ends the sample before
+                the last of them.
+            PoisonSample: The environment failed; or the chat template refuses the conversation.
+        """
+        answers = answers_of(row, key=self._config.warm_start.answers_key)
+        references = [self._library.admit(item) for item in row.media]
+        media = [self._library.processed(reference) for reference in references]
+        task = Task(
+            messages=with_media(row.messages, references),
+            answer=row.answer,
+            metadata=row.metadata,
+            tools=row.tools,
+        )
+        prompt = self._renderer.prompt_tokens(task.messages, tools=task.tools)
+        turns = [ChatMessage.of_text(ASSISTANT, answers[0])]
+        pieces = [self._renderer.answer_tokens(answers[0])]
+        for number, answer in enumerate(answers[1:], 1):
+            if (said := self._said(task, turns)) is None:
+                raise ConfigError(
+                    f"the environment ends the sample at answer {number} of {len(answers)}: "
+                    f"{answers}; see warm_start.answers_key"
+                )
+            reply = self._renderer.reply_tokens(
+                (*task.messages, *turns[:-1]), said.message, tools=task.tools
+            )
+            turns += [said.message, ChatMessage.of_text(ASSISTANT, answer)]
+            pieces += [reply, self._renderer.answer_tokens(answer)]
+            media += said.media
+        chosen = [np.full(len(piece), index % 2 == 0) for index, piece in enumerate(pieces)]
+        return SupervisedExample(
+            prompt, np.concatenate(pieces), np.concatenate(chosen), tuple(media)
+        )
+
+    def _said(self, task: Task, turns: Sequence[ChatMessage]) -> Said | None:
+        if self._pool is None:
+            return None
+        answered: queue.SimpleQueue[Future[Said | None]] = queue.SimpleQueue()
+        self._pool.ask("of the warm start", task, turns, on_answer=answered.put)
+        return answered.get().result()
+
+
+def answers_of(row: PromptRow, *, key: str) -> list[str]:
+    """Return what a policy that does well would say to a row, answer by answer.
+
+    Args:
+        row: Brings its reference answer, and perhaps a list of answers in its metadata.
+        key: Of that list, see `warm_start.answers_key`; empty for the reference answer alone.
+    Raises:
+        ConfigError: There is no list of texts of that name.
+    """
+    if not key:
+        return [row.answer]
+    answers: Any = orjson.loads(row.metadata).get(key)
+    if (
+        not isinstance(answers, list)
+        or not answers
+        or not all(isinstance(answer, str) for answer in answers)
+    ):
+        rule = "it must be a list of answers: set warm_start.answers_key to a column that holds one"
+        raise ConfigError(f"a row's metadata has {key} = {str(answers)[:80]!r}; {rule}")
+    return answers

@@ -1,0 +1,108 @@
+"""Which broker a command means that looks at many runs: that of a run file, a cluster by address,
+or the embedded one of a directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_events.config import BrokerConfig, RunConfig, load_run_config
+from relax_events.errors import BrokerUnavailable, ConfigError
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.credentials import as_principal
+from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.session.broker_address import ANSWER_SECONDS, EMBEDDED, OPERATOR, keep_up, reached
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A broker table and the directory of runs that goes with it; `run_file` is the run file that
+    named them, if one did.
+    """
+
+    broker: BrokerConfig
+    directory: Path
+    run_file: RunConfig | None = None
+
+    @classmethod
+    def named(cls, *, config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
+        """Return the broker that a command's options name.
+
+        Raises:
+            ConfigError: They name two.
+        """
+        if config is not None and bootstrap_servers:
+            raise ConfigError(
+                f"--config {config} and --bootstrap-servers {bootstrap_servers} name a "
+                "broker each; give one of them"
+            )
+        if config is not None:
+            return cls.of(load_run_config(config))
+        return cls(BrokerConfig(bootstrap_servers=bootstrap_servers or EMBEDDED), directory)
+
+    @classmethod
+    def of(cls, run_file: RunConfig) -> Cluster:
+        """Return the broker of a run, for its operator."""
+        return cls(as_principal(run_file, OPERATOR).broker, run_file.run.directory, run_file)
+
+    @property
+    def _embedded(self) -> EmbeddedBroker | None:
+        return (
+            EmbeddedBroker(self.directory / "broker")
+            if self.broker.bootstrap_servers == EMBEDDED
+            else None
+        )
+
+    @property
+    def reached(self) -> BrokerConfig:
+        """The broker table, with the address of an embedded broker filled in and where its password
+        lies.
+
+        Raises:
+            BrokerUnavailable: The embedded broker was never started.
+        """
+        embedded = self._embedded
+        return (
+            self.broker
+            if embedded is None
+            else reached(self.broker, embedded.bootstrap_servers, embedded.password_file)
+        )
+
+    def connection(self, *, name: str) -> Connection:
+        """Return how to reach a broker that has answered; the embedded one is kept up by `running`.
+
+        Raises:
+            BrokerUnavailable: It does not run or does not answer; the text says where and what to
+                do.
+        """
+        broker = self.reached
+        run_id = (
+            self.run_file.run.id if self.run_file else "relax"
+        )  # of a secured run, whose rights end with its prefix
+        connection = Connection.of(broker, client_id=f"{run_id}.{name}")
+        Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, broker.request_timeout_seconds))
+        return connection
+
+    @contextmanager
+    def running(self, *, by: str) -> Iterator[None]:
+        """Keep the embedded broker up while the block runs; nothing happens for a cluster.
+
+        Args:
+            by: The command that needs it, for the record.
+        Raises:
+            BrokerUnavailable: The directory has no broker; the text says what else can be given.
+        """
+        if (embedded := self._embedded) is None:
+            yield
+            return
+        if embedded.state is None:
+            rule = (
+                f"no broker was ever started in {embedded.directory}, so there is no run to look at"
+            )
+            raise BrokerUnavailable(f"{rule}; give --directory, --bootstrap-servers or a run file")
+        with keep_up(embedded, by=by):
+            yield

@@ -1,0 +1,322 @@
+"""Reads a run's log into a ledger, each topic once and all in step with each other, so that a run
+of any length fits into memory.
+
+    policy versions: which offsets belong to which versions ──▶ the next versions that make a block
+        of records
+    block: prompt queue ─▶ samples, scores and ready samples of these versions ─▶ train steps, ends
+        ─▶ settle ─▶ the next block
+
+Where a topic is not sorted by versions, it is read on until its newest record tells that the
+block's are read. That decides only how much is
+held in memory: a record that comes late is judged all the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError, CorruptRecord, SchemaError
+from relax_events.events.codec import EventCodec
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import (
+    Event,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    PromptGroupIssued,
+    TrainStepCommitted,
+)
+from relax_events.history.stored_weights import StoredWeights
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.corruption import damage_error
+from relax_events.kafka.records import Record
+from relax_events.projections.ledger import Ledger
+from relax_events.projections.purged_ranges import PurgedLog
+from relax_events.runtime.parent_run import SourceRun
+from relax_events.staleness import is_guest
+from relax_events.topics import TopicPlan
+from relax_events.topics.plan import TRAINER_INPUTS
+
+log = structlog.get_logger()
+BLOCK_RECORDS = 20_000
+"""About how many records of samples are judged together; every block costs a few requests."""
+BLOCK_VERSIONS = 256
+CHUNK_RECORDS = 2_000
+LARGE_CHUNK_RECORDS = 64
+"""Of records that name all samples of a step, or all partitions of a version."""
+REST = 2**62
+"""Stands for the version behind the last block."""
+# every stream begins with a new assignment, which would wait for the last request of the one before
+FETCH_WAIT_MS = 10
+DECISIONS = ("control.policy-versions", "control.train-steps", "control.group-outcomes")
+
+Place = tuple[str, int]
+Span = tuple[int, int]
+
+
+class Ends(Protocol):
+    """Tells the oldest and the next offset of a partition."""
+
+    def watermarks(self, topic: str, partition: int) -> Span:
+        """Ask the broker."""
+
+
+def read_ledger(config: RunConfig) -> Ledger:
+    """Read a run's log into a ledger; of a replay also which steps of its source it was to train.
+
+    Raises:
+        BrokerError: A record that holds a decision of the trainer's fails its checksum: without it
+            nothing can be proved.
+        ConfigError: The broker has no topics of this run.
+    """
+    connection = Connection.of(config.broker, client_id=f"{config.run.id}.ledger")
+    admin = Admin(connection)
+    try:
+        if not admin.topics(TopicPlan.topic_of(config.run.id, "control.schemas")):
+            raise ConfigError(
+                f"the broker has no topics of a run {config.run.id!r}; see run.id and "
+                "broker.bootstrap_servers"
+            )
+    finally:
+        admin.close()
+    reader = LogReader(connection, fetch_wait_ms=FETCH_WAIT_MS)
+    try:
+        return LedgerReader(config, connection, reader).read()
+    finally:
+        reader.close()
+
+
+def between_commits(reader: Ends, decisions: Sequence[Place]) -> dict[Place, Span]:
+    """Return spans of these topics that end all before or all after any commit of the trainer's,
+    while it goes on.
+
+    A step's records become visible together, but ends are asked for one after the other: so again
+    until none has moved meanwhile.
+    """
+    seen: dict[Place, Span] = {}
+    while (spans := {place: (0, reader.watermarks(*place)[1]) for place in decisions}) != seen:
+        seen = spans
+    return spans
+
+
+class LedgerReader:
+    """See the module's docstring. Reads once."""
+
+    def __init__(self, config: RunConfig, connection: Connection, reader: LogReader) -> None:
+        self._config, self._reader, self._codec, self._plan = (
+            config,
+            reader,
+            EventCodec(),
+            TopicPlan.of(config),
+        )
+        self._unreadable: Counter[str] = Counter()
+        own = [(TopicPlan.topic_of(config.run.id, entity), 0) for entity in DECISIONS]
+        self._versions_place, self._steps_place, self._ends_place = own
+        self._is_decision = frozenset(own)
+        self._spans = between_commits(reader, own)
+        scores = ("reward.scores",) if config.algorithm.has_rewards else ()
+        entities = () if config.is_replay else ("rollout.samples", *scores, *TRAINER_INPUTS)
+        self._samples = [
+            (self._plan.topic(name), partition)
+            for name in entities
+            for partition in range(self._plan.num_sample_partitions)
+        ]
+        queue = (
+            []
+            if config.is_replay
+            else [
+                (self._plan.topic("prompt.groups"), partition)
+                for partition in range(self._plan.queue_partitions)
+            ]
+        )
+        self._queue = queue
+        self._spans |= {
+            place: reader.watermarks(*place) for place in [*queue, *self._samples]
+        }  # what was decided on was written before
+        self._read_up_to = {place: span[0] for place, span in self._spans.items()}
+        self._stamps: dict[Place, int] = {}
+        self._starts: dict[int, dict[Place, int]] = {}
+        begins = {
+            (self._plan.entity(topic), partition): self._spans[topic, partition][0]
+            for topic, partition in [*queue, *self._samples]
+        }
+        self._ledger = Ledger(
+            config.run.max_staleness,
+            first_version=config.first_version,
+            last_version=config.last_version,
+            in_order=config.run.batch_order == "in_order",
+            has_rewards=config.algorithm.has_rewards,
+            purged=None if config.is_replay else PurgedLog(self._plan, begins),
+            of_replay=config.is_replay,
+        )
+        self._weights = StoredWeights(config)
+        self._source = _source_steps(config, connection) if config.is_replay else iter(())
+
+    def read(self) -> Ledger:
+        """Read everything, block by block."""
+        for record in self._reader.read_to_end(
+            [(TopicPlan.topic_of(self._config.run.id, "control.schemas"), 0)]
+        ):
+            if record.value:
+                self._learn(record)
+        below = self._config.first_version
+        while not self._is_read():
+            below = self._next_block(below)
+            self._read_queue(below)
+            self._read_samples(below)
+            self._read_source(below)
+            self._read_until([self._steps_place], below - 1, chunk=LARGE_CHUNK_RECORDS)
+            self._read_until([self._ends_place], below, chunk=CHUNK_RECORDS)
+            self._ledger.settle(below)
+        self._weights.check(self._ledger)
+        if self._unreadable:
+            log.warning("records.unreadable", **dict(sorted(self._unreadable.items())))
+        return self._ledger
+
+    def _learn(self, record: Record) -> None:
+        try:
+            self._codec.learn(record.value, key=record.key)
+        except SchemaError as error:
+            self._unreadable[record.topic] += 1
+            log.debug("record.unreadable", place=record.place, error=str(error))
+
+    def _is_read(self) -> bool:
+        return all(
+            position >= self._spans[place][1] for place, position in self._read_up_to.items()
+        )
+
+    def _next_block(self, below: int) -> int:
+        """Return the version up to which the next block goes: at least one more, and as many as
+        make a block of records; at the end the rest.
+        """
+        for version in [version for version in self._starts if version < below]:
+            del self._starts[version]
+        reached = below + 1
+        self._read_versions(reached + 1)
+        while (
+            reached + 1 <= min(self._newest_start, below + BLOCK_VERSIONS)
+            and self._num_records(reached + 1) <= BLOCK_RECORDS
+        ):
+            reached += 1
+            self._read_versions(reached + 1)
+        return reached if reached <= self._newest_start else REST
+
+    def _read_versions(self, below: int) -> None:
+        """Read where the versions begin that come next in each slot."""
+        self._read_until(
+            [self._versions_place], below + self._plan.num_slots, chunk=LARGE_CHUNK_RECORDS
+        )
+
+    @property
+    def _newest_start(self) -> int:
+        return max(self._starts, default=-1)
+
+    def _num_records(self, below: int) -> int:
+        return sum(stop - self._read_up_to[place] for place, stop in self._stops(below).items())
+
+    def _stops(self, below: int) -> dict[Place, int]:
+        """Return, for each sample partition, where records of versions from `below` on begin; its
+        end where there are none.
+        """
+        starts: dict[Place, int] = {}
+        for version in sorted(version for version in self._starts if version >= below):
+            if len(starts) == len(self._samples):
+                break
+            starts = self._starts[version] | starts
+        ends = {place: self._spans[place][1] for place in self._samples}
+        return {
+            place: min(max(starts.get(place, end), self._read_up_to[place]), end)
+            for place, end in ends.items()
+        }
+
+    def _read_samples(self, below: int) -> None:
+        self._feed(self._stops(below))
+
+    def _read_queue(self, below: int) -> None:
+        """Read what was issued before version `below`: step s is issued when version s -
+        max_staleness is out.
+        """
+        self._read_until(
+            self._queue, below + self._config.run.max_staleness + 1, chunk=CHUNK_RECORDS
+        )
+
+    def _read_source(self, below: int) -> None:
+        for step in self._source:
+            self._ledger.note_source(step)
+            if step.train_step >= below:
+                return
+
+    def _read_until(self, places: Sequence[Place], stamp: int, *, chunk: int) -> None:
+        """Read these partitions on until the newest record of each is stamped with this number, or
+        they end.
+        """
+        while spans := {
+            place: min(self._read_up_to[place] + chunk, self._spans[place][1])
+            for place in places
+            if self._is_behind(place, stamp)
+        }:
+            self._feed(spans)
+
+    def _is_behind(self, place: Place, stamp: int) -> bool:
+        return (
+            self._stamps.get(place, -1) < stamp and self._read_up_to[place] < self._spans[place][1]
+        )
+
+    def _feed(self, stops: Mapping[Place, int]) -> None:
+        spans = {
+            place: (self._read_up_to[place], stop)
+            for place, stop in stops.items()
+            if stop > self._read_up_to[place]
+        }
+        for record in self._reader.stream(spans, with_damaged=True):
+            self._take(record)
+        self._read_up_to |= {place: stop for place, (_, stop) in spans.items()}
+
+    def _take(self, record: Record) -> None:
+        place, at = (
+            (record.topic, record.partition),
+            TopicOffset(record.topic, record.partition, record.offset),
+        )
+        if record.is_damaged:
+            if place in self._is_decision:
+                raise damage_error(record.topic, record.partition, record.offset)
+            self._ledger.note_damaged(at, key=record.key)
+            return
+        try:
+            event = self._codec.decode(record.value)
+        except (CorruptRecord, SchemaError) as error:
+            self._ledger.note_unreadable()
+            self._unreadable[record.topic] += 1
+            log.debug("record.unreadable", place=record.place, error=str(error))
+            return
+        self._ledger.note(event, at)
+        self._weights.note(event)
+        self._note_stamp(place, event)
+
+    def _note_stamp(self, place: Place, event: Event) -> None:
+        if isinstance(event, PolicyVersionPublished):
+            starts = {(start.topic, start.partition): start.offset for start in event.start_offsets}
+            self._starts[event.policy_version] = {
+                place: starts[place] for place in self._samples if place in starts
+            }
+            self._stamps[place] = event.policy_version
+        elif isinstance(event, TrainStepCommitted) or (
+            isinstance(event, PromptGroupIssued) and not is_guest(event.prompt_group_id)
+        ):
+            self._stamps[place] = event.train_step
+        elif isinstance(event, PromptGroupEnded):
+            self._stamps[place] = event.trainer_version
+
+
+def _source_steps(config: RunConfig, connection: Connection) -> Iterator[TrainStepCommitted]:
+    """Give the steps of the source that a replay trains."""
+    until = config.source.until_version
+    for step in SourceRun.read(connection, config.source.run).steps():
+        if config.first_version <= step.train_step and (until < 0 or step.train_step < until):
+            yield step

@@ -1,0 +1,255 @@
+"""Where a policy version, a sample or a prompt comes from, and what became of it: all read back
+from the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relax_events.config import RunConfig
+from relax_events.data.sources import is_generated, named_parts, open_source
+from relax_events.data.stream import PromptOrder
+from relax_events.errors import ConfigError
+from relax_events.events.types import (
+    PromptGroupEnded,
+    PromptGroupIssued,
+    SampleEvaluated,
+    SampleReady,
+    SampleScored,
+    TrainStepCommitted,
+)
+from relax_events.history.run_log import Found, RunLog
+from relax_events.history.samples.detail import read_generations
+from relax_events.history.samples.reader import events_of
+from relax_events.history.samples.view import SampleView
+from relax_events.topics import shard_of
+from relax_events.topics.plan import EVALUATOR_TOPICS
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Something that happened, when (microseconds since the epoch), the record that says so, and
+    what it says.
+    """
+
+    what: str
+    at: int
+    place: str
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLineage:
+    """A sample from its prompt to its policy version; `num_generations` above 1 means that it was
+    generated again.
+
+    A trained sample is in `first_version` and every later one.
+    """
+
+    sample_id: str
+    num_generations: int
+    stages: list[Stage]
+    first_version: int | None
+
+
+DataRow = Callable[[int], int | None]
+
+
+def data_rows(config: RunConfig, *, required: bool = False) -> DataRow:
+    """Return what tells the row of the data at a position of the prompt stream; None where the data
+    is not at hand.
+
+    Rows are counted through all datasets of the run, one after the other.
+
+    Args:
+        config: The run.
+        required: Fail when the data is not at hand.
+    Raises:
+        ConfigError: It is required and can't be opened.
+    """
+    try:
+        # of generated ones without the package that makes them, which takes seconds to import
+        num_rows = [
+            part.size
+            if is_generated(part)
+            else open_source(part, seed=config.run.seed, section=section).rows
+            for section, part in named_parts(config.data)
+        ]
+    except ConfigError:
+        if required:
+            raise
+        return lambda _: None
+    order = PromptOrder(
+        num_rows, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights
+    )
+    return lambda row: order.data_row(row) if row >= 0 else None
+
+
+def issued_groups(log: RunLog, prompt_group_id: str = "") -> Iterator[Found[PromptGroupIssued]]:
+    """Give the prompt groups that were issued, or all issues of one; for one only its partition is
+    read.
+    """
+    count = log.plan.queue_partitions
+    partitions = [shard_of(prompt_group_id, shards=count)] if prompt_group_id else range(count)
+    for found in log.found(log.whole("prompt.groups", partitions), PromptGroupIssued):
+        if prompt_group_id in ("", found.event.prompt_group_id):
+            yield found
+
+
+def find_step(log: RunLog, train_step: int) -> Found[TrainStepCommitted] | None:
+    """Return the record of a train step."""
+    return next(
+        (
+            found
+            for found in log.control("control.train-steps", TrainStepCommitted)
+            if found.event.train_step == train_step
+        ),
+        None,
+    )
+
+
+def sample_lineage(log: RunLog, sample_id: str) -> SampleLineage:
+    """Follow a sample through every record that made it what it is. Of several generations it is
+    the trained one, or else the newest.
+
+    Raises:
+        ConfigError: The id is none, or the log has no such sample.
+    """
+    views = read_generations(log, sample_id)
+    view, row = views[-1], data_rows(log.config)
+    issued = next(issued_groups(log, view.sample.prompt_group_id), None)
+    stages = [
+        issued_stage(issued, row),
+        rolled_out_stage(view),
+        *_worked_on(log, view),
+        *_ending(log, view),
+    ]
+    first = None if view.train_step is None else view.train_step + 1
+    return SampleLineage(
+        sample_id, len(views), [stage for stage in stages if stage is not None], first
+    )
+
+
+def _worked_on(log: RunLog, view: SampleView) -> Iterator[Stage]:
+    sample = view.sample
+    scored = next(events_of(log, sample, "reward.scores", SampleScored), None)
+    if scored is not None:
+        yield scored_stage(scored)
+    for entity in EVALUATOR_TOPICS.values():
+        evaluated = next(events_of(log, sample, entity, SampleEvaluated), None)
+        if evaluated is not None:
+            facts = {
+                "evaluator": evaluated.event.evaluator,
+                "policy_version": evaluated.event.evaluator_version,
+            }
+            yield Stage("evaluated", evaluated.event.evaluated_at, evaluated.place, facts)
+    ready = next(events_of(log, sample, "advantage.samples", SampleReady), None)
+    if ready is not None:
+        yield Stage(
+            "ready",
+            ready.event.ready_at,
+            ready.place,
+            {"reward": ready.event.reward, "advantage": advantage_of(ready.event)},
+        )
+
+
+def _ending(log: RunLog, view: SampleView) -> Iterator[Stage]:
+    step = None if view.train_step is None else find_step(log, view.train_step)
+    if step is not None:
+        yield trained_stage(step, view.sample.sample_id, view.staleness(log.newest_version))
+        published = log.versions.get(step.event.policy_version)
+        if published is not None:
+            facts = {
+                "policy_version": published.event.policy_version,
+                "artifact": published.event.artifact.uri,
+            }
+            yield Stage("published", published.event.published_at, published.place, facts)
+    ended = log.ends.get(view.sample.prompt_group_id)
+    if ended is not None:
+        yield ended_stage(ended)
+
+
+def issued_stage(found: Found[PromptGroupIssued] | None, row: DataRow) -> Stage | None:
+    """Say which prompt it was and for which step it was issued."""
+    if found is None:
+        return None
+    event = found.event
+    facts = {
+        "data_row": row(event.row),
+        "row": event.row,
+        "train_step": event.train_step,
+        "attempt": event.attempt,
+    }
+    return Stage(
+        "issued",
+        event.issued_at,
+        found.place,
+        facts | {"required_policy_version": event.required_policy_version},
+    )
+
+
+def rolled_out_stage(view: SampleView) -> Stage:
+    """Say who generated it on which versions."""
+    sample = view.sample
+    facts = {
+        "worker_id": sample.worker_id,
+        "policy_version": sample.policy_version,
+        "versions": [segment.policy_version for segment in sample.version_segments],
+        "num_completion_tokens": view.num_completion_tokens,
+        "finish_reason": sample.finish_reason.value,
+    }
+    return Stage("rolled_out", sample.rolled_out_at, view.place, facts)
+
+
+def scored_stage(found: Found[SampleScored]) -> Stage:
+    """Say what which version of the reward function gave."""
+    event = found.event
+    facts = {
+        "reward": event.reward,
+        "reward_name": event.reward_name,
+        "reward_digest": event.reward_digest,
+        "error": event.error,
+    }
+    return Stage("scored", event.scored_at, found.place, facts)
+
+
+def trained_stage(found: Found[TrainStepCommitted], sample_id: str, staleness: int) -> Stage:
+    """Say where in which step it was trained."""
+    step = found.event
+    facts: dict[str, Any] = {"train_step": step.train_step, "staleness": staleness}
+    if sample_id in step.sample_ids:
+        index = step.sample_ids.index(sample_id)
+        facts |= {
+            "rank": int(np.asarray(step.ranks)[index]),
+            "micro_batch": int(np.asarray(step.micro_batches)[index]),
+        }
+    return Stage("trained", step.committed_at, found.place, facts)
+
+
+def ended_stage(found: Found[PromptGroupEnded]) -> Stage:
+    """Say how its prompt group ended."""
+    event = found.event
+    facts = {
+        "outcome": event.outcome.value,
+        "reason": event.reason,
+        "mean_reward": event.mean_reward,
+        "trainer_version": event.trainer_version,
+    }
+    return Stage("ended", event.ended_at, found.place, facts)
+
+
+def advantage_of(ready: SampleReady) -> float | None:
+    """Return a sample's advantage, which all its trained tokens share; None when it lies in the
+    object store or nothing is trained.
+    """
+    if (
+        not isinstance(ready.advantages, np.ndarray)
+        or not isinstance(ready.loss_mask, np.ndarray)
+        or not ready.loss_mask.any()
+    ):
+        return None
+    return float(ready.advantages[int(np.argmax(ready.loss_mask))])

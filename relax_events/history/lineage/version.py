@@ -1,0 +1,156 @@
+"""What made a policy version: its train step, prompt groups, samples, rewards and rows of the
+data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from relax_events.errors import ConfigError
+from relax_events.events.generations import TrajectoryKey, trajectory_of
+from relax_events.events.types import SampleReady, SampleScored, TrainStepCommitted
+from relax_events.history.lineage.reader import advantage_of, data_rows, find_step
+from relax_events.history.run_log import Found, RunLog
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSample:
+    """A sample of a train step; `place` is its record on `advantage.samples`, `data_row` None where
+    the data is not at hand.
+    """
+
+    sample_id: str
+    prompt_group_id: str
+    policy_version: int
+    row: int
+    data_row: int | None
+    reward: float
+    advantage: float | None
+    reward_name: str
+    reward_digest: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class RewardUse:
+    """A version of a reward function, with how many samples it scored and their mean reward."""
+
+    reward_name: str
+    reward_digest: str
+    num_samples: int
+    mean_reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLineage:
+    """A policy version; the initial weights have no step. Times in microseconds since the epoch."""
+
+    policy_version: int
+    published_at: int
+    published_place: str
+    artifact: str
+    weights_digest: str = ""
+    train_step: int | None = None
+    committed_at: int | None = None
+    step_place: str = ""
+    staleness_counts: list[int] = field(default_factory=list)
+    prompt_group_ids: list[str] = field(default_factory=list)
+    rewards: list[RewardUse] = field(default_factory=list)
+    samples: list[TrainedSample] = field(default_factory=list)
+
+
+def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
+    """Read back what made a version; its samples are read at their recorded places, and nothing
+    else of their topic.
+
+    Raises:
+        ConfigError: The version was never published.
+        BrokerError: Its samples were purged.
+    """
+    published = log.versions.get(policy_version)
+    if published is None:
+        raise ConfigError(
+            f"version {policy_version} was not published; run {log.config.run.id} has "
+            f"versions 0 to {log.newest_version}"
+        )
+    origin = (
+        policy_version,
+        published.event.published_at,
+        published.place,
+        published.event.artifact.uri,
+    )
+    step = find_step(log, policy_version - 1)
+    if step is None:
+        return VersionLineage(*origin)
+    samples = _trained_samples(log, step.event)
+    return VersionLineage(
+        *origin,
+        weights_digest=step.event.weights_digest.hex(),
+        train_step=step.event.train_step,
+        committed_at=step.event.committed_at,
+        step_place=step.place,
+        staleness_counts=list(step.event.staleness_counts),
+        prompt_group_ids=list(step.event.prompt_group_ids),
+        rewards=reward_uses(samples),
+        samples=samples,
+    )
+
+
+def _trained_samples(log: RunLog, step: TrainStepCommitted) -> list[TrainedSample]:
+    places = zip(
+        np.asarray(step.partitions).tolist(), np.asarray(step.offsets).tolist(), strict=True
+    )
+    found = log.exactly("advantage.samples", places, SampleReady)
+    scores, row = _scores_of(log, found), data_rows(log.config)
+    return [
+        _trained(item, scores.get(trajectory_of(item.event)), row(item.event.row)) for item in found
+    ]
+
+
+def _scores_of(
+    log: RunLog, samples: Sequence[Found[SampleReady]]
+) -> dict[TrajectoryKey, SampleScored]:
+    """Return the scores of these samples; only those of their versions are read."""
+    wanted = {trajectory_of(found.event) for found in samples}
+    versions = [version for _, version, _ in wanted]
+    scores: dict[TrajectoryKey, SampleScored] = {}
+    if wanted:
+        for found in log.found(
+            log.spans("reward.scores", range(min(versions), max(versions) + 1)), SampleScored
+        ):
+            key = trajectory_of(found.event)
+            if key in wanted:
+                scores.setdefault(key, found.event)
+    return scores
+
+
+def _trained(
+    found: Found[SampleReady], score: SampleScored | None, data_row: int | None
+) -> TrainedSample:
+    event = found.event
+    return TrainedSample(
+        sample_id=event.sample_id,
+        prompt_group_id=event.prompt_group_id,
+        policy_version=event.policy_version,
+        row=event.row,
+        data_row=data_row,
+        reward=event.reward,
+        advantage=advantage_of(event),
+        reward_name=score.reward_name if score else "",
+        reward_digest=score.reward_digest if score else "",
+        place=found.place,
+    )
+
+
+def reward_uses(samples: Sequence[TrainedSample]) -> list[RewardUse]:
+    """Return which versions of which reward functions scored these samples."""
+    rewards: dict[tuple[str, str], list[float]] = {}
+    for sample in samples:
+        rewards.setdefault((sample.reward_name, sample.reward_digest), []).append(sample.reward)
+    return [
+        RewardUse(*name, len(values), sum(values) / len(values))
+        for name, values in sorted(rewards.items())
+    ]

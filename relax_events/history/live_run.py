@@ -1,0 +1,187 @@
+"""A run as it is seen from outside of it, by its control log alone: for commands in another shell,
+or on another machine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from relax_events.config import RunConfig
+from relax_events.events.parts import Command, WorkerState, now_micros
+from relax_events.events.types import Event, RunCommanded, WorkerBeat
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.kafka.schema_registry import open_codec
+from relax_events.projections.run_state import FOLLOWED, RunState
+from relax_events.runtime.control_view import ControlFollower
+from relax_events.topics import TopicPlan
+
+SILENT_SECONDS = 30.0
+SILENT_HEARTBEATS = 10
+
+
+def silent_micros(config: RunConfig) -> int:
+    """Return after how long without a heartbeat a worker is not shown as alive: much sooner than it
+    is taken for hung and killed.
+    """
+    workers = config.workers
+    return int(
+        min(workers.hung_seconds, max(SILENT_SECONDS, SILENT_HEARTBEATS * workers.beat_seconds))
+        * 1e6
+    )
+
+
+class RunWatch(AbstractContextManager["RunWatch"]):
+    """Follows a run while it is entered. `state` is that of the log; look at it under `lock`."""
+
+    def __init__(self, config: RunConfig, *, name: str) -> None:
+        """Nothing is read yet.
+
+        Args:
+            config: The run, with the broker's address and the principal filled in.
+            name: Tells our clients apart in the broker's log.
+        """
+        self.config, self.state = config, RunState()
+        self.connection = Connection.of(config.broker, client_id=f"{config.run.id}.{name}")
+        self._codec = open_codec(config.broker)
+        self.lock = threading.Condition()
+        self._follower: ControlFollower | None = None
+
+    def __enter__(self) -> Self:
+        self._follower = ControlFollower(
+            self.connection, TopicPlan.of(self.config), self._codec, also=FOLLOWED
+        )
+        self._follower.start(self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._follower is not None:
+            self._follower.close()
+
+    def _note(self, event: Event) -> None:
+        with self.lock:
+            self.state.note(event)
+            self.lock.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool], *, timeout_seconds: float) -> bool:
+        """Wait until the log makes the condition true, and return whether it did in time; the
+        condition is evaluated under the lock.
+        """
+        with self.lock:
+            return self.lock.wait_for(condition, timeout_seconds)
+
+    def send(self, command: RunCommanded) -> None:
+        """Write a command, and wait until the broker has it.
+
+        Raises:
+            BrokerError: It did not take it.
+        """
+        with closing(RecordProducer(self.connection)) as producer:
+            producer.write(
+                [
+                    OutRecord(
+                        TopicPlan.of(self.config).topic("control.commands"),
+                        self._codec.encode(command),
+                    )
+                ]
+            )
+
+    def alive(self) -> dict[str, WorkerBeat]:
+        """Return the newest heartbeat of each worker that has sent one of late and not said
+        goodbye; hold the lock.
+        """
+        limit = now_micros() - silent_micros(self.config)
+        return {
+            name: beat
+            for name, beat in self.state.workers.items()
+            if beat.beat_at > limit and beat.state is not WorkerState.STOPPED
+        }
+
+    @property
+    def standing(self) -> str:
+        """`ended`, `running` or `interrupted`; hold the lock."""
+        if self.state.ended is not None:
+            return "ended"
+        return "running" if self.alive() else "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What came of asking a run to stop.
+
+    Attributes:
+        standing: How the run stood before: only one that was `running` is asked.
+        stopped: Workers that have drained, and said goodbye.
+        left: Workers that had not by the deadline.
+        seconds: How long it took.
+    """
+
+    run_id: str
+    standing: str
+    num_steps: int
+    stopped: list[str]
+    left: list[str]
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """Say it to a person."""
+        if self.standing == "ended":
+            return f"run {self.run_id} has ended already, at step {self.num_steps}"
+        if self.standing == "interrupted":
+            return f"no worker of run {self.run_id} is alive; it stands at step {self.num_steps}"
+        done = (
+            f"run {self.run_id} was stopped at step {self.num_steps}: {len(self.stopped)} "
+            f"workers drained within {self.seconds:.0f} s"
+        )
+        return f"{done}; {', '.join(self.left)} did not" if self.left else done
+
+
+def stop_run(config: RunConfig, *, timeout_seconds: float) -> Stop:
+    """Ask all workers of a run to drain, wherever they run, and wait for it; the same `relax run`
+    resumes the run.
+
+    Args:
+        config: The run, with the broker's address and the principal filled in.
+        timeout_seconds: How long to wait for the workers.
+    Raises:
+        BrokerError: The log can't be read or written.
+    """
+    started = time.monotonic()
+    with RunWatch(config, name="stop") as watch:
+        with watch.lock:
+            standing, alive = watch.standing, set(watch.alive())
+        if standing == "running":
+            watch.send(
+                RunCommanded(
+                    command=Command.STOP,
+                    reason="relax runs stop asked for it; the same relax run resumes it",
+                )
+            )
+            watch.wait_for(lambda: not _left(watch, alive), timeout_seconds=timeout_seconds)
+        with watch.lock:
+            left = _left(watch, alive) if standing == "running" else set[str]()
+            return Stop(
+                config.run.id,
+                standing,
+                watch.state.num_steps,
+                sorted(alive - left),
+                sorted(left),
+                time.monotonic() - started,
+            )
+
+
+def _left(watch: RunWatch, workers: set[str]) -> set[str]:
+    return {name for name in workers if watch.state.workers[name].state is not WorkerState.STOPPED}

@@ -1,0 +1,292 @@
+"""A run's log for those who look back: what its control topics say, and its records, read only
+where the question says.
+
+A policy version owns its slot's partitions from the start offsets that its publication carries up
+to those of the slot's next owner. So records of a version are found without reading any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from relax_events.config import RunConfig
+from relax_events.errors import CorruptRecord, SchemaError
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.records import Record
+from relax_events.session.broker_address import open_admin, require_run
+from relax_events.topics import TopicPlan
+from relax_events.topics.contents import belongs_on
+
+Place = tuple[str, int]
+Span = tuple[int, int]
+EventT = TypeVar("EventT", bound=Event)
+NUM_NAMED = 16
+# every stream begins with a new assignment, which would wait for the last request of the one before
+FETCH_WAIT_MS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[EventT]):
+    """An event and its record's place; `written_at` is the broker's time, in milliseconds since the
+    epoch.
+    """
+
+    event: EventT
+    place: str
+    written_at: int
+
+
+class Unreadable:
+    """Counts records that can't be read and names the first of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.named: list[str] = []
+
+    def add(self, place: str, error: Exception) -> None:
+        """Note a record."""
+        self.count += 1
+        if len(self.named) < NUM_NAMED:
+            self.named.append(f"{place}: {error}")
+
+
+class RunLog(AbstractContextManager["RunLog"]):
+    """Reads a run's log, each partition up to where it ended when it was first asked for."""
+
+    def __init__(self, config: RunConfig, *, name: str) -> None:
+        """Open the log and learn its schemas, versions and ends.
+
+        Args:
+            config: The run, with the broker's address filled in.
+            name: Tells our clients apart in the broker's log.
+        Raises:
+            BrokerUnavailable: No broker answered.
+            ConfigError: The broker has no topics of this run.
+        """
+        self.config, self.plan, self.codec = config, TopicPlan.of(config), EventCodec()
+        self.unreadable = Unreadable()
+        self._admin = open_admin(config, name=name)
+        self.topics = frozenset(self._admin.topics(self.plan.topic("")))
+        require_run(config, self.topics)
+        self.connection = Connection.of(config.broker, client_id=f"{config.run.id}.{name}")
+        self._readers: list[LogReader] = []
+        self._idle: list[LogReader] = []
+        self._seen_ends: dict[Place, int] = {}
+        self._learn_schemas(config.run.id)
+        self.versions = self._read_versions(config.run.id)
+        self._owning_versions = self.versions
+        if (
+            self.plan.source_run_id
+        ):  # a replay's samples are another run's, and lie where that run's versions say
+            self._learn_schemas(self.plan.source_run_id)
+            self._owning_versions = self._read_versions(self.plan.source_run_id)
+        self._ends: dict[str, Found[PromptGroupEnded]] | None = None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._admin.close()
+
+    @property
+    def newest_version(self) -> int:
+        """The newest published version, -1 before the first."""
+        return max(self.versions, default=-1)
+
+    @property
+    def ends(self) -> Mapping[str, Found[PromptGroupEnded]]:
+        """How each prompt group ended, by id."""
+        if self._ends is None:
+            self._ends = {}
+            for found in self.control("control.group-outcomes", PromptGroupEnded):
+                self._ends.setdefault(found.event.prompt_group_id, found)
+        return self._ends
+
+    def control(self, entity: str, kind: type[EventT]) -> Iterator[Found[EventT]]:
+        """Give the events of a control topic, in log order."""
+        yield from self.found(self.whole(entity, range(1)), kind)
+
+    def whole(self, entity: str, partitions: Iterable[int]) -> dict[Place, Span]:
+        """Return the spans of all that these partitions of a topic hold; they begin at 0, or at the
+        oldest record that is left.
+        """
+        topic = self.plan.topic(entity)
+        return {
+            place: (0, end)
+            for place, end in self._ends_of((topic, partition) for partition in partitions).items()
+        }
+
+    def spans(self, entity: str, versions: range, *, shard: int | None = None) -> dict[Place, Span]:
+        """Return where the records of these versions lie on a sample topic.
+
+        What was written for a version after its slot had passed on lies among the next owner's
+        records, and is not found.
+
+        Args:
+            entity: A sample topic, for example `rollout.samples`.
+            versions: Policy versions; those that were never published are left out.
+            shard: Take only this shard's partitions.
+        """
+        topic = self.plan.topic(entity)
+        owners = {
+            place: ends
+            for place, ends in self._owners(versions).items()
+            if shard is None or place % self.plan.shards == shard
+        }
+        successors = {
+            partition: last + self.plan.num_slots for partition, (_, last) in owners.items()
+        }
+        ends = self._ends_of(
+            (topic, partition)
+            for partition, successor in successors.items()
+            if successor not in self._owning_versions
+        )
+        spans = {}
+        for partition, (first, _) in sorted(owners.items()):
+            place = (topic, partition)
+            stop = (
+                ends[place]
+                if place in ends
+                else self._start(topic, partition, successors[partition])
+            )
+            spans[place] = (self._start(topic, partition, first), stop)
+        return spans
+
+    def _owners(self, versions: range) -> dict[int, tuple[int, int]]:
+        """Return the first and the last of the versions that owned each partition."""
+        owners: dict[int, tuple[int, int]] = {}
+        for version in versions:
+            if version in self._owning_versions:
+                for partition in self.plan.partitions_of_version(version):
+                    owners[partition] = (owners.get(partition, (version, version))[0], version)
+        return owners
+
+    def _start(self, topic: str, partition: int, version: int) -> int:
+        wanted = (
+            self.plan.entity(topic),
+            partition,
+        )  # a run that was imported under another id has the offsets, not the name
+        events = [
+            versions[version].event
+            for versions in (self.versions, self._owning_versions)
+            if version in versions
+        ]  # a replay may begin later
+        offsets = (place for event in events for place in event.start_offsets)
+        return next(
+            (
+                place.offset
+                for place in offsets
+                if (self.plan.entity(place.topic), place.partition) == wanted
+            ),
+            0,
+        )
+
+    def _ends_of(self, places: Iterable[Place]) -> dict[Place, int]:
+        """Return where partitions ended when they were first asked for."""
+        wanted = list(places)
+        self._seen_ends |= self._admin.end_offsets(
+            [place for place in wanted if place not in self._seen_ends]
+        )
+        return {place: self._seen_ends[place] for place in wanted}
+
+    def records(self, spans: Mapping[Place, Span]) -> Iterator[Record]:
+        """Give the records of these spans, in order per partition."""
+        with self._reader() as reader:
+            yield from reader.stream(spans)
+
+    @contextmanager
+    def _reader(self) -> Iterator[LogReader]:
+        """Lend a reader: a stream that is begun while another is under way needs one of its own."""
+        if not self._idle:
+            self._readers.append(LogReader(self.connection, fetch_wait_ms=FETCH_WAIT_MS))
+            self._idle.append(self._readers[-1])
+        reader = self._idle.pop()
+        try:
+            yield reader
+        finally:
+            self._idle.append(reader)
+
+    def found(self, spans: Mapping[Place, Span], kind: type[EventT]) -> Iterator[Found[EventT]]:
+        """Give the events of a kind in these spans; what can't be decoded is counted as
+        unreadable.
+        """
+        for record in self.records(spans):
+            event = self.decode(record)
+            if isinstance(event, kind) and belongs_on(self.plan.entity(record.topic), event):
+                yield Found(event, record.place, record.timestamp_ms)
+
+    def exactly(
+        self, entity: str, places: Iterable[tuple[int, int]], kind: type[EventT]
+    ) -> list[Found[EventT]]:
+        """Return the events of a kind at these (partition, offset) places of a topic, in the
+        places' order.
+
+        Raises:
+            BrokerError: A record was purged or never written.
+        """
+        wanted = list(places)
+        with self._reader() as reader:
+            records = reader.read_exactly(self.plan.topic(entity), wanted)
+        events = ((records[place], self.decode(records[place])) for place in wanted)
+        return [
+            Found(event, record.place, record.timestamp_ms)
+            for record, event in events
+            if isinstance(event, kind)
+        ]
+
+    def at(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """Return the records at these (partition, offset) places of a topic, given with its full
+        name; raises as `exactly`.
+        """
+        with self._reader() as reader:
+            return reader.read_exactly(topic, set(places))
+
+    def decode(self, record: Record) -> Event | None:
+        """Return a record's event; None for what can't be decoded, which is counted and named."""
+        try:
+            return self.codec.decode(record.value)
+        except (CorruptRecord, SchemaError) as error:
+            self.unreadable.add(record.place, error)
+            return None
+
+    def follow(
+        self, starts: Mapping[Place, int], *, turn_seconds: float = 0.5
+    ) -> Iterator[Record | None]:
+        """Give records as they come, for ever; None when nothing came for a turn, so that the
+        caller can look at the clock.
+        """
+        with self._reader() as reader:
+            reader.assign(starts)
+            while True:
+                yield from reader.fetch(timeout_seconds=turn_seconds) or (None,)
+
+    def _read_versions(self, run_id: str) -> dict[int, Found[PolicyVersionPublished]]:
+        spans = self._control_spans(run_id, "control.policy-versions")
+        return {
+            found.event.policy_version: found for found in self.found(spans, PolicyVersionPublished)
+        }
+
+    def _control_spans(self, run_id: str, entity: str) -> dict[Place, Span]:
+        return {
+            place: (0, end)
+            for place, end in self._ends_of([(self.plan.topic_of(run_id, entity), 0)]).items()
+        }
+
+    def _learn_schemas(self, run_id: str) -> None:
+        for record in self.records(self._control_spans(run_id, "control.schemas")):
+            if record.value:
+                try:
+                    self.codec.learn(record.value, key=record.key)
+                except SchemaError as error:
+                    self.unreadable.add(record.place, error)

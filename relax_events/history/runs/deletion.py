@@ -1,0 +1,175 @@
+"""Deletes a run: its topics, groups and objects, and nothing else.
+
+The order makes an interrupted deletion repeatable: objects go first, the topic that describes the
+run goes last, and what is gone already counts as deleted.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from relax_events.config import RunConfig
+from relax_events.errors import BrokerRefused
+from relax_events.history.runs.details import forks_of, open_existing_store
+from relax_events.history.runs.listing import RunSummary, read_run, read_runs, run_id_of
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.inventory import Inventory
+from relax_events.objects import ObjectStore
+from relax_events.objects.marker import MARKER, read_mark
+from relax_events.topics import TopicPlan
+
+FOLDERS = ("weights/", "checkpoints/", "partials/", "samples/", "sha256/")
+"""All that a run writes into its store, besides the marker; whatever else lies under the same URI
+is somebody else's."""
+DESCRIPTION = "control.commands"
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What goes with a run. `note` says why objects stay, where they do."""
+
+    run_id: str
+    topics: Mapping[str, int]
+    groups: list[str]
+    store_uri: str
+    objects: list[str]
+    note: str
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left."""
+        return not (self.topics or self.groups or self.objects)
+
+
+def plan_deletion(
+    connection: Connection, run_id: str, *, run_file: RunConfig | None = None
+) -> Deletion:
+    """Return what belongs to a run and to no other.
+
+    Args:
+        connection: To the cluster.
+        run_id: The run.
+        run_file: Its run file, for a run whose log does not describe it.
+    Raises:
+        ConfigError: There is no such run.
+    """
+    run = read_run(connection, run_id)
+    config = run.config or (
+        run_file if run_file is not None and run_file.run.id == run_id else None
+    )
+    groups = [
+        name
+        for name in Inventory(connection).groups(TopicPlan.topic_of(run_id, ""))
+        if run_id_of(name) == run_id
+    ]
+    store_uri, objects, note = _objects_of(
+        run, config, read_runs(connection, with_progress=False).values()
+    )
+    return Deletion(run_id, run.topics, groups, store_uri, objects, note)
+
+
+def _objects_of(
+    run: RunSummary, config: RunConfig | None, runs: Iterable[RunSummary]
+) -> tuple[str, list[str], str]:
+    """Return where a run's objects lie, those that go with it, and why none do.
+
+    What the log says is a claim of whoever wrote it, so the store has to agree: by its marker,
+    which only the run that keeps its objects there could repeat on its log.
+    """
+    if config is None:
+        return (
+            "",
+            [],
+            (
+                "the log does not say where its objects are; give its run file with --config to "
+                "delete them too"
+            ),
+        )
+    uri = config.objects_uri
+    for other in runs:
+        if (
+            other.run_id != run.run_id
+            and other.config is not None
+            and overlap(other.config.objects_uri, uri)
+        ):
+            return uri, [], f"run {other.run_id} keeps its objects in the same store, so they stay"
+    store = open_existing_store(config)
+    objects = [] if store is None else [key for folder in FOLDERS for key in store.list(folder)]
+    if store is None or not (objects or store.exists(MARKER)):
+        return uri, [], ""
+    mark, told = read_mark(store), run.described.store_mark if run.described else ""
+    if mark is None or (mark.run_id, mark.value) != (run.run_id, told):
+        found = f"says run {mark.run_id} and {mark.value}" if mark else "is missing"
+        return (
+            uri,
+            [],
+            (
+                f"the marker {store.uri(MARKER)} {found}, and the log says run {run.run_id} and "
+                f"{told or 'none'}; so the objects stay"
+            ),
+        )
+    return uri, [*objects, MARKER], ""
+
+
+def overlap(one: str, other: str) -> bool:
+    """Tell whether two stores are the same, or one lies inside the other, however their URIs are
+    written.
+    """
+    first, second = root_of(one), root_of(other)
+    shorter = min(len(first), len(second))
+    return first[:shorter] == second[:shorter]
+
+
+def root_of(uri: str) -> tuple[str, ...]:
+    """Return the parts of a store's root: on this machine with links resolved, and always without
+    dots and percent signs.
+    """
+    parts = urlsplit(uri)
+    path = posixpath.normpath(f"/{unquote(parts.path)}")
+    if parts.scheme.lower() == "file":
+        path = str(Path(path).resolve())
+    return parts.scheme.lower(), parts.netloc, *(part for part in path.split("/") if part)
+
+
+def refuse_deletion(run: RunSummary, runs: Iterable[RunSummary]) -> None:
+    """Refuse to delete a run that somebody works on or goes back to.
+
+    Raises:
+        BrokerRefused: The text names who.
+    """
+    if run.alive:
+        raise BrokerRefused(
+            f"run {run.run_id} is alive: {', '.join(run.alive)} beat; end it first, or give --force"
+        )
+    if users := [
+        other
+        for other in runs
+        if (config := other.config) and config.is_replay and config.source.run == run.run_id
+    ]:
+        named = ", ".join(forks_of(users, run.run_id))
+        raise BrokerRefused(
+            f"run {run.run_id} holds the rollouts of {named}; delete that first, or give --force"
+        )
+
+
+def delete_run(connection: Connection, deletion: Deletion) -> None:
+    """Delete what the plan names.
+
+    Raises:
+        BrokerRefused: A group has members: workers of the run still live.
+        ObjectError: The store refused; topics and groups are untouched.
+    """
+    inventory = Inventory(connection)
+    if deletion.objects:
+        store = ObjectStore.open(deletion.store_uri)
+        store.delete(key for key in deletion.objects if key != MARKER)
+        store.delete([MARKER])  # last: with it an interrupted deletion may go on
+    inventory.delete_groups(deletion.groups)
+    inventory.forget_group_settings(deletion.groups)
+    last = TopicPlan.topic_of(deletion.run_id, DESCRIPTION)
+    inventory.delete_topics([name for name in deletion.topics if name != last])
+    inventory.delete_topics([name for name in deletion.topics if name == last])

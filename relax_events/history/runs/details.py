@@ -1,0 +1,248 @@
+"""All that a run's log says about the run, for one who looks back: curves, outcomes, and from where
+it can be trained again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from relax_events.config import RunConfig
+from relax_events.events.parts import CheckpointRef
+from relax_events.events.types import PromptGroupEnded, TrainStepCommitted
+from relax_events.history.runs.listing import RunSummary, decoded, read_runs
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.objects import ObjectStore
+from relax_events.session.resume import settings_history
+from relax_events.topics import TopicPlan
+
+FIGURES = (
+    "reward_mean", "loss", "policy_loss", "kl_estimate", "entropy", "grad_norm", "clip_fraction", "staleness_mean", "completion_tokens_mean",
+    "preference_accuracy", "reward_margin",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A committed step, without its samples."""
+
+    train_step: int
+    figures: Mapping[str, float]
+    checkpoint: CheckpointRef | None
+    is_on_log: bool
+
+
+@dataclass(slots=True)
+class RunDetails:
+    """A run's steps and outcomes; `weights` and `checkpoints` are the versions that the object
+    store still holds.
+    """
+
+    summary: RunSummary
+    steps: list[StepRow] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    weights: list[int] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    forks: list[str] = field(default_factory=list)
+
+    @property
+    def recorded(self) -> tuple[int, int] | None:
+        """The versions between which a replay may start and end: the newest unbroken stretch of
+        steps whose records are on the log.
+        """
+        if not self.steps or not self.steps[-1].is_on_log:
+            return None
+        gone = [row.train_step for row in self.steps if not row.is_on_log]
+        return (gone[-1] + 1 if gone else self.steps[0].train_step), self.steps[-1].train_step + 1
+
+    @property
+    def starts(self) -> list[int]:
+        """The versions that another run may start from: the first one is the model itself, the
+        others lie in the object store.
+        """
+        config = self.summary.config
+        first = [config.first_version] if config and not config.source.run else []
+        return sorted({*first, *self.weights, *self.checkpoints})
+
+
+def read_details(connection: Connection, summary: RunSummary) -> RunDetails:
+    """Read a run's steps and ends, one by one, and look into its object store."""
+    details = RunDetails(
+        summary, forks=forks_of(read_runs(connection, with_progress=False).values(), summary.run_id)
+    )
+    admin, reader = Admin(connection), LogReader(connection)
+    try:
+        names = [
+            TopicPlan.topic_of(summary.run_id, entity)
+            for entity in ("control.train-steps", "control.group-outcomes")
+        ]
+        places = [(name, 0) for name in names if name in summary.topics]
+        begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+        oldest = _oldest_samples(admin, summary)
+        for _, event in decoded(reader, {place: (begins[place], ends[place]) for place in places}):
+            if isinstance(event, TrainStepCommitted):
+                details.steps.append(
+                    StepRow(
+                        event.train_step,
+                        event.figures,
+                        event.checkpoint,
+                        first_gone(event, oldest) is None,
+                    )
+                )
+            elif isinstance(event, PromptGroupEnded):
+                details.outcomes[event.outcome.value] += 1
+    finally:
+        reader.close()
+        admin.close()
+    if (config := summary.config) is not None and (
+        store := open_existing_store(config)
+    ) is not None:
+        details.weights, details.checkpoints = (
+            versions_in(store, "weights/"),
+            versions_in(store, "checkpoints/"),
+        )
+    return details
+
+
+def forks_of(runs: Iterable[RunSummary], run_id: str) -> list[str]:
+    """Return the runs that started from this one or replay it, as `other (replay from 0)`."""
+    found = []
+    for run in runs:
+        if run.described is not None and run.described.source_run == run_id:
+            kind = "replay" if (config := run.config) and config.is_replay else "fork"
+            found.append(f"{run.run_id} ({kind} from {run.described.source_version})")
+    return found
+
+
+def _oldest_samples(admin: Admin, summary: RunSummary) -> dict[int, int]:
+    """Return the oldest offset that is left in each partition of the topic that the run was trained
+    on.
+    """
+    described = summary.described
+    config = summary.config
+    run_id = (
+        described.source_run
+        if described and described.source_run and config and config.is_replay
+        else summary.run_id
+    )
+    topic = TopicPlan.topic_of(run_id or summary.run_id, "advantage.samples")
+    if topic not in summary.topics and run_id == summary.run_id:
+        return {}
+    count = summary.topics.get(topic) or (
+        TopicPlan.of(config).num_sample_partitions if config else 0
+    )
+    return {
+        partition: offset
+        for (_, partition), offset in admin.begin_offsets(
+            [(topic, number) for number in range(count)]
+        ).items()
+    }
+
+
+def first_gone(step: TrainStepCommitted, oldest: Mapping[int, int]) -> tuple[int, int] | None:
+    """Return the place of a record that a step was trained on and that is not left; None when all
+    are there.
+
+    Args:
+        step: As committed.
+        oldest: The oldest offset that is left, by partition of advantage.samples.
+    """
+    partitions, offsets = np.asarray(step.partitions), np.asarray(step.offsets)
+    for partition in np.unique(partitions).tolist():
+        offset = int(offsets[partitions == partition].min())
+        if partition not in oldest or offset < oldest[partition]:
+            return partition, offset
+    return None
+
+
+def open_existing_store(config: RunConfig) -> ObjectStore | None:
+    """Open a run's object store to look into it; None where it is a folder of this machine that is
+    not there.
+    """
+    parts = urlsplit(config.objects_uri)
+    if parts.scheme == "memory" or (
+        parts.scheme == "file" and not Path(unquote(parts.path)).is_dir()
+    ):
+        return None
+    return ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from)
+
+
+def versions_in(store: ObjectStore, folder: str) -> list[int]:
+    """Return the versions with a complete manifest in a folder of versions."""
+    keys = (key.removeprefix(folder) for key in store.list(folder) if key.endswith(".json"))
+    return sorted({int(key.partition("/")[0]) for key in keys})
+
+
+def details_tree(details: RunDetails) -> dict[str, Any]:
+    """Return what `relax runs show` prints."""
+    summary, config = details.summary, details.summary.config
+    described, ended = summary.described, summary.state.ended
+    recorded = details.recorded
+    return {
+        "run": {
+            "id": summary.run_id,
+            "state": summary.standing,
+            "reason": ended.reason if ended else "",
+            "alive": summary.alive,
+            "started_at": summary.started_at,
+            "source": summary.source,
+            "forks": details.forks,
+            "records": summary.num_records,
+            "package_version": described.package_version if described else "",
+            "config_digest": described.config_digest if described else "",
+        },
+        "config": highlights(config) if config else {},
+        "changes": {
+            f"from version {version}": [str(change) for change in changes]
+            for version, changes in settings_history(
+                summary.state.descriptions, run_id=summary.run_id
+            )
+        },
+        "outcomes": dict(details.outcomes),
+        "versions": {
+            "newest": summary.policy_version,
+            "recorded": list(recorded) if recorded else [],
+            "starts": details.starts,
+            "weights": details.weights,
+            "checkpoints": details.checkpoints,
+        },
+        "steps": [
+            {
+                "train_step": row.train_step,
+                **{name: row.figures[name] for name in FIGURES if name in row.figures},
+            }
+            for row in details.steps
+        ],
+    }
+
+
+def highlights(config: RunConfig) -> dict[str, Any]:
+    """Return the keys of a run file that tell runs apart."""
+    run, algorithm, trainer = config.run, config.algorithm, config.trainer
+    return {
+        "model": str(config.model.path),
+        "data": ", ".join(part.source for part in config.data.parts),
+        "reward": config.reward.function if config.algorithm.has_rewards else "none",
+        "steps": (
+            f"{config.first_version} to {config.last_version}, {run.groups_per_step} prompt "
+            f"groups of {run.samples_per_prompt}"
+        ),
+        "mode": f"{run.mode}, max_staleness {run.max_staleness}, seed {run.seed}",
+        "algorithm": f"{algorithm.name}, {algorithm.aggregation}, kl {algorithm.kl_coefficient:g}",
+        "clip": "none"
+        if algorithm.clip_low is None
+        else f"{algorithm.clip_low:g} below, {algorithm.clip_high:g} above",
+        "correction": algorithm.correction
+        if algorithm.correction == "none"
+        else f"{algorithm.correction}, {algorithm.correction_level}",
+        "learning_rate": f"{trainer.learning_rate:g}, {trainer.schedule}, {trainer.warmup_steps} warm-up steps",
+        "objects": config.objects_uri,
+    }

@@ -1,0 +1,178 @@
+"""What a run that goes back to another would take over from the log: code, programs, addresses,
+files, variables. It is data until the caller agrees.
+
+The description on a log was written by whoever may write there, and an imported one by whoever made
+the files. So what it names is taken over where a run file of one's own says the same, where an
+argument says something else, or where a person has seen the list.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from relax_events.config import RewardConfig, RunConfig, load_run_config
+from relax_events.config.external_values import Named, names_in
+from relax_events.config.loading import ENVIRONMENT_PREFIX
+from relax_events.errors import ConfigError
+from relax_events.runtime.run_description import describe
+
+NOT_TAKEN_OVER: tuple[str, ...] = ("broker.", "source.", "run.id")
+"""These are of the new run file alone."""
+UNUSED_BY_REPLAY = ("data.", "engine.", "environment.", "reward.", "judge.", "teacher.")
+"""A replay trains what was generated, rendered and scored before."""
+MAX_SHOWN = 1000
+
+
+class NotTrusted(ConfigError):
+    """The log of a run names what nobody here has agreed to."""
+
+    def __init__(self, source: str, named: Sequence[Named]) -> None:
+        self.source, self.named = source, named
+        begin = (
+            f"the log of run {source} names what would be used here, and no run file of yours "
+            "says the same"
+        )
+        remedy = (
+            "give --config with a run file that does, set these keys by arguments, or give "
+            "--trust-source to take them over as they are"
+        )
+        super().__init__(f"{begin}; {remedy}\n{named_text(named)}")
+
+
+Accept = Callable[[NotTrusted], None]
+
+
+def require_trust(
+    source: RunConfig,
+    *,
+    is_replay: bool,
+    own: Iterable[RunConfig],
+    directory: Path,
+    overrides: Sequence[str],
+    accept: Accept,
+) -> None:
+    """Go on if everything that the source's description names is known here, or is accepted.
+
+    Args:
+        source: As the log describes it.
+        is_replay: Whether nothing is to be generated.
+        own: Run files of whoever asks.
+        directory: Where the new run keeps its files.
+        overrides: section.key=value, laid over the source's settings; the environment lies below.
+        accept: Is given the rest, and raises it if nobody agrees.
+    Raises:
+        NotTrusted: Something is not known, and `accept` has raised it.
+    """
+    given = [
+        *(override.partition("=")[0].strip() for override in overrides),
+        *_keys_of_environment(),
+    ]
+    known = {
+        _mark(named) for config in own for named in named_by(config, is_replay=config.is_replay)
+    }
+    known.add(("run.directory", str(directory.resolve())))
+    evaluates = any(
+        key.startswith(("evaluation", "model.path", "model.tiny")) for key in given
+    )  # then more may be used than the source says
+    wanted = named_by(source, is_replay=is_replay and not evaluates)
+    if left := [
+        named for named in wanted if _mark(named) not in known and not _is_given(named.key, given)
+    ]:
+        accept(NotTrusted(source.run.id, left))
+
+
+def reward_of(source: RunConfig, *, own: Iterable[RunConfig], accept: Accept) -> RewardConfig:
+    """Return the reward section of a run as its log describes it, if everything that it names is
+    known here, or is accepted.
+
+    Raises:
+        NotTrusted: Something is not known, and `accept` has raised it.
+    """
+    known = {_mark(named) for config in own for named in _named_by_reward(config)}
+    if left := [named for named in _named_by_reward(source) if _mark(named) not in known]:
+        accept(NotTrusted(source.run.id, left))
+    return source.reward
+
+
+def _named_by_reward(config: RunConfig) -> list[Named]:
+    return [named for named in named_by(config, is_replay=False) if named.key.startswith("reward.")]
+
+
+def named_by(config: RunConfig, *, is_replay: bool) -> list[Named]:
+    """Return what a run named by its run file or description would use.
+
+    Args:
+        config: The run.
+        is_replay: Whether it is used to train what was generated before: then less.
+    """
+    tree: Mapping[str, Any] = orjson.loads(describe(config).config)
+    unused = NOT_TAKEN_OVER
+    if is_replay and not _generates(config):
+        unused += UNUSED_BY_REPLAY
+    if config.objects.uri:
+        unused += ("run.directory",)
+    return [named for named in names_in(tree, RunConfig) if not named.key.startswith(unused)]
+
+
+def _generates(config: RunConfig) -> bool:
+    """Tell whether a replay generates after all: for evaluations, or for the warm start of a model
+    that is to be made.
+    """
+    return bool(config.evaluation.datasets) or (
+        config.model.tiny is not None and not config.model.path.exists()
+    )
+
+
+def own_run_files(directory: Path, *run_ids: str, named: RunConfig | None) -> Iterator[RunConfig]:
+    """Give the run files of whoever asks: the one that was named, and those with which these runs
+    were started from this directory.
+    """
+    if named is not None:
+        yield named
+    for run_id in filter(None, run_ids):
+        for name in ("run.json", "run-file.json"):
+            with suppress(ConfigError):  # there is none, or it is of another release
+                yield load_run_config(directory / "runs" / run_id / name, environment={})
+
+
+def named_text(named: Iterable[Named]) -> str:
+    """Return a line for each value, with what would become of it."""
+    return "\n".join(
+        f"  {_key_shown(one.key)} = {_shown(one.value)}  ({one.what.value})" for one in named
+    )
+
+
+def _key_shown(key: str) -> str:
+    return key if re.fullmatch(r"[\w.-]+", key) else _shown(key)
+
+
+def _shown(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return (
+        text
+        if len(text) <= MAX_SHOWN
+        else f"{text[:MAX_SHOWN]}... and {len(text) - MAX_SHOWN} characters more"
+    )
+
+
+def _mark(named: Named) -> tuple[str, str]:
+    return named.key, named.value if isinstance(named.value, str) else orjson.dumps(
+        named.value
+    ).decode()
+
+
+def _keys_of_environment() -> Iterator[str]:
+    for name in os.environ:
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            yield name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+
+
+def _is_given(key: str, given: Iterable[str]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in given)

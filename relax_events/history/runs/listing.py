@@ -1,0 +1,275 @@
+"""The runs of a cluster, each read back from its own log: what it is, how far it came, whether
+anybody works on it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from relax_events.config import RunConfig, WorkersConfig
+from relax_events.errors import BrokerRefused, ConfigError, CorruptRecord, SchemaError
+from relax_events.events.codec import EventCodec, UnknownFingerprint
+from relax_events.events.parts import WorkerState, now_micros
+from relax_events.events.types import Event, RunDescribed
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.inventory import Inventory
+from relax_events.kafka.records import Record
+from relax_events.projections.run_state import RunState
+from relax_events.runtime.run_description import described_config
+from relax_events.topics import TopicPlan
+from relax_events.topics.contents import belongs_on
+from relax_events.topics.plan import HEARTBEATS
+
+log = structlog.get_logger()
+PREFIX = "relax."
+COMMANDS = ".control.commands"
+ATTEMPTS = 4
+TAIL_OFFSETS = 64
+"""A commit takes two offsets, its record and the mark behind it; so this many hold the newest step,
+unless tries failed in a row."""
+DEFAULT_HUNG_SECONDS = WorkersConfig().hung_seconds
+Place = tuple[str, int]
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """A run as its log shows it. `state` is fed the commands, the newest train step and the young
+    heartbeats, no more.
+    """
+
+    run_id: str
+    topics: Mapping[str, int]
+    num_records: int = 0
+    started_at: int = 0
+    state: RunState = field(default_factory=RunState)
+    asked_at: int = field(default_factory=now_micros)
+
+    @property
+    def described(self) -> RunDescribed | None:
+        """What the run says it is; None for one of an earlier release, and for one that is half
+        deleted.
+        """
+        return self.state.described
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The run file, where the log knows it and this release can read it."""
+        try:
+            return described_config(self.described, run_id=self.run_id) if self.described else None
+        except ConfigError as error:
+            log.warning("description.unreadable", run_id=self.run_id, error=str(error))
+            return None
+
+    @property
+    def source(self) -> str:
+        """The source and the version that the run started from, as `quickstart@12`; empty for a run
+        of its own.
+        """
+        described = self.described
+        return (
+            f"{described.source_run}@{described.source_version}"
+            if described and described.source_run
+            else ""
+        )
+
+    @property
+    def alive(self) -> list[str]:
+        """The workers that have beaten within `workers.hung_seconds` and not said goodbye."""
+        config = self.config
+        limit = self.asked_at - int(
+            (config.workers.hung_seconds if config else DEFAULT_HUNG_SECONDS) * 1e6
+        )
+        return sorted(
+            name
+            for name, beat in self.state.workers.items()
+            if beat.beat_at > limit and beat.state is not WorkerState.STOPPED
+        )
+
+    @property
+    def standing(self) -> str:
+        """`ended`, `running` or `interrupted`."""
+        if self.state.ended is not None:
+            return "ended"
+        return "running" if self.alive else "interrupted"
+
+    @property
+    def policy_version(self) -> int:
+        """The newest version that a step made; the first one before any, -1 where that is not
+        known.
+        """
+        if self.state.steps:
+            return self.state.steps[-1].policy_version
+        config = self.config
+        return config.first_version if config else -1
+
+    @property
+    def num_steps(self) -> int:
+        """Committed train steps."""
+        config = self.config
+        return max(self.policy_version - (config.first_version if config else 0), 0)
+
+
+def run_id_of(name: str) -> str:
+    """Return the run that a topic or group belongs to: ids hold no dot, so `a` is never taken for
+    `a-b`.
+    """
+    return name.split(".")[1]
+
+
+def read_runs(
+    connection: Connection, only: Collection[str] = (), *, with_progress: bool = True
+) -> dict[str, RunSummary]:
+    """Read the cluster's runs by id, or only those of these ids that are there.
+
+    Of each run's log the commands are read whole, of steps and heartbeats the end: the time does
+    not grow with the length of runs. Where a run is deleted while we look, we look again.
+
+    Args:
+        connection: To the cluster.
+        only: Ids; none stands for all.
+        with_progress: Read steps, heartbeats and sizes too, beside what the runs are.
+    Raises:
+        BrokerUnavailable: The log could not be read.
+    """
+    for attempt in range(ATTEMPTS):
+        runs = _listed(connection, only)
+        try:
+            _read_logs(connection, runs, with_progress=with_progress)
+        except BrokerRefused:
+            if attempt + 1 == ATTEMPTS:
+                raise
+        else:
+            return runs
+    return {}
+
+
+def _listed(connection: Connection, only: Collection[str]) -> dict[str, RunSummary]:
+    topics: dict[str, dict[str, int]] = {}
+    for name, num_partitions in Inventory(connection).topics(PREFIX).items():
+        if name.count(".") >= 2 and (not only or run_id_of(name) in only):
+            topics.setdefault(run_id_of(name), {})[name] = num_partitions
+    return {run_id: RunSummary(run_id, found) for run_id, found in topics.items()}
+
+
+def read_run(connection: Connection, run_id: str) -> RunSummary:
+    """Read one run.
+
+    Raises:
+        ConfigError: The cluster has no topic of it; the text names the run that was meant, perhaps.
+    """
+    if (found := read_runs(connection, [run_id]).get(run_id)) is not None:
+        return found
+    there = {
+        run_id_of(name) for name in Inventory(connection).topics(PREFIX) if name.count(".") >= 2
+    }
+    close = difflib.get_close_matches(run_id, sorted(there), n=1)
+    hint = (
+        f"did you mean {close[0]}?"
+        if close
+        else f"relax runs list shows the {len(there)} that are there"
+    )
+    raise ConfigError(f"there is no run {run_id!r} on {connection.bootstrap_servers}; {hint}")
+
+
+def _read_logs(
+    connection: Connection, runs: Mapping[str, RunSummary], *, with_progress: bool
+) -> None:
+    admin, reader = Admin(connection), LogReader(connection)
+    try:
+        places = [
+            (name, partition)
+            for run in runs.values()
+            for name, count in run.topics.items()
+            for partition in range(count)
+        ]
+        if not with_progress:
+            places = [place for place in places if place[0].endswith(COMMANDS)]
+        begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+        spans = {
+            place: (begins[place], ends[place]) for place in places if place[0].endswith(COMMANDS)
+        }
+        if with_progress:
+            spans |= _step_spans(places, begins, ends) | _beat_spans(admin, runs, places, ends)
+        for place in places:
+            runs[run_id_of(place[0])].num_records += ends[place] - begins[place]
+        for record, event in decoded(reader, spans):
+            if not belongs_on(TopicPlan.entity(record.topic), event):
+                log.warning("record.misplaced", place=record.place, event_type=type(event).__name__)
+                continue
+            run = runs[run_id_of(record.topic)]
+            run.state.note(event)
+            if record.topic.endswith(COMMANDS):
+                run.started_at = min(
+                    run.started_at or record.timestamp_ms * 1000, record.timestamp_ms * 1000
+                )
+    finally:
+        reader.close()
+        admin.close()
+
+
+def _step_spans(
+    places: Iterable[Place], begins: Mapping[Place, int], ends: Mapping[Place, int]
+) -> dict[Place, tuple[int, int]]:
+    return {
+        place: (max(begins[place], ends[place] - TAIL_OFFSETS), ends[place])
+        for place in places
+        if place[0].endswith(".control.train-steps")
+    }
+
+
+def _beat_spans(
+    admin: Admin, runs: Mapping[str, RunSummary], places: Iterable[Place], ends: Mapping[Place, int]
+) -> dict[Place, tuple[int, int]]:
+    """Find the heartbeats of the last minutes, by the broker's clock."""
+    beats = [place for place in places if TopicPlan.entity(place[0]) in HEARTBEATS.values()]
+    since_ms = min((run.asked_at for run in runs.values()), default=0) // 1000 - int(
+        2 * DEFAULT_HUNG_SECONDS * 1000
+    )
+    return {
+        place: (start, ends[place])
+        for place, start in admin.offsets_at(beats, timestamp_ms=since_ms).items()
+    }
+
+
+def decoded(
+    reader: LogReader, spans: Mapping[Place, tuple[int, int]]
+) -> Iterator[tuple[Record, Event]]:
+    """Give the events of control topics of any runs, in log order by topic; what can't be read is
+    named in the log.
+
+    A run whose writers used schemas that are not ours gets a codec of its own, which has learnt
+    them: ids of schema registries mean something within one run alone.
+    """
+    codec, unknown = EventCodec(), dict[str, list[Record]]()
+    for record in reader.stream(spans):
+        try:
+            yield record, codec.decode(record.value)
+        except UnknownFingerprint:
+            unknown.setdefault(run_id_of(record.topic), []).append(record)
+        except (CorruptRecord, SchemaError) as error:
+            log.warning("record.unreadable", place=record.place, error=str(error))
+    for run_id, records in sorted(unknown.items()):
+        learnt = _learnt_codec(reader, run_id)
+        for record in records:
+            try:
+                yield record, learnt.decode(record.value)
+            except (CorruptRecord, SchemaError) as error:
+                log.warning("record.unreadable", place=record.place, error=str(error))
+
+
+def _learnt_codec(reader: LogReader, run_id: str) -> EventCodec:
+    """Return a codec that knows what the writers of a run have published."""
+    codec, place = EventCodec(), (TopicPlan.topic_of(run_id, "control.schemas"), 0)
+    for record in reader.stream({place: reader.watermarks(*place)}):
+        if record.value:
+            try:
+                codec.learn(record.value, key=record.key)
+            except SchemaError as error:
+                log.warning("record.unreadable", place=record.place, error=str(error))
+    return codec

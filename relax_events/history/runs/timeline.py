@@ -1,0 +1,169 @@
+"""A run on a time axis, in Chrome's trace format: what ui.perfetto.dev and chrome://tracing open.
+
+Read off the control log: train steps with their phases, versions as they were published,
+    evaluations, commands with their reasons, how busy
+each worker was. Phases of a step are told as sums; they are drawn one behind the other, in the
+order in which a step comes to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from relax_events.events.types import (
+    Event,
+    MetricsReported,
+    PolicyEvaluated,
+    PolicyVersionPublished,
+    RunCommanded,
+    TrainStepCommitted,
+)
+from relax_events.history.run_log import RunLog
+from relax_events.topics.plan import METRICS
+
+MICROS = 1e6
+TRACKS = {"train steps": 1, "policy versions": 2, "evaluations": 3, "commands": 4, "workers": 5}
+"""Chrome's processes, by what they show."""
+FIGURES = ("reward_mean", "staleness_mean", "loss")
+SHOWN: dict[str, type[Event]] = {
+    "control.train-steps": TrainStepCommitted,
+    "control.policy-versions": PolicyVersionPublished,
+    "control.evaluations": PolicyEvaluated,
+    "control.commands": RunCommanded,
+    **dict.fromkeys(METRICS.values(), MetricsReported),
+}
+Entry = dict[str, Any]
+
+
+def read_timeline(log: RunLog) -> Iterator[Entry]:
+    """Give the trace's entries, one topic after the other; nothing of the log is held."""
+    yield from track_names()
+    for entity, kind in ((entity, kind) for entity, kind in SHOWN.items() if log.plan.has(entity)):
+        for found in log.control(entity, kind):
+            yield from entries_of(found.event)
+
+
+def track_names() -> Iterator[Entry]:
+    """Give the entries that name the tracks and put them in order."""
+    for name, pid in TRACKS.items():
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        yield {
+            "ph": "M",
+            "name": "process_sort_index",
+            "pid": pid,
+            "tid": 0,
+            "args": {"sort_index": pid},
+        }
+
+
+def entries_of(event: Event) -> Iterator[Entry]:
+    """Give the entries of an event; times are in microseconds, as the log has them."""
+    if isinstance(event, TrainStepCommitted):
+        yield from _step(event)
+    elif isinstance(event, PolicyVersionPublished):
+        yield _instant(
+            "policy versions",
+            f"version {event.policy_version}",
+            at=event.published_at,
+            args={"transports": event.transports},
+        )
+    elif isinstance(event, PolicyEvaluated):
+        begin = event.evaluated_at - event.seconds * MICROS
+        args = {"reward_mean": event.reward_mean, "num_prompts": event.num_prompts}
+        yield _slice(
+            "evaluations",
+            f"version {event.policy_version} on {event.dataset}",
+            begin=begin,
+            micros=event.seconds * MICROS,
+            args=args,
+        )
+    elif isinstance(event, RunCommanded):
+        name = " ".join(
+            word for word in (event.command.value, event.worker_id or event.role) if word
+        )
+        yield _instant(
+            "commands",
+            name,
+            at=event.commanded_at,
+            args={"reason": event.reason, **event.arguments},
+        )
+    elif isinstance(event, MetricsReported) and "busy_ratio" in event.values:
+        yield _counter(
+            "workers",
+            event.worker_id,
+            at=event.reported_at,
+            values={"busy_ratio": event.values["busy_ratio"]},
+        )
+
+
+def _step(step: TrainStepCommitted) -> Iterator[Entry]:
+    """Give a step that ended when it was committed, its phases inside it, and its figures."""
+    micros = sum(step.phase_seconds.values()) * MICROS
+    begin = step.committed_at - micros
+    args = {
+        "policy_version": step.policy_version,
+        "num_samples": len(step.sample_ids),
+        **step.figures,
+    }
+    yield _slice("train steps", f"step {step.train_step}", begin=begin, micros=micros, args=args)
+    for phase, seconds in step.phase_seconds.items():
+        yield _slice(
+            "train steps",
+            phase,
+            begin=begin,
+            micros=seconds * MICROS,
+            args={"train_step": step.train_step},
+        )
+        begin += seconds * MICROS
+    for name in FIGURES:
+        if name in step.figures:
+            yield _counter(
+                "train steps", name, at=step.committed_at, values={name: step.figures[name]}
+            )
+
+
+def _slice(track: str, name: str, *, begin: float, micros: float, args: Entry) -> Entry:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": track,
+        "pid": TRACKS[track],
+        "tid": 0,
+        "ts": begin,
+        "dur": micros,
+        "args": args,
+    }
+
+
+def _instant(track: str, name: str, *, at: int, args: Entry) -> Entry:
+    return {
+        "ph": "i",
+        "s": "p",
+        "name": name,
+        "cat": track,
+        "pid": TRACKS[track],
+        "tid": 0,
+        "ts": at,
+        "args": args,
+    }
+
+
+def _counter(track: str, name: str, *, at: int, values: dict[str, float]) -> Entry:
+    return {
+        "ph": "C",
+        "name": name,
+        "cat": track,
+        "pid": TRACKS[track],
+        "tid": 0,
+        "ts": at,
+        "args": values,
+    }
+
+
+def trace_text(entries: Iterable[str]) -> Iterator[str]:
+    """Give the text of a trace file, piece by piece, of entries as JSON."""
+    yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
+    for number, entry in enumerate(entries):
+        yield f",\n{entry}" if number else entry
+    yield "\n]}\n"

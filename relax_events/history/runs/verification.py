@@ -1,0 +1,52 @@
+"""Compares a replay with its source, step by step and bit for bit: figures and weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_events.events.types import TrainStepCommitted
+from relax_events.kafka.connection import Connection
+from relax_events.runtime.parent_run import SourceRun
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """How many steps were compared, and the first difference in words; empty when there is none."""
+
+    num_steps: int
+    difference: str
+
+
+def verify_replay(connection: Connection, source_id: str, replay_id: str) -> Verification:
+    """Compare every step of a replay with the same step of its source."""
+    recorded = {step.train_step: step for step in SourceRun.read(connection, source_id).steps()}
+    num_steps = 0
+    for step in SourceRun.read(connection, replay_id).steps():
+        if difference := first_difference(recorded[step.train_step], step):
+            return Verification(num_steps, f"train step {step.train_step}: {difference}")
+        num_steps += 1
+    return Verification(num_steps, "" if num_steps else "no train step to compare")
+
+
+def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted) -> str:
+    """Say in what two commits of a step differ; times don't count, nor do figures that a newer
+    release added.
+    """
+    if recorded.sample_ids != replayed.sample_ids:
+        return "other samples, or in another order"
+    if recorded.update_skipped != replayed.update_skipped:
+        return f"its update was {_told(recorded)}, is {_told(replayed)}"
+    for name in sorted(recorded.figures):
+        before, after = recorded.figures.get(name), replayed.figures.get(name)
+        if before != after:
+            return f"{name} was {before!r}, is {after!r}"
+    if recorded.weights_digest != replayed.weights_digest:
+        return (
+            f"weights digest was {recorded.weights_digest.hex()}, is "
+            f"{replayed.weights_digest.hex()}"
+        )
+    return ""
+
+
+def _told(step: TrainStepCommitted) -> str:
+    return "skipped" if step.update_skipped else "made"

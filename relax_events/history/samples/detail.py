@@ -1,0 +1,137 @@
+"""All that the log knows of one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from relax_events.errors import ConfigError, ObjectError
+from relax_events.events.generations import trajectory_of
+from relax_events.events.parts import Array, Outcome
+from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
+from relax_events.history.run_log import Found, RunLog
+from relax_events.history.samples.filter import SampleFilter
+from relax_events.history.samples.reader import events_of, read_samples
+from relax_events.history.samples.view import SampleView
+from relax_events.models.token_table import token_texts
+from relax_events.objects import ObjectStore, check_out
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """A token with what was computed of it; None where nothing was."""
+
+    token: int
+    text: str
+    is_trained: bool
+    rollout_logprob: float | None
+    actor_logprob: float | None
+    ref_logprob: float | None
+    advantage: float | None
+    teacher_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDetail:
+    """A sample with its advantage record, the scores that rescoring gave it, and its tokens when
+    asked for.
+    """
+
+    view: SampleView
+    newest_version: int
+    num_generations: int
+    ready: Found[SampleReady] | None
+    other_scores: dict[str, SampleScored] = field(default_factory=dict)
+    tokens: list[TokenRow] = field(default_factory=list)
+
+
+def read_detail(log: RunLog, sample_id: str, *, with_tokens: bool = False) -> SampleDetail:
+    """Look one sample up. Of several generations it is the trained one, or else the newest.
+
+    Args:
+        log: The run's log.
+        sample_id: The sample.
+        with_tokens: Fetch its arrays and decode its tokens.
+    Raises:
+        ConfigError: The id is none, or the log has no such sample, or the tokenizer is missing.
+        ObjectError: Its stored arrays can't be fetched.
+    """
+    views = read_generations(log, sample_id)
+    view = views[-1]
+    ready = next(events_of(log, view.sample, "advantage.samples", SampleReady), None)
+    rows = token_rows(log, view.sample, ready.event if ready else None) if with_tokens else []
+    return SampleDetail(
+        view, log.newest_version, len(views), ready, other_scores(log, view.sample), rows
+    )
+
+
+def read_generations(log: RunLog, sample_id: str) -> list[SampleView]:
+    """Return every generation of a sample, oldest first, but the trained one last; at least one.
+
+    Raises:
+        ConfigError: The id is none, or the log has no such sample.
+    """
+    if "/" not in sample_id:
+        raise ConfigError(f"{sample_id!r} is no sample id; they look like 000012-0003-0/5")
+    views = sorted(
+        read_samples(log, SampleFilter(sample_id=sample_id)),
+        key=lambda view: (view.outcome == Outcome.TRAINED, view.written_at),
+    )
+    if not views:
+        raise ConfigError(
+            f"the log of run {log.config.run.id} has no sample {sample_id}; relax samples "
+            "tail shows those that it has"
+        )
+    return views
+
+
+def other_scores(log: RunLog, sample: SampleRolledOut) -> dict[str, SampleScored]:
+    """Return what rescoring gave a sample, by the name of the scores."""
+    prefix, scores = log.plan.topic("reward.scores."), {}
+    partition = log.plan.partition(sample.prompt_group_id, sample.policy_version)
+    for topic in sorted(name for name in log.topics if name.startswith(prefix)):
+        entity = log.plan.entity(topic)
+        for found in log.found(log.whole(entity, [partition]), SampleScored):
+            if trajectory_of(found.event) == trajectory_of(sample):
+                scores[topic.removeprefix(prefix)] = found.event
+                break
+    return scores
+
+
+def token_rows(log: RunLog, sample: SampleRolledOut, ready: SampleReady | None) -> list[TokenRow]:
+    """Return a sample's tokens, with the values of the advantage record where there is one."""
+    store = ObjectStore.open(log.config.objects_uri, moved_from=log.config.objects.moved_from)
+    whole = check_out(sample, store)
+    trained = check_out(ready, store) if ready else None
+    tokens = np.asarray(whole.tokens).tolist()
+    columns = [
+        values(whole.rollout_logprobs, len(tokens)),
+        values(trained.actor_logprobs if trained else None, len(tokens)),
+        values(trained.ref_logprobs if trained else None, len(tokens)),
+        values(trained.advantages if trained else None, len(tokens)),
+        values(trained.teacher_logprobs if trained else None, len(tokens)),
+    ]
+    rows = zip(
+        tokens,
+        token_texts(log.config.model.path, tokens),
+        np.asarray(whole.loss_mask).astype(bool).tolist(),
+        *columns,
+        strict=True,
+    )
+    return [TokenRow(*row) for row in rows]
+
+
+def values(array: Array | None, length: int) -> Sequence[float | None]:
+    """Return an array's values as numbers.
+
+    Raises:
+        ObjectError: It is not as long as the sample.
+    """
+    if array is None:
+        return [None] * length
+    if len(array) != length:
+        raise ObjectError(f"an array of the sample has {len(array)} values for {length} tokens")
+    numbers: list[float | None] = np.asarray(array).astype(float).tolist()
+    return numbers

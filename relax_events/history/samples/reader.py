@@ -1,0 +1,160 @@
+"""Reads samples back from a run's log, with their scores and what became of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import TypeVar
+
+from relax_events.events.generations import TrajectoryKey, trajectory_of
+from relax_events.events.types import (
+    PromptGroupEnded,
+    SampleEvaluated,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
+)
+from relax_events.history.run_log import Found, RunLog
+from relax_events.history.samples.filter import Bounds, Extent, SampleFilter, whole_range
+from relax_events.history.samples.view import SampleLine, SampleView
+from relax_events.topics import shard_of
+
+VERSIONS_AT_ONCE = 32
+"""Scores of so many versions are held at a time; reading a span costs some 10 ms, however short it
+is."""
+
+OfSample = TypeVar("OfSample", SampleRolledOut, SampleScored, SampleEvaluated, SampleReady)
+Scores = dict[TrajectoryKey, SampleScored]
+
+
+def read_samples(log: RunLog, wanted: SampleFilter) -> Iterator[SampleView]:
+    """Give the samples that match, by blocks of versions, within a block by partition and offset;
+    arrays that were stored stay stored.
+
+    A sample that was written again in the same generation is given once; of several scores the
+    first counts, as it does for training. Samples are held one at a time.
+    """
+    extent = wanted.extent(log.plan, log.ends, newest_version=log.newest_version)
+    for versions in blocks(extent.versions):
+        yield from _read_block(log, wanted, Extent(versions, extent.shard))
+
+
+def generated_samples(log: RunLog, versions: Bounds) -> Iterator[SampleRolledOut]:
+    """Give the samples of these versions as they were generated, once in each generation; neither
+    scores nor ends are read.
+
+    Samples are held one at a time, their ids for a block of versions in one partition.
+    """
+    for block in blocks(whole_range(max(versions[0], 0), min(versions[1], log.newest_version))):
+        for place, span in log.spans("rollout.samples", block).items():
+            seen: set[TrajectoryKey] = set()
+            for found in log.found({place: span}, SampleRolledOut):
+                if (key := trajectory_of(found.event)) not in seen:
+                    seen.add(key)
+                    yield found.event
+
+
+def last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[SampleLine]:
+    """Return the newest samples that match, oldest first; reads back from the newest version only
+    as far as it must.
+    """
+    extent = wanted.extent(log.plan, log.ends, newest_version=log.newest_version)
+    lines: list[SampleLine] = []
+    for versions in blocks_backwards(extent.versions):
+        block = (
+            view.line(log.newest_version)
+            for view in _read_block(log, wanted, Extent(versions, extent.shard))
+        )
+        lines = heapq.nlargest(count, chain(block, lines), key=by_time)
+        if len(lines) >= count:
+            break
+    return lines[::-1]
+
+
+def last_samples(log: RunLog, wanted: SampleFilter, *, count: int) -> Iterator[SampleView]:
+    """Give the newest samples that match, in the order of `read_samples`."""
+    lines = last_lines(log, wanted, count=count)
+    places = {line.place for line in lines}
+    oldest = min((line.policy_version for line in lines), default=0)
+    newer = replace(wanted, versions=(max(wanted.versions[0], oldest), wanted.versions[1]))
+    return (view for view in read_samples(log, newer) if view.place in places)
+
+
+def history_lines(log: RunLog, wanted: SampleFilter) -> Iterator[SampleLine]:
+    """Give all samples that match, those of a block of versions sorted by time."""
+    extent = wanted.extent(log.plan, log.ends, newest_version=log.newest_version)
+    for versions in blocks(extent.versions):
+        lines = (
+            view.line(log.newest_version)
+            for view in _read_block(log, wanted, Extent(versions, extent.shard))
+        )
+        yield from sorted(lines, key=by_time)
+
+
+def by_time(line: SampleLine) -> tuple[int, str]:
+    """Order lines as the samples were generated."""
+    return line.rolled_out_at, line.sample_id
+
+
+def blocks(versions: range) -> list[range]:
+    """Cut a span of versions into pieces that are read at once."""
+    return [
+        versions[start : start + VERSIONS_AT_ONCE]
+        for start in range(0, len(versions), VERSIONS_AT_ONCE)
+    ]
+
+
+def blocks_backwards(versions: range) -> Iterator[range]:
+    """Cut a span of versions into pieces from its end: the newest version alone, then twice as many
+    each time.
+    """
+    stop, size = len(versions), 1
+    while stop > 0:
+        yield versions[max(stop - size, 0) : stop]
+        stop, size = stop - size, min(2 * size, VERSIONS_AT_ONCE)
+
+
+def read_scores(log: RunLog, extent: Extent, *, entity: str = "reward.scores") -> Scores:
+    """Return the first score of each sample, in each of its generations."""
+    scores: Scores = {}
+    for found in log.found(log.spans(entity, extent.versions, shard=extent.shard), SampleScored):
+        scores.setdefault(trajectory_of(found.event), found.event)
+    return scores
+
+
+def events_of(
+    log: RunLog, sample: SampleRolledOut, entity: str, kind: type[OfSample]
+) -> Iterator[Found[OfSample]]:
+    """Give what a sample topic holds for a sample; only the records of its version and shard are
+    read.
+    """
+    extent = Extent(
+        range(sample.policy_version, sample.policy_version + 1),
+        shard_of(sample.prompt_group_id, shards=log.plan.shards),
+    )
+    found = log.found(log.spans(entity, extent.versions, shard=extent.shard), kind)
+    return (item for item in found if trajectory_of(item.event) == trajectory_of(sample))
+
+
+def view_of(
+    found: Found[SampleRolledOut], score: SampleScored | None, ended: Found[PromptGroupEnded] | None
+) -> SampleView:
+    """Put a sample together with what is known of it."""
+    return SampleView(
+        found.event, found.place, found.written_at, score, ended.event if ended else None
+    )
+
+
+def _read_block(log: RunLog, wanted: SampleFilter, extent: Extent) -> Iterator[SampleView]:
+    scores = read_scores(log, extent)
+    for place, span in log.spans("rollout.samples", extent.versions, shard=extent.shard).items():
+        seen: set[TrajectoryKey] = set()
+        for found in log.found({place: span}, SampleRolledOut):
+            key = trajectory_of(found.event)
+            if key not in seen and wanted.matches_sample(found.event):
+                seen.add(key)
+                view = view_of(found, scores.get(key), log.ends.get(found.event.prompt_group_id))
+                if wanted.matches(view):
+                    yield view

@@ -1,0 +1,116 @@
+"""Follows samples as they are generated and scored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from relax_events.events.generations import TrajectoryKey, trajectory_of
+from relax_events.events.types import PolicyVersionPublished, SampleRolledOut, SampleScored
+from relax_events.history.run_log import Found, Place, RunLog
+from relax_events.history.samples.filter import SampleFilter
+from relax_events.history.samples.reader import view_of
+from relax_events.history.samples.view import SampleLine
+from relax_events.kafka.records import Record
+
+SCORE_SECONDS = 30.0
+"""How long a sample is held back for its score."""
+MAX_WAITING = 10_000
+
+
+class LiveSamples:
+    """Joins samples with their scores as the records come, in any order between the topics.
+
+    A sample is given once it is scored, or unscored when its score does not come. Memory is
+    bounded: the oldest sample goes first.
+    """
+
+    def __init__(
+        self,
+        wanted: SampleFilter,
+        *,
+        newest_version: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wanted, self._clock = wanted, clock
+        self._newest_version = newest_version
+        self._waiting: dict[TrajectoryKey, tuple[float, Found[SampleRolledOut]]] = {}
+        self._scores: dict[TrajectoryKey, SampleScored] = {}
+
+    def take(
+        self, found: Found[SampleRolledOut | SampleScored | PolicyVersionPublished]
+    ) -> SampleLine | None:
+        """Take in an event; return the sample that it makes whole, if it is wanted."""
+        event = found.event
+        if isinstance(event, PolicyVersionPublished):
+            self._newest_version = max(self._newest_version, event.policy_version)
+            return None
+        key = trajectory_of(event)
+        if isinstance(event, SampleScored):
+            if key in self._waiting:
+                return self._line(self._waiting.pop(key)[1], event)
+            self._remember(key, event)
+            return None
+        sample = Found(event, found.place, found.written_at)
+        if key in self._scores:
+            return self._line(sample, self._scores.pop(key))
+        self._waiting[key] = (self._clock(), sample)
+        return None
+
+    def overdue(self) -> Iterator[SampleLine]:
+        """Give the samples that have waited too long for their score."""
+        while self._waiting:
+            key, (since, found) = next(iter(self._waiting.items()))
+            if self._clock() - since < SCORE_SECONDS and len(self._waiting) <= MAX_WAITING:
+                return
+            del self._waiting[key]
+            if (line := self._line(found, None)) is not None:
+                yield line
+
+    def _remember(self, key: TrajectoryKey, score: SampleScored) -> None:
+        """Keep a score whose sample has not come; it is of a sample before our time when none
+        comes.
+        """
+        self._scores[key] = score
+        if len(self._scores) > MAX_WAITING:
+            del self._scores[next(iter(self._scores))]
+
+    def _line(self, found: Found[SampleRolledOut], score: SampleScored | None) -> SampleLine | None:
+        view = view_of(found, score, None)
+        return view.line(self._newest_version) if self._wanted.matches(view) else None
+
+
+def follow_samples(
+    log: RunLog, wanted: SampleFilter, starts: dict[Place, int]
+) -> Iterator[SampleLine]:
+    """Give samples that match as they come, for ever.
+
+    Args:
+        log: The run's log.
+        wanted: Which samples.
+        starts: Where to begin, as `live_starts` gave it before what is older was read.
+    """
+    live = LiveSamples(wanted, newest_version=log.newest_version)
+    for record in log.follow(starts):
+        line = _take(log, live, record) if record is not None else None
+        if line is not None:
+            yield line
+        yield from live.overdue()
+
+
+def live_starts(log: RunLog) -> dict[Place, int]:
+    """Return where the followed topics end now."""
+    every, one = range(log.plan.num_sample_partitions), range(1)
+    spans = (
+        log.whole("rollout.samples", every)
+        | log.whole("reward.scores", every)
+        | log.whole("control.policy-versions", one)
+    )
+    return {place: stop for place, (_, stop) in spans.items()}
+
+
+def _take(log: RunLog, live: LiveSamples, record: Record) -> SampleLine | None:
+    event = log.decode(record)
+    if not isinstance(event, SampleRolledOut | SampleScored | PolicyVersionPublished):
+        return None
+    return live.take(Found(event, record.place, record.timestamp_ms))

@@ -1,0 +1,233 @@
+"""The logs of a run's workers as readable lines: in order of time over all of them, and as they are
+written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from heapq import merge
+from pathlib import Path
+
+import orjson
+
+from relax_events.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+CONTEXT = frozenset({"event", "level", "timestamp", "role", "worker_id", "run_id", "exception"})
+"""Parts of a log event that stand elsewhere in a line, or that all lines of a log share."""
+MAX_LINE = 10_000
+"""Characters of a line that are shown: what a reward function prints may have no end."""
+IN_MODIFY, IN_MOVED_TO, IN_CREATE, IN_CLOEXEC = 0x2, 0x80, 0x100, 0o2000000
+EVENT_BYTES = BLOCK_BYTES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line of a log.
+
+    Attributes:
+        worker: Who wrote it, as its file is named.
+        at: ISO 8601, UTC; of a line without a time, that of the line before it in the same log.
+        level: One of `LEVELS`; empty for a line that is no log event, such as a traceback or
+            something printed.
+        text: For people.
+    """
+
+    worker: str
+    at: str
+    level: str
+    text: str
+
+    def __str__(self) -> str:
+        """Write the line for a terminal."""
+        return (
+            f"{self.at[:19].replace('T', ' '):<19}  {self.worker:<15}  {self.level:<8}  {self.text}"
+        ).rstrip()
+
+
+class LogParser:
+    """Reads the lines of one log, in their order."""
+
+    def __init__(self, worker: str) -> None:
+        """Begin at the beginning of a log, or anywhere in it."""
+        self._worker, self._at = worker, ""
+
+    def line(self, raw: bytes) -> LogLine | None:
+        """Return a line; None for an empty one."""
+        text = raw[: 4 * MAX_LINE].decode(errors="replace").rstrip("\r\n")
+        if not text.strip():
+            return None
+        with suppress(orjson.JSONDecodeError):
+            event = orjson.loads(raw)
+            if isinstance(event, dict) and "event" in event:
+                self._at = str(event.get("timestamp") or self._at)
+                return LogLine(
+                    self._worker,
+                    self._at,
+                    str(event.get("level") or "info"),
+                    _readable(event)[:MAX_LINE],
+                )
+        return LogLine(self._worker, self._at, "", text[:MAX_LINE])
+
+
+def _readable(event: Mapping[str, object]) -> str:
+    parts = [
+        str(event["event"]),
+        *(f"{name}={_value(value)}" for name, value in event.items() if name not in CONTEXT),
+    ]
+    return " ".join(parts) + (f"\n{event['exception']}" if "exception" in event else "")
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    return orjson.dumps(text).decode() if " " in text or not text else text
+
+
+def log_files(folder: Path, workers: Collection[str] = ()) -> dict[str, Path]:
+    """Return a run's logs by who wrote them: workers, `run` (`relax run` itself) and `starter`.
+
+    Args:
+        folder: Of the logs.
+        workers: Ids, or roles, whose logs are meant; none stands for all.
+    Raises:
+        ConfigError: There are none, or one that was named is not among them.
+    """
+    found = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    if not found:
+        raise ConfigError(
+            f"there are no logs in {folder}; give the id of a run that was started from this "
+            "folder, or its run file"
+        )
+    if unknown := [
+        worker for worker in workers if not any(_is_of(name, [worker]) for name in found)
+    ]:
+        raise ConfigError(
+            f"there is no log of {unknown[0]} in {folder}; there are {', '.join(found)}"
+        )
+    return {name: path for name, path in found.items() if _is_of(name, workers)}
+
+
+def _is_of(name: str, workers: Collection[str]) -> bool:
+    return not workers or name in workers or name.rpartition("-")[0] in workers
+
+
+def read_lines(
+    files: Mapping[str, Path], *, ends: Mapping[str, int] | None = None
+) -> Iterator[LogLine]:
+    """Give the lines of several logs in order of time.
+
+    Args:
+        files: As from `log_files`.
+        ends: Up to where each is read; by default up to its end.
+    """
+    known = ends or {}
+    return merge(
+        *(_lines_of(name, path, end=known.get(name)) for name, path in files.items()),
+        key=lambda line: line.at,
+    )
+
+
+def _lines_of(name: str, path: Path, *, end: int | None) -> Iterator[LogLine]:
+    parser, position = LogParser(name), 0
+    with path.open("rb") as file:
+        for raw in file:
+            position += len(raw)
+            if end is not None and position > end:
+                return
+            if (line := parser.line(raw)) is not None:
+                yield line
+
+
+def _end_of_last_line(path: Path) -> int:
+    """Return the position behind the last whole line of a file."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            begin = max(0, end - BLOCK_BYTES)
+            file.seek(begin)
+            if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+                return begin + found + 1
+            end = begin
+    return 0
+
+
+def severe(lines: Iterable[LogLine], level: str) -> Iterator[LogLine]:
+    """Leave out log events below a level; lines that are none stay, since a traceback is one of
+    them.
+    """
+    least = LEVELS.index(level)
+    return (line for line in lines if line.level not in LEVELS or LEVELS.index(line.level) >= least)
+
+
+class LogTail:
+    """Follows the logs in a folder from where they end now, those that are yet to come as well. The
+    kernel says when one has grown.
+    """
+
+    def __init__(self, folder: Path, workers: Sequence[str] = ()) -> None:
+        """Watch from now on.
+
+        Args:
+            folder: Of the logs.
+            workers: As for `log_files`.
+        Raises:
+            ConfigError: As for `log_files`; or the kernel has no watch left.
+        """
+        self._folder, self._workers = folder, tuple(workers)
+        self._parsers: dict[str, LogParser] = {}
+        self._watch = _watched(folder)
+        self.ends: dict[str, int] = {
+            name: _end_of_last_line(path) for name, path in log_files(folder, workers).items()
+        }
+        """Up to where each log was written when the watch began."""
+
+    def lines(self) -> Iterator[LogLine]:
+        """Give whole lines as they are written; never ends."""
+        while True:
+            found = [
+                line
+                for name, path in log_files(self._folder, self._workers).items()
+                for line in self._new_of(name, path)
+            ]
+            yield from sorted(found, key=lambda line: line.at)
+            select.select([self._watch], [], [])
+            os.read(self._watch, EVENT_BYTES)
+
+    def _new_of(self, name: str, path: Path) -> Iterator[LogLine]:
+        parser = self._parsers.setdefault(name, LogParser(name))
+        with path.open("rb") as file:
+            file.seek(self.ends.get(name, 0))
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    break  # the rest of it is yet to be written
+                self.ends[name] = self.ends.get(name, 0) + len(raw)
+                if (line := parser.line(raw)) is not None:
+                    yield line
+
+    def close(self) -> None:
+        """Watch no more."""
+        os.close(self._watch)
+
+
+def _watched(folder: Path) -> int:
+    """Return a descriptor that can be read whenever a file in the folder is new or has grown
+    (inotify).
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    descriptor = library.inotify_init1(IN_CLOEXEC)
+    if (
+        descriptor < 0
+        or library.inotify_add_watch(
+            descriptor, os.fsencode(folder), IN_MODIFY | IN_CREATE | IN_MOVED_TO
+        )
+        < 0
+    ):
+        raise ConfigError(
+            f"{folder} can't be watched: {os.strerror(ctypes.get_errno())}; leave --follow out"
+        )
+    return int(descriptor)

@@ -1,0 +1,195 @@
+"""What stands before every HTTP API of ours: who may call it, from where, and how much a call may
+bring.
+
+In this order, and before a byte of a body is read: the Host header names this server (else a page
+could reach it under a name of its own), no page of another origin asks, and the token is right.
+Then the body is read whole, within a size and a time, and handed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import socket
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+Problem = Callable[[int, str], bytes]
+
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+EVERYWHERE = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 compared, not bound
+BODY_SECONDS = 10.0
+HEAD_SECONDS = 10.0
+MAX_CONNECTIONS = 64
+LENGTH = re.compile("[0-9]{1,18}")
+DENIED = "no token, or the wrong one; send `Authorization: Bearer TOKEN`"
+
+
+class Guard:
+    """An ASGI application before another one."""
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        problem: Problem,
+        host: str,
+        token: str = "",
+        max_body_bytes: int = 64 * 1024,
+        body_seconds: float = BODY_SECONDS,
+    ) -> None:
+        """Stand before an application.
+
+        Args:
+            app: What answers the calls that pass.
+            problem: Makes the JSON body of a refusal from status and text, in the form of that API.
+            host: What the server listens on. Where that is every address, a token is what keeps
+                pages out, and any Host will do.
+            token: Without which nothing is answered; empty answers whoever reaches the server.
+            max_body_bytes: The largest body.
+            body_seconds: How long a body may take to arrive.
+        """
+        self._app, self._problem, self._token = app, problem, token.encode()
+        self._hosts = (
+            None if host in EVERYWHERE and token else LOOPBACK | {host, socket.gethostname()}
+        )
+        self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer a call, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        refusal = self._refusal(headers)
+        body = b""
+        if refusal is None:
+            try:
+                body = await asyncio.wait_for(self._body(receive), self._body_seconds)
+            except TimeoutError:
+                refusal = 408, f"the body did not arrive within {self._body_seconds:g} s"
+            except _TooLargeError:
+                refusal = 413, f"the body has more than {self._max_body_bytes} bytes"
+        if refusal is not None:
+            await self._refuse(send, *refusal)
+            return
+        await self._app(scope, _handed_on(body, receive), send)
+
+    def _refusal(self, headers: Mapping[str, str]) -> tuple[int, str] | None:
+        host = headers.get("host", "")
+        if self._hosts is not None and _name_of(host) not in self._hosts:
+            return (
+                421,
+                (
+                    f"this server is not {ascii(host)[:100]}; call it by the address that it "
+                    "listens on"
+                ),
+            )
+        origin = headers.get("origin")
+        if (origin is not None and origin.partition("://")[2] != host) or headers.get(
+            "sec-fetch-site", "none"
+        ) not in ("none", "same-origin"):
+            return 403, "a page of another origin may not call this API"
+        if self._token and not hmac.compare_digest(
+            headers.get("authorization", "").encode("latin-1"), b"Bearer " + self._token
+        ):
+            return 401, DENIED
+        length = headers.get("content-length", "0")
+        if not LENGTH.fullmatch(length):
+            return 400, "Content-Length must be a number of at most 18 digits"
+        if int(length) > self._max_body_bytes:
+            return 413, f"the body has {int(length)} bytes, at most {self._max_body_bytes} may be"
+        return None
+
+    async def _body(self, receive: Receive) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return b""
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_body_bytes:
+                raise _TooLargeError
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def _refuse(self, send: Send, status: int, text: str) -> None:
+        body = self._problem(status, text)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class _TooLargeError(Exception):
+    """A body is."""
+
+
+def _name_of(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+def _handed_on(body: bytes, receive: Receive) -> Receive:
+    """Give a body that was read once more, and behind it what else happens to the connection."""
+    is_given = False
+
+    async def again() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+def server_settings(app: App, *, max_connections: int = MAX_CONNECTIONS, **settings: Any) -> Any:
+    """Return uvicorn's configuration for a guarded application: bounded connections, and a deadline
+    for the head of a request.
+    """
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        """Hangs up on a connection that brings no whole request in time."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            """Start the clock."""
+            super().connection_made(transport)
+            self._late = self.loop.call_later(HEAD_SECONDS, self._hang_up)
+
+        def _hang_up(self) -> None:
+            if self.cycle is None and self.transport is not None:
+                self.transport.close()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            """Stop the clock."""
+            self._late.cancel()
+            super().connection_lost(exc)
+
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        limit_concurrency=max_connections,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        **settings,
+    )

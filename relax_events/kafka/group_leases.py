@@ -1,0 +1,138 @@
+"""Leases by a consumer group, for brokers without share groups: records in order of the partition;
+the offset follows the oldest open one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from relax_events.deadline import Deadline
+from relax_events.errors import AccessDenied, BrokerError, ClientFailed
+from relax_events.events.parts import TopicOffset
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.leases import LEAVE_SECONDS, POLL_SECONDS, Lease
+from relax_events.kafka.records import Record
+
+log = structlog.get_logger()
+
+
+class GroupLeases:
+    """One thread polls; it pauses while all lanes are taken, and keeps its membership."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        group: str,
+        topic: str,
+        lanes: int,
+        on_lease: Callable[[Lease], None],
+    ) -> None:
+        self._stopping, self._closing = threading.Event(), threading.Event()
+        self._free = threading.Semaphore(lanes)
+        self._lock = threading.Lock()
+        self._open: dict[int, dict[int, bool]] = {}
+        self._on_lease = on_lease
+        self._topic, self._connection = topic, connection
+        self._consumer = GroupConsumer(
+            connection, consumer_group=group, topics=[topic], on_revoked=self._revoked
+        )
+        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """See `LeaseSource.stop`."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """See `LeaseSource.close`."""
+        self.stop()
+        self._closing.set()
+        self._thread.join(LEAVE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._turn()
+            except BrokerError as error:
+                log.warning("lease.disturbed", error=str(error))
+                if isinstance(error, AccessDenied | ClientFailed):
+                    self._connection.refusals.deny(error)
+                self._closing.wait(POLL_SECONDS)
+        self._commit(wait=Deadline(POLL_SECONDS * 5))
+        self._consumer.close()
+
+    def _turn(self) -> None:
+        if self._stopping.is_set() or not self._free.acquire(timeout=POLL_SECONDS / 10):
+            self._idle()
+            return
+        taken = False
+        try:
+            for record in self._consumer.fetch(1, timeout_seconds=POLL_SECONDS):
+                taken = self._take(record)
+        finally:
+            if not taken:
+                self._free.release()
+        self._commit()
+
+    def _idle(self) -> None:
+        """Take part in the group without taking records: one that comes all the same, of a
+        partition just assigned, is put back.
+        """
+        self._consumer.pause()
+        for record in self._consumer.fetch(1, timeout_seconds=POLL_SECONDS / 10):
+            self._consumer.seek(record.topic, record.partition, record.offset)
+        self._consumer.resume()
+        self._commit()
+
+    def _take(self, record: Record) -> bool:
+        """Hand a record over; return whether it was, or was put back since we stopped while it
+        came.
+        """
+        if self._stopping.is_set():
+            self._consumer.seek(record.topic, record.partition, record.offset)
+            return False
+        with self._lock:
+            self._open.setdefault(record.partition, {})[record.offset] = False
+        self._on_lease(Lease(record, 1, lambda done: self._settle(record, done)))
+        return True
+
+    def _settle(self, record: Record, done: bool) -> None:
+        """Note that a record is done; a released one keeps the offset back until the partition
+        moves or we restart.
+        """
+        with self._lock:
+            if done and record.offset in self._open.get(record.partition, {}):
+                self._open[record.partition][record.offset] = True
+        self._free.release()
+
+    def _commit(self, *, wait: Deadline | None = None) -> None:
+        with self._lock:
+            marks = [
+                TopicOffset(self._topic, partition, mark)
+                for partition in self._open
+                if (mark := self._advance(partition)) is not None
+            ]
+        self._consumer.commit(marks, wait=wait)
+
+    def _advance(self, partition: int) -> int | None:
+        """Drop the done records before the oldest open one and return the new position, or None
+        when nothing moved.
+        """
+        held, mark = self._open[partition], None
+        for offset in sorted(held):
+            if not held[offset]:
+                break
+            del held[offset]
+            mark = offset + 1
+        return mark
+
+    def _revoked(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
+        self._commit(wait=deadline)
+        with self._lock:
+            for offset in offsets:
+                self._open.pop(offset.partition, None)

@@ -1,0 +1,1 @@
+"""Requests of Kafka's protocol that librdkafka has no call for."""

@@ -1,0 +1,280 @@
+"""One request of Kafka's protocol, sent by hand, for what librdkafka has no call for. Logs in as
+its clients do.
+
+Source: Kafka protocol guide (request headers v1 and v2, SaslHandshake v1, SaslAuthenticate v0); RFC
+5802 for SCRAM.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+import socket
+import ssl
+import struct
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, ConfigError
+from relax_events.kafka.connection import Connection
+
+SASL_HANDSHAKE, SASL_AUTHENTICATE = 17, 36
+SCRAM_HASHES = {"SCRAM-SHA-256": "sha256", "SCRAM-SHA-512": "sha512"}
+MAX_COMPACT = 127
+Item = TypeVar("Item")
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+
+
+class Reader:
+    """Takes an answer apart."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, form: str) -> Any:
+        """Return the next number, in `struct`'s notation."""
+        (value,) = struct.unpack_from(f">{form}", self._data, self._at)
+        self._at += struct.calcsize(f">{form}")
+        return value
+
+    def text(self) -> str | None:
+        """Return the next string, None where it is null."""
+        length = self.take("h")
+        return None if length < 0 else self._bytes(length).decode()
+
+    def blob(self) -> bytes:
+        """Return the next bytes."""
+        return self._bytes(self.take("i"))
+
+    def compact_text(self) -> str | None:
+        """Return the next string of a flexible answer, None where it is null."""
+        length = self._varint()
+        return self._bytes(length - 1).decode() if length else None
+
+    def compact_array(self, item: Callable[[], Item]) -> list[Item]:
+        """Return the next array of a flexible answer, each item as the function takes it."""
+        return [item() for _ in range(self._varint() - 1)]
+
+    def skip_tags(self) -> None:
+        """Pass over the tagged fields that end each structure of a flexible answer."""
+        for _ in range(self._varint()):
+            self._varint()
+            self._bytes(self._varint())
+
+    def _varint(self) -> int:
+        value, shift = 0, 0
+        while True:
+            byte: int = self.take("B")
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    def _bytes(self, length: int) -> bytes:
+        value = self._data[self._at : self._at + length]
+        self._at += length
+        return value
+
+
+def text(value: str | None) -> bytes:
+    """Return a string as a request holds it."""
+    encoded = b"" if value is None else value.encode()
+    return struct.pack(">h", -1 if value is None else len(encoded)) + encoded
+
+
+def compact_text(value: str | None) -> bytes:
+    """Return a string as a flexible request holds it; those here are short enough for one byte of
+    length.
+    """
+    encoded = b"" if value is None else value.encode()
+    length = 0 if value is None else len(encoded) + 1
+    if length > MAX_COMPACT:
+        raise ValueError(
+            f"compact strings here have at most {MAX_COMPACT - 1} bytes, got {length - 1}"
+        )
+    return bytes([length]) + encoded
+
+
+def array(items: list[bytes]) -> bytes:
+    """Return an array as a request holds it."""
+    return struct.pack(">i", len(items)) + b"".join(items)
+
+
+class Wire:
+    """A connection to the first broker that answers. Use it as a context manager."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._settings = connection.settings()
+        self._connection = connection
+        self._stack = ExitStack()
+        self._correlation_id = 0
+
+    def __enter__(self) -> Self:
+        """Connect and log in.
+
+        Raises:
+            BrokerUnavailable: No broker answers.
+            BrokerRefused: One does, and does not let us in.
+        """
+        what = f"reaching {self._connection.bootstrap_servers}"
+        try:
+            self._socket = self._stack.enter_context(self._connect())
+            if "SASL" in self._protocol:
+                self._log_in()
+        except OSError as error:
+            self._stack.close()
+            raise self._connection.refused(what) or BrokerUnavailable(
+                f"{what}: {error}; see that the broker runs"
+            ) from error
+        except BrokerError:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def _protocol(self) -> str:
+        return str(self._settings.get("security.protocol", "PLAINTEXT")).upper()
+
+    def _connect(self) -> socket.socket:
+        failure: OSError = OSError("no address is given")
+        for address in self._connection.bootstrap_servers.split(","):
+            host, _, port = address.strip().rpartition(":")
+            try:
+                plain = socket.create_connection(
+                    (host, int(port)), timeout=self._connection.request_timeout_seconds
+                )
+                if "SSL" not in self._protocol:
+                    return plain
+                context = ssl.create_default_context(cafile=self._settings.get("ssl.ca.location"))
+                if certificate := self._settings.get("ssl.certificate.location"):
+                    context.load_cert_chain(
+                        certificate,
+                        self._settings.get("ssl.key.location"),
+                        self._settings.get("ssl.key.password"),
+                    )
+                return context.wrap_socket(plain, server_hostname=host)
+            except OSError as error:
+                failure = error
+        raise failure
+
+    def ask(
+        self,
+        api_key: int,
+        version: int,
+        body: bytes,
+        *,
+        is_flexible: bool = False,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> Reader:
+        """Send a request and return its answer.
+
+        Args:
+            api_key: Which request.
+            version: Of the request.
+            body: What follows the header.
+            is_flexible: Whether this version has tagged fields; then headers have some too, none
+                here.
+            max_bytes: The longest answer that is believed.
+        Raises:
+            BrokerUnavailable: The connection broke, or no answer came in time.
+        """
+        self._correlation_id += 1
+        message = (
+            struct.pack(">hhi", api_key, version, self._correlation_id)
+            + text(self._connection.client_id)
+            + b"\0" * is_flexible
+            + body
+        )
+        try:
+            self._socket.sendall(struct.pack(">i", len(message)) + message)
+            (length,) = struct.unpack(">i", self._receive(4))
+            if not 4 <= length <= max_bytes:
+                raise BrokerError(
+                    f"the broker's answer to request {api_key} claims {length} bytes; is "
+                    "that a Kafka broker?"
+                )
+            answer = Reader(self._receive(length))
+        except OSError as error:
+            raise BrokerUnavailable(
+                f"request {api_key} got no answer: {error}; see that the broker runs"
+            ) from error
+        answer.take("i")
+        if is_flexible:
+            answer.take("b")
+        return answer
+
+    def _receive(self, num_bytes: int) -> bytes:
+        received = bytearray()
+        while len(received) < num_bytes:
+            part = self._socket.recv(num_bytes - len(received))
+            if not part:
+                raise ConnectionResetError("the broker closed the connection")
+            received += part
+        return bytes(received)
+
+    def _log_in(self) -> None:
+        mechanism = str(
+            self._settings.get("sasl.mechanism", self._settings.get("sasl.mechanisms", ""))
+        )
+        user, password = (
+            str(self._settings.get("sasl.username", "")),
+            str(self._settings.get("sasl.password", "")),
+        )
+        if mechanism not in SCRAM_HASHES and mechanism != "PLAIN":
+            known = ", ".join([*SCRAM_HASHES, "PLAIN"])
+            raise ConfigError(
+                f"this command logs in by {known}, got sasl.mechanism = {mechanism!r}; use "
+                "Kafka's own kafka-configs"
+            )
+        if error := self.ask(SASL_HANDSHAKE, 1, text(mechanism)).take("h"):
+            raise BrokerRefused(
+                f"the broker does not offer {mechanism} (error {error}); set sasl.mechanism "
+                "in broker.client"
+            )
+        if mechanism == "PLAIN":
+            self._authenticate(f"\0{user}\0{password}".encode(), user)
+        else:
+            self._scram(SCRAM_HASHES[mechanism], user, password)
+
+    def _authenticate(self, token: bytes, user: str) -> bytes:
+        answer = self.ask(SASL_AUTHENTICATE, 0, struct.pack(">i", len(token)) + token)
+        if answer.take("h"):
+            raise BrokerRefused(
+                f"user {user!r} was not let in: {answer.text()}; see broker.username and "
+                "broker.password_file"
+            )
+        answer.text()
+        return answer.blob()
+
+    def _scram(self, algorithm: str, user: str, password: str) -> None:
+        name = user.replace("=", "=3D").replace(",", "=2C")
+        first = f"n={name},r={secrets.token_urlsafe(24)}"
+        server_first = self._authenticate(f"n,,{first}".encode(), user).decode()
+        fields = dict(field.split("=", 1) for field in server_first.split(","))
+        salted = hashlib.pbkdf2_hmac(
+            algorithm, password.encode(), base64.b64decode(fields["s"]), int(fields["i"])
+        )
+        bare = f"c=biws,r={fields['r']}"
+        signed = f"{first},{server_first},{bare}".encode()
+        client_key = hmac.digest(salted, b"Client Key", algorithm)
+        signature = hmac.digest(hashlib.new(algorithm, client_key).digest(), signed, algorithm)
+        proof = bytes(left ^ right for left, right in zip(client_key, signature, strict=True))
+        final = self._authenticate(f"{bare},p={base64.b64encode(proof).decode()}".encode(), user)
+        expected = hmac.digest(hmac.digest(salted, b"Server Key", algorithm), signed, algorithm)
+        if final != b"v=" + base64.b64encode(expected):
+            raise BrokerRefused(
+                f"the broker could not prove that it knows the password of {user!r}; is it "
+                "the right cluster?"
+            )

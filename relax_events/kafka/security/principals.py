@@ -1,0 +1,163 @@
+"""Brings principals and their rights onto a cluster: what is missing is made, what a run's
+principals may do too much is taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import (
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialDeletion,
+    UserScramCredentialUpsertion,
+)
+
+from relax_events.errors import BrokerUnavailable
+from relax_events.kafka.connection import Connection, error_of
+from relax_events.kafka.security.acls import Acl
+from relax_events.kafka.security.scram import ITERATIONS
+
+USER = "User:"
+ANY = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityChanges:
+    """What has to happen so that a cluster has a run's principals and rights. Passwords can't be
+    read back, so users are always set.
+    """
+
+    users: list[str] = field(default_factory=list)
+    strangers: list[str] = field(default_factory=list)
+    missing: list[Acl] = field(default_factory=list)
+    surplus: list[Acl] = field(default_factory=list)
+
+
+class PrincipalAdmin:
+    """Users and ACLs of a cluster, over the connection of a super user; every call has the
+    connection's deadline.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._timeout_seconds = connection.request_timeout_seconds
+        self._client = AdminClient(connection.settings())
+
+    def changes(self, prefix: str, wanted: Sequence[Acl], users: Sequence[str]) -> SecurityChanges:
+        """Compare a cluster with what it should have.
+
+        Args:
+            prefix: What the user names of the run begin with.
+            wanted: All rights of the run.
+            users: All its users.
+        """
+        found = {acl for acl in self._acls() if acl.username.startswith(prefix)}
+        strangers = [
+            name for name in self._users() if name.startswith(prefix) and name not in users
+        ]
+        return SecurityChanges(
+            sorted(users), strangers, sorted(set(wanted) - found), sorted(found - set(wanted))
+        )
+
+    def apply(self, changes: SecurityChanges, *, password_of: Callable[[str], str]) -> None:
+        """Set the users' passwords, add and delete rights; rights first, so that no user is ever
+        let in with too many.
+        """
+        if changes.surplus:
+            self._wait(
+                self._client.delete_acls([_filter(acl) for acl in changes.surplus]),
+                "deleting rights",
+            )
+        if changes.missing:
+            self._wait(
+                self._client.create_acls([_binding(acl) for acl in changes.missing]),
+                "adding rights",
+            )
+        alterations: list[Any] = [_upsertion(user, password_of(user)) for user in changes.users]
+        alterations += [
+            UserScramCredentialDeletion(user, ScramMechanism.SCRAM_SHA_512)
+            for user in changes.strangers
+        ]
+        if alterations:
+            self._wait(self._client.alter_user_scram_credentials(alterations), "setting users")
+
+    def _users(self) -> list[str]:
+        described = self._result(self._client.describe_user_scram_credentials(), "listing users")
+        return sorted(described)
+
+    def _acls(self) -> list[Acl]:
+        anything: Any = None  # its stubs miss that a filter may leave a name open
+        everything = AclBindingFilter(
+            ResourceType.ANY,
+            anything,
+            ResourcePatternType.ANY,
+            anything,
+            anything,
+            AclOperation.ANY,
+            AclPermissionType.ANY,
+        )
+        bindings = self._result(self._client.describe_acls(everything), "listing rights")
+        return [_acl(binding) for binding in bindings if binding.principal.startswith(USER)]
+
+    def _wait(self, futures: Mapping[Any, Any], what: str) -> None:
+        for subject, future in futures.items():
+            self._result(future, f"{what} of {getattr(subject, 'principal', subject)}")
+
+    def _result(self, future: Any, what: str) -> Any:
+        try:
+            return future.result(self._timeout_seconds)
+        except KafkaException as exception:
+            raise self._connection.translate(error_of(exception), what) from exception
+        except TimeoutError:
+            raise BrokerUnavailable(
+                f"{what}: no answer within {self._timeout_seconds:g} s"
+            ) from None
+
+
+def _binding(acl: Acl) -> AclBinding:
+    return AclBinding(*_pattern(acl), AclPermissionType.ALLOW)
+
+
+def _filter(acl: Acl) -> AclBindingFilter:
+    return AclBindingFilter(*_pattern(acl), AclPermissionType.ALLOW)
+
+
+def _pattern(acl: Acl) -> tuple[ResourceType, str, ResourcePatternType, str, str, AclOperation]:
+    """Return what a binding and the filter that finds it have in common, in the client's order."""
+    operation, pattern = (
+        AclOperation[acl.operation.upper()],
+        ResourcePatternType[acl.pattern.upper()],
+    )
+    return (
+        ResourceType[acl.resource.upper()],
+        acl.name,
+        pattern,
+        USER + acl.username,
+        ANY,
+        operation,
+    )
+
+
+def _acl(binding: Any) -> Acl:
+    kind, pattern, operation = (
+        value.name.lower()
+        for value in (binding.restype, binding.resource_pattern_type, binding.operation)
+    )
+    return Acl(binding.principal.removeprefix(USER), kind, binding.name, pattern, operation)
+
+
+def _upsertion(user: str, password: str) -> UserScramCredentialUpsertion:
+    return UserScramCredentialUpsertion(
+        user, ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, ITERATIONS), password.encode()
+    )

@@ -1,0 +1,1 @@
+"""`relax run` and `relax doctor`: preparation, the supervisor, the fork server."""

@@ -1,0 +1,379 @@
+"""Checks everything that a run needs, and starts nothing: each finding says what is wrong and what
+to do.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import orjson
+
+from relax_events.config import RunConfig
+from relax_events.config.derived import Derived
+from relax_events.config.inventory import width_of
+from relax_events.controller.rollout_capacity import require_lanes, share_group_size
+from relax_events.data.prompt_filter import HookJudge, judges_length, length_judge
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.row_media import shown_messages
+from relax_events.data.rows import PromptRow, PromptSource
+from relax_events.data.sft_targets import answers_of
+from relax_events.data.sources import evaluated_parts, named_parts, open_source
+from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem, RelaxError
+from relax_events.kafka.credentials import as_principal
+from relax_events.kafka.embedded.java import find_java
+from relax_events.kafka.embedded.settings import SHARE_GROUP_SIZE as EMBEDDED_SHARE_GROUP_SIZE
+from relax_events.kafka.schema_registry import RegistryClient
+from relax_events.launcher.requirements import REQUIREMENTS, require_room
+from relax_events.launcher.weights_fit import newest_version, require_fitting_model
+from relax_events.media.library import MediaLibrary
+from relax_events.objects import ObjectStore
+from relax_events.ops.dependent_runs import describe_followers
+from relax_events.ops.topic_apply import plan_changes
+from relax_events.rewards.pool import RewardItem, RewardPool
+from relax_events.sandbox.trial import try_walls
+from relax_events.session.broker_address import (
+    EMBEDDED,
+    OPERATOR,
+    at_broker,
+    embedded_broker,
+    open_admin,
+)
+from relax_events.session.defaults import facts_of, last_session, settled
+from relax_events.topics import TopicPlan
+
+MIN_FREE_BYTES = 1024**3
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""Weights in float32 and AdamW's two moments."""
+LOG_BYTES_PER_TOKEN = 48
+"""What a token takes on all topics of a run together: 0.4 GB for 1,024 samples of 8,192 tokens,
+without routed experts and top tokens."""
+PROBE = b"relax doctor"
+NUM_MEASURED = 2000
+PROGRAM_REWARD = "code"
+"""The reward that runs what a model wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check."""
+
+    what: str
+    is_good: bool
+    text: str
+
+
+def examine(config: RunConfig) -> list[Finding]:
+    """Run every check on a run whose defaults are settled; one that fails doesn't keep the others
+    from running.
+    """
+    prompts = PromptCheck()
+    checks: dict[str, Callable[[RunConfig], str]] = {
+        "broker": check_broker,
+        "schema registry": check_registry,
+        "object store": check_store,
+        "disk": check_disk,
+        "weights": check_weights,
+        "followers": check_followers,
+        **REQUIREMENTS,
+        "data": prompts.check_data,
+        "room": partial(require_room, num_rows=NUM_MEASURED, with_generated=True),
+        "reward": prompts.check_reward,
+        "walls": check_walls,
+    }
+    return [_finding(what, check, config) for what, check in checks.items()]
+
+
+def examine_with_defaults(config: RunConfig) -> tuple[list[Finding], list[Derived]]:
+    """Run every check on a run file as it was read; return also what was derived for the keys that
+    it leaves out.
+    """
+    try:
+        settings, derived = settled(config, known=last_session(config))
+    except ConfigError as error:  # nothing else can be judged without knowing what the model is
+        return [Finding("model", False, str(error))], []
+    return examine(settings), derived
+
+
+def _finding(what: str, check: Callable[[RunConfig], str], config: RunConfig) -> Finding:
+    try:
+        return Finding(what, True, check(config))
+    except ModuleNotFoundError as error:
+        return Finding(
+            what,
+            True,
+            (
+                f"not looked at: {error.name} is not installed here; run relax doctor where the "
+                "model runs too"
+            ),
+        )
+    except RelaxError as error:
+        return Finding(what, False, str(error))
+
+
+def check_broker(config: RunConfig) -> str:
+    """The cluster answers and its topics don't contradict the plan; or Java is there for the
+    embedded broker.
+    """
+    broker = embedded_broker(config)
+    if broker is not None and not broker.is_running:
+        java = find_java()
+        lanes = require_lanes(config, EMBEDDED_SHARE_GROUP_SIZE)
+        return f"embedded, not running; Java {java.major} at {java.executable}; {lanes}"
+    reached = config if broker is None else at_broker(config, broker)
+    admin = open_admin(as_principal(reached, OPERATOR), name="doctor")
+    plan = TopicPlan.of(config)
+    changes = [
+        change
+        for change in plan_changes(plan.specs(), admin.topics(plan.topic("")))
+        if change.is_drift
+    ]
+    if conflicts := [change for change in changes if change.kind == "conflict"]:
+        raise CheckFailed(f"topic {conflicts[0].topic} {conflicts[0].detail}; take another run.id")
+    lanes = require_lanes(config, share_group_size(config, admin))
+    return (
+        f"{reached.broker.bootstrap_servers} answers; {len(changes)} topic change(s) to apply; "
+        f"{lanes}"
+    )
+
+
+def check_weights(config: RunConfig) -> str:
+    """The model is the one whose weights the run has published."""
+    broker = embedded_broker(config)
+    if broker is not None and not broker.is_running:
+        return "not compared with the model: the embedded broker does not run"
+    reached = as_principal(config if broker is None else at_broker(config, broker), OPERATOR)
+    topic = TopicPlan.of(config).topic("control.policy-versions")
+    is_there = topic in open_admin(reached, name="doctor").topics(topic)
+    return require_fitting_model(config, newest_version(reached) if is_there else None)
+
+
+def check_followers(config: RunConfig) -> str:
+    """Runs that replay this one find the records that they still need."""
+    broker = embedded_broker(config)
+    if config.is_replay or (broker is not None and not broker.is_running):
+        return (
+            "none: the run is a replay"
+            if config.is_replay
+            else "not looked for: the embedded broker does not run"
+        )
+    return describe_followers(
+        as_principal(config if broker is None else at_broker(config, broker), OPERATOR)
+    )
+
+
+def check_walls(config: RunConfig) -> str:
+    """Programs that a model wrote are kept from this machine, where the rewards run any: known ways
+    out are tried.
+    """
+    options = [
+        one.options for one in config.reward.chosen.values() if one.function == PROGRAM_REWARD
+    ]
+    if not options:
+        return "none needed: no reward runs programs"
+    return try_walls(allow_unprotected=all(one.get("allow_unprotected", False) for one in options))
+
+
+def check_registry(config: RunConfig) -> str:
+    """The schema registry answers, where the run has one."""
+    if not config.broker.schema_registry:
+        return "none: records carry their schema's fingerprint"
+    return (
+        f"{config.broker.schema_registry} answers; it holds "
+        f"{RegistryClient.of(config.broker).num_subjects()} subject(s)"
+    )
+
+
+def check_store(config: RunConfig) -> str:
+    """The object store takes an object and gives it back."""
+    store = ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from)
+    reference = store.put_at("doctor/probe", PROBE)
+    store.get(reference)
+    store.delete(["doctor/probe"])
+    return f"{config.objects_uri} can be written and read"
+
+
+def check_disk(config: RunConfig) -> str:
+    """The run's directory has room."""
+    wanted = config.run.directory.absolute()
+    folder = next(path for path in (wanted, *wanted.parents) if path.exists())
+    free, least = shutil.disk_usage(folder).free, MIN_FREE_BYTES + _stored_bytes(config)
+    if free < least:
+        need = f"a run wants at least {least / 1e9:.2f}"
+        raise EnvironmentProblem(
+            f"{folder} has {free / 1e9:.2f} GB free, {need}; free some space or set run.directory"
+        )
+    return f"{free / 1e9:.0f} GB free in {folder}{_growth(config)}"
+
+
+def _stored_bytes(config: RunConfig) -> int:
+    """Return what checkpoints and versions of the weights take in the run's own folder; 0 where
+    they lie elsewhere, or the model is not here yet.
+    """
+    known = (
+        facts_of(config).get("model")
+        if not config.objects.uri and config.model.path.exists()
+        else None
+    )
+    if known is None or config.model.dtype is None:
+        return 0
+    checkpoints = (
+        (config.trainer.keep_checkpoints + 1)
+        * known.num_parameters
+        * CHECKPOINT_BYTES_PER_PARAMETER
+    )
+    return checkpoints + (config.run.max_staleness + 2) * known.num_parameters * width_of(
+        config.model.dtype
+    )
+
+
+def _growth(config: RunConfig) -> str:
+    """Say how much the log grows to at most, where the run file keeps all of it and the broker's
+    disk is this one.
+    """
+    if (
+        config.run.retain_versions
+        or config.is_replay
+        or config.broker.bootstrap_servers != EMBEDDED
+        or not config.engine.max_context_tokens
+    ):
+        return ""
+    step = (
+        config.run.groups_per_step
+        * config.run.samples_per_prompt
+        * config.engine.max_context_tokens
+        * LOG_BYTES_PER_TOKEN
+    )
+    total = step * config.num_train_steps
+    return (
+        f"; the log keeps all records and grows by up to {step / 1e9:.3g} GB a step, "
+        f"{total / 1e9:.3g} GB in all (run.retain_versions bounds it)"
+    )
+
+
+NO_PROMPTS = "none needed: a replay trains what was generated and scored before"
+
+
+class PromptCheck:
+    """Checks the prompts, and the reward function on the first of them."""
+
+    def __init__(self) -> None:
+        self._first: PromptRow | None = None
+
+    def check_data(self, config: RunConfig) -> str:
+        """The prompts can be opened (every row of a file is looked at), and the first one read;
+        those of evaluations as well.
+        """
+        if (
+            config.is_replay
+        ):  # the rest of its run file is what the log of its source says, and is not used
+            return "; ".join(self._evaluated(config)) or NO_PROMPTS
+        opened = [
+            (part.source, open_source(part, seed=config.run.seed, section=section))
+            for section, part in named_parts(config.data)
+        ]
+        self._first = opened[0][1].row(0)
+        texts = [f"{source.rows} prompts in {name}{_left_out(source)}" for name, source in opened]
+        if config.data.hook:
+            place = HookJudge(config.data.hook)(self._first, mean_rewards=(), train_step=0)
+            texts.append(f"{config.data.hook} gives {place} for the first")
+        texts += [text for _, source in opened if (text := _lengths(config, source))]
+        if not config.algorithm.has_rewards and config.model.path.exists():
+            texts.append(_answers(config, self._first))
+        return "; ".join([*texts, *self._evaluated(config)])
+
+    def _evaluated(self, config: RunConfig) -> Iterator[str]:
+        for section, part in evaluated_parts(config):
+            source = open_source(part, seed=config.run.seed, section=section)
+            self._first = self._first or source.row(0)
+            yield f"{source.rows} to evaluate {part.name} on{_left_out(source)}"
+
+    def check_reward(self, config: RunConfig) -> str:
+        """The reward function loads, and scores the reference answer of the first prompt in
+        time.
+        """
+        if not config.algorithm.has_rewards and not config.evaluation.datasets:
+            return f"algorithm {config.algorithm.name} needs none"
+        if config.is_replay and not config.evaluation.datasets:
+            return NO_PROMPTS
+        tried = self._tried(config)
+        own = [part.reward for part in config.evaluation.datasets if part.reward is not None]
+        for reward in own:
+            RewardPool(reward).close()
+        more = (
+            f"; {', '.join(reward.function for reward in own)} for evaluation loads" if own else ""
+        )
+        return f"{tried}{more}"
+
+    def _tried(self, config: RunConfig) -> str:
+        if (computed := config.computed_reward) is None:
+            return "the judge scores all samples"
+        with RewardPool(computed) as pool:
+            if self._first is None:
+                raise CheckFailed(
+                    f"{computed.function} loads, but was not tried: there is no prompt to "
+                    "try it on; see data"
+                )
+            if config.reward.source_of(orjson.loads(self._first.metadata)) in config.judged_sources:
+                return f"{computed.function} loads; the first prompt is the judge's"
+            prompt = "\n".join(message.text for message in self._first.messages)
+            item = RewardItem(
+                "of-the-doctor",
+                self._first.answer,
+                answer=self._first.answer,
+                metadata=self._first.metadata,
+                prompt=prompt,
+            )
+            result = pool.score_batch([item] * (2 if pool.takes_prompt_group else 1))[0]
+        if isinstance(result, RelaxError):
+            raise result
+        return (
+            f"{computed.function} gives {result.reward:g} for the reference answer of the first "
+            "prompt"
+        )
+
+
+def _left_out(source: PromptSource) -> str:
+    unfit = source.unfit
+    return f", {unfit.count} unfit left out, first {unfit.named[0]}" if unfit.count else ""
+
+
+def _answers(config: RunConfig, row: PromptRow) -> str:
+    """Say how long the answers are that a row brings; raises PoisonSample where they can't be laid
+    out.
+    """
+    answers = answers_of(
+        row,
+        renderer=PromptRenderer.from_folder(
+            config.model.path, config.data, media=config.model.media
+        ),
+    )
+    return "the first brings " + " and ".join(
+        f"{int(answer.loss_mask.sum())} tokens to learn" for answer in answers
+    )
+
+
+def _lengths(config: RunConfig, source: PromptSource) -> str:
+    """Say how many of a source's first rows the length filters take; nothing without filters, or
+    before there is a tokenizer.
+    """
+    if not judges_length(config.data) or not config.model.path.exists():
+        return ""
+    renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
+    judge = length_judge(renderer, config.data, messages_of=shown_messages(MediaLibrary(config)))
+    rows = range(min(source.rows, NUM_MEASURED))
+    reasons = Counter(
+        verdict
+        for row in rows
+        if isinstance(verdict := judge(source.row(row), mean_rewards=(), train_step=0), str)
+    )
+    passed_over = (
+        ", ".join(
+            f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(reasons.items())
+        )
+        or "none"
+    )
+    return f"of its first {len(rows)} are passed over: {passed_over}"

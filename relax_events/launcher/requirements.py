@@ -1,0 +1,385 @@
+"""What a run file asks of this machine, judged without a broker and without loading anything heavy:
+`relax run` and the doctor ask first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from relax_events.config import RunConfig
+from relax_events.config.algorithm_spec import find_algorithm
+from relax_events.controller.api_server import require_api_port
+from relax_events.data.prompt_filter import judges_length, length_judge
+from relax_events.data.rendering import PromptRenderer, judge_renderer
+from relax_events.data.sources import is_generated, media_brought, named_parts, open_source
+from relax_events.engines.sglang.checkpoint import SEEING, UNSEEN
+from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
+from relax_events.http.listener import open_listener
+from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
+from relax_events.model_folder import has_experts, read_settings
+from relax_events.models.token_table import require_same_vocabulary
+from relax_events.plugins import (
+    ENGINES,
+    ENVIRONMENTS,
+    FUNCTION,
+    ROLES,
+    TRAINER_BACKENDS,
+    find_plugin,
+)
+from relax_events.regular_files import require_regular_files
+from relax_events.rewards.run_judge import load_grading
+from relax_events.telemetry.traces import require_tracing
+from relax_events.telemetry.trackers import require_trackers
+
+MODEL_PACKAGES = ("torch", "transformers", "safetensors")
+MODEL_FILES = ("config.json", "tokenizer_config.json")
+MAX_PORT = 65_535
+NUM_TRIED = 100
+"""Rows that are rendered before a run starts: a moment."""
+FAMILIES_OF_ENGINES = {"sglang": SEEING}
+"""Whose media an engine shows to the model, where that is not all that the model reads."""
+
+
+def require_roles(config: RunConfig) -> str:
+    """Return the roles with their numbers, once every role, engine, environment, backend and
+    algorithm that the run names is installed.
+
+    Raises:
+        ConfigError: One is not; the text names its key and those that are.
+    """
+    for role in config.roles():
+        find_plugin(ROLES, role, what=f"role {role!r}")
+    for engine in dict.fromkeys((config.engine.name, config.rollout_engine)):
+        find_plugin(ENGINES, engine, what=f"engine.name = {engine!r}")
+    if config.has_judge:
+        find_plugin(
+            ENGINES,
+            config.judge.engine.name,
+            what=f"judge.engine.name = {config.judge.engine.name!r}",
+        )
+    if environment := config.environment.function:
+        find_plugin(
+            ENVIRONMENTS,
+            environment,
+            what=f"environment.function = {environment!r}",
+            accepts=FUNCTION,
+        )
+    _require_own_servers(config)
+    find_plugin(
+        TRAINER_BACKENDS,
+        config.trainer.backend,
+        what=f"trainer.backend = {config.trainer.backend!r}",
+    )
+    find_algorithm(config.algorithm.name)
+    return ", ".join(f"{role} x {count}" for role, count in config.roles().items())
+
+
+def _require_own_servers(config: RunConfig) -> None:
+    """Refuse workers that would all attach to the same servers, and change the weights under each
+    other's samples.
+    """
+    engines = {("engine", "rollout"): config.engine} | (
+        {("judge.engine", "judge"): config.judge.engine} if config.has_judge else {}
+    )
+    for (section, role), engine in engines.items():
+        if (
+            engine.name == "sglang"
+            and engine.sglang.urls
+            and (count := config.roles().get(role, 0)) > 1
+        ):
+            rule = (
+                f"servers serve one worker each, and {count} {role} workers would attach to all "
+                f"of {section}.sglang.urls"
+            )
+            raise ConfigError(
+                f"{rule}; set workers.{role} = 1, whose worker shares its samples out among them"
+            )
+
+
+def require_model(config: RunConfig) -> str:
+    """Return how the run comes by its model: the folder is whole, or will be made.
+
+    Raises:
+        ConfigError: The folder is missing with no way to make it, or lacks a file; the text names
+            it.
+        EnvironmentProblem: A library is not installed.
+    """
+    if missing := [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]:
+        raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
+    _require_reader_of_media(config)
+    _require_replay_of_routing(config)
+    path = config.model.path
+    if not path.exists():
+        if config.model.tiny is None:
+            raise ConfigError(
+                f"model.path {path} does not exist; give the folder of a checkpoint, or a "
+                "[model.tiny] section to make a small model"
+            )
+        return f"{path} will be made by the run"
+    require_regular_files(path, key="model.path")
+    for name in MODEL_FILES:
+        if not (path / name).is_file():
+            raise ConfigError(
+                f"model.path {path} has no {name}; give a complete folder in Hugging Face "
+                "layout, or a path that does not exist yet"
+            )
+    if not list(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path {path} has no *.safetensors; convert the weights (no other format is read)"
+        )
+    _require_critic(config)
+    return f"{path} is complete"
+
+
+def _require_reader_of_media(config: RunConfig) -> None:
+    """Refuse data that bring media where the engine, or the model as it is there or will be made,
+    does not read such.
+    """
+    brought = {
+        modality
+        for part in (*config.data.parts, *config.evaluation.datasets)
+        for modality in media_brought(part)
+    }
+    if not brought:
+        return
+    path, tiny = config.model.path, config.model.tiny
+    if path.exists() or tiny is not None:
+        layout = (
+            MediaLayout.from_folder(path, config.model.media)
+            if path.exists()
+            else MEDIA_FAMILIES.get(tiny.family if tiny else "")
+        )
+        if unread := sorted(brought - set(layout.READS if layout else ())):
+            what = (
+                f"model.path {path}"
+                if path.exists()
+                else f"model.tiny.family = {tiny.family if tiny else ''!r}"
+            )
+            reads = " and ".join(layout.READS) if layout else "text alone"
+            able = ", ".join(
+                name for name, family in MEDIA_FAMILIES.items() if brought <= set(family.READS)
+            )
+            raise ConfigError(
+                f"the data bring media of kind {unread[0]} and {what} reads {reads}; take a "
+                f"model of one of the families {able}"
+            )
+        family, shown = (
+            _family_of(path) if path.exists() else tiny.family if tiny else "",
+            FAMILIES_OF_ENGINES.get(config.engine.name),
+        )
+        if shown is not None and family not in shown:
+            what = (
+                f"engine {config.engine.name!r} shows media to models of the families "
+                f"{', '.join(shown)} alone, and {path} is of {family}"
+            )
+            why = f", {UNSEEN[family]}" if family in UNSEEN else ""
+            raise ConfigError(
+                f"the data bring media of kind {min(brought)}: {what}{why}; set engine.name "
+                "= 'transformers'"
+            )
+    if config.algorithm.needs_critic and (critic := config.critic.model_path) is not None:
+        layout = MediaLayout.from_folder(critic, config.model.media)
+        if unread := sorted(brought - set(layout.READS if layout else ())):
+            raise ConfigError(
+                f"the data bring media of kind {unread[0]}, and critic.model_path {critic} "
+                "does not read such; leave it out"
+            )
+    if missing := [name for name in ("PIL", "av") if importlib.util.find_spec(name) is None]:
+        raise EnvironmentProblem(
+            f"{'pillow' if missing[0] == 'PIL' else missing[0]} is not installed; install "
+            "relax-events[media]"
+        )
+
+
+def _family_of(path: Path) -> str:
+    """Return what a model's folder says it is; `MediaLayout` has read it before."""
+    return str(read_settings(path / "config.json").get("model_type"))
+
+
+def _require_replay_of_routing(config: RunConfig) -> None:
+    """Refuse a replay of the engine's routing where there are no experts."""
+    if not config.model.replays_routing:
+        return
+    path, tiny, what = config.model.path, config.model.tiny, "model.routing_replay = 'rollout'"
+    if (path / "config.json").is_file():
+        if not has_experts(path):
+            raise ConfigError(
+                f"{what} is for mixtures of experts, and the model in model.path {path} is "
+                "none; leave it out"
+            )
+    elif tiny is not None and "moe" not in tiny.family:
+        raise ConfigError(
+            f"{what} is for mixtures of experts, and model.tiny.family = {tiny.family!r} is "
+            "none; leave it out"
+        )
+
+
+def _require_critic(config: RunConfig) -> None:
+    path = config.critic.model_path
+    if path is not None:
+        require_regular_files(path, key="critic.model_path")
+    if config.algorithm.needs_critic and path is not None and not (path / "config.json").is_file():
+        remedy = "give a folder in Hugging Face layout, or leave it out for the policy's own"
+        raise ConfigError(f"critic.model_path {path} holds no config.json; {remedy}")
+
+
+def require_teacher(config: RunConfig) -> str:
+    """Return whom the policy learns from, once the teacher is whole and has the policy's
+    vocabulary.
+
+    Raises:
+        ConfigError: The folder is missing, lacks a file, or holds another tokenizer; the text names
+            both.
+    """
+    path = config.teacher.model_path
+    if not config.algorithm.distills or config.is_replay:
+        return (
+            "none: algorithm.distill_coefficient is 0"
+            if not config.algorithm.distills
+            else "none: a replay reads what was recorded"
+        )
+    if path is not None:
+        require_regular_files(path, key="teacher.model_path")
+    if path is None:
+        raise ConfigError(
+            "algorithm.distill_coefficient needs a teacher; set teacher.model_path to the "
+            "folder of its checkpoint"
+        )
+    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"teacher.model_path {path} holds no config.json with *.safetensors; give a "
+            "complete folder in Hugging Face layout"
+        )
+    if not config.model.path.exists():
+        return (
+            f"{path}; its vocabulary is compared by the teacher role, once the policy's model is "
+            "made"
+        )
+    require_same_vocabulary(config.model.path, path)
+    return f"{path} has the vocabulary of {config.model.path}"
+
+
+def require_judge(config: RunConfig) -> str:
+    """Return who judges samples, once the judging model is whole and can be asked.
+
+    Raises:
+        ConfigError: The folder is missing or lacks a file or a chat template, or an option does not
+            fit; the text names it.
+    """
+    path = config.judge.model_path
+    if path is None or not config.has_judge:
+        return (
+            "none: judge.model_path is not given"
+            if path is None
+            else "none: nothing is rewarded here"
+        )
+    require_regular_files(path, key="judge.model_path")
+    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"judge.model_path {path} holds no config.json with *.safetensors; give a "
+            "complete folder in Hugging Face layout"
+        )
+    for source in config.judged_sources:
+        load_grading(config.reward.chosen[source])
+    judge_renderer(config.judge, config.data)
+    num_judged, num_all = len(config.judged_sources), len(config.reward.chosen)
+    return (
+        f"{path} on engine "
+        f"{config.judge.engine.name}{f', for {num_judged} of {num_all} sources' if num_judged < num_all else ''}"
+    )
+
+
+def require_metrics_ports(config: RunConfig) -> str:
+    """Return where the workers of `relax run` serve their metrics, once the address is this
+    machine's and the ports are free.
+
+    Raises:
+        EnvironmentProblem: A port is taken or the address is not ours; the text names both.
+    """
+    host, first = config.telemetry.metrics_host, config.telemetry.metrics_port
+    last = config.telemetry.port_of(sum(config.roles().values()) + config.trainer.ranks - 2)
+    if last > MAX_PORT:
+        need = f"the last worker would serve on {last}; set it to {first + MAX_PORT - last} or less"
+        raise ConfigError(f"telemetry.metrics_port = {first} leaves no room: {need}")
+    remedies = "set telemetry.metrics_port = 0 for free ones", "set telemetry.metrics_host"
+    for port in range(first, last + 1):
+        open_listener(host, port, remedies=remedies, what="metrics").close()
+    return f"{host}, ports {first} to {last}" if first else f"{host}, free ports"
+
+
+def require_folder(config: RunConfig) -> str:
+    """Return the folder that the run writes to, once this user may.
+
+    Raises:
+        EnvironmentProblem: The folder, or the nearest one above it that is there, can't be written.
+    """
+    wanted = config.run_directory.absolute()
+    there = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        rule = f"{there} is not a folder that this user may write to"
+        raise EnvironmentProblem(
+            f"the run's folder {wanted} can't be made or written: {rule}; set run.directory"
+        )
+    return f"{wanted} can be written"
+
+
+def require_room(
+    config: RunConfig, *, num_rows: int = NUM_TRIED, with_generated: bool = False
+) -> str:
+    """Return how many of the first prompts leave the engine no token to answer, where that can be
+    known: text alone, and a model that is there.
+
+    Args:
+        config: The run.
+        num_rows: How many rows of each source are rendered.
+        with_generated: Look at generated problems too, whose libraries take seconds to import.
+    Raises:
+        ConfigError: None of them leaves one; the text names the shortest.
+    """
+    limit = config.engine.max_context_tokens
+    if config.is_replay or not config.model.path.exists():
+        return "not compared with the prompts yet"
+    renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
+    judge = length_judge(renderer, config.data) if judges_length(config.data) else None
+    lengths = []
+    for section, part in named_parts(config.data):
+        if media_brought(part) or (is_generated(part) and not with_generated):
+            continue
+        source = open_source(part, seed=config.run.seed, section=section)
+        for row in islice(map(source.row, range(source.rows)), num_rows):
+            if judge is None or not isinstance(judge(row, mean_rewards=(), train_step=0), str):
+                with suppress(
+                    PoisonSample
+                ):  # the template refuses it, and its prompt group fails alone
+                    lengths.append(len(renderer.prompt_tokens(row.messages, tools=row.tools)))
+    if lengths and min(lengths) >= limit:
+        shortest = f"the shortest of the first {len(lengths)} prompts has {min(lengths)}"
+        rule = f"engine.max_context_tokens = {limit} leaves no token for an answer: {shortest}"
+        raise ConfigError(
+            f"{rule}; set engine.max_context_tokens to "
+            f"{max(lengths) + config.engine.sampling.max_new_tokens} or so"
+        )
+    num_long = sum(length >= limit for length in lengths)
+    return (
+        f"{limit} tokens; {num_long or 'none'} of the first {len(lengths)} prompts "
+        f"leave{'s' if num_long == 1 else ''} none for an answer"
+    )
+
+
+REQUIREMENTS: Mapping[str, Callable[[RunConfig], str]] = {
+    "folder": require_folder,
+    "roles": require_roles,
+    "metrics": require_metrics_ports,
+    "traces": require_tracing,
+    "trackers": require_trackers,
+    "scaling API": require_api_port,
+    "model": require_model,
+    "teacher": require_teacher,
+    "judge": require_judge,
+}
+"""What `relax run` asks before it starts anything, in this order, and the doctor as well."""

@@ -1,0 +1,152 @@
+"""Compares the model that a run file names with the newest weights of the run, by names and shapes
+alone: nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError, ObjectError, WeightsError
+from relax_events.events.types import PolicyVersionPublished
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.schema_registry import open_codec
+from relax_events.objects import ObjectStore
+from relax_events.runtime.control_view import ControlFollower
+from relax_events.topics import TopicPlan
+from relax_events.weights.manifest import WeightManifest
+
+log = structlog.get_logger()
+HEADER_LENGTH_BYTES = 8
+LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
+Shape = tuple[int, ...]
+
+
+def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | None) -> str:
+    """Return what was compared, once `model.path` holds the model whose weights the run has
+    published.
+
+    Args:
+        config: The run.
+        newest: The run's newest version; None before the first.
+    Raises:
+        ConfigError: A tensor has another shape, or there are more or fewer layers; the text names
+            both.
+    """
+    path = config.model.path
+    if newest is None or not path.exists():
+        return (
+            "nothing to compare: the run has published no weights"
+            if newest is None
+            else f"nothing to compare: {path} will be made by the run"
+        )
+    try:
+        manifest = WeightManifest.from_json(
+            ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from).get(
+                newest.artifact
+            )
+        )
+    except (
+        ObjectError,
+        WeightsError,
+    ) as error:  # those who load the weights say it, and know whether they need them
+        log.warning("weights.not_compared", policy_version=newest.policy_version, error=str(error))
+        return f"not compared with policy version {newest.policy_version}: {error}"
+    trained = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
+    if difference := difference_of(shapes_in(path), trained):
+        what = (
+            f"model.path {path} is not the model of run {config.run.id}: {difference} in policy "
+            f"version {newest.policy_version}"
+        )
+        raise ConfigError(
+            f"{what}; set model.path to the model that the run began with, or take another run.id"
+        )
+    return f"{path} fits policy version {newest.policy_version}"
+
+
+def newest_version(config: RunConfig) -> PolicyVersionPublished | None:
+    """Return the newest version on the log of a run whose topics exist.
+
+    Args:
+        config: The run, with the broker's address and the principal filled in.
+    Raises:
+        BrokerError: The log can't be read.
+    """
+    follower = ControlFollower(
+        Connection.of(config.broker, client_id=f"{config.run.id}.weights"),
+        TopicPlan.of(config),
+        open_codec(config.broker),
+    )
+    try:
+        return follower.latest
+    finally:
+        follower.close()
+
+
+def difference_of(model: Mapping[str, Shape], trained: Mapping[str, Shape]) -> str:
+    """Say in what a model's folder and trained weights differ; empty where they do not.
+
+    Only tensors that both name are compared: a folder may keep experts one by one, or parts that
+        are not trained.
+
+    Args:
+        model: Shapes in the folder, by name.
+        trained: Shapes of the trained weights, by name.
+    """
+    for name in sorted(model.keys() & trained.keys()):
+        if model[name] != trained[name]:
+            return f"{name} is {list(model[name])} there and {list(trained[name])}"
+    theirs, ours = _num_layers(model), _num_layers(trained)
+    for name in sorted(theirs.keys() & ours.keys()):
+        if theirs[name] != ours[name]:
+            return f"{name} has {theirs[name]} layers there and {ours[name]}"
+    return ""
+
+
+def _num_layers(names: Iterable[str]) -> dict[str, int]:
+    """Return how many layers there are, by the name of what they are layers of."""
+    found: dict[str, int] = {}
+    for name in names:
+        if match := LAYER.match(name):
+            found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+    return found
+
+
+def shapes_in(folder: Path) -> dict[str, Shape]:
+    """Return the shape of each tensor in a model's folder, by name, from the headers of its
+    safetensors files.
+
+    Raises:
+        ConfigError: A file is cut or is not safetensors; the text names it.
+    """
+    shapes: dict[str, Shape] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(
+                    file.read(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little"))
+                )
+            shapes |= {
+                name: tuple(tensor["shape"])
+                for name, tensor in header.items()
+                if name != "__metadata__"
+            }
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            MemoryError,
+        ) as error:
+            raise ConfigError(
+                f"model.path {folder}: {path.name} is not a whole safetensors file "
+                f"({error}); fetch it again"
+            ) from None
+    return shapes

@@ -1,0 +1,49 @@
+"""What a worker imports, by what its run asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_events.config import RunConfig
+from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, installed
+
+COMPUTING = frozenset({"reference", "actor-forward", "critic", "teacher", "trainer"})
+"""Roles that load the trainer's backend."""
+IMPORTING = frozenset({"trainer", "critic"})
+"""Roles whose own modules import torch."""
+COMMAND = "relax_events.cli.run"
+ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""Devices of drivers. Where one is there, `auto` means a GPU."""
+
+
+def modules_of(config: RunConfig, role: str) -> list[str]:
+    """Name the modules that a role's worker on this machine loads before its work."""
+    is_on_cpu = computes_on_cpu(config)
+    names = [(ROLES, role)] if is_on_cpu or role not in IMPORTING else []
+    if is_on_cpu:
+        engines = {
+            "rollout": config.rollout_engine,
+            "evaluator": config.engine.name,
+            "judge": config.judge.engine.name,
+        }
+        names += [
+            (ENGINES, engines.get(role, "")),
+            (TRAINER_BACKENDS, config.trainer.backend if role in COMPUTING else ""),
+        ]
+    return [
+        COMMAND,
+        *(installed(group)[name].module for group, name in names if name in installed(group)),
+    ]
+
+
+def computes_on_cpu(config: RunConfig) -> bool:
+    """Tell whether torch may be imported before a fork: a process that has asked for GPUs, as some
+    imports do, can't be forked for them.
+    """
+    known = {"cpu"} if any(path.exists() for path in ACCELERATORS) else {"cpu", "auto"}
+    return {config.model.device, config.judge.device, config.teacher.device} <= known
+
+
+def imports_of(config: RunConfig) -> list[str]:
+    """Name the modules of all roles of a run, each once."""
+    return list(dict.fromkeys(name for role in config.roles() for name in modules_of(config, role)))

@@ -1,0 +1,246 @@
+"""The processes of one worker: one, or one for each rank of the trainer. They start together and
+end together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import structlog
+
+from relax_events.errors import RankLost
+from relax_events.launcher.fork_client import ForkedWorker, Starter
+from relax_events.launcher.fork_protocol import Order
+from relax_events.telemetry.final_error import FinalError, read_final_error
+from relax_events.training.ranks import LISTENER
+
+log = structlog.get_logger()
+LOOPBACK = "127.0.0.1"
+OTHERS_SECONDS = 10.0
+"""How long the other ranks may take to end by themselves once one has failed: their next collective
+fails at once, unless they hang."""
+CLIENT_ASSERTS, LOG_END_BYTES = b"rd_slice_", 16 * 1024
+"""What librdkafka's assertions about the bytes of an answer have in their names, and how much of a
+log is searched for it."""
+MISREAD = (
+    "ended by SIGABRT: Kafka's client stumbled over what it misread behind a record batch "
+    "whose checksum fails; what is started from now on "
+    "checks record batches itself (RELAX_EXAMINE_RECORDS=1)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a worker ended: as the rank did that was the cause.
+
+    Attributes:
+        worker_id: Of that rank.
+        code: Its exit code, -N if signal N ended it.
+        log_path: What it wrote to.
+        error: The error that it ended with; None where it could not write one.
+    """
+
+    worker_id: str
+    code: int
+    log_path: Path
+    error: FinalError | None
+
+    @property
+    def has_misread(self) -> bool:
+        """Whether Kafka's client aborted over the bytes of an answer."""
+        return self.code == -signal.SIGABRT and CLIENT_ASSERTS in _end_of(self.log_path)
+
+    @property
+    def text(self) -> str:
+        """Name the error, or what is known in its place."""
+        if self.error is not None:
+            return str(self.error)
+        if self.has_misread:
+            return MISREAD
+        return (
+            f"ended by {_signal_name(-self.code)}"
+            if self.code < 0
+            else f"ended with exit code {self.code}"
+        )
+
+
+def _end_of(path: Path) -> bytes:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_END_BYTES))
+        return file.read()
+    return b""
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def orders_of_ranks(order: Order, *, num_ranks: int) -> list[Order]:
+    """Return the order of each rank: all variables that torch.distributed reads but for the port,
+    which is chosen when they are started.
+    """
+    if num_ranks == 1:
+        return [order]
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": LOOPBACK,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    return [replace(order, environment=order.environment | shared | place) for place in places]
+
+
+class WorkerProcesses:
+    """What a `subprocess.Popen` would be asked for, of all processes of a worker."""
+
+    def __init__(self, processes: Mapping[str, ForkedWorker], logs: Path) -> None:
+        """Take charge of processes that run; see `start`."""
+        self._processes, self._logs = dict(processes), logs
+        self._killed: set[str] = set()
+        self._kill_at: float | None = None
+        self._ending: Ending | None = None
+
+    @classmethod
+    def start(cls, starter: Starter, orders: Mapping[str, Order], *, logs: Path) -> Self:
+        """Start them.
+
+        Args:
+            starter: Who forks them.
+            orders: By worker id, rank 0 first.
+            logs: The folder of their logs; each has one of its own.
+        Raises:
+            RunFailed: The starter can't be started.
+        """
+        if len(orders) == 1:
+            return cls(
+                {
+                    name: starter.start(order, log_path=logs / f"{name}.log")
+                    for name, order in orders.items()
+                },
+                logs,
+            )
+        started: dict[str, ForkedWorker] = {}
+        with (
+            socket.create_server((LOOPBACK, 0), backlog=128) as listener,
+            contextlib.ExitStack() as undo,
+        ):
+            undo.callback(lambda: cls(started, logs).kill_group())
+            port = {"MASTER_PORT": str(listener.getsockname()[1])}
+            for name, order in orders.items():
+                is_first = not started
+                told = replace(
+                    order,
+                    environment=order.environment | port,
+                    socket_variable=LISTENER if is_first else "",
+                )
+                started[name] = starter.start(
+                    told, log_path=logs / f"{name}.log", listener=listener if is_first else None
+                )
+            undo.pop_all()
+        return cls(started, logs)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that sends the worker's beats: rank 0."""
+        return next(iter(self._processes.values())).pid
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by worker id, of those that live."""
+        return {
+            name: process.pid for name, process in self._processes.items() if process.poll() is None
+        }
+
+    @property
+    def started_pids(self) -> set[int]:
+        """Process ids of all, also of those that have ended."""
+        return {process.pid for process in self._processes.values()}
+
+    def poll(self) -> int | None:
+        """Return the exit code once all have ended: that of the rank that was the cause. When one
+        has failed, the others are ended.
+        """
+        codes = {name: process.poll() for name, process in self._processes.items()}
+        living = [name for name, code in codes.items() if code is None]
+        if not living:
+            return self.ending().code
+        if any(codes.values()):
+            self._end(living)
+        return None
+
+    def _end(self, living: list[str]) -> None:
+        now = time.monotonic()
+        self._kill_at = self._kill_at or now + OTHERS_SECONDS
+        if now < self._kill_at:
+            return
+        for name in living:
+            log.warning(
+                "worker.killed",
+                worker_id=name,
+                reason=f"another rank failed, and this one did not end within {OTHERS_SECONDS:g} s",
+            )
+            self._killed.add(name)
+            self._processes[name].kill_group()
+
+    def ending(self) -> Ending:
+        """Return how the worker ended, once all have: a rank that only misses another one is not
+        the cause, nor is one that was killed for it.
+        """
+        if self._ending is None:
+            self._ending = min(
+                (self._ending_of(name, process) for name, process in self._processes.items()),
+                key=self._blame,
+            )
+        return self._ending
+
+    def _ending_of(self, name: str, process: ForkedWorker) -> Ending:
+        path, code = self._logs / f"{name}.log", process.wait(0)
+        return Ending(
+            name, code, path, read_final_error(path, pid=process.pid) if code > 0 else None
+        )
+
+    def _blame(self, ending: Ending) -> tuple[bool, bool, bool, int]:
+        """Sort the cause first: what failed by itself, and of that the earliest; a signal leaves no
+        time behind and comes before.
+        """
+        error = ending.error
+        is_follower = error is not None and error.error_class == RankLost.__name__
+        return (
+            ending.code == 0,
+            ending.worker_id in self._killed,
+            is_follower,
+            error.failed_at if error is not None else 0,
+        )
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the end of all, and return the exit code; see `poll`.
+
+        Raises:
+            subprocess.TimeoutExpired: One lives on.
+        """
+        deadline = time.monotonic() + timeout
+        for process in self._processes.values():
+            process.wait(max(0.0, deadline - time.monotonic()))
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(next(iter(self._processes)), timeout)
+        return code
+
+    def terminate(self) -> None:
+        """Ask them to drain."""
+        for process in self._processes.values():
+            process.terminate()
+
+    def kill_group(self) -> None:
+        """Kill them and all their children."""
+        for process in self._processes.values():
+            process.kill_group()

@@ -1,0 +1,96 @@
+"""Sounds as they come: checked, counted, and brought to one rate and one channel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from relax_events.config import MediaConfig
+from relax_events.errors import MediaError
+from relax_events.events.parts import Modality
+from relax_events.media.av_files import OpenedStream, opened, require_whole
+from relax_events.media.facts import MediaFacts, broken, require_seconds
+from relax_events.media.preprocessing import Plan
+
+RATES = range(1_000, 768_001)
+MAX_CHANNELS = 64
+
+
+def inspect_sound(data: bytes, *, limits: MediaConfig, place: str) -> MediaFacts:
+    """Count a sound's samples; formats that compress don't say how many there are.
+
+    Raises:
+        MediaError: See `streams.opened`; or it is too long, cut off or broken, or of a rate that
+            nobody hears.
+    """
+    with opened(data, Modality.AUDIO, limits=limits, place=place) as found:
+        rate, total = _rate(found, place), 0
+        for frame in found.container.decode(found.stream):
+            total += frame.samples
+            require_seconds(total / rate, limits, place)
+        if not total:
+            raise broken(place, "it holds no sound")
+        require_whole(found, total / rate, place=place)
+        return MediaFacts(found.media_type, num_frames=total, rate_hertz=float(rate))
+
+
+def decode_sound(
+    data: bytes, *, plan: Plan, limits: MediaConfig, place: str
+) -> Float32[np.ndarray, " samples"]:
+    """Decode a sound, all its channels mixed into one, at the plan's rate; what resampling leaves
+    over or lacks at the end is cut or silent.
+
+    Raises:
+        MediaError: As for `inspect_sound`.
+    """
+    return heard(
+        data, num_samples=plan.shape[0], rate_hertz=plan.rate_hertz, limits=limits, place=place
+    )
+
+
+def heard(
+    data: bytes, *, num_samples: int, rate_hertz: int, limits: MediaConfig, place: str
+) -> Float32[np.ndarray, " samples"]:
+    """Decode so many samples of a sound, or of what goes with a clip.
+
+    Raises:
+        MediaError: As for `inspect_sound`.
+    """
+    samples, count = np.zeros(num_samples, np.float32), 0
+    with opened(data, Modality.AUDIO, limits=limits, place=place) as found:
+        _rate(found, place)
+        for piece in _resampled(found, rate_hertz):
+            kept = piece[: num_samples - count]
+            samples[count : count + len(kept)] = kept
+            if (count := count + len(kept)) == num_samples:
+                break
+    return samples
+
+
+def _resampled(found: OpenedStream, rate_hertz: int) -> Iterator[Float32[np.ndarray, " samples"]]:
+    import av
+
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=rate_hertz)
+    for frame in _frames(found):
+        for piece in resampler.resample(frame):
+            yield piece.to_ndarray().reshape(-1)
+
+
+def _frames(found: OpenedStream) -> Iterator[Any]:
+    """Give the decoded frames, and None at the end, for what the resampler still holds."""
+    yield from found.container.decode(found.stream)
+    yield None
+
+
+def _rate(found: OpenedStream, place: str) -> int:
+    rate, channels = int(found.stream.rate or 0), int(found.stream.codec_context.channels or 0)
+    if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
+        rule = (
+            f"a sound has a rate of {RATES.start} to {RATES.stop - 1} Hz and at most "
+            f"{MAX_CHANNELS} channels"
+        )
+        raise MediaError(f"{place}: {rule}, got {rate} Hz and {channels}", reason="bad_shape")
+    return rate

@@ -1,0 +1,170 @@
+"""Files of sound and clips as they come: opened as what their first bytes say, and as nothing else.
+
+The library would try over a hundred formats, lists of other files and addresses among them; here a
+file is one of a few kinds, and no name in it is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from relax_events.config import MediaConfig
+from relax_events.errors import EnvironmentProblem, MediaError
+from relax_events.events.parts import Modality
+from relax_events.media.facts import broken, require_bytes, require_seconds
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+
+WEBM = b"webm"
+HEAD_BYTES = 4096
+MICROSECONDS = 1_000_000
+FIRST_LENIENT = 19  # release of PyAV
+CLAIMED_SHARE, CLAIMED_SECONDS = 0.95, 0.25
+"""How much of what a file's head claims must be there; heads round, and codecs begin with
+silence."""
+NAMES = {
+    "mov": "mp4",
+    "matroska": "x-matroska",
+    "avi": "x-msvideo",
+    "wav": "x-wav",
+    "mp3": "mpeg",
+    "flac": "flac",
+    "ogg": "ogg",
+}
+KINDS = {
+    Modality.AUDIO: "WAV, FLAC, MP3, Ogg, MP4, Matroska, WebM",
+    Modality.VIDEO: "MP4, WebM, Matroska, AVI, Ogg",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStream:
+    """The first sound or clip of a file.
+
+    Attributes:
+        container: The file.
+        stream: Of the modality that was asked for.
+        media_type: Of the file, as that modality.
+        claimed_seconds: By the file's head, 0 where it claims nothing that can be relied on.
+    """
+
+    container: InputContainer
+    stream: Any
+    media_type: str
+    claimed_seconds: float
+
+
+def format_of(head: bytes) -> str | None:
+    """Tell a file's kind by its first bytes, in the library's words; None where it is none that is
+    read.
+    """
+    if head[:4] == b"RIFF":
+        return {b"WAVE": "wav", b"AVI ": "avi"}.get(head[8:12])
+    if head[4:8] == b"ftyp":
+        return "mov"
+    signatures = {b"fLaC": "flac", b"OggS": "ogg", b"\x1aE\xdf\xa3": "matroska", b"ID3": "mp3"}
+    if (
+        found := next((name for begin, name in signatures.items() if head.startswith(begin)), None)
+    ) is not None:
+        return found
+    return (
+        "mp3"
+        if len(head) > 1 and head[0] == 0xFF and head[1] & 0xE6 in (0xE2, 0xE4, 0xE6)
+        else None
+    )
+
+
+@contextmanager
+def opened(
+    data: bytes, modality: Modality, *, limits: MediaConfig, place: str
+) -> Iterator[OpenedStream]:
+    """Open a file and find its sound or clip; what it raises while it is open is raised as a file
+    that is cut off or broken.
+
+    Args:
+        data: The file.
+        modality: What is wanted of it.
+        limits: Bounds of bytes and seconds.
+        place: Names it in errors.
+    Raises:
+        MediaError: It is too large or too long, of no known kind, has nothing of the modality, or
+            is broken.
+    """
+    require_bytes(data, limits, place)
+    try:
+        import av
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"sounds and clips need the package av ({error}); install relax-events[media]"
+        ) from None
+    kind = format_of(data[:HEAD_BYTES])
+    if kind is None:
+        raise MediaError(
+            (
+                f"{place} begins with {data[:8]!r}, which is no {modality.value} of the kinds "
+                f"{KINDS[modality]}"
+            ),
+            reason="wrong_type",
+        )
+    if (
+        kind == "wav"
+        and (missing := int.from_bytes(data[4:8], "little") + 8 - len(data)) > 1
+        and data[4:8] != b"\xff\xff\xff\xff"
+    ):
+        raise broken(place, f"its head promises {missing} bytes more")
+    try:
+        with av.open(BytesIO(data), "r", format=kind, **_lenient(av.__version__)) as container:
+            yield _found(container, modality, data, place=place, limits=limits)
+    except MemoryError:  # the library's own is one of its errors, too
+        raise
+    except (av.FFmpegError, IndexError, OverflowError, ZeroDivisionError) as error:
+        raise broken(place, error) from None
+
+
+def _lenient(version: str) -> dict[str, Any]:
+    """Return what has PyAV open a file whose tags are no UTF-8: from 19 on it does so by itself,
+    and has no setting for it.
+    """
+    return {"metadata_errors": "ignore"} if int(version.partition(".")[0]) < FIRST_LENIENT else {}
+
+
+def _found(
+    container: InputContainer, modality: Modality, data: bytes, *, place: str, limits: MediaConfig
+) -> OpenedStream:
+    kind = container.format.name.partition(",")[0]
+    streams: Any = (
+        container.streams.audio if modality is Modality.AUDIO else container.streams.video
+    )
+    if not len(container.streams):
+        raise broken(place, "nothing is in it")
+    if not streams:
+        raise MediaError(
+            f"{place} is a file of kind {kind} without {modality.value}", reason="wrong_type"
+        )
+    if streams[0].codec_context is None:
+        raise MediaError(
+            f"{place} holds {modality.value} in a codec that the library does not know",
+            reason="wrong_type",
+        )
+    claimed = (container.duration or 0) / MICROSECONDS
+    require_seconds(claimed, limits, place)
+    is_reliable = kind != "mp3" or any(mark in data[:HEAD_BYTES] for mark in (b"Xing", b"Info"))
+    name = "webm" if WEBM in data[:64] else NAMES[kind]
+    return OpenedStream(
+        container, streams[0], f"{modality.value}/{name}", claimed if is_reliable else 0.0
+    )
+
+
+def require_whole(found: OpenedStream, seconds: float, *, place: str) -> None:
+    """Refuse a file that holds less than its head claims.
+
+    Raises:
+        MediaError: It is cut off.
+    """
+    if seconds < found.claimed_seconds * CLAIMED_SHARE - CLAIMED_SECONDS:
+        raise broken(place, f"{found.claimed_seconds:g} s are claimed and {seconds:g} s are there")

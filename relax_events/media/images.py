@@ -1,0 +1,134 @@
+"""Pictures as they come: what their head says, checked before anything is decoded, and their
+pixels.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import UInt8
+
+from relax_events.config import MediaConfig
+from relax_events.errors import EnvironmentProblem, MediaError
+from relax_events.media.facts import MediaFacts, broken, require_bytes, require_pixels
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""What is tried; other decoders of the library are never handed a stranger's bytes."""
+ORIENTATION = 0x0112
+SIDEWAYS = (5, 6, 7, 8)
+UNTURNED = ("PNG",)
+"""Kinds that keep an orientation, if at all, behind the pixels: it is not looked for, since the
+head alone must tell width and height."""
+BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+)
+"""What the library raises of a file that is not what its head says."""
+Pixels = UInt8[np.ndarray, "height width 3"]
+
+
+def inspect_picture(data: bytes, *, limits: MediaConfig, place: str) -> MediaFacts:
+    """Read a picture's head; nothing is decoded.
+
+    Args:
+        data: The file.
+        limits: Bounds of bytes and pixels.
+        place: Names it in errors.
+    Raises:
+        MediaError: It is too large, claims too many pixels, or is no picture of a known kind.
+    """
+    with _opened(data, limits, place) as image:
+        width, height = image.size[::-1] if _orientation(image) in SIDEWAYS else image.size
+        return MediaFacts(f"image/{(image.format or '').lower()}", width, height)
+
+
+def decode_picture(
+    data: bytes, *, size: tuple[int, int], limits: MediaConfig, place: str
+) -> Pixels:
+    """Decode a picture, turned upright, without transparency, at the given size; of several frames
+    the first.
+
+    Args:
+        data: The file.
+        size: Height and width of the result.
+        limits: Bounds of bytes and pixels.
+        place: Names it in errors.
+    Raises:
+        MediaError: As for `inspect_picture`, or it is cut off or broken.
+    """
+    from PIL import ImageOps
+
+    with _opened(data, limits, place) as image:
+        try:
+            upright = (
+                image if image.format in UNTURNED else ImageOps.exif_transpose(image)
+            ).convert("RGB")
+        except BROKEN as error:
+            raise broken(place, error) from None
+        return brought_to(upright, size)
+
+
+def brought_to(image: Image, size: tuple[int, int]) -> Pixels:
+    """Return the pixels of a picture or frame at a height and width."""
+    from PIL.Image import Resampling
+
+    height, width = size
+    fitting = (
+        image
+        if image.size == (width, height)
+        else image.resize((width, height), Resampling.BICUBIC)
+    )
+    return np.asarray(fitting, np.uint8)
+
+
+@contextmanager
+def _opened(data: bytes, limits: MediaConfig, place: str) -> Iterator[Image]:
+    require_bytes(data, limits, place)
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"pictures need the package pillow ({error}); install relax-events[media]"
+        ) from None
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # the limit is ours, and what a file's odd head makes the library say is nobody's concern
+        try:
+            image = Image.open(BytesIO(data), formats=FORMATS)
+        except Image.DecompressionBombError as error:
+            raise MediaError(
+                f"{place} claims too many pixels: {error}", reason="too_many_pixels"
+            ) from None
+        except (UnidentifiedImageError, *BROKEN):
+            raise MediaError(
+                (
+                    f"{place} begins with {data[:8]!r}, which is no picture of the kinds "
+                    f"{', '.join(FORMATS)}"
+                ),
+                reason="wrong_type",
+            ) from None
+        with image:
+            require_pixels(image.width, image.height, limits, place)
+            yield image
+
+
+def _orientation(image: Image) -> int:
+    return 1 if image.format in UNTURNED else int(image.getexif().get(ORIENTATION, 1))

@@ -1,0 +1,296 @@
+"""How a model is shown pictures, clips and sounds: what becomes of a piece of media follows from
+its reference alone. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from relax_events.config import MediaConfig
+from relax_events.errors import ConfigError, MediaError
+from relax_events.events.parts import MediaRef
+from relax_events.media.geometry import PictureGeometry
+
+SOUND_CHUNK_TOKENS = 13
+"""What Qwen3-Omni's audio tower makes of a whole window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What decoding makes of a file: an array.
+
+    Attributes:
+        shape: Height, width and 3 colours of a picture; of a clip the number of frames before them;
+            of a sound its sample frames.
+        dtype: Eight bits a colour, or float32 from -1 to 1.
+        frames: Which of a clip's frames, counted from 0 in the order in which they are seen.
+        num_samples: Sample frames of the sound that goes with a clip, as a second array; 0 where it
+            is not heard.
+        rate_hertz: Of a sound.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    frames: tuple[int, ...] = ()
+    num_samples: int = 0
+    rate_hertz: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the first array."""
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+class Showing(Protocol):
+    """How pieces of one modality are shown."""
+
+    @property
+    def digest(self) -> str:
+        """Tells what is processed by these settings from what is processed by others, in
+        hexadecimal.
+        """
+        ...
+
+    def plan(self, media: MediaRef) -> Plan:
+        """Tell what decoding makes of a piece.
+
+        Raises:
+            MediaError: It can't be shown to the model; the text names it.
+        """
+        ...
+
+    def grid(self, media: MediaRef) -> tuple[int, int, int]:
+        """Return how many tokens a piece has in time, in rows and in columns; errors as for
+        `plan`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PictureShowing:
+    """Pictures, brought to a size that patches fit into."""
+
+    geometry: PictureGeometry
+
+    @property
+    def digest(self) -> str:
+        """See `Showing`."""
+        return _digest(self)
+
+    def plan(self, media: MediaRef) -> Plan:
+        """See `Showing`."""
+        return Plan((*self._size(media), 3), "uint8")
+
+    def grid(self, media: MediaRef) -> tuple[int, int, int]:
+        """See `Showing`."""
+        height, width = self._size(media)
+        return 1, height // self.geometry.token_side, width // self.geometry.token_side
+
+    def _size(self, media: MediaRef) -> tuple[int, int]:
+        if media.width is None or media.height is None or min(media.width, media.height) < 1:
+            raise MediaError(
+                f"{media.uri} says no width and height, which its tokens follow from",
+                reason="no_size",
+            )
+        try:
+            return self.geometry.size(media.width, media.height)
+        except ValueError as error:
+            raise MediaError(
+                f"{media.uri} can't be shown to the model: {error}", reason="bad_shape"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class SoundShowing:
+    """Sounds, brought to one rate and one channel; the model hears their log-mel spectrogram.
+
+    Attributes:
+        rate_hertz: Of the samples.
+        hop: Samples from one frame of the spectrogram to the next.
+        window: Samples that a frame looks at.
+        chunk: Frames that the tower takes together.
+    """
+
+    rate_hertz: int
+    hop: int
+    window: int
+    chunk: int
+
+    @classmethod
+    def of(
+        cls, extractor: Mapping[str, Any], tower: Mapping[str, Any], config: MediaConfig
+    ) -> Self:
+        """Take the spectrogram from a model's `preprocessor_config.json`, and the tower's window
+        from its `config.json`.
+
+        Raises:
+            ConfigError: The model was made for another rate than the run file wants.
+        """
+        rate = int(extractor.get("sampling_rate", 16_000))
+        if rate != config.audio_sample_rate:
+            rule = (
+                f"the model hears sounds of {rate} Hz, and model.media.audio_sample_rate is "
+                f"{config.audio_sample_rate}"
+            )
+            raise ConfigError(f"{rule}; set it to {rate}")
+        return cls(
+            rate, int(extractor["hop_length"]), int(extractor["n_fft"]), 2 * int(tower["n_window"])
+        )
+
+    @property
+    def digest(self) -> str:
+        """See `Showing`."""
+        return hashlib.sha256(f"sound/{self.rate_hertz}".encode()).hexdigest()[:16]
+
+    def plan(self, media: MediaRef) -> Plan:
+        """See `Showing`."""
+        return Plan((self.num_samples(media),), "float32", rate_hertz=self.rate_hertz)
+
+    def grid(self, media: MediaRef) -> tuple[int, int, int]:
+        """See `Showing`."""
+        return self.num_tokens(self.num_samples(media)), 1, 1
+
+    def num_samples(self, media: MediaRef) -> int:
+        """Return how many samples a piece has at the model's rate: a sound, or what is heard of a
+        clip. Errors as for `plan`.
+        """
+        total, rate = _length(media)
+        num_samples = -int(-total * self.rate_hertz // rate)
+        if num_samples < self.window:
+            need = f"must have {self.window / self.rate_hertz:g} s at least"
+            raise MediaError(
+                f"{media.uri} can't be played to the model: a sound {need}, got {total / rate:g} s",
+                reason="bad_shape",
+            )
+        return num_samples
+
+    def num_tokens(self, num_samples: int) -> int:
+        """Return how many features the tower makes of a sound. Source:
+        `_get_feat_extract_output_lengths` of Qwen3-Omni.
+        """
+        whole, rest = divmod(num_samples // self.hop, self.chunk)
+        for _ in range(3):
+            rest = (rest + 1) // 2
+        return whole * SOUND_CHUNK_TOKENS + rest
+
+
+@dataclass(frozen=True, slots=True)
+class ClipShowing:
+    """Frames spread over a clip, so many of each of its seconds; several at a time make the tokens
+    of one moment. `sound` goes with them if heard.
+    """
+
+    frame: PictureShowing
+    fps: float
+    min_frames: int
+    max_frames: int
+    factor: int
+    sound: SoundShowing | None = None
+
+    @classmethod
+    def of(
+        cls, picture: PictureShowing, config: MediaConfig, *, sound: SoundShowing | None = None
+    ) -> Self:
+        """Cut frames as pictures are cut, within the run file's bounds for clips.
+
+        Args:
+            picture: How pictures are shown.
+            config: The bounds.
+            sound: How a clip's sound is heard; None where it is not.
+        Raises:
+            ConfigError: The number of frames would not fit the model.
+        """
+        together, token_pixels = (
+            picture.geometry.temporal_patch_size,
+            picture.geometry.token_side**2,
+        )
+        if config.frame_factor % together:
+            rule = f"must be a multiple of the {together} frames that the model looks at together"
+            raise ConfigError(f"model.media.frame_factor {rule}, got {config.frame_factor}")
+        fewest, most = (
+            config.video_min_token_num * token_pixels,
+            config.video_max_token_num * token_pixels,
+        )
+        frame = PictureShowing(replace(picture.geometry, min_pixels=fewest, max_pixels=most))
+        return cls(
+            frame,
+            config.video_fps,
+            config.video_fps_min_frames,
+            config.video_fps_max_frames,
+            config.frame_factor,
+            sound,
+        )
+
+    @property
+    def digest(self) -> str:
+        """See `Showing`."""
+        return _digest(self)
+
+    def plan(self, media: MediaRef) -> Plan:
+        """See `Showing`."""
+        frames = self._frames(media)
+        shape = (len(frames), *self.frame.plan(media).shape)
+        if self.sound is None:
+            return Plan(shape, "uint8", frames=frames)
+        return Plan(
+            shape,
+            "uint8",
+            frames=frames,
+            num_samples=self.sound.num_samples(media),
+            rate_hertz=self.sound.rate_hertz,
+        )
+
+    def grid(self, media: MediaRef) -> tuple[int, int, int]:
+        """See `Showing`."""
+        _, rows, columns = self.frame.grid(media)
+        return len(self._frames(media)) // self.frame.geometry.temporal_patch_size, rows, columns
+
+    def num_heard(self, media: MediaRef) -> int:
+        """Return how many tokens the sound of a clip has; 0 where it is not heard."""
+        return 0 if self.sound is None else self.sound.num_tokens(self.sound.num_samples(media))
+
+    @property
+    def seconds_of_a_moment(self) -> float:
+        """What lies between two moments in a model's count of time, however many frames a short or
+        long clip has.
+        """
+        return self.frame.geometry.temporal_patch_size / self.fps
+
+    def seconds(self, media: MediaRef) -> list[float]:
+        """Return when each moment of a clip is, counted from its begin: half way between its first
+        and its last frame.
+        """
+        together, (_, rate) = self.frame.geometry.temporal_patch_size, _length(media)
+        frames = self._frames(media)
+        return [
+            (frames[first] / rate + frames[first + together - 1] / rate) / 2
+            for first in range(0, len(frames), together)
+        ]
+
+    def _frames(self, media: MediaRef) -> tuple[int, ...]:
+        """Choose frames. Source: `smart_nframes` of qwen-vl-utils; a clip with too few shows its
+        frames more than once.
+        """
+        total, rate = _length(media)
+        wanted = min(max(total / rate * self.fps, self.min_frames), self.max_frames, total)
+        count = max(self.factor, int(wanted // self.factor) * self.factor)
+        return tuple(np.linspace(0, total - 1, count).round().astype(int).tolist())
+
+
+def _length(media: MediaRef) -> tuple[int, float]:
+    """Return a piece's frames, and how many of them a second has."""
+    if not media.num_frames or not media.rate_hertz or min(media.num_frames, media.rate_hertz) <= 0:
+        raise MediaError(
+            f"{media.uri} says no number and rate of frames, which its tokens follow from",
+            reason="no_size",
+        )
+    return media.num_frames, media.rate_hertz
+
+
+def _digest(showing: Any) -> str:
+    return hashlib.sha256(repr(astuple(showing)).encode()).hexdigest()[:16]

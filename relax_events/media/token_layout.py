@@ -1,0 +1,407 @@
+"""Runs of placeholders that stand together in a sequence: which tokens, at which rotary positions,
+for which features of a piece.
+
+How a model family writes media into a token sequence, and which rotary positions its tokens have.
+Numpy alone, without torch.
+
+A picture of r rows and c columns stands in the sequence as r * c placeholder tokens. Its tokens
+share the first coordinate of their position, and count rows and columns in the two others; the text
+behind it goes on max(r, c) further, not r * c:
+
+    token      a  b  [ 2 x 3 ........ ]  d  e
+    time       0  1  2  2  2  2  2  2    5  6
+    row        0  1  2  2  2  3  3  3    5  6
+    column     0  1  2  3  4  2  3  4    5  6
+
+A clip is written by Qwen3-VL as a picture for each of its moments, with the time before it in
+words: `<0.2 seconds>` and a block, again and again. Qwen3-Omni writes it as one block whose first
+coordinate goes on with time; a sound is a line of tokens there, with positions as text has.
+
+Placeholders that the policy wrote itself are tokens like any other: only those that it was given
+stand for something.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Bool, Int64
+from numpy.typing import NDArray
+
+from relax_events.config import MediaConfig
+from relax_events.errors import ConfigError, MediaError, PoisonSample
+from relax_events.events.parts import MediaRef, Modality
+from relax_events.media.geometry import PictureGeometry
+from relax_events.media.preprocessing import ClipShowing, PictureShowing, Showing, SoundShowing
+from relax_events.model_folder import read_settings, thinker_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaBlock:
+    """Placeholders one after the other.
+
+    Attributes:
+        ids: Their tokens.
+        offsets: Time, row and column of each, counted from where the block begins.
+        features: Which of its piece's features each stands for.
+        first_last: The text behind goes on one behind the largest offset from here on.
+    """
+
+    ids: Int64[np.ndarray, " cells"]
+    offsets: Int64[np.ndarray, "3 cells"]
+    features: Int64[np.ndarray, " cells"]
+    first_last: int = 0
+
+    def __len__(self) -> int:
+        """Return the number of placeholders."""
+        return len(self.ids)
+
+    @property
+    def extent(self) -> int:
+        """Positions that it takes."""
+        return int(self.offsets[:, self.first_last :].max()) + 1
+
+
+def seen_block(
+    token: int, grid: tuple[int, int, int], *, interval: int = 0, first_feature: int = 0
+) -> MediaBlock:
+    """Lay out what is seen: moment by moment, row by row.
+
+    Args:
+        token: The placeholder.
+        grid: Tokens in time, in rows and in columns.
+        interval: Positions from one moment to the next.
+        first_feature: Of the piece's features, the block's first.
+    """
+    moments, rows, columns = (index.ravel() for index in np.indices(grid, np.int64))
+    size = len(moments)
+    return MediaBlock(
+        np.full(size, token),
+        np.stack([moments * interval, rows, columns]),
+        first_feature + np.arange(size),
+    )
+
+
+def heard_block(token: int, num_tokens: int, *, first_feature: int = 0) -> MediaBlock:
+    """Lay out what is heard: one token after the other, as text."""
+    line = np.arange(num_tokens)
+    return MediaBlock(np.full(num_tokens, token), np.tile(line, (3, 1)), first_feature + line)
+
+
+def in_order_of_time(seen: MediaBlock, heard: MediaBlock) -> MediaBlock:
+    """Lay out what is seen and heard at once, in the order of time; what is seen goes before what
+    is heard at the same position.
+
+    Once one of them has ended, what is left of the other says alone where the text goes on, as the
+    model was trained.
+
+    Source: `Qwen3OmniMoeProcessor` and `get_rope_index` of transformers.
+    """
+    ids, offsets, features = (
+        np.concatenate([getattr(seen, name), getattr(heard, name)], axis=-1)
+        for name in ("ids", "offsets", "features")
+    )
+    order = np.argsort(offsets[0], kind="stable")
+    is_seen = order < len(seen)
+    first_last = int(np.flatnonzero(is_seen != is_seen[-1])[-1]) + 1
+    return MediaBlock(ids[order], offsets[:, order], features[order], first_last)
+
+
+CLIP = re.compile(r"<\|vision_start\|><\|video_pad\|><\|vision_end\|>|<\|video_pad\|>")
+"""A clip's placeholder as chat templates write it."""
+
+
+def modality_of(media: MediaRef) -> Modality:
+    """Return what a piece of media is, by its type.
+
+    Raises:
+        MediaError: It is none of the three.
+    """
+    kind = media.media_type.partition("/")[0]
+    if kind not in (Modality.IMAGE, Modality.AUDIO, Modality.VIDEO):
+        raise MediaError(
+            (
+                f"{media.uri} is of type {media.media_type!r}; image/, audio/ or video/ "
+                "something can be shown"
+            ),
+            reason="wrong_type",
+        )
+    return Modality(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLayout:
+    """Of one model: a picture is a block, and so is each moment of a clip. `placeholders` are its
+    token ids by modality.
+    """
+
+    READS: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.VIDEO)
+
+    placeholders: dict[Modality, int]
+    pictures: PictureShowing
+    clips: ClipShowing
+
+    @classmethod
+    def from_folder(cls, path: Path, config: MediaConfig) -> MediaLayout | None:
+        """Read a model folder's settings; None where the model reads text alone, or is not there
+        yet.
+
+        Raises:
+            ConfigError: Its settings for media are missing or not known.
+        """
+        settings = read_settings(path / "config.json") if (path / "config.json").is_file() else {}
+        family = MEDIA_FAMILIES.get(str(settings.get("model_type")))
+        if family is None:
+            return None
+        processor = read_settings(path / "preprocessor_config.json")
+        try:
+            return family.of(settings, processor, config)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the settings for media in {path} can't be used: {error!r}; take the "
+                "model's folder as it was published"
+            ) from None
+
+    @classmethod
+    def of(
+        cls, settings: Mapping[str, Any], processor: Mapping[str, Any], config: MediaConfig
+    ) -> MediaLayout:
+        """Take what is needed from `config.json`, `preprocessor_config.json` and the run file.
+
+        Raises:
+            ConfigError: They don't fit each other.
+            KeyError, TypeError, ValueError: Something is missing, or of another kind.
+        """
+        if config.use_audio_in_video:
+            raise ConfigError(
+                "model.media.use_audio_in_video needs a model that hears; take one of "
+                "Qwen3-Omni's family, or leave it out"
+            )
+        pictures = PictureShowing(PictureGeometry.of(processor, config))
+        return cls(_tokens(settings, cls.READS), pictures, ClipShowing.of(pictures, config))
+
+    @property
+    def showings(self) -> Mapping[Modality, Showing]:
+        """How pieces are shown, by modality."""
+        return {Modality.IMAGE: self.pictures, Modality.VIDEO: self.clips}
+
+    def showing(self, media: MediaRef) -> Showing:
+        """Return how a piece of media is shown.
+
+        Raises:
+            MediaError: The model can't read its kind; the text names it.
+        """
+        modality = modality_of(media)
+        if (showing := self.showings.get(modality)) is None:
+            kinds = ", ".join(known.value for known in self.showings)
+            raise MediaError(
+                f"{media.uri} is of modality {modality.value}, and the model reads {kinds}",
+                reason="not_for_this_model",
+            )
+        return showing
+
+    def blocks(self, media: MediaRef) -> Sequence[MediaBlock]:
+        """Return the runs of placeholders that a piece of media stands for; there is text between
+        them.
+
+        Raises:
+            MediaError: It can't be shown to the model; the text names it.
+        """
+        moments, rows, columns = self.showing(media).grid(media)
+        token, size = self.placeholders[modality_of(media)], rows * columns
+        return [
+            seen_block(token, (1, rows, columns), first_feature=moment * size)
+            for moment in range(moments)
+        ]
+
+    def spelt(self, text: str, media: Sequence[MediaRef]) -> str:
+        """Write out what a family says about the clips of a rendered prompt; more or fewer of them
+        are left for `expanded` to refuse.
+        """
+        waiting = iter(
+            [self._spelt_clip(piece) for piece in media if modality_of(piece) is Modality.VIDEO]
+        )
+        return CLIP.sub(lambda found: next(waiting, found[0]), text)
+
+    def _spelt_clip(self, clip: MediaRef) -> str:
+        return "".join(
+            f"<{second:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>"
+            for second in self.clips.seconds(clip)
+        )
+
+    def expanded(self, tokens: NDArray[np.int32], media: Sequence[MediaRef]) -> NDArray[np.int32]:
+        """Repeat each placeholder as often as its piece of media has tokens there.
+
+        Args:
+            tokens: A prompt that was rendered and spelt, with one placeholder for each block.
+            media: In the order of the prompt.
+        Raises:
+            PoisonSample: There are more or fewer placeholders than the pieces need, or of other
+                kinds.
+        """
+        blocks = list(self._blocks_of(media))
+        places = np.flatnonzero(np.isin(tokens, list(self.placeholders.values())))
+        if len(places) != len(blocks):
+            rule = (
+                f"the prompt renders to {len(places)} media placeholders and brings {len(media)} "
+                "pieces"
+            )
+            raise PoisonSample(
+                f"{rule}, which need {len(blocks)}; does its text hold one by itself?"
+            )
+        if any(tokens[place] not in block.ids for place, block in zip(places, blocks, strict=True)):
+            raise PoisonSample(
+                "the prompt's media placeholders are of other kinds than its media; does its "
+                "text hold one by itself?"
+            )
+        counts = np.ones(len(tokens), np.int64)
+        counts[places] = [len(block) for block in blocks]
+        whole = np.repeat(tokens, counts)
+        is_place = np.zeros(len(tokens), bool)
+        is_place[places] = True
+        whole[np.repeat(is_place, counts)] = _ids(blocks)
+        return whole
+
+    def cells(
+        self, tokens: NDArray[Any], given: Bool[np.ndarray, " tokens"], media: Sequence[MediaRef]
+    ) -> Int64[np.ndarray, " media_tokens"]:
+        """Return where in a sequence its media stand, all pieces one after the other.
+
+        Args:
+            tokens: The sequence.
+            given: Which of them the policy did not choose.
+            media: In the order of the sequence.
+        Raises:
+            PoisonSample: There are more or fewer placeholders than the pieces have tokens, or of
+                other kinds.
+        """
+        if not media:
+            return np.zeros(0, np.int64)
+        cells = np.flatnonzero(np.isin(tokens, list(self.placeholders.values())) & given)
+        ids = _ids(list(self._blocks_of(media)))
+        if len(cells) != len(ids):
+            raise PoisonSample(
+                f"{len(media)} pieces of media have {len(ids)} tokens, and the sequence "
+                f"holds {len(cells)} placeholders for them"
+            )
+        if not np.array_equal(tokens[cells], ids):
+            raise PoisonSample(
+                "the sequence's media placeholders are of other kinds than its media, or in "
+                "another order"
+            )
+        return cells
+
+    def positions(
+        self, num_tokens: int, cells: Int64[np.ndarray, " media_tokens"], media: Sequence[MediaRef]
+    ) -> Int64[np.ndarray, "3 tokens"]:
+        """Return the rotary positions of a sequence.
+
+        Args:
+            num_tokens: Of the whole sequence.
+            cells: From `cells`.
+            media: In the order of the sequence.
+        """
+        positions = np.tile(np.arange(num_tokens, dtype=np.int64), (3, 1))
+        first = 0
+        for block in self._blocks_of(media):
+            here = cells[first : first + len(block)]
+            begin = positions[:, here[0]].copy()
+            positions[:, here[-1] + 1 :] += block.extent - len(block)
+            positions[:, here] = begin[:, None] + block.offsets
+            first += len(block)
+        return positions
+
+    def _blocks_of(self, media: Sequence[MediaRef]) -> Iterator[MediaBlock]:
+        return (block for piece in media for block in self.blocks(piece))
+
+
+@dataclass(frozen=True, slots=True)
+class OmniLayout(MediaLayout):
+    """Of a model that hears: a clip is one block, its sound in it where the run file wants it
+    heard.
+
+    `interval` is how many rotary positions lie between two moments of a clip.
+    """
+
+    READS: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.AUDIO, Modality.VIDEO)
+
+    sounds: SoundShowing
+    interval: int
+
+    @classmethod
+    def of(
+        cls, settings: Mapping[str, Any], processor: Mapping[str, Any], config: MediaConfig
+    ) -> MediaLayout:
+        """See `MediaLayout`; a folder that has the talker as well keeps the thinker's settings
+        apart.
+        """
+        thinker = thinker_of(settings)
+        pictures, sounds = (
+            PictureShowing(PictureGeometry.of(processor, config)),
+            SoundShowing.of(processor, thinker["audio_config"], config),
+        )
+        clips = ClipShowing.of(
+            pictures, config, sound=sounds if config.use_audio_in_video else None
+        )
+        interval = clips.seconds_of_a_moment * float(thinker["position_id_per_seconds"])
+        if interval != int(interval):
+            rule = (
+                f"would put the moments of a clip {interval:g} positions apart, which must be whole"
+            )
+            raise ConfigError(
+                f"model.media.video_fps = {config.video_fps} {rule}; set it to 1, 2 or "
+                "another that fits"
+            )
+        return cls(_tokens(thinker, cls.READS), pictures, clips, sounds, int(interval))
+
+    @property
+    def showings(self) -> Mapping[Modality, Showing]:
+        """See `MediaLayout`."""
+        return {
+            Modality.IMAGE: self.pictures,
+            Modality.AUDIO: self.sounds,
+            Modality.VIDEO: self.clips,
+        }
+
+    def blocks(self, media: MediaRef) -> Sequence[MediaBlock]:
+        """See `MediaLayout`."""
+        modality, grid = modality_of(media), self.showing(media).grid(media)
+        if modality is Modality.AUDIO:
+            return [heard_block(self.placeholders[modality], grid[0])]
+        seen = seen_block(self.placeholders[modality], grid, interval=self.interval)
+        if modality is Modality.IMAGE or not (num_heard := self.clips.num_heard(media)):
+            return [seen]
+        return [
+            in_order_of_time(
+                seen,
+                heard_block(self.placeholders[Modality.AUDIO], num_heard, first_feature=len(seen)),
+            )
+        ]
+
+    def _spelt_clip(self, clip: MediaRef) -> str:
+        inner = "<|audio_start|><|video_pad|><|audio_end|>" if self.clips.sound else "<|video_pad|>"
+        return f"<|vision_start|>{inner}<|vision_end|>"
+
+
+MEDIA_FAMILIES: dict[str, type[MediaLayout]] = {
+    "qwen3_vl": MediaLayout,
+    "qwen3_vl_moe": MediaLayout,
+    "qwen3_5": MediaLayout,
+    "qwen3_5_moe": MediaLayout,
+    "qwen3_omni_moe_thinker": OmniLayout,
+    "qwen3_omni_moe": OmniLayout,
+}
+"""Model types, as a checkpoint's `config.json` names them, that read media."""
+
+
+def _tokens(settings: Mapping[str, Any], modalities: Sequence[Modality]) -> dict[Modality, int]:
+    return {modality: int(settings[f"{modality.value}_token_id"]) for modality in modalities}
+
+
+def _ids(blocks: Sequence[MediaBlock]) -> Int64[np.ndarray, " media_tokens"]:
+    return np.concatenate([np.zeros(0, np.int64), *(block.ids for block in blocks)])

@@ -1,0 +1,175 @@
+"""What a model's towers make of pieces of media: features in the order of the pieces, for the first
+layer and, of what is seen, for the next ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+from transformers import WhisperFeatureExtractor
+
+from relax_events.media.geometry import PictureGeometry
+from relax_events.media.model_inputs import ProcessedMedia
+
+BRIGHTEST = 255.0
+Layers = list[Float[Tensor, "features hidden"]]
+"""Of a piece: what goes before the first layer, and then what is added behind each of the next
+ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eyes:
+    """The vision tower; it looks at all pictures and clips of a forward together, or `apart` at
+    each by itself.
+    """
+
+    tower: Any
+    geometry: PictureGeometry
+    apart: bool
+
+    def look(self, pieces: Sequence[ProcessedMedia]) -> Iterator[Layers]:
+        """Give the layers of each piece."""
+        weight = next(self.tower.parameters())
+        frames = [torch.from_numpy(piece.pixels).to(weight.device) for piece in pieces]
+        patches = [
+            clip_patches(one if one.ndim == 4 else one[None], self.geometry).to(weight.dtype)
+            for one in frames
+        ]
+        grids = [self._grid(one) for one in frames]
+        for look in (
+            (slice(index, index + 1) for index in range(len(pieces)))
+            if self.apart
+            else (slice(None),)
+        ):
+            seen = self.tower(
+                torch.cat(patches[look]),
+                grid_thw=torch.tensor(grids[look], device=weight.device),
+                return_dict=True,
+            )
+            sizes = [
+                moments * rows * columns // self.geometry.merge_size**2
+                for moments, rows, columns in grids[look]
+            ]
+            deep = getattr(seen, "deepstack_features", ())  # which Qwen3.5 has not
+            yield from map(
+                list,
+                zip(*(layer.split(sizes) for layer in (seen.pooler_output, *deep)), strict=True),
+            )
+
+    def _grid(self, frames: Tensor) -> list[int]:
+        moments = len(frames) // self.geometry.temporal_patch_size if frames.ndim == 4 else 1
+        return [moments, *(side // self.geometry.patch_size for side in frames.shape[-3:-1])]
+
+
+@dataclass(frozen=True, slots=True)
+class Ears:
+    """The audio tower; it hears sounds of one length together, or `apart` each by itself.
+
+    Sounds of several lengths it would pad to the longest window among them, and its convolutions
+    read the padding: what it makes of a sound would depend on the sounds beside it.
+    """
+
+    tower: Any
+    extractor: Any
+    apart: bool
+
+    def listen(self, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
+        """Return the layers of each piece, which is one."""
+        weight = next(self.tower.parameters())
+        spectra = [
+            spectrum_of(piece, self.extractor).to(weight.device, weight.dtype) for piece in pieces
+        ]
+        heard: list[Layers] = [[] for _ in pieces]
+        for together in _alike([spectrum.shape[1] for spectrum in spectra], apart=self.apart):
+            lengths = torch.tensor(
+                [spectra[index].shape[1] for index in together], device=weight.device
+            )
+            features = self.tower(
+                torch.cat([spectra[index] for index in together], dim=1),
+                feature_lens=lengths,
+                return_dict=True,
+            ).last_hidden_state
+            for index, part in zip(together, features.chunk(len(together)), strict=True):
+                heard[index] = [part]
+        return heard
+
+
+def _alike(lengths: Sequence[int], *, apart: bool) -> Iterable[list[int]]:
+    if apart:
+        return ([index] for index in range(len(lengths)))
+    return (
+        [index for index, length in enumerate(lengths) if length == chosen]
+        for chosen in dict.fromkeys(lengths)
+    )
+
+
+def joined_layers(
+    pieces: Sequence[Layers],
+) -> tuple[Float[Tensor, "features hidden"], list[Float[Tensor, "features hidden"]]]:
+    """Lay the pieces' layers end to end, the first and the next ones; what is only heard adds
+    nothing in the next ones.
+    """
+    depth = max(map(len, pieces))
+    first, *others = (
+        torch.cat(
+            [
+                layers[index] if index < len(layers) else torch.zeros_like(layers[0])
+                for layers in pieces
+            ]
+        )
+        for index in range(depth)
+    )
+    return first, others
+
+
+def extractor_of(path: Path) -> Any:
+    """Load what makes the spectra that the model in a folder hears."""
+    return WhisperFeatureExtractor.from_pretrained(path)
+
+
+def spectrum_of(piece: ProcessedMedia, extractor: Any) -> Float[Tensor, "mels frames"]:
+    """Make the log-mel spectrogram of what is heard of a piece, with what `extractor_of` has
+    loaded.
+    """
+    made = extractor(
+        piece.samples,
+        sampling_rate=extractor.sampling_rate,
+        padding=True,
+        truncation=False,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    spectrum: Tensor = made["input_features"][0][:, made["attention_mask"][0].bool()]
+    return spectrum
+
+
+def clip_patches(
+    frames: UInt8[Tensor, "frames height width 3"], geometry: PictureGeometry
+) -> Float[Tensor, "patches values"]:
+    """Cut frames into normalised patches, those of a token next to each other, moment by moment; a
+    lone frame fills all of its moment.
+
+    Source: `Qwen2VLImageProcessor` and `Qwen3VLVideoProcessor` of transformers.
+    """
+    patch, merge, together = geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size
+    mean, std = (
+        torch.tensor(values, device=frames.device) for values in (geometry.mean, geometry.std)
+    )
+    normal = (frames.float() / BRIGHTEST - mean) / std
+    if len(normal) == 1:
+        normal = normal.expand(together, -1, -1, -1)
+    moments, rows, columns = (
+        len(normal) // together,
+        frames.shape[1] // (patch * merge),
+        frames.shape[2] // (patch * merge),
+    )
+    cut = normal.view(moments, together, rows, merge, patch, columns, merge, patch, 3).permute(
+        0, 2, 5, 3, 6, 8, 1, 4, 7
+    )
+    return cut.reshape(moments * rows * columns * merge * merge, -1)

@@ -1,0 +1,156 @@
+"""Clips as they come: their frames counted without decoding, and those that are wanted decoded
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from relax_events.config import MediaConfig
+from relax_events.errors import EnvironmentProblem, MediaError
+from relax_events.events.parts import Modality
+from relax_events.media.av_files import OpenedStream, opened, require_whole
+from relax_events.media.facts import MediaFacts, broken, require_pixels, require_seconds
+from relax_events.media.images import Pixels, brought_to
+from relax_events.media.preprocessing import Plan
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+QUARTERS = {0: None, 90: "ROTATE_90", 180: "ROTATE_180", 270: "ROTATE_270"}
+"""By how much a camera was turned, and what Pillow calls turning it back, which is counterclockwise
+for both."""
+MAX_RATE_HERTZ = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class FrameTable:
+    """A clip's frames in the order in which they are seen.
+
+    Attributes:
+        times: Of each frame, in the stream's unit.
+        keys: Times of those that are decoded without others, ascending.
+    """
+
+    times: list[int]
+    keys: list[int]
+
+
+def inspect_clip(data: bytes, *, limits: MediaConfig, place: str) -> MediaFacts:
+    """Count a clip's frames, and decode the first one alone, which says how the camera was held.
+
+    Raises:
+        MediaError: See `streams.opened`; or it has too many frames or pixels, is too long, cut off
+            or broken.
+    """
+    with opened(data, Modality.VIDEO, limits=limits, place=place) as found:
+        _require_size(found, limits, place)
+        table = _table(found, limits, place)
+        rate = _rate(found, place)
+        require_seconds(len(table.times) / rate, limits, place)
+        require_whole(found, len(table.times) / rate, place=place)
+        ((_, first),) = _decoded(found, table, [0], place)
+        return MediaFacts(
+            found.media_type, *upright(first).size, num_frames=len(table.times), rate_hertz=rate
+        )
+
+
+def decode_clip(
+    data: bytes, *, plan: Plan, limits: MediaConfig, place: str
+) -> UInt8[np.ndarray, "frames height width 3"]:
+    """Decode the frames of a plan, upright and at its size; between them nothing is decoded that
+    they do not need.
+
+    Raises:
+        MediaError: As for `inspect_clip`, or a frame is damaged.
+    """
+    pixels: dict[int, Pixels] = {}
+    with opened(data, Modality.VIDEO, limits=limits, place=place) as found:
+        _require_size(found, limits, place)
+        table = _table(found, limits, place)
+        wanted = sorted(set(plan.frames))
+        if wanted[-1] >= len(table.times):
+            raise MediaError(
+                f"{place} has {len(table.times)} frames, and its reference says more",
+                reason="wrong_size",
+            )
+        for index, frame in _decoded(found, table, wanted, place):
+            pixels[index] = brought_to(upright(frame), (plan.shape[1], plan.shape[2]))
+    return np.stack([pixels[index] for index in plan.frames])
+
+
+def _table(found: OpenedStream, limits: MediaConfig, place: str) -> FrameTable:
+    times, keys = [], []
+    for packet in found.container.demux(found.stream):
+        if packet.size and packet.pts is not None and not packet.is_discard:
+            times.append(packet.pts)
+            keys += [packet.pts] if packet.is_keyframe else []
+        if len(times) > limits.max_video_frames:
+            rule = f"model.media.max_video_frames = {limits.max_video_frames}"
+            raise MediaError(
+                f"{place} must have at most {rule}, got more", reason="too_many_frames"
+            )
+    if not times or (found.stream.frames and len(times) < found.stream.frames):
+        raise broken(
+            place,
+            f"its head promises {found.stream.frames or 'some'} frames, and {len(times)} are there",
+        )
+    return FrameTable(sorted(times), sorted(keys))
+
+
+def _rate(found: OpenedStream, place: str) -> float:
+    rate = float(found.stream.average_rate or 0)
+    if not 0 < rate <= MAX_RATE_HERTZ:
+        raise MediaError(
+            f"{place}: a clip has at most {MAX_RATE_HERTZ} frames a second, got {rate:g}",
+            reason="bad_shape",
+        )
+    return rate
+
+
+def _decoded(
+    found: OpenedStream, table: FrameTable, wanted: list[int], place: str
+) -> Iterator[tuple[int, Any]]:
+    """Decode frames by their ascending numbers: from the last key frame before each, or on from
+    where decoding stands if that is nearer.
+    """
+    frames: Iterator[Any] | None = None
+    reached = 0
+    for index in wanted:
+        time = table.times[index]
+        key = max((key for key in table.keys if key <= time), default=table.times[0])
+        if frames is None or key > reached:
+            found.container.seek(key, stream=found.stream, backward=True)
+            frames = found.container.decode(found.stream)
+        frame = next(
+            (frame for frame in frames if frame.pts is not None and frame.pts >= time), None
+        )
+        if frame is None or frame.is_corrupt:
+            raise broken(place, f"frame {index} can't be decoded")
+        reached = frame.pts
+        yield index, frame
+
+
+def upright(frame: Any) -> Image:
+    """Return a frame as it is to be looked at."""
+    try:
+        from PIL.Image import Transpose
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"clips need the package pillow ({error}); install relax-events[media]"
+        ) from None
+    image: Image = frame.to_image()
+    turn = QUARTERS.get(int(frame.rotation) % 360)
+    return image if turn is None else image.transpose(Transpose[turn])
+
+
+def _require_size(found: OpenedStream, limits: MediaConfig, place: str) -> None:
+    context = found.stream.codec_context
+    if min(context.width, context.height) < 1:
+        raise broken(place, f"its frames are {context.width} x {context.height}")
+    require_pixels(context.width, context.height, limits, place)

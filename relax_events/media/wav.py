@@ -1,0 +1,24 @@
+"""Writes audio as WAV."""
+
+from __future__ import annotations
+
+import wave
+from io import BytesIO
+
+import numpy as np
+from jaxtyping import Float64
+
+RATE_HERTZ = 16_000
+FULL_SCALE = 2**15 - 1
+Samples = Float64[np.ndarray, " samples"]
+
+
+def encoded(samples: Samples, *, rate_hertz: int = RATE_HERTZ) -> bytes:
+    """Write a sound as a WAV file."""
+    file = BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(rate_hertz)
+        sound.writeframes((samples.clip(-1, 1) * FULL_SCALE).round().astype("<i2").tobytes())
+    return file.getvalue()

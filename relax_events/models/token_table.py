@@ -1,0 +1,90 @@
+"""Which token each id stands for, read off a tokenizer's file without loading the tokenizer.
+
+Token ids as text, without loading a model library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+from tokenizers import Tokenizer
+
+from relax_events.errors import ConfigError
+from relax_events.regular_files import read_regular_text
+
+
+def require_same_vocabulary(policy: Path, teacher: Path) -> None:
+    """Refuse a teacher whose token ids stand for other tokens than the policy's: its
+    log-probabilities would be of other texts.
+
+    Only ids and their tokens are compared. How text is cut into tokens does not matter, since the
+    teacher reads the policy's ids.
+
+    Args:
+        policy: Folder of the policy's model.
+        teacher: Folder of the teacher's.
+    Raises:
+        ConfigError: A folder has no readable tokenizer.json, or the two differ; the text names the
+            first id that does.
+    """
+    ours, theirs = read_vocabulary(policy), read_vocabulary(teacher)
+    if ours == theirs:
+        return
+    at = min(
+        number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number)
+    )
+    remedy = "give a teacher of the policy's family, with the same tokenizer"
+    difference = (
+        f"token id {at} is {theirs.get(at)!r} in teacher.model_path = {teacher} and "
+        f"{ours.get(at)!r} in model.path = {policy}"
+    )
+    raise ConfigError(f"teacher and policy must have the same vocabulary: {difference}; {remedy}")
+
+
+def read_vocabulary(folder: Path) -> dict[int, str]:
+    """Return the tokens of a model's tokenizer by their ids, those that were added later included.
+
+    Raises:
+        ConfigError: The folder has no tokenizer.json, or it is none.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        tree = orjson.loads(read_regular_text(path))
+        vocabulary, added = tree["model"]["vocab"], tree.get("added_tokens") or []
+        pairs = (
+            vocabulary.items()
+            if isinstance(vocabulary, dict)
+            else ((token, number) for number, (token, _) in enumerate(vocabulary))
+        )
+        return {number: token for token, number in pairs} | {
+            token["id"]: token["content"] for token in added
+        }
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, by which vocabularies are compared; save its "
+            "tokenizer as a fast one"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no tokenizer as the tokenizers library writes it ({error!r}); save "
+            "the tokenizer again"
+        ) from error
+
+
+def token_texts(folder: Path, tokens: Sequence[int]) -> list[str]:
+    """Return the text of each token for itself; bytes that are no UTF-8 alone become replacement
+    characters.
+
+    Args:
+        folder: Of the model; its `tokenizer.json` is read.
+        tokens: Token ids.
+    Raises:
+        ConfigError: The folder has no such file, or it can't be read.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist, so tokens have no text; set model.path")
+    tokenizer = Tokenizer.from_file(str(path))
+    return tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)

@@ -1,0 +1,149 @@
+"""A model folder's tokenizer without transformers, whose import takes seconds and brings torch
+along.
+
+`tokenizer.json` holds all that encoding and decoding need; the chat template is rendered as
+transformers renders it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from relax_events.regular_files import read_regular_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+TRACKED = re.compile(r"{%-?\s*generation")
+
+
+class FolderTokenizer:
+    """Offers what rendering needs of a tokenizer, under the names that transformers gives it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: Mapping[str, Any],
+        *,
+        name: str,
+        chat_template: str | None,
+    ) -> None:
+        """Take over what was read.
+
+        Args:
+            tokenizer: Of `tokenizer.json`.
+            settings: Of `tokenizer_config.json`.
+            name: For errors.
+            chat_template: Its source.
+        """
+        self._tokenizer = tokenizer
+        self._specials = {
+            key: _text(settings[key]) for key in SPECIAL_NAMES if settings.get(key) is not None
+        }
+        self.name_or_path = name
+        self.chat_template = chat_template
+        self._template = _environment().from_string(chat_template) if chat_template else None
+        self.eos_token_id: int | None = tokenizer.token_to_id(self._specials.get("eos_token", ""))
+
+    @classmethod
+    def open(cls, folder: Path, *, chat_template: str | None = None) -> Self | None:
+        """Load a folder's tokenizer; None where it holds something that only transformers can read.
+
+        Args:
+            folder: Of a model.
+            chat_template: Takes the place of the folder's own.
+        Raises:
+            ValueError: A file is not JSON.
+            TemplateError: The chat template is none.
+        """
+        from tokenizers import Tokenizer
+
+        try:
+            settings = json.loads(read_regular_text(folder / "tokenizer_config.json"))
+            text = read_regular_text(folder / "tokenizer.json")
+        except OSError:
+            return None
+        json.loads(
+            text
+        )  # for a ValueError: what tokenizers raises of a torn file is no class of its own
+        tokenizer = Tokenizer.from_str(text)
+        file = folder / "chat_template.jinja"
+        own = file.read_text() if file.is_file() else settings.get("chat_template")
+        template = own if chat_template is None else chat_template
+        plain = template is None or (isinstance(template, str) and not TRACKED.search(template))
+        if not plain or settings.get("clean_up_tokenization_spaces"):
+            return None
+        return cls(tokenizer, settings, name=str(folder), chat_template=template)
+
+    def apply_chat_template(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> str:
+        """Render a conversation; see transformers. `options` are variables of the template."""
+        assert self._template is not None
+        assert not tokenize
+        variables: dict[str, Any] = {"documents": None, **self._specials, **options}
+        return self._template.render(
+            variables, messages=turns, tools=tools, add_generation_prompt=add_generation_prompt
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Give a text's token ids."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Give the text of token ids."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def _text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)

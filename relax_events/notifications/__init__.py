@@ -1,0 +1,1 @@
+"""Notifications about a run, and the receiver of Prometheus alerts."""

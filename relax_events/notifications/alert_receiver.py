@@ -1,0 +1,133 @@
+"""Takes what Alertmanager posts and hands it on by Apprise. It keeps nothing: what a service does
+not take, Alertmanager posts again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from http.server import ThreadingHTTPServer
+from typing import Any, Protocol
+
+import orjson
+import structlog
+
+from relax_events.errors import EnvironmentProblem
+from relax_events.http.responses import TextHandler
+from relax_events.notifications.services import NotDelivered
+
+log = structlog.get_logger()
+MAX_BYTES = 1_000_000
+LENGTH = re.compile("[0-9]{1,18}")
+KINDS = {"critical": "failure", "warning": "warning", "info": "info"}
+RESOLVED = "resolved"
+
+
+class Target(Protocol):
+    """Somebody to be told."""
+
+    name: str
+
+    def send(self, *, title: str, body: str, kind: str) -> None:
+        """Send a text, or raise `NotDelivered`."""
+
+
+def text_of(posted: bytes) -> dict[str, str]:
+    """Return title, body and kind of what Alertmanager posted about a group of alerts.
+
+    Raises:
+        ValueError: It is not that; the text says what is missing.
+    Source: Alertmanager's webhook, version 4 (prometheus.io/docs/alerting/latest/configuration).
+    """
+    try:
+        return _told(orjson.loads(posted))
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"this is not what Alertmanager posts to a webhook: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _told(group: Mapping[str, Any]) -> dict[str, str]:
+    alerts = [(alert["status"], alert["labels"], alert["annotations"]) for alert in group["alerts"]]
+    name = ", ".join(sorted({labels["alertname"] for _, labels, _ in alerts}))
+    firing = [labels for is_firing, labels, _ in alerts if is_firing != RESOLVED]
+    kind = min(
+        (KINDS.get(labels.get("severity", ""), "warning") for labels in firing),
+        key=list(KINDS.values()).index,
+        default="success",
+    )
+    title = f"{name}: {'over' if group['status'] == RESOLVED else f'{len(firing)} firing'}"
+    return {"title": title, "body": "\n".join(_line(*alert) for alert in alerts), "kind": kind}
+
+
+def _line(status: str, labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
+    told = annotations.get("summary") or ", ".join(
+        f"{name}={value}" for name, value in sorted(labels.items())
+    )
+    if status == RESOLVED:
+        return f"over: {told}"
+    return f"{told} See {annotations['runbook']}" if "runbook" in annotations else told
+
+
+class AlertReceiver(ThreadingHTTPServer):
+    """Answers 200 once everybody has been told, 502 when somebody was not, 400 to what it can't
+    read. `GET` answers 200 while it serves.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], targets: Sequence[Target]) -> None:
+        """Listen.
+
+        Raises:
+            EnvironmentProblem: The address is taken, or not this machine's.
+        """
+        self.targets = targets
+        try:
+            super().__init__(address, _Handler)
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"can't listen on {address[0]}:{address[1]}: {error.strerror}; give another "
+                "--host or --port"
+            ) from None
+
+    def tell(self, posted: bytes) -> tuple[int, str]:
+        """Tell everybody; return the answer's status and text."""
+        try:
+            text = text_of(posted)
+        except ValueError as error:
+            log.warning("alert.refused", error=str(error))
+            return 400, str(error)
+        missed = [name for name in (self._missed(target, text) for target in self.targets) if name]
+        log.info(
+            "alert.forwarded", title=text["title"], num_targets=len(self.targets), missed=missed
+        )
+        return (502, f"not taken by {', '.join(missed)}") if missed else (200, "told")
+
+    def _missed(self, target: Target, text: Mapping[str, str]) -> str:
+        try:
+            target.send(title=text["title"], body=text["body"], kind=text["kind"])
+        except NotDelivered:
+            return target.name
+        return ""
+
+
+class _Handler(TextHandler):
+    server: AlertReceiver
+
+    def do_GET(self) -> None:  # noqa: N802 as http.server calls it
+        self._say(200, "ok")
+
+    def do_POST(self) -> None:  # noqa: N802 likewise
+        said = self.headers.get("Content-Length", "")
+        length = int(said) if LENGTH.fullmatch(said) else 0
+        if not 0 < length <= MAX_BYTES:
+            self._say(
+                413 if length > MAX_BYTES else 400,
+                f"a body of 1 to {MAX_BYTES} bytes is expected, got {length}",
+            )
+            return
+        self._say(*self.server.tell(self.rfile.read(length)))
+
+    def _say(self, status: int, text: str) -> None:
+        self.answer(status, f"{text}\n".encode())

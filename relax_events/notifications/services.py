@@ -1,0 +1,79 @@
+"""Sends texts to chats, mails and pagers by Apprise. URLs hold tokens and passwords: they come from
+a file or the environment, and are not shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from relax_events.config import TelemetryConfig
+from relax_events.errors import ConfigError
+from relax_events.telemetry.redaction import hide
+
+VARIABLE = "RELAX_NOTICE_URLS"
+
+
+class NotDelivered(Exception):
+    """A service did not take a text. Apprise does not say why, or only with the URL in it."""
+
+
+class AppriseTarget:
+    """One URL. `name` is what may be shown of it."""
+
+    def __init__(self, url: str, *, number: int) -> None:
+        """Read the URL.
+
+        Raises:
+            ConfigError: Apprise does not know it, or is not installed; the text tells its place,
+                not what it says.
+        """
+        try:
+            import apprise
+        except ImportError:
+            raise ConfigError(
+                "notices need apprise; pip install 'relax-events[notices]', or name no URLs"
+            ) from None
+        logging.getLogger("apprise").disabled = True  # it shows addresses
+        hide(url)
+        self.name = f"{url.partition('://')[0]} {number}"
+        self._target: Any = apprise.Apprise()
+        if not self._target.add(url):
+            raise ConfigError(
+                f"notice URL number {number} is none that Apprise knows; see its list of services"
+            )
+
+    def send(self, *, title: str, body: str, kind: str) -> None:
+        """Send a text; Apprise waits four seconds for a connection and as long for an answer.
+
+        Raises:
+            NotDelivered: The service is away, or said no.
+        """
+        if not self._target.notify(title=title, body=body, notify_type=kind):
+            raise NotDelivered(f"{self.name} did not take it")
+
+
+def notice_urls(config: TelemetryConfig) -> list[str]:
+    """Return the URLs, one a line or between blanks; none where neither file nor variable is given.
+
+    Raises:
+        ConfigError: The file can't be read.
+    """
+    if config.notice_urls_file is None:
+        return os.environ.get(VARIABLE, "").split()
+    try:
+        return Path(config.notice_urls_file).read_text().split()
+    except OSError as error:
+        raise ConfigError(
+            f"telemetry.notice_urls_file = {str(config.notice_urls_file)!r} can't be read: "
+            f"{error.strerror}"
+        ) from None
+
+
+def open_targets(config: TelemetryConfig) -> list[AppriseTarget]:
+    """Open every URL; raises as `notice_urls` and `AppriseTarget`."""
+    return [
+        AppriseTarget(url, number=number) for number, url in enumerate(notice_urls(config), start=1)
+    ]

@@ -1,0 +1,262 @@
+"""How far consumer groups are behind: by slot and the version that owns it, by member, and for how
+long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from relax_events.config import RunConfig
+from relax_events.events.types import PolicyVersionPublished
+from relax_events.history.run_log import RunLog
+from relax_events.kafka.admin import Admin, GroupState
+from relax_events.kafka.inventory import Inventory
+from relax_events.ops.dependent_runs import find_followers
+from relax_events.topics import TopicPlan, slot_of
+from relax_events.topics.plan import CONSUMER_ROLES
+from relax_events.topics.role_inputs import Place, input_places, role_inputs
+
+NOBODY = "-"
+
+
+def consumer_lag(config: RunConfig, admin: Admin) -> dict[str, dict[int, int]]:
+    """Return records behind, by role and slot, summed over the slot's topics and shards: the
+    operator's gauge of staleness.
+    """
+    plan = TopicPlan.of(config)
+    places = [
+        (topic, partition)
+        for topic in plan.sample_topics()
+        for partition in range(plan.num_sample_partitions)
+    ]
+    ends = admin.end_offsets(places)
+    lag: dict[str, dict[int, int]] = {}
+    for role in (*CONSUMER_ROLES, "trainer"):
+        committed = admin.committed(plan.consumer_group(role), places)
+        slots: dict[int, int] = {}
+        for (topic, partition), offset in committed.items():
+            if (topic, partition) in ends:
+                slot = partition // plan.shards
+                slots[slot] = slots.get(slot, 0) + max(ends[topic, partition] - offset, 0)
+        if slots:
+            lag[role] = slots
+    return lag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionLag:
+    """How far a role is behind in one partition.
+
+    `num_stale` of the `num_records` lie below the start of the version that owns the slot now, so
+    they belong to an older one. `slot` and `policy_version` are None on the prompt queue, the
+    latter also before the first publication.
+    """
+
+    role: str
+    place: Place
+    slot: int | None
+    policy_version: int | None
+    position: int
+    num_records: int
+    num_stale: int = 0
+    oldest_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagRow:
+    """Lag summed up; `age_seconds` is the time since the oldest unread record was written, None
+    when nothing is unread.
+    """
+
+    role: str
+    slot: int | None = None
+    policy_version: int | None = None
+    member: str = ""
+    host: str = ""
+    partitions: str = ""
+    num_records: int
+    num_stale: int
+    age_seconds: float | None
+
+
+def slot_owners(
+    published: Iterable[PolicyVersionPublished], *, num_slots: int
+) -> dict[int, PolicyVersionPublished]:
+    """Return the newest published version of each slot."""
+    owners: dict[int, PolicyVersionPublished] = {}
+    for event in published:
+        slot = slot_of(event.policy_version, num_slots=num_slots)
+        if slot not in owners or owners[slot].policy_version < event.policy_version:
+            owners[slot] = event
+    return owners
+
+
+def read_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
+    """Return the lag of every role at every partition that it reads, with the age of what is oldest
+    where something is unread.
+
+    A run that replays this one has a row for each partition too, `run ID`: its records count until
+    its newest checkpoint lies behind them.
+    """
+    with RunLog(config, name="lag") as log:
+        owners = slot_owners(
+            (found.event for found in log.versions.values()), num_slots=log.plan.num_slots
+        )
+        inputs = {
+            role: (log.plan.consumer_group(role), input_places(config, role))
+            for role in role_inputs(config)
+        }
+        if not config.is_replay:
+            followers = find_followers(log.plan, admin, Inventory(log.connection))
+            inputs |= {
+                f"run {follower.run_id}": (follower.group, list(follower.offsets))
+                for follower in followers
+            }
+        rows = [
+            row
+            for role, (group, places) in inputs.items()
+            for row in _lag_of(log.plan, admin, role, group, places, owners)
+        ]
+        oldest = _oldest_unread(log, rows)
+    return [
+        replace(row, oldest_ms=oldest.get((row.place, row.position))) if row.num_records else row
+        for row in rows
+    ]
+
+
+def _lag_of(
+    plan: TopicPlan,
+    admin: Admin,
+    role: str,
+    group: str,
+    places: list[Place],
+    owners: Mapping[int, PolicyVersionPublished],
+) -> list[PartitionLag]:
+    committed = admin.committed(group, places)
+    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+    queue = plan.topic("prompt.groups")
+    rows = []
+    for place in places:
+        position = max(committed.get(place, 0), begins[place])
+        slot = None if place[0] == queue else place[1] // plan.shards
+        owner = None if slot is None else owners.get(slot)
+        behind = max(ends[place] - position, 0)
+        starts = (
+            {(plan.entity(at.topic), at.partition): at.offset for at in owner.start_offsets}
+            if owner
+            else {}
+        )
+        start = min(starts.get((plan.entity(place[0]), place[1]), 0), ends[place])
+        version = owner.policy_version if owner else None
+        stale = max(start - position, 0)
+        rows.append(
+            PartitionLag(
+                role=role,
+                place=place,
+                slot=slot,
+                policy_version=version,
+                position=position,
+                num_records=behind,
+                num_stale=stale,
+            )
+        )
+    return rows
+
+
+def _oldest_unread(log: RunLog, rows: Iterable[PartitionLag]) -> dict[tuple[Place, int], int]:
+    """Return when the first unread record of each partition was written, in milliseconds since the
+    epoch.
+
+    Roles that stand at different positions of one partition are read one after the other, a record
+    each.
+    """
+    found: dict[tuple[Place, int], int] = {}
+    wanted = {(row.place, row.position) for row in rows if row.num_records}
+    while wanted:
+        spans = {place: (position, position + 1) for place, position in sorted(wanted)}
+        for record in log.records(spans):
+            found[(record.topic, record.partition), record.offset] = record.timestamp_ms
+        wanted -= {(place, start) for place, (start, _) in spans.items()}
+    return found
+
+
+def lag_by_slot(rows: Iterable[PartitionLag], *, now_ms: int) -> list[LagRow]:
+    """Sum lag up by role and slot, in the order in which they come."""
+    groups: dict[tuple[str, int | None], list[PartitionLag]] = {}
+    for row in rows:
+        groups.setdefault((row.role, row.slot), []).append(row)
+    return [
+        _sum_of(
+            members, role=role, slot=slot, policy_version=members[0].policy_version, now_ms=now_ms
+        )
+        for (role, slot), members in groups.items()
+    ]
+
+
+def lag_by_member(
+    rows: Iterable[PartitionLag], groups: Mapping[str, GroupState], *, now_ms: int
+) -> list[LagRow]:
+    """Sum lag up by the group's member that holds the partition; what no member holds stands under
+    `-`.
+
+    Args:
+        rows: The lag of every partition.
+        groups: The state of each role's group, by role.
+        now_ms: Milliseconds since the epoch.
+    """
+    holders = {
+        (role, place): member
+        for role, group in groups.items()
+        for member in group.members
+        for place in member.places
+    }
+    held: dict[tuple[str, str, str], list[PartitionLag]] = {}
+    for role, group in groups.items():
+        held |= {(role, member.client_id, member.host): [] for member in group.members}
+    for row in rows:
+        member = holders.get((row.role, row.place))
+        key = (row.role, member.client_id, member.host) if member else (row.role, NOBODY, NOBODY)
+        held.setdefault(key, []).append(row)
+    return [
+        _sum_of(
+            members, role=role, member=name, host=host, partitions=_span(members), now_ms=now_ms
+        )
+        for (role, name, host), members in sorted(held.items())
+    ]
+
+
+def _sum_of(
+    rows: list[PartitionLag],
+    *,
+    role: str,
+    now_ms: int,
+    slot: int | None = None,
+    policy_version: int | None = None,
+    member: str = "",
+    host: str = "",
+    partitions: str = "",
+) -> LagRow:
+    oldest = min((row.oldest_ms for row in rows if row.oldest_ms is not None), default=None)
+    return LagRow(
+        role=role,
+        slot=slot,
+        policy_version=policy_version,
+        member=member,
+        host=host,
+        partitions=partitions,
+        num_records=sum(row.num_records for row in rows),
+        num_stale=sum(row.num_stale for row in rows),
+        age_seconds=None if oldest is None else max(now_ms - oldest, 0) / 1000,
+    )
+
+
+def _span(rows: Iterable[PartitionLag]) -> str:
+    """Name the partitions of each topic: rollout.samples[0,2]."""
+    topics: dict[str, list[int]] = {}
+    for row in rows:
+        topics.setdefault(TopicPlan.entity(row.place[0]), []).append(row.place[1])
+    return " ".join(
+        f"{entity}[{','.join(map(str, sorted(partitions)))}]"
+        for entity, partitions in sorted(topics.items())
+    )

@@ -1,0 +1,327 @@
+"""Dead letters: what roles could not use, and what was done about it.
+
+The topics are append-only. What is done with a letter is one more record in its topic: no value,
+and a header `resolves` with the letter's partition and offset. A letter that no such record names
+is open.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError
+from relax_events.history.run_log import RunLog
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.security.acls import ROLE_RIGHTS
+from relax_events.topics import TopicPlan
+from relax_events.topics.plan import QUEUE_TOPICS, SAMPLE_TOPICS
+
+SUFFIX = ".dead-letters"
+ORIGIN_HEADERS = ("origin-topic", "origin-partition", "origin-offset")
+OUR_HEADERS = frozenset({*ORIGIN_HEADERS, "error-class", "error-text", "worker-id"})
+RESOLVES, RESOLUTION, REASON = "resolves", "resolution", "resolution-reason"
+REQUEUED, DROPPED = "requeued", "dropped"
+NAME_PATTERN = re.compile(r"([a-z0-9-]+)@([0-9]{1,18})")
+NUMBER_PATTERN = re.compile("[0-9]{1,18}")
+MARK_PATTERN = re.compile(r"0@([0-9]{1,18})")
+RECORDS_AT_ONCE, BYTES_AT_ONCE = 256, 32 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A record that a role could not use, without its value; `written_at` in milliseconds since the
+    epoch.
+    """
+
+    role: str
+    offset: int
+    key: str
+    num_bytes: int
+    origin_topic: str
+    origin_partition: int
+    origin_offset: int
+    error_class: str
+    error_text: str
+    worker_id: str
+    written_at: int
+    resolution: str = ""
+    resolution_reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called on the command line."""
+        return f"{self.role}@{self.offset}"
+
+    @property
+    def origin(self) -> str:
+        """Where the record lay."""
+        return f"{self.origin_topic}[{self.origin_partition}]@{self.origin_offset}"
+
+
+def read_letters(log: RunLog, *, roles: Iterable[str] = ()) -> list[DeadLetter]:
+    """Return the dead letters of some or all roles, oldest first, each with what was done about it;
+    their values are not kept.
+    """
+    letters = [
+        letter for role in roles or letter_roles(log) for letter in _read_role(log, role).values()
+    ]
+    return sorted(letters, key=lambda letter: (letter.written_at, letter.name))
+
+
+def letter_roles(log: RunLog) -> list[str]:
+    """Return the roles that have a dead-letter topic."""
+    return sorted(
+        log.plan.entity(topic).removesuffix(SUFFIX)
+        for topic in log.topics
+        if topic.endswith(SUFFIX)
+    )
+
+
+def _read_role(log: RunLog, role: str) -> dict[int, DeadLetter]:
+    letters: dict[int, DeadLetter] = {}
+    for record in log.records(_spans(log, role)):
+        mark = MARK_PATTERN.fullmatch(record.headers.get(RESOLVES, ""))
+        if mark is None:
+            letters[record.offset] = letter_of(role, record)
+        elif int(mark[1]) in letters:
+            reason = record.headers.get(REASON, "")
+            letters[int(mark[1])] = replace(
+                letters[int(mark[1])],
+                resolution=record.headers.get(RESOLUTION, ""),
+                resolution_reason=reason,
+            )
+    return letters
+
+
+def _spans(log: RunLog, role: str) -> dict[tuple[str, int], tuple[int, int]]:
+    if log.plan.topic(f"{role}{SUFFIX}") not in log.topics:
+        raise ConfigError(
+            f"role {role!r} has no dead letters; those that may have some: "
+            f"{', '.join(letter_roles(log))}"
+        )
+    return log.whole(f"{role}{SUFFIX}", range(1))
+
+
+def letter_of(role: str, record: Record) -> DeadLetter:
+    """Read a letter's headers; what a stranger left out stays empty."""
+    text = record.headers.get
+    partition, offset = (text(name, "") for name in ("origin-partition", "origin-offset"))
+    return DeadLetter(
+        role,
+        record.offset,
+        record.key,
+        len(record.value),
+        text("origin-topic", ""),
+        int(partition) if NUMBER_PATTERN.fullmatch(partition) else -1,
+        int(offset) if NUMBER_PATTERN.fullmatch(offset) else -1,
+        text("error-class", ""),
+        text("error-text", ""),
+        text("worker-id", ""),
+        record.timestamp_ms,
+    )
+
+
+def read_letter(log: RunLog, name: str) -> tuple[DeadLetter, Record]:
+    """Return one letter with its record.
+
+    Raises:
+        ConfigError: The name is none, or there is no such letter.
+    """
+    role, offset = parse_name(name)
+    letter = _read_role(log, role).get(offset)
+    if letter is None:
+        raise ConfigError(
+            f"there is no dead letter {name}; relax deadletter list shows those that there are"
+        )
+    topic = log.plan.topic(f"{role}{SUFFIX}")
+    return letter, next(log.records({(topic, 0): (offset, offset + 1)}))
+
+
+def parse_name(name: str) -> tuple[str, int]:
+    """Take a letter's name apart.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    match = NAME_PATTERN.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"{name!r} names no dead letter; they are called like reward@12")
+    return match[1], int(match[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which letters are meant: some by name, or all of a role or with a reason."""
+
+    names: Sequence[str] = ()
+    role: str = ""
+    reason: str = ""
+    everything: bool = False
+    again: bool = False
+
+    def choose(self, letters: Sequence[DeadLetter]) -> list[DeadLetter]:
+        """Return the letters that are meant. Those that were dealt with are passed over unless
+        named or `again`.
+
+        Raises:
+            ConfigError: Nothing says which, a name is unknown, or a named letter was dealt with and
+                `again` is not given.
+        """
+        if not (self.names or self.role or self.reason or self.everything):
+            raise ConfigError(
+                "say which dead letters: --letter NAME, --role ROLE, --reason CLASS or --all"
+            )
+        known = {letter.name: letter for letter in letters}
+        for name in self.names:
+            parse_name(name)
+            if name not in known:
+                raise ConfigError(
+                    f"there is no dead letter {name}; relax deadletter list shows those that "
+                    "there are"
+                )
+            if known[name].resolution and not self.again:
+                raise ConfigError(
+                    f"dead letter {name} was {known[name].resolution} before; give --again "
+                    "to do it once more"
+                )
+        named = [known[name] for name in dict.fromkeys(self.names)] or [
+            letter for letter in letters if self.again or not letter.resolution
+        ]
+        return [
+            letter
+            for letter in named
+            if self.role in ("", letter.role) and self.reason in ("", letter.error_class)
+        ]
+
+
+def requeue(log: RunLog, letters: Sequence[DeadLetter], producer: RecordProducer) -> int:
+    """Write records back, untouched, to where they came from, and mark their letters; return how
+    many.
+
+    Every reader of that topic gets them again. Ids make that harmless, also when their prompt group
+    has ended meanwhile. A crash in between leaves letters open whose records were written:
+    requeueing them is as harmless.
+
+    Raises:
+        ConfigError: A letter names an origin that its role does not read, or that holds other bytes
+            or none. Nothing was written.
+    """
+    for letter in letters:
+        require_origin(letter, log.plan)
+    chosen = {
+        (log.plan.topic(f"{letter.role}{SUFFIX}"), letter.offset): letter for letter in letters
+    }
+    for records in batched(_values(log, chosen)):
+        _require_same(log, records)
+    for records in batched(_values(log, chosen)):
+        producer.write(untouched(record) for record, _ in records)
+        producer.write(mark(log.plan, letter, REQUEUED) for _, letter in records)
+    return len(letters)
+
+
+def drop(
+    log: RunLog, letters: Sequence[DeadLetter], producer: RecordProducer, *, reason: str
+) -> int:
+    """Mark letters as dealt with, with a reason; return how many. They stay on the log."""
+    producer.write(mark(log.plan, letter, DROPPED, reason) for letter in letters)
+    return len(letters)
+
+
+def require_origin(letter: DeadLetter, plan: TopicPlan) -> None:
+    """Refuse a letter whose record can't go back: its role may forge headers, and we may write more
+    topics than it.
+
+    Raises:
+        ConfigError: Its origin is no topic that its role reads, or no partition of it.
+    """
+    reads = ROLE_RIGHTS[letter.role].reads if letter.role in ROLE_RIGHTS else ()
+    counts = dict.fromkeys(SAMPLE_TOPICS, plan.num_sample_partitions) | dict.fromkeys(
+        QUEUE_TOPICS, plan.queue_partitions
+    )
+    sizes = {plan.topic(entity): counts[entity] for entity in reads if entity in counts}
+    if not 0 <= letter.origin_partition < sizes.get(letter.origin_topic, 0):
+        rule = (
+            f"records of {letter.role} go back to "
+            f"{', '.join(plan.entity(topic) for topic in sizes)}"
+        )
+        raise ConfigError(
+            f"dead letter {letter.name} says that it came from {letter.origin or 'nowhere'}: "
+            f"{rule}; drop it"
+        )
+
+
+def _require_same(log: RunLog, records: Sequence[tuple[Record, DeadLetter]]) -> None:
+    """Refuse letters that are no copies of the records that they name; raises ConfigError."""
+    by_topic: dict[str, list[tuple[Record, DeadLetter]]] = {}
+    for record, letter in records:
+        by_topic.setdefault(letter.origin_topic, []).append((record, letter))
+    for topic, copies in by_topic.items():
+        try:
+            there = log.at(
+                topic, [(letter.origin_partition, letter.origin_offset) for _, letter in copies]
+            )
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:
+            raise ConfigError(
+                f"what dead letters of {topic} stand for can't be read, so nothing proves "
+                f"them: {error}; drop them"
+            ) from error
+        for record, letter in copies:
+            original = there[letter.origin_partition, letter.origin_offset]
+            if (original.key, original.value) != (record.key, record.value):
+                raise ConfigError(
+                    f"dead letter {letter.name} holds other bytes than {letter.origin}, "
+                    "where it says that it came from; drop it"
+                )
+
+
+def _values(
+    log: RunLog, chosen: Mapping[tuple[str, int], DeadLetter]
+) -> Iterator[tuple[Record, DeadLetter]]:
+    spans: dict[tuple[str, int], tuple[int, int]] = {}
+    for topic, offset in chosen:
+        first, stop = spans.get((topic, 0), (offset, offset + 1))
+        spans[topic, 0] = min(first, offset), max(stop, offset + 1)
+    for record in log.records(spans):
+        if (record.topic, record.offset) in chosen:
+            yield record, chosen[record.topic, record.offset]
+
+
+def batched(
+    records: Iterable[tuple[Record, DeadLetter]],
+) -> Iterator[list[tuple[Record, DeadLetter]]]:
+    """Give records in lists of bounded length and size."""
+    batch: list[tuple[Record, DeadLetter]] = []
+    num_bytes = 0
+    for item in records:
+        batch.append(item)
+        num_bytes += len(item[0].value)
+        if len(batch) == RECORDS_AT_ONCE or num_bytes >= BYTES_AT_ONCE:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def untouched(record: Record) -> OutRecord:
+    """Return the record of a letter as it was, for where it was."""
+    headers = {name: text for name, text in record.headers.items() if name not in OUR_HEADERS}
+    return OutRecord(
+        record.headers["origin-topic"],
+        record.value,
+        key=record.key,
+        partition=int(record.headers["origin-partition"]),
+        headers=headers,
+    )
+
+
+def mark(plan: TopicPlan, letter: DeadLetter, resolution: str, reason: str = "") -> OutRecord:
+    """Return the record that says what was done with a letter."""
+    headers = {RESOLVES: f"0@{letter.offset}", RESOLUTION: resolution, REASON: reason}
+    return OutRecord(
+        plan.topic(f"{letter.role}{SUFFIX}"), None, key=letter.key, partition=0, headers=headers
+    )

@@ -1,0 +1,123 @@
+"""Runs that train this run's samples: which records they still need, up to the limit that the run
+sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+from relax_events.config import RunConfig
+from relax_events.errors import CheckFailed
+from relax_events.events.types import PolicyVersionPublished
+from relax_events.history.run_log import RunLog
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.inventory import Inventory
+from relax_events.session.broker_address import open_admin
+from relax_events.topics import TopicPlan, slot_of
+from relax_events.topics.plan import FOLLOWER, NEEDS_NOTHING, SAMPLES
+from relax_events.topics.role_inputs import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A run that replays this one; `offsets` are those of the first records that it may still need,
+    by place.
+    """
+
+    run_id: str
+    group: str
+    offsets: Mapping[Place, int]
+
+    def oldest_version(self, plan: TopicPlan, published: Iterable[PolicyVersionPublished]) -> int:
+        """Return the oldest of the published versions whose records it may still need; -1 where
+        none is published.
+        """
+        begun: dict[int, int] = {}
+        for event in sorted(published, key=lambda event: event.policy_version):
+            slot = slot_of(event.policy_version, num_slots=plan.num_slots)
+            starts = [at for at in event.start_offsets if plan.entity(at.topic) == SAMPLES]
+            if slot not in begun or all(
+                self.offsets.get((plan.topic(SAMPLES), at.partition), 0) >= at.offset
+                for at in starts
+            ):
+                begun[slot] = event.policy_version
+        return min(begun.values(), default=-1)
+
+
+def find_followers(plan: TopicPlan, admin: Admin, inventory: Inventory) -> list[Follower]:
+    """Return the runs that have told which records of this run they need; those that have reached
+    their goal need none.
+    """
+    places = [(plan.topic(SAMPLES), partition) for partition in range(plan.num_sample_partitions)]
+    found = []
+    for group in inventory.groups("relax."):
+        _, run_id, *role = group.split(".", 2)
+        if role != [FOLLOWER] or run_id == plan.run_id:
+            continue
+        committed = admin.committed(group, places)
+        if committed and NEEDS_NOTHING not in committed.values():
+            found.append(
+                Follower(run_id, group, {place: committed.get(place, 0) for place in places})
+            )
+    return found
+
+
+def follower_bounds(
+    followers: Iterable[Follower], floor: Mapping[Place, int]
+) -> dict[str, Mapping[Place, int]]:
+    """Return from where on each follower keeps records, by a text that names it; what lies below
+    `floor` is kept for nobody.
+    """
+    return {
+        f"run {follower.run_id}, which trains these samples": {
+            place: max(offset, floor.get(place, 0)) for place, offset in follower.offsets.items()
+        }
+        for follower in followers
+    }
+
+
+def describe_followers(config: RunConfig) -> str:
+    """Say which runs train this run's samples, and how many versions more are kept for each.
+
+    Raises:
+        CheckFailed: One is so far behind that records which it needs are purged.
+    """
+    plan = TopicPlan.of(config)
+    with closing(open_admin(config, name="followers")) as admin:
+        if not admin.topics(plan.topic("control.policy-versions")):
+            return "none: the run has not begun"
+        followers = find_followers(
+            plan,
+            admin,
+            Inventory(Connection.of(config.broker, client_id=f"{config.run.id}.followers")),
+        )
+        if not followers:
+            return "none"
+        with RunLog(config, name="followers") as log:
+            published = [found.event for found in log.versions.values()]
+        begins = admin.begin_offsets(
+            [place for follower in followers for place in follower.offsets]
+        )
+    newest, limit = max(event.policy_version for event in published), config.run.follower_versions
+    texts = []
+    for follower in followers:
+        oldest = follower.oldest_version(plan, published)
+        texts.append(
+            f"run {follower.run_id} needs the samples of version {oldest} and later, the "
+            f"newest is {newest}"
+        )
+        if lost := [
+            place for place, offset in follower.offsets.items() if offset and offset < begins[place]
+        ]:
+            where = f"{lost[0][0]}[{lost[0][1]}]@{follower.offsets[lost[0]]}"
+            rule = (
+                f"run.follower_versions = {limit} keeps no more for it; raise it for runs to come"
+            )
+            raise CheckFailed(
+                f"{texts[-1]}, and {where} is purged: {rule}, or delete run "
+                f"{follower.run_id} if it is given up"
+            )
+    return f"{'; '.join(texts)}; up to {limit} versions are kept for them"

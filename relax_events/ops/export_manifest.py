@@ -1,0 +1,123 @@
+"""The table of contents of an exported run: what every file holds, and how to know that it is
+whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any
+
+from relax_events.errors import CheckFailed, ConfigError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class ExportedPartition:
+    """One partition: readers see its records from offset `begin` up to, not including, `end`.
+
+    `records_digest` covers offset, time, key, value and headers of every record, without the offset
+    where the topic is compacted; `file_digest` covers the file. Both are empty until the partition
+    is written.
+    """
+
+    entity: str
+    partition: int
+    begin: int
+    end: int
+    is_compacted: bool
+    file: str
+    num_records: int = 0
+    num_bytes: int = 0
+    records_digest: str = ""
+    file_digest: str = ""
+
+
+@dataclass(slots=True)
+class ExportedObject:
+    """One object of the run's store."""
+
+    key: str
+    num_bytes: int
+    digest: str
+
+
+@dataclass(slots=True)
+class Manifest:
+    """The whole export. It is written again after each file, so that an export that was cut short
+    goes on where it was.
+    """
+
+    run_id: str
+    topics: dict[str, dict[str, Any]]
+    partitions: list[ExportedPartition]
+    committed: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)
+    filters: dict[str, Any] = field(default_factory=dict)
+    objects_uri: str = ""
+    objects: list[ExportedObject] = field(default_factory=list)
+    is_complete: bool = False
+
+    def save(self, folder: Path) -> None:
+        """Write it, whole or not at all."""
+        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+        fresh = folder / f"{MANIFEST}.part"
+        fresh.write_text(text)
+        os.replace(fresh, folder / MANIFEST)
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """Read it.
+
+        Raises:
+            ConfigError: There is none, or it is of another format.
+        """
+        try:
+            tree = json.loads((folder / MANIFEST).read_text())
+            if (seen := tree.pop("format")) != FORMAT:
+                raise ConfigError(
+                    f"{folder / MANIFEST} has format {seen!r}, this release reads {FORMAT}; "
+                    "use the release that wrote it"
+                )
+            tree["partitions"] = [ExportedPartition(**item) for item in tree["partitions"]]
+            tree["objects"] = [ExportedObject(**item) for item in tree["objects"]]
+            return cls(**tree)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{folder} holds no exported run: {error}; name the folder that relax topics "
+                "export wrote"
+            ) from error
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Prove that every file is there as it was written.
+
+    Raises:
+        CheckFailed: One is missing, torn or altered, or the export was cut short; the text names
+            it.
+    """
+    if not manifest.is_complete:
+        raise CheckFailed(
+            f"the export in {folder} was cut short; the same command goes on where it was: "
+            "relax topics export"
+        )
+    for item in manifest.partitions:
+        path = folder / item.file
+        if not path.is_file():
+            raise CheckFailed(f"{path} is missing; export the run again")
+        if (seen := digest_of(path)) != item.file_digest:
+            raise CheckFailed(
+                f"{path} was altered: its SHA-256 must be {item.file_digest}, got {seen}; "
+                "export the run again"
+            )

@@ -1,0 +1,246 @@
+"""Moves the committed offsets of a role: what it reads next, after it was drained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from relax_events.config import RunConfig
+from relax_events.errors import BrokerRefused, ConfigError
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import PolicyVersionPublished
+from relax_events.history.run_log import RunLog
+from relax_events.kafka.admin import Admin
+from relax_events.topics import TopicPlan
+from relax_events.topics.role_inputs import Place, input_places, role_inputs
+
+PLACE_PATTERN = re.compile(r"(?P<topic>[a-z0-9.-]+)\[(?P<partition>[0-9]+)\]@(?P<offset>[0-9]+)")
+DANGERS = {
+    "trainer": (
+        "the trainer goes on where its checkpoint and its committed steps say; its group's "
+        "offsets only tell others how far it is"
+    ),
+    "skip": (
+        "records that the role has not read would be passed over: their prompt groups wait until "
+        "they expire"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResetTarget:
+    """Where a role is to go on: exactly one of these is given."""
+
+    version: int | None = None
+    time_ms: int | None = None
+    offsets: Sequence[str] = ()
+    to_beginning: bool = False
+    to_end: bool = False
+
+    def __post_init__(self) -> None:
+        given = [
+            self.version is not None,
+            self.time_ms is not None,
+            bool(self.offsets),
+            self.to_beginning,
+            self.to_end,
+        ]
+        if sum(given) != 1:
+            raise ConfigError(
+                "a reset needs one of --to-version, --to-time, --to-offset, --to-beginning, "
+                "--to-end"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetMove:
+    """One committed offset, as it is (None: never committed) and as it is to be. Negative
+    `num_skipped` are read again.
+    """
+
+    place: Place
+    before: int | None
+    after: int
+    num_skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPlan:
+    """Everything that a reset would do."""
+
+    role: str
+    consumer_group: str
+    moves: list[OffsetMove] = field(default_factory=list)
+
+    @property
+    def dangers(self) -> list[str]:
+        """Names of `DANGERS` that lie in it."""
+        skips = any(move.num_skipped > 0 for move in self.moves)
+        return [
+            name
+            for name, present in (("trainer", self.role == "trainer"), ("skip", skips))
+            if present
+        ]
+
+
+def plan_reset(config: RunConfig, admin: Admin, role: str, target: ResetTarget) -> ResetPlan:
+    """Return what a reset would change.
+
+    Raises:
+        ConfigError: The role keeps no committed offsets, or the target names no place of its
+            topics.
+    """
+    inputs = role_inputs(config)
+    if role not in inputs:
+        others = f"those of this run that do are {', '.join(inputs) or 'none'}"
+        because = (
+            "its share group keeps its own books on the broker"
+            if role == "rollout" and inputs
+            else others
+        )
+        raise ConfigError(f"role {role!r} reads nothing by committed offsets: {because}")
+    plan = TopicPlan.of(config)
+    places = input_places(config, role)
+    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+    committed = admin.committed(plan.consumer_group(role), places)
+    moves = []
+    for place, offset in target_offsets(
+        config, admin, places, target, begins=begins, ends=ends
+    ).items():
+        after = min(max(offset, begins[place]), ends[place])
+        position = max(committed.get(place, 0), begins[place])
+        if committed.get(place) != after and (place in committed or after != begins[place]):
+            moves.append(OffsetMove(place, committed.get(place), after, after - position))
+    return ResetPlan(role, plan.consumer_group(role), moves)
+
+
+def target_offsets(
+    config: RunConfig,
+    admin: Admin,
+    places: Collection[Place],
+    target: ResetTarget,
+    *,
+    begins: Mapping[Place, int],
+    ends: Mapping[Place, int],
+) -> dict[Place, int]:
+    """Return the offset of each place that the target speaks of."""
+    if target.version is not None:
+        with RunLog(config, name="reset") as log:
+            published = [found.event for found in log.versions.values()]
+        return version_offsets(
+            TopicPlan.of(config), published, places, version=target.version, ends=ends
+        )
+    if target.time_ms is not None:
+        return admin.offsets_at(places, timestamp_ms=target.time_ms)
+    if target.offsets:
+        return named_offsets(TopicPlan.of(config), places, target.offsets)
+    return dict(begins if target.to_beginning else ends)
+
+
+def version_offsets(
+    plan: TopicPlan,
+    published: Collection[PolicyVersionPublished],
+    places: Collection[Place],
+    *,
+    version: int,
+    ends: Mapping[Place, int],
+) -> dict[Place, int]:
+    """Return where each partition's records of this version and of what came after it begin.
+
+    A slot that no such version owns yet holds older records only: there it is the end.
+
+    Raises:
+        ConfigError: The version was never published, or the places are not those of versions.
+    """
+    if version not in {event.policy_version for event in published}:
+        newest = max((event.policy_version for event in published), default=-1)
+        raise ConfigError(
+            f"policy version {version} was not published; the newest is {newest}; give "
+            "--to-version one that was"
+        )
+    if any(plan.entity(topic) == "prompt.groups" for topic, _ in places):
+        raise ConfigError(
+            "prompt groups are not ordered by version; reset rollout by --to-time, "
+            "--to-offset, --to-beginning or --to-end"
+        )
+    starts: dict[tuple[str, int], int] = {}
+    for event in sorted(published, key=lambda event: event.policy_version):
+        for at in event.start_offsets if event.policy_version >= version else ():
+            starts.setdefault((plan.entity(at.topic), at.partition), at.offset)
+    return {place: starts.get((plan.entity(place[0]), place[1]), ends[place]) for place in places}
+
+
+def named_offsets(
+    plan: TopicPlan, places: Collection[Place], texts: Sequence[str]
+) -> dict[Place, int]:
+    """Read places such as `rollout.samples[2]@17`; the topic may carry its full name.
+
+    Raises:
+        ConfigError: A text names no place, or none that the role reads.
+    """
+    found = {}
+    for text in texts:
+        match = PLACE_PATTERN.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"--to-offset {text!r} is no place; write topic[partition]@offset, for "
+                "example rollout.samples[0]@17"
+            )
+        topic = match["topic"]
+        place = (
+            topic if topic.startswith(plan.topic("")) else plan.topic(topic),
+            int(match["partition"]),
+        )
+        if place not in places:
+            readable = sorted({plan.entity(name) for name, _ in places})
+            raise ConfigError(
+                f"--to-offset {text!r} is not read by the role; it reads "
+                f"{', '.join(readable)}, partitions below {len(places)}"
+            )
+        found[place] = int(match["offset"])
+    return found
+
+
+def time_of(text: str) -> int:
+    """Return milliseconds since the epoch of an ISO 8601 time; one without a zone is UTC.
+
+    Raises:
+        ConfigError: The text is no time.
+    """
+    try:
+        parsed = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no time; write it like 2026-01-31T12:00:00Z") from None
+    return int((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def refuse_reset(admin: Admin, plan: ResetPlan, *, allow: Collection[str] = ()) -> None:
+    """Refuse what members who are at work would undo, and what is dangerous without having been
+    agreed to.
+
+    Raises:
+        BrokerRefused: The text names the members, or the danger and its word.
+    """
+    group = admin.groups(plan.consumer_group).get(plan.consumer_group)
+    if group and group.members:
+        members = ", ".join(f"{member.client_id} at {member.host}" for member in group.members)
+        raise BrokerRefused(
+            f"consumer group {plan.consumer_group} has live members: {members}; stop them "
+            "first, then reset"
+        )
+    for danger in plan.dangers:
+        if danger not in allow:
+            raise BrokerRefused(
+                f"resetting {plan.role}: {DANGERS[danger]}; agree with --allow {danger}"
+            )
+
+
+def apply_reset(admin: Admin, plan: ResetPlan, *, allow: Collection[str] = ()) -> None:
+    """Move the offsets; raises as `refuse_reset`, and then nothing was changed."""
+    refuse_reset(admin, plan, allow=allow)
+    if plan.moves:
+        admin.set_committed(
+            plan.consumer_group, [TopicOffset(*move.place, move.after) for move in plan.moves]
+        )

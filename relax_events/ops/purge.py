@@ -1,0 +1,258 @@
+"""Deletes records that only policy versions older than the retained ones own, and never one that
+somebody still needs.
+
+A record may go when all of these say so, and the lowest offset counts:
+
+    versions    it lies below the start of the oldest retained version of its slot
+    groups      every role that reads it has committed an offset behind it
+    recovery    no step behind the newest usable checkpoint was trained on it, and the trainer reads on behind it
+    critic      (where there is one) no step behind its newest checkpoint was trained on it
+    followers   every run that trains this run's samples has a checkpoint behind it, or is more than `run.follower_versions` behind what is retained
+    seats       (prompt queue) its seat was trained, for a version that is not retained
+
+Control topics stay: they are the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from relax_events.config import RunConfig
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued, TrainStepCommitted
+from relax_events.kafka.admin import Admin
+from relax_events.staleness import Place as Seat
+from relax_events.topics import TopicPlan, slot_of
+from relax_events.topics.plan import TRAINED_FROM, TRAINER_INPUTS
+from relax_events.topics.role_inputs import Place, input_places, role_inputs
+
+QUEUE = "prompt.groups"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What goes from one partition: the records from `begin` up to, not including, `below`.
+    `held_by` names who keeps what follows.
+    """
+
+    place: Place
+    begin: int
+    below: int
+    held_by: str
+
+    @property
+    def num_records(self) -> int:
+        """How many records go."""
+        return max(self.below - self.begin, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedGroup:
+    """A record of the prompt queue; `issued` is None where it can't be read."""
+
+    partition: int
+    offset: int
+    issued: PromptGroupIssued | None
+
+
+Bounds = Mapping[Place, int]
+
+
+def oldest_retained(
+    config: RunConfig, *, newest_version: int, before_version: int | None = None
+) -> int:
+    """Return the first policy version whose records stay: of those that are to go, and never one of
+    the trainer's window.
+
+    Args:
+        config: `run.retain_versions` counts where no version is given; 0 retains all.
+        newest_version: The newest that was published.
+        before_version: Records of older versions are to go.
+    """
+    retained = config.run.retain_versions
+    wanted = (
+        before_version
+        if before_version is not None
+        else newest_version - retained + 1
+        if retained
+        else 0
+    )
+    return max(min(wanted, newest_version - config.run.max_staleness), 0)
+
+
+def version_bounds(
+    plan: TopicPlan, published: Iterable[PolicyVersionPublished], *, before_version: int
+) -> dict[Place, int]:
+    """Return below which offset of each sample partition only versions before `before_version` lie.
+
+    Where the slot has no retained version yet, its newest owner's start counts, and its records
+    stay.
+    """
+    by_slot: dict[int, list[PolicyVersionPublished]] = {}
+    for event in published:
+        by_slot.setdefault(slot_of(event.policy_version, num_slots=plan.num_slots), []).append(
+            event
+        )
+    bounds: dict[Place, int] = {}
+    for owners in by_slot.values():
+        owners.sort(key=lambda event: event.policy_version)
+        owner = next(
+            (event for event in owners if event.policy_version >= before_version), owners[-1]
+        )
+        bounds |= {
+            (plan.topic(plan.entity(at.topic)), at.partition): at.offset
+            for at in owner.start_offsets
+        }
+    return bounds
+
+
+def oldest_with_records(
+    plan: TopicPlan, published: Iterable[PolicyVersionPublished], begins: Bounds
+) -> int:
+    """Return the oldest policy version that may have records left: what belongs to older ones alone
+    may go.
+
+    A version's records are gone where the records of its slot begin at or behind the start of the
+    slot's next owner.
+
+    Args:
+        plan: The run's topics.
+        published: The newest versions, without a gap.
+        begins: The oldest offset that is left, by partition of the sample topics.
+    Returns:
+        0 where records are left of versions that are older than the published ones given here.
+    """
+    starts = {event.policy_version: event.start_offsets for event in published}
+
+    def has_older(version: int) -> bool:
+        return any(
+            begins.get((plan.topic(plan.entity(at.topic)), at.partition), 0) < at.offset
+            for at in starts[version]
+        )
+
+    oldest = min(starts, default=0)
+    if any(
+        has_older(version)
+        for version in range(oldest, oldest + plan.num_slots)
+        if version in starts
+    ):
+        return 0
+    while oldest + plan.num_slots in starts and not has_older(oldest + plan.num_slots):
+        oldest += 1
+    return oldest
+
+
+def recovery_bounds(
+    plan: TopicPlan,
+    steps: Iterable[TrainStepCommitted],
+    *,
+    checkpoint_version: int,
+    positions: Mapping[tuple[str, int], int],
+) -> dict[Place, int]:
+    """Return below which offset of each partition a trainer that starts anew reads nothing.
+
+    It trains the steps from the checkpoint's version on again, from their recorded offsets, then
+    reads on where the steps had come to.
+
+    Args:
+        plan: The run's topics.
+        steps: The committed ones, at least those from the checkpoint's version on.
+        checkpoint_version: Of the newest usable checkpoint; 0 when there is none.
+        positions: Where the steps had come to, by entity and partition.
+    """
+    topic = plan.topic(TRAINED_FROM)
+    bounds = {
+        (plan.topic(entity), partition): positions.get((entity, partition), 0)
+        for entity in TRAINER_INPUTS
+        for partition in range(plan.num_sample_partitions)
+    }
+    for step in steps:
+        if step.train_step >= checkpoint_version:
+            for partition, offset in zip(
+                np.asarray(step.partitions).tolist(), np.asarray(step.offsets).tolist(), strict=True
+            ):
+                bounds[topic, partition] = min(offset, bounds[topic, partition])
+    return bounds
+
+
+def queue_bounds(
+    plan: TopicPlan,
+    queued: Iterable[QueuedGroup],
+    *,
+    ended: Collection[str],
+    trained: Mapping[Seat, int],
+    before_version: int,
+) -> dict[Place, int]:
+    """Return below which offset of each queue partition every prompt group is over and its seat was
+    trained long ago.
+
+    The record with the highest row stays with all behind it: from it a prompter that starts anew
+    knows which prompt comes next.
+
+    Args:
+        plan: The run's topics.
+        queued: The queue's records, in order per partition.
+        ended: Ids of the prompt groups that ended.
+        trained: The train step that trained each seat.
+        before_version: A seat counts when the version that its step made is older.
+    """
+    bounds = dict.fromkeys(
+        ((plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)), 0
+    )
+    closed: set[int] = set()
+    newest: tuple[int, int, int] = (-1, 0, 0)
+    for item in queued:
+        if item.issued is None:
+            continue  # nobody's record: it goes with what stands around it
+        newest = max(newest, (item.issued.row, item.partition, item.offset))
+        step = trained.get(Seat(item.issued.train_step, item.issued.group_index))
+        if item.issued.prompt_group_id not in ended or step is None or step + 1 >= before_version:
+            closed.add(item.partition)
+        if item.partition not in closed:
+            bounds[plan.topic(QUEUE), item.partition] = item.offset + 1
+    row, partition, offset = newest
+    if row >= 0:
+        bounds[plan.topic(QUEUE), partition] = min(offset, bounds[plan.topic(QUEUE), partition])
+    return bounds
+
+
+def group_bounds(config: RunConfig, admin: Admin) -> dict[str, Bounds]:
+    """Return, for each role, up to where it has committed at every place that it reads; 0 where it
+    has not.
+    """
+    plan = TopicPlan.of(config)
+    bounds: dict[str, Bounds] = {}
+    for role in role_inputs(config):
+        places = input_places(config, role)
+        committed = admin.committed(plan.consumer_group(role), places)
+        bounds[role] = {place: committed.get(place, 0) for place in places}
+    return bounds
+
+
+def cuts_within(begins: Bounds, wanted: Bounds, bounds: Mapping[str, Bounds]) -> list[Cut]:
+    """Return what goes: up to what is wanted, and nowhere beyond one of the bounds.
+
+    Args:
+        begins: The oldest offset that is left, by place.
+        wanted: Below which offset records are to go, by place.
+        bounds: What others still need begins here, by their name.
+    """
+    cuts = []
+    for place, target in sorted(wanted.items()):
+        limits = [
+            (target, "versions"),
+            *((bound[place], name) for name, bound in bounds.items() if place in bound),
+        ]
+        below, held_by = min(limits, key=lambda limit: limit[0])
+        cuts.append(Cut(place, begins[place], max(below, begins[place]), held_by))
+    return cuts
+
+
+def apply_cuts(admin: Admin, cuts: Iterable[Cut]) -> int:
+    """Delete the records of the cuts; return how many went."""
+    real = [cut for cut in cuts if cut.num_records]
+    admin.delete_records([TopicOffset(*cut.place, cut.below) for cut in real])
+    return sum(cut.num_records for cut in real)

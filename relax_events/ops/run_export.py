@@ -1,0 +1,257 @@
+"""Writes a run's records into files, byte for byte, streaming; what was written whole is not
+written again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError
+from relax_events.events.container import ContainerWriter, LoggedRecord, RecordsDigest
+from relax_events.history.run_log import RunLog
+from relax_events.history.samples.filter import parse_bounds, whole_range
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.records import POLICY_VERSION_HEADER
+from relax_events.objects import ObjectStore
+from relax_events.objects.marker import MARKER
+from relax_events.ops.export_manifest import (
+    MANIFEST,
+    ExportedObject,
+    ExportedPartition,
+    Manifest,
+    digest_of,
+)
+from relax_events.topics.plan import SAMPLE_TOPICS
+from relax_events.topics.role_inputs import Place, input_places, role_inputs
+
+NO_VERSION = 2**31
+"""Above all policy versions."""
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFilter:
+    """What of a run is exported. Control topics are small and always whole when their entity is."""
+
+    entities: tuple[str, ...] = ()
+    versions: range | None = None
+
+    def wants(self, entity: str) -> bool:
+        """Tell whether a topic is exported; without names, all are."""
+        return not self.entities or entity in self.entities
+
+    def takes(self, record: LoggedRecord) -> bool:
+        """Tell whether a sample's record is of a wanted version; one without a version is taken."""
+        if self.versions is None:
+            return True
+        text = next(
+            (value or b"" for name, value in record.headers if name == POLICY_VERSION_HEADER), b""
+        )
+        return not text.isdigit() or int(text) in self.versions
+
+    def describe(self) -> dict[str, object]:
+        """Return it for the manifest."""
+        versions = None if self.versions is None else [self.versions.start, self.versions.stop - 1]
+        return {"entities": sorted(self.entities), "versions": versions}
+
+
+def versions_of(text: str) -> range | None:
+    """Read 3, 3..7, 3.. or ..7; None for an empty text.
+
+    Raises:
+        ConfigError: The text is none of these.
+    """
+    low, high = parse_bounds(text, flag="--version")
+    return whole_range(max(low, 0), min(high, NO_VERSION)) if text else None
+
+
+def export_run(
+    config: RunConfig,
+    admin: Admin,
+    folder: Path,
+    wanted: ExportFilter,
+    *,
+    with_objects: bool,
+    report: Report,
+) -> Manifest:
+    """Export a run into a folder and return what is there now.
+
+    Each file appears whole or not at all; an export that was cut short goes on with the ends of the
+    log that it had found.
+
+    Args:
+        config: The run, with the broker's address filled in.
+        admin: Of its broker.
+        folder: Made if missing.
+        wanted: What is exported.
+        with_objects: Copy the run's object store too: weights, checkpoints, media.
+        report: Called with a line for each finished file.
+    Raises:
+        ConfigError: The folder holds another export, or the run has no such topic.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunLog(config, name="export") as log:
+        manifest = _begun(folder, config, wanted) or _plan(config, admin, log, wanted)
+        manifest.save(folder)
+        reader = LogReader(log.connection)
+        try:
+            for item in manifest.partitions:
+                if not _is_written(folder, item):
+                    _write(
+                        folder, item, reader, (log.plan.topic(item.entity), item.partition), wanted
+                    )
+                    manifest.save(folder)
+                    report(f"{item.file}: {item.num_records} records, {item.num_bytes} bytes")
+        finally:
+            reader.close()
+    if with_objects:
+        _copy_objects(config, folder, manifest, report)
+    manifest.is_complete = True
+    manifest.save(folder)
+    return manifest
+
+
+def _begun(folder: Path, config: RunConfig, wanted: ExportFilter) -> Manifest | None:
+    if not (folder / MANIFEST).exists():
+        return None
+    manifest = Manifest.load(folder)
+    if manifest.run_id != config.run.id or manifest.filters != wanted.describe():
+        raise ConfigError(
+            f"{folder} holds an export of run {manifest.run_id} with filters "
+            f"{manifest.filters}; name another folder"
+        )
+    return manifest
+
+
+def _plan(config: RunConfig, admin: Admin, log: RunLog, wanted: ExportFilter) -> Manifest:
+    """Fix the ends: control topics first, so that what they name lies within the samples' ends."""
+    found = {
+        log.plan.entity(name): state for name, state in admin.topics(log.plan.topic("")).items()
+    }
+    if missing := sorted(set(wanted.entities) - found.keys()):
+        raise ConfigError(
+            f"run {config.run.id} has no topic {missing[0]!r}; it has {', '.join(sorted(found))}"
+        )
+    spans: dict[Place, tuple[int, int]] = {}
+    for entity in sorted(
+        filter(wanted.wants, found), key=lambda entity: (not entity.startswith("control."), entity)
+    ):
+        spans |= _spans(admin, log, entity, found[entity].num_partitions, wanted)
+    partitions = [
+        ExportedPartition(
+            entity := log.plan.entity(topic),
+            partition,
+            begin,
+            end,
+            "compact" in found[entity].settings.get("cleanup.policy", ""),
+            f"{entity}/{partition:05d}.avro",
+        )
+        for (topic, partition), (begin, end) in spans.items()
+    ]
+    topics: dict[str, dict[str, Any]] = {
+        entity: {"num_partitions": state.num_partitions, "settings": dict(state.settings)}
+        for entity, state in found.items()
+        if wanted.wants(entity)
+    }
+    return Manifest(
+        config.run.id,
+        topics,
+        partitions,
+        _committed(config, admin, log),
+        wanted.describe(),
+        config.objects_uri,
+    )
+
+
+def _spans(
+    admin: Admin, log: RunLog, entity: str, num_partitions: int, wanted: ExportFilter
+) -> dict[Place, tuple[int, int]]:
+    """Return where reading begins and ends in each partition; with versions given, only what lies
+    between their starts.
+    """
+    places = [(log.plan.topic(entity), partition) for partition in range(num_partitions)]
+    begins, ends = admin.begin_offsets(places), admin.stable_offsets(places)
+    spans = {place: (begins[place], ends[place]) for place in places}
+    if wanted.versions is None or entity not in SAMPLE_TOPICS:
+        return spans
+    owned = log.spans(
+        entity, range(wanted.versions.start, min(wanted.versions.stop, log.newest_version + 1))
+    )
+    return {
+        place: _overlap(span, owned.get(place, (span[1], span[1]))) for place, span in spans.items()
+    }
+
+
+def _overlap(span: tuple[int, int], owned: tuple[int, int]) -> tuple[int, int]:
+    return min(max(span[0], owned[0]), span[1]), min(span[1], max(owned[1], span[0]))
+
+
+def _committed(
+    config: RunConfig, admin: Admin, log: RunLog
+) -> dict[str, list[tuple[str, int, int]]]:
+    """Return the committed offsets of every role, as (entity, partition, offset)."""
+    committed = {}
+    for role in role_inputs(config):
+        found = admin.committed(log.plan.consumer_group(role), input_places(config, role))
+        committed[role] = [
+            (log.plan.entity(topic), partition, offset)
+            for (topic, partition), offset in sorted(found.items())
+        ]
+    return committed
+
+
+def _is_written(folder: Path, item: ExportedPartition) -> bool:
+    return bool(item.file_digest) and (folder / item.file).is_file()
+
+
+def _write(
+    folder: Path, item: ExportedPartition, reader: LogReader, place: Place, wanted: ExportFilter
+) -> None:
+    path = folder / item.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".part")
+    digest = RecordsDigest(with_offsets=not item.is_compacted)
+    with ContainerWriter(fresh) as writer:
+        for record in _chosen(reader, {place: (item.begin, item.end)}, item.entity, wanted):
+            writer.write(record)
+            digest.add(record)
+    os.replace(fresh, path)
+    item.num_records, item.num_bytes, item.records_digest = (
+        digest.num_records,
+        digest.num_bytes,
+        digest.hex(),
+    )
+    item.file_digest = digest_of(path)
+
+
+def _chosen(
+    reader: LogReader, spans: dict[Place, tuple[int, int]], entity: str, wanted: ExportFilter
+) -> Iterator[LoggedRecord]:
+    records = reader.stream_bytes(spans)
+    return filter(wanted.takes, records) if entity in SAMPLE_TOPICS else records
+
+
+def _copy_objects(config: RunConfig, folder: Path, manifest: Manifest, report: Report) -> None:
+    """Copy every object that is not there yet."""
+    store = ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from)
+    manifest.objects_uri = store.uri("")
+    known: Collection[str] = {item.key for item in manifest.objects}
+    for key in store.list(""):
+        if key in known or key == MARKER:
+            continue
+        data = store.get_at(key)
+        path = folder / "objects" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.part")
+        fresh.write_bytes(data)
+        os.replace(fresh, path)
+        manifest.objects.append(ExportedObject(key, len(data), sha256(data).hexdigest()))
+    manifest.save(folder)
+    report(f"objects: {len(manifest.objects)} of {manifest.objects_uri}")

@@ -1,0 +1,281 @@
+"""Makes a run out of exported files: the same records at the same offsets, under a run id of its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+import orjson
+
+from relax_events.config import RunConfig
+from relax_events.errors import BrokerRefused, CheckFailed, ConfigError
+from relax_events.events.codec import EventCodec
+from relax_events.events.container import RecordsDigest, read_container
+from relax_events.events.parts import TopicOffset, now_micros
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.partition_writer import PartitionWriter
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import OutRecord
+from relax_events.objects import ObjectStore
+from relax_events.objects.marker import claim
+from relax_events.ops.export_manifest import ExportedPartition, Manifest, check_files
+from relax_events.ops.topic_apply import apply_groups
+from relax_events.runtime.run_description import read_description
+from relax_events.topics import TopicPlan, TopicSpec
+from relax_events.topics.role_inputs import Place
+
+Report = Callable[[str], None]
+DESCRIBED_ON = "control.commands"
+OWN_TIME = {"message.timestamp.type": "CreateTime"}
+"""While records are written they keep the times that they had; afterwards the broker's clock counts
+again.
+
+So it also marks topics whose import is not finished.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPlan:
+    """What an import does: topics to make, partitions to write; those that are there whole already
+    are left alone.
+
+    `unfinished` are topics of an import that was cut short: they are made anew.
+    """
+
+    specs: list[TopicSpec]
+    partitions: list[ExportedPartition]
+    num_present: int
+    unfinished: list[str]
+
+    @property
+    def num_records(self) -> int:
+        """Records that are to be written."""
+        return sum(item.num_records for item in self.partitions)
+
+
+def plan_import(config: RunConfig, admin: Admin, manifest: Manifest) -> ImportPlan:
+    """Return what an import would do.
+
+    Raises:
+        ConfigError: The run file gives the topics another shape than the export has.
+        BrokerRefused: The run has records of its own already.
+    """
+    plan = TopicPlan.of(config)
+    specs = [_spec(plan, entity, topic) for entity, topic in manifest.topics.items()]
+    found = admin.topics(plan.topic(""))
+    unfinished = [
+        spec.name
+        for spec in specs
+        if spec.name in found and found[spec.name].settings.items() >= OWN_TIME.items()
+    ]
+    present = [
+        item for item in manifest.partitions if plan.topic(item.entity) in found.keys() - unfinished
+    ]
+    ends = admin.end_offsets((plan.topic(item.entity), item.partition) for item in present)
+    done = []
+    for item in present:
+        end = ends[plan.topic(item.entity), item.partition]
+        if item.entity == DESCRIBED_ON and end > item.end:
+            end = item.end  # the description of the new run lies behind the copied records
+        if end and end != (item.num_records if item.is_compacted else item.end):
+            place = f"{plan.topic(item.entity)}[{item.partition}]"
+            raise BrokerRefused(
+                f"{place} holds other records already: it ends at {end}; give another "
+                "--run-id, or delete that run first"
+            )
+        if end or not item.end:
+            done.append(item)
+    todo = [item for item in manifest.partitions if item not in done]
+    return ImportPlan(specs, todo, len(done), unfinished)
+
+
+def _spec(plan: TopicPlan, entity: str, topic: dict[str, object]) -> TopicSpec:
+    planned = {spec.name: spec for spec in plan.specs()}
+    spec = planned.get(plan.topic(entity))
+    if spec is None:  # made beside the plan, as rescoring does: the sample topics' settings fit
+        first = planned[plan.sample_topics()[0]]
+        spec = TopicSpec(
+            plan.topic(entity),
+            int(str(topic["num_partitions"])),
+            first.replication_factor,
+            entity,
+            first.settings,
+        )
+    if spec.num_partitions != topic["num_partitions"]:
+        keys = (
+            "broker.queue_partitions"
+            if entity == "prompt.groups"
+            else "run.max_staleness and broker.shards"
+        )
+        shape = (
+            f"{topic['num_partitions']} partitions in the export and {spec.num_partitions} by "
+            "the run file"
+        )
+        raise ConfigError(f"topic {entity} has {shape}; give {keys} as the exported run had them")
+    return spec
+
+
+def import_run(
+    config: RunConfig,
+    admin: Admin,
+    folder: Path,
+    manifest: Manifest,
+    plan: ImportPlan,
+    *,
+    report: Report,
+) -> None:
+    """Write the planned partitions, then the consumer groups' positions and the objects.
+
+    Args:
+        config: The new run, with the broker's address filled in.
+        admin: Of its broker.
+        folder: Of the export.
+        manifest: Of the export.
+        plan: As `plan_import` gave it.
+        report: Called with a line for each finished part.
+    Raises:
+        CheckFailed: A file is not as it was written.
+        BrokerError: Somebody else writes to the run, or the broker refuses.
+    """
+    check_files(folder, manifest)
+    topics = TopicPlan.of(config)
+    admin.delete(plan.unfinished)
+    present = admin.topics(topics.topic(""))
+    admin.create(
+        [
+            replace(spec, settings=spec.settings | OWN_TIME)
+            for spec in plan.specs
+            if spec.name not in present
+        ]
+    )
+    for spec in plan.specs:
+        if spec.name in present:
+            admin.alter_topic(spec.name, OWN_TIME)
+    writer = PartitionWriter(
+        _connection(config), transactional_id=topics.transactional_id("import")
+    )
+    try:
+        for item in plan.partitions:
+            records = read_container(folder / item.file)
+            if item.is_compacted:
+                writer.append(topics.topic(item.entity), item.partition, records)
+            else:
+                writer.write(topics.topic(item.entity), item.partition, records, end=item.end)
+            report(f"{topics.topic(item.entity)}[{item.partition}]: {item.num_records} records")
+    finally:
+        writer.close()
+    for spec in plan.specs:
+        admin.alter_topic(spec.name, spec.settings)
+    _set_groups(config, topics, admin, manifest)
+    _put_objects(config, folder, manifest, report)
+    _describe(config, topics, manifest)
+
+
+def verify_import(config: RunConfig, manifest: Manifest) -> None:
+    """Read the run back and compare with what was exported, record by record.
+
+    Raises:
+        CheckFailed: A partition differs; the text names it.
+    """
+    topics, reader = TopicPlan.of(config), LogReader(_connection(config))
+    try:
+        for item in manifest.partitions:
+            _verify_partition(reader, (topics.topic(item.entity), item.partition), item)
+    finally:
+        reader.close()
+
+
+def _verify_partition(reader: LogReader, place: Place, item: ExportedPartition) -> None:
+    what, end = f"{place[0]}[{place[1]}] is not as exported", reader.watermarks(*place)[1]
+    if not item.is_compacted and (
+        end < item.end or (end > item.end and item.entity != DESCRIBED_ON)
+    ):
+        raise CheckFailed(f"{what}: it ends at {end} instead of {item.end}")
+    digest = RecordsDigest(with_offsets=not item.is_compacted)
+    for record in reader.stream_bytes({place: (0, end if item.is_compacted else item.end)}):
+        digest.add(record)
+    if digest.hex() != item.records_digest:
+        raise CheckFailed(
+            f"{what}: {digest.num_records} records instead of {item.num_records}, or others"
+        )
+
+
+def _connection(config: RunConfig) -> Connection:
+    return Connection.of(config.broker, client_id=f"{config.run.id}.import")
+
+
+def _set_groups(config: RunConfig, topics: TopicPlan, admin: Admin, manifest: Manifest) -> None:
+    apply_groups(config, topics, admin)
+    for role, offsets in manifest.committed.items():
+        imported = [
+            TopicOffset(topics.topic(entity), partition, offset)
+            for entity, partition, offset in offsets
+            if entity in manifest.topics
+        ]
+        if imported:
+            admin.set_committed(topics.consumer_group(role), imported)
+
+
+def _describe(config: RunConfig, topics: TopicPlan, manifest: Manifest) -> None:
+    """Say on the log what the new run is: what the old one was, under its own id and with its own
+    objects.
+    """
+    if DESCRIBED_ON not in manifest.topics:
+        return
+    reader = LogReader(_connection(config))
+    try:
+        cluster_id = reader.cluster_id(topics.topic(DESCRIBED_ON))
+        told = (
+            read_description(reader, config.run.id)
+            if "control.schemas" in manifest.topics
+            else None
+        )
+    finally:
+        reader.close()
+    if told is None:
+        return
+    tree = orjson.loads(told.config)
+    tree["run"] |= {"id": config.run.id, "directory": str(config.run.directory.resolve())}
+    former = tree.get("objects", {})
+    if manifest.objects:
+        moved_from = [*former.get("moved_from", ()), manifest.objects_uri]
+        tree["objects"] = former | {
+            "uri": config.objects.uri,
+            "by_run": config.objects.by_run,
+            "moved_from": moved_from,
+        }
+        mark = claim(
+            ObjectStore.open(config.objects_uri), run_id=config.run.id, cluster_id=cluster_id
+        ).value
+    else:
+        tree["objects"] = former | {"uri": manifest.objects_uri, "by_run": False}
+        mark = told.store_mark
+    text = orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode()
+    described = replace(
+        told, store_mark=mark, run_id=config.run.id, config=text, described_at=now_micros()
+    )
+    if described.config != told.config:
+        producer = RecordProducer(_connection(config))
+        producer.write([OutRecord(topics.topic(DESCRIBED_ON), EventCodec().encode(described))])
+        producer.close()
+
+
+def _put_objects(config: RunConfig, folder: Path, manifest: Manifest, report: Report) -> None:
+    if not manifest.objects:
+        return
+    store = ObjectStore.open(config.objects_uri)
+    for item in manifest.objects:
+        data = (folder / "objects" / item.key).read_bytes()
+        if sha256(data).hexdigest() != item.digest:
+            raise CheckFailed(
+                f"{folder / 'objects' / item.key} was altered: its SHA-256 must be "
+                f"{item.digest}; export the run again"
+            )
+        store.put_at(item.key, data)
+    report(f"objects: {len(manifest.objects)} in {store.uri('')}")

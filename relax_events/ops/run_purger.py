@@ -1,0 +1,368 @@
+"""Knows of a run what a purge has to know, from the control log, and purges."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError, CorruptRecord, ObjectError, SchemaError
+from relax_events.events.codec import EventCodec
+from relax_events.events.parts import CheckpointRef, Outcome
+from relax_events.events.types import (
+    Event,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    PromptGroupIssued,
+    TrainStepCommitted,
+)
+from relax_events.history.run_log import RunLog
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.inventory import Inventory
+from relax_events.objects import ObjectStore
+from relax_events.objects.version_objects import delete_before
+from relax_events.ops.dependent_runs import find_followers, follower_bounds
+from relax_events.ops.purge import (
+    QUEUE,
+    Bounds,
+    Cut,
+    QueuedGroup,
+    apply_cuts,
+    cuts_within,
+    group_bounds,
+    oldest_retained,
+    oldest_with_records,
+    queue_bounds,
+    recovery_bounds,
+    version_bounds,
+)
+from relax_events.projections.training_history import advance_positions
+from relax_events.staleness import Place as Seat
+from relax_events.topics import TopicPlan
+from relax_events.topics.plan import TRAINED_FROM
+from relax_events.topics.role_inputs import Place
+from relax_events.training.checkpoint.critic_checkpoints import critic_checkpoints
+
+log = structlog.get_logger()
+SAMPLED_RECORDS = 20
+
+
+@dataclass(slots=True)
+class PurgeBooks:
+    """What the control log says that a purge has to know. Feed it every event, in log order within
+    a topic.
+    """
+
+    steps: list[TrainStepCommitted] = field(default_factory=list)
+    num_steps_before: int = 0
+    """Steps that are not among them: they were committed before what was read, or no purge asks for
+    them."""
+    positions: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Up to where the trainer has consumed its input, by entity and partition."""
+    published: dict[int, PolicyVersionPublished] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    trained: dict[Seat, int] = field(default_factory=dict)
+
+    def note(self, event: Event) -> None:
+        """Take in an event."""
+        if isinstance(event, TrainStepCommitted):
+            self.steps.append(event)
+            advance_positions(self.positions, event.consumed)
+        elif isinstance(event, PolicyVersionPublished):
+            if not self.published and not self.steps:
+                self.num_steps_before = event.num_steps_before
+            self.published[event.policy_version] = event
+        elif isinstance(event, PromptGroupEnded):
+            self.ended.add(event.prompt_group_id)
+            if event.outcome is Outcome.TRAINED:
+                self.trained[Seat(event.train_step, event.group_index)] = event.trainer_version
+
+    @property
+    def newest_version(self) -> int:
+        """The newest published version, -1 before the first."""
+        return max(self.published, default=-1)
+
+    @property
+    def newest_checkpoint(self) -> CheckpointRef | None:
+        """The newest checkpoint that a committed step names."""
+        return next(
+            (step.checkpoint for step in reversed(self.steps) if step.checkpoint is not None), None
+        )
+
+    def forget_before(self, version: int) -> None:
+        """Drop steps and publications of versions that no later purge asks for, so that a purge
+        costs the same in a long run.
+        """
+        kept = [step for step in self.steps if step.train_step >= version]
+        self.num_steps_before += len(self.steps) - len(kept)
+        self.steps = kept
+        for old in [old for old in self.published if old < version]:
+            del self.published[old]
+
+    def forget_but(self, queued: Collection[PromptGroupIssued]) -> None:
+        """Drop ends of all prompt groups but these, which are still queued: a purge asks for no
+        others, and an end follows its issue.
+        """
+        ids, seats = (
+            {issued.prompt_group_id for issued in queued},
+            {Seat(issued.train_step, issued.group_index) for issued in queued},
+        )
+        self.ended &= ids
+        self.trained = {seat: version for seat, version in self.trained.items() if seat in seats}
+
+
+class Purger:
+    """Plans purges of one run and makes them; each needs the broker, the object store for the
+    checkpoint, and the books.
+    """
+
+    def __init__(
+        self, config: RunConfig, connection: Connection, store: ObjectStore, codec: EventCodec
+    ) -> None:
+        """Open an admin client.
+
+        Args:
+            config: The run.
+            connection: To its broker.
+            store: Where its checkpoints lie.
+            codec: One that learns the schemas of the run's writers.
+        """
+        self._config, self._connection, self._store, self._codec = config, connection, store, codec
+        self._plan = TopicPlan.of(config)
+        self._admin, self._inventory = Admin(connection), Inventory(connection)
+        self.oldest_with_records = 0
+        """The oldest version that had records left after the newest purge."""
+
+    def plan(self, books: PurgeBooks, *, before_version: int | None = None) -> list[Cut]:
+        """Return what would go from each partition of the sample topics and the prompt queue.
+
+        Args:
+            books: What the control log says.
+            before_version: Records of older versions are to go; by default those that
+                `run.retain_versions` doesn't retain.
+        """
+        oldest = oldest_retained(
+            self._config, newest_version=books.newest_version, before_version=before_version
+        )
+        wanted = version_bounds(self._plan, books.published.values(), before_version=oldest)
+        queue = [
+            (self._plan.topic(QUEUE), partition) for partition in range(self._plan.queue_partitions)
+        ]
+        begins = self._admin.begin_offsets([*wanted, *queue])
+        queued = self._queued(begins, queue)
+        wanted |= queue_bounds(
+            self._plan, queued, ended=books.ended, trained=books.trained, before_version=oldest
+        )
+        books.forget_but([group.issued for group in queued if group.issued is not None])
+        usable = self._usable_checkpoint(books)
+        version = usable.policy_version if usable else 0
+        is_known = (
+            bool(usable) or books.num_steps_before == 0
+        )  # else older steps would be trained again, whose records we don't know
+        positions = books.positions if is_known else {}
+        recovery = recovery_bounds(
+            self._plan, books.steps, checkpoint_version=version, positions=positions
+        )
+        bounds = (
+            group_bounds(self._config, self._admin)
+            | {"recovery": recovery}
+            | self._critic_bounds(books)
+        )
+        return cuts_within(begins, wanted, bounds | self._follower_bounds(books, oldest))
+
+    def purge(self, cuts: list[Cut], books: PurgeBooks) -> Counter[str]:
+        """Delete what the cuts say, then the objects of versions that have no records left; return
+        how many records went, by entity.
+
+        Raises:
+            StoreUnavailable: The records are gone, the objects will go with the next purge.
+        """
+        apply_cuts(self._admin, cuts)
+        begins = self._admin.begin_offsets(
+            cut.place for cut in cuts if self._plan.entity(cut.place[0]) != QUEUE
+        )
+        self.oldest_with_records = oldest = oldest_with_records(
+            self._plan, books.published.values(), begins
+        )
+        if num_objects := delete_before(self._store, oldest):
+            log.info("objects.purged", before_version=oldest, num_objects=num_objects)
+        gone = Counter[str]()
+        for cut in cuts:
+            gone[self._plan.entity(cut.place[0])] += cut.num_records
+        return +gone
+
+    def bytes_of(self, cuts: list[Cut]) -> dict[Place, int]:
+        """Return about how many bytes go with each cut, reckoned from its first records."""
+        reader = LogReader(self._connection)
+        spans = {
+            cut.place: (cut.begin, min(cut.below, cut.begin + SAMPLED_RECORDS))
+            for cut in cuts
+            if cut.num_records
+        }
+        sizes: dict[Place, list[int]] = {place: [] for place in spans}
+        try:
+            for record in reader.stream(spans):
+                sizes[record.topic, record.partition].append(len(record.value) + len(record.key))
+        finally:
+            reader.close()
+        counts = {cut.place: cut.num_records for cut in cuts}
+        return {
+            place: round(sum(found) / len(found) * counts[place]) if found else 0
+            for place, found in sizes.items()
+        }
+
+    def close(self) -> None:
+        """Leave the broker."""
+        self._admin.close()
+
+    def _queued(self, begins: dict[Place, int], queue: list[Place]) -> list[QueuedGroup]:
+        """Read what is left of the prompt queue: small records, and few of them where a purge runs
+        now and then.
+        """
+        reader = LogReader(self._connection)
+        try:
+            ends = self._admin.end_offsets(queue)
+            records = reader.stream({place: (begins[place], ends[place]) for place in queue})
+            return [
+                QueuedGroup(record.partition, record.offset, self._issued(record.value))
+                for record in records
+            ]
+        finally:
+            reader.close()
+
+    def _issued(self, value: bytes) -> PromptGroupIssued | None:
+        try:
+            event = self._codec.decode(value)
+        except (CorruptRecord, SchemaError):
+            return None
+        return event if isinstance(event, PromptGroupIssued) else None
+
+    def _follower_bounds(self, books: PurgeBooks, oldest: int) -> dict[str, Bounds]:
+        """Return below which offsets runs that train this run's samples need none of them, for as
+        many versions as the run keeps for them.
+        """
+        limit = self._config.run.follower_versions
+        if not limit:
+            return {}
+        floor = version_bounds(
+            self._plan, books.published.values(), before_version=max(oldest - limit, 0)
+        )
+        return follower_bounds(find_followers(self._plan, self._admin, self._inventory), floor)
+
+    def _critic_bounds(self, books: PurgeBooks) -> dict[str, Bounds]:
+        """Return below which offsets a critic that starts anew reads nothing; all is held while it
+        has no checkpoint.
+        """
+        if "critic" not in self._config.roles():
+            return {}
+        digests = {step.policy_version: step.weights_digest for step in books.steps}
+        newest = next(critic_checkpoints(self._store, digests=digests), None)
+        consumed = newest.consumed if newest else {}
+        topic = self._plan.topic(TRAINED_FROM)
+        return {
+            "critic's steps": {
+                (topic, partition): consumed.get(partition, 0)
+                for partition in range(self._plan.num_sample_partitions)
+            }
+        }
+
+    def _usable_checkpoint(self, books: PurgeBooks) -> CheckpointRef | None:
+        """Return the newest checkpoint that is there whole: its manifest as committed, and every
+        shard that it names.
+        """
+        for reference in dict.fromkeys(step.checkpoint for step in reversed(books.steps)):
+            if reference is not None and self._is_usable(reference):
+                return reference
+        return None
+
+    def _is_usable(self, reference: CheckpointRef) -> bool:
+        try:
+            data = self._store.get_at(self._store.key(reference.uri))
+            if sha256(data).digest() != reference.digest:
+                return False
+            return all(
+                self._store.exists(self._store.key(shard["uri"]))
+                for shard in json.loads(data)["shards"]
+            )
+        except (ObjectError, ValueError, KeyError) as error:
+            log.debug("checkpoint.unusable", uri=reference.uri, error=str(error))
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPurge:
+    """A purge that has been planned and may be looked at before it is made."""
+
+    before_version: int
+    cuts: list[Cut]
+    purger: Purger
+    books: PurgeBooks
+
+    def bytes_of_cuts(self) -> dict[Place, int]:
+        """Return about how many bytes go with each cut."""
+        return self.purger.bytes_of(self.cuts)
+
+    def apply(self) -> Counter[str]:
+        """Delete the records; return how many went, by entity."""
+        gone = self.purger.purge(self.cuts, self.books)
+        log.info("records.purged", before_version=self.before_version, num_records=gone.total())
+        return gone
+
+
+@contextmanager
+def open_purge(config: RunConfig, *, before_version: int | None = None) -> Iterator[PlannedPurge]:
+    """Read a run's control log and plan a purge.
+
+    Args:
+        config: The run, with the broker's address filled in.
+        before_version: Records of older versions are to go; by default all but the newest
+            `run.retain_versions`.
+    Raises:
+        ConfigError: Nothing says what is to go, the version was never published, or the run is a
+            replay.
+    """
+    if config.is_replay:
+        raise ConfigError(
+            f"run {config.run.id} replays run {config.source.run} and has no samples of its "
+            "own; purge that one"
+        )
+    if before_version is None and not config.run.retain_versions:
+        raise ConfigError(
+            "run.retain_versions = 0 keeps all records; set it, or give --before-version"
+        )
+    books = PurgeBooks()
+    with RunLog(config, name="purge") as run_log:
+        for version in run_log.versions.values():
+            books.note(version.event)
+        for step in run_log.control("control.train-steps", TrainStepCommitted):
+            books.note(step.event)
+        for ended in run_log.control("control.group-outcomes", PromptGroupEnded):
+            books.note(ended.event)
+        if before_version is not None and before_version > books.newest_version:
+            raise ConfigError(
+                f"policy version {before_version} was not published; the newest is "
+                f"{books.newest_version}"
+            )
+        purger = Purger(
+            config,
+            run_log.connection,
+            ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from),
+            run_log.codec,
+        )
+        try:
+            oldest = oldest_retained(
+                config, newest_version=books.newest_version, before_version=before_version
+            )
+            yield PlannedPurge(
+                oldest, purger.plan(books, before_version=before_version), purger, books
+            )
+        finally:
+            purger.close()

@@ -1,0 +1,284 @@
+"""Which quotas hold a run to its share of a cluster.
+
+Makes what secures a cluster and the runs on it, and brings it onto the brokers: certificates,
+passwords, rights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import orjson
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.credentials import environment_of
+from relax_events.kafka.protocol.quotas import (
+    ALL,
+    USUAL_LOAD,
+    QuotaEntity,
+    read_quotas,
+    write_quotas,
+)
+from relax_events.kafka.security.acls import PRINCIPALS, Acl, acls_of, prefix_of, username_of
+from relax_events.kafka.security.folder import (
+    ADMIN,
+    LOCAL,
+    SecurityFolder,
+    read_secret,
+    write_private,
+)
+from relax_events.kafka.security.principals import PrincipalAdmin, SecurityChanges
+from relax_events.kafka.security.settings import admin_security, broker_security
+from relax_events.ops.compose_overlay import stack_overlay
+
+
+def quota_entities(config: RunConfig) -> list[QuotaEntity]:
+    """Return whom a run's quotas bind: its users, or on an open cluster its workers by client id.
+
+    Client ids are what clients say of themselves, so on an open cluster a quota is an agreement,
+    not a fence.
+    """
+    if config.broker.credentials is not None:
+        return [QuotaEntity("user", username_of(config.run.id, role)) for role in PRINCIPALS]
+    workers = {**config.roles(), "trainer": config.trainer.ranks}
+    return [
+        QuotaEntity("client-id", f"{config.run.id}.{role}-{index}")
+        for role, count in workers.items()
+        for index in range(count)
+    ]
+
+
+def quota_connection(config: RunConfig) -> Connection:
+    """Return the connection that may set quotas: of the super user where there is one."""
+    if config.broker.credentials is not None:
+        return admin_connection(config)
+    return Connection.of(config.broker, client_id=f"{config.run.id}.quotas")
+
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost")
+CA_LIFETIME = timedelta(days=3650)
+WORLD_READABLE = 0o644
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """What is made anew although it is there. New passwords hold once they are applied, new
+    certificates once brokers restart.
+    """
+
+    certificates: bool = False
+    passwords: bool = False
+
+
+def make_folder(
+    config: RunConfig,
+    path: Path,
+    *,
+    hosts: Sequence[str] = (),
+    lifetime: timedelta,
+    renewal: Renewal = Renewal(),
+) -> list[Path]:
+    """Make a security folder or add a run to it; what is there stays, unless it is to be renewed.
+
+    Args:
+        config: The run.
+        path: The folder, one for a cluster.
+        hosts: Brokers that need a certificate, by the name that clients use.
+        lifetime: Of brokers' certificates.
+        renewal: What to make anew.
+    Returns:
+        The files that were written.
+    Raises:
+        ConfigError: The folder has an authority's certificate without its key, so that nothing can
+            be signed.
+    """
+    folder = SecurityFolder(path.absolute())
+    written = _make_certificates(folder, hosts, lifetime=lifetime, renew=renewal.certificates)
+    users = [username_of(config.run.id, principal) for principal in PRINCIPALS]
+    written += [
+        folder.password_file(user)
+        for user in users
+        if folder.ensure_password(user, renew=renewal.passwords)
+    ]
+    if folder.ensure_password(ADMIN):
+        written.append(folder.password_file(ADMIN))
+    texts = {folder.environment_file(user): _environment_text(folder, user) for user in users}
+    texts[folder.acl_file(config.run.id)] = orjson.dumps(
+        [acl.as_dict() for acl in rights_of(config)], option=orjson.OPT_INDENT_2
+    )
+    texts[folder.overlay_file(config.run.id)] = orjson.dumps(
+        stack_overlay(folder, config.run.id), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS
+    )
+    texts[folder.properties_file] = _properties_text(folder)
+    texts[folder.path / "security.toml"] = _overlay_text(folder)
+    return written + [file for file, text in texts.items() if _write_if_new(file, text)]
+
+
+def _make_certificates(
+    folder: SecurityFolder, hosts: Sequence[str], *, lifetime: timedelta, renew: bool
+) -> list[Path]:
+    from relax_events.kafka.security.certificates import (
+        KeyPair,
+        make_authority,
+        make_broker_certificate,
+    )
+
+    wanted = {LOCAL: LOCAL_HOSTS, **{host: (host,) for host in hosts}}
+    written = []
+    if not folder.ca_file.exists():
+        authority = make_authority(lifetime=CA_LIFETIME)
+        write_private(folder.ca_key_file, authority.key)
+        write_private(folder.ca_file, authority.certificate, mode=WORLD_READABLE)
+        written += [folder.ca_key_file, folder.ca_file]
+    missing = {
+        name: names
+        for name, names in wanted.items()
+        if renew or not folder.broker_file(name).exists()
+    }
+    if missing and not folder.ca_key_file.exists():
+        names = ", ".join(missing)
+        raise ConfigError(
+            f"{folder.ca_key_file} is not there, so certificates for {names} can't be "
+            "signed; run this where the key is kept"
+        )
+    for name, hosts_of_it in missing.items():
+        authority = KeyPair(folder.ca_key_file.read_bytes(), folder.ca_file.read_bytes())
+        pair = make_broker_certificate(authority, hosts_of_it, lifetime=lifetime)
+        write_private(folder.broker_file(name), pair.key + pair.certificate)
+        written.append(folder.broker_file(name))
+    return written
+
+
+def _write_if_new(file: Path, text: bytes) -> bool:
+    if file.exists() and file.read_bytes() == text:
+        return False
+    write_private(file, text)
+    return True
+
+
+def _environment_text(folder: SecurityFolder, user: str) -> bytes:
+    return "".join(
+        f"{name}={value}\n" for name, value in environment_of(folder, user).items()
+    ).encode()
+
+
+def _overlay_text(folder: SecurityFolder) -> bytes:
+    lead = "# Put this into a run file, or set RELAX_BROKER__CREDENTIALS in the environment.\n"
+    return f"{lead}[broker]\ncredentials = {orjson.dumps(str(folder.path)).decode()}\n".encode()
+
+
+def _properties_text(folder: SecurityFolder) -> bytes:
+    lead = [
+        (
+            "# For each broker of a cluster: add your listeners and advertised.listeners, named "
+            "SASL_SSL (clients), INTERNAL (brokers)"
+        ),
+        (
+            "# and CONTROLLER, and put the broker's own file of brokers/ and ca.pem where these "
+            "two locations say."
+        ),
+    ]
+    settings = broker_security(folder, key_file=Path("/etc/kafka/broker.pem")) | {
+        "ssl.truststore.location": "/etc/kafka/ca.pem"
+    }
+    return "\n".join([*lead, *(f"{key}={value}" for key, value in settings.items()), ""]).encode()
+
+
+def admin_connection(config: RunConfig) -> Connection:
+    """Return the connection of whoever may make users and rights: the folder's super user, or
+    `broker.username` when that is set.
+
+    Raises:
+        ConfigError: There is neither.
+    """
+    connection = Connection.of(config.broker, client_id=f"{config.run.id}.security")
+    if config.broker.username:
+        return connection
+    return replace(connection, credentials=admin_security(security_folder(config)))
+
+
+def security_folder(config: RunConfig) -> SecurityFolder:
+    """Return the run's security folder.
+
+    Raises:
+        ConfigError: None is set.
+    """
+    if config.broker.credentials is None:
+        raise ConfigError(
+            "broker.credentials is not set; make a folder with: relax broker secure CONFIG "
+            "--out FOLDER, and name it there"
+        )
+    return SecurityFolder(config.broker.credentials.absolute())
+
+
+def rights_of(config: RunConfig) -> list[Acl]:
+    """Return all rights that the run's principals need."""
+    return acls_of(config.run.id, source_run_id=config.source.run)
+
+
+def plan_security(config: RunConfig, connection: Connection) -> SecurityChanges:
+    """Return what `apply_security` would change."""
+    prefix, folder = prefix_of(config.run.id), security_folder(config)
+    return PrincipalAdmin(connection).changes(
+        prefix, rights_of(config), folder.usernames(config.run.id)
+    )
+
+
+def plan_withdrawal(config: RunConfig, connection: Connection) -> SecurityChanges:
+    """Return what `withdraw_security` would take off the cluster: all users and rights of the
+    run.
+    """
+    return PrincipalAdmin(connection).changes(prefix_of(config.run.id), [], [])
+
+
+def withdraw_security(config: RunConfig, connection: Connection) -> list[Path]:
+    """Take the run's quotas, users and rights off the brokers, then its files out of the folder;
+    return the files that are gone.
+    """
+    changes = plan_withdrawal(config, connection)
+    write_quotas(
+        connection, [QuotaEntity("user", user) for user in changes.strangers], dict.fromkeys(ALL)
+    )
+    nobody: dict[str, str] = {}
+    PrincipalAdmin(connection).apply(changes, password_of=nobody.__getitem__)
+    return security_folder(config).forget(config.run.id)
+
+
+def apply_security(config: RunConfig, connection: Connection) -> SecurityChanges:
+    """Bring the run's users, rights and quotas on load onto the brokers; return what was changed of
+    users and rights.
+    """
+    folder = security_folder(config)
+    changes = plan_security(config, connection)
+    passwords = {
+        user: read_secret(folder.password_file(user), key="broker.credentials")
+        for user in changes.users
+    }
+    PrincipalAdmin(connection).apply(changes, password_of=passwords.__getitem__)
+    for entity, quotas in missing_quotas(config, connection).items():
+        write_quotas(connection, [entity], quotas)
+    return changes
+
+
+def missing_quotas(
+    config: RunConfig, connection: Connection
+) -> dict[QuotaEntity, dict[str, float]]:
+    """Return the usual quotas on load that the run's users lack; one that has been set stays as it
+    is.
+    """
+    entities = [
+        QuotaEntity("user", user) for user in security_folder(config).usernames(config.run.id)
+    ]
+    found = read_quotas(connection, entities)
+    lacking = {
+        entity: {
+            name: value for name, value in USUAL_LOAD.items() if name not in found.get(entity, {})
+        }
+        for entity in entities
+    }
+    return {entity: quotas for entity, quotas in lacking.items() if quotas}

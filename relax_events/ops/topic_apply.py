@@ -1,0 +1,257 @@
+"""Brings the broker's topics and groups to the plan: shows the difference first, refuses what would
+lose or misplace records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from relax_events.config import RunConfig
+from relax_events.errors import BrokerRefused
+from relax_events.kafka.admin import Admin, TopicState
+from relax_events.topics import TopicPlan, TopicSpec
+from relax_events.topics.plan import CONSUMER_ROLES
+
+FOREVER = -1
+DELIVERY_LIMIT = 10
+"""As many as brokers allow: after so many the broker drops a prompt group without a word."""
+"""Deliveries after which the broker drops a prompt group: the most that ours allows, else that
+others do, so that a worker gives it up before."""
+DANGERS = {
+    "partitions": (
+        "more partitions: records that lie in a topic already stay where no reader looks for "
+        "them any more"
+    ),
+    "retention": "shorter retention: the broker deletes what is older or more",
+    "cleanup": "another clean-up policy: the broker deletes records that it kept until now",
+    "record-size": "smaller records: what was accepted until now is refused",
+    "durability": "fewer copies must be written before a record counts as safe",
+    "delete": "topics that are not in the plan are deleted with their records",
+}
+EXTRA_OF_THE_RUN = "reward.scores."
+"""Rescoring makes topics of this name; they belong to the run though no run file plans them, and go
+when it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One difference between plan and broker.
+
+    `kind` is create, alter, delete, extra (not in the plan, left alone: no drift) or conflict
+    (can't be brought to the plan, or not without the word for its danger). `danger` is a name of
+    `DANGERS`, or empty.
+    """
+
+    kind: str
+    topic: str
+    detail: str
+    spec: TopicSpec | None
+    danger: str = ""
+
+    @property
+    def is_drift(self) -> bool:
+        """Whether the broker differs from the plan in something that the plan speaks of."""
+        return self.kind != "extra"
+
+
+def plan_changes(
+    specs: list[TopicSpec], found: dict[str, TopicState], *, allow: Collection[str] = ()
+) -> list[Change]:
+    """Return what has to happen so that the broker has the planned topics; nothing when it has.
+
+    Args:
+        specs: The plan.
+        found: What is there under the run's prefix.
+        allow: Dangers that were agreed to. `delete` makes the topics deletable that are not in the
+            plan.
+    """
+    changes = []
+    for spec in specs:
+        state = found.get(spec.name)
+        if state is None:
+            changes.append(
+                Change(
+                    "create",
+                    spec.name,
+                    f"{spec.num_partitions} partitions x {spec.replication_factor}",
+                    spec,
+                )
+            )
+        else:
+            changes += [*_shape_changes(spec, state), *_setting_changes(spec, state)]
+    return changes + _extra_topics(found.keys() - {spec.name for spec in specs}, allow)
+
+
+def _shape_changes(spec: TopicSpec, state: TopicState) -> list[Change]:
+    changes = []
+    if state.num_partitions != spec.num_partitions:
+        grows = "partitions" if state.num_partitions < spec.num_partitions else ""
+        changes.append(
+            Change(
+                "conflict",
+                spec.name,
+                f"has {state.num_partitions} partitions, the plan says {spec.num_partitions}",
+                spec,
+                grows,
+            )
+        )
+    if state.replication_factor > spec.replication_factor:
+        changes.append(
+            Change(
+                "conflict",
+                spec.name,
+                f"has {state.replication_factor} replicas, the plan says {spec.replication_factor}",
+                spec,
+            )
+        )
+    return changes
+
+
+def _setting_changes(spec: TopicSpec, state: TopicState) -> list[Change]:
+    return [
+        Change(
+            "alter",
+            spec.name,
+            f"{key}: {state.settings.get(key)} -> {value}",
+            spec,
+            danger_of(key, state.settings.get(key), value),
+        )
+        for key, value in spec.settings.items()
+        if state.settings.get(key) != value
+    ]
+
+
+def _extra_topics(names: Iterable[str], allow: Collection[str]) -> list[Change]:
+    changes = []
+    for name in sorted(names):
+        is_ours = TopicPlan.entity(name).startswith(EXTRA_OF_THE_RUN)
+        goes = "delete" in allow and not is_ours
+        detail = "not in the plan" + (", made by a rescoring" if is_ours else "")
+        changes.append(
+            Change("delete" if goes else "extra", name, detail, None, "delete" if goes else "")
+        )
+    return changes
+
+
+def danger_of(key: str, old: str | None, new: str) -> str:
+    """Return which danger lies in a new value of a topic's setting; empty when there is none."""
+    if old is None:
+        return ""
+    if key in ("retention.ms", "retention.bytes"):
+        return (
+            "retention"
+            if int(new) != FOREVER and (int(old) == FOREVER or int(new) < int(old))
+            else ""
+        )
+    if key == "cleanup.policy":
+        return "cleanup" if set(new.split(",")) - set(old.split(",")) else ""
+    lowered = {"max.message.bytes": "record-size", "min.insync.replicas": "durability"}
+    return lowered[key] if key in lowered and int(new) < int(old) else ""
+
+
+def records_at_stake(
+    changes: Iterable[Change], admin: Admin, found: Mapping[str, TopicState]
+) -> dict[str, int]:
+    """Return how many records the topics hold whose change is dangerous: what would be lost or
+    misplaced at most.
+    """
+    topics = {change.topic for change in changes if change.danger}
+    places = [
+        (topic, partition)
+        for topic in sorted(topics)
+        for partition in range(found[topic].num_partitions)
+    ]
+    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+    at_stake: dict[str, int] = {}
+    for place in places:
+        at_stake[place[0]] = at_stake.get(place[0], 0) + ends[place] - begins[place]
+    return at_stake
+
+
+def apply_topics(config: RunConfig, admin: Admin, *, allow: Collection[str] = ()) -> list[Change]:
+    """Create and alter topics and groups of a run; return what was changed.
+
+    Args:
+        config: The run.
+        admin: Of its broker.
+        allow: Names of `DANGERS` that were agreed to.
+    Raises:
+        BrokerRefused: A topic has another number of partitions than the plan, on which the place of
+            every sample depends, or a change is dangerous and was not agreed to. Nothing was
+            changed.
+    """
+    plan = TopicPlan.of(config)
+    changes = [
+        change
+        for change in plan_changes(plan.specs(), admin.topics(plan.topic("")), allow=allow)
+        if change.is_drift
+    ]
+    refuse_dangers(changes, allow=allow)
+    admin.create([change.spec for change in changes if change.kind == "create" and change.spec])
+    for change in changes:
+        if change.kind == "conflict" and change.spec:
+            admin.grow(change.topic, change.spec.num_partitions)
+    for spec in {
+        change.topic: change.spec for change in changes if change.kind == "alter" and change.spec
+    }.values():
+        admin.alter_topic(spec.name, spec.settings)
+    admin.delete([change.topic for change in changes if change.kind == "delete"])
+    apply_groups(config, plan, admin)
+    return changes
+
+
+def refuse_dangers(changes: Iterable[Change], *, allow: Collection[str]) -> None:
+    """Refuse what can't be done, and what is dangerous without having been agreed to.
+
+    Raises:
+        BrokerRefused: The text names the topic, the danger and the remedy.
+    """
+    for change in changes:
+        if change.kind == "conflict" and change.danger not in allow:
+            grow = (
+                "; where no record lies yet, --allow partitions makes more" if change.danger else ""
+            )
+            raise BrokerRefused(
+                f"topic {change.topic} {change.detail}; keep {_keys_behind(change)}, or take "
+                f"another run.id{grow}"
+            )
+        if change.danger and change.danger not in allow:
+            raise BrokerRefused(
+                f"topic {change.topic}: {change.detail} is {DANGERS[change.danger]}; agree "
+                f"with --allow {change.danger}"
+            )
+
+
+def _keys_behind(change: Change) -> str:
+    """Name the keys of the run file from which a topic's shape follows."""
+    if "replicas" in change.detail:
+        return "broker.replication_factor as it was"
+    is_queue = TopicPlan.entity(change.topic) == "prompt.groups"
+    return (
+        "broker.queue_partitions as it was"
+        if is_queue
+        else "run.max_staleness and broker.shards as they were"
+    )
+
+
+def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
+    """Set how fast a dead member is noticed, and how long a lease lasts."""
+    timings = {
+        "consumer.session.timeout.ms": str(int(config.broker.session_timeout_seconds * 1000)),
+        "consumer.heartbeat.interval.ms": "500",
+    }
+    share = {
+        "share.auto.offset.reset": "earliest",
+        "share.isolation.level": "read_committed",
+        "share.record.lock.duration.ms": str(int(config.broker.lease_seconds * 1000)),
+        "share.delivery.count.limit": str(DELIVERY_LIMIT),
+    }
+    if config.is_replay:
+        # its trainer commits no offsets on its source's topics, and nobody else reads samples
+        return
+    queue_is_shared = config.broker.lease == "share_group"
+    for role in CONSUMER_ROLES if queue_is_shared else (*CONSUMER_ROLES, "rollout"):
+        admin.alter_group(plan.consumer_group(role), timings)
+    if queue_is_shared:
+        admin.alter_group(plan.consumer_group("rollout"), share)

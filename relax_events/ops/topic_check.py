@@ -1,0 +1,186 @@
+"""Looks whether a run's topics and groups are in order, and changes nothing. Each finding says what
+to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from relax_events.config import RunConfig
+from relax_events.events.types import RunCommanded
+from relax_events.history.run_log import RunLog
+from relax_events.kafka.admin import Admin, GroupState, PartitionState, TopicState
+from relax_events.ops.dead_letters import DeadLetter, read_letters
+from relax_events.ops.topic_apply import Change, plan_changes
+from relax_events.projections.run_state import RunState
+from relax_events.topics import TopicPlan
+from relax_events.topics.role_inputs import role_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class TopicFinding:
+    """Something that is looked at: `is_good`, or what is wrong and the remedy. `is_note` is worth
+    knowing and not wrong.
+    """
+
+    what: str
+    text: str
+    remedy: str = ""
+    is_note: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing has to be done."""
+        return not self.remedy or self.is_note
+
+
+def check_topics(config: RunConfig, admin: Admin) -> list[TopicFinding]:
+    """Look at everything; the findings that need somebody come first."""
+    plan = TopicPlan.of(config)
+    found = admin.topics(plan.topic(""))
+    findings = [
+        *drift_findings(plan_changes(plan.specs(), found)),
+        *partition_findings(admin.partitions(plan.topic("")), found),
+    ]
+    if plan.topic("control.commands") in found:
+        with RunLog(config, name="check") as log:
+            over = is_over(log)
+            findings += letter_findings(read_letters(log))
+        findings += group_findings(config, admin.groups(plan.consumer_group("")), is_over=over)
+        findings += transaction_findings(admin, found, is_over=over)
+    return sorted(findings, key=lambda finding: finding.is_good)
+
+
+def is_over(log: RunLog) -> bool:
+    """Tell whether the run has ended, or has not begun: then nobody has to be at work."""
+    state = RunState()
+    for found in log.control("control.commands", RunCommanded):
+        state.note(found.event)
+    return state.ended is not None or not log.versions
+
+
+def drift_findings(changes: Iterable[Change]) -> Iterator[TopicFinding]:
+    """Say where the topics differ from the plan."""
+    changes = list(changes)
+    for change in changes:
+        if not change.is_drift:
+            yield TopicFinding("plan", f"{change.topic}: {change.detail}", is_note=True)
+        elif change.kind == "conflict":
+            yield TopicFinding(
+                "plan",
+                f"{change.topic} {change.detail}",
+                "use the run file that the run was started with, or another run.id",
+            )
+        else:
+            yield TopicFinding(
+                "plan",
+                f"{change.topic}: {change.kind} {change.detail}",
+                "relax topics apply brings it to the plan",
+            )
+    if not any(change.is_drift for change in changes):
+        yield TopicFinding("plan", "the topics are as planned")
+
+
+def partition_findings(
+    partitions: Iterable[PartitionState], found: Mapping[str, TopicState]
+) -> Iterator[TopicFinding]:
+    """Say which partitions nobody leads, which lack replicas in sync, and which can't be written
+    for lack of them.
+    """
+    count = wrong = 0
+    for state in partitions:
+        count += 1
+        place = f"{state.topic}[{state.partition}]"
+        needed = (
+            int(found[state.topic].settings.get("min.insync.replicas", "1"))
+            if state.topic in found
+            else 1
+        )
+        missing = sorted(set(state.replicas) - set(state.in_sync))
+        if state.leader < 0:
+            yield TopicFinding(
+                "partitions",
+                f"{place} is offline: none of the brokers {list(state.replicas)} leads it",
+                "start those brokers",
+            )
+        elif len(state.in_sync) < needed:
+            text = (
+                f"{place} can't be written: {len(state.in_sync)} in sync, min.insync.replicas is "
+                f"{needed}"
+            )
+            yield TopicFinding("partitions", text, f"start the brokers {missing}")
+        elif missing:
+            yield TopicFinding(
+                "partitions",
+                f"{place} is under-replicated: not in sync are the brokers {missing}",
+                "start them, or wait for them",
+            )
+        else:
+            continue
+        wrong += 1
+    if not wrong:
+        yield TopicFinding(
+            "partitions", f"all {count} partitions have their leader and all replicas in sync"
+        )
+
+
+def group_findings(
+    config: RunConfig, groups: Mapping[str, GroupState], *, is_over: bool
+) -> Iterator[TopicFinding]:
+    """Say which roles of a run that goes on have nobody at work."""
+    plan, missing = TopicPlan.of(config), []
+    for role in role_inputs(config):
+        group = groups.get(plan.consumer_group(role))
+        if role != "trainer" and not (
+            group and group.members
+        ):  # the trainer assigns partitions itself: fencing keeps it single, not a group
+            missing.append(role)
+    if is_over:
+        yield TopicFinding(
+            "groups", "the run does not go on now: nobody has to be at work", is_note=True
+        )
+        return
+    for role in missing:
+        yield TopicFinding(
+            "groups",
+            f"{plan.consumer_group(role)} has no members",
+            f"relax worker {role} RUN_FILE, or relax run RUN_FILE",
+        )
+    if not missing:
+        yield TopicFinding("groups", "every role has members")
+
+
+def transaction_findings(
+    admin: Admin, found: Mapping[str, TopicState], *, is_over: bool
+) -> Iterator[TopicFinding]:
+    """Say where an open transaction hides records. In a run that goes on it is the trainer's, and
+    gone in a moment.
+    """
+    places = [
+        (name, partition)
+        for name, state in sorted(found.items())
+        for partition in range(state.num_partitions)
+    ]
+    stable, ends = admin.stable_offsets(places), admin.end_offsets(places)
+    hidden = {place: ends[place] - stable[place] for place in places if stable[place] < ends[place]}
+    remedy = "start the run's trainer again: it ends what its predecessor left open"
+    for (topic, partition), count in hidden.items():
+        text = f"{topic}[{partition}]: {count} record(s) lie behind an open transaction"
+        yield TopicFinding("transactions", text, remedy, is_note=not is_over)
+    if not hidden:
+        yield TopicFinding("transactions", "none is open")
+
+
+def letter_findings(letters: Iterable[DeadLetter]) -> Iterator[TopicFinding]:
+    """Count, by role, the dead letters that nobody has dealt with."""
+    waiting = Counter(letter.role for letter in letters if not letter.resolution)
+    for role, count in sorted(waiting.items()):
+        yield TopicFinding(
+            "dead letters",
+            f"{role} could not use {count} record(s)",
+            f"relax deadletter list RUN_FILE --role {role}",
+        )
+    if not waiting:
+        yield TopicFinding("dead letters", "none is waiting")

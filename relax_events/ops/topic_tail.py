@@ -1,0 +1,157 @@
+"""Follows the records of one topic, decoded, from a place that people can name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError, CorruptRecord, SchemaError
+from relax_events.events.parts import StoredArray
+from relax_events.history.run_log import RunLog
+from relax_events.kafka.admin import Admin
+from relax_events.kafka.records import Record
+from relax_events.ops.offset_reset import time_of, version_offsets
+from relax_events.topics.plan import SAMPLE_TOPICS
+from relax_events.topics.role_inputs import Place
+
+FORMS = "beginning, end, an offset, version:V or a time like 2026-01-31T12:00:00Z"
+MAX_LISTED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TailedRecord:
+    """A record with what it holds: `event` is its event's name and `fields` the content, or `error`
+    says why it can't be read.
+    """
+
+    record: Record
+    event: str
+    fields: dict[str, Any]
+    error: str = ""
+
+
+def tail_places(
+    config: RunConfig, admin: Admin, entity: str, *, partition: int | None
+) -> list[Place]:
+    """Return the partitions of a topic of the run.
+
+    Args:
+        config: The run.
+        admin: Of its broker.
+        entity: For example `rollout.samples`, or a topic's full name.
+        partition: Only this one.
+    Raises:
+        ConfigError: The run has no such topic or partition; the text lists those that it has.
+    """
+    prefix = f"relax.{config.run.id}."
+    found = admin.topics(prefix)
+    name = entity if entity.startswith(prefix) else prefix + entity
+    if name not in found:
+        raise ConfigError(
+            f"run {config.run.id} has no topic {entity!r}; it has "
+            f"{', '.join(topic.removeprefix(prefix) for topic in sorted(found))}"
+        )
+    count = found[name].num_partitions
+    if partition is not None and not 0 <= partition < count:
+        raise ConfigError(f"topic {name} has partitions 0 to {count - 1}, got {partition}")
+    return [(name, number) for number in (range(count) if partition is None else [partition])]
+
+
+def tail_starts(log: RunLog, admin: Admin, places: list[Place], text: str) -> dict[Place, int]:
+    """Return where to begin in each partition.
+
+    Args:
+        log: The run's log.
+        admin: Of its broker.
+        places: The partitions.
+        text: One of `FORMS`.
+    Raises:
+        ConfigError: The text is none of these, or the topic is not ordered by version.
+    """
+    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+    if text in ("beginning", "end"):
+        return begins if text == "beginning" else ends
+    if text.startswith("version:"):
+        return _version_starts(log, places, text, ends)
+    if text.isdecimal():
+        wanted = dict.fromkeys(places, int(text))
+    else:
+        try:
+            wanted = admin.offsets_at(places, timestamp_ms=time_of(text))
+        except ConfigError:
+            raise ConfigError(f"--from {text!r} is no place to begin; it may be {FORMS}") from None
+    return {place: min(max(offset, begins[place]), ends[place]) for place, offset in wanted.items()}
+
+
+def _version_starts(
+    log: RunLog, places: list[Place], text: str, ends: Mapping[Place, int]
+) -> dict[Place, int]:
+    version = text.removeprefix("version:")
+    if not version.isdecimal():
+        raise ConfigError(f"--from {text!r} names no version; it may be {FORMS}")
+    if log.plan.entity(places[0][0]) not in SAMPLE_TOPICS:
+        raise ConfigError(
+            f"topic {places[0][0]} is not ordered by version; those that are: "
+            f"{', '.join(SAMPLE_TOPICS)}"
+        )
+    published = [found.event for found in log.versions.values()]
+    return version_offsets(log.plan, published, places, version=int(version), ends=ends)
+
+
+def tail(
+    log: RunLog, starts: Mapping[Place, int], *, stops: Mapping[Place, int] | None = None
+) -> Iterator[TailedRecord]:
+    """Give records from here on: for ever as they come, or up to `stops`."""
+    if stops is not None:
+        records: Iterator[Record | None] = log.records(
+            {place: (start, stops[place]) for place, start in starts.items()}
+        )
+    else:
+        records = log.follow(starts)
+    for record in records:
+        if record is not None:
+            yield read_record(log, record)
+
+
+def read_record(log: RunLog, record: Record) -> TailedRecord:
+    """Decode a record; one that can't be is given with the reason."""
+    if not record.value:
+        return TailedRecord(record, "tombstone", {})
+    if log.plan.entity(record.topic) == "control.schemas":
+        return TailedRecord(record, "schema", {"schema": record.value.decode("utf-8", "replace")})
+    try:
+        event = log.codec.decode(record.value)
+    except (CorruptRecord, SchemaError) as error:
+        return TailedRecord(record, "unreadable", {}, str(error))
+    return TailedRecord(
+        record,
+        type(event).__name__,
+        {item.name: plain(getattr(event, item.name)) for item in dataclasses.fields(event)},
+    )
+
+
+def plain(value: Any) -> Any:
+    """Return a field as JSON can hold it; a long array by its type and shape."""
+    if isinstance(value, StoredArray):
+        return {"dtype": value.dtype, "shape": list(value.shape), "uri": value.reference.uri}
+    if isinstance(value, np.ndarray):
+        return (
+            value.tolist()
+            if value.size <= MAX_LISTED
+            else {"dtype": value.dtype.str, "shape": list(value.shape)}
+        )
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value

@@ -1,0 +1,147 @@
+"""What the records say of one prompt group and of one train step, before anybody judges it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import NamedTuple
+
+from relax_events.events.parts import Array, StoredArray
+from relax_events.events.types import (
+    PromptGroupEnded,
+    SampleReady,
+    SampleRolledOut,
+    TrainStepCommitted,
+)
+from relax_events.staleness import IssuedGroup
+
+
+def digest_of(array: Array) -> bytes:
+    """Return the SHA-256 of an array's values, which is also the address of one that lies in the
+    object store.
+    """
+    return (
+        array.reference.digest
+        if isinstance(array, StoredArray)
+        else sha256(array.tobytes()).digest()
+    )
+
+
+class Generated(NamedTuple):
+    """A copy of a sample on rollout.samples. Its versions are those of its segments: of the tokens,
+    not of a field that sums them up.
+    """
+
+    owner: int
+    oldest: int
+    newest: int
+    tokens: bytes
+    generation: str
+
+    @classmethod
+    def of(cls, event: SampleRolledOut) -> Generated:
+        """Read it off the record."""
+        versions = [segment.policy_version for segment in event.version_segments] or [
+            event.min_policy_version,
+            event.max_policy_version,
+        ]
+        return cls(
+            event.policy_version,
+            min(versions),
+            max(versions),
+            digest_of(event.tokens),
+            event.generation_digest,
+        )
+
+
+class Ready(NamedTuple):
+    """A record of advantage.samples that holds a sample."""
+
+    sample_id: str
+    owner: int
+    oldest: int
+    newest: int
+    tokens: bytes
+    generation: str
+    reward: float
+    num_samples: int
+
+    @classmethod
+    def of(cls, event: SampleReady) -> Ready:
+        """Read it off the record."""
+        versions = (event.policy_version, event.min_policy_version, event.max_policy_version)
+        return cls(
+            event.sample_id,
+            *versions,
+            digest_of(event.tokens),
+            event.generation_digest,
+            event.reward,
+            event.samples_per_prompt,
+        )
+
+
+class Trained(NamedTuple):
+    """A sample as a train step names it."""
+
+    sample_id: str
+    train_step: int
+    partition: int
+    offset: int
+
+
+@dataclass(slots=True)
+class GroupFacts:
+    """A prompt group."""
+
+    group_id: str
+    seat: IssuedGroup | None
+    """None where the id is no prompt group id."""
+    is_issued: bool = False
+    num_samples: int = 0
+    """As issued; 0 where the issue was not read."""
+    ends: list[PromptGroupEnded] = field(default_factory=list)
+    generated: dict[str, list[Generated]] = field(default_factory=dict)
+    num_generated: int = 0
+    rewards: dict[str, set[tuple[str, float]]] = field(default_factory=dict)
+    """Of each sample, with the generation that was scored."""
+    ready: dict[tuple[int, int], Ready] = field(default_factory=dict)
+    newest_records: dict[tuple[str, int], int] = field(default_factory=dict)
+    """The offset of its newest record in the trainer's input, by entity and partition."""
+    trained: list[Trained] = field(default_factory=list)
+
+    @property
+    def train_steps(self) -> list[int]:
+        """The train steps that trained it."""
+        return sorted({sample.train_step for sample in self.trained})
+
+    @property
+    def trained_ids(self) -> set[str]:
+        """Its samples that were trained."""
+        return {sample.sample_id for sample in self.trained}
+
+    @property
+    def ready_and_trained(self) -> list[Ready]:
+        """The records that its train steps name, as far as they were read."""
+        found = (self.ready.get((sample.partition, sample.offset)) for sample in self.trained)
+        return [record for record in found if record is not None]
+
+
+@dataclass(slots=True)
+class StepFacts:
+    """A train step whose samples have not all been read yet."""
+
+    train_step: int
+    samples: list[Trained]
+    told_counts: list[int]
+
+    @classmethod
+    def of(cls, event: TrainStepCommitted) -> StepFacts:
+        """Read it off the record, whose arrays are as long as they should be."""
+        places = zip(
+            event.sample_ids, event.partitions.tolist(), event.offsets.tolist(), strict=True
+        )  # type: ignore[union-attr]
+        return cls(
+            event.train_step,
+            [Trained(name, event.train_step, *place) for name, *place in places],
+            list(event.staleness_counts),
+        )

@@ -1,0 +1,190 @@
+"""The state of a run, rebuilt from the control topics by whoever wants it: the controller, the
+progress display, the report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from sys import intern
+from typing import Any
+
+import numpy as np
+
+from relax_events.events.parts import Command, Outcome, WorkerState
+from relax_events.events.types import (
+    Event,
+    MetricsReported,
+    PolicyEvaluated,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    RunCommanded,
+    RunDescribed,
+    TrainStepCommitted,
+    WorkerBeat,
+)
+from relax_events.staleness import is_guest
+from relax_events.topics.plan import HEARTBEATS, METRICS
+
+NOTHING = np.zeros(0, np.int32)
+NUM_KEPT = 128
+"""Newest steps, evaluations and reports that are kept: more than anybody shows of a run that goes
+on."""
+NUM_RECENT_ENDS = 20_000
+"""Newest ends among which one that is told twice is known."""
+FOLLOWED = (
+    "control.train-steps",
+    "control.group-outcomes",
+    *HEARTBEATS.values(),
+    *METRICS.values(),
+    "control.evaluations",
+)
+
+
+@dataclass(slots=True)
+class RunState:
+    """What the control log has said so far. Feed it every event, in log order; it never looks
+    anywhere else.
+
+    It may begin at any publication of a policy version, which sums up what lies before. Its memory
+    is bounded: of what comes with every step only the newest is kept, unless `keeps_all`.
+    `critic_figures` are those of the critic's steps, by train step; `metrics` is the newest report
+    of each worker otherwise. `steps` are without what they name of each sample.
+    """
+
+    keeps_all: bool = False
+    policy_version: int = -1
+    num_steps: int = 0
+    steps: list[TrainStepCommitted] = field(default_factory=list)
+    evaluations: dict[tuple[int, str], PolicyEvaluated] = field(default_factory=dict)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    recent_ends: dict[str, None] = field(default_factory=dict)
+    failed_in_a_row: int = 0
+    last_failure: str = ""
+    workers: dict[str, WorkerBeat] = field(default_factory=dict)
+    metrics: dict[str, MetricsReported] = field(default_factory=dict)
+    num_updates_skipped: int = 0
+    skipped_in_a_row: int = 0
+    critic_figures: dict[int, dict[str, float]] = field(default_factory=dict)
+    ended: RunCommanded | None = None
+    resumed_at: int = 0
+    is_paused: bool = False
+    descriptions: list[RunDescribed] = field(default_factory=list)
+
+    def note(self, event: Event) -> None:
+        """Take in an event."""
+        if isinstance(event, TrainStepCommitted):
+            self.num_steps += 1
+            self._note_update(event)
+            self.steps.append(without_its_samples(event))
+            self._bound(self.steps)
+        elif isinstance(event, PolicyVersionPublished):
+            self._note_version(event)
+        elif isinstance(event, PromptGroupEnded):
+            self._note_end(event)
+        elif isinstance(event, PolicyEvaluated):
+            self.evaluations.setdefault((event.policy_version, event.dataset), event)
+            self._bound(self.evaluations)
+        elif isinstance(event, WorkerBeat):
+            self.workers[event.worker_id] = event
+        elif isinstance(event, MetricsReported):
+            if event.role == "critic" and "value_loss" in event.values:
+                self.critic_figures[event.policy_version - 1] = event.values
+                self._bound(self.critic_figures)
+            else:
+                self.metrics[event.worker_id] = event
+        elif isinstance(event, RunDescribed):
+            self.descriptions.append(event)
+        elif isinstance(event, RunCommanded) and event.role is None:
+            self._note_command(event)
+
+    def _note_update(self, step: TrainStepCommitted) -> None:
+        """Count updates that were skipped; in a row only those since the run was last taken up."""
+        self.num_updates_skipped += step.update_skipped
+        self.skipped_in_a_row = (
+            self.skipped_in_a_row + (step.committed_at > self.resumed_at)
+            if step.update_skipped
+            else 0
+        )
+
+    def _note_version(self, event: PolicyVersionPublished) -> None:
+        if self.policy_version < 0 and not self.num_steps:  # we begin here
+            self.num_steps, self.outcomes = event.num_steps_before, Counter(event.ended_before)
+        self.policy_version = max(self.policy_version, event.policy_version)
+
+    def _bound(self, kept: list[Any] | dict[Any, Any], *, limit: int = NUM_KEPT) -> None:
+        """Drop the older half of what has grown to twice the limit."""
+        if self.keeps_all or len(kept) < 2 * limit:
+            return
+        if isinstance(kept, list):
+            del kept[:-limit]
+        else:
+            for key in list(kept)[:-limit]:
+                del kept[key]
+
+    def _note_command(self, event: RunCommanded) -> None:
+        if event.command is Command.STOP:
+            self.ended = event
+        elif event.command is Command.PAUSE:
+            self.is_paused = True
+        elif event.command is Command.RESUME:
+            self.ended, self.is_paused, self.resumed_at = None, False, event.commanded_at
+            self.failed_in_a_row = self.skipped_in_a_row = 0
+
+    def _note_end(self, event: PromptGroupEnded) -> None:
+        if event.prompt_group_id in self.recent_ends or is_guest(event.prompt_group_id):
+            return
+        self.recent_ends[event.prompt_group_id] = None
+        self._bound(self.recent_ends, limit=NUM_RECENT_ENDS)
+        self.outcomes[event.outcome.value] += 1
+        if event.outcome is Outcome.FAILED and event.ended_at > self.resumed_at:
+            self.failed_in_a_row += 1
+            self.last_failure = event.reason
+        elif event.outcome is Outcome.TRAINED:
+            self.failed_in_a_row = 0
+
+    @property
+    def described(self) -> RunDescribed | None:
+        """What the run says it is, the newest time."""
+        return self.descriptions[-1] if self.descriptions else None
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the newest step; None before the first, and where nothing is rewarded."""
+        return self.steps[-1].figures.get("reward_mean") if self.steps else None
+
+
+def is_silent(beat: WorkerBeat, *, seconds: float, newest_at: int) -> bool:
+    """Tell whether a worker owes us a beat since so long; one that has stopped owes none, nor does
+    one that still loads what it needs.
+
+    Measured against the newest beat of anybody: while the broker is away nobody's comes, and nobody
+    is to blame.
+    """
+    return beat.beat_at < newest_at - int(seconds * 1e6) and beat.state not in (
+        WorkerState.STOPPED,
+        WorkerState.STARTING,
+    )
+
+
+def without_its_samples(step: TrainStepCommitted) -> TrainStepCommitted:
+    """Return a step as it is kept over a whole run: a tenth of its size, since samples and places
+    go and names are shared.
+    """
+    figures, phases = (
+        {intern(name): value for name, value in named.items()}
+        for named in (step.figures, step.phase_seconds)
+    )
+    of_samples: dict[str, Any] = {"prompt_group_ids": [], "sample_ids": [], "consumed": []}
+    of_samples |= dict.fromkeys(("partitions", "offsets", "ranks", "micro_batches"), NOTHING)
+    return replace(step, **of_samples, figures=figures, phase_seconds=phases)
+
+
+def num_samples(step: TrainStepCommitted) -> int:
+    """Return how many samples a train step had."""
+    return sum(step.staleness_counts)
+
+
+def staleness_max(step: TrainStepCommitted) -> int:
+    """Return how many policy versions the oldest sample of a train step was behind."""
+    return max((age for age, count in enumerate(step.staleness_counts) if count), default=0)

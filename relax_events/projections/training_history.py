@@ -1,0 +1,249 @@
+"""What the log says about a run's training since its newest checkpoint: the trainer's memory after
+a crash.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax_events.errors import BrokerUnavailable, RunFailed
+from relax_events.events.parts import CheckpointRef, TopicOffset
+from relax_events.events.types import (
+    Event,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    TrainStepCommitted,
+)
+from relax_events.kafka.consumer import LogReader
+from relax_events.runtime.control_view import SUMMED_ENTITIES, begins_of, newest_publications
+from relax_events.runtime.worker import Worker
+from relax_events.staleness import is_guest
+from relax_events.topics import TopicPlan
+
+
+@dataclass(slots=True)
+class TrainingHistory:
+    """Committed steps, ended prompt groups and published versions, in log order, since the
+    publication that it begins with.
+
+    `num_steps_before` and `ended_before` sum up what lies before that publication.
+    """
+
+    steps: list[TrainStepCommitted] = field(default_factory=list)
+    ended_group_ids: set[str] = field(default_factory=set)
+    published: list[PolicyVersionPublished] = field(default_factory=list)
+    checkpoint_positions: dict[tuple[str, int], int] = field(default_factory=dict)
+    forgotten_step: int = -1
+    num_steps_before: int = 0
+    ended_before: Counter[str] = field(default_factory=Counter)
+    _outcomes: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def read(cls, worker: Worker) -> TrainingHistory:
+        """Read the control topics from the version of the newest checkpoint on; only committed
+        records are seen.
+
+        Raises:
+            BrokerUnavailable: A committed step can't be read. Training must not go on from an older
+                one: it would train twice.
+        """
+        reader = LogReader(worker.connection)
+        try:
+            published = _since_checkpoint(reader, worker)
+            return cls._read(
+                reader,
+                worker,
+                begins_of(published, worker.plan),
+                first=published[0] if published else None,
+            )
+        finally:
+            reader.close()
+
+    @classmethod
+    def read_from(cls, worker: Worker, begins: Mapping[str, int]) -> TrainingHistory:
+        """Read the control topics from these offsets on, by entity; raises as `read`."""
+        reader = LogReader(worker.connection)
+        try:
+            return cls._read(reader, worker, begins, first=None)
+        finally:
+            reader.close()
+
+    @classmethod
+    def _read(
+        cls,
+        reader: LogReader,
+        worker: Worker,
+        begins: Mapping[str, int],
+        *,
+        first: PolicyVersionPublished | None,
+    ) -> TrainingHistory:
+        history = cls()
+        if first is not None:
+            history.num_steps_before, history.ended_before = (
+                first.num_steps_before,
+                Counter(first.ended_before),
+            )
+        places = {
+            (worker.plan.topic(entity), 0): begins.get(entity, 0) for entity in SUMMED_ENTITIES
+        }
+        for record in reader.stream(
+            {place: (start, reader.watermarks(*place)[1]) for place, start in places.items()}
+        ):
+            event = worker.decode(record)
+            if event is not None:
+                history.note(event)
+        history.refuse_gaps()
+        return history
+
+    def refuse_gaps(self) -> None:
+        """Check that every published version has the step that made it; both were committed in one
+        transaction.
+
+        Raises:
+            BrokerUnavailable: One has not: its record is damaged, or a transaction is just becoming
+                visible.
+        """
+        known = {step.policy_version for step in self.steps}
+        if lost := [
+            event.policy_version
+            for event in self.published[1:]
+            if event.policy_version not in known
+        ]:
+            raise BrokerUnavailable(
+                f"policy version {lost[0]} was published, but train step {lost[0] - 1} can't "
+                "be read from control.train-steps; "
+                "relax deadletter list RUN_FILE --role trainer says why; nothing is trained "
+                "until it can"
+            )
+
+    def note(self, event: Event) -> None:
+        """Add an event."""
+        if isinstance(event, TrainStepCommitted):
+            self.steps.append(event)
+        elif isinstance(event, PromptGroupEnded):
+            self.ended_group_ids.add(event.prompt_group_id)
+            self._outcomes[event.outcome.value] += not is_guest(event.prompt_group_id)
+        elif isinstance(event, PolicyVersionPublished):
+            self.published.append(event)
+
+    @property
+    def policy_version(self) -> int:
+        """The newest version whose step was committed; 0 before the first step."""
+        return self.steps[-1].policy_version if self.steps else 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was published yet."""
+        return not self.published
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the run has committed."""
+        return self.num_steps_before + len(self.steps)
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """Prompt groups of the run that have ended, by outcome, without those of guests."""
+        return self.ended_before + self._outcomes
+
+    def checkpoints(self) -> list[CheckpointRef]:
+        """Return the checkpoints that committed steps name, newest first."""
+        return list(
+            dict.fromkeys(
+                step.checkpoint for step in reversed(self.steps) if step.checkpoint is not None
+            )
+        )
+
+    def require_from(self, first_version: int) -> None:
+        """Check that training can begin at the run's first version: the steps since are all here.
+
+        Raises:
+            RunFailed: They are not, and no checkpoint can be read; the text names the checkpoints.
+        """
+        if not self.is_fresh and self.published[0].policy_version != first_version:
+            named = ", ".join(reference.uri for reference in self.checkpoints()) or "none"
+            raise RunFailed(
+                f"no checkpoint can be read (named by the log: {named}), and training can't "
+                f"begin again at version {first_version}: the steps before "
+                f"version {self.published[0].policy_version} are not read any more; put back "
+                "one of these objects, or start a run with a new run.id "
+                "from the newest published weights"
+            )
+
+    def take_checkpoint(self, extra: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's offsets and id window: they hold even where the control log was
+        cut off or is behind.
+        """
+        self.ended_group_ids |= set(extra["id_window"])
+        self.checkpoint_positions = {
+            (entity, partition): offset for entity, partition, offset in extra["consumed"]
+        }
+        self.forgotten_step = extra.get("forgotten_step", -1)
+
+    def positions(self) -> dict[tuple[str, int], int]:
+        """Where reading the trainer's input goes on, by entity and partition: below it everything
+        was decided.
+        """
+        positions = dict(self.checkpoint_positions)
+        for step in self.steps:
+            advance_positions(positions, step.consumed)
+        return positions
+
+
+def advance_positions(
+    positions: dict[tuple[str, int], int], consumed: Iterable[TopicOffset]
+) -> None:
+    """Move positions, by entity and partition, to what a step has consumed; none goes back. An
+    imported log still names its first run's topics.
+    """
+    for at in consumed:
+        place = (TopicPlan.entity(at.topic), at.partition)
+        positions[place] = max(at.offset, positions.get(place, 0))
+
+
+def _since_checkpoint(reader: LogReader, worker: Worker) -> list[PolicyVersionPublished]:
+    """Return the publications since the version of the oldest checkpoint that is kept; all of them
+    where there is none.
+
+    A step names the newest checkpoint of its time. So the newest step leads to one, and the step
+    that was trained first behind that one to the one before it.
+    """
+    found = newest_publications(
+        reader, worker.plan, worker.decode, enough=lambda found: len(found) > 1
+    )
+    version = max(_named_since(found, reader, worker), default=-1)
+    for _ in range(worker.config.trainer.keep_checkpoints):
+        found = _back_to(version, reader, worker)
+        older = min(_named_since(found, reader, worker), default=version)
+        if older == version:
+            break
+        version = older
+    return found
+
+
+def _back_to(version: int, reader: LogReader, worker: Worker) -> list[PolicyVersionPublished]:
+    """Return the publications since that of a version."""
+    found = newest_publications(
+        reader,
+        worker.plan,
+        worker.decode,
+        enough=lambda found: bool(found) and found[0].policy_version <= version,
+    )
+    return [event for event in found if event.policy_version >= version]
+
+
+def _named_since(
+    published: Sequence[PolicyVersionPublished], reader: LogReader, worker: Worker
+) -> set[int]:
+    """Return the versions of the checkpoints that the steps since these publications name."""
+    place = (worker.plan.topic("control.train-steps"), 0)
+    span = (begins_of(published, worker.plan)["control.train-steps"], reader.watermarks(*place)[1])
+    events = map(worker.decode, reader.stream({place: span}))
+    return {
+        event.checkpoint.policy_version
+        for event in events
+        if isinstance(event, TrainStepCommitted) and event.checkpoint is not None
+    }

@@ -1,0 +1,1 @@
+"""What people look at: the terminal view, the run report, pages of samples."""

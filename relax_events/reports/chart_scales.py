@@ -1,0 +1,108 @@
+"""The arithmetic of charts: domains, ticks, labels, and long curves made short."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SMALLEST_SPAN = 1e-300
+PAD_RATIO = 0.04
+ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Neighbouring steps drawn as one point; without a known value `mean`, `low` and `high` are
+    None.
+    """
+
+    first: int
+    last: int
+    mean: float | None
+    low: float | None
+    high: float | None
+
+    @property
+    def name(self) -> str:
+        """Name the steps."""
+        return (
+            f"step {self.first}"
+            if self.first == self.last
+            else f"steps {self.first} to {self.last}"
+        )
+
+    @property
+    def middle(self) -> float:
+        """Where the bucket lies on the axis of steps."""
+        return (self.first + self.last) / 2
+
+
+def bucketed(steps: Sequence[int], values: Sequence[float | None], *, limit: int) -> list[Bucket]:
+    """Gather a curve into at most `limit` buckets of equally many steps; each step is a bucket
+    while there are no more than that.
+    """
+    size = max(math.ceil(len(steps) / limit), 1)
+    buckets = []
+    for start in range(0, len(steps), size):
+        names = steps[start : start + size]
+        known = [value for value in values[start : start + size] if value is not None]
+        average = math.fsum(value / len(known) for value in known) if known else None
+        buckets.append(
+            Bucket(names[0], names[-1], average, min(known, default=None), max(known, default=None))
+        )
+    return buckets
+
+
+def smoothed(values: Sequence[float | None], *, reach: int) -> list[float | None]:
+    """Return the centred moving mean over `reach` neighbours to each side; the window is cut at the
+    ends, unknown values count for nothing.
+    """
+    means: list[float | None] = []
+    for place in range(len(values)):
+        known = [
+            value
+            for value in values[max(place - reach, 0) : place + reach + 1]
+            if value is not None
+        ]
+        means.append(math.fsum(known) / len(known) if known else None)
+    return means
+
+
+def domain(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range that a chart shows: that of the values and a little more, also where they
+    are all alike; 0 to 1 when there are none.
+
+    Values that are nowhere negative get no negative range.
+    """
+    if not values:
+        return 0.0, 1.0
+    low, high = min(values), max(values)
+    pad = (high - low) * PAD_RATIO
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), SMALLEST_SPAN):
+        pad = abs(low) * 0.1 if abs(low) > SMALLEST_SPAN else 1.0
+    return max(low - pad, 0.0) if low >= 0 else low - pad, high + pad
+
+
+def ticks(low: float, high: float, *, count: int = 5, integral: bool = False) -> list[float]:
+    """Return round numbers within a range, about `count` of them; whole ones if asked."""
+    if not math.isfinite(high - low) or high <= low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(
+        multiple * power for multiple in ROUND_STEPS if multiple * power >= raw * (1 - 1e-9)
+    )
+    step = max(math.ceil(step), 1) if integral else step
+    return [
+        place * step
+        for place in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
+
+
+def short_number(value: float, *, digits: int = 6) -> str:
+    """Write a number short enough for an axis, with at most so many significant digits."""
+    for size, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / unit:.{digits}g}{letter}"
+    return f"{value:.{digits}g}" if value else "0"

@@ -1,0 +1,59 @@
+"""The evaluations of a run, read back from its log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relax_events.events.types import PolicyEvaluated
+from relax_events.history.run_log import RunLog
+from relax_events.reports.report_files import evaluation_rows
+
+ENTITY = "control.evaluations"
+
+
+def read_evaluations(log: RunLog) -> list[dict[str, Any]]:
+    """Return a run's evaluations as its report shows them; a run of an earlier release has none."""
+    if log.plan.topic(ENTITY) not in log.topics:
+        return []
+    first: dict[tuple[int, str], PolicyEvaluated] = {}
+    for found in log.control(ENTITY, PolicyEvaluated):
+        first.setdefault((found.event.policy_version, found.event.dataset), found.event)
+    return evaluation_rows(first.values())
+
+
+def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and cells of a table of evaluations."""
+    ks = sorted({k for row in rows for k in row["pass_at_k"]}, key=int)
+    heads = [
+        "version",
+        "dataset",
+        "prompts",
+        "samples",
+        "reward",
+        "stderr",
+        *(f"pass@{k}" for k in ks),
+        "tokens",
+        "truncated",
+        "unscored",
+        "refused",
+    ]
+    cells = [
+        [
+            str(row["policy_version"]),
+            row["dataset"],
+            str(row["num_prompts"]),
+            str(row["samples_per_prompt"]),
+            _figure(row["reward_mean"]),
+            _figure(row["reward_stderr"]),
+            *(_figure(row["pass_at_k"].get(k)) for k in ks),
+            _figure(row["completion_tokens_mean"], digits=1),
+            *(str(row[f"num_{name}"]) for name in ("truncated", "unscored", "refused")),
+        ]
+        for row in rows
+    ]
+    return heads, cells
+
+
+def _figure(value: float | None, *, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,310 @@
+"""What is left of a run to look at: `report.json` for programs, `report.html` for people, in the
+run's directory.
+
+The figures; one that nothing is known of, or that is not finite, is None:
+
+run_id, succeeded, reason, num_steps: Which run, whether it reached its goal of `num_steps` train
+    steps, and why it ended.
+ended_at: When this invocation ended, ISO 8601, UTC.
+wall_seconds: How long this invocation took.
+total_seconds: How long all invocations took together; one that was killed counts up to its last
+    train step.
+steps: Distinct committed train steps over the run's whole life; `steps_of_session` of them were
+    committed in this invocation.
+policy_version: Newest published version; -1 before the first.
+reward_first, reward_last: Mean reward over the samples of the first and of the newest train step.
+reward_first_10, reward_last_10: Mean of the mean rewards of the first and of the newest 10 steps,
+    or of as many as there are.
+tokens_trained: Tokens of all trained samples, prompt and completion.
+tokens_per_second, samples_per_second: Those trained per second of `train_seconds`, over the steps
+    of this invocation (of the whole run if this invocation committed none).
+train_seconds: The sum of `curves.step_seconds` of the same steps.
+outcomes: Prompt groups: `issued` in all, how they ended (`trained`, `filtered`, `expired`,
+    `failed`), and those `in_flight`.
+samples_rolled_out, samples_trained: Distinct samples that were generated, and that were trained.
+samples_foreign, records_unreadable: What strangers wrote into the run's topics: samples of prompt
+    groups that were never issued, and records that are no event.
+samples_lost: Samples that were generated for a prompt group that ended as trained, but that no step
+    trained.
+samples_trained_twice: Samples that more than one step, or one step more than once, trained.
+rollouts_regenerated: Samples that were generated again after the first time, for example after a
+    worker died.
+staleness_mean, staleness_max, staleness_counts: Policy versions between a sample's oldest token and
+the step that trained it, over
+    all trained samples; `staleness_counts[k]` samples were k versions behind. `max_staleness` is
+    the bound.
+phase_seconds: Trainer's seconds by phase (rank 0), summed over all steps.
+curves: Lists with one entry per step in order: `train_step`, every figure of the step (as the
+    trainer committed it, floats exact), `staleness_max`, `step_seconds` (from the commit before to
+    this one; of the first step of the run and of this invocation the sum of its phases) and
+    `tokens_per_second`. `curves.phase_seconds` holds such a list for each phase. Where there is a
+    critic its figures stand here as well.
+source: Of a run that goes back to another: its `run_id`, the `from_version`, and its `curves` at
+    the same train steps, None where it has none. None for a run of its own.
+prompts_passed_over: Rows of the prompt stream that were not issued, by reason.
+evaluations: One for each version and dataset, oldest version first, as `PolicyEvaluated` has it,
+    less the digests.
+weights_digests: SHA-256 of the weights that each step published, hexadecimal.
+ledger_problems: Broken promises that the ledger found; none is the proof.
+config, config_digest: The run file as resolved, less the raw client settings; SHA-256 of it without
+    the broker's address, so that equal digests mean equal runs. These are the last settings:
+    `config_changes` has what was changed before, and from which version on.
+machine: Where this was written: cores, memory_bytes, python, platform.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+
+from relax_events.config import RunConfig
+from relax_events.events.parts import now_micros
+from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
+from relax_events.projections.ledger import Ledger
+from relax_events.projections.run_state import RunState, num_samples, staleness_max
+from relax_events.reports.report_page import report_page
+from relax_events.runtime.private_files import write_private
+from relax_events.runtime.run_description import config_digest
+from relax_events.session.resume import settings_history
+
+MICROS = 1e6
+EDGE_STEPS = 10
+SECRET_KEYS = {"broker": {"client"}}
+
+
+def write_report(
+    config: RunConfig,
+    state: RunState,
+    ledger: Ledger,
+    *,
+    wall_seconds: float,
+    succeeded: bool,
+    reason: str,
+    total_seconds: float | None = None,
+    ended_at: int | None = None,
+    source: Mapping[str, Any] | None = None,
+    samples: str = "",
+) -> dict[str, Any]:
+    """Write `report.json` and `report.html` into the run's directory and return what the first
+    holds.
+
+    Each file appears whole or not at all, and an earlier report of the run is replaced. The
+    module's docstring names the figures.
+
+    Args:
+        config: The run, as it was started.
+        state: What the control log has said.
+        ledger: The books of the whole run.
+        wall_seconds: How long this invocation took, start of the broker and end of the workers
+            included.
+        succeeded: Whether the goal was reached.
+        reason: Why the run ended, for people.
+        total_seconds: How long all invocations took together; None where this is the only one.
+        ended_at: When this invocation ended, microseconds since the epoch; None is now.
+        source: Curves of the run that this one goes back to.
+        samples: Some samples as HTML, for the page alone.
+    """
+    report = build_report(
+        config,
+        state,
+        ledger,
+        wall_seconds=wall_seconds,
+        succeeded=succeeded,
+        reason=reason,
+        ended_at=now_micros() if ended_at is None else ended_at,
+        total_seconds=total_seconds,
+        source=source,
+    )
+    write_private(
+        config.run_directory / "report.json", orjson.dumps(report, option=orjson.OPT_INDENT_2)
+    )
+    write_private(
+        config.run_directory / "report.html",
+        report_page(report, samples=samples).encode(errors="replace"),
+    )
+    return report
+
+
+def build_report(
+    config: RunConfig,
+    state: RunState,
+    ledger: Ledger,
+    *,
+    wall_seconds: float,
+    succeeded: bool,
+    reason: str,
+    ended_at: int,
+    total_seconds: float | None = None,
+    source: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Gather the figures of a run, as the module's docstring names them.
+
+    Args:
+        config: The run.
+        state: What the control log has said.
+        ledger: The books.
+        wall_seconds: See the module's docstring, as for `succeeded` and `reason`.
+        succeeded: Whether the run's goal was reached.
+        reason: Why it ended.
+        ended_at: Microseconds since the epoch.
+        total_seconds: See the module's docstring; None where this is the only invocation.
+        source: Curves of the run that this one goes back to.
+    """
+    steps = state.steps
+    started_at = ended_at - int(wall_seconds * MICROS)
+    curves = step_curves(steps, started_at=started_at) | critic_curves(state)
+    rewards = curves["reward_mean"]
+    return {
+        "run_id": config.run.id,
+        "succeeded": succeeded,
+        "reason": reason,
+        "ended_at": datetime.fromtimestamp(ended_at / MICROS, UTC).isoformat(timespec="seconds"),
+        "wall_seconds": wall_seconds,
+        "total_seconds": wall_seconds if total_seconds is None else total_seconds,
+        "steps_of_session": sum(step.committed_at >= started_at for step in steps),
+        "num_steps": config.num_train_steps,
+        "policy_version": state.policy_version,
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": rewards[-1] if rewards else None,
+        "reward_first_10": mean(rewards[:EDGE_STEPS]),
+        "reward_last_10": mean(rewards[-EDGE_STEPS:]),
+        **throughput(steps, curves, started_at=started_at),
+        **ledger.figures(),
+        "max_staleness": ledger.max_staleness,
+        "phase_seconds": {
+            phase: math.fsum(seconds) for phase, seconds in curves["phase_seconds"].items()
+        },
+        "curves": curves,
+        "source": source,
+        "evaluations": evaluation_rows(state.evaluations.values()),
+        "weights_digests": [step.weights_digest.hex() for step in steps],
+        "ledger_problems": ledger.problems(),
+        "config": config.model_dump(mode="json", exclude=SECRET_KEYS),
+        "config_digest": config_digest(config),
+        "config_changes": [
+            {"from_version": version, "changes": [str(change) for change in changes]}
+            for version, changes in settings_history(state.descriptions, run_id=config.run.id)
+        ],
+        "machine": machine(),
+    }
+
+
+def evaluation_rows(evaluations: Iterable[PolicyEvaluated]) -> list[dict[str, Any]]:
+    """Return evaluations as they are shown, by version and then by dataset."""
+    rows = []
+    for event in sorted(evaluations, key=lambda event: (event.policy_version, event.dataset)):
+        row = asdict(event)
+        for name in ("weights_digest", "reward_digest"):
+            del row[name]
+        rows.append(row)
+    return rows
+
+
+def step_curves(steps: Sequence[TrainStepCommitted], *, started_at: int) -> dict[str, Any]:
+    """Return the run's curves, one entry per step; see the module's docstring."""
+    names = list(dict.fromkeys(["reward_mean", *(name for step in steps for name in step.figures)]))
+    phases = list(dict.fromkeys(phase for step in steps for phase in step.phase_seconds))
+    seconds = step_seconds(steps, started_at=started_at)
+    return {
+        "train_step": [step.train_step for step in steps],
+        **{name: [finite(step.figures.get(name)) for step in steps] for name in names},
+        "staleness_max": [staleness_max(step) for step in steps],
+        "step_seconds": seconds,
+        "tokens_per_second": [
+            ratio(step.figures.get("num_tokens"), spent)
+            for step, spent in zip(steps, seconds, strict=True)
+        ],
+        "phase_seconds": {
+            phase: [step.phase_seconds.get(phase, 0.0) for step in steps] for phase in phases
+        },
+    }
+
+
+def critic_curves(state: RunState) -> dict[str, Any]:
+    """Return the critic's curves, one entry per train step, None where it has not learned from one;
+    nothing where there is no critic.
+    """
+    names = dict.fromkeys(name for figures in state.critic_figures.values() for name in figures)
+    return {
+        name: [
+            finite(state.critic_figures.get(step.train_step, {}).get(name)) for step in state.steps
+        ]
+        for name in names
+    }
+
+
+def step_seconds(steps: Sequence[TrainStepCommitted], *, started_at: int) -> list[float]:
+    """Return the seconds of each step, without the pause before this invocation took the run up;
+    see the module's docstring.
+    """
+    seconds = []
+    previous: int | None = None
+    for step in steps:
+        is_opening = previous is None or previous < started_at <= step.committed_at
+        spent = (
+            sum(step.phase_seconds.values())
+            if is_opening or previous is None
+            else (step.committed_at - previous) / MICROS
+        )
+        seconds.append(spent)
+        previous = step.committed_at
+    return seconds
+
+
+def throughput(
+    steps: Sequence[TrainStepCommitted], curves: Mapping[str, Any], *, started_at: int
+) -> dict[str, float | None]:
+    """Return tokens in all, and rates over this invocation; see the module's docstring."""
+    mine = [place for place, step in enumerate(steps) if step.committed_at >= started_at] or list(
+        range(len(steps))
+    )
+    tokens = [step.figures.get("num_tokens", 0.0) for step in steps]
+    seconds = math.fsum(curves["step_seconds"][place] for place in mine)
+    return {
+        "tokens_trained": sum(tokens),
+        "train_seconds": seconds,
+        "tokens_per_second": ratio(sum(tokens[place] for place in mine), seconds),
+        "samples_per_second": ratio(sum(num_samples(steps[place]) for place in mine), seconds),
+    }
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of what is known; None when nothing is."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def ratio(value: float | None, seconds: float) -> float | None:
+    """Return a rate; None when value or time is missing."""
+    return value / seconds if value is not None and seconds > 0 else None
+
+
+def finite(value: float | None) -> float | None:
+    """Return a figure, or None for what JSON can't hold."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def machine() -> dict[str, str | int]:
+    """Describe this machine."""
+    return {
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole: whoever reads it sees the old one or the new one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_bytes(data)
+    part.replace(path)

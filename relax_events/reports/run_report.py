@@ -1,0 +1,158 @@
+"""Reads what a report tells of a whole run: a run that goes on keeps only the newest of it in
+memory.
+
+Makes the report of a run from its log and its folder: at the end of `relax run`, however it came,
+and afterwards.
+
+The line with which a run that has reached its goal ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_events.config import RunConfig
+from relax_events.events.parts import now_micros
+from relax_events.events.types import (
+    MetricsReported,
+    PolicyEvaluated,
+    RunCommanded,
+    RunDescribed,
+    TrainStepCommitted,
+)
+from relax_events.history.ledger import read_ledger
+from relax_events.history.run_log import RunLog
+from relax_events.history.runs.replay import source_curves
+from relax_events.projections.ledger import Ledger
+from relax_events.projections.run_state import RunState
+from relax_events.reports.report_files import write_report
+from relax_events.reports.sample_page import report_samples
+from relax_events.session.records import FILE, seconds_of, sessions_in
+from relax_events.topics.plan import METRICS
+
+
+def read_state(config: RunConfig) -> RunState:
+    """Return every step of a run, without its samples, every evaluation, its run files, how it
+    ended, and what is left of the critic's figures.
+
+    Raises:
+        BrokerUnavailable: The log could not be read.
+    """
+    state = RunState(keeps_all=True)
+    with RunLog(config, name="report") as log:
+        for version in sorted(log.versions):
+            state.note(log.versions[version].event)
+        for step in log.control("control.train-steps", TrainStepCommitted):
+            state.note(step.event)
+        for evaluation in log.control("control.evaluations", PolicyEvaluated):
+            state.note(evaluation.event)
+        for entity in filter(log.plan.has, METRICS.values()):
+            for report in log.control(entity, MetricsReported):
+                state.note(report.event)
+        for kind in (RunDescribed, RunCommanded):
+            for told in log.control("control.commands", kind):
+                state.note(told.event)
+    return state
+
+
+MICROS = 1e6
+STANDS = "it has not ended: this is how it stands"
+TotalSeconds = Callable[[Sequence[int]], float]
+
+
+def make_report(
+    config: RunConfig,
+    *,
+    wall_seconds: float,
+    total_seconds: TotalSeconds,
+    succeeded: bool,
+    reason: str,
+) -> tuple[dict[str, Any], Ledger]:
+    """Prove the books of a run that ends now, write its report, and return both.
+
+    Args:
+        config: The run, with the broker's address filled in.
+        wall_seconds: How long this invocation took.
+        total_seconds: Gives how long all took, from when train steps were committed.
+        succeeded: Whether the goal was reached.
+        reason: Why the run ended.
+    """
+    ledger, state = read_ledger(config), read_state(config)
+    steps = [step.train_step for step in state.steps]
+    extras: dict[str, Any] = {
+        "source": source_curves(config, steps),
+        "samples": report_samples(config, steps),
+    }
+    extras["total_seconds"] = total_seconds([step.committed_at for step in state.steps])
+    return write_report(
+        config,
+        state,
+        ledger,
+        wall_seconds=wall_seconds,
+        succeeded=succeeded,
+        reason=reason,
+        **extras,
+    ), ledger
+
+
+def remake_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
+    """Write the report of a run as its log has it: how it ended, or how it stands. Times are those
+    of the newest `relax run` in its folder.
+    """
+    ledger, state = read_ledger(config), read_state(config)
+    steps, commits = (
+        [step.train_step for step in state.steps],
+        [step.committed_at for step in state.steps],
+    )
+    path = config.run_directory / FILE
+    sessions = sessions_in(path.read_bytes()) if path.exists() else []
+    until = max(
+        [
+            now_micros() if state.ended is None else 0,
+            *commits,
+            *(session.ended_at or 0 for session in sessions),
+        ],
+        default=now_micros(),
+    )
+    seconds = seconds_of(sessions, commits, until=until) or [
+        (until - min(commits, default=until)) / MICROS
+    ]
+    ended_at = sessions[-1].started_at + int(seconds[-1] * MICROS) if sessions else until
+    ended = state.ended
+    report = write_report(
+        config,
+        state,
+        ledger,
+        wall_seconds=seconds[-1],
+        succeeded=ended is not None and ended.succeeded,
+        reason=ended.reason if ended else STANDS,
+        total_seconds=sum(seconds),
+        ended_at=ended_at,
+        source=source_curves(config, steps),
+        samples=report_samples(config, steps),
+    )
+    return report, ledger
+
+
+def closing_line(report: Mapping[str, Any], folder: Path) -> str:
+    """Say what came of a run: its rewards, or its loss where nothing is rewarded, over all its
+    steps and sessions.
+
+    Args:
+        report: As in `report.json`.
+        folder: Where that is.
+    """
+    name, curve = ("loss", "loss") if report["reward_first"] is None else ("reward", "reward_mean")
+    first, last = report["curves"][curve][0], report["curves"][curve][-1]
+    text = (
+        f"{name} {first:.3f} -> {last:.3f} in {report['steps']} steps, "
+        f"{report['total_seconds']:.0f} s"
+    )
+    if report["steps_of_session"] < report["steps"]:
+        text += (
+            f" ({report['steps_of_session']} steps in {report['wall_seconds']:.0f} s since it "
+            "was resumed)"
+        )
+    return f"{text}; report: {folder / 'report.html'}"

@@ -1,0 +1,90 @@
+"""A prompt group as a card of an HTML page: what was asked, with its media, and a line for each
+sample. Every text from outside is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+
+from relax_events.events.parts import ChatMessage, MediaRef
+from relax_events.history.samples.view import SampleView
+from relax_events.reports.chart_scales import short_number
+
+MAX_CHARACTERS = 4000
+"""Of one text; what is longer is cut."""
+HEAD = (
+    '<tr><th>sample</th><th class="number">reward</th><th>outcome</th><th '
+    'class="number">tokens</th><th>end</th><th>answer</th></tr>'
+)
+Draw = Callable[[MediaRef], str]
+
+
+def group_card(views: Sequence[SampleView], *, newest_version: int, draw: Draw) -> str:
+    """Return the card of samples of one prompt group.
+
+    Args:
+        views: The samples, at least one.
+        newest_version: Of the run, for the staleness of what was not trained.
+        draw: Turns media into HTML.
+    """
+    sample = views[0].sample
+    origin = (
+        f"version {sample.policy_version}, issued for step {sample.train_step}, row {sample.row} "
+        "of the prompt stream"
+    )
+    prompt = "".join(message_html(message, draw) for message in sample.messages)
+    answer = (
+        f'<div class="message"><b>reference answer</b>{text_html(sample.answer)}</div>'
+        if sample.answer
+        else ""
+    )
+    rows = "".join(sample_row(view, newest_version=newest_version) for view in views)
+    title = f"<h3>{escape(sample.prompt_group_id)} <small>{escape(origin)}</small></h3>"
+    return f'<article class="card">{title}{prompt}{answer}<table>{HEAD}{rows}</table></article>'
+
+
+def message_html(message: ChatMessage, draw: Draw) -> str:
+    """Return a message: its texts, and its media where they stand between them."""
+    parts = "".join(
+        text_html(part.text or "") if part.media is None else draw(part.media)
+        for part in message.parts
+    )
+    return f'<div class="message"><b>{escape(message.role)}</b>{parts}</div>'
+
+
+def sample_row(view: SampleView, *, newest_version: int) -> str:
+    """Return a sample as a row of the card's table."""
+    sample, line = view.sample, view.line(newest_version)
+    outcome = (
+        f"{line.outcome} in step {line.train_step}, {line.staleness:+d}"
+        if line.train_step is not None
+        else line.outcome
+    )
+    cells = "".join(cell_html(*cell) for cell in _numbers(view, outcome))
+    judgement = view.score.judgement if view.score is not None else ""
+    judged = f'<div class="message"><b>judge</b>{text_html(judgement)}</div>' if judgement else ""
+    return f"<tr><td>{escape(sample.sample_id.rpartition('/')[2])}</td>{cells}<td>{text_html(sample.completion)}{judged}</td></tr>"
+
+
+def _numbers(view: SampleView, outcome: str) -> Iterator[tuple[str, bool]]:
+    failure = view.score.error if view.score is not None and view.score.reward is None else ""
+    yield (
+        ("-" if view.reward is None else short_number(view.reward))
+        + (f" ({failure})" if failure else ""),
+        True,
+    )
+    yield outcome, False
+    yield str(view.num_completion_tokens), True
+    yield view.sample.finish_reason.value, False
+
+
+def cell_html(text: str, is_number: bool) -> str:
+    """Return a cell of the table."""
+    return f'<td class="number">{escape(text)}</td>' if is_number else f"<td>{escape(text)}</td>"
+
+
+def text_html(text: str) -> str:
+    """Return a text as it was written, cut where it is long."""
+    more = f" ... ({len(text):,} characters)" if len(text) > MAX_CHARACTERS else ""
+    return f'<span class="said">{escape(text[:MAX_CHARACTERS])}{more}</span>'

@@ -1,0 +1,145 @@
+"""Samples to look at: an HTML file that needs nothing else, and what a run's report shows of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError, RelaxError
+from relax_events.history.run_log import RunLog
+from relax_events.history.samples.filter import SampleFilter
+from relax_events.history.samples.reader import read_samples
+from relax_events.history.samples.view import SampleView
+from relax_events.reports.report_files import replace_file
+from relax_events.reports.report_page import html_page
+from relax_events.reports.sample_cards import group_card
+from relax_events.reports.sample_media import Gallery
+
+log = structlog.get_logger()
+MIB = 1024**2
+MAX_SAMPLES = 1000
+"""Of a page: a browser has to hold them."""
+PAGE_BYTES, REPORT_BYTES = 32 * MIB, 4 * MIB
+"""Of all media on a page, and in a report."""
+REPORT_GROUPS, REPORT_SAMPLES, LOOKED_AT = 3, 4, 256
+"""Prompt groups of a step that a report shows, samples of each, and how many samples it chooses
+from."""
+
+
+class SamplePage(AbstractContextManager["SamplePage"]):
+    """Gathers samples by prompt group and writes them into one file, which appears whole or not at
+    all.
+    """
+
+    def __init__(self, log: RunLog, path: Path) -> None:
+        """Write nothing yet.
+
+        Args:
+            log: The run's log.
+            path: The file.
+        """
+        self._log, self._path = log, path
+        self._gallery = Gallery(log.config, max_bytes=PAGE_BYTES)
+        self._groups: dict[tuple[str, int], list[SampleView]] = {}
+        self.num_rows = 0
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, self._written().encode(errors="replace"))
+
+    @property
+    def num_media(self) -> int:
+        """Media that the page shows."""
+        return self._gallery.num_drawn
+
+    def add(self, view: SampleView) -> None:
+        """Take in a sample.
+
+        Raises:
+            ConfigError: There are more than a page can hold.
+        """
+        if self.num_rows == MAX_SAMPLES:
+            raise ConfigError(
+                f"a page holds at most {MAX_SAMPLES} samples; say which with --last, "
+                "--limit, --step or --reward, or export .jsonl"
+            )
+        self._groups.setdefault(
+            (view.sample.prompt_group_id, view.sample.policy_version), []
+        ).append(view)
+        self.num_rows += 1
+
+    def _written(self) -> str:
+        name = f"Samples of run {self._log.config.run.id}"
+        cards = "".join(cards_of(self._groups.values(), self._log.newest_version, self._gallery))
+        return html_page(
+            name,
+            (
+                f"<header><h1>{name}</h1><p>{self.num_rows:,} samples of {len(self._groups):,} "
+                f"prompt groups</p></header>{cards}"
+            ),
+        )
+
+
+def cards_of(
+    groups: Iterable[list[SampleView]], newest_version: int, gallery: Gallery
+) -> list[str]:
+    """Return the cards of prompt groups."""
+    return [
+        group_card(views, newest_version=newest_version, draw=gallery.drawn) for views in groups
+    ]
+
+
+def report_samples(config: RunConfig, train_steps: Iterable[int]) -> str:
+    """Return some samples of the first and of the newest train step for the run's report; nothing
+    where they can't be read any more.
+    """
+    steps = sorted(train_steps)
+    try:
+        with RunLog(config, name="report") as run_log:
+            gallery = Gallery(config, max_bytes=REPORT_BYTES)
+            parts = [
+                _of_step(run_log, step, gallery)
+                for step in dict.fromkeys([*steps[:1], *steps[-1:]])
+            ]
+    except RelaxError as error:
+        log.warning("samples.not_shown", error=str(error))
+        return ""
+    return "".join(parts)
+
+
+def _of_step(run_log: RunLog, step: int, gallery: Gallery) -> str:
+    groups: dict[tuple[str, int], list[SampleView]] = {}
+    for view in islice(read_samples(run_log, SampleFilter(train_step=step)), LOOKED_AT):
+        groups.setdefault((view.sample.prompt_group_id, view.sample.policy_version), []).append(
+            view
+        )
+    chosen = [best_and_worst(views) for views in islice(groups.values(), REPORT_GROUPS)]
+    return (
+        f"<h2>Samples of step {step}</h2>"
+        + "".join(cards_of(chosen, run_log.newest_version, gallery))
+        if chosen
+        else ""
+    )
+
+
+def best_and_worst(views: list[SampleView]) -> list[SampleView]:
+    """Choose samples of a prompt group: as many of its best as of its worst, best first; unscored
+    ones are the worst.
+    """
+    ranked = sorted(views, key=lambda view: (view.reward is None, -(view.reward or 0.0)))
+    half = REPORT_SAMPLES // 2
+    return ranked if len(ranked) <= REPORT_SAMPLES else [*ranked[:half], *ranked[-half:]]

@@ -1,0 +1,146 @@
+"""How a run stands, for somebody who did not start it here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.errors import BrokerError
+from relax_events.events.parts import now_micros
+from relax_events.history.live_run import RunWatch, silent_micros
+from relax_events.kafka.admin import Admin
+from relax_events.ops.consumer_lag import consumer_lag
+from relax_events.reports.terminal import ProgressDisplay
+from relax_events.reports.terminal_values import ProgressFigures, WorkerRow, WorkerTable
+
+log = structlog.get_logger()
+LAG_TIMEOUT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run at a moment.
+
+    Attributes:
+        standing: `ended`, `running` or `interrupted`.
+        reason: Why it ended; empty where it has not.
+        lag: Records behind, by role and slot.
+    """
+
+    run_id: str
+    standing: str
+    reason: str
+    figures: ProgressFigures
+    workers: list[WorkerRow]
+    lag: Mapping[str, Mapping[int, int]]
+
+    @staticmethod
+    def row(worker: WorkerRow) -> list[str | float | None]:
+        """Return a worker's values as a table shows them; None stands for what is not known."""
+        version, processed, in_flight = (
+            worker.policy_version,
+            worker.num_processed,
+            worker.num_in_flight,
+        )
+        return [
+            worker.worker_id,
+            worker.state,
+            version,
+            processed,
+            in_flight,
+            worker.records_per_second,
+            worker.beat_age_seconds,
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as plain values."""
+        return asdict(self)
+
+
+class StatusReader(AbstractContextManager["StatusReader"]):
+    """Reads a run's status off its control log, any number of times while it is entered."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Nothing is read yet.
+
+        Args:
+            config: The run, with the broker's address and the principal filled in.
+        """
+        self._config, self._watch = config, RunWatch(config, name="status")
+
+    def __enter__(self) -> Self:
+        self._watch.__enter__()
+        self._admin = Admin(
+            replace(self._watch.connection, request_timeout_seconds=LAG_TIMEOUT_SECONDS)
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._admin.close()
+        self._watch.__exit__(kind, error, trace)
+
+    def read(self) -> RunStatus:
+        """Return how the run stands now."""
+        lag = self._lag()
+        with self._watch.lock:
+            state, alive = self._watch.state, dict.fromkeys(self._watch.alive(), True)
+            workers = WorkerTable(self._config, since_micros=self._beats_since()).rows(
+                state, alive=alive, now_micros=now_micros()
+            )
+            figures = ProgressFigures.of(
+                self._config, state, lag=lag, since_micros=state.resumed_at
+            )
+            reason = state.ended.reason if state.ended is not None else ""
+            return RunStatus(
+                self._config.run.id, self._watch.standing, reason, figures, workers, lag
+            )
+
+    def show(self, stream: TextIO, *, turn_seconds: float) -> None:
+        """Draw the run on a terminal until it has ended.
+
+        Args:
+            stream: The terminal.
+            turn_seconds: Between two pictures.
+        """
+        since = self._watch.state.resumed_at
+        with ProgressDisplay(
+            self._config,
+            tty=True,
+            stream=stream,
+            steps_since=since,
+            beats_since=self._beats_since(),
+        ) as display:
+            while True:
+                lag = self._lag()
+                with self._watch.lock:
+                    display.update(
+                        self._watch.state, lag=lag, alive=dict.fromkeys(self._watch.alive(), True)
+                    )
+                if self._watch.wait_for(
+                    lambda: self._watch.state.ended is not None, timeout_seconds=turn_seconds
+                ):
+                    return
+
+    def _beats_since(self) -> int:
+        """Return since when a worker must have sent a heartbeat to be shown: the log keeps the last
+        one of every worker there ever was.
+        """
+        return now_micros() - silent_micros(self._config)
+
+    def _lag(self) -> Mapping[str, Mapping[int, int]]:
+        try:
+            return consumer_lag(self._config, self._admin)
+        except BrokerError as error:
+            log.debug("lag.unknown", error=str(error))
+            return {}

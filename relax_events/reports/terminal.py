@@ -1,0 +1,228 @@
+"""Shows a run while it works: a live picture on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from relax_events.config import RunConfig
+from relax_events.events.parts import now_micros
+from relax_events.printable import printable
+from relax_events.projections.run_state import RunState
+from relax_events.reports.terminal_values import ProgressFigures, WorkerRow, WorkerTable
+from relax_events.topics import num_slots
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+LINE_SECONDS = 5.0
+LINE_LEAST_SECONDS = 2.0
+LINE_STEP_RATIO = 0.1
+QUIET_SECONDS = 30.0
+Lag = Mapping[str, Mapping[int, int]]
+Clock = Callable[[], float]
+
+
+class Surface(Protocol):
+    """Where progress is shown."""
+
+    def show(
+        self, figures: ProgressFigures, workers: list[WorkerRow], *, lag: Lag, is_last: bool
+    ) -> None:
+        """Show the run as it stands; the last call stays for good."""
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+
+    def close(self) -> None:
+        """Leave what was shown last, and the stream as it was."""
+
+
+class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
+    """Shows a run's progress until it is closed. What is not known yet is shown as a dash.
+
+    Args:
+        config: The run.
+        tty: Whether to draw for a person at a terminal; by default if the stream is one and can
+            move the cursor.
+        stream: Where to write; the process's stderr by default.
+        clock: Seconds that only grow, for the pace of lines.
+        steps_since: Of what time on rates are taken over steps, microseconds since the epoch; from
+            now on by default.
+        beats_since: Older heartbeats are left out; likewise.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        tty: bool | None = None,
+        stream: TextIO | None = None,
+        clock: Clock = time.monotonic,
+        steps_since: int | None = None,
+        beats_since: int | None = None,
+    ) -> None:
+        stream = stream or sys.stderr
+        tty = stream.isatty() and os.environ.get("TERM") != "dumb" if tty is None else tty
+        self._config = config
+        self._since = now_micros() if steps_since is None else steps_since
+        self._workers = WorkerTable(
+            config, since_micros=now_micros() if beats_since is None else beats_since
+        )
+        self._surface: Surface = (
+            PanelSurface(config, stream, clock) if tty else LineSurface(stream, clock)
+        )
+        self._newest: tuple[RunState, Lag, Mapping[str, bool]] | None = None
+
+    def update(self, state: RunState, *, lag: Lag, alive: Mapping[str, bool]) -> None:
+        """Show the run as it stands now.
+
+        Args:
+            state: What the control log has said.
+            lag: Records behind, by role and slot.
+            alive: Whether a worker process of this machine lives, by worker id; one that is not
+                named does not.
+        """
+        self._newest = (state, lag, alive)
+        self._show(is_last=False)
+
+    def note(self, text: str) -> None:
+        """Print a line above the live picture."""
+        self._surface.note(text)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Show the last state once more and give the terminal back."""
+        try:
+            if self._newest is not None:
+                self._show(is_last=True)
+        finally:
+            self._surface.close()
+
+    def _show(self, *, is_last: bool) -> None:
+        if self._newest is None:
+            return
+        state, lag, alive = self._newest
+        figures = ProgressFigures.of(self._config, state, lag=lag, since_micros=self._since)
+        workers = self._workers.rows(state, alive=alive, now_micros=now_micros())
+        self._surface.show(figures, workers, lag=lag, is_last=is_last)
+
+
+class PanelSurface:
+    """A picture that is redrawn in place. It takes the terminal with the first state, so that what
+    runs before it may draw too.
+    """
+
+    def __init__(self, config: RunConfig, stream: TextIO, clock: Clock) -> None:
+        from rich.console import Console  # a tenth of a second that only a watched run pays
+
+        self._config, self._clock = config, clock
+        self._console = Console(file=stream, force_terminal=True)
+        self._live: Live | None = None
+        self._opened = clock()
+
+    def show(
+        self, figures: ProgressFigures, workers: list[WorkerRow], *, lag: Lag, is_last: bool
+    ) -> None:
+        """Redraw."""
+        from rich.live import Live
+
+        from relax_events.reports.terminal_panel import ProgressPanel
+
+        panel = ProgressPanel(
+            run_id=self._config.run.id,
+            elapsed_seconds=self._clock() - self._opened,
+            figures=figures,
+            workers=workers,
+            lag=lag,
+            num_slots=num_slots(self._config.run.max_staleness),
+        )
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+            self._live.start()
+        self._live.update(panel, refresh=not is_last)  # closing draws it once more
+
+    def note(self, text: str) -> None:
+        """Print a line above the picture."""
+        self._console.print(printable(text), markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Leave the last picture and give the cursor back."""
+        if self._live is not None:
+            self._live.stop()
+
+
+class LineSurface:
+    """Plain lines for a log: the first step, then every few seconds or tenth of the run while steps
+    come, and the last.
+
+    When nothing comes for half a minute a line says so, with what is there.
+    """
+
+    def __init__(self, stream: TextIO, clock: Clock) -> None:
+        self._stream, self._clock = stream, clock
+        self._shown_at = clock()
+        self._shown_step = 0
+
+    def show(
+        self, figures: ProgressFigures, workers: list[WorkerRow], *, lag: Lag, is_last: bool
+    ) -> None:
+        """Print a line if one is due."""
+        del lag  # its sum is in the figures
+        if self._is_due(figures, is_last=is_last):
+            self._shown_at, self._shown_step = self._clock(), figures.step
+            self.note(progress_line(figures, workers))
+
+    def _is_due(self, figures: ProgressFigures, *, is_last: bool) -> bool:
+        waited = self._clock() - self._shown_at
+        if figures.step <= self._shown_step:
+            return waited >= QUIET_SECONDS and not is_last
+        if self._shown_step == 0 or is_last or figures.step >= figures.num_steps:
+            return True
+        is_far = figures.step - self._shown_step >= LINE_STEP_RATIO * figures.num_steps
+        return waited >= (LINE_LEAST_SECONDS if is_far else LINE_SECONDS)
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        print(printable(text), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the stream as it is."""
+
+
+def progress_line(figures: ProgressFigures, workers: list[WorkerRow]) -> str:
+    """Write a run's progress in one line; workers are named when one is not well."""
+    parts = [f"step {figures.step}/{figures.num_steps}"]
+    if figures.step:
+        parts += [f"{name} {_figure(value)}" for name, value in figures.learning.items()]
+        parts.append(
+            f"staleness {_figure(figures.staleness_mean)} max {_figure(figures.staleness_max)}"
+        )
+        parts.append(
+            "tokens/s "
+            f"{'-' if figures.tokens_per_second is None else round(figures.tokens_per_second)}"
+        )
+    else:
+        parts += [
+            "no train step yet",
+            (
+                "workers "
+                f"{sum(row.beat_age_seconds is not None for row in workers)}/{len(workers)} ready"
+            ),
+        ]
+    parts.append(f"lag {figures.num_lagging}")
+    parts += [f"{row.worker_id} {row.state}" for row in workers if not row.is_well]
+    return "  ".join(parts)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -1,0 +1,276 @@
+"""Draws the progress of a run for a terminal: figures, workers and lag, fitted to the window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.box import ASCII2, ROUNDED, SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from relax_events.reports.terminal_values import ProgressFigures, WorkerRow
+from relax_events.topics import slot_of
+
+BLOCKS = "".join(chr(0x2581 + height) for height in range(8))
+ASCII_BLOCKS = " .:-=+*#"
+FRAME_ROWS = 6
+TABLE_HEAD_ROWS = 3
+MIN_WORKER_ROWS, MAX_ENGINE_ROWS = 3, 8
+LAG_NAME_WIDTH, LAG_COLUMN_WIDTH = 16, 13
+STATE_STYLES = {
+    "working": "green",
+    "idle": "",
+    "down": "bold red",
+    "silent": "bold yellow",
+    "draining": "yellow",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressPanel:
+    """One picture of the run; it draws itself for whatever window it is printed to."""
+
+    run_id: str
+    elapsed_seconds: float
+    figures: ProgressFigures
+    workers: Sequence[WorkerRow]
+    lag: Mapping[str, Mapping[int, int]]
+    num_slots: int
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
+        """Draw. Columns are left out where the window is narrow, rows where it is low; the figures
+        stay.
+        """
+        room = options.max_height - FRAME_ROWS - TABLE_HEAD_ROWS
+        tables: list[Table] = []
+        for table in (self._lag_table(options.max_width), self._engine_table(options.max_width)):
+            if table and room >= MIN_WORKER_ROWS + table.row_count + TABLE_HEAD_ROWS:
+                room -= table.row_count + TABLE_HEAD_ROWS
+                tables.insert(0, table)
+        parts: list[RenderableType] = [self._frame(options)]
+        if room >= MIN_WORKER_ROWS:
+            parts += ["", self._worker_table(room, options.max_width)]
+        for table in tables:
+            parts += ["", table]
+        yield Group(*parts)
+
+    def _frame(self, options: ConsoleOptions) -> Panel:
+        figures = self.figures
+        inner = options.max_width - 4
+        head = Table.grid(padding=(0, 2), expand=True)
+        for ratio in (None, 1, None, None):
+            head.add_column(no_wrap=True, ratio=ratio)
+        done = min(figures.step / figures.num_steps, 1.0)
+        bar = ProgressBar(total=figures.num_steps, completed=min(figures.step, figures.num_steps))
+        head.add_row(
+            Text(f"step {figures.step}/{figures.num_steps}", "bold"),
+            bar,
+            f"{done:.0%}",
+            f"ETA {clock(figures.remaining_seconds)}",
+        )
+        first, pace = reward_line(figures), pace_line(figures)
+        spark = sparkline(
+            figures.rewards[-max(inner - first.cell_len - 2, 0) :],
+            blocks=ASCII_BLOCKS if options.ascii_only else BLOCKS,
+        )
+        body = Group(
+            head,
+            Text.assemble(first, "  ", (spark, "cyan"), no_wrap=True),
+            pace,
+            outcome_line(figures),
+        )
+        title, box = (
+            Text(f"relax run {self.run_id}", "bold"),
+            ASCII2 if options.ascii_only else ROUNDED,
+        )
+        return Panel(
+            body,
+            title=title,
+            title_align="left",
+            subtitle=clock(self.elapsed_seconds),
+            subtitle_align="right",
+            box=box,
+        )
+
+    def _worker_table(self, room: int, width: int) -> Table:
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+        columns = [name for name, (least, _) in WORKER_COLUMNS.items() if width >= least]
+        for name in columns:
+            table.add_column(
+                name, justify="left" if name in ("worker", "state") else "right", no_wrap=True
+            )
+        shown, num_hidden = fit(self.workers, room)
+        for row in shown:
+            table.add_row(*(WORKER_COLUMNS[name][1](row) for name in columns))
+        if num_hidden:
+            table.add_row(Text(f"and {num_hidden} more", "dim"))
+        return table
+
+    def _engine_table(self, width: int) -> Table | None:
+        """Draw what the inference engines do."""
+        engines = [row for row in self.workers if row.engine]
+        if not engines:
+            return None
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+        columns = [name for name, (least, _) in ENGINE_COLUMNS.items() if width >= least]
+        for name in columns:
+            table.add_column(name, justify="left" if name == "engine of" else "right", no_wrap=True)
+        for row in engines[:MAX_ENGINE_ROWS]:
+            table.add_row(
+                row.worker_id, *(ENGINE_COLUMNS[name][1](row.engine) for name in columns[1:])
+            )
+        if len(engines) > MAX_ENGINE_ROWS:
+            table.add_row(Text(f"and {len(engines) - MAX_ENGINE_ROWS} more", "dim"))
+        return table
+
+    def _lag_table(self, width: int) -> Table | None:
+        """Draw records behind by role and slot, the newest version's slot marked; the oldest slots
+        go first where room is short.
+        """
+        if not self.lag:
+            return None
+        version = max(self.figures.policy_version, 0)
+        room = max((width - LAG_NAME_WIDTH) // LAG_COLUMN_WIDTH, 1)
+        ages = range(
+            min(self.num_slots, room)
+        )  # the slot of version - age; the last is the one that is cleared for the next version
+        slots = sorted(slot_of(version - age, num_slots=self.num_slots) for age in ages)
+        current = slot_of(version, num_slots=self.num_slots)
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+        table.add_column("lag in records", no_wrap=True, min_width=LAG_NAME_WIDTH - 2)
+        for slot in slots:
+            is_current = slot == current and self.figures.policy_version >= 0
+            mark = (
+                Text(f"slot {slot} *v{version}", "bold green")
+                if is_current
+                else Text(f"slot {slot}")
+            )
+            table.add_column(mark, justify="right", no_wrap=True)
+        for role, counts in self.lag.items():
+            table.add_row(Text(role), *(number(counts.get(slot)) for slot in slots))
+        return table
+
+
+def fit(workers: Sequence[WorkerRow], room: int) -> tuple[Sequence[WorkerRow], int]:
+    """Return the workers that fit into so many rows, those with trouble before the others, and how
+    many are left out.
+    """
+    if len(workers) <= room:
+        return workers, 0
+    chosen = sorted(range(len(workers)), key=lambda place: (workers[place].is_well, place))[
+        : room - 1
+    ]
+    return [workers[place] for place in sorted(chosen)], len(workers) - len(chosen)
+
+
+def reward_line(figures: ProgressFigures) -> Text:
+    """Return the newest step's figures of learning."""
+    styles = {"reward": "bold"}
+    return Text("  ").join(
+        Text.assemble(f"{name} ", (decimal(value), styles.get(name, "")))
+        for name, value in figures.learning.items()
+    )
+
+
+def pace_line(figures: ProgressFigures) -> Text:
+    """Return version, staleness and throughput."""
+    version = figures.policy_version if figures.policy_version >= 0 else "-"
+    staleness = (
+        f"staleness {decimal(figures.staleness_mean, 2)} max "
+        f"{figures.staleness_max if figures.staleness_max is not None else '-'}"
+    )
+    rates = (
+        f"tokens/s {number(figures.tokens_per_second)}  samples/s "
+        f"{decimal(figures.samples_per_second)}"
+    )
+    return Text(
+        f"policy version {version}  {staleness}  {rates}", no_wrap=True, overflow="ellipsis"
+    )
+
+
+def outcome_line(figures: ProgressFigures) -> Text:
+    """Return how prompt groups ended, and the records that wait."""
+    ended = "  ".join(
+        f"{name} {figures.outcomes.get(name, 0)}"
+        for name in ("trained", "filtered", "expired", "failed")
+    )
+    return Text(
+        f"prompt groups: {ended}  lag {figures.num_lagging}", no_wrap=True, overflow="ellipsis"
+    )
+
+
+def sparkline(values: Sequence[float], *, blocks: str = BLOCKS) -> str:
+    """Draw a value per character between the lowest and the highest; equal values lie in the
+    middle.
+    """
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if not high > low:
+        return blocks[len(blocks) // 2] * len(values)
+    return "".join(
+        blocks[min(int((value - low) / (high - low) * len(blocks)), len(blocks) - 1)]
+        for value in values
+    )
+
+
+def clock(seconds: float | None) -> str:
+    """Write a duration as h:mm:ss; a dash when it is not known."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def decimal(value: float | None, digits: int = 3) -> str:
+    """Write a figure with so many significant digits; a dash when it is not known."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def number(value: float | None) -> str:
+    """Write a count or a rate in whole units; a dash when it is not known."""
+    return "-" if value is None else f"{value:.0f}"
+
+
+def percent(value: float | None) -> str:
+    """Write a share; a dash when it is not known."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+ENGINE_COLUMNS: dict[
+    str, tuple[int, Callable[[Mapping[str, float]], str]]
+] = {  # name -> least width of the window, cell
+    "engine of": (0, lambda _: ""),
+    "decoding": (
+        0,
+        lambda engine: (
+            f"{number(engine.get('decoding_samples'))}/{number(engine.get('capacity_samples'))}"
+        ),
+    ),
+    "waiting": (86, lambda engine: number(engine.get("waiting_samples"))),
+    "tokens/s": (0, lambda engine: number(engine.get("tokens_per_second"))),
+    "generating": (54, lambda engine: percent(engine.get("generating_ratio"))),
+    "loading": (64, lambda engine: percent(engine.get("loading_ratio"))),
+    "reused": (74, lambda engine: percent(engine.get("reused_ratio"))),
+    "resumed": (94, lambda engine: number(engine.get("resumed_tokens"))),
+}
+WORKER_COLUMNS: dict[
+    str, tuple[int, Callable[[WorkerRow], Text | str]]
+] = {  # name -> least width of the window, cell
+    "worker": (0, lambda row: Text(row.worker_id)),
+    "state": (0, lambda row: Text(row.state, STATE_STYLES.get(row.state, "dim"))),
+    "version": (64, lambda row: number(row.policy_version)),
+    "processed": (0, lambda row: number(row.num_processed)),
+    "in flight": (86, lambda row: number(row.num_in_flight)),
+    "per s": (94, lambda row: decimal(row.records_per_second)),
+    "last beat": (
+        54,
+        lambda row: "-" if row.beat_age_seconds is None else f"{row.beat_age_seconds:.1f} s",
+    ),
+    "inside": (104, lambda row: Text(row.activity)),
+    "restarts": (74, lambda row: number(row.num_restarts)),
+}

@@ -1,0 +1,232 @@
+"""What the progress display shows, worked out from the run's state: plain values, no terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from relax_events.config import RunConfig
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import TrainStepCommitted, WorkerBeat
+from relax_events.projections.run_state import RunState, num_samples, staleness_max
+
+RECENT_STEPS = 20
+SPARK_STEPS = 40
+SILENT_SECONDS = 5.0
+ENGINE_FIGURE = "decoding_samples"
+"""Reported by workers that have an inference engine."""
+MICROS = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressFigures:
+    """How far a run is and how it does; None stands for what is not known yet.
+
+    `reward`, `loss`, `kl_estimate` and the staleness are the newest step's; `rewards` are those of
+    the last steps, oldest first. Rates and the remaining time come from the last steps that were
+    committed since the display was opened, so the pause of a run that is taken up again counts for
+    nothing.
+    """
+
+    step: int
+    num_steps: int
+    policy_version: int
+    reward: float | None
+    rewards: tuple[float, ...]
+    loss: float | None
+    kl_estimate: float | None
+    staleness_mean: float | None
+    staleness_max: int | None
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    remaining_seconds: float | None
+    outcomes: Mapping[str, int]
+    num_lagging: int
+
+    @property
+    def learning(self) -> Mapping[str, float | None]:
+        """Reward, loss and KL by name, but for those that the newest step does not have."""
+        named = {"reward": self.reward, "loss": self.loss, "kl": self.kl_estimate}
+        return {name: value for name, value in named.items() if value is not None or not self.step}
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        state: RunState,
+        *,
+        lag: Mapping[str, Mapping[int, int]],
+        since_micros: int,
+    ) -> ProgressFigures:
+        """Work out the figures.
+
+        Args:
+            config: The run's goal.
+            state: What the control log has said.
+            lag: Records behind, by role and slot.
+            since_micros: When the display was opened, microseconds since the epoch.
+        """
+        newest = state.steps[-1] if state.steps else None
+        figures = newest.figures if newest else {}
+        recent = [
+            step for step in state.steps[-RECENT_STEPS - 1 :] if step.committed_at >= since_micros
+        ]
+        counted, seconds = recent_steps(recent)
+        rewards = (step.figures.get("reward_mean", math.nan) for step in state.steps[-SPARK_STEPS:])
+        return cls(
+            step=state.num_steps,
+            num_steps=config.num_train_steps,
+            policy_version=state.policy_version,
+            reward=figures.get("reward_mean"),
+            rewards=tuple(reward for reward in rewards if math.isfinite(reward)),
+            loss=figures.get("loss"),
+            kl_estimate=figures.get("kl_estimate"),
+            staleness_mean=figures.get("staleness_mean"),
+            staleness_max=staleness_max(newest) if newest else None,
+            tokens_per_second=sum(step.figures.get("num_tokens", 0.0) for step in counted) / seconds
+            if seconds > 0
+            else None,
+            samples_per_second=sum(num_samples(step) for step in counted) / seconds
+            if seconds > 0
+            else None,
+            remaining_seconds=max(config.num_train_steps - state.num_steps, 0)
+            * seconds
+            / len(counted)
+            if seconds > 0
+            else None,
+            outcomes=dict(state.outcomes),
+            num_lagging=sum(count for slots in lag.values() for count in slots.values()),
+        )
+
+
+def recent_steps(steps: Sequence[TrainStepCommitted]) -> tuple[Sequence[TrainStepCommitted], float]:
+    """Return the steps that a rate is taken over, and the seconds that they took together.
+
+    Time is counted from commit to commit, so the first step only opens the interval; standing
+    alone, it counts with its own phases.
+    """
+    if len(steps) < 2:
+        return steps, sum(sum(step.phase_seconds.values()) for step in steps)
+    return steps[1:], (steps[-1].committed_at - steps[0].committed_at) / MICROS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRow:
+    """A worker as the display shows it; None stands for what it has not told yet.
+
+    Attributes:
+        beat_age_seconds: The time since its last heartbeat.
+        activity: The long call that it is inside of, as `publish weights 12 s`; empty where there
+            is none.
+        engine: Figures of its inference engine, by name, as in its newest report; empty where it
+            has none.
+    """
+
+    worker_id: str
+    state: str
+    is_well: bool
+    policy_version: int | None = None
+    num_processed: int | None = None
+    num_in_flight: int | None = None
+    records_per_second: float | None = None
+    beat_age_seconds: float | None = None
+    activity: str = ""
+    num_restarts: int = 0
+    engine: Mapping[str, float] = field(default_factory=dict)
+
+
+class WorkerTable:
+    """Follows the workers from turn to turn. A heartbeat from another process than before is a
+    restart.
+    """
+
+    def __init__(self, config: RunConfig, *, since_micros: int) -> None:
+        self._since = since_micros
+        self._order = list(config.roles())
+        self._local = {
+            f"{role}-{index}" for role, count in config.roles().items() for index in range(count)
+        }
+        self._silent_seconds = max(SILENT_SECONDS, 5 * config.workers.beat_seconds)
+        self._processes: dict[str, tuple[str, int]] = {}
+        self._restarts: dict[str, int] = {}
+
+    def rows(
+        self, state: RunState, *, alive: Mapping[str, bool], now_micros: int
+    ) -> list[WorkerRow]:
+        """Return a row for each worker that should be there, lives here, or has given a sign since
+        the display was opened.
+
+        The heartbeat topic keeps the last beat of every worker there ever was, so beats of an
+        earlier session say nothing and are left out.
+        """
+        beats = {name: beat for name, beat in state.workers.items() if beat.beat_at >= self._since}
+        self._local |= alive.keys()
+        names = sorted(self._local | beats.keys(), key=self._place)
+        return [
+            self._row(
+                name, beats.get(name), state, alive=alive.get(name, False), now_micros=now_micros
+            )
+            for name in names
+        ]
+
+    def _place(self, worker_id: str) -> tuple[int, int, str]:
+        role, _, index = worker_id.rpartition("-")
+        return (
+            self._order.index(role) if role in self._order else len(self._order),
+            int(index) if index.isdecimal() else 0,
+            worker_id,
+        )
+
+    def _row(
+        self,
+        worker_id: str,
+        beat: WorkerBeat | None,
+        state: RunState,
+        *,
+        alive: bool,
+        now_micros: int,
+    ) -> WorkerRow:
+        if beat is None:
+            return WorkerRow(
+                worker_id=worker_id, state="starting" if alive else "waiting", is_well=True
+            )
+        self._count_restart(beat)
+        age = max(now_micros - beat.beat_at, 0) / MICROS
+        label = self._label(beat, age, is_gone=worker_id in self._local and not alive)
+        reported = state.metrics.get(worker_id)
+        return WorkerRow(
+            worker_id=worker_id,
+            state=label,
+            is_well=label not in ("down", "silent"),
+            policy_version=beat.policy_version if beat.policy_version >= 0 else None,
+            num_processed=beat.num_processed,
+            num_in_flight=beat.num_in_flight,
+            records_per_second=reported.values.get("records_per_second") if reported else None,
+            beat_age_seconds=age,
+            activity=told_activity(beat) if label == beat.state.value else "",
+            num_restarts=self._restarts.get(worker_id, 0),
+            engine=reported.values if reported and ENGINE_FIGURE in reported.values else {},
+        )
+
+    def _count_restart(self, beat: WorkerBeat) -> None:
+        process = (beat.host, beat.pid)
+        if self._processes.setdefault(beat.worker_id, process) != process:
+            self._processes[beat.worker_id] = process
+            self._restarts[beat.worker_id] = self._restarts.get(beat.worker_id, 0) + 1
+
+    def _label(self, beat: WorkerBeat, age: float, *, is_gone: bool) -> str:
+        if beat.state is WorkerState.STOPPED:
+            return "stopped"
+        if is_gone:
+            return "down"
+        return "silent" if age > self._silent_seconds else beat.state.value
+
+
+def told_activity(beat: WorkerBeat) -> str:
+    """Return the long call that a heartbeat names, with how long it had taken by then."""
+    return (
+        ""
+        if beat.activity_since is None
+        else f"{beat.activity} {(beat.beat_at - beat.activity_since) / MICROS:.0f} s"
+    )

@@ -1,0 +1,95 @@
+"""Several reward functions in one run, each for the samples of a source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from relax_events.errors import ConfigError
+from relax_events.rewards.registry import LoadedReward, load_reward
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The run's reward function, and others by the value of a key of the metadata. All of them are
+    called in the same way.
+    """
+
+    default: LoadedReward
+    by_source: Mapping[Any, LoadedReward]
+    key: str
+
+    @property
+    def takes_prompt_group(self) -> bool:
+        """Whether they score whole prompt groups."""
+        return self.default.takes_prompt_group
+
+    @property
+    def is_async(self) -> bool:
+        """Whether they are coroutines."""
+        return self.default.is_async
+
+    @property
+    def on_demand(self) -> list[str]:
+        """What some of them are given because they have a parameter for it."""
+        return sorted(
+            {
+                name
+                for reward in (self.default, *self.by_source.values())
+                for name in reward.on_demand
+            }
+        )
+
+    @property
+    def digest(self) -> str:
+        """The version of all of them together; that of the one function where there are no
+        others.
+        """
+        if not self.by_source:
+            return self.default.digest
+        versions = {
+            "": self.default.digest,
+            **{source: reward.digest for source, reward in self.by_source.items()},
+        }
+        return sha256(orjson.dumps([self.key, versions], option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+    @property
+    def files(self) -> list[Path]:
+        """The files whose code decides which reward a sample gets."""
+        return sorted(
+            {file for reward in (self.default, *self.by_source.values()) for file in reward.files}
+        )
+
+    def reward_for(self, metadata: Mapping[str, Any]) -> LoadedReward:
+        """Return the function for a sample with this metadata."""
+        source = metadata.get(self.key) if self.by_source else None
+        return self.by_source.get(source, self.default) if isinstance(source, str) else self.default
+
+
+def load_routes(config: Mapping[str, Any]) -> Routes:
+    """Load all functions of a reward section, given as the dictionary that it is.
+
+    Raises:
+        ConfigError: One of them can't be loaded, or they are to be called in different ways.
+    """
+    default, *others = (
+        load_reward(chosen["function"], options=chosen["options"], weights=chosen["weights"])
+        for chosen in (config, *config["routes"].values())
+    )
+    for other in others:
+        for what, mine, theirs in (
+            ("takes whole prompt groups", default.takes_prompt_group, other.takes_prompt_group),
+            ("is async def", default.is_async, other.is_async),
+        ):
+            if mine != theirs:
+                only, not_so = (default, other) if mine else (other, default)
+                raise ConfigError(
+                    f"{only.name} {what} and {not_so.name} is not so; functions of one run "
+                    "must be alike, see reward.routes"
+                )
+    return Routes(default, dict(zip(config["routes"], others, strict=True)), config["route_key"])

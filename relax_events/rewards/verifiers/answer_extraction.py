@@ -1,0 +1,144 @@
+"""Where a completion's final answer stands, and what the reference answers are."""
+
+from __future__ import annotations
+
+import re
+
+import orjson
+
+from relax_events.errors import RewardError
+
+MAX_ANSWER_CHARACTERS = 2000
+THOUGHT_END = "</think>"
+ANSWER_TAG, ANSWER_TAG_END = "<answer>", "</answer>"
+BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+BARE = re.compile(r"[^\s$.,;]+")
+JOINS = re.compile(r"\b(?:and|or)\b|[,;]")
+MAX_TOUCHING, MAX_JOINED, MAX_BOXES = 10, 70, 50
+
+
+def final_text(completion: str) -> str:
+    """Return what follows the reasoning: the text after the last `</think>`, or all of it."""
+    return completion.rpartition(THOUGHT_END)[2].strip()
+
+
+def tagged_answer(text: str) -> str | None:
+    """Return the content of the last `<answer>` tag, or None."""
+    before, end_tag, _ = text.rpartition(ANSWER_TAG_END)
+    _, tag, content = before.rpartition(ANSWER_TAG)
+    return content.strip() if tag and end_tag else None
+
+
+def last_box(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{}`, or None where there is none or it is not closed.
+
+    Raises:
+        RewardError: It is too long for an answer.
+    """
+    boxes = last_boxes(text)
+    return boxes[-1] if boxes else None
+
+
+def last_boxes(text: str) -> list[str]:
+    r"""Return the contents of the last `\boxed{}` and of those before it that belong to the same
+    answer, in their order.
+
+    Boxes belong together where they touch, or where a comma, a semicolon, "and" or "or" in less
+    than 70 characters joins them. There are none where the last one is not closed.
+
+    Raises:
+        RewardError: A box is too long for an answer, or they are too many.
+    """
+    return _boxes(text, only_joined=True)
+
+
+def reference_boxes(text: str) -> list[str]:
+    """Return what a reference has boxed; where it is more than one answer, all of them are wanted.
+
+    Raises:
+        ValueError: Boxes far from each other hold different answers, so it is open which are
+            wanted.
+    """
+    boxes = last_boxes(text)
+    if len(boxes) != len(every := _boxes(text, only_joined=False)):
+        said = ", ".join(every)
+        raise ValueError(
+            f"the reference answer boxes {said:.80} far from each other; give the wanted "
+            "answer alone, see data.answer_key"
+        )
+    return boxes
+
+
+def _boxes(text: str, *, only_joined: bool) -> list[str]:
+    found: list[str] = []
+    next_start = len(text)
+    for box in reversed(list(BOX.finditer(text))):
+        content, end = _content(text, box.end())
+        if (
+            content is None
+            or end > next_start
+            or (found and only_joined and not _are_joined(text[end:next_start]))
+        ):
+            break
+        if content not in found:
+            found.append(content)
+        if len(found) > MAX_BOXES:
+            raise RewardError(f"the answer has more than {MAX_BOXES} boxes")
+        next_start = box.start()
+    return found[::-1]
+
+
+def _are_joined(between: str) -> bool:
+    return len(between) < MAX_TOUCHING or (
+        len(between) < MAX_JOINED and JOINS.search(between) is not None
+    )
+
+
+def _content(text: str, start: int) -> tuple[str | None, int]:
+    """Return what a box holds whose command ends here, and where the box ends."""
+    if not text.startswith("{", start):
+        bare = BARE.match(text, start)
+        return (bare[0], bare.end()) if bare else (None, start)
+    depth = 0
+    for found in BRACE.finditer(text, start):
+        if found.start() - start > MAX_ANSWER_CHARACTERS:
+            raise RewardError(f"the boxed answer is longer than {MAX_ANSWER_CHARACTERS} characters")
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return short_answer(text[start + 1 : found.start()]), found.end()
+    return None, start
+
+
+def short_answer(text: str) -> str:
+    """Return an answer as it is.
+
+    Raises:
+        RewardError: It is too long for one.
+    """
+    if len(text) > MAX_ANSWER_CHARACTERS:
+        raise RewardError(
+            f"the answer has {len(text)} characters, at most {MAX_ANSWER_CHARACTERS} are compared"
+        )
+    return text.strip()
+
+
+def references(answer: str) -> list[str]:
+    """Return the reference answers: one, or those of a JSON list of which any will do.
+
+    Raises:
+        ValueError: There is none, so nothing can be right or wrong.
+    """
+    found = [answer]
+    if answer.lstrip().startswith("["):
+        try:
+            parsed = orjson.loads(answer)
+        except (
+            orjson.JSONDecodeError
+        ):  # an interval such as [0, 1) is an answer, not a list of some
+            parsed = None
+        if isinstance(parsed, list) and parsed and all(isinstance(one, str) for one in parsed):
+            found = parsed
+    if not (kept := [one.strip() for one in found if one.strip()]):
+        raise ValueError("the sample has no reference answer; see data.answer_key")
+    return kept

@@ -1,0 +1,169 @@
+"""Where a completion states its final answer in mathematics, and whether that answer is right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from relax_events.rewards.declaration import Explanation
+from relax_events.rewards.verifiers.answer_extraction import (
+    BOX,
+    last_boxes,
+    reference_boxes,
+    references,
+)
+from relax_events.rewards.verifiers.math_equality import (
+    are_equal,
+    checked,
+    equals_parsed,
+    import_math_verify,
+    plain_number,
+    readable,
+    require_decidable,
+    tidy,
+)
+from relax_events.rewards.verifiers.text_match import FINAL_ANSWER_MARK
+
+TAIL_CHARACTERS = 1000
+MAX_CLAUSE_CHARACTERS = 100
+STATED = re.compile(r"answer(?:\s+is\b|\W{0,4}[:=])(?:\s*is\b)?[\s:=*]*", re.IGNORECASE)
+CLOSING = re.compile(r"final answer is\b[^\n]{1,200}?I hope", re.IGNORECASE)
+"""Minerva's prompts ask for this sentence; what it says counts like a box, wherever it stands."""
+CLAUSE_END = re.compile(r"\.(?:\s|$)")
+CLAUSE_EDGES = "*_` \t"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathFinding(Explanation):
+    """An answer in mathematics, and whether it is right."""
+
+    is_right: bool
+
+    @property
+    def reward(self) -> float:
+        """1 for the right answer, else 0."""
+        return float(self.is_right)
+
+
+def find_answer(text: str, answer: str, *, last_alone: bool = False) -> MathFinding:
+    """Compare the final answer of a text with the reference answers: its last box or closing
+    sentence, else what it states last.
+
+    Raises:
+        RewardError: Nobody can decide whether the answer is right.
+    """
+    closing = None
+    for closing in CLOSING.finditer(text):  # noqa: B007 the last one counts
+        pass
+    if closing is not None and BOX.search(text, closing.start()) is None:
+        stated = find_stated(closing[0], answer)
+        if stated.answer is not None:
+            return stated
+    boxed = find_boxed(text, answer, last_alone=last_alone)
+    return find_stated(text, answer) if boxed.answer is None else boxed
+
+
+def find_boxed(text: str, answer: str, *, last_alone: bool = False) -> MathFinding:
+    """Compare what a text has boxed last with the reference answers: the last box, with those that
+    are joined to it unless it counts alone.
+
+    Raises:
+        RewardError: Nobody can decide whether the answer is right.
+    """
+    wanted = [reference_text(one) for one in references(answer)]
+    if not (boxes := last_boxes(text)):
+        return MathFinding(answer=None, place="no box", why="nothing is boxed", is_right=False)
+    boxes = boxes[-1:] if last_alone else boxes
+    given = ", ".join(boxes)
+    return _verdict(
+        given,
+        any(are_equal(given, one) for one in wanted),
+        "the last box" if len(boxes) == 1 else "the last boxes",
+        wanted,
+    )
+
+
+def find_stated(text: str, answer: str) -> MathFinding:
+    """Compare what a text without boxes states last with the reference answers: what follows
+    "answer is", else its last formula or number.
+
+    Raises:
+        RewardError: Nobody can decide whether the answer is right.
+    """
+    wanted = [reference_text(one) for one in references(answer)]
+    tail = _tail(text)
+    clause = _stated_clause(tail)
+    if clause is not None and (
+        plain_number(tidy(clause)) is not None or any(tidy(clause) == tidy(one) for one in wanted)
+    ):
+        return _verdict(
+            clause, any(are_equal(clause, one) for one in wanted), "behind 'answer'", wanted
+        )
+    found = _extracted(tail)
+    if found and any(equals_parsed(found, one) for one in wanted):
+        return _verdict(_shown(found), True, "found by math-verify", wanted)
+    if clause is not None and len(clause) <= MAX_CLAUSE_CHARACTERS:
+        return _verdict(
+            clause, any(are_equal(clause, one) for one in wanted), "behind 'answer'", wanted
+        )
+    if found:
+        return _verdict(_shown(found), False, "found by math-verify", wanted)
+    return MathFinding(
+        answer=None,
+        place="no answer",
+        why=f"the last {TAIL_CHARACTERS} characters state none",
+        is_right=False,
+    )
+
+
+def reference_text(reference: str) -> str:
+    """Return what a reference wants: all that it has boxed, or what follows `####`, or itself."""
+    boxes = reference_boxes(reference)
+    return ", ".join(boxes) if boxes else reference.rpartition(FINAL_ANSWER_MARK)[2].strip()
+
+
+def _tail(text: str) -> str:
+    """Return the end of a text, from the beginning of a line, so that no formula is cut in two."""
+    tail = text[-TAIL_CHARACTERS:]
+    if len(text) <= TAIL_CHARACTERS:
+        return tail
+    _, line_end, whole_lines = tail.partition("\n")
+    return whole_lines if line_end and whole_lines.strip() else tail
+
+
+def _stated_clause(tail: str) -> str | None:
+    marks = list(STATED.finditer(tail))
+    clause = (
+        CLAUSE_END.split(tail[marks[-1].end() :].partition("\n")[0])[0].strip(CLAUSE_EDGES)
+        if marks
+        else ""
+    )
+    return clause or None
+
+
+def _extracted(tail: str) -> tuple[Any, ...]:
+    """Return what math-verify finds: an expression and its text, or the text alone where it can't
+    be read.
+    """
+    package = import_math_verify()
+    config = (
+        package.LatexExtractionConfig(boxed_match_priority=-1),
+        package.ExprExtractionConfig(),
+    )
+    found = package.parse(readable(tail), config, parsing_timeout=None, raise_on_error=True)
+    for text in found:
+        if isinstance(text, str):
+            require_decidable(text)
+    return checked(found)
+
+
+def _shown(found: Sequence[Any]) -> str:
+    return str(found[-1])
+
+
+def _verdict(given: str, is_right: bool, place: str, wanted: Sequence[str]) -> MathFinding:
+    references_said = " or ".join(repr(one) for one in wanted)
+    why = f"it {'equals' if is_right else 'does not equal'} {references_said:.200}"
+    return MathFinding(answer=given, place=place, why=why, is_right=is_right)

@@ -1,0 +1,1 @@
+"""What the role workers are made of, above the engines and the trainer."""

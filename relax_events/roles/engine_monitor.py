@@ -1,0 +1,93 @@
+"""Follows what an engine does, for the worker's metrics and for people who watch the run."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+from relax_events.config import EngineConfig
+from relax_events.engines.protocol import Engine, EngineUsage
+from relax_events.runtime.worker import Worker
+
+Activity = Literal["generating", "loading"]
+
+
+class EngineWatch:
+    """Enter `doing` around what the engine does; the rest of the time it waits for the worker.
+
+    Figures, of the time since the report before:
+        tokens_per_second: Drawn.
+        generating_ratio, loading_ratio: Of the time.
+        reused_ratio: Of the tokens before first draws, those that a cache spared; left out when
+            there were none.
+        resumed_tokens: Drawn earlier, by samples that went on.
+        decoding_samples, waiting_samples, capacity_samples: At the instant.
+    """
+
+    def __init__(
+        self, worker: Worker, engine: Engine, *, config: EngineConfig | None = None
+    ) -> None:
+        """Begin to count.
+
+        Args:
+            worker: Whose engine it is.
+            engine: What is watched.
+            config: Of the engine, where that is another than the policy's.
+        """
+        self._engine, self._metrics = engine, worker.metrics.engine
+        self._capacity = (config or worker.config.engine).max_running_samples
+        self._counted = self._reported = engine.usage
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        worker.beats.reports(self._figures)
+        worker.with_beats(self._look)
+
+    @contextmanager
+    def doing(self, activity: Activity) -> Iterator[None]:
+        """Count the time within as the engine's."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - started
+            self._seconds[activity] += seconds
+            self._metrics.spent(activity, seconds)
+
+    def _look(self) -> None:
+        usage = self._engine.usage
+        self._metrics.samples(
+            decoding=usage.num_decoding, waiting=usage.num_waiting, capacity=self._capacity
+        )
+        self._metrics.tokens(tokens_between(self._counted, usage))
+        self._counted = usage
+
+    def _figures(self, elapsed: float) -> Mapping[str, float]:
+        usage, seconds = self._engine.usage, dict(self._seconds)
+        tokens = tokens_between(self._reported, usage)
+        self._reported = usage
+        self._seconds.clear()
+        input_tokens = tokens["prefilled"] + tokens["reused"]
+        return {
+            "tokens_per_second": tokens["drawn"] / elapsed,
+            **{
+                f"{activity}_ratio": min(1.0, seconds.get(activity, 0.0) / elapsed)
+                for activity in ("generating", "loading")
+            },
+            **({"reused_ratio": tokens["reused"] / input_tokens} if input_tokens else {}),
+            "resumed_tokens": float(tokens["resumed"]),
+            "decoding_samples": float(usage.num_decoding),
+            "waiting_samples": float(usage.num_waiting),
+            "capacity_samples": float(self._capacity),
+        }
+
+
+def tokens_between(before: EngineUsage, now: EngineUsage) -> dict[str, int]:
+    """Return the tokens between two looks, by what the engine did with them."""
+    return {
+        "drawn": now.num_drawn - before.num_drawn,
+        "prefilled": now.num_prefilled - before.num_prefilled,
+        "reused": now.num_reused - before.num_reused,
+        "resumed": now.num_resumed - before.num_resumed,
+    }

@@ -1,0 +1,248 @@
+"""One policy version on one dataset: prompts in, samples out, rewards on top, figures at the
+end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import structlog
+
+from relax_events.config import EvaluationDatasetConfig, RunConfig
+from relax_events.data.placeholders import with_media
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.rows import PromptRow, PromptSource
+from relax_events.engines.protocol import (
+    Engine,
+    GeneratedSample,
+    GenerationRequest,
+    SampleRequest,
+    Task,
+)
+from relax_events.errors import PoisonSample, RewardError, RunFailed
+from relax_events.events.parts import FinishReason
+from relax_events.events.types import PolicyEvaluated
+from relax_events.media.items import MediaItem
+from relax_events.media.library import MediaLibrary
+from relax_events.media.model_inputs import ProcessedMedia
+from relax_events.rewards.pool import RewardItem, RewardPool
+from relax_events.rewards.scoring import said_in
+from relax_events.roles.evaluation_metrics import EvaluationTally
+
+log = structlog.get_logger()
+STEP_SECONDS = 0.25
+SCORED_AT_ONCE = 4
+"""Samples for each process of the reward: when all of them hang, the beat is late by so many times
+the reward's deadline."""
+
+
+class EvaluationPass:
+    """Takes turns until every sample of the dataset is scored.
+
+    The engine holds one version from the first turn to the last. Only the prompts that are at work
+    are held. Seeds follow from run, dataset and row, so that every version answers with the same
+    draws and differences between versions are the versions' own.
+    """
+
+    def __init__(
+        self,
+        dataset: EvaluationDatasetConfig,
+        source: PromptSource,
+        *,
+        engine: Engine,
+        renderer: PromptRenderer,
+        library: MediaLibrary,
+        rewards: RewardPool,
+        config: RunConfig,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin at the first row.
+
+        Args:
+            dataset: What is asked for.
+            source: Its rows.
+            engine: Holds the version's weights, and nothing runs in it.
+            renderer: Of the policy.
+            library: Takes the media of its rows.
+            rewards: Score its completions.
+            config: The run.
+            beat: Called while samples are scored, which takes long where a reward function hangs.
+        """
+        self._beat, self._num_at_once = (
+            beat,
+            SCORED_AT_ONCE * (dataset.reward or config.reward).num_processes,
+        )
+        self._dataset, self._source = dataset, source
+        self._engine, self._renderer, self._rewards, self._library = (
+            engine,
+            renderer,
+            rewards,
+            library,
+        )
+        self._sampling = dataset.sampling or config.engine.sampling
+        self._max_running = config.engine.max_running_samples
+        self._seed = config.run.seed
+        self._has_environment = bool(config.environment.function)
+        self._policy_version = engine.policy_version
+        self._next_row = 0
+        self._at_work: dict[str, tuple[int, PromptRow, int]] = {}
+        """Row, prompt and samples still missing of each prompt at work, by the name that the engine
+        knows it under."""
+        self.tally = EvaluationTally(dataset.pass_reward)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every sample is scored."""
+        return self._next_row == self._source.rows and not self._at_work
+
+    def turn(self) -> None:
+        """Fill the engine, wait a moment for samples, and score them."""
+        while self._next_row < self._source.rows and self._has_room():
+            self._submit(self._next_row)
+            self._next_row += 1
+        samples = self._engine.poll(timeout_seconds=STEP_SECONDS)
+        for start in range(0, len(samples), self._num_at_once):
+            self._score(samples[start : start + self._num_at_once])
+            self._beat()
+
+    def abort(self) -> None:
+        """Take back what runs in the engine."""
+        self._engine.abort()
+
+    def result(
+        self, *, policy_version: int, weights_digest: bytes, seconds: float
+    ) -> PolicyEvaluated:
+        """Return the figures.
+
+        Args:
+            policy_version: The one that was evaluated.
+            weights_digest: Of its weights.
+            seconds: What the pass took.
+        """
+        tally = self.tally
+        return PolicyEvaluated(
+            policy_version=policy_version,
+            dataset=self._dataset.name,
+            num_prompts=self._source.rows,
+            samples_per_prompt=self._dataset.samples_per_prompt,
+            reward_mean=tally.reward_mean,
+            reward_stderr=tally.reward_stderr,
+            pass_at_k=dict(tally.pass_at(self._dataset.pass_at)),
+            completion_tokens_mean=tally.completion_tokens_mean,
+            num_truncated=tally.num_truncated,
+            num_unscored=tally.num_unscored,
+            num_refused=tally.num_refused,
+            reward_name=self._rewards.name,
+            reward_digest=self._rewards.digest,
+            weights_digest=weights_digest,
+            seconds=seconds,
+        )
+
+    def _has_room(self) -> bool:
+        running = self._engine.num_running
+        return not running or running + self._dataset.samples_per_prompt <= self._max_running
+
+    def _submit(self, index: int) -> None:
+        row = self._source.row(index)
+        name = f"{self._dataset.name}/{index}"
+        try:
+            media = tuple(self._shown(item) for item in row.media)
+            messages = with_media(row.messages, [piece.reference for piece in media])
+            prompt_tokens = self._renderer.prompt_tokens(messages, tools=row.tools)
+            self._engine.submit(
+                GenerationRequest(
+                    prompt_group_id=name,
+                    prompt_tokens=prompt_tokens,
+                    samples=tuple(
+                        self._sample(name, number)
+                        for number in range(self._dataset.samples_per_prompt)
+                    ),
+                    sampling=self._sampling,
+                    stop_token_ids=self._renderer.stop_token_ids,
+                    media=media,
+                    task=Task(
+                        messages=messages, answer=row.answer, metadata=row.metadata, tools=row.tools
+                    ),
+                )
+            )
+        except PoisonSample as error:
+            self.tally.num_refused += 1
+            log.warning("prompt.refused", dataset=self._dataset.name, row=index, error=str(error))
+            return
+        self._at_work[name] = (index, row, self._dataset.samples_per_prompt)
+
+    def _shown(self, item: MediaItem) -> ProcessedMedia:
+        """Check a piece of media; where there is an environment it goes into the store, for its
+        child to have.
+        """
+        return (
+            self._library.processed(self._library.admit(item))
+            if self._has_environment
+            else self._library.show(item)
+        )
+
+    def _sample(self, name: str, number: int) -> SampleRequest:
+        digest = hashlib.blake2b(f"{self._seed}/{name}/{number}".encode(), digest_size=7).digest()
+        tokens, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+        return SampleRequest(
+            sample_id=f"{name}/{number}",
+            seed=int.from_bytes(digest),
+            tokens=tokens,
+            logprobs=logprobs,
+            segments=(),
+        )
+
+    def _score(self, samples: list[GeneratedSample]) -> None:
+        results = self._rewards.score_batch(
+            [self._item(sample) for sample in samples], on_answer=self._beat
+        )
+        for sample, result in zip(samples, results, strict=True):
+            index, row, missing = self._at_work[sample.prompt_group_id]
+            failed = isinstance(result, RewardError) or sample.finish_reason is FinishReason.ERROR
+            if failed:
+                error = sample.error or str(result)
+                log.warning(
+                    "sample.unscored",
+                    policy_version=self._policy_version,
+                    sample_id=sample.sample_id,
+                    error=error,
+                )
+            self.tally.note_sample(
+                index,
+                reward=None if failed or isinstance(result, RewardError) else result.reward,
+                num_tokens=sample.num_chosen,
+                is_truncated=sample.finish_reason is FinishReason.LENGTH,
+            )
+            if missing > 1:
+                self._at_work[sample.prompt_group_id] = (index, row, missing - 1)
+            else:
+                del self._at_work[sample.prompt_group_id]
+
+    def _item(self, sample: GeneratedSample) -> RewardItem:
+        versions = {segment.policy_version for segment in sample.segments} | {self._policy_version}
+        if len(versions) > 1:
+            raise RunFailed(
+                f"sample {sample.sample_id} must be of policy version {self._policy_version} "
+                f"alone, got {sorted(versions)}"
+            )
+        row = self._at_work[sample.prompt_group_id][1]
+        prompt = "\n".join(message.text for message in (*row.messages, *sample.turns[:-1]))
+        completion = (
+            sample.turns[-1].text if sample.turns else self._renderer.completion_text(sample.tokens)
+        )
+        chosen = (
+            sample.tokens
+            if sample.loss_mask is None
+            else sample.tokens[sample.loss_mask.astype(bool)]
+        )
+        return RewardItem(
+            sample.sample_id,
+            completion,
+            answer=row.answer,
+            metadata=row.metadata,
+            prompt=prompt,
+            turns=said_in(sample.turns),
+            token_ids=chosen,
+        )

@@ -1,0 +1,185 @@
+"""What a rollout worker that leaves keeps of its unfinished samples, so that the worker that takes
+the prompt group next goes on with them.
+
+    drain overdue --> abort() --> partials/<prompt group> in the object store --> release the lease
+    --> another worker: find, submit, ..., forget
+
+The lease is released only after the object is written; a crash in between costs the tokens, as
+every crash does. The object holds a line of JSON, then the arrays of all samples, one behind the
+other: tokens and log-probabilities, and where the run has them the most probable tokens, the loss
+mask and the routed experts. What was said with an environment stands in the JSON; the environment
+itself has nothing to keep (ADR 17).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import orjson
+import structlog
+
+from relax_events.engines.protocol import GeneratedSample
+from relax_events.errors import ObjectError, StoreUnavailable
+from relax_events.events.parts import (
+    ChatMessage,
+    ContentPart,
+    FinishReason,
+    MediaRef,
+    Modality,
+    VersionSegment,
+)
+from relax_events.objects import ObjectStore
+
+log = structlog.get_logger()
+PREFIX = "partials/"
+WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+ARRAYS = ("tokens", "logprobs", "top_tokens", "loss_mask", "routed_experts")
+KINDS = "iuf"
+"""Of numpy's dtypes: whole numbers and floats, which hold no pointers."""
+
+
+class Partials:
+    """Unfinished prompt groups in the run's object store."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def keep(self, prompt_group_id: str, samples: Sequence[GeneratedSample]) -> int:
+        """Write what was generated of a prompt group; return how many tokens were kept, 0 where
+        nothing can be.
+
+        Args:
+            prompt_group_id: Whose lease is released next.
+            samples: All of it that have begun, whole or aborted.
+        """
+        begun = [sample for sample in samples if len(sample.tokens)]
+        if not begun or any(sample.finish_reason is FinishReason.ERROR for sample in begun):
+            return 0
+        num_tokens, body = (
+            sum(len(sample.tokens) for sample in begun),
+            b"".join(_bytes_of(sample) for sample in begun),
+        )
+        described = [_described(sample) for sample in begun]
+        header = orjson.dumps({"samples": described, "digest": _digest(described, body)})
+        try:
+            self._store.put_at(_key(prompt_group_id), header + b"\n" + body)
+        except (ObjectError, StoreUnavailable) as error:
+            log.warning(
+                "partial_samples.lost",
+                prompt_group_id=prompt_group_id,
+                num_tokens=num_tokens,
+                error=str(error),
+            )
+            return 0
+        return num_tokens
+
+    def find(self, prompt_group_id: str, *, num_samples: int) -> dict[int, GeneratedSample]:
+        """Return what another worker generated of a prompt group, by sample index; nothing where it
+        can't be used.
+
+        A sample that goes on has finish reason `abort`. At least one does, or has not begun.
+        """
+        try:
+            if not self._store.exists(_key(prompt_group_id)):
+                return {}
+            found = _parsed(self._store.get_at(_key(prompt_group_id)), prompt_group_id)
+        except (ObjectError, ValueError, KeyError, TypeError) as error:
+            log.warning(
+                "partial_samples.unusable", prompt_group_id=prompt_group_id, error=str(error)
+            )
+            return {}
+        is_over = len(found) == num_samples and all(
+            sample.finish_reason in WHOLE for sample in found.values()
+        )
+        return {} if is_over or not found.keys() <= set(range(num_samples)) else found
+
+    def forget(self, prompt_group_ids: Iterable[str]) -> None:
+        """Delete what was kept of prompt groups that are written."""
+        self._store.delete([_key(prompt_group_id) for prompt_group_id in prompt_group_ids])
+
+
+def _key(prompt_group_id: str) -> str:
+    return f"{PREFIX}{prompt_group_id}"
+
+
+def _digest(described: list[dict[str, Any]], body: bytes) -> str:
+    return sha256(orjson.dumps(described) + body).hexdigest()
+
+
+def _arrays_of(sample: GeneratedSample) -> dict[str, np.ndarray]:
+    """Return those that it has, as they are written: little-endian, in C order."""
+    found = {name: getattr(sample, name) for name in ARRAYS}
+    return {
+        name: np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        for name, array in found.items()
+        if array is not None
+    }
+
+
+def _bytes_of(sample: GeneratedSample) -> bytes:
+    return b"".join(array.tobytes() for array in _arrays_of(sample).values())
+
+
+def _described(sample: GeneratedSample) -> dict[str, Any]:
+    return {
+        "sample_id": sample.sample_id,
+        "finish_reason": sample.finish_reason.value,
+        "segments": [
+            [segment.policy_version, segment.num_tokens, segment.kept_cache]
+            for segment in sample.segments
+        ],
+        "arrays": [
+            [name, array.dtype.str, list(array.shape)] for name, array in _arrays_of(sample).items()
+        ],
+        "turns": [
+            [message.role, [_told_part(part) for part in message.parts]] for message in sample.turns
+        ],
+    }
+
+
+def _told_part(part: ContentPart) -> list[Any]:
+    media = None if part.media is None else asdict(part.media) | {"digest": part.media.digest.hex()}
+    return [part.kind.value, part.text, media]
+
+
+def _part(kind: str, text: str | None, media: dict[str, Any] | None) -> ContentPart:
+    reference = (
+        None if media is None else MediaRef(**media | {"digest": bytes.fromhex(media["digest"])})
+    )
+    return ContentPart(Modality(kind), text, reference)
+
+
+def _parsed(data: bytes, prompt_group_id: str) -> dict[int, GeneratedSample]:
+    head, _, body = data.partition(b"\n")
+    header = orjson.loads(head)
+    if _digest(header["samples"], body) != header["digest"]:
+        raise ValueError("the bytes are not those that were written")
+    found, start = dict[int, GeneratedSample](), 0
+    for part in header["samples"]:
+        arrays: dict[str, Any] = {}
+        for name, dtype_name, shape in part["arrays"]:
+            dtype = np.dtype(dtype_name)
+            if name not in ARRAYS or dtype.kind not in KINDS:
+                raise ValueError(f"array {name!r} of dtype {dtype_name} is none that a sample has")
+            count = int(np.prod(shape, dtype=np.int64))
+            arrays[name] = (
+                np.frombuffer(body, dtype, count, start)
+                .reshape(shape)
+                .astype(dtype.newbyteorder("="))
+            )
+            start += count * dtype.itemsize
+        found[int(part["sample_id"].rpartition("/")[2])] = GeneratedSample(
+            sample_id=part["sample_id"],
+            prompt_group_id=prompt_group_id,
+            segments=tuple(VersionSegment(*segment) for segment in part["segments"]),
+            finish_reason=FinishReason(part["finish_reason"]),
+            turns=tuple(
+                ChatMessage(role, [_part(*one) for one in parts]) for role, parts in part["turns"]
+            ),
+            **arrays,
+        )
+    return found

@@ -1,0 +1,124 @@
+"""What reference, actor-forward, critic and teacher have in common: numbers for given tokens under
+given weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from relax_events.config import ModelConfig
+from relax_events.errors import WeightsError
+from relax_events.events.parts import Outcome
+from relax_events.events.types import SampleEvaluated, SampleRolledOut
+from relax_events.kafka.records import OutRecord
+from relax_events.runtime.worker import Worker
+from relax_events.training.backend.factory import backend_of
+from relax_events.training.backend.protocol import SampleScores, Scorer, TokenScorer
+
+log = structlog.get_logger()
+UseVersion = Callable[[int], int]
+
+
+class Evaluating:
+    """Turns record batches of samples into what the scorer gives for them, version by version.
+
+    `use_version` is told the samples' version, makes the scorer hold the weights that belong to it,
+    and returns the version of those weights.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        scorer: TokenScorer,
+        *,
+        evaluator: str,
+        topic: str,
+        use_version: UseVersion,
+    ) -> None:
+        self._worker, self._scorer, self._use_version = worker, scorer, use_version
+        self._evaluator, self._topic = evaluator, topic
+
+    def __call__(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+        """Evaluate the samples."""
+        by_version: dict[int, list[SampleRolledOut]] = defaultdict(list)
+        for sample in samples:
+            by_version[sample.policy_version].append(sample)
+        records = []
+        for version, members in sorted(by_version.items()):
+            try:
+                evaluator_version = self._use_version(version)
+            except WeightsError as error:
+                records += self._ended(members, error)
+                continue
+            with self._worker.piece("score a part of a record batch"):
+                scores = self.scores_of(members)
+            for sample, values in zip(members, scores, strict=True):
+                evaluated = SampleEvaluated(
+                    sample_id=sample.sample_id,
+                    prompt_group_id=sample.prompt_group_id,
+                    policy_version=sample.policy_version,
+                    generation_digest=sample.generation_digest,
+                    evaluator=self._evaluator,
+                    evaluator_version=evaluator_version,
+                    values=values.logprobs,
+                    topk_ids=values.ids,
+                    topk_logprobs=values.id_logprobs,
+                )
+                records.append(
+                    self._worker.sample_record(
+                        self._topic,
+                        evaluated,
+                        prompt_group_id=sample.prompt_group_id,
+                        policy_version=sample.policy_version,
+                    )
+                )
+            self._worker.metrics.tokens(sum(len(sample.tokens) for sample in members))
+        return records
+
+    def _ended(self, samples: Sequence[SampleRolledOut], error: WeightsError) -> list[OutRecord]:
+        """Ask the trainer to end the prompt groups of a version whose weights are lost, so that
+        they are issued again on another one.
+        """
+        version, groups = (
+            samples[0].policy_version,
+            list(dict.fromkeys(sample.prompt_group_id for sample in samples)),
+        )
+        log.error(
+            "weights.lost", policy_version=version, num_prompt_groups=len(groups), error=str(error)
+        )
+        self._worker.metrics.weights.lost(len(groups))
+        reason = f"{self._worker.role}: the weights of version {version} can't be used"
+        return [
+            self._worker.tombstone(group, Outcome.EXPIRED, reason, policy_version=version)
+            for group in groups
+        ]
+
+    def scores_of(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
+        """Return what is said of each sample."""
+        return [SampleScores(logprobs) for logprobs in self._scorer.score(samples)]
+
+
+def open_scorer(
+    worker: Worker, *, model: ModelConfig | None = None, threads: int | None = None
+) -> Scorer:
+    """Load a model for scoring, with the code of the run's trainer backend.
+
+    Args:
+        worker: Names the run.
+        model: Another than the run's initial one.
+        threads: Other than the trainer's.
+    Raises:
+        ConfigError: As `backend_of`, or the model can't be loaded.
+    """
+    config = worker.config
+    trainer = (
+        config.trainer
+        if threads is None
+        else config.trainer.model_copy(update={"threads": threads})
+    )
+    return backend_of(config).open_scorer(
+        config.model_copy(update={"model": model or config.model, "trainer": trainer})
+    )

@@ -1,0 +1,141 @@
+"""Prompt groups that were delivered too often: each is held until it is known whether another
+rollout worker still has it.
+
+The broker counts deliveries and tells nobody why there were so many. The workers that took the
+prompt group may have died, and then the next one may die of it as well. Or the broker was away, or
+a lease lapsed, while a worker goes on generating. Heartbeats tell the two apart: each rollout
+worker names in its own what it has at work, and what it has ended lately.
+
+    lease at the delivery limit --> hold --> a heartbeat says "ended"   --> done
+                                     |  ^--- a heartbeat says "at work" --- hold on
+                                     '-----> silence of SILENT_BEATS    --> unclaimed: the caller ends the prompt group as failed
+
+A worker that is silent for so long and goes on all the same writes its samples behind the failure;
+the trainer drops them as duplicates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import structlog
+
+from relax_events.errors import AccessDenied, BrokerError, CorruptRecord, SchemaError
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import WorkerBeat
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.leases import Lease
+from relax_events.runtime.worker import Worker
+from relax_events.topics.contents import belongs_on
+from relax_events.topics.plan import HEARTBEATS
+
+log = structlog.get_logger()
+SILENT_BEATS = 10
+"""Intervals without a heartbeat after which a worker counts as gone."""
+ENTITY = HEARTBEATS["rollout"]
+
+
+@dataclass(slots=True)
+class _Held:
+    leases: list[Lease]
+    since: float
+    is_ended: bool = False
+    claimed_at: dict[str, float] = field(default_factory=dict)
+    """By worker, when its newest heartbeat that names the prompt group as at work was read."""
+
+    def apply(self, prompt_group_id: str, beat: WorkerBeat, now: float) -> None:
+        self.is_ended = self.is_ended or prompt_group_id in beat.prompt_groups_ended
+        if prompt_group_id in beat.prompt_groups_at_work and beat.state is not WorkerState.STOPPED:
+            self.claimed_at[beat.worker_id] = now
+        else:
+            self.claimed_at.pop(beat.worker_id, None)
+
+    def is_unclaimed(self, now: float, silent_seconds: float) -> bool:
+        return now - max((self.since, *self.claimed_at.values())) > silent_seconds
+
+
+class LastDeliveries:
+    """See the module's docstring. It is called from the work loop only."""
+
+    def __init__(self, worker: Worker, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._worker, self._clock = worker, clock
+        self._held: dict[str, _Held] = {}
+        self._reader: LogReader | None = None
+
+    def hold(self, prompt_group_id: str, lease: Lease) -> None:
+        """Keep a lease until it is known whether anyone else has its prompt group."""
+        if prompt_group_id in self._held:
+            self._held[prompt_group_id].leases.append(lease)
+            return
+        log.warning(
+            "prompt_group.held", prompt_group_id=prompt_group_id, delivery=lease.delivery_count
+        )
+        self._held[prompt_group_id] = _Held([lease], self._clock())
+
+    def unclaimed(self) -> list[Lease]:
+        """Read what heartbeats came; settle what others have ended, and return the leases of prompt
+        groups that nobody has.
+
+        Raises:
+            AccessDenied: The role may not read heartbeats.
+        """
+        if not self._held:
+            return []
+        for beat in self._beats():
+            for prompt_group_id, held in self._held.items():
+                held.apply(prompt_group_id, beat, self._clock())
+        seconds, given_up = SILENT_BEATS * self._worker.config.workers.beat_seconds, list[Lease]()
+        for prompt_group_id, held in list(self._held.items()):
+            if held.is_ended:
+                log.info("prompt_group.ended_elsewhere", prompt_group_id=prompt_group_id)
+                _settle_all(self._held.pop(prompt_group_id).leases)
+            elif held.is_unclaimed(self._clock(), seconds):
+                given_up += self._held.pop(prompt_group_id).leases
+        if not self._held:
+            self.close()
+        return given_up
+
+    def release(self) -> None:
+        """Release what is held: another worker may ask."""
+        for held in self._held.values():
+            for lease in held.leases:
+                lease.release()
+        self._held = {}
+
+    def close(self) -> None:
+        """Read no more heartbeats."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+    def _beats(self) -> Iterable[WorkerBeat]:
+        """Give the heartbeats that came since the last call; of the first call on, those that come
+        from then on.
+        """
+        place = (self._worker.plan.topic(ENTITY), 0)
+        try:
+            if self._reader is None:
+                self._reader = LogReader(self._worker.connection)
+                self._reader.assign({place: self._reader.watermarks(*place)[1]})
+            records = self._reader.fetch(timeout_seconds=0.0)
+        except AccessDenied:
+            raise
+        except BrokerError as error:
+            log.warning("heartbeats.unread", error=str(error))
+            for held in self._held.values():
+                held.since = self._clock()  # nothing is known about the others
+            return
+        for record in records:
+            try:
+                event = self._worker.codec.decode(record.value)
+            except (CorruptRecord, SchemaError):
+                continue
+            if isinstance(event, WorkerBeat) and belongs_on(ENTITY, event):
+                yield event
+
+
+def _settle_all(leases: Iterable[Lease]) -> None:
+    for lease in leases:
+        lease.done()

@@ -1,0 +1,77 @@
+"""Takes an engine from policy version to policy version, each at its turn."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from relax_events.engines.protocol import Engine
+from relax_events.errors import ObjectError, WeightsError
+from relax_events.events.parts import now_micros
+from relax_events.roles.engine_monitor import EngineWatch
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.worker import Worker
+from relax_events.weights.transport import WeightsTransport
+
+log = structlog.get_logger()
+RELOAD_SECONDS = 2.0
+
+
+class VersionLoading:
+    """Loads the newest version when it is the engine's turn to; an artifact that fails its check is
+    tried again.
+    """
+
+    def __init__(
+        self, worker: Worker, engine: Engine, transport: WeightsTransport, watch: EngineWatch
+    ) -> None:
+        self._worker, self._engine, self._transport, self._watch = worker, engine, transport, watch
+        self._mode = worker.config.run.on_new_version
+        self._reload_after = 0.0
+        self.refused_version = -1
+        """The last one that the engine did not take."""
+
+    def load_newest(self) -> bool:
+        """Tell whether the engine has gone over to another version, and is awake."""
+        newest = self._worker.control.latest
+        if (
+            newest is None
+            or newest.policy_version <= self._engine.policy_version
+            or self._transport.is_coming(newest)
+        ):
+            return False
+        if newest.policy_version == self.refused_version and time.monotonic() < self._reload_after:
+            return False
+        if self._mode == "finish" and self._engine.num_running:
+            return False
+        try:
+            with self._watch.doing("loading"), self._worker.transfer("load weights"):
+                weights = self._transport.fetch(newest)
+                failpoint("rollout.before_load")
+                self._engine.load_weights(
+                    weights, on_running="swap" if self._mode == "swap" else "restart"
+                )
+        except (WeightsError, ObjectError) as error:
+            log.error(
+                "weights.refused",
+                policy_version=newest.policy_version,
+                serving=self._engine.policy_version,
+                error=str(error),
+            )
+            self._reload_after, self.refused_version = (
+                time.monotonic() + RELOAD_SECONDS,
+                newest.policy_version,
+            )
+            self._worker.metrics.engine.refused()
+            return False
+        self._worker.beats.policy_version = self._engine.policy_version
+        self._worker.metrics.weights.loaded(
+            weights.transport, delay_seconds=(now_micros() - newest.published_at) / 1e6
+        )
+        log.info(
+            "weights.loaded",
+            policy_version=self._engine.policy_version,
+            transport=weights.transport,
+        )
+        return True

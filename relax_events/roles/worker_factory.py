@@ -1,0 +1,125 @@
+"""Opens what every role needs: the object store with its claim check, and the worker itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from relax_events.config import RunConfig
+from relax_events.events.types import Event, RunDescribed
+from relax_events.kafka.protocol.eviction import evict_predecessors
+from relax_events.kafka.security.acls import ROLE_RIGHTS
+from relax_events.objects.backends import errors as object_errors
+from relax_events.objects.claim_check import check_in, check_out
+from relax_events.objects.marker import claim, told_mark
+from relax_events.objects.outages import outages
+from relax_events.objects.roots import AllowedRoots
+from relax_events.objects.store import ObjectStore
+from relax_events.objects.version_objects import folder_of
+from relax_events.runtime.control_view import RECENT_VERSIONS
+from relax_events.runtime.worker import Worker
+from relax_events.session.resume import changes_since, refuse_changes
+from relax_events.telemetry.metrics import ErrorMetrics
+
+ROUTING_ROLES = ("actor-forward", "trainer")
+"""Roles that read which experts tokens went through; to the others a large array of these is a
+reference that they pass on."""
+
+
+class StoreClaimCheck:
+    """The claim check over an object store; references that lead out of it are refused."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        inline_max_bytes: int,
+        allowed_roots: Sequence[str] = (),
+        leave: Collection[str] = (),
+    ) -> None:
+        self._store, self._inline_max_bytes, self._leave = store, inline_max_bytes, leave
+        self._roots = AllowedRoots.of(store.uri(""), allowed_roots)
+
+    def check_in(self, event: Event, *, policy_version: int | None) -> Event:
+        """Store arrays above the limit with the objects of the version."""
+        folder = "" if policy_version is None else folder_of(policy_version)
+        return check_in(event, self._store, inline_max_bytes=self._inline_max_bytes, folder=folder)
+
+    def check_out(self, event: Event) -> Event:
+        """Fetch stored arrays that the role computes with, once all media are found to lie where
+        they may.
+        """
+        self._roots.check(event)
+        return check_out(event, self._store, leave=self._leave)
+
+
+def open_store(config: RunConfig, *, waits: bool = True) -> ObjectStore:
+    """Open the run's object store.
+
+    Args:
+        config: The run.
+        waits: Whether the worker waits while the store is away, whatever else it has to do.
+    """
+    return ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from, waits=waits)
+
+
+def open_worker(
+    role: str,
+    config: RunConfig,
+    *,
+    index: int,
+    store: ObjectStore | None = None,
+    follow: Sequence[str] = (),
+    num_versions: int = RECENT_VERSIONS,
+    linger_ms: float | None = None,
+) -> Worker:
+    """Make the worker of a role, draining on signals; what an earlier process of its name still
+    holds is free. Use it as a context manager.
+
+    Raises:
+        ConfigError: The object store is another run's, or the run file has changed since the log
+            described the run, in a way that the run can't go on with.
+    """
+    opened, objects = store or open_store(config), config.objects
+    leave = () if role in ROUTING_ROLES else ("routed_experts",)
+    claim_check = StoreClaimCheck(
+        opened,
+        inline_max_bytes=objects.inline_max_bytes,
+        allowed_roots=objects.allowed_roots,
+        leave=leave,
+    )
+    worker = Worker(
+        role,
+        config,
+        claim_check=claim_check,
+        index=index,
+        follow=follow,
+        num_versions=num_versions,
+        linger_ms=linger_ms,
+    )
+    try:
+        errors = ErrorMetrics(
+            role,
+            broker=worker.connection.errors,
+            objects=object_errors,
+            away_seconds=lambda: outages.seconds,
+        )
+        worker.metrics.registry.register(errors)
+        worker.wait_for_stores(outages, deadline_seconds=objects.outage_deadline_seconds)
+        descriptions = [
+            event for event in worker.control.history if isinstance(event, RunDescribed)
+        ]
+        claim(
+            opened,
+            run_id=config.run.id,
+            cluster_id=worker.control.cluster_id,
+            told=told_mark(descriptions),
+        )
+        worker.drain.listen_to_signals()
+        if descriptions:
+            refuse_changes(config.run.id, changes_since(descriptions[-1], config), is_accepted=True)
+        if ROLE_RIGHTS[role].is_member:
+            evict_predecessors(worker.connection, worker.plan.consumer_group(role))
+    except BaseException:
+        worker.close()
+        raise
+    return worker

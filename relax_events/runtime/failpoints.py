@@ -1,0 +1,180 @@
+"""Named crash points: instants at which a process can be told to kill or stop itself, so that tests
+can break a run exactly there.
+
+    RELAX_FAILPOINTS="reward.before_commit:3=kill,trainer.after_weights=stop"      the third pass, the first pass
+
+An armed point fires once in a run, whoever passes it: it leaves a mark in the run's folder first,
+so that the worker that is started again gets through. Without the variable a pass costs one look at
+an empty table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from relax_events.errors import ConfigError
+from relax_events.topics.plan import MAP_ROLES
+
+log = structlog.get_logger()
+VARIABLE = "RELAX_FAILPOINTS"
+ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+ARMING = re.compile(r"(?P<name>[a-z_.-]+)(:(?P<nth_pass>[1-9][0-9]*))?=(?P<action>[a-z]+)")
+EXAMPLE = f'for example {VARIABLE}="reward.before_commit:3=kill"'
+
+MAP_POINTS = {
+    "before_flush": "outputs are handed to the client, none is known to be safe",
+    "before_commit": "outputs are acknowledged, the input offsets are not committed",
+    "after_commit": "the commit of the input offsets is under way, no later input was read",
+}
+POINTS = {
+    "prompter.after_issue": "prompt groups are on the queue, the prompter has not noted them",
+    "rollout.before_load": "a version's tensors are fetched, the engine has the version before",
+    "rollout.generating": "prompt groups are leased and half generated",
+    "rollout.before_flush": "samples are handed to the client, none is known to be safe",
+    "rollout.before_settle": "samples are acknowledged, their leases are open",
+    **{f"{role}.{name}": text for role in MAP_ROLES for name, text in MAP_POINTS.items()},
+    "judge.at_work": "samples are at the judge's engine, no input of theirs is committed",
+    "critic.learning": "the critic has learned from a committed step, others may be left",
+    "advantage.before_flush": "joined samples are handed to the client, none is known to be safe",
+    "advantage.before_commit": "joined samples are acknowledged, the input offsets are not committed",
+    "advantage.handing_over": "partitions are being taken away, offsets are committed, open joins are not dropped",
+    "trainer.after_accumulate": "a step's gradients are complete, the weights are old",
+    "trainer.after_optimizer_step": "the weights of a step have moved, others of its optimizer steps may be left",
+    "weights.before_manifest": "a version's tensors are in the store, its manifest is not",
+    "weights.broadcasting": "a bucket of a version is on its way to an engine, its artifact may be whole or not",
+    "rollout.receiving": "a bucket of a version has come from the trainer, the engine has the version before",
+    "trainer.after_weights": "a version's artifact is whole, the step is not committed",
+    "trainer.in_transaction": "the step and its offsets lie in an open transaction",
+    "trainer.after_commit": "the step is committed, nothing that follows from it is done",
+    "trainer.after_ends": "ends of untrained prompt groups are committed, the assembler has not noted them",
+    "trainer.replaying": "a recorded step is trained again, others are left",
+    "checkpoint.before_shard": "a checkpoint is copied, nothing of it is in the store",
+    "checkpoint.before_manifest": "a checkpoint's shards are in the store, its manifest is not",
+    "evaluator.before_load": "a version's tensors are fetched, the engine has the version before",
+    "evaluator.generating": "a version is half evaluated on a dataset",
+    "evaluator.after_write": "an evaluation is on the log, the evaluator has not noted it",
+    "controller.before_command": "the controller has decided, nobody has heard of it",
+    "controller.after_command": "the command is on the log, the controller has not noted it",
+    "metrics.before_write": "figures are received, the file has not got them",
+}
+"""Every point, with what is true there."""
+
+
+@dataclass(slots=True)
+class ArmedPoint:
+    """A point that is to fire at its n-th pass in one process."""
+
+    name: str
+    nth_pass: int
+    action: str
+    num_passes: int = 0
+
+    @property
+    def mark_name(self) -> str:
+        """Names the file that says that it fired."""
+        return f"{self.name}:{self.nth_pass}"
+
+
+@dataclass(slots=True)
+class Failpoints:
+    """The armed points of this process."""
+
+    armed: dict[str, list[ArmedPoint]] = field(default_factory=dict)
+    folder: Path = Path()
+
+    def arm(self, text: str, *, folder: Path) -> None:
+        """Arm what the text says, in place of what was armed.
+
+        Args:
+            text: `name[:n]=action,...`; empty disarms.
+            folder: Where marks are left.
+        Raises:
+            ConfigError: A name, a count or an action is not known; the text says which and what
+                there is.
+        """
+        self.armed, self.folder = {}, folder
+        for point in parsed(text):
+            self.armed.setdefault(point.name, []).append(point)
+
+    def reach(self, name: str) -> None:
+        """Fire what is due at this point, unless it fired before in this run."""
+        for point in self.armed.get(name, ()):
+            point.num_passes += 1
+            if point.num_passes == point.nth_pass and self._leave_mark(point):
+                log.warning(
+                    "failpoint.reached",
+                    failpoint=name,
+                    nth_pass=point.nth_pass,
+                    action=point.action,
+                )
+                signal.pthread_kill(
+                    threading.get_ident(), ACTIONS[point.action]
+                )  # to this thread, which goes no instruction further
+
+    def _leave_mark(self, point: ArmedPoint) -> bool:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with (self.folder / point.mark_name).open("x") as file:
+                file.write(f"{os.getpid()}\n")
+        except FileExistsError:
+            return False
+        return True
+
+
+_failpoints = Failpoints()
+
+
+def failpoint(name: str) -> None:
+    """Pass a point of `POINTS`: nothing happens unless it is armed."""
+    if _failpoints.armed:
+        _failpoints.reach(name)
+
+
+def arm_failpoints(run_directory: Path, environment: Mapping[str, str]) -> None:
+    """Arm this process as the environment says.
+
+    Raises:
+        ConfigError: See `Failpoints.arm`.
+    """
+    _failpoints.arm(environment.get(VARIABLE, ""), folder=marks_folder(run_directory))
+
+
+def marks_folder(run_directory: Path) -> Path:
+    """Return where the points of a run leave a file each when they fire; it holds the process
+    id.
+    """
+    return run_directory / "failpoints"
+
+
+def parsed(text: str) -> list[ArmedPoint]:
+    """Read the variable's text; raises as `Failpoints.arm`."""
+    return [_parsed_one(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def _parsed_one(text: str) -> ArmedPoint:
+    found = ARMING.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"{VARIABLE}: {text!r} is not of the form name=action or name:n=action with n >= "
+            f"1; {EXAMPLE}"
+        )
+    name, action = found["name"], found["action"]
+    if name not in POINTS:
+        close = difflib.get_close_matches(name, POINTS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(POINTS)}"
+        raise ConfigError(f"{VARIABLE}: there is no point {name!r}; {hint}")
+    if action not in ACTIONS:
+        raise ConfigError(
+            f"{VARIABLE}: the action at {name} must be {' or '.join(ACTIONS)}, got "
+            f"{action!r}; {EXAMPLE}"
+        )
+    return ArmedPoint(name, int(found["nth_pass"] or 1), action)

@@ -1,0 +1,320 @@
+"""Long calls that a work loop is inside of, each with a name and a deadline of its own.
+
+Heartbeats, sent by the work loop itself: they tell since when it has had work and has not got on
+    with it.
+
+Inside a long call that the loop has declared (`activity`), `heartbeat_thread` sends them in its
+place, with the call's name and deadline. All durations are measured by the monotonic clock; the
+times in an event are worked out when it is sent, so a step of the wall clock moves all alike.
+
+Sends heartbeats while the work loop is inside a long call. Between calls it stays silent, so that a
+loop that hangs is noticed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+import structlog
+
+from relax_events.errors import BrokerError
+from relax_events.events.parts import WorkerState, now_micros
+from relax_events.events.types import MetricsReported, WorkerBeat
+
+
+@dataclass(slots=True)
+class Activity:
+    """A long call. `started` is a time of the monotonic clock, as is `progressed`: when it last got
+    on, from which the deadline counts.
+    """
+
+    name: str
+    started: float
+    progressed: float
+    deadline_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """For how long it has run."""
+        return time.monotonic() - self.started
+
+    @property
+    def deadline(self) -> float:
+        """When it counts as hung, by the monotonic clock."""
+        return self.progressed + self.deadline_seconds
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its deadline has passed."""
+        return time.monotonic() > self.deadline
+
+
+class Activities:
+    """The calls that the work loop is inside of, outermost first. One thread enters and leaves
+    them; any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stack: list[Activity] = []
+
+    @contextmanager
+    def during(self, name: str, *, deadline_seconds: float) -> Iterator[None]:
+        """Declare a long call for the length of the block.
+
+        Args:
+            name: What the worker does, as people read it: "publish weights".
+            deadline_seconds: After how long without progress the call counts as hung.
+        """
+        now = time.monotonic()
+        activity = Activity(name, now, now, deadline_seconds)
+        with self._lock:
+            self._stack.append(activity)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stack = [other for other in self._stack if other is not activity]
+
+    def renew(self) -> None:
+        """Note that the innermost call gets on: its deadline counts from now."""
+        with self._lock:
+            if self._stack:
+                self._stack[-1].progressed = time.monotonic()
+
+    @property
+    def current(self) -> Activity | None:
+        """The call that is overdue, the outermost first; else the innermost one, and None between
+        calls.
+        """
+        with self._lock:
+            stack = list(self._stack)
+        overdue = (activity for activity in stack if activity.is_overdue)
+        return next(overdue, stack[-1] if stack else None)
+
+
+Send = Callable[[WorkerBeat | MetricsReported], None]
+REPORT_EVERY_BEATS = 5
+
+
+class Beats:
+    """Call `tick` from every turn of the work loop; it sends at most one beat per interval, and at
+    every change of state.
+    """
+
+    def __init__(self, send: Send, *, worker_id: str, role: str, interval_seconds: float) -> None:
+        self._send, self._worker_id, self._role = send, worker_id, role
+        self._interval = interval_seconds
+        self._state = WorkerState.STARTING
+        self._sending = threading.Lock()
+        self._activities = Activities()
+        self._last_beat = 0.0
+        self._num_beats = 0
+        self.started_at = now_micros()
+        self._turned = self._progressed = self._reported_at = time.monotonic()
+        self._busy_seconds = 0.0
+        self._num_reported = self.num_processed = 0
+        self._more: Callable[[float], Mapping[str, float]] = lambda _: {}
+        self._busy_from: float | None = None
+        self._mark = 0
+        self.num_in_flight = 0
+        self.prompt_groups_at_work: tuple[str, ...] = ()
+        self.prompt_groups_ended: tuple[str, ...] = ()
+        self.policy_version = -1
+        self.metrics_port = 0
+
+    def reports(self, figures: Callable[[float], Mapping[str, float]]) -> None:
+        """Have further figures reported: those that this gives, once for each report, of the
+        seconds since the one before.
+        """
+        self._more = figures
+
+    def progress(self, count: int, *, seconds: float) -> None:
+        """Note finished records and the time that they took."""
+        self.num_processed += count
+        self._busy_seconds += seconds
+        self.advance()
+
+    def advance(self) -> None:
+        """Note that work goes on though no record is finished yet: tokens were drawn, a recorded
+        step was trained again.
+        """
+        self._turned = self._progressed = time.monotonic()
+        self._busy_from = None
+        self._activities.renew()
+
+    def advance_to(self, mark: int) -> None:
+        """Note how far work has come, by a count of any kind: it goes on when that is another than
+        before.
+        """
+        if mark != self._mark:
+            self._mark = mark
+            self.advance()
+
+    @contextmanager
+    def activity(
+        self, name: str, *, deadline_seconds: float, is_progress: bool = True
+    ) -> Iterator[None]:
+        """Declare a long call of the work loop for the length of the block; one that returns has
+        got on with the work, one that raises has not.
+
+        Args:
+            name: What the worker does, as people read it: "publish weights".
+            deadline_seconds: After how long the call counts as hung, and the worker is started
+                again; each `advance` inside begins it anew.
+            is_progress: Whether its return is progress; waiting for others is none.
+        """
+        with self._activities.during(name, deadline_seconds=deadline_seconds):
+            try:
+                yield
+            finally:
+                self._turned = time.monotonic()
+        if is_progress:
+            self.advance()
+
+    @property
+    def current_activity(self) -> Activity | None:
+        """The long call that the work loop is inside of."""
+        return self._activities.current
+
+    def tick(self, state: WorkerState) -> bool:
+        """Send a beat if one is due; return whether it was."""
+        now = self._turned = time.monotonic()
+        if self.is_starting and state is not WorkerState.STARTING:
+            self.advance()  # nobody has waited for work while it loaded its model
+        if state is WorkerState.IDLE:
+            self._busy_from = None
+        elif state is WorkerState.WORKING and self._busy_from is None:
+            self._busy_from = now
+        due = now - self._last_beat >= self._interval
+        if not due and (
+            state is self._state or {state, self._state} <= {WorkerState.IDLE, WorkerState.WORKING}
+        ):
+            return False
+        with self._sending:
+            self._state = state
+            self._send_beat(now, state)
+        self._num_beats += 1
+        if self._num_beats % REPORT_EVERY_BEATS == 0:
+            self._report(now)
+        return True
+
+    def beat_inside_activity(self) -> None:
+        """Send a beat for the work loop if it is inside a long call and one is due. Called by
+        another thread than the loop's.
+        """
+        with self._sending:
+            now = time.monotonic()
+            if self.current_activity is not None and now - self._last_beat >= self._interval:
+                self._send_beat(
+                    now, WorkerState.WORKING if self._state is WorkerState.IDLE else self._state
+                )
+
+    @property
+    def seconds_since_turn(self) -> float:
+        """How long the work loop has been silent."""
+        return time.monotonic() - self._turned
+
+    @property
+    def busy_seconds(self) -> float:
+        """For how long it has had work without getting on with it; 0 inside a long call, which has
+        a deadline of its own.
+        """
+        since = self._busy_from
+        return (
+            0.0 if since is None or self.current_activity is not None else time.monotonic() - since
+        )
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the work loop has not begun."""
+        return self._state is WorkerState.STARTING
+
+    def _send_beat(self, now: float, state: WorkerState) -> None:
+        self._last_beat = now
+        self._send(self._beat(state))
+
+    def _beat(self, state: WorkerState) -> WorkerBeat:
+        now, wall, activity, busy_from = (
+            time.monotonic(),
+            now_micros(),
+            self.current_activity,
+            self._busy_from,
+        )
+
+        def at(moment: float) -> int:
+            return wall - int((now - moment) * 1e6)
+
+        return WorkerBeat(
+            worker_id=self._worker_id,
+            role=self._role,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state=state,
+            num_processed=self.num_processed,
+            num_in_flight=self.num_in_flight,
+            policy_version=self.policy_version,
+            metrics_port=self.metrics_port,
+            last_progress_at=at(self._progressed),
+            busy_since=None if busy_from is None or activity is not None else at(busy_from),
+            activity="" if activity is None else activity.name,
+            activity_since=None if activity is None else at(activity.started),
+            activity_deadline_at=None if activity is None else at(activity.deadline),
+            prompt_groups_at_work=list(self.prompt_groups_at_work),
+            prompt_groups_ended=list(self.prompt_groups_ended),
+            beat_at=wall,
+        )
+
+    def _report(self, now: float) -> None:
+        """Report throughput and the share of time spent working since the last report."""
+        elapsed = now - self._reported_at
+        values = {
+            "records_per_second": (self.num_processed - self._num_reported) / elapsed,
+            "busy_ratio": min(1.0, self._busy_seconds / elapsed),
+            **self._more(elapsed),
+        }
+        self._num_reported, self._busy_seconds, self._reported_at = self.num_processed, 0.0, now
+        self._send(
+            MetricsReported(
+                worker_id=self._worker_id,
+                role=self._role,
+                policy_version=self.policy_version,
+                values=values,
+            )
+        )
+
+
+log = structlog.get_logger()
+JOIN_SECONDS = 5.0
+
+
+class HeartbeatThread:
+    """A thread of a worker. Use it as a context manager."""
+
+    def __init__(self, beats: Beats, *, interval_seconds: float) -> None:
+        self._beats, self._interval = beats, interval_seconds
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the thread; a heartbeat that is being sent is sent."""
+        self._closing.set()
+        self._thread.join(JOIN_SECONDS)
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._interval):
+            try:
+                self._beats.beat_inside_activity()
+            except BrokerError as error:  # the work loop meets it too, and decides
+                log.warning("heartbeat.unsent", error=str(error))

@@ -1,0 +1,114 @@
+"""The run that a replay or a fork goes back to, as its log tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigError,
+    CorruptRecord,
+    SchemaError,
+)
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Event, TrainStepCommitted
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.records import Record
+from relax_events.runtime.run_description import described_config, read_description
+from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRun:
+    """A run as its log describes it."""
+
+    config: RunConfig
+    plan: TopicPlan
+    connection: Connection
+    given_uri: str = ""
+
+    @property
+    def objects_uri(self) -> str:
+        """Where its objects lie: as the run that goes back to it was told, whatever the log says by
+        now.
+        """
+        return self.given_uri or self.config.objects_uri
+
+    @classmethod
+    def read(
+        cls, connection: Connection, run_id: str, *, own: RunConfig | None = None
+    ) -> SourceRun:
+        """Read a run's description.
+
+        Args:
+            connection: To the cluster.
+            run_id: The run.
+            own: The run that goes back to it, as far as it has a run file by now: see
+                `described_config`.
+
+        Raises:
+            ConfigError: There is no such run, or its log does not say what it is.
+        """
+        reader = LogReader(connection)
+        try:
+            described = read_description(reader, run_id)
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:
+            raise ConfigError(
+                f"source.run = {run_id!r} is no run on {connection.bootstrap_servers}: "
+                f"{error}; see relax runs list"
+            ) from error
+        finally:
+            reader.close()
+        if described is None:
+            remedy = "start it once more with this release: relax run RUN_FILE"
+            raise ConfigError(
+                f"the log of run {run_id!r} does not say what it is, as those of earlier "
+                f"releases; {remedy}"
+            )
+        config = described_config(described, run_id=run_id, own=own)
+        return cls(config, TopicPlan.of(config), connection, own.source.objects_uri if own else "")
+
+    def codec(self) -> EventCodec:
+        """Return a codec that knows the schemas of the run's writers."""
+        codec = EventCodec()
+        for record in self._records("control.schemas"):
+            if record.value:
+                try:
+                    codec.learn(record.value, key=record.key)
+                except SchemaError as error:
+                    log.warning("record.unreadable", place=record.place, error=str(error))
+        return codec
+
+    def events(self, entity: str) -> Iterator[Event]:
+        """Give the events of a control topic up to its present end; only committed ones."""
+        codec = self.codec()
+        for record in self._records(entity):
+            try:
+                yield codec.decode(record.value)
+            except (CorruptRecord, SchemaError) as error:
+                log.warning("record.unreadable", place=record.place, error=str(error))
+
+    def steps(self) -> Iterator[TrainStepCommitted]:
+        """Give the train steps that it has committed by now, one by one."""
+        return (
+            event
+            for event in self.events("control.train-steps")
+            if isinstance(event, TrainStepCommitted)
+        )
+
+    def _records(self, entity: str) -> Iterator[Record]:
+        reader, place = LogReader(self.connection), (self.plan.topic(entity), 0)
+        try:
+            yield from reader.stream({place: reader.watermarks(*place)})
+        finally:
+            reader.close()

@@ -1,0 +1,27 @@
+"""Keeps what a run leaves on a disk to its user: prompts, completions and settings stand in it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from relax_events.config import RunConfig
+from relax_events.kafka.security.folder import write_private
+
+__all__ = ["keep_private", "write_private"]
+OTHERS = 0o077
+"""The rights of everybody but the owner."""
+
+
+def keep_private(config: RunConfig) -> None:
+    """Make a run's folder its user's alone (0700), and let nobody else read what this process and
+    its children will write (0600).
+
+    An object store in a folder elsewhere may be shared between users, so there the file mode mask
+    stays as it is, and the run's folder protects the rest.
+    """
+    with suppress(OSError):  # whoever can't write there is told when he has to
+        config.run_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config.run_directory.chmod(0o700)
+    if not config.objects.uri.startswith("file:"):
+        os.umask(os.umask(OTHERS) | OTHERS)

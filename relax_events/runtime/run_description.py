@@ -1,0 +1,162 @@
+"""The run file on the log: a run can be read back, replayed and forked from without the file that
+it was started with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from relax_events import __version__
+from relax_events.config import RunConfig
+from relax_events.config.algorithm_spec import FromLog
+from relax_events.errors import ConfigError, CorruptRecord, SchemaError
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Event, RunDescribed
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.records import Record
+from relax_events.topics import TopicPlan
+
+PLACE_KEYS = {"broker": {"bootstrap_servers", "client", "embedded_password_file"}}
+SHAPE_KEYS = (
+    "shards",
+    "queue_partitions",
+    "replication_factor",
+    "lease",
+    "lease_seconds",
+    "compression",
+)
+"""Of the broker table only these are told: topics follow from them, and none can hold an address or
+a secret."""
+
+
+def describe(
+    config: RunConfig, *, from_version: int | None = None, store_mark: str = ""
+) -> RunDescribed:
+    """Return what the log is told about a run. Its folders come out absolute, since whoever reads
+    it stands elsewhere.
+
+    Args:
+        config: The run file as resolved.
+        from_version: The newest policy version, from which on these settings hold; None before the
+            first.
+        store_mark: Value of its object store's marker.
+    """
+    tree = config.model_dump(mode="json")
+    tree["broker"] = {key: tree["broker"][key] for key in SHAPE_KEYS}
+    places = (
+        ("run", "directory"),
+        ("model", "path"),
+        ("critic", "model_path"),
+        ("teacher", "model_path"),
+        ("judge", "model_path"),
+    )
+    for section, key in places:
+        if tree[section][key] is not None:
+            tree[section][key] = str(Path(tree[section][key]).resolve())
+    return RunDescribed(
+        run_id=config.run.id,
+        config=orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode(),
+        config_digest=config_digest(config),
+        package_version=__version__,
+        source_run=config.source.run or None,
+        source_version=config.source.from_version if config.source.run else None,
+        from_version=from_version,
+        store_mark=store_mark,
+    )
+
+
+def config_digest(config: RunConfig) -> str:
+    """Return the SHA-256 of a run file as resolved, hexadecimal; the broker's address and client
+    settings don't count.
+    """
+    tree = config.model_dump(mode="json", exclude=PLACE_KEYS)
+    return hashlib.sha256(orjson.dumps(tree, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def is_told(described: RunDescribed, history: Iterable[Event]) -> bool:
+    """Tell whether the newest description on the log says the same already, whenever that was."""
+    newest = next(
+        (event for event in reversed(list(history)) if isinstance(event, RunDescribed)), None
+    )
+    return newest is not None and _content(newest) == _content(described)
+
+
+def _content(described: RunDescribed) -> tuple[Any, ...]:
+    return described.run_id, described.config, described.package_version, described.store_mark
+
+
+def described_config(
+    described: RunDescribed, *, run_id: str, own: RunConfig | None = None
+) -> RunConfig:
+    """Return the configuration that a description holds; its broker table says nothing of where the
+    broker is.
+
+    It was written by others: no code is run that it names by path, besides the algorithm of a run
+        file of one's own.
+
+    Args:
+        described: As read from the log.
+        run_id: Of the log. Records that were imported under another id still hold the first one.
+        own: The run file of whoever asks.
+    Raises:
+        ConfigError: It was written by a release whose keys this one does not know.
+    """
+    try:
+        tree = orjson.loads(described.config)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(
+            f"the log's description of run {described.run_id} is not JSON: {error}; name a "
+            "run file of your own"
+        ) from None
+    try:
+        config = RunConfig.model_validate(
+            tree, context=FromLog(own.algorithm.name if own and not own.algorithm.is_unread else "")
+        )
+        return config if described.run_id == run_id else _moved(config, run_id)
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        text = (
+            f"the log's description of run {described.run_id} does not fit this release at "
+            f"{key}: {error.errors()[0]['msg']}"
+        )
+        raise ConfigError(
+            f"{text}; it was written by {described.package_version}, this is {__version__}"
+        ) from None
+
+
+def _moved(config: RunConfig, run_id: str) -> RunConfig:
+    """Return an imported run's configuration: what its records say lies in the first run's store
+    was copied into its own.
+    """
+    objects = config.objects.model_copy(
+        update={"moved_from": (*config.objects.moved_from, config.objects_uri)}
+    )
+    return config.model_copy(
+        update={"run": config.run.model_copy(update={"id": run_id}), "objects": objects}
+    )
+
+
+def read_description(reader: LogReader, run_id: str) -> RunDescribed | None:
+    """Return the newest description on a run's log, or None when it has none. The run's topics must
+    exist.
+    """
+    codec, newest = EventCodec(), None
+    for record in _whole(reader, TopicPlan.topic_of(run_id, "control.schemas")):
+        with suppress(SchemaError):  # a stranger's record, which the roles have in their logs
+            codec.learn(record.value, key=record.key)
+    for record in _whole(reader, TopicPlan.topic_of(run_id, "control.commands")):
+        with suppress(CorruptRecord, SchemaError):
+            event = codec.decode(record.value)
+            newest = event if isinstance(event, RunDescribed) else newest
+    return newest
+
+
+def _whole(reader: LogReader, topic: str) -> Iterator[Record]:
+    return reader.stream({(topic, 0): reader.watermarks(topic, 0)})

@@ -1,0 +1,324 @@
+"""What must hold for a sample before anyone computes with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from relax_events.config import AlgorithmConfig
+from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample
+from relax_events.events.parts import Array, Outcome, StoredArray
+from relax_events.events.routed_experts import ExpertShape
+from relax_events.events.types import (
+    Event,
+    PromptGroupEnded,
+    PromptGroupIssued,
+    SampleReady,
+    SampleRolledOut,
+)
+from relax_events.staleness import IssuedGroup
+from relax_events.topics.contents import belongs_on
+from relax_events.topics.plan import TRAINED_FROM
+
+MAX_SAMPLES_PER_PROMPT = 4096
+
+
+def check_issued(event: Event) -> PromptGroupIssued:
+    """Return an issued prompt group that can be generated.
+
+    Raises:
+        PoisonSample: It can't; the text names the field and the value.
+    """
+    if not isinstance(event, PromptGroupIssued):
+        raise PoisonSample(f"expected PromptGroupIssued, got {type(event).__name__}")
+    _require_own_id(event, what="prompt group")
+    if not 1 <= event.samples_per_prompt <= MAX_SAMPLES_PER_PROMPT:
+        rule = f"samples_per_prompt must be 1 to {MAX_SAMPLES_PER_PROMPT}"
+        raise PoisonSample(
+            f"prompt group {event.prompt_group_id}: {rule}, got {event.samples_per_prompt}"
+        )
+    return event
+
+
+def require_belonging(entity: str, event: Event) -> None:
+    """Check that an event stands on a topic, given without its run, that holds its kind.
+
+    Raises:
+        ForeignRecord: It does not; the roles that write there may not say it.
+    """
+    if not belongs_on(entity, event):
+        raise ForeignRecord(
+            f"{entity} does not hold this {type(event).__name__}: the roles that write there "
+            "may not say it"
+        )
+
+
+def outcomes_on(entity: str) -> tuple[Outcome, ...]:
+    """Return the outcomes that a role may ask for on a topic: whether a prompt group is filtered,
+    the role that writes samples says alone.
+    """
+    return (
+        (Outcome.FILTERED, Outcome.EXPIRED, Outcome.FAILED)
+        if entity == TRAINED_FROM
+        else (Outcome.EXPIRED, Outcome.FAILED)
+    )
+
+
+def check_ended(event: PromptGroupEnded, *, allowed: Sequence[Outcome]) -> PromptGroupEnded:
+    """Return an end that a role may ask the trainer for.
+
+    Args:
+        event: As decoded.
+        allowed: Outcomes that its writers may ask for; none may say that a prompt group was
+            trained.
+    Raises:
+        ForeignRecord: It names no prompt group, or an outcome that isn't allowed.
+    """
+    try:
+        _require_own_id(event, what="end of prompt group")
+    except PoisonSample as error:
+        raise ForeignRecord(str(error)) from None
+    if event.outcome not in allowed:
+        rule = f"outcome must be {', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise ForeignRecord(
+            f"end of prompt group {event.prompt_group_id}: {rule}, got {event.outcome}"
+        )
+    return event
+
+
+def _require_own_id(event: PromptGroupIssued | PromptGroupEnded, *, what: str) -> None:
+    """Check that a prompt group's id names the step, index and attempt that its event carries."""
+    try:
+        issued = IssuedGroup.parse(event.prompt_group_id)
+    except CorruptRecord as error:
+        raise PoisonSample(str(error)) from None
+    named, written = (
+        (issued.place.train_step, issued.place.group_index, issued.attempt),
+        (event.train_step, event.group_index, event.attempt),
+    )
+    if named != written:
+        rule = f"the id must name train_step, group_index and attempt {written}, got {named}"
+        raise PoisonSample(f"{what} {event.prompt_group_id}: {rule}")
+
+
+def check_sample(event: Event) -> SampleRolledOut:
+    """Return a rolled-out sample whose arrays agree and whose numbers are finite.
+
+    Raises:
+        PoisonSample: Something doesn't hold; the text names the sample, the field and the value.
+    """
+    if not isinstance(event, SampleRolledOut):
+        raise PoisonSample(f"expected SampleRolledOut, got {type(event).__name__}")
+    _check_arrays(event, ("loss_mask", "rollout_logprobs"))
+    _check_token_sets(event, ("topk_ids",))
+    _check_routed_experts(event)
+    return event
+
+
+def check_ready(event: Event) -> SampleReady:
+    """Return a ready sample whose arrays agree and whose numbers are finite; raises as
+    `check_sample`.
+    """
+    if not isinstance(event, SampleReady):
+        raise PoisonSample(f"expected SampleReady, got {type(event).__name__}")
+    _check_arrays(
+        event,
+        (
+            "loss_mask",
+            "rollout_logprobs",
+            "advantages",
+            "actor_logprobs",
+            "ref_logprobs",
+            "values",
+            "teacher_logprobs",
+        ),
+    )
+    _check_token_sets(event, ("topk_ids", "topk_teacher_logprobs"))
+    _check_routed_experts(event)
+    if not np.isfinite(event.reward):
+        raise PoisonSample(f"sample {event.sample_id}: reward must be finite, got {event.reward}")
+    return event
+
+
+def check_trainable(
+    sample: SampleReady,
+    *,
+    algorithm: AlgorithmConfig,
+    vocab_size: int,
+    max_abs_advantage: float = math.inf,
+    experts: ExpertShape | None = None,
+) -> SampleReady:
+    """Return a ready sample that an algorithm and a model can be trained on.
+
+    Args:
+        sample: As `check_ready` lets it through.
+        algorithm: Says which log-probabilities it must carry.
+        max_abs_advantage: Bound of a token's advantage, either way.
+        vocab_size: Bound of the token ids that the model takes.
+        experts: Of a model that replays the engine's routing.
+    Raises:
+        PoisonSample: It can't; the text says why.
+    """
+    needed = {
+        "actor_logprobs": algorithm.old_logprobs == "actor",
+        "ref_logprobs": algorithm.has_reference_in_loss,
+        "values": algorithm.needs_critic,
+        "teacher_logprobs": algorithm.distills,
+        "topk_ids": algorithm.has_topk_loss,
+        "topk_teacher_logprobs": algorithm.has_topk_loss,
+    }
+    for name, is_needed in needed.items():
+        if is_needed and getattr(sample, name) is None:
+            raise PoisonSample(
+                f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it "
+                "made under another run file?"
+            )
+    if (highest := int(np.asarray(sample.tokens).max())) >= vocab_size:
+        raise PoisonSample(
+            f"sample {sample.sample_id}: tokens must be below the vocabulary's {vocab_size}, "
+            f"got {highest}"
+        )
+    if (largest := float(np.abs(np.asarray(sample.advantages)).max())) > max_abs_advantage:
+        rule = f"advantages must lie within trainer.max_abs_advantage = {max_abs_advantage:g}"
+        raise PoisonSample(
+            f"sample {sample.sample_id}: {rule}, got {largest:g}; raise it if rewards are "
+            "that large"
+        )
+    if algorithm.has_topk_loss:
+        _check_used_token_sets(sample, num_ids=algorithm.distill_top_k, vocab_size=vocab_size)
+    if experts is not None:
+        experts.checked(sample)
+    return sample
+
+
+def _check_used_token_sets(sample: SampleReady, *, num_ids: int, vocab_size: int) -> None:
+    """Check the token ids at which policy and teacher are compared, and what the teacher says of
+    them.
+    """
+    where, (ids, teacher) = (
+        f"sample {sample.sample_id}",
+        (np.asarray(array) for array in (sample.topk_ids, sample.topk_teacher_logprobs)),
+    )
+    if ids.shape[1] < num_ids:
+        rule = (
+            f"topk_ids must have at least algorithm.distill_top_k = {num_ids} ids for each loss "
+            "token"
+        )
+        raise PoisonSample(f"{where}: {rule}, got {ids.shape[1]}")
+    ids, teacher = ids[:, :num_ids], teacher[:, :num_ids]
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        rule = f"topk_ids must be 0 to {vocab_size - 1}"
+        raise PoisonSample(
+            f"{where}: {rule}, got {ids.min()} to {ids.max()}; do policy and teacher share a "
+            "vocabulary?"
+        )
+    if not np.isfinite(teacher).all():
+        raise PoisonSample(
+            f"{where}: topk_teacher_logprobs must be finite, got "
+            f"{teacher[~np.isfinite(teacher)][0]}"
+        )
+
+
+def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -> None:
+    where = f"sample {event.sample_id}"
+    try:
+        IssuedGroup.parse(event.prompt_group_id)
+    except CorruptRecord as error:
+        raise PoisonSample(f"{where}: {error}") from None
+    if event.sample_id != f"{event.prompt_group_id}/{event.sample_index}":
+        raise PoisonSample(
+            f"{where}: sample_id must be {event.prompt_group_id}/{event.sample_index}, got "
+            f"{event.sample_id}"
+        )
+    if not 0 <= event.policy_version <= event.min_policy_version <= event.max_policy_version:
+        versions = f"{event.policy_version}, {event.min_policy_version}, {event.max_policy_version}"
+        raise PoisonSample(
+            f"{where}: policy_version <= min_policy_version <= max_policy_version must hold, "
+            f"got {versions}"
+        )
+    if not 0 < event.temperature < np.inf:
+        raise PoisonSample(
+            f"{where}: temperature must be above 0 and finite, got {event.temperature}"
+        )
+    if not 0 <= event.sample_index < event.samples_per_prompt:
+        raise PoisonSample(
+            f"{where}: sample_index must be below samples_per_prompt, got "
+            f"{event.sample_index} of {event.samples_per_prompt}"
+        )
+    tokens = event.tokens
+    if tokens.shape in ((), (0,)) or len(tokens.shape) != 1:
+        raise PoisonSample(f"{where}: tokens must be a non-empty vector, got shape {tokens.shape}")
+    if np.dtype(tokens.dtype).kind not in "iu":
+        raise PoisonSample(f"{where}: tokens must be integers, got {tokens.dtype}")
+    if not 0 <= event.num_prompt_tokens <= tokens.shape[0]:
+        raise PoisonSample(
+            f"{where}: num_prompt_tokens must be 0 to {tokens.shape[0]}, got "
+            f"{event.num_prompt_tokens}"
+        )
+    if not isinstance(tokens, StoredArray) and tokens.min() < 0:
+        raise PoisonSample(f"{where}: tokens must be >= 0, got {tokens.min()}")
+    if not event.temperature > 0:
+        raise PoisonSample(f"{where}: temperature must be > 0, got {event.temperature}")
+    for name in fields:
+        _check_array(getattr(event, name), tokens.shape, f"{where}: {name}")
+    if not isinstance(event.loss_mask, StoredArray) and event.loss_mask[0]:
+        raise PoisonSample(
+            f"{where}: loss_mask must be 0 at the first token, since nothing stands before "
+            "it to predict it from"
+        )
+
+
+def _check_token_sets(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -> None:
+    """Check arrays that have a row of token ids, or of values of them, for each loss token."""
+    given = {name: array for name in fields if (array := getattr(event, name)) is not None}
+    if isinstance(event.loss_mask, StoredArray):
+        return
+    num_rows = int(event.loss_mask.astype(bool).sum())
+    for name, array in given.items():
+        if len(array.shape) != 2 or array.shape[0] != num_rows:
+            raise PoisonSample(
+                f"sample {event.sample_id}: {name} must have a row for each of {num_rows} "
+                f"loss tokens, got shape {array.shape}"
+            )
+        kind = "iu" if name == "topk_ids" else "f"
+        if np.dtype(array.dtype).kind not in kind:
+            raise PoisonSample(
+                f"sample {event.sample_id}: {name} must be "
+                f"{'integers' if name == 'topk_ids' else 'floats'}, got {array.dtype}"
+            )
+    if len({array.shape for array in given.values()}) > 1:
+        shapes = " and ".join(str(array.shape) for array in given.values())
+        raise PoisonSample(
+            f"sample {event.sample_id}: {' and '.join(given)} must have one shape, got {shapes}"
+        )
+
+
+def _check_routed_experts(event: SampleRolledOut | SampleReady) -> None:
+    if (experts := event.routed_experts) is None:
+        return
+    rule, num_read = f"sample {event.sample_id}: routed_experts must be", event.tokens.shape[0] - 1
+    if len(experts.shape) != 3 or experts.shape[0] != num_read:
+        raise PoisonSample(
+            f"{rule} [{num_read}, layers, top_k], a row for all tokens but the last, got "
+            f"shape {experts.shape}"
+        )
+    if np.dtype(experts.dtype).kind not in "iu":
+        raise PoisonSample(f"{rule} integers, got {experts.dtype}")
+
+
+def _check_array(array: Array | None, shape: tuple[int, ...], what: str) -> None:
+    if array is None:
+        return
+    if array.shape != shape:
+        raise PoisonSample(f"{what} must have the shape of tokens {shape}, got {array.shape}")
+    if (
+        not isinstance(array, StoredArray)
+        and array.dtype.kind == "f"
+        and not np.isfinite(array).all()
+    ):
+        raise PoisonSample(
+            f"{what} must be finite, got {array[~np.isfinite(array)][0]} at "
+            f"{int(np.argmin(np.isfinite(array)))}"
+        )

@@ -1,0 +1,143 @@
+"""The application: SGLang's routes and OpenAI's over one engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from relax_events import __version__
+from relax_events.config import DataConfig, EngineConfig, ModelConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.sglang.checkpoint import ModelFolder
+from relax_events.engines.transformers.engine import TransformersEngine
+from relax_events.errors import ConfigError, EngineFailed, PoisonSample, RelaxError
+from relax_events.http.guard import Guard
+from relax_events.serving.completions import Respondent
+from relax_events.serving.engine_runner import Station
+from relax_events.serving.openai_routes import openai_routes
+from relax_events.serving.sglang_routes import native_routes
+
+SUMMARY = "A model by engine `transformers`, behind SGLang's HTTP API."
+CALLERS = "http"
+"""Where prompts come from."""
+BAD, BROKEN = 400, 503
+MAX_BODY_BYTES = 256 * 1024**2
+"""Of a call: prompts of many samples, with their media."""
+BODY_SECONDS = 120.0
+
+
+def make_app(
+    model: ModelConfig,
+    engine: EngineConfig,
+    *,
+    model_name: str,
+    is_incremental: bool = False,
+    host: str = "127.0.0.1",
+    token: str = "",
+    weights_root: Path | None = None,
+) -> Guard:
+    """Load a model and make the application that serves it; the engine runs while the application
+    does.
+
+    Args:
+        model: Folder, dtype and device, and whether it is told which experts tokens go through.
+        engine: Bounds on rows and context.
+        model_name: What OpenAI's clients call it.
+        is_incremental: Whether a streamed event has what is new, or all so far.
+        host: What it listens on.
+        token: Without which nobody is answered; empty for everybody who reaches it.
+        weights_root: Folder that weights may be loaded from; None is any for those who bring the
+            token, and none where there is no token.
+    Raises:
+        ConfigError: The model can't be loaded or served.
+    """
+    recorded = ModelFolder.read(model.path, records_experts=True) if model.replays_routing else None
+    station = Station(TransformersEngine(model.path, config=engine, model=model))
+    respondent = Respondent(station, _renderer(model.path))
+
+    @asynccontextmanager
+    async def runs(_: FastAPI) -> AsyncIterator[None]:
+        station.open()
+        yield
+        station.close()
+
+    app = FastAPI(
+        title="Relax Events",
+        version=__version__,
+        summary=SUMMARY,
+        lifespan=runs,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.include_router(
+        native_routes(
+            respondent,
+            model_path=model.path.absolute(),
+            recorded=recorded,
+            is_incremental=is_incremental,
+            may_load=lambda path: (
+                bool(token)
+                if weights_root is None
+                else path.resolve().is_relative_to(weights_root.resolve())
+            ),
+        )
+    )
+    app.include_router(
+        openai_routes(
+            respondent, model_name=model_name, max_context_tokens=engine.max_context_tokens
+        )
+    )
+    app.add_exception_handler(RequestValidationError, _not_understood)
+    app.add_exception_handler(RelaxError, _refused)
+    return Guard(
+        app,
+        problem=_problem_body,
+        host=host,
+        token=token,
+        max_body_bytes=MAX_BODY_BYTES,
+        body_seconds=BODY_SECONDS,
+    )
+
+
+def _renderer(path: Path) -> PromptRenderer:
+    try:
+        return PromptRenderer.from_folder(path, DataConfig(source=CALLERS))
+    except ConfigError:  # without a chat template; what else is wrong is so without one, too
+        return PromptRenderer.from_folder(path, DataConfig(source=CALLERS, chat_template=False))
+
+
+def _not_understood(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return _problem(
+        BAD,
+        "; ".join(
+            f"{'.'.join(map(str, one['loc'][1:])) or 'body'}: {one['msg']}"
+            for one in error.errors()
+        ),
+    )
+
+
+def _refused(_: Request, error: Exception) -> JSONResponse:
+    return _problem(
+        BROKEN
+        if isinstance(error, EngineFailed)
+        else BAD
+        if isinstance(error, PoisonSample | ConfigError)
+        else 500,
+        str(error),
+    )
+
+
+def _problem_body(code: int, text: str) -> bytes:
+    return bytes(_problem(code, text).body)
+
+
+def _problem(code: int, text: str) -> JSONResponse:
+    return JSONResponse(
+        {"error": {"message": text, "code": code}, "message": text}, status_code=code
+    )

@@ -1,0 +1,90 @@
+"""Settles the keys that a run file leaves out: those of an earlier session stay as they were, the
+others are derived, once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.config.derived import Derived, derive
+from relax_events.config.inventory import CheckpointFacts
+from relax_events.config.unset_keys import OF_MACHINE, missing_keys, value_of, with_values
+from relax_events.models.checkpoint_facts import read_facts, tiny_facts
+from relax_events.session.machine import this_machine
+
+log = structlog.get_logger()
+RESOLVED_FILE = "run.json"
+"""In a run's folder: the run file with everything filled in."""
+
+
+def settled(
+    config: RunConfig, *, known: RunConfig | None = None, role: str = ""
+) -> tuple[RunConfig, list[Derived]]:
+    """Return the configuration with the keys that its run file leaves out, and what they became and
+    why.
+
+    Args:
+        config: The run file as read.
+        known: The run as it was in its last session, or the run that this one goes back to.
+        role: The only role on this machine; by default the whole run is on it.
+    Raises:
+        ConfigError: A checkpoint can't be read.
+    """
+    if not (missing := missing_keys(config)):
+        return with_values(config, {}), []
+    kept = (
+        []
+        if known is None
+        else _kept(known, [key for key in missing if not (role and key in OF_MACHINE)])
+    )
+    config = with_values(config, {derived.key: derived.value for derived in kept})
+    roles = ({role: 1} if role else config.roles()) | (
+        {"trainer": config.trainer.ranks} if role in ("", "trainer") else {}
+    )
+    fresh = derive(config, facts_of(config), this_machine(roles)) if missing_keys(config) else []
+    return with_values(config, {derived.key: derived.value for derived in fresh}), kept + fresh
+
+
+def _kept(known: RunConfig, keys: list[str]) -> list[Derived]:
+    values = {key: value_of(known, key) for key in keys}
+    return [
+        Derived(key, value, f"run {known.run.id} began with it")
+        for key, value in values.items()
+        if value is not None
+    ]
+
+
+def facts_of(config: RunConfig) -> dict[str, CheckpointFacts]:
+    """Return what the run's checkpoints are, as far as they are there or will be made."""
+    tiny = config.model.tiny
+    paths: dict[str, Path | None] = {
+        "model": config.model.path,
+        "judge": config.judge.model_path,
+        "teacher": config.teacher.model_path,
+    }
+    found = {
+        section: read_facts(path)
+        for section, path in paths.items()
+        if path is not None and (path / "config.json").is_file()
+    }
+    return found if "model" in found or tiny is None else found | {"model": tiny_facts(tiny)}
+
+
+def last_session(config: RunConfig) -> RunConfig | None:
+    """Return what a run's last session on this machine was resolved to; None where there was none,
+    or it can't be read any more.
+    """
+    try:
+        return RunConfig.model_validate_json((config.run_directory / RESOLVED_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def log_derived(settings: list[Derived]) -> None:
+    """Write down what was derived, and why."""
+    for derived in settings:
+        tell = log.warning if derived.is_warning else log.info
+        tell("default.derived", key=derived.key, value=derived.value, reason=derived.reason)

@@ -1,0 +1,147 @@
+"""The sessions of a run in its folder: each `relax run`, from when to when, and whether another one
+works on the run now.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import orjson
+
+from relax_events.events.parts import now_micros
+
+FILE = "sessions.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One `relax run`; times in microseconds since the epoch.
+
+    Attributes:
+        ended_at: None while it goes on, and where it was killed.
+    """
+
+    pid: int
+    host: str
+    started_at: int
+    ended_at: int | None = None
+
+
+class RunSessions(AbstractContextManager["RunSessions"]):
+    """Enter it to note that this process works on the run; a lock that ends with the process tells
+    others that it still does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            folder: Of the run.
+        """
+        self._path = folder / FILE
+        self._file: IO[bytes] | None = None
+        self._mine = Session(os.getpid(), socket.gethostname(), now_micros())
+        self.earlier: list[Session] = []
+        """Oldest first."""
+        self.others: list[Session] = []
+        """Those that may be at work on the run now; empty where this one is alone."""
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a+b", buffering=0)
+        is_alone = _lock(self._file)
+        self._file.seek(0)
+        self.earlier = sessions_in(self._file.read())
+        self.others = (
+            []
+            if is_alone
+            else [session for session in self.earlier if session.ended_at is None][-1:]
+        )
+        self._file.write(_line(self._mine))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            with suppress(
+                OSError
+            ):  # the disk may be full, which is no reason to end otherwise; the session counts as killed
+                self._file.write(_line(replace(self._mine, ended_at=now_micros())))
+            self._file.close()
+
+    def is_alone(self) -> bool:
+        """Tell whether no other session works on the run now."""
+        return self._file is not None and _lock(self._file)
+
+    def total_seconds(self, wall_seconds: float, commits: Sequence[int]) -> float:
+        """Return how long all sessions took together, this one included.
+
+        Args:
+            wall_seconds: How long this one took.
+            commits: When train steps were committed. A session that was killed counts up to its
+                last one.
+        """
+        return wall_seconds + sum(seconds_of(self.earlier, commits, until=self._mine.started_at))
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Hold a lock that all sessions of the run share; return whether nobody else holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_alone = True
+    except BlockingIOError:
+        is_alone = False
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return is_alone
+
+
+def _line(session: Session) -> bytes:
+    return orjson.dumps(asdict(session)) + b"\n"
+
+
+def sessions_in(content: bytes) -> list[Session]:
+    """Return the sessions in a file's content, oldest first: each has a line of its start, and
+    mostly one of its end.
+    """
+    found: dict[tuple[str, int, int], Session] = {}
+    for line in content.splitlines():
+        with suppress(orjson.JSONDecodeError, TypeError):  # a line that a full disk has cut
+            session = Session(**orjson.loads(line))
+            found[session.host, session.pid, session.started_at] = session
+    return sorted(found.values(), key=lambda session: session.started_at)
+
+
+def seconds_of(sessions: Sequence[Session], commits: Sequence[int], *, until: int) -> list[float]:
+    """Return how long each session took; one that was killed counts up to the last step before the
+    next one began.
+
+    Args:
+        sessions: Oldest first.
+        commits: When train steps were committed.
+        until: When the session began that follows them all.
+    """
+    nexts = [*(later.started_at for later in sessions[1:]), until]
+    ends = [
+        session.ended_at
+        or max(
+            (at for at in commits if session.started_at <= at < after), default=session.started_at
+        )
+        for session, after in zip(
+            sessions, nexts, strict=False
+        )  # without any session the end stands alone
+    ]
+    return [
+        max(0, end - session.started_at) / 1e6 for session, end in zip(sessions, ends, strict=True)
+    ]

@@ -1,0 +1,176 @@
+"""A run is resumed with the run file that it was begun with, or with changes that somebody has
+accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
+from itertools import pairwise
+
+import orjson
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.config.session_changes import Change, Rule, changes_between
+from relax_events.config.unset_keys import missing_keys
+from relax_events.errors import ConfigError
+from relax_events.events.types import RunDescribed
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import LogReader
+from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.run_description import describe, described_config, read_description
+from relax_events.session.broker_address import open_admin
+from relax_events.session.defaults import log_derived, settled
+from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
+WITHOUT_MODEL = frozenset({"reward", "metrics"})
+"""Roles that ask nothing of the model, and may be where it is not."""
+
+
+class ChangesNotAccepted(ConfigError):
+    """The run file has changed since the run's last session in a way that changes what is
+    trained.
+    """
+
+
+def read_last_session(config: RunConfig) -> RunDescribed | None:
+    """Return what the log says of the run's last session; None for a run that has had none.
+
+    Args:
+        config: The run as it is wanted, with the broker's address filled in.
+    Raises:
+        BrokerError: The log can't be read.
+    """
+    plan = TopicPlan.of(config)
+    with closing(open_admin(config, name="run")) as admin:
+        if plan.topic("control.commands") not in admin.topics(plan.topic("")):
+            return None
+    with closing(
+        LogReader(Connection.of(config.broker, client_id=f"{config.run.id}.run"))
+    ) as reader:
+        return read_description(reader, config.run.id)
+
+
+def known_settings(config: RunConfig, described: RunDescribed | None) -> RunConfig | None:
+    """Return whose values the keys have that the run file leaves out: those of the run's last
+    session, or of the run that it goes back to.
+    """
+    if described is None:
+        return (
+            SourceRun.read(
+                Connection.of(config.broker, client_id=f"{config.run.id}.source"), config.source.run
+            ).config
+            if config.source.run
+            else None
+        )
+    with suppress(ConfigError):  # of a release that this one can't read: `changes_since` says so
+        return described_config(described, run_id=config.run.id)
+    return None
+
+
+def settled_worker(config: RunConfig, role: str) -> RunConfig:
+    """Return the configuration of a worker that is started by itself, with the keys that its run
+    file leaves out.
+
+    Args:
+        config: The run, with the broker's address filled in; what `relax run` has written has
+            everything in it already.
+        role: The worker's.
+    Raises:
+        ConfigError: A key follows from the model, which is not here; the text names both.
+    """
+    if not missing_keys(config):
+        return config
+    whole, derived = settled(
+        config, known=known_settings(config, read_last_session(config)), role=role
+    )
+    log_derived(derived)
+    if role not in WITHOUT_MODEL and (
+        unknown := [
+            key for key in missing_keys(whole) if not key.startswith(("judge.", "teacher."))
+        ]
+    ):
+        remedy = f"set {unknown[0]} in the run file, or give the process the folder"
+        raise ConfigError(
+            f"{unknown[0]} is derived from the model, and model.path {config.model.path} is "
+            f"not here; {remedy}"
+        )
+    return whole
+
+
+def changes_since(described: RunDescribed, config: RunConfig) -> list[Change]:
+    """Return what differs between the log's description of a run and what is wanted; nothing where
+    it is of a release that this one can't read.
+    """
+    try:
+        old = described_config(described, run_id=config.run.id, own=config)
+    except ConfigError as error:
+        log.warning("description.unreadable", run_id=config.run.id, error=str(error))
+        return []
+    trees = (orjson.loads(describe(one).config) for one in (old, config))
+    return changes_between(old, config, old_tree=next(trees), new_tree=next(trees))
+
+
+def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool) -> None:
+    """Refuse what a run can't go on with, and what changes the training unless that was accepted.
+
+    Args:
+        run_id: The run.
+        changes: Since its last session.
+        is_accepted: Whether somebody has accepted those that change what is trained.
+    Raises:
+        ConfigError: A change is none that a run can go on with; the text names all, and says how a
+            fork is made.
+        ChangesNotAccepted: The others change what is trained.
+    """
+    if fixed := [change for change in changes if change.rule is Rule.NEVER]:
+        keys = " ".join(
+            f"{change.key}={_argument(change.new)}" for change in fixed if change.key != "roles"
+        )
+        remedy = (
+            "keep them as they were, or start a run of its own from this one's weights: relax "
+            f"runs fork {run_id} NEW_ID {keys}"
+        ).rstrip()
+        raise ConfigError(
+            f"run {run_id} can't go on with these changes of its run file; "
+            f"{remedy}\n{changes_text(fixed)}"
+        )
+    if not is_accepted and (
+        asked := [change for change in changes if change.rule is Rule.ACCEPTED]
+    ):
+        remedy = (
+            "give --accept-changes to go on with them, keep them as they were, or fork the run "
+            "(relax runs fork)"
+        )
+        raise ChangesNotAccepted(
+            f"these changes of the run file change what run {run_id} trains from here on; "
+            f"{remedy}\n{changes_text(asked)}"
+        )
+
+
+def changes_text(changes: Iterable[Change]) -> str:
+    """Return a line for each change, with its reason."""
+    return "\n".join(f"  {change}  ({change.reason})" for change in changes)
+
+
+def settings_history(
+    descriptions: Sequence[RunDescribed], *, run_id: str
+) -> list[tuple[int, list[Change]]]:
+    """Return what changed in a run file between a run's sessions, each time with the policy version
+    from which on it holds.
+    """
+    found = []
+    for old, new in pairwise(descriptions):
+        with suppress(
+            ConfigError
+        ):  # of a release that this one can't read: `RunSummary.config` says so
+            if changes := changes_since(old, described_config(new, run_id=run_id)):
+                found.append((new.from_version or 0, changes))
+    return found
+
+
+def _argument(value: object) -> str:
+    text = orjson.dumps(value).decode() if isinstance(value, list | bool) else str(value)
+    return f"'{text}'" if any(sign in text for sign in ' "[]()$*?') else text

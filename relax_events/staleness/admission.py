@@ -1,0 +1,129 @@
+"""Which prompt groups may be issued, given what was issued and what became of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from relax_events.errors import CorruptRecord
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupEnded
+
+ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
+FIRST_GUEST_SEAT = 1_000_000
+"""A `group_index` that no batch reaches: from here on the seats belong to producers other than the
+prompter."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A seat in a train step's batch."""
+
+    train_step: int
+    group_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedGroup:
+    """A prompt group as it was issued: its seat, the attempt, and its row in the prompt stream."""
+
+    place: Place
+    attempt: int
+    row: int
+
+    @property
+    def prompt_group_id(self) -> str:
+        """Return the derived id: the same seat and attempt always give the same id."""
+        return f"{self.place.train_step:06d}-{self.place.group_index:04d}-{self.attempt}"
+
+    @classmethod
+    def parse(cls, prompt_group_id: str) -> IssuedGroup:
+        """Read seat and attempt back from an id; the row is not in it and comes back as -1.
+
+        Raises:
+            CorruptRecord: The text is no prompt group id.
+        """
+        match = ID_PATTERN.fullmatch(prompt_group_id)
+        group = match and cls(Place(int(match[1]), int(match[2])), int(match[3]), -1)
+        if group is None or group.prompt_group_id != prompt_group_id:
+            raise CorruptRecord(
+                f"{prompt_group_id[:64]!r} is no prompt group id; they look like 000012-0003-0"
+            )
+        return group
+
+
+def is_guest(prompt_group_id: str) -> bool:
+    """Tell whether a prompt group was issued by a producer other than the prompter: it is generated
+    and scored, never trained.
+
+    A text that is no prompt group id is nobody's, and so no guest's.
+    """
+    match = ID_PATTERN.fullmatch(prompt_group_id)
+    return match is not None and int(match[2]) >= FIRST_GUEST_SEAT
+
+
+def end_of(
+    prompt_group_id: str,
+    outcome: Outcome,
+    *,
+    policy_version: int,
+    trainer_version: int,
+    reason: str = "",
+    mean_reward: float | None = None,
+) -> PromptGroupEnded:
+    """Return the end of a prompt group whose id is all that is left of it: its row comes out as -1.
+
+    Raises:
+        CorruptRecord: The text is no prompt group id.
+    """
+    group = IssuedGroup.parse(prompt_group_id)
+    return PromptGroupEnded(
+        prompt_group_id=prompt_group_id,
+        train_step=group.place.train_step,
+        group_index=group.place.group_index,
+        attempt=group.attempt,
+        row=group.row,
+        outcome=outcome,
+        reason=reason,
+        policy_version=policy_version,
+        trainer_version=trainer_version,
+        mean_reward=mean_reward,
+    )
+
+
+def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int) -> range:
+    """Return the train steps whose prompt groups may be issued once `published_version` is
+    published.
+
+    Step s is admitted when version s - max_staleness is out: a sample that starts on that version
+    is then at most max_staleness behind when step s trains it. Before the first version nothing is
+    admitted.
+    """
+    return range(
+        0 if published_version < 0 else min(published_version + max_staleness + 1, num_steps)
+    )
+
+
+def due_places(issued: Iterable[Place], *, steps: range, groups_per_step: int) -> list[Place]:
+    """Return the seats of the admitted steps that no prompt group was ever issued for, in order."""
+    taken = set(issued)
+    return [
+        place
+        for step in steps
+        for index in range(groups_per_step)
+        if (place := Place(step, index)) not in taken
+    ]
+
+
+def reissue_of(ended: IssuedGroup, *, outcome: Outcome, next_row: int) -> IssuedGroup | None:
+    """Return the prompt group that takes the seat of one that ended untrained, or None when it was
+    trained.
+
+    What expired is issued again with the same prompt, so that slow prompts are not selected
+    against. What was filtered or failed gives way to the next prompt of the stream.
+    """
+    if outcome is Outcome.TRAINED:
+        return None
+    row = ended.row if outcome is Outcome.EXPIRED else next_row
+    return IssuedGroup(ended.place, ended.attempt + 1, row)

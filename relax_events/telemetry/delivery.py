@@ -1,0 +1,119 @@
+"""Hands things on to somebody else's service in a thread of its own, behind a bounded queue:
+trouble there costs a counted error and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import structlog
+
+log = structlog.get_logger()
+MAX_QUEUED = 10_000
+BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 60.0
+GIVEN_UP_SECONDS = 900.0
+"""After which what a service does not take is dropped, so that what waits behind gets its turn."""
+Item = TypeVar("Item")
+
+
+class Feed(Generic[Item]):
+    """One service. `put` never waits; `close` waits for no longer than it is told."""
+
+    def __init__(
+        self,
+        name: str,
+        deliver: Callable[[Item], None],
+        *,
+        close: Callable[[], None] = lambda: None,
+        failed: Callable[[str], None],
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            name: Of the service.
+            deliver: Hands one thing on, in the feed's thread; any error means that it was not
+                taken, and it is given again.
+            close: Called there at the end.
+            failed: Called with the name for each error, from any thread.
+        """
+        self.name = name
+        self._deliver, self._close, self._failed = deliver, close, failed
+        self._queue: deque[Item] = deque()
+        self._num_unfinished = 0
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"feed {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Item) -> None:
+        """Queue something; where too much waits, it is dropped and counted."""
+        with self._changed:
+            if len(self._queue) < MAX_QUEUED:
+                self._queue.append(item)
+                self._num_unfinished += 1
+                self._changed.notify()
+                return
+        self._fail("delivery.dropped", error=f"{MAX_QUEUED} wait already")
+
+    def close(self, *, timeout_seconds: float) -> bool:
+        """Let what is queued go out, each once more at the most, and tell whether that came to an
+        end in time.
+        """
+        self._closing.set()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join(timeout_seconds)
+        if self.is_running:
+            self._fail("delivery.abandoned", error=f"it did not end within {timeout_seconds:.0f} s")
+        return not self.is_running
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread has not come to an end."""
+        return self._thread.is_alive()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was put has been taken by the service, or given up."""
+        with self._changed:
+            return not self._num_unfinished
+
+    def _run(self) -> None:
+        while (item := self._next()) is not None:
+            if not self._insist(item) and self._closing.is_set():
+                break  # what follows would not go out either
+            with self._changed:
+                self._num_unfinished -= 1
+        self._try(self._close)
+
+    def _next(self) -> Item | None:
+        """Wait for something; None when there is nothing and will be nothing."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing.is_set())
+            return self._queue.popleft() if self._queue else None
+
+    def _insist(self, item: Item) -> bool:
+        """Try until it is taken, with pauses that grow; return whether it was."""
+        pause, given_up_at = BACKOFF_SECONDS, time.monotonic() + GIVEN_UP_SECONDS
+        while not self._try(lambda: self._deliver(item)):
+            if time.monotonic() > given_up_at or self._closing.wait(pause):
+                return False
+            pause = min(2 * pause, MAX_BACKOFF_SECONDS)
+        return True
+
+    def _try(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        # Somebody else's library over somebody else's network: this is the border to it.
+        except Exception as error:
+            self._fail("delivery.failed", error=f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _fail(self, event: str, *, error: str) -> None:
+        self._failed(self.name)
+        log.warning(event, service=self.name, error=error)

@@ -1,0 +1,56 @@
+"""Opens a worker's traces, as its run file says."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib.util import find_spec
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError
+from relax_events.telemetry.component_metrics import SpanMetrics
+from relax_events.telemetry.traces.api import Traces
+
+PACKAGE = "opentelemetry.exporter.otlp.proto.http"
+
+
+def require_tracing(config: RunConfig) -> str:
+    """Return where traces go, once what sends them is installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    traces = config.telemetry.traces
+    if not traces.endpoint:
+        return "none: telemetry.traces.endpoint is empty"
+    if not _is_installed():
+        raise ConfigError(
+            "telemetry.traces.endpoint needs OpenTelemetry; pip install "
+            "'relax-events[tracing]', or leave it empty"
+        )
+    return f"{traces.ratio:.0%} of the prompt groups, to {traces.endpoint}"
+
+
+def _is_installed() -> bool:
+    with suppress(ModuleNotFoundError):  # of the package's parents
+        return find_spec(PACKAGE) is not None
+    return False
+
+
+def open_traces(config: RunConfig, *, role: str, worker_id: str, counts: SpanMetrics) -> Traces:
+    """Open a worker's traces, those that record nothing where no collector is named; raises as
+    `require_tracing`.
+    """
+    require_tracing(config)
+    if not config.telemetry.traces.endpoint:
+        return Traces()
+    from relax_events.telemetry.traces.export import Sender, SpanQueue
+    from relax_events.telemetry.traces.recorded import RecordedTraces
+
+    queue = SpanQueue(Sender(config.telemetry.traces.endpoint, counts), counts)
+    return RecordedTraces(
+        queue,
+        run_id=config.run.id,
+        role=role,
+        worker_id=worker_id,
+        ratio=config.telemetry.traces.ratio,
+    )

@@ -1,0 +1,1 @@
+"""Trainer backends: the protocol, and PyTorch's."""

@@ -1,0 +1,42 @@
+"""The trainer backend of a run: the one place that looks it up."""
+
+from __future__ import annotations
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError
+from relax_events.plugins import TRAINER_BACKENDS, find_plugin
+from relax_events.training.backend.protocol import TrainerBackend
+from relax_events.training.ranks import Ranks
+
+
+def backend_of(config: RunConfig) -> type[TrainerBackend]:
+    """Return the run's trainer backend.
+
+    Raises:
+        ConfigError: None of that name is installed.
+    """
+    name = config.trainer.backend
+    backend: type[TrainerBackend] = find_plugin(
+        TRAINER_BACKENDS, name, what=f"trainer.backend = {name!r}"
+    ).load()
+    return backend
+
+
+def open_backend(config: RunConfig, ranks: Ranks) -> TrainerBackend:
+    """Load the backend for training.
+
+    Raises:
+        ConfigError: As `backend_of`; or the model can't be loaded or trained, or the engine's
+            routing not be replayed where it is to.
+    """
+    make: type = backend_of(config)
+    backend: TrainerBackend = make(config, ranks=ranks)
+    if config.model.replays_routing and backend.experts is None:
+        what = (
+            "model.routing_replay = 'rollout' needs a backend that takes the choice of experts "
+            "from the samples"
+        )
+        raise ConfigError(
+            f"{what}, and trainer.backend = {config.trainer.backend!r} does not; leave it out"
+        )
+    return backend

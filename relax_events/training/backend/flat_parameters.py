@@ -1,0 +1,174 @@
+"""All parameters of a model in one flat tensor, all gradients in another: one reduction, one norm,
+one optimizer call for each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from relax_events.config import TrainerConfig
+from relax_events.errors import WeightsError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FlatParameters:
+    """Master weights in at least float32, and AdamW over them.
+
+    A float32 model's parameters and gradients are views into the flat tensors; a bfloat16 model
+    keeps its own, its gradients are added in float32 as they appear, and it gets a rounded copy of
+    the master weights after each update.
+    """
+
+    def __init__(self, module: nn.Module, *, config: TrainerConfig) -> None:
+        """Take over the parameters of a module. Matrices decay, vectors (norms, biases) don't;
+        those that need no gradient stay as they are.
+
+        Args:
+            module: All its trainable parameters are of one dtype.
+            config: AdamW's settings.
+        """
+        trainable = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        ]
+        self._frozen = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad
+        }
+        parameters = sorted(trainable, key=lambda item: item[1].ndim < 2)
+        self._parameters = dict(parameters)
+        dtype = torch.promote_types(parameters[0][1].dtype, torch.float32)
+        self.values = torch.cat([parameter.detach().flatten() for _, parameter in parameters]).to(
+            dtype
+        )
+        self.gradients = torch.zeros_like(self.values)
+        self._is_master = dtype != parameters[0][1].dtype
+        for (_, parameter), value, gradient in zip(
+            parameters,
+            self._views(self.values).values(),
+            self._views(self.gradients).values(),
+            strict=True,
+        ):
+            self._tie(parameter, value, gradient)
+        self._moments = {name: torch.zeros_like(self.values) for name in MOMENTS}
+        num_decayed = sum(parameter.numel() for _, parameter in parameters if parameter.ndim >= 2)
+        self._optimizer = self._make_optimizer(num_decayed, config)
+
+    def _tie(self, parameter: nn.Parameter, value: Tensor, gradient: Tensor) -> None:
+        if not self._is_master:
+            parameter.data = value
+            parameter.grad = gradient
+            return
+
+        def add(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                gradient.add_(parameter.grad)
+                parameter.grad = None
+
+        parameter.register_post_accumulate_grad_hook(add)
+
+    def _make_optimizer(self, num_decayed: int, config: TrainerConfig) -> torch.optim.AdamW:
+        parts = [(slice(0, num_decayed), config.weight_decay), (slice(num_decayed, None), 0.0)]
+        segments = [
+            (part, decay, nn.Parameter(self.values[part]))
+            for part, decay in parts
+            if self.values[part].numel()
+        ]
+        groups = [{"params": [segment], "weight_decay": decay} for _, decay, segment in segments]
+        optimizer = torch.optim.AdamW(
+            groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
+        )
+        # Made here rather than at the first step, so that a state saved before it has the same
+        # tensors as one saved after it.
+        for part, _, segment in segments:
+            segment.grad = self.gradients[part]
+            step = torch.zeros((), dtype=torch.float32, device=segment.device)
+            optimizer.state[segment] = {"step": step} | {
+                name: moment[part] for name, moment in self._moments.items()
+            }
+        return optimizer
+
+    def _views(self, flat: Float[Tensor, " elements"]) -> dict[str, Tensor]:
+        pieces = flat.split([parameter.numel() for parameter in self._parameters.values()])
+        return {
+            name: piece.view(parameter.shape)
+            for (name, parameter), piece in zip(self._parameters.items(), pieces, strict=True)
+        }
+
+    def zero_gradients(self) -> None:
+        """Forget what was accumulated."""
+        self.gradients.zero_()
+
+    def normalise_gradients(self, normaliser: float) -> float:
+        """Divide the gradients, and return their norm in float64's range."""
+        self.gradients /= normaliser
+        return float(torch.linalg.vector_norm(self.gradients))
+
+    def update(self, *, learning_rate: float, gradient_scale: float) -> None:
+        """Scale the gradients, take one AdamW step, hand the weights to the model, and forget the
+        gradients.
+        """
+        if gradient_scale != 1.0:
+            self.gradients *= gradient_scale
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._hand_out()
+        self.zero_gradients()
+
+    @torch.no_grad()
+    def _hand_out(self) -> None:
+        if self._is_master:
+            torch._foreach_copy_(
+                list(self._parameters.values()), list(self._views(self.values).values())
+            )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Show master and frozen weights, moments and steps: `model.<name>`, `exp_avg.<name>`,
+        `exp_avg_sq.<name>`, `optimizer.step.<group>`.
+        """
+        flats = {"model": self.values} | self._moments
+        named = {
+            f"{kind}.{name}": view
+            for kind, flat in flats.items()
+            for name, view in self._views(flat).items()
+        }
+        steps = [
+            self._optimizer.state[group["params"][0]]["step"]
+            for group in self._optimizer.param_groups
+        ]
+        frozen = {f"model.{name}": parameter.detach() for name, parameter in self._frozen.items()}
+        return (
+            named | frozen | {f"optimizer.step.{index}": step for index, step in enumerate(steps)}
+        )
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what `tensors` showed, and forget the gradients.
+
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.
+        """
+        mine = self.tensors()
+        if different := sorted(mine.keys() ^ tensors.keys()):
+            where = "the model" if different[0] in mine else "the state"
+            raise WeightsError(
+                f"{different[0]} is only in {where} ({len(different)} such in all); is the "
+                "state another model's?"
+            )
+        for name, tensor in tensors.items():
+            if tensor.shape != mine[name].shape:
+                raise WeightsError(
+                    f"{name} is {tuple(tensor.shape)} in the state and "
+                    f"{tuple(mine[name].shape)} in the model; is the state another model's?"
+                )
+        for name, tensor in tensors.items():
+            mine[name].copy_(tensor)
+        self._hand_out()
+        self.zero_gradients()

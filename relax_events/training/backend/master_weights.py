@@ -1,0 +1,93 @@
+"""Float32 master weights after a replay that did not come out bit for bit: they keep what the
+published weights can't hold.
+
+The published weights of a bfloat16 model are the master weights rounded to 8 bits, which is coarser
+than many updates are. So they say in which interval each master weight lay, and the replayed one
+says where in it. A replayed weight outside of its interval is moved to the interval's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from relax_events.training.backend.protocol import TrainerState
+
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+"""Whole numbers of a dtype's size: the next one is the next representable number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """How far replayed master weights were from what was published.
+
+    Attributes:
+        num_weights: In all.
+        num_moved: Those that did not round to their published value.
+        largest_move: How far the farthest was moved, in the weights' unit.
+    """
+
+    num_weights: int
+    num_moved: int
+    largest_move: float
+
+
+def reconcile(
+    state: TrainerState, published: Mapping[str, Tensor]
+) -> tuple[TrainerState, Reconciliation]:
+    """Return a replayed state whose master weights are the nearest ones that round to the published
+    weights; all else stays.
+
+    Args:
+        state: As replayed.
+        published: By name, without the prefix `model.`.
+    """
+    tensors, num_values, num_moved, largest = dict(state.tensors), 0, 0, 0.0
+    for name, wanted in published.items():
+        master = tensors[f"model.{name}"]
+        nearest = nearest_that_rounds_to(wanted.to(master.device), master)
+        tensors[f"model.{name}"] = nearest
+        moved = nearest != master
+        num_values, num_moved = num_values + master.numel(), num_moved + int(moved.sum())
+        if moved.any():
+            largest = max(largest, float((nearest - master)[moved].abs().max()))
+    return TrainerState(policy_version=state.policy_version, tensors=tensors), Reconciliation(
+        num_values, num_moved, largest
+    )
+
+
+def nearest_that_rounds_to(
+    rounded: Float[Tensor, "*shape"], values: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return, for each value, the nearest value of its own dtype that rounds to what is given.
+
+    Args:
+        rounded: Finite, in the dtype that the result rounds to.
+        values: In the same dtype or a wider one; one that is not finite gives the rounded value.
+    """
+    exact = rounded.to(values.dtype)
+    if rounded.dtype not in BITS or rounded.dtype == values.dtype:
+        return exact
+    inside = torch.where(values.to(rounded.dtype) == rounded, values, _ends(rounded, exact, values))
+    # The end of an interval lies as near to the neighbour, and rounds to the even one of the two:
+    # then it is a step too far.
+    inwards = torch.where(
+        inside.to(rounded.dtype) == rounded, inside, torch.nextafter(inside, exact)
+    )
+    return torch.where(torch.isfinite(values), inwards, exact)
+
+
+def _ends(rounded: Tensor, exact: Tensor, values: Tensor) -> Tensor:
+    """Return the end of the rounding interval on the side of each value: half way to the next
+    representable number there.
+    """
+    bits = rounded.view(BITS[rounded.dtype])
+    away = (values > exact) == (exact > 0)
+    neighbour = torch.where(away, bits + 1, bits - 1).to(bits.dtype).view(rounded.dtype)
+    tiny = torch.zeros_like(bits).add_(1).view(rounded.dtype)
+    neighbour = torch.where(rounded == 0, torch.where(values > 0, tiny, -tiny), neighbour)
+    return (exact + neighbour.to(values.dtype)) / 2

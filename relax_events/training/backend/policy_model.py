@@ -1,0 +1,442 @@
+"""A causal language model as trainer and scorers use it: packed micro-batch in, log-probabilities
+of its loss tokens out.
+
+A linear output head that is applied to one chunk of hidden states after the other.
+
+Autograd would add the chunks' gradients of the weight in the weight's own dtype. In bfloat16 each
+of hundreds of additions rounds; here they are added in at least float32, and the sum is rounded
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from relax_events.config import ModelConfig
+from relax_events.errors import ConfigError
+from relax_events.events.routed_experts import ExpertShape
+from relax_events.media.model_inputs import MediaInputs
+from relax_events.models.causal_lm import attention_kinds, load_causal_lm, replace_weights
+from relax_events.models.families import family_of
+from relax_events.models.routers import Routers
+from relax_events.training.batch.packing import GivenExperts, PackedBatch
+from relax_events.training.batch.row_layout import PromptSharing
+
+log = structlog.get_logger()
+# below eight rows the CPU's matrix product sums in another order, and a token's rounding would
+# depend on its company more than it must
+HEAD_ROWS = 8
+MAX_LOGITS_ELEMENTS = 2**26
+"""Above this, the head works in chunks and is computed again in the backward pass: 256 MiB of
+float32 at a time."""
+MAX_LEAK_RATIO = 0.25
+"""A sample beside others may differ from the sample alone by this part of what it differs by when
+it sees them: rounding is far below it."""
+NEIGHBOURS = [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2]
+"""Positions of two samples in one row, and of the second of them alone."""
+BRANCHES = [0, 1, 2, 3, 4, 3, 4, 5], [0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 5, 6, 7]
+"""Positions and branches of two completions behind one prompt, and where the second of them and the
+prompt stand."""
+MASKED_ATTENTION = ("sdpa", "eager")
+"""Implementations that take a mask of any form."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """At each loss token: the log-probability of the token, and the entropy of the distribution
+    that it was drawn from, in nats.
+
+    `ids` are those that were asked for, none as a rule, and `id_logprobs` their log-probabilities.
+    """
+
+    logprobs: Float[Tensor, " loss_tokens"]
+    entropies: Float[Tensor, " loss_tokens"]
+    ids: Int[Tensor, "loss_tokens ids"]
+    id_logprobs: Float[Tensor, "loss_tokens ids"]
+
+
+class PolicyModel:
+    """The model with its output head, on one device.
+
+    At the start it proves on two short sequences that packed neighbours stay apart, and gives each
+    sample a row of its own where they do not. It also proves that two completions behind one prompt
+    do; where they do not, `prompt_sharing` is None.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        media_apart: bool = False,
+    ) -> None:
+        """Load from a folder; nothing is fetched.
+
+        Args:
+            path: A folder in Hugging Face layout.
+            config: The attention implementation, and the dtype unless another is given.
+            device: Where the weights go.
+            dtype: Of the weights, for proofs in float64.
+            media_apart: Let each piece of media be looked at by itself, at a shape that depends on
+                nothing beside it.
+        Raises:
+            ConfigError: The folder is missing or holds no causal language model, its logits are
+                more than a linear head, or its routing can't be replayed where it is to be.
+        """
+        self.device = device
+        self.dtype = dtype or getattr(torch, config.dtype)
+        self._attention = config.attention
+        self.family = family_of(path, config.media, apart=media_apart)
+        self.module = load_causal_lm(
+            path,
+            attention=config.attention,
+            dtype=self.dtype,
+            device=device,
+            loader=self.family.loader,
+        )
+        self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
+        self._head: nn.Module = self.module.get_output_embeddings()
+        self._routers = self._replaying_routers(path) if config.replays_routing else None
+        self._require_linear_head(path)
+        self.shares_rows = self._keeps_neighbours_apart()
+        self.prompt_sharing = (
+            PromptSharing(self._cell_cost()) if self._keeps_branches_apart() else None
+        )
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The experts that samples must say their tokens went through; None where the model routes
+        by itself.
+        """
+        return None if self._routers is None else self._routers.shape
+
+    def token_logprobs(
+        self,
+        batch: PackedBatch,
+        *,
+        entropy_gradient: bool = False,
+        ids: NDArray[np.int64] | None = None,
+        num_best: int = 0,
+    ) -> TokenLogprobs:
+        """Run a micro-batch and give the tempered log-probabilities at its loss tokens.
+
+        Only the hidden states that predict a loss token go through the head, so prompts cost no
+        logits.
+
+        Args:
+            batch: From `packing.pack`, with this model's `vocab_size`, `experts`, `shares_rows` and
+                at most its `prompt_sharing`.
+            entropy_gradient: Let the entropies carry a gradient.
+            ids: Token ids whose log-probabilities are wanted too, [loss_tokens, ids]; with a
+                gradient.
+            num_best: In place of `ids`, take so many of the most probable ones.
+        """
+        input_ids, position_ids, positions, targets, temperatures = (
+            torch.from_numpy(array).to(self.device)
+            for array in (
+                batch.input_ids,
+                batch.position_ids,
+                batch.loss_positions,
+                batch.targets,
+                batch.temperatures,
+            )
+        )
+        sight = self._sight(batch.units, batch.branches)
+        with self._routed(batch.experts):
+            hidden = (
+                self._hidden(input_ids, position_ids, sight, batch.media)
+                .flatten(0, 1)
+                .index_select(0, positions)
+            )
+        wanted = torch.from_numpy(
+            np.zeros((len(batch.targets), 0), np.int64) if ids is None else ids
+        ).to(self.device)
+        chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
+        if len(targets) <= chunk:
+            num_tokens, missing = len(targets), -len(targets) % HEAD_ROWS
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
+            targets, temperatures = (
+                torch.nn.functional.pad(values, (0, missing), value=1)
+                for values in (targets, temperatures)
+            )
+            wanted = torch.nn.functional.pad(wanted, (0, 0, 0, missing))
+            whole = self._head_logprobs(
+                self._head, hidden, targets, temperatures, wanted, entropy_gradient, num_best
+            )
+            return TokenLogprobs(*(values[:num_tokens] for values in whole))
+        pieces = zip(
+            *(values.split(chunk) for values in (hidden, targets, temperatures, wanted)),
+            strict=True,
+        )
+        head = ChunkedHead(self._head)
+        parts = [
+            checkpoint(
+                self._head_logprobs,
+                head,
+                *piece,
+                entropy_gradient,
+                num_best,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for piece in pieces
+        ]
+        return TokenLogprobs(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+    def _routed(self, experts: GivenExperts | None) -> AbstractContextManager[None]:
+        return (
+            nullcontext()
+            if self._routers is None or experts is None
+            else self._routers.given(experts.chosen, experts.is_given)
+        )
+
+    def _replaying_routers(self, path: Path) -> Routers:
+        routers = Routers(self.family.language(self.module), path=path)
+        routers.require_known_rule(
+            lambda: self._hidden(
+                *probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device)
+            )
+        )
+        return routers
+
+    def _hidden(
+        self,
+        input_ids: Int[Tensor, "rows length"],
+        position_ids: Int[Tensor, "rows length"],
+        sight: Float[Tensor, "rows 1 length length"] | None = None,
+        media: MediaInputs | None = None,
+    ) -> Float[Tensor, "rows length hidden"]:
+        # No cache, and no mask but a whole one: with either, transformers 5 lets packed neighbours
+        # attend to each other.
+        return self.family.hidden(
+            self.module, input_ids, position_ids, media, attention_mask=sight, use_cache=False
+        )
+
+    def _sight(
+        self,
+        units: Int[np.ndarray, "rows length"] | None,
+        branches: Int[np.ndarray, "rows length"] | None,
+    ) -> Float[Tensor, "rows 1 length length"] | None:
+        """Return the mask of shared prompts: a token sees, of what stands before it in its unit,
+        the prompt and its own branch.
+        """
+        if units is None or branches is None:
+            return None
+        unit, branch = (
+            torch.from_numpy(units).to(self.device),
+            torch.from_numpy(branches).to(self.device),
+        )
+        seen = (unit[:, :, None] == unit[:, None]) & (
+            (branch[:, None] == 0) | (branch[:, :, None] == branch[:, None])
+        )
+        return torch.where(seen.tril_(), 0.0, float("-inf")).to(self.dtype)[:, None]
+
+    def _head_logprobs(
+        self,
+        head: Callable[[Tensor], Tensor],
+        hidden: Float[Tensor, "tokens hidden"],
+        targets: Int[Tensor, " tokens"],
+        temperatures: Float[Tensor, " tokens"],
+        ids: Int[Tensor, "tokens ids"],
+        entropy_gradient: bool,
+        num_best: int,
+    ) -> tuple[
+        Float[Tensor, " tokens"],
+        Float[Tensor, " tokens"],
+        Int[Tensor, "tokens ids"],
+        Float[Tensor, "tokens ids"],
+    ]:
+        logits = head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
+        logprobs = logits.log_softmax(-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropies = -(logprobs.exp() * logprobs).sum(-1)
+        ids = logprobs.detach().topk(num_best, dim=-1).indices if num_best else ids
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropies, ids, logprobs.gather(-1, ids)
+
+    def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take other weights of the same model, in Hugging Face names; on an error the old ones
+        stay.
+
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; the text names it.
+        """
+        replace_weights(self.module, tensors)
+
+    @torch.no_grad()
+    def _require_linear_head(self, path: Path) -> None:
+        ids, positions = probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device)
+        whole = self.module(input_ids=ids, position_ids=positions, use_cache=False).logits
+        if not torch.allclose(
+            self._head(self._hidden(ids, positions)), whole, rtol=1e-3, atol=1e-3
+        ):
+            raise ConfigError(
+                f"the model in {path} makes its logits by more than a linear head (scaling, "
+                "soft caps), which the torch backend does not do"
+            )
+
+    @torch.no_grad()
+    def _keeps_neighbours_apart(self) -> bool:
+        together, alone = (self._probed(positions) for positions in NEIGHBOURS)
+        num_alone = len(alone)
+        return is_apart(
+            "rows",
+            apart=alone,
+            tried=together[-num_alone:],
+            leaking=self._probed(range(len(together)))[-num_alone:],
+        )
+
+    @torch.no_grad()
+    def _keeps_branches_apart(self) -> bool:
+        if self._attention not in MASKED_ATTENTION or attention_kinds(self.module) != {
+            "full_attention"
+        }:
+            return False
+        positions, branches, alone = BRANCHES
+        ids, position_ids = probe(positions, vocab_size=self.vocab_size, device=self.device)
+        tried, leaking = (
+            self._probed_logprobs(
+                ids,
+                position_ids,
+                self._sight(np.zeros((1, len(branches)), np.int64), np.array([seen])),
+            )[alone]
+            for seen in (branches, [0] * len(branches))
+        )
+        return is_apart(
+            "prompts",
+            apart=self._probed_logprobs(ids[:, alone], position_ids[:, alone]),
+            tried=tried,
+            leaking=leaking,
+        )
+
+    def _probed(self, positions: Sequence[int]) -> Float[Tensor, "tokens vocabulary"]:
+        return self._probed_logprobs(
+            *probe(list(positions), vocab_size=self.vocab_size, device=self.device)
+        )
+
+    def _probed_logprobs(
+        self, ids: Tensor, position_ids: Tensor, sight: Tensor | None = None
+    ) -> Float[Tensor, "tokens vocabulary"]:
+        """Run one row; the log-probabilities are taken in at least float32, whose steps are far
+        finer than those of bfloat16 logits.
+        """
+        logits: Tensor = self._head(self._hidden(ids, position_ids, sight))[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+    def _cell_cost(self) -> float:
+        """Count multiplications: of a pair of tokens in all layers' attention, beside those of a
+        token in all layers' matrices.
+        """
+        config, base = self.module.config.get_text_config(), self.family.language(self.module)
+        head_width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        num_weights = (
+            sum(parameter.numel() for parameter in base.parameters())
+            - self.module.get_input_embeddings().get_parameter("weight").numel()
+        )
+        return float(
+            2 * config.num_hidden_layers * config.num_attention_heads * head_width / num_weights
+        )
+
+
+def is_apart(shared: str, *, apart: Tensor, tried: Tensor, leaking: Tensor) -> bool:
+    """Tell whether what a layout changes is rounding, beside what a leak would change; the log says
+    both.
+
+    Args:
+        shared: What samples share in the layout, for the log.
+        apart: What the model gives for a sample alone, in at least float32.
+        tried: The same in the layout.
+        leaking: The same where the sample sees its neighbours.
+    """
+    difference, leak = (
+        float((values - apart).square().mean().sqrt()) for values in (tried, leaking)
+    )
+    found = difference < MAX_LEAK_RATIO * leak
+    log.info(
+        "packing.probed",
+        shared=shared,
+        is_apart=found,
+        difference=difference,
+        difference_of_a_leak=leak,
+    )
+    return found
+
+
+def probe(positions: list[int], *, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return token and position ids of one row, with which a model is tried out."""
+    # Counting down, so that a sequence at the end of a row has the same ids as one that stands
+    # alone.
+    position_ids = torch.tensor([positions], device=device)
+    ids = torch.arange(len(positions), 0, -1, device=device)[None] % vocab_size
+    return ids, position_ids
+
+
+class ChunkedHead:
+    """Apply it to the chunks of one micro-batch; the weight gets its gradient when all of them are
+    through the backward pass.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        """Take the weight and the bias of a linear head.
+
+        Args:
+            head: Gives `hidden @ weight.T + bias`.
+        """
+        weight = head.get_parameter("weight")
+        self._weight, self._bias = weight.detach(), getattr(head, "bias", None)
+        self._sum: Tensor = _WideSum.apply(weight)
+
+    def __call__(
+        self, hidden: Float[Tensor, "tokens hidden"]
+    ) -> Float[Tensor, "tokens vocabulary"]:
+        """Return the logits of a chunk."""
+        logits: Tensor = _Linear.apply(hidden, self._weight, self._sum)
+        return logits if self._bias is None else logits + self._bias
+
+
+class _WideSum(torch.autograd.Function):
+    """Stands for a weight in the graph, without values of its own: gradients that reach it are
+    added in at least float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32)).expand(
+            weight.shape
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.to(ctx.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, weight_sum: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.dtype = weight_sum.dtype
+        return nn.functional.linear(hidden, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        of_hidden = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_weight = (gradient.T @ hidden).to(ctx.dtype) if ctx.needs_input_grad[2] else None
+        return of_hidden, None, of_weight

@@ -1,0 +1,330 @@
+"""What the trainer asks of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from relax_events.events.types import SampleReady, SampleRolledOut
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from relax_events.config import RunConfig
+    from relax_events.events.routed_experts import ExpertShape
+    from relax_events.weights.manifest import Weights
+
+
+OF_ENGINE = frozenset((
+    "policy_loss", "kl_estimate", "clip_low_fraction", "clip_high_fraction", "clip_fraction", "mean_ratio", "mismatch_kl", "mismatch_mean_abs",
+    "mismatch_max_abs", "effective_sample_ratio", "correction_mean", "correction_clip_fraction", "masked_fraction", "distill_loss", "teacher_kl",
+    "num_rejected_by_veto", "num_rejected_by_divergence", "is_stopped_by_kl", "first_epoch_policy_kl", "last_epoch_policy_kl",
+    "last_epoch_clip_fraction",
+))  # fmt: skip
+"""Figures that compare the policy with the one that drew the samples, or say by what of it the loss
+differs from the policy's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """Figures of one train step over all ranks. Means are over loss tokens, save those that the
+    algorithm's aggregation rules.
+
+    `mismatch_*` compares the engine's log-probabilities with the trainer's: at staleness 0 it shows
+    engine and trainer disagreeing on the same weights, beyond that also how far the policy has
+    moved. `effective_sample_ratio` is what is left of the loss tokens when each
+    is weighed by the ratio of the two: 1 on-policy. `correction_*` are the weights of the
+        algorithm's correction, 1 without one, and the
+    share of tokens outside its range; `masked_fraction` of the tokens carry no policy gradient
+    because of it or of a mask; `num_rejected_by_*` are the samples that were left out whole, by the
+    reason, and are among `num_samples`. `distill_loss` is the divergence from the teacher in the
+    loss, before its coefficient; `teacher_kl` estimates KL(engine's policy || teacher) from the
+    drawn tokens, and so may be a little below 0. `own` are those that the algorithm's spec names.
+
+    Where the step is several optimizer steps, means are over all of them, save `mismatch_*` and
+    `effective_sample_ratio`, which are of the first, before which the weights had not moved; counts
+    are those of the first pass. `own` then tells besides how many steps were taken
+    (`num_optimizer_steps`), how many were left out because they were not finite
+    (`num_mini_batches_not_finite`), whether `trainer.max_kl` ended them (`is_stopped_by_kl`), and
+    the KL estimate (k3) of the policy against the old one in the first and the last pass, and the
+    clipped tokens in the last (`first_epoch_policy_kl`, `last_epoch_policy_kl`,
+    `last_epoch_clip_fraction`).
+    """
+
+    loss: float
+    policy_loss: float
+    kl_estimate: float
+    distill_loss: float
+    teacher_kl: float
+    entropy: float
+    clip_low_fraction: float
+    clip_high_fraction: float
+    clip_fraction: float
+    mean_ratio: float
+    mismatch_kl: float
+    mismatch_mean_abs: float
+    mismatch_max_abs: float
+    effective_sample_ratio: float
+    correction_mean: float
+    correction_clip_fraction: float
+    masked_fraction: float
+    num_rejected_by_veto: int
+    num_rejected_by_divergence: int
+    grad_norm: float
+    learning_rate: float
+    num_loss_tokens: int
+    num_tokens: int
+    num_samples: int
+    own: Mapping[str, float] = field(default_factory=dict)
+
+    def as_figures(self, *, of_engine: bool = True) -> dict[str, float]:
+        """Give the figures as TrainStepCommitted carries them; without `of_engine`, as where none
+        drew the samples, only those that say something.
+        """
+        figures = {
+            name: float(value) for name, value in asdict(self).items() if name != "own"
+        } | dict(self.own)
+        return (
+            figures
+            if of_engine
+            else {name: value for name, value in figures.items() if name not in OF_ENGINE}
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """All that a backend needs to go on where it was. Tensors are keyed `model.<name>`,
+    `exp_avg.<name>`, `optimizer.<...>`, `rng.<...>`.
+    """
+
+    policy_version: int
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScores:
+    """What a model says of a sample: of its tokens and, where asked, of several token ids at each
+    loss token.
+
+    Attributes:
+        logprobs: Of the tokens, as `Scorer.score` gives them.
+        ids: The model's own most probable ones, most probable first; None where it was given the
+            ids.
+        id_logprobs: Of the ids, in nats.
+    """
+
+    logprobs: NDArray[np.float32]
+    ids: NDArray[np.int32] | None = None
+    id_logprobs: NDArray[np.float32] | None = None
+
+
+class TokenScorer(Protocol):
+    """Gives a number for every loss token of a sample."""
+
+    def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
+        """Give a number for every loss token and 0 elsewhere: an array for each sample, as long as
+        its tokens.
+
+        Raises:
+            PoisonSample: A sample can't be scored; the text names it.
+        """
+
+
+class Scorer(TokenScorer, Protocol):
+    """Forward-only log-probabilities, for the roles reference, actor-forward and teacher: of the
+    initial weights until it is given others.
+    """
+
+    def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
+        """Give the tempered log-probability of every loss token, in nats, and 0 elsewhere: an array
+        for each sample, as long as its tokens.
+
+        Raises:
+            PoisonSample: A sample can't be scored; the text names it.
+        """
+
+    def score_topk(
+        self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool
+    ) -> list[SampleScores]:
+        """Give the same, and the log-probabilities of several token ids at each loss token.
+
+        Args:
+            samples: In any number.
+            num_ids: Ids at each loss token.
+            choose_own: Take the model's own most probable ids, not the sample's `topk_ids`.
+        Raises:
+            PoisonSample: A sample can't be scored, or lacks the ids; the text names it.
+        """
+
+    def load_weights(self, weights: Weights) -> None:
+        """Go over to another policy version; on an error the old one stays.
+
+        Raises:
+            WeightsError: The weights don't fit the model.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueFigures:
+    """Figures of one step of the critic, means over its loss tokens. `explained_variance` is that
+    of the returns by the recorded values.
+    """
+
+    value_loss: float
+    value_clip_fraction: float
+    explained_variance: float
+    value_mean: float
+    return_mean: float
+    value_grad_norm: float
+    value_learning_rate: float
+
+
+class Critic(TokenScorer, Protocol):
+    """A value model that learns from recorded steps. Its `policy_version` is that which the last
+    step it learned from made.
+
+    The result of a step does not depend on how samples were cut into micro-batches.
+    """
+
+    policy_version: int
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to
+        the step's.
+
+        Raises:
+            PoisonSample: A sample can't be learned from, or carries no values; nothing was added.
+        """
+
+    def step(self) -> ValueFigures:
+        """Normalise over the whole step, clip, update the weights, and count up `policy_version`.
+
+        Where a train step is several optimizer steps, each is so over its mini-batch, and one that
+        is not finite is left out.
+
+        Raises:
+            StepNotFinite: Loss or gradient is not finite, in all of them. The weights are the old
+                ones.
+            RunFailed: The step holds no loss token; likewise.
+        """
+
+    def tell_progress(self, progressed: Callable[[], None]) -> None:
+        """Call this in `step` whenever a part of it is done that takes long, from now on."""
+
+    def skip_step(self) -> None:
+        """Drop what was accumulated and count up `policy_version`: weights and optimizer stay as
+        they are.
+        """
+
+    def state(self) -> TrainerState:
+        """Show the state of weights and optimizer. The tensors are live: copy them before the next
+        step.
+        """
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from a state; what was accumulated is dropped.
+
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.
+        """
+
+
+class TrainerBackend(Protocol):
+    """Trains the policy. Takes samples, not tensors, so that a backend lays them out for its own
+    parallelism.
+
+    `accumulate` and `discard` are local to a rank, may be called any number of times (also zero)
+    between two steps, and the result of a step depends neither on how samples were cut into
+    micro-batches nor on which rank had them. All other methods are collective: every rank calls
+    them at the same point.
+    """
+
+    policy_version: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Bound of the token ids that the model takes."""
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The experts whose choice it takes from the samples (`model.routing_replay`); None where
+        it routes by itself.
+        """
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to
+        the step's.
+
+        Where the algorithm needs to know the whole step first, or the step is several optimizer
+        steps, the micro-batch is kept, and run by `step`.
+
+        Raises:
+            PoisonSample: A sample can't be trained on; nothing was added, and the rest of the step
+                is unharmed.
+        """
+
+    def discard(self) -> None:
+        """Drop what was accumulated since the last step. Local to a rank, as `accumulate` is."""
+
+    def step(self) -> StepFigures:
+        """Reduce over ranks, normalise over the whole step, clip, update the weights, and count up
+        `policy_version`.
+
+        Where a train step is several optimizer steps (`trainer.num_epochs`,
+        `trainer.num_mini_batches`), each is so over its mini-batch, and one that is not finite is
+        left out. What they are follows from the run's seed, the version and the samples alone, on
+        any number of ranks.
+
+        Raises:
+            StepNotFinite: Loss or gradient is not finite, in all of them.
+            RunFailed: The step holds no loss token. Both are raised on every rank, before an
+                update: the weights are the old ones, and what was accumulated is dropped.
+        """
+
+    def tell_progress(self, progressed: Callable[[], None]) -> None:
+        """Call this in `step` whenever a part of it is done that takes long, from now on. Local to
+        a rank.
+        """
+
+    def skip_step(self) -> None:
+        """Drop what was accumulated and count up `policy_version`: weights and optimizer stay as
+        they are. Every rank does so, or none.
+        """
+
+    def weights(self) -> dict[str, Tensor]:
+        """Snapshot the full weights on the CPU, in Hugging Face names and the model's dtype; later
+        steps don't change it.
+        """
+
+    def state(self) -> TrainerState:
+        """Show the state of weights, optimizer and generators. The tensors are live: copy them
+        before the next step.
+        """
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from a state; what was accumulated is dropped.
+
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.
+        """
+
+    @staticmethod
+    def open_scorer(config: RunConfig) -> Scorer:
+        """Load the initial model for scoring alone, with the model code that this backend trains.
+
+        Raises:
+            ConfigError: The model can't be loaded.
+        """
+        ...
+
+    @staticmethod
+    def open_critic(config: RunConfig) -> Critic:
+        """Load the critic of a run as it is before the run's first step.
+
+        Raises:
+            ConfigError: The model can't be loaded.
+        """
+        ...

@@ -1,0 +1,208 @@
+"""Forward-only log-probabilities, for the roles reference, actor-forward and teacher."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_events.config import ModelConfig
+from relax_events.engines.transformers.layers import use_padded_experts
+from relax_events.events.routed_experts import ExpertShape
+from relax_events.events.types import SampleRolledOut
+from relax_events.media.library import MediaLibrary
+from relax_events.models.causal_lm import choose_device
+from relax_events.training.backend.policy_model import PolicyModel
+from relax_events.training.backend.protocol import SampleScores
+from relax_events.training.backend.torch_backend import make_deterministic
+from relax_events.training.batch.packing import PackedBatch, pack, pack_order
+from relax_events.training.batch.row_layout import padded_length
+from relax_events.training.batch.sample_media import SampleMedia
+from relax_events.training.batch.token_sequence import TokenSequence, plain, token_ids
+
+if TYPE_CHECKING:
+    from relax_events.weights.manifest import Weights
+
+ROW_TOKENS = 16
+NO_IDS = np.zeros((0, 0), np.int64)
+"""Stands for each sample's ids where none are given."""
+
+
+class LogprobScorer:
+    """Scores samples with the model code that the trainer uses.
+
+    A sample is scored in a row of its own, padded by its own length alone, so what else was fetched
+    with it changes its scores by rounding at most. With `max_tokens = 1` it is scored alone, and
+    repeated scoring gives the same bits.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        model: ModelConfig,
+        threads: int,
+        max_tokens: int,
+        library: MediaLibrary | None = None,
+    ) -> None:
+        """Load a model at version 0.
+
+        Args:
+            model_path: A folder in Hugging Face layout; the reference's may differ from
+                `model.path`.
+            model: Dtype, device and attention, and whether the engine's routing is replayed.
+            threads: CPU threads; 0 takes all processors that the process may use.
+            max_tokens: Budget of one packed forward.
+            library: Has the media of samples; None where they are of text alone.
+        Raises:
+            ConfigError: The model can't be loaded.
+        """
+        device = choose_device(model.device)
+        make_deterministic(device, threads=threads)
+        self.policy_version = 0
+        self._model = PolicyModel(model_path, config=model, device=device, media_apart=True)
+        if device.type == "cpu":
+            use_padded_experts(self._model.module)
+        self._media = None if library is None else SampleMedia(self._model.family, library)
+        self._max_tokens = max_tokens
+
+    def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
+        """Give the tempered log-probability of every loss token, in nats, and 0 elsewhere.
+
+        Args:
+            samples: In any number; they are packed into forwards within the budget.
+        Returns:
+            One array for each sample, as long as its tokens.
+        Raises:
+            PoisonSample: A sample can't be scored; the text names it.
+        """
+        return [
+            scores.logprobs for scores in self._scored(samples, [NO_IDS] * len(samples), num_best=0)
+        ]
+
+    def score_topk(
+        self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool
+    ) -> list[SampleScores]:
+        """Give the same, and the log-probabilities of several token ids at each loss token; see
+        `Scorer`.
+        """
+        if choose_own:
+            return self._scored(samples, [NO_IDS] * len(samples), num_best=num_ids)
+        given = [
+            token_ids(sample, num_ids=num_ids, vocab_size=self._model.vocab_size).astype(np.int64)
+            for sample in samples
+        ]
+        return [replace(scores, ids=None) for scores in self._scored(samples, given, num_best=0)]
+
+    def _scored(
+        self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int
+    ) -> list[SampleScores]:
+        scores: dict[int, SampleScores] = {}
+        for indices in alike(samples, max_tokens=self._max_tokens):
+            rows = self._score_rows(
+                [samples[index] for index in indices],
+                [ids[index] for index in indices],
+                num_best=num_best,
+            )
+            scores |= zip(indices, rows, strict=True)
+        return [scores[index] for index in range(len(samples))]
+
+    def _score_rows(
+        self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int
+    ) -> list[SampleScores]:
+        batch = pack_apart(samples, vocab_size=self._model.vocab_size, experts=self._model.experts)
+        if self._media is not None:
+            batch = self._media.added(batch, samples)
+        wanted = None if ids[0] is NO_IDS else np.concatenate(ids)
+        with torch.inference_mode():
+            found = self._model.token_logprobs(batch, ids=wanted, num_best=num_best)
+        best, best_logprobs = (
+            np.split(values.cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1])
+            for values in (found.ids.int(), found.id_logprobs.float())
+        )
+        logprobs = unpacked(found.logprobs, samples, batch)
+        return [SampleScores(*parts) for parts in zip(logprobs, best, best_logprobs, strict=True)]
+
+    def load_weights(self, weights: Weights) -> None:
+        """Go over to another policy version; on an error the old one stays.
+
+        Raises:
+            WeightsError: The weights don't fit the model.
+        """
+        self._model.replace_weights(weights.tensors)
+        self.policy_version = weights.policy_version
+
+
+def score_apart(
+    samples: Sequence[TokenSequence],
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    evaluate: Callable[[PackedBatch, Sequence[TokenSequence]], Tensor],
+) -> list[NDArray[np.float32]]:
+    """Evaluate the loss tokens of samples, each in a row of its own among rows of one padded
+    length: others change its figures by rounding at most.
+
+    Args:
+        samples: In any number.
+        max_tokens: Budget of one packed forward.
+        vocab_size: Bound of the token ids that the model takes.
+        evaluate: Gives a number for each loss token of a packed forward, of these samples.
+    Returns:
+        One array for each sample, as long as its tokens, 0 where the loss mask is.
+    Raises:
+        PoisonSample: A sample can't be evaluated; the text names it.
+    """
+    scores: dict[int, NDArray[np.float32]] = {}
+    for indices in alike(samples, max_tokens=max_tokens):
+        rows = [samples[index] for index in indices]
+        batch = pack_apart(rows, vocab_size=vocab_size)
+        with torch.inference_mode():
+            values = evaluate(batch, rows)
+        scores |= zip(indices, unpacked(values, rows, batch), strict=True)
+    return [scores[index] for index in range(len(samples))]
+
+
+def alike(samples: Sequence[TokenSequence], *, max_tokens: int) -> Iterator[list[int]]:
+    """Give the indices of samples of one padded length, as many at a time as the budget of one
+    forward allows.
+    """
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        by_length[padded_length(len(plain(sample, "tokens")), multiple=ROW_TOKENS)].append(index)
+    for length, indices in by_length.items():
+        yield from (
+            indices[part] for part in pack_order([length] * len(indices), max_tokens=max_tokens)
+        )
+
+
+def pack_apart(
+    samples: Sequence[TokenSequence], *, vocab_size: int, experts: ExpertShape | None = None
+) -> PackedBatch:
+    """Pack samples of one padded length, each into a row of its own."""
+    return pack(
+        samples, vocab_size=vocab_size, share_rows=False, row_multiple=ROW_TOKENS, experts=experts
+    )
+
+
+def unpacked(
+    values: Tensor, samples: Sequence[TokenSequence], batch: PackedBatch
+) -> list[NDArray[np.float32]]:
+    """Lay the values of loss tokens out by sample, as long as its tokens, with 0 elsewhere."""
+    masks = [plain(sample, "loss_mask").astype(bool) for sample in samples]
+    scores = [np.zeros(len(mask), np.float32) for mask in masks]
+    for score, mask, piece in zip(
+        scores,
+        masks,
+        np.split(values.float().cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1]),
+        strict=True,
+    ):
+        score[mask] = piece
+    return scores

@@ -1,0 +1,96 @@
+"""The figures of a train step from its optimizer steps: one as a rule, several where its batch is
+trained in mini-batches or passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from relax_events.training.backend.protocol import StepFigures
+from relax_events.training.backend.step_sums import Totals
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """An optimizer step that was taken: its pass, the sums over its mini-batch, and the norm of its
+    gradient.
+    """
+
+    epoch: int
+    totals: Totals
+    mismatch_max: float
+    own: Mapping[str, float]
+    grad_norm: float
+
+
+def figures_of(updates: Sequence[Update], *, learning_rate: float) -> StepFigures:
+    """Put together what a train step reports.
+
+    Means are over all optimizer steps, each token counted in each pass. What compares the engine
+    with the trainer is taken from the first alone, before which the weights had not moved; the
+    counts are those of the first pass.
+
+    Args:
+        updates: At least one, in order.
+        learning_rate: Of all of them.
+    """
+    totals, first = _added([update.totals for update in updates]), updates[0].totals
+    once = _added([update.totals for update in updates if update.epoch == updates[0].epoch])
+    units, tokens = totals.num_units, totals.num_loss_tokens
+    return StepFigures(
+        loss=totals.loss / units,
+        policy_loss=totals.policy_loss / units,
+        kl_estimate=totals.kl_estimate / units,
+        distill_loss=totals.distillation / units,
+        teacher_kl=totals.teacher_kl / tokens,
+        entropy=totals.entropy / tokens,
+        clip_low_fraction=totals.clip_low / tokens,
+        clip_high_fraction=totals.clip_high / tokens,
+        clip_fraction=(totals.clip_low + totals.clip_high) / tokens,
+        mean_ratio=totals.ratio / tokens,
+        mismatch_kl=first.mismatch_kl / first.num_loss_tokens,
+        mismatch_mean_abs=first.mismatch_abs / first.num_loss_tokens,
+        mismatch_max_abs=updates[0].mismatch_max,
+        effective_sample_ratio=first.behaviour_ratio**2
+        / (first.num_loss_tokens * first.behaviour_ratio_squared),
+        correction_mean=totals.correction / tokens,
+        correction_clip_fraction=totals.correction_clipped / tokens,
+        masked_fraction=totals.masked / tokens,
+        num_rejected_by_veto=int(once.num_rejected_by_veto),
+        num_rejected_by_divergence=int(once.num_rejected_by_divergence),
+        grad_norm=sum(update.grad_norm for update in updates) / len(updates),
+        learning_rate=learning_rate,
+        num_loss_tokens=int(once.num_loss_tokens),
+        num_tokens=int(once.num_tokens),
+        num_samples=int(once.num_samples),
+        own={name: sum(update.own[name] for update in updates) / units for name in updates[0].own},
+    )
+
+
+def figures_of_passes(
+    updates: Sequence[Update], *, num_not_finite: int, is_stopped: bool
+) -> dict[str, float]:
+    """Tell how the optimizer steps of a train step went.
+
+    Args:
+        updates: Those that were taken.
+        num_not_finite: How many were left out because loss or gradient was not finite.
+        is_stopped: Whether the others were, because the policy had moved far enough.
+    """
+    first, last = (
+        _added([one.totals for one in updates if one.epoch == updates[end].epoch])
+        for end in (0, -1)
+    )
+    return {
+        "num_optimizer_steps": float(len(updates)),
+        "num_mini_batches_not_finite": float(num_not_finite),
+        "is_stopped_by_kl": float(is_stopped),
+        "first_epoch_policy_kl": first.policy_kl / first.num_loss_tokens,
+        "last_epoch_policy_kl": last.policy_kl / last.num_loss_tokens,
+        "last_epoch_clip_fraction": (last.clip_low + last.clip_high) / last.num_loss_tokens,
+    }
+
+
+def _added(totals: Sequence[Totals]) -> Totals:
+    return Totals(*(sum(getattr(one, item.name) for one in totals) for item in fields(Totals)))

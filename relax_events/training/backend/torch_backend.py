@@ -1,0 +1,456 @@
+"""The trainer backend `torch`: a Hugging Face model, data parallel over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_events.algorithms.objective import Objective
+from relax_events.config import RunConfig, TrainerConfig
+from relax_events.config.inventory import num_threads
+from relax_events.errors import RunFailed, StepNotFinite
+from relax_events.events.routed_experts import ExpertShape
+from relax_events.events.types import SampleReady
+from relax_events.media.library import MediaLibrary
+from relax_events.models.causal_lm import choose_device
+from relax_events.models.families import freeze
+from relax_events.runtime.failpoints import failpoint
+from relax_events.training.backend.flat_parameters import FlatParameters
+from relax_events.training.backend.policy_model import PolicyModel
+from relax_events.training.backend.protocol import Critic, Scorer, StepFigures, TrainerState
+from relax_events.training.backend.step_metrics import Update, figures_of, figures_of_passes
+from relax_events.training.backend.step_sums import (
+    MicroBatchSums,
+    Totals,
+    gather_totals,
+    sum_micro_batch,
+)
+from relax_events.training.batch.loss_batch import LossBatch
+from relax_events.training.batch.mini_batches import HeldBatch
+from relax_events.training.batch.packing import cut_by_cells
+from relax_events.training.batch.sample_media import SampleMedia
+from relax_events.training.batch.step_statistics import step_cutoff, step_scaling, step_whitening
+from relax_events.training.ranks import Ranks
+
+log = structlog.get_logger()
+
+
+class TorchBackend:
+    """Implements `TrainerBackend`. On the CPU the same micro-batches in the same order give the
+    same bits.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, ranks: Ranks, dtype: torch.dtype | None = None
+    ) -> None:
+        """Load the model of a run at version 0.
+
+        Args:
+            config: The run.
+            ranks: This process and its peers.
+            dtype: Of the weights instead of `model.dtype`, for proofs in float64.
+        Raises:
+            ConfigError: The model can't be loaded or trained by this backend.
+        """
+        self.policy_version = 0
+        self._config = config
+        self._ranks = ranks
+        device = choose_device(config.model.device, local_rank=ranks.local_rank)
+        make_deterministic(device, threads=config.trainer.threads)
+        torch.manual_seed(config.run.seed)
+        self._model = PolicyModel(
+            config.model.path, config=config.model, device=device, dtype=dtype
+        )
+        freeze(self._model.module, config.model.frozen, family=self._model.family)
+        self._media = SampleMedia(self._model.family, MediaLibrary(config))
+        self._flat = FlatParameters(self._model.module, config=config.trainer)
+        self._objective = Objective(
+            config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens
+        )
+        self._micro_batches: list[MicroBatchSums] = []
+        self._held: list[LossBatch] = []
+        whole = config.algorithm.needs_whole_groups
+        self._batch = HeldBatch(
+            config.trainer, seed=config.run.seed, ranks=ranks, whole_prompt_groups=whole
+        )
+        self._progressed: Callable[[], None] = lambda: None
+
+    @property
+    def vocab_size(self) -> int:
+        """Bound of the token ids that the model takes."""
+        return self._model.vocab_size
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The experts whose choice it takes from the samples; None where it routes by itself."""
+        return self._model.experts
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Run forward and backward on a micro-batch; see `TrainerBackend`. Where the whole step is
+        needed first, that waits for `step`.
+        """
+        # All parts are laid out before the first is trained: a sample that can't be trained on is
+        # found while nothing was added.
+        for part, loss_batch in [(part, self._laid_out(part)) for part in self._parts(micro_batch)]:
+            if not len(loss_batch.batch.targets):
+                continue
+            if self._config.trainer.has_mini_batches:
+                self._hold(part, loss_batch)
+            elif self._config.algorithm.needs_whole_step:
+                self._held.append(loss_batch)
+            else:
+                self._train(loss_batch)
+
+    def _hold(self, samples: Sequence[SampleReady], loss_batch: LossBatch) -> None:
+        """Keep samples for the mini-batches of their step, and what is said of them by the weights
+        before it.
+        """
+        algorithm = self._config.algorithm
+        if algorithm.old_logprobs == "trainer" and algorithm.has_rewards:
+            with torch.no_grad():
+                loss_batch = loss_batch.with_old(
+                    self._model.token_logprobs(loss_batch.batch).logprobs.cpu().numpy()
+                )
+        self._batch.add(samples, loss_batch.batch.num_loss_tokens)
+        self._held.append(loss_batch.alone())
+
+    def tell_progress(self, progressed: Callable[[], None]) -> None:
+        """Call this after each micro-batch that `step` runs; see `TrainerBackend`."""
+        self._progressed = progressed
+
+    def _parts(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
+        """Cut a micro-batch by its token budget once more where each sample has a row as long as
+        the longest.
+        """
+        if self._model.shares_rows:
+            return [micro_batch]
+        max_cells, whole = (
+            self._config.trainer.max_tokens_per_micro_batch,
+            self._config.algorithm.needs_whole_groups,
+        )
+        return cut_by_cells(micro_batch, max_cells=max_cells, whole_prompt_groups=whole)
+
+    def _laid_out(self, samples: Sequence[SampleReady]) -> LossBatch:
+        algorithm, model = self._config.algorithm, self._model
+        sharing = model.prompt_sharing if self._config.trainer.share_prompts else None
+        loss_batch = LossBatch.of(
+            samples,
+            algorithm=algorithm,
+            vocab_size=model.vocab_size,
+            share_rows=model.shares_rows,
+            sharing=sharing,
+            experts=model.experts,
+        )
+        if not len(loss_batch.batch.targets):
+            return loss_batch
+        return replace(loss_batch, batch=self._media.added(loss_batch.batch, samples))
+
+    def _whiten_held(self) -> None:
+        """Give the advantages of held micro-batches what they are over the whole step;
+        collective.
+        """
+        algorithm = self._config.algorithm
+        if algorithm.whiten_advantages == "none":
+            return
+        advantages = [
+            (held.values["advantages"], held.batch.num_loss_tokens) for held in self._held
+        ]
+        given = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
+        if algorithm.whiten_advantages == "rewards":
+            whitening = step_scaling(
+                [held.rewards for held in self._held], ranks=self._ranks, **given
+            )
+        else:
+            whitening = step_whitening(
+                advantages, over=algorithm.whiten_advantages, ranks=self._ranks, **given
+            )
+        self._held = [held.whitened(whitening) for held in self._held]
+
+    def _mini_batches(self) -> Iterator[tuple[int, list[LossBatch]]]:
+        """Give what each optimizer step of the train step has yet to train, and its pass. Begins
+        collectively.
+        """
+        if not self._config.trainer.has_mini_batches:
+            yield 0, self._held
+            return
+        values = {
+            sample_id: own
+            for held in self._held
+            for sample_id, own in held.values_by_sample().items()
+        }
+        none_yet = True
+        for epoch, micro_batches in self._batch.mini_batches(self.policy_version):
+            laid_out = [
+                self._laid_out(part)
+                for micro_batch in micro_batches
+                for part in self._parts(micro_batch)
+            ]
+            yield epoch, [one.with_values(values) for one in laid_out if len(one.batch.targets)]
+            none_yet = False
+        if none_yet:
+            yield 0, []
+
+    def _train_held(self, mini_batch: Sequence[LossBatch]) -> None:
+        """Train the micro-batches of an optimizer step that waited for their train step to be
+        whole; collective.
+        """
+        algorithm, cutoff = self._config.algorithm, None
+        if algorithm.m2_threshold:
+            cutoff = step_cutoff(
+                map(self._squared_log_ratios, mini_batch),
+                threshold=algorithm.m2_threshold,
+                ranks=self._ranks,
+            )
+        for held in mini_batch:
+            self._train(held, cutoff=cutoff)
+            self._progressed()
+
+    @torch.no_grad()
+    def _squared_log_ratios(self, held: LossBatch) -> NDArray[np.float64]:
+        logprobs = self._model.token_logprobs(held.batch).logprobs.double().cpu().numpy()
+        squares: NDArray[np.float64] = np.square(logprobs - held.values["rollout"])
+        return squares
+
+    def _train(self, loss_batch: LossBatch, *, cutoff: float | None = None) -> None:
+        """Add the gradients and figures of a micro-batch to the step's."""
+        device_sums = self._forward_backward(loss_batch, cutoff)
+        # The sum over all gradients is not finite from the first micro-batch on that broke one;
+        # looked at once, at the step's end.
+        device_sums = torch.cat([device_sums, self._flat.gradients.sum().double()[None]])
+        batch = loss_batch.batch
+        units = self._objective.num_units(torch.from_numpy(batch.num_loss_tokens))
+        counts = (units, len(batch.targets), batch.num_tokens, len(loss_batch.sample_ids))
+        self._micro_batches.append(MicroBatchSums(device_sums, counts, loss_batch.sample_ids))
+
+    def _forward_backward(self, loss_batch: LossBatch, cutoff: float | None) -> Tensor:
+        ids = loss_batch.token_sets.ids if loss_batch.token_sets else None
+        result = self._model.token_logprobs(
+            loss_batch.batch,
+            entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
+            ids=ids,
+        )
+        inputs = loss_batch.objective_inputs(result, cutoff=cutoff)
+        tokens = self._objective(inputs)
+        (tokens.token_weights * tokens.losses).sum().backward()
+        return sum_micro_batch(tokens, inputs, figures=self._config.algorithm.spec.figures)
+
+    def step(self) -> StepFigures:
+        """Reduce, normalise, clip, update; see `TrainerBackend`."""
+        learning_rate = policy_learning_rate(self._config, step=self.policy_version)
+        try:
+            self._whiten_held()
+            updates, told = self._take_updates(learning_rate)
+        except RunFailed:
+            self.discard()
+            raise
+        self._forget()
+        self.policy_version += 1
+        figures = figures_of(updates, learning_rate=learning_rate)
+        return (
+            replace(figures, own={**figures.own, **told})
+            if self._config.trainer.has_mini_batches
+            else figures
+        )
+
+    def _take_updates(self, learning_rate: float) -> tuple[list[Update], dict[str, float]]:
+        """Take the optimizer steps of the train step; return them, and how they went. One that is
+        not finite is left out.
+
+        Raises:
+            StepNotFinite: None is left.
+        """
+        updates: list[Update] = []
+        failed: list[StepNotFinite] = []
+        is_stopped = False
+        for number, (epoch, mini_batch) in enumerate(self._mini_batches()):
+            self._train_held(mini_batch)
+            try:
+                update = self._update(
+                    epoch, learning_rate, name=self._name(number), may_stop=bool(updates)
+                )
+            except StepNotFinite as error:
+                failed.append(error)
+                self._flat.zero_gradients()
+            else:
+                is_stopped = update is None
+                updates += [] if update is None else [update]
+                failpoint("trainer.after_optimizer_step")
+            self._micro_batches = []
+            if is_stopped:
+                break
+        if not updates:
+            raise failed[-1]
+        for skipped in failed:
+            log.error("mini_batch.skipped", error=str(skipped))
+        return updates, figures_of_passes(
+            updates, num_not_finite=len(failed), is_stopped=is_stopped
+        )
+
+    def _update(
+        self, epoch: int, learning_rate: float, *, name: str, may_stop: bool
+    ) -> Update | None:
+        """Take an optimizer step with what was accumulated; None where the policy has moved as far
+        as it may, and what was accumulated is dropped.
+
+        Raises:
+            StepNotFinite: Loss or gradient is not finite, on all ranks.
+        """
+        figures = self._config.algorithm.spec.figures
+        totals, mismatch_max, own = gather_totals(
+            self._micro_batches, ranks=self._ranks, name=name, figures=figures
+        )
+        if may_stop and self._is_far(totals):
+            self._flat.zero_gradients()
+            return None
+        grad_norm = self._reduced_grad_norm(totals, name=name)
+        self._flat.update(
+            learning_rate=learning_rate,
+            gradient_scale=min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6)),
+        )
+        return Update(epoch, totals, mismatch_max, own, grad_norm)
+
+    def _name(self, number: int) -> str:
+        """Name an optimizer step, as errors do."""
+        return f"train step {self.policy_version}" + (
+            f", optimizer step {number}" if self._config.trainer.has_mini_batches else ""
+        )
+
+    def _is_far(self, totals: Totals) -> bool:
+        """Return whether the policy has moved as far as it may in a train step."""
+        bound = self._config.trainer.max_kl
+        return bound > 0 and totals.policy_kl / totals.num_loss_tokens > bound
+
+    def _reduced_grad_norm(self, totals: Totals, *, name: str) -> float:
+        if not totals.num_loss_tokens:
+            raise RunFailed(
+                f"{name} holds no loss token on any rank; do its samples have completions?"
+            )
+        self._ranks.all_reduce(self._flat.gradients)
+        grad_norm = self._flat.normalise_gradients(totals.num_units)
+        if not math.isfinite(grad_norm):
+            raise StepNotFinite(
+                f"{name}: the gradient's norm must be finite, got {grad_norm} over all ranks; "
+                "the weights are those before it; lower trainer.learning_rate"
+            )
+        return grad_norm
+
+    def discard(self) -> None:
+        """Drop what was accumulated; see `TrainerBackend`."""
+        self._forget()
+        self._flat.zero_gradients()
+
+    def _forget(self) -> None:
+        self._micro_batches, self._held = [], []
+        self._batch.clear()
+
+    def skip_step(self) -> None:
+        """Count up without an update; see `TrainerBackend`."""
+        self.discard()
+        self.policy_version += 1
+
+    def weights(self) -> dict[str, Tensor]:
+        """Snapshot the weights on the CPU, tied tensors once; see `TrainerBackend`."""
+        return {
+            name: parameter.detach().to("cpu", copy=True)
+            for name, parameter in self._model.module.named_parameters()
+        }
+
+    def state(self) -> TrainerState:
+        """Show weights in master precision, AdamW's moments and generators; see
+        `TrainerBackend`.
+        """
+        generators = {"rng.torch": torch.get_rng_state()}
+        if self._model.device.type == "cuda":
+            generators["rng.cuda"] = torch.cuda.get_rng_state(self._model.device)
+        return TrainerState(
+            policy_version=self.policy_version, tensors=self._flat.tensors() | generators
+        )
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from a state; see `TrainerBackend`. A generator of a device that is not here is
+        passed over.
+        """
+        tensors = dict(state.tensors)
+        generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("rng.")}
+        self._flat.load(tensors)
+        self._forget()
+        self.policy_version = state.policy_version
+        if "rng.torch" in generators:
+            torch.set_rng_state(generators["rng.torch"].cpu())
+        if "rng.cuda" in generators and self._model.device.type == "cuda":
+            torch.cuda.set_rng_state(generators["rng.cuda"].cpu(), self._model.device)
+
+    @staticmethod
+    def open_scorer(config: RunConfig) -> Scorer:
+        """Load the initial model for scoring alone; see `TrainerBackend`."""
+        from relax_events.training.backend.scoring import (
+            LogprobScorer,  # which sets the process up as this file does
+        )
+
+        model, trainer = config.model, config.trainer
+        library = MediaLibrary(config)
+        return LogprobScorer(
+            model.path,
+            model=model,
+            threads=trainer.threads,
+            max_tokens=trainer.max_tokens_per_micro_batch,
+            library=library,
+        )
+
+    @staticmethod
+    def open_critic(config: RunConfig) -> Critic:
+        """Load the critic as it is before the run's first step; see `TrainerBackend`."""
+        from relax_events.training.backend.torch_critic import TorchCritic
+
+        return TorchCritic(config)
+
+
+def policy_learning_rate(config: RunConfig, *, step: int) -> float:
+    """Return the policy's learning rate in a step: 0 while only the critic learns, and its schedule
+    from then on.
+    """
+    if step < config.first_policy_step:
+        return 0.0
+    waited = config.critic.warmup_steps if config.algorithm.needs_critic else 0
+    return scheduled_learning_rate(
+        config.trainer, step=step - waited, num_steps=config.run.num_steps - waited
+    )
+
+
+def scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_steps: int) -> float:
+    """Return the learning rate of a step.
+
+    Args:
+        trainer: Peak rate, warm-up and schedule.
+        step: From 0.
+        num_steps: Steps of the run; later steps, of a run that was extended, go on at the last
+            rate.
+    """
+    warmup = min(1.0, (step + 1) / max(1, trainer.warmup_steps))
+    if trainer.schedule == "constant":
+        return trainer.learning_rate * warmup
+    left = (num_steps - min(step, num_steps - 1)) / max(1, num_steps - trainer.warmup_steps)
+    return trainer.learning_rate * min(warmup, left)
+
+
+def make_deterministic(device: torch.device, *, threads: int) -> None:
+    """Fix what torch leaves open: the number of threads, and on the CPU the kernels. Holds for the
+    process.
+
+    Args:
+        device: Kernels are fixed on the CPU alone; on a GPU this would refuse some and slow others.
+        threads: CPU threads; 0 takes all processors that the process may use.
+    """
+    torch.set_num_threads(num_threads(threads))
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+        # Filling costs a pass over each new tensor, and nothing here reads one before it is
+        # written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set through a module class

@@ -1,0 +1,262 @@
+"""The critic of the trainer backend `torch`: a value model on one device, with an optimizer of its
+own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_events.algorithms.value_loss import value_losses
+from relax_events.config import RunConfig
+from relax_events.errors import RunFailed, StepNotFinite
+from relax_events.events.types import SampleReady
+from relax_events.media.library import MediaLibrary
+from relax_events.models.causal_lm import choose_device
+from relax_events.training.backend.flat_parameters import FlatParameters
+from relax_events.training.backend.protocol import TrainerState, ValueFigures
+from relax_events.training.backend.scoring import score_apart
+from relax_events.training.backend.torch_backend import make_deterministic, scheduled_learning_rate
+from relax_events.training.backend.value_model import ValueModel
+from relax_events.training.batch.loss_batch import with_trained_masks
+from relax_events.training.batch.mini_batches import HeldBatch
+from relax_events.training.batch.packing import PackedBatch, cut_by_cells, loss_values, pack
+from relax_events.training.batch.sample_media import SampleMedia
+from relax_events.training.batch.token_sequence import TokenSequence
+from relax_events.training.ranks import SingleRank
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _LaidOut:
+    batch: PackedBatch
+    advantages: NDArray[np.float64]
+    old: NDArray[np.float64]
+    """The values that were recorded of its loss tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """An optimizer step: sums over its loss tokens, and the norm of its gradient."""
+
+    loss: float
+    clipped: float
+    num_loss_tokens: int
+    grad_norm: float
+
+
+class TorchCritic:
+    """Implements `Critic`. On the CPU the same micro-batches in the same order give the same
+    bits.
+    """
+
+    def __init__(self, config: RunConfig, *, dtype: torch.dtype | None = None) -> None:
+        """Load the critic of a run as it is before its first step.
+
+        Args:
+            config: The run.
+            dtype: Of the weights instead of `model.dtype`, for proofs in float64.
+        Raises:
+            ConfigError: The model can't be loaded.
+        """
+        critic, model, self._algorithm = config.critic, config.model, config.algorithm
+        device = choose_device(model.device)
+        make_deterministic(device, threads=critic.threads)
+        self.policy_version = config.first_version
+        self._num_steps, self._value_clip = config.run.num_steps, critic.value_clip
+        keys = ("learning_rate", "num_epochs", "num_mini_batches")
+        own = {key: value for key in keys if (value := getattr(critic, key)) is not None}
+        self._trainer = config.trainer.model_copy(update=own)
+        path = critic.model_path or model.path
+        self._model = ValueModel(path, config=model, device=device, dtype=dtype)
+        self._media = SampleMedia(self._model.family, MediaLibrary(config, model_path=path))
+        self._flat = FlatParameters(self._model.module, config=self._trainer)
+        self._sums: list[Tensor] = []
+        self._num_loss_tokens = 0
+        self._targets: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
+        self._batch = HeldBatch(self._trainer, seed=config.run.seed, ranks=SingleRank())
+        self._progressed: Callable[[], None] = lambda: None
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Run forward and backward on a micro-batch; see `Critic`."""
+        # All parts are laid out before the first is trained: a sample that can't be learned from is
+        # found while nothing was added.
+        for part, laid_out in [(part, self._laid_out(part)) for part in self._parts(micro_batch)]:
+            if not len(laid_out.old):
+                continue
+            self._targets.append((laid_out.old, laid_out.advantages + laid_out.old))
+            if self._trainer.has_mini_batches:
+                self._batch.add(part, laid_out.batch.num_loss_tokens)
+            else:
+                self._train(laid_out)
+
+    def _parts(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
+        max_cells = self._trainer.max_tokens_per_micro_batch
+        return (
+            [micro_batch]
+            if self._model.shares_rows
+            else cut_by_cells(micro_batch, max_cells=max_cells)
+        )
+
+    def tell_progress(self, progressed: Callable[[], None]) -> None:
+        """Call this after each micro-batch that `step` runs; see `Critic`."""
+        self._progressed = progressed
+
+    def _laid_out(self, samples: Sequence[SampleReady]) -> _LaidOut:
+        samples = with_trained_masks(samples, algorithm=self._algorithm)
+        batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)
+        advantages, old = (
+            loss_values(samples, field).astype(np.float64) for field in ("advantages", "values")
+        )
+        return _LaidOut(self._media.added(batch, samples), advantages, old)
+
+    def _train(self, laid_out: _LaidOut) -> None:
+        advantages, old = laid_out.advantages, laid_out.old
+        values = self._model.token_values(laid_out.batch)
+        old_values, returns = (
+            torch.from_numpy(array).to(values) for array in (old, advantages + old)
+        )
+        losses = value_losses(
+            values, old_values=old_values, returns=returns, value_clip=self._value_clip
+        )
+        losses.losses.sum().backward()
+        self._sums.append(
+            torch.stack([row.detach().double().sum() for row in (losses.losses, losses.clipped)])
+        )
+        self._num_loss_tokens += len(old)
+
+    def step(self) -> ValueFigures:
+        """Normalise, clip, update; see `Critic`."""
+        step, targets = self.policy_version, self._targets
+        if not targets:
+            raise RunFailed(
+                f"train step {step} holds no loss token; do its samples have completions?"
+            )
+        learning_rate = scheduled_learning_rate(self._trainer, step=step, num_steps=self._num_steps)
+        try:
+            updates = self._take_updates(learning_rate)
+        finally:
+            self._forget()
+        self.policy_version += 1
+        old, returns = (np.concatenate(arrays) for arrays in zip(*targets, strict=True))
+        num_loss_tokens = sum(update.num_loss_tokens for update in updates)
+        return ValueFigures(
+            value_loss=sum(update.loss for update in updates) / num_loss_tokens,
+            value_clip_fraction=sum(update.clipped for update in updates) / num_loss_tokens,
+            explained_variance=explained_variance(old, returns=returns),
+            value_mean=float(old.mean()),
+            return_mean=float(returns.mean()),
+            value_grad_norm=sum(update.grad_norm for update in updates) / len(updates),
+            value_learning_rate=learning_rate,
+        )
+
+    def _take_updates(self, learning_rate: float) -> list[_Update]:
+        """Take the optimizer steps of the train step. One that is not finite is left out.
+
+        Raises:
+            StepNotFinite: None is left.
+        """
+        updates: list[_Update] = []
+        failed: list[StepNotFinite] = []
+        for number, micro_batches in enumerate(self._mini_batches()):
+            for micro_batch in micro_batches:
+                for laid_out in map(self._laid_out, self._parts(micro_batch)):
+                    if len(laid_out.old):
+                        self._train(laid_out)
+                self._progressed()
+            try:
+                updates.append(self._update(learning_rate, number))
+            except StepNotFinite as error:
+                failed.append(error)
+                self._flat.zero_gradients()
+            self._sums, self._num_loss_tokens = [], 0
+        if not updates:
+            raise failed[-1]
+        for skipped in failed:
+            log.error("mini_batch.skipped", error=str(skipped))
+        return updates
+
+    def _mini_batches(self) -> Iterator[list[list[SampleReady]]]:
+        """Give what each optimizer step of the train step has yet to train."""
+        if not self._trainer.has_mini_batches:
+            yield []
+            return
+        for _, micro_batches in self._batch.mini_batches(self.policy_version):
+            yield micro_batches
+
+    def _update(self, learning_rate: float, number: int) -> _Update:
+        loss, clipped = torch.stack(self._sums).sum(dim=0).cpu().numpy().tolist()
+        grad_norm = self._flat.normalise_gradients(self._num_loss_tokens)
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            name = f"train step {self.policy_version}" + (
+                f", optimizer step {number}" if self._trainer.has_mini_batches else ""
+            )
+            raise StepNotFinite(
+                f"{name}: the critic's loss and gradient must be finite, got "
+                f"{loss / self._num_loss_tokens} and {grad_norm}; its weights are those "
+                "before it; lower critic.learning_rate or look at the step's rewards and values"
+            )
+        self._flat.update(
+            learning_rate=learning_rate,
+            gradient_scale=min(1.0, self._trainer.max_grad_norm / (grad_norm + 1e-6)),
+        )
+        return _Update(loss, clipped, self._num_loss_tokens, grad_norm)
+
+    def _forget(self) -> None:
+        self._sums, self._num_loss_tokens, self._targets = [], 0, []
+        self._batch.clear()
+
+    def skip_step(self) -> None:
+        """Count up without an update; see `Critic`."""
+        self._forget()
+        self._flat.zero_gradients()
+        self.policy_version += 1
+
+    def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
+        """Give the value at every loss token; see `Critic`. What is scored beside a sample changes
+        them by rounding at most.
+        """
+        model = self._model
+
+        def evaluate(batch: PackedBatch, rows: Sequence[TokenSequence]) -> Tensor:
+            return model.token_values(self._media.added(batch, rows))
+
+        return score_apart(
+            samples,
+            max_tokens=self._trainer.max_tokens_per_micro_batch,
+            vocab_size=model.vocab_size,
+            evaluate=evaluate,
+        )
+
+    def state(self) -> TrainerState:
+        """Show weights in master precision and AdamW's moments; see `Critic`."""
+        return TrainerState(policy_version=self.policy_version, tensors=self._flat.tensors())
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from a state; see `Critic`."""
+        self._flat.load(state.tensors)
+        self._forget()
+        self.policy_version = state.policy_version
+
+
+def explained_variance(values: NDArray[np.float64], *, returns: NDArray[np.float64]) -> float:
+    """Return which share of the returns' variance the values knew: 1 - var(returns - values) /
+    var(returns).
+
+    1 is a critic that knew all, 0 one that gave a constant, and below that it misled. Where all
+    returns are equal there is nothing to know, and it is 0.
+
+    Args:
+        values: As recorded, of every loss token of a step.
+        returns: What came.
+    """
+    variance = float(returns.var())
+    return 1.0 - float((returns - values).var()) / variance if variance > 0 else 0.0

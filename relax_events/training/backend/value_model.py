@@ -1,0 +1,139 @@
+"""A value model: a policy's architecture with a scalar head. Packed micro-batch in, values at its
+loss tokens out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from relax_events.config import ModelConfig
+from relax_events.media.model_inputs import MediaInputs
+from relax_events.models.causal_lm import load_causal_lm
+from relax_events.models.families import Family, family_of
+from relax_events.training.backend.policy_model import NEIGHBOURS, is_apart, probe
+from relax_events.training.batch.packing import PackedBatch
+
+
+class ValueNetwork(nn.Module):
+    """A model without its output head, and a scalar head that begins at zero: at first every value
+    is 0.
+    """
+
+    def __init__(self, backbone: nn.Module, *, family: Family, hidden_size: int) -> None:
+        """Take over a backbone, with its dtype and device.
+
+        Args:
+            backbone: Of the family, its head taken off.
+            family: Runs it.
+            hidden_size: Of it.
+        """
+        super().__init__()
+        self.backbone, self._family = backbone, family
+        example = next(backbone.parameters())
+        self.weight = nn.Parameter(
+            torch.zeros(hidden_size, dtype=example.dtype, device=example.device)
+        )
+        self.bias = nn.Parameter(torch.zeros(1, dtype=example.dtype, device=example.device))
+
+    def hidden(
+        self,
+        input_ids: Int[Tensor, "rows length"],
+        position_ids: Int[Tensor, "rows length"],
+        media: MediaInputs | None = None,
+    ) -> Float[Tensor, "rows length hidden"]:
+        """Run the backbone."""
+        # No mask and no cache: with either, transformers 5 lets packed neighbours attend to each
+        # other.
+        return self._family.hidden(
+            self.backbone, input_ids, position_ids, media, attention_mask=None, use_cache=False
+        )
+
+    def head(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, " tokens"]:
+        """Give a value for each hidden state, in at least float32."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        # Row by row, not a matrix product, whose order of summation depends on how many rows there
+        # are.
+        values: Tensor = (hidden.to(dtype) * self.weight.to(dtype)).sum(-1) + self.bias.to(dtype)
+        return values
+
+
+class ValueModel:
+    """The network on one device. A sample gets a row of its own where two short sequences see each
+    other in a common one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Load the backbone from a folder; nothing is fetched.
+
+        Args:
+            path: A causal language model in Hugging Face layout; its output head is not used.
+            config: The attention implementation, and the dtype unless another is given.
+            device: Where the weights go.
+            dtype: Of the weights, for proofs in float64.
+        Raises:
+            ConfigError: The folder is missing, or holds no causal language model.
+        """
+        self.device = device
+        self.dtype = dtype or getattr(torch, config.dtype)
+        self.family = family_of(
+            path, config.media, apart=True
+        )  # other media in the batch change a sample's values by rounding at most
+        loaded = load_causal_lm(
+            path,
+            attention=config.attention,
+            dtype=self.dtype,
+            device=device,
+            loader=self.family.loader,
+        )
+        self.vocab_size = len(loaded.get_input_embeddings().get_parameter("weight"))
+        hidden_size = loaded.config.get_text_config().hidden_size
+        self.module = ValueNetwork(
+            self.family.headless(loaded), family=self.family, hidden_size=hidden_size
+        )
+        self.shares_rows = self._keeps_neighbours_apart()
+
+    def token_values(self, batch: PackedBatch) -> Float[Tensor, " loss_tokens"]:
+        """Run a micro-batch and give the value at each of its loss tokens: of what stands before
+        the token.
+
+        Args:
+            batch: From `packing.pack`, with this model's `vocab_size` and `shares_rows`, its media
+                added.
+        """
+        arrays = (batch.input_ids, batch.position_ids, batch.loss_positions)
+        input_ids, position_ids, positions = (
+            torch.from_numpy(array).to(self.device) for array in arrays
+        )
+        return self.module.head(
+            self.module.hidden(input_ids, position_ids, batch.media)
+            .flatten(0, 1)
+            .index_select(0, positions)
+        )
+
+    @torch.no_grad()
+    def _keeps_neighbours_apart(self) -> bool:
+        together, alone = (self._probed(positions) for positions in NEIGHBOURS)
+        num_alone = len(alone)
+        return is_apart(
+            "rows",
+            apart=alone,
+            tried=together[-num_alone:],
+            leaking=self._probed(list(range(len(together))))[-num_alone:],
+        )
+
+    def _probed(self, positions: list[int]) -> Float[Tensor, "tokens hidden"]:
+        hidden = self.module.hidden(
+            *probe(positions, vocab_size=self.vocab_size, device=self.device)
+        )[0]
+        return hidden.to(torch.promote_types(hidden.dtype, torch.float32))

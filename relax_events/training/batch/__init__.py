@@ -1,0 +1,1 @@
+"""From prompt groups to packed micro-batches."""

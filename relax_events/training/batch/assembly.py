@@ -1,0 +1,295 @@
+"""Puts the trainer's input together: complete prompt groups, each at most once, and the ends of
+those that won't come.
+
+Pure state of one rank: records of advantage.samples and prompt.end-requests go in; prompt groups
+    that are ready, prompt groups that ended
+untrained, and the position up to which everything is decided come out. The trainer alone decides
+how a prompt group
+ended, and it decides once: whatever arrives for a decided prompt group afterwards is a duplicate
+    and is dropped.
+
+Every record of an undecided prompt group, its tombstone included, holds back the position of its
+partition. So offsets can't pass a prompt group whose end is not committed, whenever they are
+committed and however much is read ahead.
+
+Samples are held as the records that they came in, a window of steps of them: decoded, with their
+stored arrays, they would take many times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.types import PromptGroupEnded, SampleReady
+from relax_events.kafka.records import Record
+from relax_events.staleness import IssuedGroup, ReadyGroup, end_of, is_expired, is_guest
+
+Key = tuple[str, int]
+Partition = tuple[str, int]
+"""A topic and one of its partitions."""
+ID_WINDOW = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSample:
+    """A sample and the position of its record."""
+
+    sample: SampleReady
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    record: Record
+    sample_index: int
+    samples_per_prompt: int
+
+
+@dataclass(slots=True)
+class _Assembling:
+    version: int
+    generations: dict[str, dict[str, _Held]] = field(default_factory=dict)
+    """Records of samples by their generation's digest, then by the sample's id."""
+
+    def complete(self) -> dict[str, _Held] | None:
+        """Return the records of a generation that is complete, None where there is none."""
+        complete = (
+            samples
+            for samples in self.generations.values()
+            if len(samples) == next(iter(samples.values())).samples_per_prompt
+        )
+        return next(complete, None)
+
+
+class DecidedGroups:
+    """The ids of prompt groups whose end is committed: the id window. Its memory is bounded.
+
+    What is forgotten is remembered as a whole: everything issued for a step as old as the newest
+    forgotten one counts as decided, since it lies tens of thousands of prompt groups behind.
+    """
+
+    def __init__(self, group_ids: Iterable[str], *, forgotten_step: int = -1) -> None:
+        self._ids: dict[str, None] = {}
+        self.forgotten_step = forgotten_step
+        for group_id in sorted(group_ids):
+            self.add(group_id)
+
+    def add(self, group_id: str) -> None:
+        """Add an id; forget the older half when there are too many."""
+        self._ids[group_id] = None
+        if len(self._ids) > ID_WINDOW:
+            for old in list(self._ids)[: ID_WINDOW // 2]:
+                del self._ids[old]
+                if not is_guest(old):  # a guest's step is whatever its producer wrote
+                    self.forgotten_step = max(
+                        self.forgotten_step, IssuedGroup.parse(old).place.train_step
+                    )
+
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._ids or (
+            self.forgotten_step >= 0
+            and IssuedGroup.parse(group_id).place.train_step <= self.forgotten_step
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+
+class GroupAssembler:
+    """See the module's docstring."""
+
+    def __init__(self, *, max_staleness: int, decided: set[str], forgotten_step: int = -1) -> None:
+        self._max_staleness = max_staleness
+        self._decided = DecidedGroups(decided, forgotten_step=forgotten_step)
+        self._parts: dict[Key, _Assembling] = {}
+        self._held: dict[Partition, dict[int, str]] = {}
+        self._held_of: dict[str, list[tuple[Partition, int]]] = {}
+        self._positions: dict[Partition, int] = {}
+        self._ended: dict[str, PromptGroupEnded] = {}
+        self._taken: set[str] = set()
+        self.num_duplicates = 0
+
+    def add(
+        self, record: Record, event: SampleReady | PromptGroupEnded, *, trainer_version: int
+    ) -> None:
+        """Take in a record. One whose version left the window ends its prompt group as expired."""
+        group_id = event.prompt_group_id
+        self._read(record, group_id)
+        if self._is_settled(group_id):
+            self.num_duplicates += 1
+        elif isinstance(event, PromptGroupEnded):
+            self._end(event)
+        elif event.max_policy_version > trainer_version:
+            reason = (
+                f"version {event.max_policy_version} lies ahead of the trainer's version "
+                f"{trainer_version}"
+            )
+            self._end(
+                end_of(
+                    group_id,
+                    Outcome.FAILED,
+                    reason=reason,
+                    policy_version=event.policy_version,
+                    trainer_version=trainer_version,
+                )
+            )
+        elif is_expired(
+            event.policy_version, trainer_version=trainer_version, max_staleness=self._max_staleness
+        ):
+            self._expire(group_id, event.policy_version, trainer_version)
+        else:
+            self._add_sample(record, event)
+
+    def reject(self, record: Record, reason: str, *, trainer_version: int) -> None:
+        """Note a record that can't be used: its prompt group, if the key names one, has failed."""
+        self._read(record, record.key)
+        if record.key and not self._is_settled(record.key):
+            version = trainer_version if record.policy_version is None else record.policy_version
+            self._end(
+                end_of(
+                    record.key,
+                    Outcome.FAILED,
+                    reason=reason,
+                    policy_version=version,
+                    trainer_version=trainer_version,
+                )
+            )
+
+    def skip(self, record: Record) -> None:
+        """Pass over a record that belongs to no prompt group."""
+        self._read(record, "")
+
+    def _read(self, record: Record, group_id: str) -> None:
+        """Move the partition's position past a record, and hold it back there until its prompt
+        group is decided.
+        """
+        place = (record.topic, record.partition)
+        self._positions[place] = record.offset + 1
+        if group_id and group_id not in self._decided:
+            self._held.setdefault(place, {})[record.offset] = group_id
+            self._held_of.setdefault(group_id, []).append((place, record.offset))
+
+    def fail(
+        self, group_id: str, reason: str, *, policy_version: int, trainer_version: int
+    ) -> None:
+        """End a prompt group that turned out to be untrainable."""
+        self._end(
+            end_of(
+                group_id,
+                Outcome.FAILED,
+                reason=reason,
+                policy_version=policy_version,
+                trainer_version=trainer_version,
+            )
+        )
+
+    def _is_settled(self, group_id: str) -> bool:
+        """Tell whether nothing can change any more: what the step at hand has taken will be
+        trained, whatever still arrives.
+        """
+        return group_id in self._decided or group_id in self._ended or group_id in self._taken
+
+    def _add_sample(self, record: Record, sample: SampleReady) -> None:
+        key = (sample.prompt_group_id, sample.policy_version)
+        part = self._parts.setdefault(key, _Assembling(sample.policy_version))
+        samples = part.generations.setdefault(sample.generation_digest, {})
+        if sample.sample_id in samples:
+            self.num_duplicates += 1
+            return
+        samples[sample.sample_id] = _Held(record, sample.sample_index, sample.samples_per_prompt)
+
+    def advance(self, trainer_version: int) -> None:
+        """End what left the window now that the trainer is at `trainer_version`."""
+        for group_id, version in list(self._parts):
+            if is_expired(
+                version, trainer_version=trainer_version, max_staleness=self._max_staleness
+            ):
+                self._expire(group_id, version, trainer_version)
+
+    def _expire(self, group_id: str, version: int, trainer_version: int) -> None:
+        """End a prompt group as expired, unless another generation of it is still in the window."""
+        self._parts.pop((group_id, version), None)
+        if any(other == group_id for other, _ in self._parts):
+            return
+        reason = f"version {version} left the window of version {trainer_version}"
+        self._end(
+            end_of(
+                group_id,
+                Outcome.EXPIRED,
+                reason=reason,
+                policy_version=version,
+                trainer_version=trainer_version,
+            )
+        )
+
+    def _end(self, ended: PromptGroupEnded) -> None:
+        self._ended[ended.prompt_group_id] = ended
+        self._drop_all(ended.prompt_group_id)
+
+    def ready(self) -> list[ReadyGroup]:
+        """Return the complete prompt groups that have not been taken; of one that was generated
+        twice, the fresher generation.
+        """
+        found: dict[str, ReadyGroup] = {}
+        for (group_id, version), part in sorted(self._parts.items()):
+            if part.complete() is not None and group_id not in self._taken:
+                issued = IssuedGroup.parse(group_id)
+                found[group_id] = ReadyGroup(
+                    issued.place.train_step,
+                    issued.place.group_index,
+                    issued.attempt,
+                    version,
+                    group_id,
+                )
+        return list(found.values())
+
+    def take(self, group: ReadyGroup) -> list[Record]:
+        """Take the records of a ready prompt group's samples, in order. They stay undecided until
+        `decide`.
+        """
+        self._taken.add(group.prompt_group_id)
+        samples = self._parts[group.prompt_group_id, group.policy_version].complete() or {}
+        return [
+            held.record for held in sorted(samples.values(), key=lambda held: held.sample_index)
+        ]
+
+    def pending_ends(self) -> list[PromptGroupEnded]:
+        """Return the ends that are to be committed."""
+        return list(self._ended.values())
+
+    def decide(self, group_ids: list[str]) -> None:
+        """Note that these prompt groups end in a transaction that is committed, or in the next one:
+        they will never be looked at again.
+        """
+        for group_id in group_ids:
+            self._decided.add(group_id)
+            self._taken.discard(group_id)
+            self._ended.pop(group_id, None)
+            self._drop_all(group_id)
+            for place, offset in self._held_of.pop(group_id, ()):
+                del self._held[place][offset]
+
+    def consumed(self) -> list[TopicOffset]:
+        """Return, for each partition, the position below which every prompt group is decided."""
+        return [
+            TopicOffset(*place, next(iter(self._held.get(place, ())), position))
+            for place, position in sorted(self._positions.items())
+        ]
+
+    @property
+    def forgotten_step(self) -> int:
+        """Everything issued for this train step or an older one counts as decided; -1 where nothing
+        was forgotten.
+        """
+        return self._decided.forgotten_step
+
+    def id_window(self) -> list[str]:
+        """Return the ids of decided prompt groups, oldest first, for the checkpoint."""
+        return list(self._decided)
+
+    def _drop_all(self, group_id: str) -> None:
+        for key in [key for key in self._parts if key[0] == group_id]:
+            del self._parts[key]

@@ -1,0 +1,174 @@
+"""A micro-batch as its loss takes it: packed for the model, with what its samples say of each loss
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relax_events.algorithms.distillation import TokenSet
+from relax_events.algorithms.objective import ObjectiveInputs
+from relax_events.algorithms.step_statistics import Whitening
+from relax_events.config import AlgorithmConfig
+from relax_events.events.parts import FinishReason
+from relax_events.events.routed_experts import ExpertShape
+from relax_events.events.types import SampleReady
+from relax_events.training.backend.policy_model import TokenLogprobs
+from relax_events.training.batch.packing import PackedBatch, loss_values, pack, require_whole_groups
+from relax_events.training.batch.row_layout import PromptSharing
+from relax_events.training.batch.token_sequence import TokenSets, plain
+
+
+@dataclass(frozen=True, slots=True)
+class LossBatch:
+    """`values` hold `advantages` and, as the algorithm needs them, `rollout`, `old`, `ref` and
+    `teacher`: one number for each loss token.
+
+    `rewards` are those of the samples that have loss tokens. `token_sets` are there where the loss
+    compares policy and teacher over several token ids.
+    """
+
+    batch: PackedBatch
+    values: Mapping[str, NDArray[np.floating]]
+    sample_ids: list[str]
+    rewards: NDArray[np.float64]
+    token_sets: TokenSets | None = None
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[SampleReady],
+        *,
+        algorithm: AlgorithmConfig,
+        vocab_size: int,
+        share_rows: bool,
+        sharing: PromptSharing | None = None,
+        experts: ExpertShape | None = None,
+    ) -> LossBatch:
+        """Pack samples; see `pack` for the arguments.
+
+        Raises:
+            PoisonSample: A sample can't be trained on; the text names it.
+        """
+        samples = with_trained_masks(samples, algorithm=algorithm)
+        if algorithm.needs_whole_groups:
+            require_whole_groups(samples)
+        batch = pack(
+            samples, vocab_size=vocab_size, share_rows=share_rows, sharing=sharing, experts=experts
+        )
+        values = {name: loss_values(samples, field) for name, field in _fields(algorithm).items()}
+        sets = (
+            TokenSets.of(samples, num_ids=algorithm.distill_top_k, vocab_size=vocab_size)
+            if algorithm.has_topk_loss
+            else None
+        )
+        rewards = np.array([sample.reward for sample in samples], np.float64)[
+            batch.num_loss_tokens > 0
+        ]
+        return cls(batch, values, [sample.sample_id for sample in samples], rewards, sets)
+
+    def whitened(self, whitening: Whitening) -> LossBatch:
+        """Return the same with the advantages that they are over the whole step."""
+        advantages = whitening.apply(self.values["advantages"].astype(np.float64))
+        return replace(self, values={**self.values, "advantages": advantages})
+
+    def with_old(self, logprobs: NDArray[np.floating]) -> LossBatch:
+        """Return the same with the old policy's log-probabilities, where they are the trainer's
+        own.
+        """
+        return replace(self, values={**self.values, "old": logprobs})
+
+    def alone(self) -> LossBatch:
+        """Return the same without what is large and the model alone takes: media and routed
+        experts.
+        """
+        return replace(self, batch=replace(self.batch, media=None, experts=None), token_sets=None)
+
+    def values_by_sample(self) -> dict[str, dict[str, NDArray[np.floating]]]:
+        """Return the values of each sample's loss tokens."""
+        ends = np.cumsum(self.batch.num_loss_tokens)[:-1]
+        columns = {name: np.split(values, ends) for name, values in self.values.items()}
+        return {
+            sample_id: {name: parts[at] for name, parts in columns.items()}
+            for at, sample_id in enumerate(self.sample_ids)
+        }
+
+    def with_values(self, by_sample: Mapping[str, Mapping[str, NDArray[np.floating]]]) -> LossBatch:
+        """Return the same with the values that its samples had in other micro-batches."""
+        names = by_sample[self.sample_ids[0]]
+        return replace(
+            self,
+            values={
+                name: np.concatenate([by_sample[sample_id][name] for sample_id in self.sample_ids])
+                for name in names
+            },
+        )
+
+    def objective_inputs(self, result: TokenLogprobs, *, cutoff: float | None) -> ObjectiveInputs:
+        """Put together what the objective takes, on the device and in the dtype of the model's
+        result.
+
+        Args:
+            result: The model's, for `batch`.
+            cutoff: Largest squared log-ratio that is trained, if there is a bound.
+        """
+        logprobs = result.logprobs
+        stacked = (
+            torch.from_numpy(np.stack(list(self.values.values())))
+            .to(logprobs.device)
+            .to(logprobs.dtype)
+        )
+        given = dict(zip(self.values, stacked, strict=True))
+        return ObjectiveInputs(
+            logprobs=logprobs,
+            entropies=result.entropies,
+            rollout_logprobs=given.get("rollout", logprobs.detach()),
+            old_logprobs=given.get("old"),
+            ref_logprobs=given.get("ref"),
+            advantages=given["advantages"],
+            num_loss_tokens=torch.from_numpy(self.batch.num_loss_tokens).to(logprobs.device),
+            second_moment_cutoff=cutoff,
+            teacher_logprobs=given.get("teacher"),
+            token_set=self._token_set(result),
+        )
+
+    def _token_set(self, result: TokenLogprobs) -> TokenSet | None:
+        if self.token_sets is None:
+            return None
+        return TokenSet(
+            result.id_logprobs,
+            torch.from_numpy(self.token_sets.teacher_logprobs).to(result.id_logprobs),
+        )
+
+
+def with_trained_masks(
+    samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig
+) -> Sequence[SampleReady]:
+    """Return the samples, those without a loss token that were cut off by their length, unless the
+    algorithm trains them.
+    """
+    if algorithm.truncated_samples == "train":
+        return samples
+    return [
+        replace(sample, loss_mask=np.zeros_like(plain(sample, "loss_mask")))
+        if sample.finish_reason is FinishReason.LENGTH
+        else sample
+        for sample in samples
+    ]
+
+
+def _fields(algorithm: AlgorithmConfig) -> dict[str, str]:
+    """Name the per-token arrays of a sample that the objective needs."""
+    fields = {"advantages": "advantages"}
+    if algorithm.has_rewards:
+        fields["rollout"] = "rollout_logprobs"
+    if algorithm.old_logprobs != "trainer":
+        fields["old"] = f"{algorithm.old_logprobs}_logprobs"
+    if algorithm.distills:
+        fields["teacher"] = "teacher_logprobs"
+    return fields | ({"ref": "ref_logprobs"} if algorithm.has_reference_in_loss else {})

@@ -1,0 +1,134 @@
+"""A train batch that waits until it is whole, and is then trained in several optimizer steps:
+mini-batches, over one or more passes.
+
+    samples, as they come ──▶ prompt groups of all ranks ──▶ for each pass: shuffled, dealt into
+    mini-batches ──▶ micro-batches of this rank
+
+What a mini-batch holds follows from `run.seed`, the train step, the pass and the ids of the prompt
+groups alone. So recovery, a replay and any number of ranks have the same mini-batches, and in each
+the same order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+
+import numpy as np
+import orjson
+from jaxtyping import Int64
+
+from relax_events.config import TrainerConfig
+from relax_events.events.types import SampleReady
+from relax_events.training.batch.packing import MicroBatcher
+from relax_events.training.ranks import Ranks
+
+
+def deal(
+    prompt_group_ids: Iterable[str],
+    *,
+    num_mini_batches: int,
+    seed: int,
+    train_step: int,
+    epoch: int,
+) -> list[list[str]]:
+    """Shuffle the prompt groups of a train batch and deal them into mini-batches of like sizes,
+    none of them empty.
+
+    The order is that of a hash, so it needs no generator, whose stream another release might
+    change.
+
+    Args:
+        prompt_group_ids: Of all ranks, in any order.
+        num_mini_batches: At most; as many as there are prompt groups where these are fewer.
+        seed: Of the run.
+        train_step: Whose batch it is.
+        epoch: Of its passes, from 0.
+    """
+
+    def place(prompt_group_id: str) -> tuple[bytes, str]:
+        return blake2b(
+            f"{seed} {train_step} {epoch} {prompt_group_id}".encode(), digest_size=8
+        ).digest(), prompt_group_id
+
+    order = sorted(set(prompt_group_ids), key=place)
+    number = min(num_mini_batches, len(order))
+    return [order[first::number] for first in range(number)]
+
+
+class HeldBatch:
+    """See the module's docstring. A rank's share of it."""
+
+    def __init__(
+        self, trainer: TrainerConfig, *, seed: int, ranks: Ranks, whole_prompt_groups: bool = False
+    ) -> None:
+        """Start empty.
+
+        Args:
+            trainer: How many passes, mini-batches, and tokens of a micro-batch.
+            seed: Of the run.
+            ranks: All that train the batch together.
+            whole_prompt_groups: Whether a micro-batch must hold all samples of a prompt group.
+        """
+        self._trainer, self._seed, self._ranks, self._whole_prompt_groups = (
+            trainer,
+            seed,
+            ranks,
+            whole_prompt_groups,
+        )
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the batch."""
+        self._groups: dict[str, list[SampleReady]] = defaultdict(list)
+        self._trainable: set[str] = set()
+
+    def add(
+        self, samples: Sequence[SampleReady], num_loss_tokens: Int64[np.ndarray, " samples"]
+    ) -> None:
+        """Hold samples.
+
+        Args:
+            samples: In any order.
+            num_loss_tokens: Of each of them that the loss takes. A prompt group without any has no
+                seat in a mini-batch.
+        """
+        for sample, number in zip(samples, num_loss_tokens.tolist(), strict=True):
+            self._groups[sample.prompt_group_id].append(sample)
+            if number:
+                self._trainable.add(sample.prompt_group_id)
+
+    def mini_batches(self, train_step: int) -> Iterator[tuple[int, list[list[SampleReady]]]]:
+        """Give each mini-batch with its pass, as the micro-batches of this rank; none where no rank
+        holds a loss token. Begins collectively.
+        """
+        rows = self._ranks.all_gather_bytes(orjson.dumps(sorted(self._trainable)))
+        everyone = [prompt_group_id for row in rows for prompt_group_id in orjson.loads(row)]
+        for epoch in range(self._trainer.num_epochs):
+            number = self._trainer.num_mini_batches
+            for dealt in deal(
+                everyone,
+                num_mini_batches=number,
+                seed=self._seed,
+                train_step=train_step,
+                epoch=epoch,
+            ):
+                yield epoch, self._micro_batches(dealt)
+
+    def _micro_batches(self, prompt_group_ids: Sequence[str]) -> list[list[SampleReady]]:
+        batcher = MicroBatcher(
+            max_tokens=self._trainer.max_tokens_per_micro_batch,
+            whole_prompt_groups=self._whole_prompt_groups,
+        )
+        mine = [
+            self._groups[prompt_group_id]
+            for prompt_group_id in prompt_group_ids
+            if prompt_group_id in self._trainable
+        ]
+        closed = [
+            list(micro_batch)
+            for group in mine
+            for micro_batch in batcher.feed(sorted(group, key=lambda sample: sample.sample_index))
+        ]
+        return closed + [rest for rest in [batcher.flush()] if rest]

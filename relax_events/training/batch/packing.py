@@ -1,0 +1,348 @@
+"""Micro-batches from samples, and the packed arrays that a model takes. Pure functions of lengths,
+numpy alone.
+
+A micro-batch is packed into rows as long as its longest sample, and short samples share a row. One
+endless row would make attention quadratic in the micro-batch; one row a sample would pad. With
+equal lengths nothing is padded and no mask is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int64, Integer
+from numpy.typing import NDArray
+
+from relax_events.errors import PoisonSample
+from relax_events.events.routed_experts import ExpertShape
+from relax_events.events.types import SampleReady
+from relax_events.media.model_inputs import MediaInputs
+from relax_events.training.batch.row_layout import (
+    PromptSharing,
+    RowLayout,
+    choose_layout,
+    lay_apart,
+    lay_branched,
+    offsets_in,
+)
+from relax_events.training.batch.token_sequence import TokenSequence, plain
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A micro-batch as the model takes it; `loss_positions` index the hidden states of all rows
+    laid end to end.
+    """
+
+    input_ids: Int64[np.ndarray, "rows length"]
+    position_ids: Int64[np.ndarray, "rows length"]
+    loss_positions: Int64[np.ndarray, " loss_tokens"]
+    targets: Int64[np.ndarray, " loss_tokens"]
+    temperatures: Float32[np.ndarray, " loss_tokens"]
+    num_loss_tokens: Int64[np.ndarray, " samples"]
+    num_tokens: int
+    places: Int64[np.ndarray, " tokens"]
+    """Cell of each token of the samples laid end to end; several have one where a prompt is
+    shared."""
+    units: Int64[np.ndarray, "rows length"] | None = None
+    """Where prompts are shared: which prompt a cell belongs to."""
+    branches: Int64[np.ndarray, "rows length"] | None = None
+    """Where prompts are shared: 0 in a prompt, and a number for each completion behind it."""
+    media: MediaInputs | None = None
+    """Where samples bring media: what stands in for placeholders, and rotary positions."""
+    experts: GivenExperts | None = None
+    """Where the engine's routing is replayed: the experts that it sent each token through."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenExperts:
+    """A choice of experts for each cell; none for padding and for the last token of a sample, which
+    the engine never read.
+    """
+
+    chosen: Integer[np.ndarray, "cells layers top_k"]
+    is_given: Bool[np.ndarray, " cells"]
+
+
+def pack_order(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
+    """Cut a sequence of samples into micro-batches, in the given order.
+
+    A micro-batch closes when the next sample would exceed the budget; a sample longer than the
+    budget stands alone.
+
+    Args:
+        lengths: Tokens of each sample.
+        max_tokens: Budget of a micro-batch.
+    Returns:
+        Consecutive slices that cover all samples.
+    """
+    slices, start, num_tokens = [], 0, 0
+    for index, length in enumerate(lengths):
+        if _closes(num_tokens, length, max_tokens):
+            slices.append(slice(start, index))
+            start, num_tokens = index, 0
+        num_tokens += length
+    return [*slices, slice(start, len(lengths))] if len(lengths) else []
+
+
+def _closes(num_tokens: int, length: int, max_tokens: int) -> bool:
+    return num_tokens > 0 and num_tokens + length > max_tokens
+
+
+class MicroBatcher:
+    """Cuts a stream of samples into the micro-batches that `pack_order` gives for the whole."""
+
+    def __init__(self, *, max_tokens: int, whole_prompt_groups: bool = False) -> None:
+        """Start empty.
+
+        Args:
+            max_tokens: Budget of a micro-batch.
+            whole_prompt_groups: Never cut between two samples of a prompt group that come one after
+                the other.
+        """
+        self._max_tokens, self._whole_prompt_groups = max_tokens, whole_prompt_groups
+        self._samples: list[SampleReady] = []
+        self._num_tokens = 0
+
+    def feed(self, samples: Iterable[SampleReady]) -> Iterator[list[SampleReady]]:
+        """Take samples; give the micro-batches that they close. What is to stay together must come
+        in one call.
+        """
+        for _, together in groupby(
+            samples,
+            key=lambda sample: (
+                sample.prompt_group_id if self._whole_prompt_groups else sample.sample_id
+            ),
+        ):
+            if (closed := self.add(*together)) is not None:
+                yield closed
+
+    def add(self, *samples: SampleReady) -> list[SampleReady] | None:
+        """Take a sample, or several that stay together; return the micro-batch that they closed, if
+        any (they start the next one).
+        """
+        length = sum(len(plain(sample, "tokens")) for sample in samples)
+        closed = self.flush() if _closes(self._num_tokens, length, self._max_tokens) else None
+        self._samples += samples
+        self._num_tokens += length
+        return closed
+
+    def flush(self) -> list[SampleReady] | None:
+        """Return what is pending as a micro-batch, or None, and start empty."""
+        samples, self._samples, self._num_tokens = self._samples, [], 0
+        return samples or None
+
+
+def cut_by_cells(
+    samples: Sequence[SampleReady], *, max_cells: int, whole_prompt_groups: bool = False
+) -> list[list[SampleReady]]:
+    """Cut a micro-batch whose samples can't share rows, so that no part has more cells than the
+    budget: its rows times its longest sample.
+
+    Samples of like lengths come together, which pads least. One that is longer than the budget
+    stands alone.
+
+    Args:
+        samples: In any number.
+        max_cells: Budget of a part, in tokens.
+        whole_prompt_groups: Never cut between two samples of a prompt group that come one after the
+            other.
+    """
+    together = groupby(
+        samples,
+        key=lambda sample: sample.prompt_group_id if whole_prompt_groups else sample.sample_id,
+    )
+    units = [
+        (max(len(plain(sample, "tokens")) for sample in members), members)
+        for members in (list(group) for _, group in together)
+    ]
+    parts: list[list[SampleReady]] = []
+    for longest, members in sorted(units, key=lambda unit: unit[0]):
+        if parts and (len(parts[-1]) + len(members)) * longest <= max_cells:
+            parts[-1] += members
+        else:
+            parts.append(members)
+    return parts
+
+
+def require_whole_groups(samples: Sequence[SampleReady]) -> None:
+    """Refuse a micro-batch in which a prompt group's samples are not all there, side by side and by
+    index.
+
+    Raises:
+        PoisonSample: The text names the first such prompt group.
+    """
+    for group_id, together in groupby(samples, key=lambda sample: sample.prompt_group_id):
+        members = list(together)
+        found, wanted = (
+            [sample.sample_index for sample in members],
+            list(range(members[0].samples_per_prompt)),
+        )
+        if found != wanted:
+            raise PoisonSample(
+                f"prompt group {group_id} has samples {found} side by side; the loss takes "
+                f"all of it at once, {wanted}"
+            )
+
+
+def pack(
+    samples: Sequence[TokenSequence],
+    *,
+    vocab_size: int,
+    share_rows: bool = True,
+    row_multiple: int = 1,
+    sharing: PromptSharing | None = None,
+    experts: ExpertShape | None = None,
+) -> PackedBatch:
+    """Lay samples into rows, positions starting at 0 for each sample.
+
+    Samples that stand apart are told from each other by their positions alone: the model must get
+    no attention mask and `use_cache=False`, since with either of them transformers lets neighbours
+    leak into each other without a word. Where prompts are shared it needs the mask that `units` and
+    `branches` give.
+
+    Args:
+        samples: At least one.
+        vocab_size: Bound of token ids.
+        share_rows: Whether several samples may stand in one row; for models that can't keep them
+            apart, False.
+        row_multiple: Rows are padded to a multiple of so many tokens.
+        sharing: Compute a prompt once for the samples of its group that come one after the other,
+            where that is cheaper.
+        experts: Of a model that replays the engine's routing; None where it routes by itself.
+    Returns:
+        The arrays of the micro-batch; loss tokens are in the order of the samples.
+    Raises:
+        PoisonSample: A sample is empty, has ids outside the vocabulary, arrays of unequal length, a
+            loss token with nothing before it, a temperature that is not positive, or no fit routing
+            where that is replayed; the text names it.
+    """
+    lengths = np.array([_checked_length(sample) for sample in samples])
+    tokens = _checked_tokens(samples, lengths, vocab_size=vocab_size)
+    mask = np.concatenate([plain(sample, "loss_mask") for sample in samples]).astype(bool)
+    layout = lay_apart(lengths, share_rows=share_rows, row_multiple=row_multiple)
+    if sharing is not None:
+        layout = choose_layout(
+            layout, lay_branched(samples, lengths, same_routing=experts is not None), sharing
+        )
+    shape = layout.num_rows, layout.row_length
+    input_ids = np.zeros(layout.num_rows * layout.row_length, np.int64)
+    input_ids[layout.places] = tokens
+    # The rest of a row counts on from the row's start: behind a lone sample it is more of the same,
+    # which causal attention never looks at.
+    position_ids = np.tile(np.arange(layout.row_length), layout.num_rows)
+    position_ids[layout.places] = offsets_in(lengths)
+    num_loss_tokens = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
+    temperatures = np.array([sample.temperature for sample in samples], np.float32)
+    return PackedBatch(
+        input_ids=input_ids.reshape(shape),
+        position_ids=position_ids.reshape(shape),
+        loss_positions=layout.places[np.flatnonzero(mask) - 1],
+        targets=tokens[mask],
+        temperatures=np.repeat(temperatures, num_loss_tokens),
+        num_loss_tokens=num_loss_tokens,
+        num_tokens=len(tokens),
+        places=layout.places,
+        units=None if layout.units is None else layout.units.reshape(shape),
+        branches=None if layout.branches is None else layout.branches.reshape(shape),
+        experts=None if experts is None else _given_experts(samples, lengths, layout, experts),
+    )
+
+
+def _checked_tokens(
+    samples: Sequence[TokenSequence], lengths: NDArray[np.int64], *, vocab_size: int
+) -> NDArray[np.int64]:
+    """Return the tokens of samples laid end to end."""
+    tokens = np.concatenate([plain(sample, "tokens") for sample in samples]).astype(np.int64)
+    if (outside := (tokens < 0) | (tokens >= vocab_size)).any():
+        at = int(np.argmax(outside))
+        sample = samples[int(np.searchsorted(np.cumsum(lengths), at, side="right"))]
+        raise PoisonSample(
+            f"sample {sample.sample_id}: token id {tokens[at]} is outside the vocabulary of "
+            f"{vocab_size}; was it made with another tokenizer?"
+        )
+    return tokens
+
+
+def _given_experts(
+    samples: Sequence[TokenSequence],
+    lengths: NDArray[np.int64],
+    layout: RowLayout,
+    shape: ExpertShape,
+) -> GivenExperts:
+    num_cells = layout.num_rows * layout.row_length
+    chosen, is_given = (
+        np.zeros((num_cells, shape.num_layers, shape.top_k), shape.dtype),
+        np.zeros(num_cells, bool),
+    )
+    is_read = np.ones(len(layout.places), bool)
+    is_read[np.cumsum(lengths) - 1] = False
+    cells = layout.places[is_read]
+    chosen[cells] = np.concatenate([shape.checked(sample) for sample in samples])
+    is_given[cells] = True
+    return GivenExperts(chosen, is_given)
+
+
+def _checked_length(sample: TokenSequence) -> int:
+    tokens, mask = plain(sample, "tokens"), plain(sample, "loss_mask")
+    if not len(tokens) or tokens.shape != mask.shape:
+        raise PoisonSample(
+            f"sample {sample.sample_id}: tokens {tokens.shape} and loss_mask {mask.shape} "
+            "must be equally long and not empty"
+        )
+    if mask[0]:
+        raise PoisonSample(
+            f"sample {sample.sample_id}: loss_mask must be 0 at the first token, nothing "
+            "stands before it to predict it from; give it a prompt"
+        )
+    if not sample.temperature > 0:
+        raise PoisonSample(
+            f"sample {sample.sample_id}: temperature must be > 0, got {sample.temperature}"
+        )
+    return len(tokens)
+
+
+def loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np.float32]:
+    """Lay a per-token array of the samples end to end, at their loss tokens alone.
+
+    Args:
+        samples: In packed order.
+        field: For example `rollout_logprobs`.
+    Returns:
+        One value for each loss token.
+    Raises:
+        PoisonSample: The array is absent, of another length than the tokens, or not finite at a
+            loss token; the text names sample and field.
+    """
+    values = np.concatenate([_values_like_mask(sample, field) for sample in samples])
+    mask = np.concatenate([plain(sample, "loss_mask") for sample in samples]).astype(bool)
+    kept: NDArray[np.float32] = values[mask].astype(np.float32)
+    if not np.isfinite(kept).all():
+        owners = np.repeat(
+            np.arange(len(samples)),
+            [int(plain(sample, "loss_mask").astype(bool).sum()) for sample in samples],
+        )
+        at = int(np.argmin(np.isfinite(kept)))
+        raise PoisonSample(
+            f"sample {samples[owners[at]].sample_id}: {field} must be finite wherever "
+            f"loss_mask is 1, got {kept[at]}"
+        )
+    return kept
+
+
+def _values_like_mask(sample: SampleReady, field: str) -> NDArray[np.generic]:
+    if getattr(sample, field) is None:
+        raise PoisonSample(
+            f"sample {sample.sample_id} has no {field}, and the algorithm needs them; is the "
+            "role that computes them running?"
+        )
+    values, mask = plain(sample, field), plain(sample, "loss_mask")
+    if values.shape != mask.shape:
+        raise PoisonSample(
+            f"sample {sample.sample_id}: {field} {values.shape} must be as long as tokens "
+            f"{mask.shape}"
+        )
+    return values

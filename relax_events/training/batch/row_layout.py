@@ -1,0 +1,191 @@
+"""Where each token of a micro-batch stands in the rows that the model takes. Pure functions of
+lengths, numpy alone.
+
+Apart, each sample has its prompt to itself, and is told from its neighbours by positions that begin
+at 0 again:
+
+    row        p p p p a a a | p p p p b b | -          position   0 1 2 3 4 5 6   0 1 2 3 4 5   .
+
+With a shared prompt, what a prompt group's samples have in common stands there once, and their
+completions behind it as branches:
+
+    row        p p p p | a a a | b b | -                position   0 1 2 3   4 5 6   4 5   .
+    branch     0 0 0 0   1 1 1   2 2   0
+
+A token sees what stands before it in its unit's prompt and in its own branch, so its hidden state
+is what it is apart, within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from jaxtyping import Int64
+from numpy.typing import NDArray
+
+from relax_events.training.batch.token_sequence import TokenSequence, plain
+
+MAX_MASK_CELLS = 2**26
+"""Cells of the attention mask that shared prompts need: 256 MiB of float32."""
+NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSharing:
+    """What decides between the two layouts.
+
+    `cell_cost` is what a pair of tokens costs in attention, beside what a token costs in all
+    matrices.
+    """
+
+    cell_cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Cells are counted through all rows laid end to end. `units` and `branches` are there where
+    prompts are shared: a number for each cell.
+    """
+
+    places: Int64[np.ndarray, " tokens"]
+    num_rows: int
+    row_length: int
+    units: Int64[np.ndarray, " cells"] | None = None
+    branches: Int64[np.ndarray, " cells"] | None = None
+
+    def cost(self, sharing: PromptSharing) -> float:
+        """Return what a forward costs, in tokens."""
+        return self.num_rows * self.row_length * (1 + self.row_length * sharing.cell_cost)
+
+    @property
+    def num_mask_cells(self) -> int:
+        """Cells of an attention mask over all rows."""
+        return self.num_rows * self.row_length**2
+
+
+def lay_apart(lengths: NDArray[np.int64], *, share_rows: bool, row_multiple: int) -> RowLayout:
+    """Lay samples into rows as long as the longest of them.
+
+    Args:
+        lengths: Tokens of each sample.
+        share_rows: Whether several may stand in one row.
+        row_multiple: Rows are padded to a multiple of so many tokens.
+    """
+    row_length = padded_length(int(lengths.max()), multiple=row_multiple)
+    cells, num_rows = (
+        _first_fit(lengths, row_length=row_length)
+        if share_rows
+        else (np.arange(len(lengths)) * row_length, len(lengths))
+    )
+    return RowLayout(offsets_in(lengths) + np.repeat(cells, lengths), num_rows, row_length)
+
+
+def lay_branched(
+    samples: Sequence[TokenSequence], lengths: NDArray[np.int64], *, same_routing: bool = False
+) -> RowLayout | None:
+    """Lay samples that come one after the other and have one prompt behind that prompt; None where
+    no two have.
+
+    Args:
+        samples: At least one.
+        lengths: Tokens of each.
+        same_routing: Whether a prompt is one only where the engine sent it through the same
+            experts: a sample that went on under other weights may have another routing of its
+            prompt than its neighbour.
+    """
+    units = np.array(
+        [len(list(alike)) for alike in _alike(samples, same_routing=same_routing)], np.int64
+    )
+    if len(units) == len(samples):
+        return None
+    unit_of = np.repeat(np.arange(len(units)), units)
+    first_of_unit: NDArray[np.int64] = np.cumsum(units) - units
+    prompts = np.array([sample.num_prompt_tokens for sample in samples], np.int64)
+    completions: NDArray[np.int64] = lengths - prompts
+    before = np.cumsum(completions) - completions
+    in_unit = (
+        before - before[first_of_unit][unit_of]
+    )  # completion tokens that stand before a sample's in its unit
+    unit_lengths = prompts[first_of_unit] + np.add.reduceat(completions, first_of_unit)
+    row_length = int(unit_lengths.max())
+    cells, num_rows = _first_fit(unit_lengths, row_length=row_length)
+    offsets = offsets_in(lengths)
+    is_completion = offsets >= np.repeat(prompts, lengths)
+    places = (
+        np.repeat(cells[unit_of], lengths)
+        + offsets
+        + np.where(is_completion, np.repeat(in_unit, lengths), 0)
+    )
+    unit_of_cell, branch_of_cell = (
+        np.full(num_rows * row_length, NOBODY),
+        np.zeros(num_rows * row_length, np.int64),
+    )
+    unit_of_cell[places] = np.repeat(unit_of, lengths)
+    branch_of_cell[places] = np.where(
+        is_completion, np.repeat(np.arange(len(samples)) - first_of_unit[unit_of] + 1, lengths), 0
+    )
+    return RowLayout(places, num_rows, row_length, unit_of_cell, branch_of_cell)
+
+
+def choose_layout(
+    apart: RowLayout, branched: RowLayout | None, sharing: PromptSharing
+) -> RowLayout:
+    """Return the cheaper of two layouts of the same samples."""
+    if (
+        branched is None
+        or branched.num_mask_cells > MAX_MASK_CELLS
+        or branched.cost(sharing) >= apart.cost(sharing)
+    ):
+        return apart
+    return branched
+
+
+def _alike(
+    samples: Sequence[TokenSequence], *, same_routing: bool
+) -> Iterator[Iterator[TokenSequence]]:
+    def prompt(sample: TokenSequence) -> tuple[str, bytes, bytes]:
+        end = sample.num_prompt_tokens
+        routing = (
+            plain(sample, "routed_experts")[:end].tobytes()
+            if same_routing and sample.routed_experts is not None
+            else b""
+        )
+        return sample.prompt_group_id, plain(sample, "tokens")[:end].tobytes(), routing
+
+    return (alike for _, alike in groupby(samples, key=prompt))
+
+
+def offsets_in(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return each token's place in its own sample, of samples laid end to end."""
+    places: NDArray[np.int64] = np.arange(int(lengths.sum())) - np.repeat(
+        np.cumsum(lengths) - lengths, lengths
+    )
+    return places
+
+
+def padded_length(length: int, *, multiple: int) -> int:
+    """Round a length up to a multiple."""
+    return -(-length // multiple) * multiple
+
+
+def _first_fit(lengths: NDArray[np.int64], *, row_length: int) -> tuple[NDArray[np.int64], int]:
+    """Give the cell where each sequence starts, and the number of rows: first fit, longest
+    first.
+    """
+    cells = np.empty(len(lengths), np.int64)
+    shortest, num_rows = int(lengths.min()), 0
+    open_rows: dict[int, int] = {}
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        row = next(
+            (row for row, used in open_rows.items() if used + length <= row_length), num_rows
+        )
+        used = open_rows.pop(row, 0)
+        cells[index] = row * row_length + used
+        num_rows = max(num_rows, row + 1)
+        if used + length + shortest <= row_length:
+            open_rows[row] = used + length
+    return cells, num_rows

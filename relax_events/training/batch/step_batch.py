@@ -1,0 +1,122 @@
+"""What one rank trains in one step: prompt groups go in, micro-batches come out, and what can't be
+trained is left out whole.
+
+A prompt group is trained whole or not at all. One that a micro-batch is refused for is found by
+trying the prompt groups of that micro-batch one by one. Where an earlier micro-batch already held a
+part of it, the step is started again without it: its gradients can't be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from relax_events.errors import PoisonSample, RelaxError
+from relax_events.events.types import SampleReady
+from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.batch.packing import MicroBatcher
+from relax_events.training.step_record import StepShare
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedGroup:
+    """A prompt group that can't be trained: the (partition, offset) places of the records that were
+    refused, and why.
+    """
+
+    prompt_group_id: str
+    policy_version: int
+    places: list[tuple[int, int]]
+    error: RelaxError
+
+
+class StepBatch:
+    """See the module's docstring. Local to a rank."""
+
+    def __init__(
+        self,
+        share: StepShare,
+        batcher: MicroBatcher,
+        *,
+        trainer_version: int,
+        accumulate: Callable[[Sequence[SampleReady]], None],
+        discard: Callable[[], None],
+    ) -> None:
+        """Start empty.
+
+        Args:
+            share: Takes note of everything that is trained.
+            batcher: Cuts samples into micro-batches.
+            trainer_version: The version that is trained.
+            accumulate: Trains a micro-batch; adds nothing where it raises PoisonSample.
+            discard: Drops everything that was accumulated in this step.
+        """
+        self.share, self._batcher, self._version = share, batcher, trainer_version
+        self._accumulate, self._discard = accumulate, discard
+        self._placed: dict[str, PlacedSample] = {}
+        self._refused: dict[str, RefusedGroup] = {}
+        self._num_taken = 0
+
+    def feed(self, samples: Sequence[PlacedSample]) -> None:
+        """Add whole prompt groups, in order; train the micro-batches that they close."""
+        self.share.prompt_group_ids += dict.fromkeys(
+            item.sample.prompt_group_id for item in samples
+        )
+        self._placed |= {item.sample.sample_id: item for item in samples}
+        for micro_batch in self._batcher.feed(item.sample for item in samples):
+            self._train(micro_batch)
+
+    def refuse(self, group: RefusedGroup) -> None:
+        """Leave out a prompt group whose samples can't be had."""
+        self._refused[group.prompt_group_id] = group
+
+    def flush(self) -> None:
+        """Train what is pending as a micro-batch."""
+        self._train(self._batcher.flush() or [])
+
+    def take_refused(self) -> list[RefusedGroup]:
+        """Return the prompt groups that were left out since the last call."""
+        new = list(self._refused.values())[self._num_taken :]
+        self._num_taken = len(self._refused)
+        return new
+
+    def _train(self, samples: Sequence[SampleReady]) -> None:
+        micro_batch = [sample for sample in samples if sample.prompt_group_id not in self._refused]
+        if not micro_batch:
+            return
+        try:
+            self._accumulate(micro_batch)
+        except PoisonSample as error:
+            groups = [
+                list(members)
+                for _, members in groupby(micro_batch, key=lambda sample: sample.prompt_group_id)
+            ]
+            if len(groups) == 1:
+                self._leave_out(groups[0], error)
+                return
+            for members in groups:
+                self._train(members)
+            return
+        self.share.note(
+            [self._placed[sample.sample_id] for sample in micro_batch],
+            trainer_version=self._version,
+        )
+
+    def _leave_out(self, members: Sequence[SampleReady], error: PoisonSample) -> None:
+        group_id = members[0].prompt_group_id
+        places = [
+            (placed.partition, placed.offset)
+            for placed in (self._placed[sample.sample_id] for sample in members)
+        ]
+        self._refused[group_id] = RefusedGroup(group_id, members[0].policy_version, places, error)
+        self.share.prompt_group_ids.remove(group_id)
+        if not any(
+            self._placed[sample_id].sample.prompt_group_id == group_id
+            for sample_id in self.share.sample_ids
+        ):
+            return
+        self._discard()
+        trained = self.share.take_micro_batches()
+        for sample_ids in trained:
+            self._train([self._placed[sample_id].sample for sample_id in sample_ids])

@@ -1,0 +1,259 @@
+"""Checkpoints of a trainer in the object store: each rank writes a share, in the background; the
+manifest makes it real.
+
+    checkpoints/<policy version>/<save id>/shard-<rank>-of-<ranks>.safetensors      each rank, on its own thread, from a copy
+    checkpoints/<policy version>/<save id>/manifest.json                            rank 0, once every rank's shard is acknowledged
+
+A save never overwrites an earlier one, so a crash in the middle leaves the older checkpoints whole.
+The ranks agree in `poll` that all shards are there, rather than on the threads, so that no
+collective runs beside the trainer's own.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from hashlib import sha256
+from types import TracebackType
+from typing import Any, Self
+
+import safetensors.torch
+import structlog
+from safetensors import SafetensorError
+from torch import Tensor
+
+from relax_events.errors import ObjectError
+from relax_events.events.parts import CheckpointRef, ObjectRef
+from relax_events.objects import ObjectStore
+from relax_events.runtime.failpoints import failpoint
+from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.checkpoint.pending import MANIFEST, PendingCheckpoint
+from relax_events.training.ranks import Ranks
+
+log = structlog.get_logger()
+PREFIX = "checkpoints/"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredCheckpoint:
+    """A checkpoint that was read and verified; `extra` is what the caller gave when saving."""
+
+    reference: CheckpointRef
+    state: TrainerState
+    extra: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run. `save`, `load_newest` and `PendingCheckpoint` are collective,
+    `load` and `prune` are not.
+    """
+
+    def __init__(
+        self, store: ObjectStore, *, ranks: Ranks, keep: int, folder: str = PREFIX
+    ) -> None:
+        """Start the writer's thread.
+
+        Args:
+            store: The run's object store.
+            ranks: All ranks of the trainer.
+            keep: How many of the newest checkpoints `prune` leaves, at least 1.
+            folder: Where they lie in the store, with the slash at its end.
+        """
+        self._store = store
+        self._ranks = ranks
+        self._keep = max(1, keep)
+        self._prefix = folder
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
+        self._last: Future[ObjectRef] | None = None
+
+    def save(self, state: TrainerState, *, extra: Mapping[str, Any]) -> PendingCheckpoint:
+        """Copy this rank's share of the tensors, and write it in the background; returns once the
+        copy is made.
+
+        Collective. The tensors may change as soon as it returns.
+
+        Args:
+            state: The same on all ranks.
+            extra: Anything that JSON can hold, such as offsets; rank 0's is kept.
+        """
+        save_id = self._ranks.broadcast(
+            secrets.token_hex(4).encode() if self._ranks.rank == 0 else None
+        ).decode()
+        folder = f"{self._prefix}{state.policy_version:08d}/{save_id}/"
+        share = _share(state.tensors, rank=self._ranks.rank, size=self._ranks.size)
+        copies = {
+            name: state.tensors[name].detach().to("cpu", copy=True).contiguous() for name in share
+        }
+        key = f"{folder}shard-{self._ranks.rank:05d}-of-{self._ranks.size:05d}.safetensors"
+        written = self._last = self._writer.submit(self._write_shard, key, copies)
+        header = {
+            "format": FORMAT,
+            "policy_version": state.policy_version,
+            "tensors": sorted(state.tensors),
+            "extra": dict(extra),
+        }
+        return PendingCheckpoint(
+            self._store, ranks=self._ranks, folder=folder, header=header, written=written
+        )
+
+    def _write_shard(self, key: str, tensors: dict[str, Tensor]) -> ObjectRef:
+        failpoint("checkpoint.before_shard")
+        reference: ObjectRef = self._store.put_at(key, safetensors.torch.save(tensors))
+        return reference
+
+    def load(self, reference: CheckpointRef) -> RestoredCheckpoint:
+        """Read a checkpoint whole, whatever the number of ranks that wrote it, and verify every
+        byte before handing it out.
+
+        Raises:
+            ObjectError: An object is missing, torn or altered; the text names it.
+        """
+        manifest = self._read_manifest(reference)
+        tensors: dict[str, Tensor] = {}
+        for shard in manifest["shards"]:
+            tensors |= self._read_shard(
+                ObjectRef(shard["uri"], bytes.fromhex(shard["digest"]), shard["num_bytes"])
+            )
+        if different := sorted(set(manifest["tensors"]) ^ tensors.keys()):
+            raise ObjectError(
+                f"checkpoint {reference.uri}: {different[0]} is not in both manifest and "
+                "shards; restore from another checkpoint"
+            )
+        return RestoredCheckpoint(
+            reference,
+            TrainerState(policy_version=manifest["policy_version"], tensors=tensors),
+            manifest["extra"],
+        )
+
+    def load_newest(self, references: Sequence[CheckpointRef]) -> RestoredCheckpoint | None:
+        """Read the newest checkpoint that every rank can read; collective. One that a rank can't is
+        passed over, and the log says why.
+
+        Args:
+            references: Newest first.
+        Returns:
+            None where there is none.
+        Raises:
+            StoreUnavailable: The store does not answer.
+        """
+        for reference in references:
+            restored, problem = None, ""
+            try:
+                restored = self.load(reference)
+            except ObjectError as error:
+                problem = str(error)
+            problems = {
+                rank: text.decode()
+                for rank, text in enumerate(self._ranks.all_gather_bytes(problem.encode()))
+                if text
+            }
+            if restored is not None and not problems:
+                return restored
+            log.error(
+                "checkpoint.unreadable",
+                uri=reference.uri,
+                policy_version=reference.policy_version,
+                errors=problems,
+            )
+        return None
+
+    def _read_manifest(self, reference: CheckpointRef) -> dict[str, Any]:
+        data = self._store.get_at(self._store.key(reference.uri))
+        if (seen := sha256(data).digest()) != reference.digest:
+            raise ObjectError(
+                f"checkpoint manifest {reference.uri} was altered: SHA-256 must be "
+                f"{reference.digest.hex()}, got {seen.hex()}; "
+                "restore from another checkpoint"
+            )
+        manifest: dict[str, Any] = json.loads(data)
+        if manifest["format"] != FORMAT or manifest["policy_version"] != reference.policy_version:
+            raise ObjectError(
+                f"checkpoint manifest {reference.uri} must be of format {FORMAT} and version "
+                f"{reference.policy_version}, "
+                f"got {manifest['format']} and {manifest['policy_version']}"
+            )
+        return manifest
+
+    def _read_shard(self, reference: ObjectRef) -> dict[str, Tensor]:
+        try:
+            return safetensors.torch.load(self._store.get(reference))
+        except SafetensorError as error:
+            raise ObjectError(
+                f"checkpoint shard {reference.uri} is not safetensors: {error}; restore from "
+                "another checkpoint"
+            ) from error
+
+    def prune(self, committed: CheckpointRef) -> int:
+        """Delete checkpoints older than the newest ones; return how many objects went. For rank 0
+        alone.
+
+        Args:
+            committed: The newest checkpoint that the log knows. It and the older ones that are to
+                be kept count; whatever is newer stays too, since its record may still be under way.
+                Half-written saves at or below its version go.
+        """
+        committed_folder = self._store.key(committed.uri).removesuffix(MANIFEST)
+        folders: dict[str, list[str]] = {}
+        for key in self._store.list(self._prefix):
+            folders.setdefault(key.rpartition("/")[0] + "/", []).append(key)
+        old = [
+            folder
+            for folder in folders
+            if folder != committed_folder and self._version(folder) <= committed.policy_version
+        ]
+        complete = sorted(
+            (folder for folder in old if f"{folder}{MANIFEST}" in folders[folder]),
+            key=self._version,
+            reverse=True,
+        )
+        kept = set(complete[: self._keep - 1])
+        doomed = sorted(
+            (key for folder in old if folder not in kept for key in folders[folder]),
+            key=lambda key: not key.endswith(MANIFEST),
+        )
+        if doomed:
+            self._store.delete(doomed)
+        return len(doomed)
+
+    def _version(self, folder: str) -> int:
+        return int(folder.removeprefix(self._prefix).partition("/")[0])
+
+    def close(self, *, timeout_seconds: float = 60.0) -> None:
+        """Wait for writes under way, at most until the deadline; what is not written by then never
+        becomes real.
+
+        Args:
+            timeout_seconds: How long to wait.
+        """
+        if self._last is not None:
+            wait_for([self._last], timeout=timeout_seconds)
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _share(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> list[str]:
+    """Give this rank's tensors: largest first, each to the rank that has the fewest bytes so
+    far.
+    """
+    loads, mine = [0] * size, []
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += tensors[name].nbytes
+        if lightest == rank:
+            mine.append(name)
+    return mine

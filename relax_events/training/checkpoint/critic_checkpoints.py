@@ -1,0 +1,87 @@
+"""The checkpoints of a critic as its object store shows them, and what of the log is still needed
+with them. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+
+import structlog
+
+from relax_events.errors import ObjectError
+from relax_events.events.parts import CheckpointRef
+from relax_events.objects import ObjectStore
+from relax_events.training.checkpoint.pending import MANIFEST
+
+log = structlog.get_logger()
+FOLDER = "critic/checkpoints/"
+
+
+@dataclass(frozen=True, slots=True)
+class CriticCheckpoint:
+    """A checkpoint that is there whole. A critic that goes on from it reads nothing of
+    advantage.samples below `consumed`, by partition.
+    """
+
+    reference: CheckpointRef
+    consumed: dict[int, int]
+
+
+def critic_checkpoints(
+    store: ObjectStore, *, digests: Mapping[int, bytes]
+) -> Iterator[CriticCheckpoint]:
+    """Give the checkpoints that can be gone on from, newest first. No record names them: what they
+    say is held against the log's.
+
+    One of another history, as of a run of the same name whose topics were deleted, is passed over,
+    and so is one that is not whole.
+
+    Args:
+        store: The run's.
+        digests: The digest of the policy's weights by version, as the log's train steps recorded
+            them.
+    """
+    for key in sorted(_manifests(store), reverse=True):
+        try:
+            found = _read(store, key, digests)
+        except (ObjectError, ValueError, KeyError) as error:
+            log.warning(
+                "critic_checkpoint.unusable",
+                uri=store.uri(key),
+                error=f"{type(error).__name__}: {error}",
+            )
+        else:
+            if found is not None:
+                yield found
+
+
+def stored_versions(store: ObjectStore) -> list[int]:
+    """Return the versions of which there is a checkpoint, of whatever history and whole or not, in
+    order.
+    """
+    return sorted({int(key.removeprefix(FOLDER).partition("/")[0]) for key in _manifests(store)})
+
+
+def _manifests(store: ObjectStore) -> list[str]:
+    try:
+        return [key for key in store.list(FOLDER) if key.endswith(f"/{MANIFEST}")]
+    except ObjectError as error:
+        log.warning("critic_checkpoints.unreadable", error=str(error))
+        return []
+
+
+def _read(store: ObjectStore, key: str, digests: Mapping[int, bytes]) -> CriticCheckpoint | None:
+    data = store.get_at(key)
+    manifest = json.loads(data)
+    version, extra = int(manifest["policy_version"]), manifest["extra"]
+    is_ours = digests.get(version) == bytes.fromhex(extra["weights_digest"])
+    if not is_ours or not all(
+        store.exists(store.key(shard["uri"])) for shard in manifest["shards"]
+    ):
+        return None
+    return CriticCheckpoint(
+        CheckpointRef(version, store.uri(key), sha256(data).digest()), dict(extra["consumed"])
+    )

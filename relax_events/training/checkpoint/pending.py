@@ -1,0 +1,127 @@
+"""A checkpoint between its copy and its manifest: how the ranks agree that all shards are there."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from relax_events.errors import ObjectError, RunFailed, StoreUnavailable
+from relax_events.events.parts import CheckpointRef, ObjectRef
+from relax_events.objects import ObjectStore
+from relax_events.runtime.failpoints import failpoint
+from relax_events.training.ranks import Ranks
+
+MANIFEST = "manifest.json"
+RUNNING, WRITTEN, FAILED = 0, 1, 2
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written. Both methods are collective; it is real once they give
+    its reference.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        ranks: Ranks,
+        folder: str,
+        header: dict[str, Any],
+        written: Future[ObjectRef],
+    ) -> None:
+        """Made by `Checkpoints.save`."""
+        self._store = store
+        self._ranks = ranks
+        self._folder = folder
+        self._header = header
+        self._written = written
+        self._reference: CheckpointRef | None = None
+
+    def poll(self) -> CheckpointRef | None:
+        """Give the checkpoint's reference if every rank has written its shard, else None, without
+        waiting for a write.
+
+        Raises:
+            ObjectError: A rank could not write its shard; raised on all, with its text.
+        """
+        if self._reference is not None:
+            return self._reference
+        states = self._ranks.all_gather(np.array([_state(self._written)], np.int64))[:, 0]
+        if (states == FAILED).any():
+            self._raise_failure()
+        if (states == WRITTEN).all():
+            self._reference = self._finish()
+        return self._reference
+
+    def wait(self, timeout_seconds: float) -> CheckpointRef:
+        """Wait until every rank has written its shard.
+
+        Args:
+            timeout_seconds: Deadline.
+        Raises:
+            ObjectError: A rank could not write its shard.
+            RunFailed: The deadline passed on a rank.
+        """
+        started = time.monotonic()
+        wait_for([self._written], timeout=timeout_seconds)
+        if (reference := self.poll()) is None:
+            seconds = time.monotonic() - started
+            raise RunFailed(
+                f"checkpoint {self._folder} was not written on every rank after "
+                f"{seconds:.1f} s; is the object store slow or full?"
+            )
+        return reference
+
+    def _raise_failure(self) -> None:
+        error = self._written.exception() if _state(self._written) == FAILED else None
+        text = f"rank {self._ranks.rank}: {error}" if error else ""
+        texts = [other.decode() for other in self._ranks.all_gather_bytes(text.encode()) if other]
+        raise ObjectError(
+            f"checkpoint {self._folder} was not written: {'; '.join(texts)}"
+        ) from error
+
+    def _finish(self) -> CheckpointRef:
+        """Bring the shards' digests to rank 0, which writes the manifest and tells the others where
+        it lies.
+        """
+        shard = self._written.result()
+        mine = json.dumps(
+            {"uri": shard.uri, "digest": shard.digest.hex(), "num_bytes": shard.num_bytes}
+        )
+        shards = [json.loads(text) for text in self._ranks.all_gather_bytes(mine.encode())]
+        manifest = (
+            json.dumps(self._header | {"shards": shards}, indent=1).encode()
+            if self._ranks.rank == 0
+            else b""
+        )
+        problem = self._write_manifest(manifest)
+        if text := self._ranks.broadcast(
+            problem.encode() if self._ranks.rank == 0 else None
+        ).decode():
+            raise ObjectError(f"checkpoint {self._folder}: the manifest was not written: {text}")
+        digest = self._ranks.broadcast(sha256(manifest).digest() if self._ranks.rank == 0 else None)
+        return CheckpointRef(
+            self._header["policy_version"], self._store.uri(self._folder + MANIFEST), digest
+        )
+
+    def _write_manifest(self, manifest: bytes) -> str:
+        """Write it on rank 0; return why that failed, since the other ranks must hear of it."""
+        try:
+            if self._ranks.rank == 0:
+                failpoint("checkpoint.before_manifest")
+                self._store.put_at(self._folder + MANIFEST, manifest)
+        except (ObjectError, StoreUnavailable) as error:
+            return str(error) or type(error).__name__
+        return ""
+
+
+def _state(written: Future[ObjectRef]) -> int:
+    if not written.done():
+        return RUNNING
+    return FAILED if written.cancelled() or written.exception() else WRITTEN

@@ -1,0 +1,1 @@
+"""Training recorded batches again: recovery, `relax runs replay`, and forks."""

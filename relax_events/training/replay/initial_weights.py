@@ -1,0 +1,78 @@
+"""The weights that a replay or a fork starts from: its source's checkpoint of that version, or its
+published weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import structlog
+
+from relax_events.errors import ConfigError, ObjectError, WeightsError
+from relax_events.events.types import PolicyVersionPublished
+from relax_events.objects import ObjectStore
+from relax_events.runtime.parent_run import SourceRun
+from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.checkpoint.checkpoints import Checkpoints
+from relax_events.training.ranks import Ranks
+from relax_events.weights.transport import StoreTransport
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class StartState:
+    """Weights to start from; `kind` is `checkpoint` (with the optimizer) or `weights`."""
+
+    kind: str
+    state: TrainerState
+
+
+def read_start(source: SourceRun, version: int, *, ranks: Ranks) -> StartState | None:
+    """Return the source's state at a version: its checkpoint of that version if there is one, else
+    its published weights.
+
+    Returns:
+        None where that is the model of `model.path`, which needs no reading.
+    Raises:
+        ConfigError: Neither is left; the text says which versions are.
+    """
+    if version == 0 and not source.config.source.run:
+        return None
+    store = ObjectStore.open(source.objects_uri, moved_from=source.config.objects.moved_from)
+    named = (step.checkpoint for step in source.steps() if step.checkpoint is not None)
+    reference = next(
+        (reference for reference in named if reference.policy_version == version), None
+    )
+    if reference is not None:
+        with Checkpoints(store, ranks=ranks, keep=1) as checkpoints:
+            try:
+                return StartState("checkpoint", checkpoints.load(reference).state)
+            except ObjectError as error:
+                log.info("checkpoint.gone", policy_version=version, error=str(error))
+    published = [
+        event
+        for event in source.events("control.policy-versions")
+        if isinstance(event, PolicyVersionPublished)
+    ]
+    transport = StoreTransport(store)
+    for event in published:
+        if event.policy_version == version:
+            try:
+                tensors = {
+                    f"model.{name}": tensor
+                    for name, tensor in transport.fetch(event).tensors.items()
+                }
+            except WeightsError as error:
+                raise _not_left(source, version) from error
+            return StartState("weights", TrainerState(policy_version=version, tensors=tensors))
+    raise _not_left(source, version)
+
+
+def _not_left(source: SourceRun, version: int) -> ConfigError:
+    run_id = source.config.run.id
+    left = f"relax runs show {run_id} lists the versions that are left under `starts`"
+    return ConfigError(
+        f"run {run_id} has neither a checkpoint nor weights of version {version} any more; "
+        f"{left}, and version 0 always is"
+    )

@@ -1,0 +1,241 @@
+"""The steps that another run committed, and commits while we look, with their samples: what a
+replay trains.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigError,
+    CorruptRecord,
+    SchemaError,
+)
+from relax_events.events.codec import UnknownFingerprint
+from relax_events.events.generations import TrajectoryKey
+from relax_events.events.types import Event, TrainStepCommitted
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.records import Record
+from relax_events.objects import ObjectStore
+from relax_events.objects.claim_check import check_out
+from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.worker import Worker
+from relax_events.training.ranks import Ranks
+from relax_events.training.replay.recorded_batches import (
+    MAX_STEPS_AT_ONCE,
+    Decode,
+    RecordedBatch,
+    RecordedBatches,
+)
+from relax_events.training.replay.relabel import (
+    OtherReward,
+    Rejudging,
+    needs_advantages,
+    read_rewards,
+    require_teacher_of,
+)
+
+log = structlog.get_logger()
+
+
+class SourceDecoder:
+    """Decodes what the source's writers wrote, with the arrays that lie in its store."""
+
+    def __init__(self, source: SourceRun) -> None:
+        self._source, self._codec = source, source.codec()
+        self._store = ObjectStore.open(
+            source.objects_uri, moved_from=source.config.objects.moved_from
+        )
+
+    def event(self, record: Record) -> Event:
+        """Return a record's event; a schema that is new to us is looked for once on the source's
+        log.
+        """
+        try:
+            return self._codec.decode(record.value)
+        except UnknownFingerprint:
+            self._codec = self._source.codec()
+        return self._codec.decode(record.value)
+
+    def sample(self, record: Record) -> Event:
+        """Return the event with its stored arrays fetched."""
+        return check_out(self.event(record), self._store)
+
+
+def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBatches:
+    """Return the batches of a replay: as recorded, or judged anew where the run file asks for it.
+
+    Raises:
+        ConfigError: The scores that the run file names are not there, or the teacher's
+            log-probabilities, or the samples are not what the algorithm learns from.
+    """
+    config = worker.config
+    require_alike(source.config, config)
+    require_teacher_of(source.config.algorithm, config.algorithm, run_id=source.config.run.id)
+    judge, max_new_tokens = None, config.engine.sampling.max_new_tokens
+    if config.source.scores:
+        judge = Rejudging(
+            config.algorithm,
+            max_new_tokens=max_new_tokens,
+            rewards=_rewards(worker, source),
+            scores=config.source.scores,
+        )
+    elif needs_advantages(source.config.algorithm, config.algorithm):
+        judge = Rejudging(config.algorithm, max_new_tokens=max_new_tokens)
+    return RecordedBatches(worker, ranks, decode=SourceDecoder(source).sample, judge=judge)
+
+
+def require_alike(source: RunConfig, config: RunConfig) -> None:
+    """Refuse a replay by an algorithm that learns from something else than the source recorded;
+    what was generated may be learnt as an answer.
+
+    Raises:
+        ConfigError: The text names both.
+    """
+    recorded, wanted = source.algorithm, config.algorithm
+    if recorded.is_unread:
+        return
+    if (recorded.learns_from, wanted.learns_from) != (
+        "rewards",
+        "answers",
+    ) and recorded.learns_from != wanted.learns_from:
+        why = (
+            f"algorithm {wanted.name} learns from {wanted.learns_from}, and run {source.run.id} "
+            f"recorded {recorded.learns_from}"
+        )
+        raise ConfigError(
+            f"the rollouts can't be replayed: {why}; set algorithm.name to {recorded.name}"
+        )
+
+
+def _rewards(worker: Worker, source: SourceRun) -> dict[TrajectoryKey, OtherReward]:
+    scores, run_id = worker.config.source.scores, source.config.run.id
+    topic = worker.plan.topic(f"reward.scores.{scores}")
+    reader = LogReader(worker.connection)
+    try:
+        return read_rewards(
+            reader, topic, num_partitions=source.plan.num_sample_partitions, codec=source.codec()
+        )
+    except BrokerUnavailable:
+        raise
+    except BrokerError as error:
+        raise ConfigError(
+            f"source.scores = {scores!r}: run {run_id} has no such scores ({error}); make "
+            "them with relax rescore"
+        ) from error
+    finally:
+        reader.close()
+
+
+class SourceSteps:
+    """Gives the steps of the source in order, and reads ahead where more are there.
+
+    Each rank has one of its own, and of one rank a step may be there before another sees it: they
+    have to agree.
+    """
+
+    def __init__(
+        self,
+        source: SourceRun,
+        batches: RecordedBatches,
+        *,
+        first: int,
+        last: int,
+        begin: int = 0,
+        decode: Decode | None = None,
+        remedy: str = "set source.from_version",
+    ) -> None:
+        """Begin reading.
+
+        Args:
+            source: Whose steps they are.
+            batches: Reads their samples.
+            first: The train step to begin with.
+            last: Steps from here on are left out.
+            begin: An offset of control.train-steps that does not lie behind the first step's.
+            decode: Turns a record of the control log into its event; by default with what the
+                source's writers told the log.
+            remedy: For a step whose records are gone.
+        """
+        self._remedy = remedy
+        self._run_id, self._batches = source.config.run.id, batches
+        self._next, self._last = first, last
+        self._decode: Decode = decode or SourceDecoder(source).event
+        self._control = LogReader(
+            source.connection, start={(source.plan.topic("control.train-steps"), 0): begin}
+        )
+        self._samples = LogReader(source.connection)
+        self._steps: deque[TrainStepCommitted] = deque()
+        self._batches_of: Iterator[RecordedBatch] = iter(())
+        self._num_opened = 0
+
+    def has_next(self, *, timeout_seconds: float) -> bool:
+        """Wait for the next step to be there.
+
+        Raises:
+            ConfigError: The source's control log has a gap.
+        """
+        if not self._num_opened and not self._steps:
+            for record in self._control.fetch(MAX_STEPS_AT_ONCE, timeout_seconds=timeout_seconds):
+                self._note(record)
+        return bool(self._num_opened or self._steps)
+
+    def take(self) -> RecordedBatch:
+        """Return this rank's share of the next step, which is there.
+
+        Raises:
+            ConfigError: Its records were purged; the text names the first one.
+            RunFailed: A record is not what was trained.
+        """
+        if not self._num_opened:
+            steps = list(self._steps)
+            self._batches_of, self._num_opened = (
+                self._batches.read(self._samples, steps),
+                len(steps),
+            )
+            self._steps.clear()
+        first = self._next - len(self._steps) - self._num_opened
+        try:
+            batch = next(self._batches_of)
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:
+            remedy = f"relax runs show {self._run_id} tells which steps are left; {self._remedy}"
+            raise ConfigError(
+                f"steps from {first} of run {self._run_id} can't be trained again: {error}; "
+                f"{remedy}"
+            ) from error
+        self._num_opened -= 1
+        return batch
+
+    def _note(self, record: Record) -> None:
+        try:
+            step = self._decode(record)
+        except (CorruptRecord, SchemaError) as error:
+            log.warning(
+                "record.unreadable", place=record.place, error=str(error)
+            )  # where it was a step, the next one shows the gap
+            return
+        if (
+            not isinstance(step, TrainStepCommitted)
+            or not self._next <= step.train_step < self._last
+        ):
+            return
+        if step.train_step != self._next:
+            raise ConfigError(
+                f"run {self._run_id} has step {step.train_step} where {self._next} should "
+                "be; its control log has a gap"
+            )
+        self._steps.append(step)
+        self._next += 1
+
+    def close(self) -> None:
+        """Leave the broker."""
+        self._control.close()
+        self._samples.close()

@@ -1,0 +1,134 @@
+"""Reads the batches of committed steps back from the log: for recovery, and for a run that trains
+another run's rollouts.
+
+Each rank gets its own share of a step, in trained order. With another number of ranks than
+recorded, shards decide whose a sample is; a prompt group lies in one partition, so it is never
+torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, RunFailed, SchemaError
+from relax_events.events.types import Event, SampleReady, TrainStepCommitted
+from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.records import Record
+from relax_events.runtime.validation import check_ready
+from relax_events.runtime.worker import Worker
+from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.ranks import Ranks
+
+MAX_STEPS_AT_ONCE = 16
+MAX_BYTES_AT_ONCE = 1 << 30
+"""Of encoded records that are read ahead, unless a step alone has more."""
+Decode = Callable[[Record], Event]
+Judge = Callable[[list[PlacedSample]], list[PlacedSample]]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSample:
+    """A sample of a committed step: its (partition, offset), and the (rank, index) of its
+    micro-batch.
+    """
+
+    sample_id: str
+    place: tuple[int, int]
+    micro_batch: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """What a rank trains of a committed step; `micro_batches` says for each sample in which one it
+    was trained.
+    """
+
+    step: TrainStepCommitted
+    samples: list[PlacedSample]
+    micro_batches: list[tuple[int, int]]
+
+
+class RecordedBatches:
+    """See the module's docstring.
+
+    Args:
+        worker: Of the trainer; its plan says on which topic the samples lie.
+        ranks: This process and its peers.
+        decode: Turns a record into its event, arrays fetched; by default as the worker does.
+        judge: Gives samples other rewards and advantages than the recorded ones; it gets whole
+            prompt groups.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        ranks: Ranks,
+        *,
+        decode: Decode | None = None,
+        judge: Judge | None = None,
+    ) -> None:
+        self._ranks, self._shards = ranks, worker.plan.shards
+        self._topic = worker.plan.topic("advantage.samples")
+        self._decode: Decode = decode or (
+            lambda record: worker.fetched(worker.codec.decode(record.value))
+        )
+        self._judge: Judge = judge or (lambda samples: samples)
+
+    def read(
+        self, reader: LogReader, steps: Sequence[TrainStepCommitted]
+    ) -> Iterator[RecordedBatch]:
+        """Give this rank's share of each step. Records are read ahead within a bound of bytes, and
+        decoded step by step.
+
+        Raises:
+            BrokerError: A record was purged; the text names it.
+            RunFailed: A record is not what was trained.
+        """
+        begin, num_steps = 0, 1  # the first step shows how many bytes a step has
+        while begin < len(steps):
+            shares = [(step, self._share_of(step)) for step in steps[begin : begin + num_steps]]
+            records = reader.read_exactly(
+                self._topic, {item.place for _, share in shares for item in share}
+            )
+            begin += len(shares)
+            num_bytes = sum(len(record.value) for record in records.values()) // len(shares)
+            num_steps = min(max(1, MAX_BYTES_AT_ONCE // max(1, num_bytes)), MAX_STEPS_AT_ONCE)
+            for step, share in shares:
+                samples = [self._placed(records.pop(item.place), item) for item in share]
+                yield RecordedBatch(
+                    step, self._judge(samples), [item.micro_batch for item in share]
+                )
+
+    def _share_of(self, step: TrainStepCommitted) -> list[RecordedSample]:
+        ranks = np.asarray(step.ranks).tolist()
+        same_ranks = max(ranks) + 1 == self._ranks.size
+        columns = (
+            np.asarray(column).tolist()
+            for column in (step.partitions, step.offsets, step.micro_batches)
+        )
+        share = []
+        for sample_id, rank, partition, offset, micro_batch in zip(
+            step.sample_ids, ranks, *columns, strict=True
+        ):
+            owner = rank if same_ranks else partition % self._shards % self._ranks.size
+            if owner == self._ranks.rank:
+                share.append(RecordedSample(sample_id, (partition, offset), (rank, micro_batch)))
+        return share
+
+    def _placed(self, record: Record, recorded: RecordedSample) -> PlacedSample:
+        try:
+            sample: SampleReady = check_ready(self._decode(record))
+        except (CorruptRecord, SchemaError, ObjectError, PoisonSample) as error:
+            raise RunFailed(
+                f"{record.place} held sample {recorded.sample_id} when it was trained, and "
+                f"can't be read now: {error}"
+            ) from error
+        if sample.sample_id != recorded.sample_id:
+            raise RunFailed(
+                f"{record.place} held sample {recorded.sample_id} when it was trained, and "
+                f"holds {sample.sample_id} now; was the topic made anew?"
+            )
+        return PlacedSample(sample, *recorded.place)

@@ -1,0 +1,244 @@
+"""Other rewards and advantages for recorded samples: of a rescoring, or normalised in another
+way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
+from relax_events.config import AlgorithmConfig
+from relax_events.errors import ConfigError, CorruptRecord, RewardError, SchemaError
+from relax_events.events.codec import EventCodec
+from relax_events.events.generations import TrajectoryKey, trajectory_of
+from relax_events.events.parts import FinishReason
+from relax_events.events.tensors import dense
+from relax_events.events.types import SampleReady, SampleScored
+from relax_events.kafka.consumer import LogReader
+from relax_events.training.batch.assembly import PlacedSample
+
+
+def needs_advantages(recorded: AlgorithmConfig, wanted: AlgorithmConfig) -> bool:
+    """Tell whether the recorded advantages are not those that this algorithm would have
+    computed.
+    """
+    return _judgement(recorded) != _judgement(wanted)
+
+
+def _judgement(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
+    """Return the settings that advantages depend on; what the trainer itself does to them is not
+    among these.
+    """
+    kl = (
+        (algorithm.kl_coefficient, algorithm.kl_estimator, algorithm.old_logprobs)
+        if algorithm.has_reward_kl
+        else ()
+    )
+    shaping = (
+        (algorithm.overlong_ratio, algorithm.overlong_penalty) if algorithm.overlong_ratio else ()
+    )
+    left_out = algorithm.truncated_samples == "leave_out"
+    critic = (
+        algorithm.gamma,
+        algorithm.gae_lambda,
+        algorithm.length_adaptive_alpha,
+        algorithm.bootstrap_truncated,
+        algorithm.turn_gamma,
+    )
+    teacher = (
+        (algorithm.distill_coefficient, algorithm.old_logprobs)
+        if algorithm.has_distill_advantage
+        else ()
+    )
+    deviation = (
+        algorithm.normalise_std,
+        algorithm.std_correction if algorithm.normalise_std is not False else None,
+    )
+    return (
+        algorithm.name,
+        deviation,
+        algorithm.reward_weights,
+        algorithm.options,
+        left_out,
+        shaping,
+        kl,
+        critic,
+        teacher,
+    )
+
+
+def require_teacher_of(recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str) -> None:
+    """Refuse to distil from a teacher that was not asked, or not of these tokens, when the samples
+    were recorded.
+
+    Args:
+        recorded: The source's.
+        wanted: The replay's.
+        run_id: Names the source.
+    Raises:
+        ConfigError: The records lack what the replay needs; the text says what.
+    """
+    if not wanted.distills:
+        return
+    if not recorded.distills:
+        need = (
+            f"algorithm.distill_coefficient = {wanted.distill_coefficient:g} needs the teacher's "
+            "log-probabilities"
+        )
+        raise ConfigError(
+            f"{need}, and run {run_id} was recorded without a teacher; set it to 0, or "
+            "record with a teacher"
+        )
+    had = (
+        (recorded.distill_tokens, recorded.distill_top_k)
+        if recorded.has_topk_loss
+        else ("sampled", 0)
+    )
+    if wanted.has_topk_loss and (had[0] != wanted.distill_tokens or had[1] < wanted.distill_top_k):
+        need = (
+            f"algorithm.distill_tokens = {wanted.distill_tokens!r} with distill_top_k = "
+            f"{wanted.distill_top_k}"
+        )
+        raise ConfigError(
+            f"{need} is not on the log of run {run_id}, which has {had[0]} with {had[1]}; "
+            "replay with those, or with 'sampled'"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OtherReward:
+    """The reward of a rescoring, with its parts by turn and by token."""
+
+    reward: float
+    turn_rewards: NDArray[np.generic] | None = None
+    token_rewards: NDArray[np.generic] | None = None
+
+
+class Rejudging:
+    """Computes the advantages of whole prompt groups anew, from the recorded rewards or from
+    others.
+
+    Args:
+        algorithm: Says how.
+        max_new_tokens: Longest possible completion.
+        rewards: By trajectory, in place of the recorded ones; None keeps those. They come without
+            components.
+        scores: What these rewards are called, for errors.
+    """
+
+    def __init__(
+        self,
+        algorithm: AlgorithmConfig,
+        *,
+        max_new_tokens: int,
+        rewards: Mapping[TrajectoryKey, OtherReward] | None = None,
+        scores: str = "",
+    ) -> None:
+        self._algorithm, self._rewards, self._scores = algorithm, rewards, scores
+        self._judge = Judge(algorithm, max_new_tokens=max_new_tokens)
+
+    def __call__(self, placed: list[PlacedSample]) -> list[PlacedSample]:
+        """Return the samples, in the same order, with their new rewards and advantages.
+
+        Raises:
+            ConfigError: A sample has no such score, or was recorded without what the algorithm
+                needs.
+        """
+        groups: dict[str, list[SampleReady]] = {}
+        for item in placed:
+            groups.setdefault(item.sample.prompt_group_id, []).append(item.sample)
+        judged = {
+            sample.sample_id: sample
+            for members in groups.values()
+            for sample in self._judged(members)
+        }
+        return [dataclasses.replace(item, sample=judged[item.sample.sample_id]) for item in placed]
+
+    def _judged(self, members: Sequence[SampleReady]) -> list[SampleReady]:
+        ordered = sorted(members, key=lambda sample: sample.sample_index)
+        rewarded = [self._rewarded(sample) for sample in ordered]
+        try:
+            advantages = self._judge(rewarded)
+        except RewardError as error:
+            raise ConfigError(
+                f"prompt group {ordered[0].prompt_group_id} can't be judged by "
+                f"{self._algorithm.name}: {error}"
+            ) from error
+        return [
+            dataclasses.replace(
+                sample,
+                reward=judged.reward,
+                turn_rewards=judged.turn_rewards,
+                token_rewards=judged.token_rewards,
+                advantages=values,
+            )
+            for sample, judged, values in zip(ordered, rewarded, advantages, strict=True)
+        ]
+
+    def _rewarded(self, sample: SampleReady) -> RewardedSample:
+        def array(field: str) -> NDArray[np.generic] | None:
+            value = getattr(sample, field)
+            return (
+                None if value is None else dense(value, what=f"sample {sample.sample_id}: {field}")
+            )
+
+        other = None if self._rewards is None else self._other(sample, self._rewards)
+        return RewardedSample(
+            sample_id=sample.sample_id,
+            reward=sample.reward if other is None else other.reward,
+            components=sample.components if other is None else {},
+            loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
+            policy_logprobs=array(
+                "actor_logprobs" if self._algorithm.old_logprobs == "actor" else "rollout_logprobs"
+            ),
+            ref_logprobs=array("ref_logprobs"),
+            values=array("values"),
+            teacher_logprobs=array("teacher_logprobs"),
+            is_truncated=sample.finish_reason is FinishReason.LENGTH,
+            turn_rewards=array("turn_rewards") if other is None else other.turn_rewards,
+            token_rewards=array("token_rewards") if other is None else other.token_rewards,
+        )
+
+    def _other(
+        self, sample: SampleReady, rewards: Mapping[TrajectoryKey, OtherReward]
+    ) -> OtherReward:
+        if (reward := rewards.get(trajectory_of(sample))) is None:
+            remedy = "finish the rescoring with relax rescore, or choose versions that it covers"
+            raise ConfigError(
+                f"sample {sample.sample_id} has no reward under source.scores = "
+                f"{self._scores!r}; {remedy}"
+            )
+        return reward
+
+
+def read_rewards(
+    reader: LogReader, topic: str, *, num_partitions: int, codec: EventCodec
+) -> dict[TrajectoryKey, OtherReward]:
+    """Return the rewards on a topic of scores by trajectory; samples whose scoring failed are left
+    out. Of two the later counts.
+    """
+    rewards: dict[TrajectoryKey, OtherReward] = {}
+    for record in reader.stream(
+        {(topic, number): reader.watermarks(topic, number) for number in range(num_partitions)}
+    ):
+        try:
+            event = codec.decode(record.value)
+        except (CorruptRecord, SchemaError) as error:
+            raise ConfigError(
+                f"{record.place} can't be read as a score: {error}; rescore under another name"
+            ) from error
+        if isinstance(event, SampleScored) and event.reward is not None:
+            parts = (event.turn_rewards, event.token_rewards)
+            by_turn, by_token = (
+                None
+                if part is None
+                else dense(part, what=f"sample {event.sample_id}: rewards by turn or token")
+                for part in parts
+            )
+            rewards[trajectory_of(event)] = OtherReward(event.reward, by_turn, by_token)
+    return rewards

@@ -1,0 +1,82 @@
+"""Which versions' weights stay in the store: the newest ones, every so many, and the best by their
+evaluations. Pure state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from relax_events.config import RunConfig
+from relax_events.events.types import Event, PolicyEvaluated
+
+
+def num_newest(config: RunConfig, *, num_slots: int) -> int:
+    """Return how many of the newest versions stay: `weights.keep_newest`, and never fewer than
+    engines and scorers may still ask for.
+    """
+    return max(config.weights.keep_newest, 2 * num_slots)
+
+
+def unwanted_versions(
+    stored: Iterable[int],
+    *,
+    newest: int,
+    num_newest: int,
+    every: int,
+    full_every: int,
+    best: Collection[int],
+) -> list[int]:
+    """Return the versions that can be deleted, oldest first.
+
+    Version 0 stays, and so does whatever is newer than `newest`. A version that stays keeps those
+    that it is read on top of, back to the last one that was written whole.
+
+    Args:
+        stored: Versions that something was written for.
+        newest: The newest one that the log knows.
+        num_newest: How many of the newest stay.
+        every: Versions that this divides stay; 0 keeps none so.
+        full_every: As `weights.full_every`.
+        best: Versions that stay for how good they are.
+    """
+    found = sorted(stored)
+    kept = {
+        version
+        for version in found
+        if version > newest - num_newest or version in best or (every and version % every == 0)
+    }
+    needed = {base for version in kept for base in range(version - version % full_every, version)}
+    return [version for version in found if version > 0 and version not in kept | needed]
+
+
+@dataclass(slots=True)
+class BestVersions:
+    """The versions with the highest mean reward over their evaluations. Feed it every control
+    event, from any thread.
+    """
+
+    num_kept: int
+    _rewards: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def note(self, event: Event) -> None:
+        """Take in an evaluation; one without a reward says nothing."""
+        if self.num_kept and isinstance(event, PolicyEvaluated) and event.reward_mean is not None:
+            self._rewards = self._rewards | {
+                event.policy_version: {
+                    **self._rewards.get(event.policy_version, {}),
+                    event.dataset: event.reward_mean,
+                }
+            }
+
+    def versions(self) -> set[int]:
+        """Return the best versions; of equally good ones the newer."""
+        means = {
+            version: sum(rewards.values()) / len(rewards)
+            for version, rewards in self._rewards.items()
+        }
+        return set(
+            sorted(means, key=lambda version: (means[version], version), reverse=True)[
+                : self.num_kept
+            ]
+        )
