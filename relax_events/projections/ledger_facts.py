@@ -138,8 +138,11 @@ class StepFacts:
     def of(cls, event: TrainStepCommitted) -> StepFacts:
         """Read it off the record, whose arrays are as long as they should be."""
         places = zip(
-            event.sample_ids, event.partitions.tolist(), event.offsets.tolist(), strict=True
-        )  # type: ignore[union-attr]
+            event.sample_ids,
+            event.partitions.tolist(),  # type: ignore[union-attr]
+            event.offsets.tolist(),  # type: ignore[union-attr]
+            strict=True,
+        )
         return cls(
             event.train_step,
             [Trained(name, event.train_step, *place) for name, *place in places],
