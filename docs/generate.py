@@ -179,7 +179,7 @@ def algorithms_page() -> str:
         "cispo, gmpo, rloo, dpo and ipo, the KL and entropy terms, "
         "corrections, off-policy sequence masks and the divergences of a distillation are "
         "those of TRL's trainers on the same inputs, losses and "
-        "gradients within 1e-9 (`tests/unit/test_beside_trl.py`): release "
+        "gradients within 1e-9 (`tests/unit/algorithms/test_beside_trl.py`): release "
         f"{pinned('trl', 'trl')} wrote `tests/data/trl.json`, and after `make trl` a test "
         "runs it again. That release has no PPO.\n\n"
         "R holds all that a sample earned. Algorithms with an advantage for each token, "

@@ -10,7 +10,7 @@ import torch
 
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from tests.unit.test_mini_batches import (
+from tests.unit.training.test_mini_batches import (
     SAMPLES,
     THREE_BY_TWO,
     assert_equal,

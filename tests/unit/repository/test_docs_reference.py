@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-GENERATOR = Path(__file__).parents[2] / "docs" / "generate.py"
+GENERATOR = Path(__file__).parents[3] / "docs" / "generate.py"
 
 
 def test_reference_pages_are_up_to_date(

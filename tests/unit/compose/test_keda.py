@@ -13,7 +13,7 @@ from small_settings import small_run
 from relax_events.topics import TopicPlan
 from stack.dashboards import catalogue
 
-FOLDER = Path(__file__).parents[2] / "compose"
+FOLDER = Path(__file__).parents[3] / "compose"
 OBJECTS: dict[str, dict[str, Any]] = {
     path.name: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("keda*.yml"))
 }

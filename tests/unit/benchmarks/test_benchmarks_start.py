@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-MAIN = Path(__file__).parents[2] / "benchmarks" / "__main__.py"
+MAIN = Path(__file__).parents[3] / "benchmarks" / "__main__.py"
 NAMES = [
     alias.name
     for node in ast.walk(ast.parse(MAIN.read_text()))

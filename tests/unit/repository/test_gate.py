@@ -9,7 +9,7 @@ import pytest
 
 from tests.gate import CHOSEN, COSTLY, is_in_gate
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", CHOSEN + COSTLY)
@@ -33,7 +33,7 @@ def test_gate_takes_whole_files_and_single_tests_with_their_parameters() -> None
 
 def test_gate_takes_quick_tests_but_the_costly_ones() -> None:
     assert is_in_gate("unit/test_anything.py::test_one")
-    assert not is_in_gate("unit/test_engine_invariance.py::test_anything[qwen3]")
+    assert not is_in_gate("unit/engines/test_engine_invariance.py::test_anything[qwen3]")
     assert is_in_gate("e2e/test_bad_input.py::test_taken_metrics_port_is_named")
     assert not is_in_gate(
         "e2e/test_bad_input.py::test_run_whose_rewards_all_fail_ends_with_the_reasons"

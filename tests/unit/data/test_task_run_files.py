@@ -19,7 +19,7 @@ from relax_events.rewards.registry import load_reward
 from tests.unit.moving_and_sounding import sound_file
 from tests.unit.pictures import picture_file
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 DAPO = {
     "data_source": "math_dapo",
     "prompt": [

@@ -17,7 +17,7 @@ from relax_events.kafka.security.folder import SecurityFolder
 from relax_events.ops.compose_overlay import variable
 from relax_events.ops.security import make_folder
 
-STACK = yaml.safe_load((Path(__file__).parents[2] / "compose" / "docker-compose.yml").read_text())[
+STACK = yaml.safe_load((Path(__file__).parents[3] / "compose" / "docker-compose.yml").read_text())[
     "services"
 ]
 

@@ -11,7 +11,7 @@ from relax_events.config import RunConfig, load_run_config
 from relax_events.config.broker import GUARDED_CLIENT_KEYS
 from relax_events.errors import ConfigError
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 MINIMAL = """
 [run]
 id = "mine"

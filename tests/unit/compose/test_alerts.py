@@ -18,7 +18,7 @@ from relax_events.projections.health import HealthState
 from relax_events.projections.run_state import RunState
 from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "compose" / "prometheus"
 RULES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0][
     "rules"

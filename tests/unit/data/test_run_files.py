@@ -8,7 +8,7 @@ from relax_events.config import load_run_config
 from relax_events.data.sources import open_source
 from relax_events.rewards.registry import load_reward
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)

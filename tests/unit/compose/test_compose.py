@@ -16,7 +16,7 @@ from relax_events.config import BrokerConfig, load_run_config
 from relax_events.plugins import ROLES
 from stack.images import further_targets
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMPOSE = ROOT / "compose"
 STACK: dict[str, Any] = yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = STACK["services"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PRODUCT = sorted(
     path for folder in ("relax_events", "workers") for path in (ROOT / folder).rglob("*.py")
 )
