@@ -5,7 +5,7 @@ BIN := .venv/bin
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
-.PHONY: help setup sglang trl quickstart test test-fast test-ci test-all test-kernels faults soak lint lock bench stack stack-pins stack-alerts stack-mistakes stack-escapes stack-down stack-faults clean
+.PHONY: help setup sglang trl quickstart test test-fast test-ci test-long test-all test-kernels faults soak lint lock bench stack stack-pins stack-alerts stack-mistakes stack-escapes stack-down stack-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +51,11 @@ test-ci: setup ## Run all tests but the long ones, as CI does; those of SGLang a
 	$(PYTEST) --dist worksteal tests/unit tests/property tests/component
 	$(PYTEST) $(SERVERS) tests/engines tests/e2e tests/integration
 	$(PYTEST) --dist worksteal --leftovers=report tests/fault
+
+SHARD ?= 1/10
+SECONDS_OF_SHARD ?= 3600
+test-long: setup ## Run one shard of the long tests, about 15 minutes on two cores: make test-long SHARD=3/10
+	$(BIN)/python -m tests.shards $(SHARD) --seconds $(SECONDS_OF_SHARD)
 
 test-all: setup ## Run all tests, long ones too; those of SGLang after `make sglang`. `make soak` and `make test-kernels` are apart
 	$(PYTEST) --dist worksteal $(WHOLE) tests/unit tests/property tests/component
@@ -99,9 +104,9 @@ bench: setup ## Measure, paired, and write docs/benchmarks
 	$(BIN)/python -m benchmarks
 
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
-IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet --extra notices --extra tracing --extra api
+IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet --extra notifications --extra tracing --extra api
 lock: .venv/.ready ## Resolve the requirements anew
-	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra english --extra rewards --extra registry --extra security --extra notices --extra tracing --extra api --extra test --override requirements/overrides.txt -o requirements/lock.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra english --extra rewards --extra registry --extra security --extra notifications --extra tracing --extra api --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --constraint requirements/lock.txt -o requirements/light.txt
 	cp requirements/light.txt requirements/trackers.txt # what the trackers can't do with is pinned anew
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra trackers -o requirements/trackers.txt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter
 
 import pytest
@@ -16,8 +18,14 @@ from relax_events.errors import (
     ClientFailed,
     Fenced,
 )
-from relax_events.kafka.auth_errors import Refusals
-from relax_events.kafka.connection import Connection, ConnectionLog, fatal_errors, translate
+from relax_events.kafka.auth_errors import AuthFailureTracker
+from relax_events.kafka.connection import (
+    AddressWatch,
+    BackgroundErrorLog,
+    Connection,
+    translate,
+    translate_fatal_errors,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +51,7 @@ def test_errors_of_the_client_become_ours(code: int, kind: type[BrokerError]) ->
 def test_fatal_error_that_tripped_a_callback_is_the_one_that_is_told() -> None:
     with (
         pytest.raises(AccessDenied, match="delivering records: CLUSTER_AUTHORIZATION_FAILED"),
-        fatal_errors("delivering records"),
+        translate_fatal_errors("delivering records"),
     ):
         raise SystemError("returned a result with an exception set") from KafkaException(
             KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED)
@@ -52,8 +60,8 @@ def test_fatal_error_that_tripped_a_callback_is_the_one_that_is_told() -> None:
 
 def test_fatal_error_whose_exception_was_lost_makes_the_worker_start_again() -> None:
     with (
-        pytest.raises(ClientFailed, match="delivering records: the client met a fatal error"),
-        fatal_errors("delivering records"),
+        pytest.raises(ClientFailed, match="delivering records: the client met an unnamed fatal error"),
+        translate_fatal_errors("delivering records"),
     ):
         raise SystemError(
             "<method 'flush' of 'cimpl.Producer' objects> returned NULL without setting an "
@@ -62,7 +70,10 @@ def test_fatal_error_whose_exception_was_lost_makes_the_worker_start_again() -> 
 
 
 def test_other_errors_of_the_interpreter_are_not_taken_for_the_clients() -> None:
-    with pytest.raises(SystemError, match="bad argument"), fatal_errors("delivering records"):
+    with (
+        pytest.raises(SystemError, match="bad argument"),
+        translate_fatal_errors("delivering records"),
+    ):
         raise SystemError("bad argument to internal function")
 
 
@@ -85,7 +96,7 @@ def test_settings_keep_promises_above_the_users_and_the_users_above_ours() -> No
 
 
 def test_background_errors_are_logged_once_each() -> None:
-    told = ConnectionLog("a:1", Refusals(), Counter())
+    told = BackgroundErrorLog("a:1", AuthFailureTracker(), Counter())
     with structlog.testing.capture_logs() as logs:
         for code in (
             KafkaError._TRANSPORT,
@@ -95,3 +106,44 @@ def test_background_errors_are_logged_once_each() -> None:
         ):
             told(KafkaError(code))
     assert [entry["error"] for entry in logs] == ["_TRANSPORT", "_ALL_BROKERS_DOWN"]
+
+
+def told(seconds: float, source: str, *, age: float = 0.0) -> str:
+    brokers = {"GroupCoordinator": {"source": "logical"}, "a:1/1": {"source": source}}
+    return json.dumps(
+        {"name": "c", "ts": int(seconds * 1e6), "time": int(time.time() - age), "brokers": brokers}
+    )
+
+
+def lost_by(reports: list[str]) -> bool:
+    auth_failures = AuthFailureTracker()
+    watch = AddressWatch("a:1", auth_failures, report_seconds=20.0)
+    for report in reports:
+        watch.update(report)
+    try:
+        auth_failures.raise_fatal()
+    except ClientFailed:
+        return True
+    return False
+
+
+def test_client_is_lost_that_knows_no_address_for_a_minute() -> None:
+    assert lost_by([told(at, "internal") for at in (0, 20, 40, 60)])
+    assert not lost_by([told(at, "internal") for at in (0, 20, 40)])
+
+
+def test_client_is_not_lost_that_knows_an_address_stood_still_or_was_not_heard() -> None:
+    assert not lost_by([told(at, "learned") for at in range(0, 200, 20)])
+    assert not lost_by(
+        [
+            told(at, source)
+            for at, source in (
+                (0, "internal"),
+                (40, "configured"),
+                (60, "internal"),
+                (95, "internal"),
+            )
+        ]
+    )
+    assert not lost_by([told(0, "internal"), told(900, "internal")])
+    assert not lost_by([told(at, "internal", age=300) for at in range(0, 200, 20)])
