@@ -5,7 +5,7 @@ BIN := .venv/bin
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
-.PHONY: help setup sglang trl quickstart test test-fast test-ci test-long test-all test-kernels faults soak lint lock bench stack stack-pins stack-alerts stack-mistakes stack-escapes stack-down stack-faults clean
+.PHONY: help setup sglang trl quickstart test test-fast test-ci test-long test-all test-kernels faults soak lint lock bench stack stack-pins stack-alerts stack-misconfiguration stack-escapes stack-down stack-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -86,7 +86,7 @@ soak: setup ## Break runs at random: make soak MINUTES=60 SEED=1
 
 .PHONY: sbom fuzz
 sbom: .venv-sbom/.ready ## Write .relax/sbom.json: every pinned package and every jar, as CycloneDX
-	$(BIN)/python -m stack.sbom .venv-sbom/bin/cyclonedx-py .relax/sbom.json
+	$(BIN)/python -m tests.stack.sbom .venv-sbom/bin/cyclonedx-py .relax/sbom.json
 
 fuzz: setup ## Fuzz everything that decodes: make fuzz MINUTES=60. What breaks a target is kept in tests/fuzz/examples, which a test runs
 	nice -n 15 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)
@@ -96,7 +96,7 @@ fuzz: setup ## Fuzz everything that decodes: make fuzz MINUTES=60. What breaks a
 	touch $@
 
 lint: .venv/.lint ## Check style, types and import directions
-	$(BIN)/ruff check relax_events workers tests benchmarks stack
+	$(BIN)/ruff check relax_events workers tests benchmarks compose
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -123,25 +123,25 @@ lock: .venv/.ready ## Resolve the requirements anew
 	$(COMPILE) pyproject.toml --extra bench-trl --constraint .relax/constraints.txt --override requirements/overrides.txt -o requirements/trl.txt
 
 stack: setup ## Bring up the container stack, wait until the run has reached its goal, check its ledger: starts an engine where none runs
-	$(BIN)/python -m stack.run up
+	$(BIN)/python -m tests.stack.run up
 
 stack-down: setup ## Take the stack's containers down; what they wrote stays (make stack-down VOLUMES=--volumes deletes it)
-	$(BIN)/python -m stack.run down $(VOLUMES)
+	$(BIN)/python -m tests.stack.run down $(VOLUMES)
 
 stack-pins: setup ## Write compose/images.env: the images of others by digest, as their registries have them now
-	$(BIN)/python -m stack.pins
+	$(BIN)/python -m tests.stack.pins
 
 stack-alerts: setup ## Hold faults in the running stack until the alerts fire, and see them clear
-	$(BIN)/python -m stack.alerts
+	$(BIN)/python -m tests.stack.alerts
 
-stack-mistakes: setup ## Make mistakes with the stack, and see what is said
-	$(BIN)/python -m stack.mistakes
+stack-misconfiguration: setup ## Make mistakes with the stack, and see what is said
+	$(BIN)/python -m tests.stack.misconfiguration
 
 stack-escapes: setup ## Try every known way out of the reward container, and out of the walls around the programs in it
-	$(BIN)/python -m stack.escapes
+	$(BIN)/python -m tests.stack.escapes
 
 stack-faults: setup ## Break every part of the running stack in turn, and measure how long the run needs to be over it
-	$(BIN)/python -m stack.faults
+	$(BIN)/python -m tests.stack.faults
 
 clean: ## Delete what runs and tests leave; the virtual environment stays
 	rm -rf .relax .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -22,10 +22,10 @@ from PIL import Image
 
 from relax_events.config import MediaConfig
 from relax_events.events.parts import MediaRef, Modality, ObjectRef
-from relax_events.examples.audio import encoded as sound_of
+from relax_events.examples.audio import encode_wav as sound_of
 from relax_events.examples.videos import encoded as clip_of
 from relax_events.media.decoder_child import INSPECTORS, decode
-from relax_events.media.preprocessing import Plan
+from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.token_layout import OmniLayout
 from relax_events.objects.store import ObjectStore
 
@@ -92,12 +92,12 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def processed(
-    store: ObjectStore, stored: ObjectRef, modality: Modality, plan: Plan, limits: MediaConfig
+    store: ObjectStore, stored: ObjectRef, modality: Modality, plan: DecodePlan, limits: MediaConfig
 ) -> None:
     """Fetch a file, check it and decode it, as the decoding child does."""
     data = store.get(stored)
     INSPECTORS[modality](data, limits=limits, place="piece")
-    decode(data, modality, plan=plan, limits=limits, place="piece")
+    decode(data, modality, plan=plan, limits=limits, location="piece")
 
 
 def main() -> None:
@@ -113,11 +113,11 @@ def main() -> None:
                 num_bytes=len(file),
                 **asdict(INSPECTORS[modality](file, limits=limits, place=name)),
             )
-            plan = layout.showing(reference).plan(reference)
+            plan = layout.preprocessor_for(reference).plan(reference)
             array = np.concatenate(
                 [
                     part.ravel().view(np.uint8)
-                    for part in decode(file, modality, plan=plan, limits=limits, place=name)
+                    for part in decode(file, modality, plan=plan, limits=limits, location=name)
                 ]
             ).tobytes()
             stored_file, stored_array = store.put(file), store.put(array)

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import FinishReason
+from relax_events.events.parts import FinishReason, SampleKey
 from relax_events.events.types import SampleReady
 
 NUM_TOKENS = 4096
@@ -26,17 +26,19 @@ def sample() -> SampleReady:
     generator = np.random.default_rng(0)
     floats = generator.standard_normal(NUM_TOKENS).astype(np.float32)
     return SampleReady(
-        sample_id="000000-0000-0/0",
-        prompt_group_id="000000-0000-0",
-        sample_index=0,
-        samples_per_prompt=8,
-        train_step=0,
-        group_index=0,
-        attempt=0,
-        row=0,
-        policy_version=0,
-        min_policy_version=0,
-        max_policy_version=0,
+        key=SampleKey(
+            sample_id="000000-0000-0/0",
+            prompt_group_id="000000-0000-0",
+            sample_index=0,
+            samples_per_prompt=8,
+            train_step=0,
+            group_index=0,
+            attempt=0,
+            row=0,
+            policy_version=0,
+            min_policy_version=0,
+            max_policy_version=0,
+        ),
         tokens=generator.integers(0, 150_000, NUM_TOKENS).astype(np.int32),
         loss_mask=np.ones(NUM_TOKENS, np.uint8),
         rollout_logprobs=floats,

@@ -24,7 +24,7 @@ class Schedule:
     num_steps: int
     max_staleness: int
     colocated: bool
-    on_new_version: Literal["finish", "swap"]
+    weight_update_mode: Literal["drain", "in_flight"]
     lanes_per_engine: int
 
 
@@ -110,7 +110,7 @@ class CriticalPath:
     def _renew(self, engine: EnginePath) -> None:
         """Load the newest version if it is this engine's time to."""
         if engine.version == self._version or (
-            self._schedule.on_new_version == "finish" and engine.running
+            self._schedule.weight_update_mode == "drain" and engine.running
         ):
             return
         self._advance(engine)
@@ -134,7 +134,7 @@ class CriticalPath:
             self._start(min(fit, key=lambda engine: len(engine.running)), group)
 
     def _must_finish(self, engine: EnginePath) -> bool:
-        return self._schedule.on_new_version == "finish" and engine.version < self._version
+        return self._schedule.weight_update_mode == "drain" and engine.version < self._version
 
     def _start(self, engine: EnginePath, group: Group) -> None:
         self._advance(engine)
@@ -195,13 +195,13 @@ class CriticalPath:
     def _train(self) -> None:
         """Start on the next prompt group of the step, as soon as there is one; colocated, only when
         all are there."""
-        groups_per_step = len(self._steps[0])
+        prompts_per_step = len(self._steps[0])
         if self._trainer_busy or not self._ready or self._ready[0][0] > self._version:
             return
         if (
             self._schedule.colocated
             and not self._num_trained
-            and len(self._ready) < groups_per_step
+            and len(self._ready) < prompts_per_step
         ):
             return
         seconds = self._timing.to_train_seconds if self._num_trained == 0 else 0.0

@@ -18,12 +18,12 @@ from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_stream
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
 from relax_events.engines.transformers.engine import TransformersEngine
-from relax_events.session.defaults import settled
+from relax_events.session.defaults import resolve_defaults
 
 PLACE = "{materials}"
 PREPARE_SECONDS = 900.0
 NUM_PROMPTS = 4096
-TEACHER = ("warm_start.steps=1000", "warm_start.target_loss=0.02")
+TEACHER = ("sft_warmup.steps=1000", "sft_warmup.target_loss=0.02")
 """A start so long that nearly all of the teacher's answers are right."""
 
 
@@ -64,7 +64,7 @@ def make_teacher(path: Path) -> None:
 def make_pairs(path: Path) -> None:
     """Write prompts of the quickstart, each with the right answer and a wrong one that the starting
     model gave itself."""
-    config, _ = settled(
+    config, _ = resolve_defaults(
         load_run_config(
             quickstart.CONFIG,
             [f"model.path={path.parent / 'model'}", "model.device=cpu"],

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from relax_events.data.generated import import_reasoning_gym
-from relax_events.rewards.declaration import declares
+from relax_events.rewards.declaration import reward
 from relax_events.rewards.verifiers.reasoning_gym import METADATA, reasoning_gym
 
 
-@declares(metadata=METADATA, packages=("reasoning-gym",), prepare=import_reasoning_gym)
+@reward(metadata=METADATA, packages=("reasoning-gym",), prepare=import_reasoning_gym)
 def in_parts(
     completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
 ) -> dict[str, float]:

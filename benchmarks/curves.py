@@ -35,7 +35,7 @@ HELD_OUT = (
 EVALUATED = ("evaluation.every=3", f"evaluation.datasets=[{{{HELD_OUT}}}]")
 """For algorithms that draw no samples, so that there are rewards to be drawn."""
 OF_PAIRS = (
-    "run.groups_per_step=96",
+    "run.prompts_per_step=96",
     "run.samples_per_prompt=2",
     "data.source=jsonl:{materials}/pairs.jsonl",
     "data.chosen_key=chosen",
@@ -57,7 +57,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "sft": ("run.samples_per_prompt=1", *WITHOUT_SAMPLES, *EVALUATED),
     # A larger beta and smaller steps keep the policy near the reference, without which it forgets
     # the right answers with the wrong ones.
-    "dpo": ("algorithm.beta=1", "trainer.learning_rate=1e-3", *OF_PAIRS),
+    "dpo": ("algorithm.dpo_beta=1", "trainer.learning_rate=1e-3", *OF_PAIRS),
     "ipo": ("trainer.learning_rate=1e-3", *OF_PAIRS),
 }
 """What an algorithm needs besides its name, over the quickstart's run file; of what is not

@@ -27,7 +27,8 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import Event, WorkerBeat
 from relax_events.kafka.connection import Connection
-from relax_events.projections.scaling import ScaleState, Status, rank
+from relax_events.projections.scale_requests import Status, find_stage
+from relax_events.projections.scaling import ScaleState
 from relax_events.runtime.control_view import ControlFollower
 from relax_events.topics import TopicPlan
 
@@ -58,7 +59,7 @@ class Watched:
         }
         settings = {
             "broker.bootstrap_servers": stage.bootstrap_servers,
-            "workers.beat_seconds": BEAT_SECONDS,
+            "workers.heartbeat_seconds": BEAT_SECONDS,
             "scaling.api": "on",
         }
         self._settings = [f"{key}={value}" for key, value in (places | settings).items()]
@@ -89,12 +90,12 @@ class Watched:
                     raise SystemExit("the run did not start; what it said stands above")
                 time.sleep(1.0)
             config = load_run_config(self.run_file)
-            connection = Connection.of(
+            connection = Connection.from_config(
                 BrokerConfig(bootstrap_servers=self._stage.bootstrap_servers),
                 client_id=f"{RUN_ID}.watch",
             )
             follower = ControlFollower(
-                connection, TopicPlan.of(config), EventCodec(), also=("control.heartbeats.rollout",)
+                connection, TopicPlan.from_config(config), EventCodec(), also=("control.heartbeats.rollout",)
             )
             follower.start(self._inbox.put)
             yield
@@ -112,7 +113,7 @@ class Watched:
                 raise SystemExit(f"{what}: not within {BOUND_SECONDS:g} s")
             with suppress(queue.Empty):
                 event = self._inbox.get(timeout=1.0)
-                self.scaling.note(event)
+                self.scaling.apply(event)
                 if isinstance(event, WorkerBeat):
                     self.beats[event.worker_id] = event
         return time.time()
@@ -143,7 +144,7 @@ class Watched:
         def has_come() -> bool:
             request = self.scaling.requests.get(request_id)
             return request is not None and (
-                request.status is status or request.rank > rank(request.kind, status)
+                request.status is status or request.stage > find_stage(request.kind, status)
             )
 
         return self.until(has_come, f"{request_id} is {status}")

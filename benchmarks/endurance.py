@@ -34,10 +34,10 @@ KEPT = ("log, control", "logs", "figures")
 """Parts of the disk that a run keeps for good."""
 DRAWN_ROLES = ("trainer", "rollout", "broker", "controller")
 SETTINGS = (
-    "run.groups_per_step=8",
+    "run.prompts_per_step=8",
     "run.retain_versions=50",
     "broker.segment_seconds=60",
-    "data.size=1024",
+    "data.num_problems=1024",
     "model.media.cache_bytes=16777216",
 )
 QUESTION = """configs/motion.toml, asynchronous with all roles and an embedded broker: {num_steps:,} train steps of 8 prompt groups with 8 samples.

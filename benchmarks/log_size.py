@@ -30,7 +30,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.topics import TopicPlan
 
 LENGTHS = (256, 2_048, 8_192, 32_768)
@@ -62,20 +62,15 @@ def events_of(num_tokens: int) -> Iterator[tuple[str, Event]]:
         )
         text = " ".join(chooser.choices(words, k=num_tokens))
         yield "rollout.samples", _rolled_out(ready, text)
-        names = {
-            "sample_id": ready.sample_id,
-            "prompt_group_id": ready.prompt_group_id,
-            "policy_version": 0,
-        }
         yield (
             "reward.scores",
-            SampleScored(**names, reward=1.0, reward_name="math", reward_digest=32 * "d"),
+            SampleScored(key=ready.key, reward=1.0, reward_name="math", reward_digest=32 * "d"),
         )
         for entity, evaluator in (("reference.logprobs", "reference"), ("actor.logprobs", "actor")):
             yield (
                 entity,
                 SampleEvaluated(
-                    **names, evaluator=evaluator, evaluator_version=0, values=ready.rollout_logprobs
+                    key=ready.key, evaluator=evaluator, evaluator_version=0, values=ready.rollout_logprobs
                 ),
             )
         yield "advantage.samples", ready
@@ -105,7 +100,7 @@ def bytes_on_disk(
     plan = TopicPlan(
         f"size-{uuid.uuid4().hex[:8]}",
         1,
-        settings.shards,
+        settings.partitions_per_version,
         settings.queue_partitions,
         1,
         compression,
@@ -114,7 +109,7 @@ def bytes_on_disk(
     Admin(connection).create(plan.specs())
     producer, codec = RecordProducer(connection, linger_ms=settings.linger_ms), EventCodec()
     producer.write(
-        OutRecord(
+        ProducerRecord(
             plan.topic(entity),
             codec.encode(event),
             key=event.prompt_group_id,
@@ -127,8 +122,8 @@ def bytes_on_disk(
     for file in data.rglob("*.log"):
         topic = file.parent.name.rpartition("-")[0]
         if topic.startswith(plan.topic("")) and file.stat().st_size:
-            sizes[TopicPlan.entity(topic)] = (
-                sizes.get(TopicPlan.entity(topic), 0) + file.stat().st_size
+            sizes[TopicPlan.parse_entity(topic)] = (
+                sizes.get(TopicPlan.parse_entity(topic), 0) + file.stat().st_size
             )
     return sizes
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from relax_events.algorithms.advantages import GroupRewards, centred_and_scaled, group_advantages
+from relax_events.algorithms.advantages import GroupRewards, grpo_advantages, group_advantages
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
 from relax_events.training.backend.step_sums import sum_micro_batch
@@ -250,7 +250,7 @@ def measure_advantages(num_groups: int, num_repeats: int) -> list[dict[str, Any]
     one_by_one = timed(
         {
             "ours": lambda: [
-                centred_and_scaled(GroupRewards(row), normalise_std=True) for row in single
+                grpo_advantages(GroupRewards(row), normalise_std=True) for row in single
             ]
         },
         num_repeats,

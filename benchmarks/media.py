@@ -27,7 +27,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
-from relax_events.examples.audio import encoded
+from relax_events.examples.audio import encode_wav
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.decoder_child import decode
 from relax_events.media.items import MediaItem
@@ -88,7 +88,7 @@ def sound(generator: np.random.Generator) -> Piece:
     """Make noise."""
     return Piece(
         Modality.AUDIO,
-        encoded(0.1 * generator.standard_normal(SECONDS * SOUND_RATE), rate_hertz=SOUND_RATE),
+        encode_wav(0.1 * generator.standard_normal(SECONDS * SOUND_RATE), rate_hertz=SOUND_RATE),
         SECONDS,
     )
 
@@ -127,7 +127,7 @@ def run_in(folder: Path, model: Path) -> RunConfig:
         "run": {"id": "media", "directory": folder},
         "model": {"path": model, "dtype": "float32", "device": "cpu", "media": MEDIA.model_dump()},
     }
-    return RunConfig.model_validate({**tree, "data": {"source": "scenes:colour"}})
+    return RunConfig.model_validate({**tree, "data": {"source": "synthetic_images:colour"}})
 
 
 def processor_seconds() -> float:
@@ -151,13 +151,13 @@ def ours(pieces: Sequence[Piece], folder: Path, model: Path) -> float:
     """Return the seconds until all roles have all pieces; the decoding child has started before."""
     config = run_in(folder, model)
     prompter, roles = MediaLibrary(config), [MediaLibrary(config) for _ in range(NUM_ROLES)]
-    prompter.admit(picture(np.random.default_rng(1)).item(-1))
+    prompter.add(picture(np.random.default_rng(1)).item(-1))
 
     def serve() -> None:
         for number, piece in enumerate(pieces):
-            reference = prompter.admit(piece.item(number))
+            reference = prompter.add(piece.item(number))
             for role in roles:
-                role.processed(reference)
+                role.load(reference)
 
     return spent(serve)
 
@@ -167,13 +167,13 @@ def naive(pieces: Sequence[Piece], folder: Path, model: Path) -> float:
     sample in one role."""
     config, layout = run_in(folder, model), MediaLayout.from_folder(model, MEDIA)
     library = MediaLibrary(config)
-    references = [library.admit(piece.item(number)) for number, piece in enumerate(pieces)]
+    references = [library.add(piece.item(number)) for number, piece in enumerate(pieces)]
     assert layout is not None
-    plans = [layout.showing(reference).plan(reference) for reference in references]
+    plans = [layout.preprocessor_for(reference).plan(reference) for reference in references]
 
     def decode_all() -> None:
         for piece, plan in zip(pieces, plans, strict=True):
-            decode(piece.data, piece.modality, plan=plan, limits=MEDIA, place="a file")
+            decode(piece.data, piece.modality, plan=plan, limits=MEDIA, location="a file")
 
     return spent(decode_all) * NUM_ROLES * SAMPLES_PER_PROMPT
 
@@ -194,7 +194,7 @@ def prompt(folder: Path, model: Path, files: Sequence[bytes], out: Queue[MediaRe
     """Be the prompter: check, decode and store clips, one after the other."""
     library = MediaLibrary(run_in(folder, model))
     for number, data in enumerate(files):
-        out.put(library.admit(Piece(Modality.VIDEO, data, 0).item(number)))
+        out.put(library.add(Piece(Modality.VIDEO, data, 0).item(number)))
 
 
 def references_of(pieces: Sequence[Piece], folder: Path, model: Path) -> Iterator[MediaRef]:
@@ -258,7 +258,7 @@ def request(
         ),
         sampling=SamplingConfig(max_new_tokens=NEW_TOKENS),
         stop_token_ids=(),
-        media=(library.processed(reference),),
+        media=(library.load(reference),),
     )
 
 
@@ -283,7 +283,7 @@ def engine_rates(model: Path) -> dict[str, list[float]]:
                 PromptRenderer.from_folder(model, config.data, media=MEDIA),
             )
             beside = answered(engine, references_of(pieces, folder, model), library, renderer)
-            known = [library.admit(piece.item(number)) for number, piece in enumerate(pieces)]
+            known = [library.add(piece.item(number)) for number, piece in enumerate(pieces)]
             found["clips in memory"].append(answered(engine, iter(known), library, renderer))
             found["clips checked and decoded meanwhile"].append(beside)
     engine.close()

@@ -19,7 +19,7 @@ import numpy as np
 
 from relax_events.objects import ObjectStore
 from relax_events.objects.claim_check import store_array
-from relax_events.objects.version_objects import delete_before, folder_of, stored_versions
+from relax_events.objects.version_objects import delete_objects_before, build_version_folder, list_stored_versions
 
 NUM_STEPS, RETAINED, CHECKPOINT_EVERY = 2_000, 50, 20
 SAMPLES_PER_STEP, ARRAY_SHAPE = 8, (512, 16, 8)
@@ -41,20 +41,20 @@ def main() -> None:
                 store_array(
                     drawn.integers(0, 128, ARRAY_SHAPE, dtype=np.uint8),
                     store,
-                    folder=folder_of(step),
+                    folder=build_version_folder(step),
                 )
             store.put(images[step % NUM_IMAGES], suffix=".png")
             if (step + 1) % CHECKPOINT_EVERY == 0:
                 largest = max(largest, num_bytes_in(folder))
                 started = time.perf_counter()
-                num_deleted += delete_before(store, step - RETAINED + 1)
+                num_deleted += delete_objects_before(store, step - RETAINED + 1)
                 purge_seconds.append(time.perf_counter() - started)
         left = [store.get(reference) for reference in references]
         found = {
             "num_steps": NUM_STEPS,
             "written_bytes": NUM_STEPS * SAMPLES_PER_STEP * int(np.prod(ARRAY_SHAPE)),
             "largest_bytes": largest,
-            "versions_left": len(stored_versions(store)),
+            "versions_left": len(list_stored_versions(store)),
             "num_deleted": num_deleted,
             "images_left": sum(image == data for image, data in zip(images, left, strict=True)),
             "longest_purge_seconds": round(max(purge_seconds), 4),

@@ -84,7 +84,7 @@ class Workload:
 
     name: str
     title: str
-    groups_per_step: int
+    prompts_per_step: int
     samples_per_prompt: int
     lengths: Lengths
     num_engines: int
@@ -170,7 +170,7 @@ def timing_of(workload: Workload, *, colocated: bool) -> Timing:
 QWEN3_4B = Workload(
     name="qwen3-4b",
     title="Qwen3-4B, DAPO, 16 devices (8 + 8 when apart), responses to 20,480 tokens",
-    groups_per_step=32,
+    prompts_per_step=32,
     samples_per_prompt=8,
     lengths=Lengths(median_tokens=3000, sigma=1.0, cap_tokens=20_480, record_divisor=16),
     num_engines=4,
@@ -194,7 +194,7 @@ OMNI_30B = Workload(
         "Qwen3-Omni-30B, image and audio, 16 devices (8 train, 4 rollout, 2 + 2 forward when "
         "apart), responses to 1,024 tokens, half the batch"
     ),
-    groups_per_step=32,
+    prompts_per_step=32,
     samples_per_prompt=8,
     lengths=Lengths(median_tokens=100, sigma=1.0, cap_tokens=1024, record_divisor=1),
     num_engines=4,

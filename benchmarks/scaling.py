@@ -38,7 +38,7 @@ def workload_of(num_workers: int) -> Workload:
     return Workload(
         name=f"scaling-{num_workers}",
         title="",
-        groups_per_step=round(num_workers * SAMPLES_PER_SECOND * STEP_SECONDS / SAMPLES_PER_PROMPT),
+        prompts_per_step=round(num_workers * SAMPLES_PER_SECOND * STEP_SECONDS / SAMPLES_PER_PROMPT),
         samples_per_prompt=SAMPLES_PER_PROMPT,
         lengths=Lengths(
             median_tokens=RECORD_TOKENS, sigma=0.3, cap_tokens=4 * RECORD_TOKENS, record_divisor=1
@@ -123,7 +123,7 @@ def measure(stage: Stage, num_workers: int) -> dict[str, Any]:
     timeline = run.timeline()
     start, end = timeline.published[MODE.first_step], timeline.published[MODE.num_steps]
     num_samples = (
-        (MODE.num_steps - MODE.first_step) * run.workload.groups_per_step * SAMPLES_PER_PROMPT
+        (MODE.num_steps - MODE.first_step) * run.workload.prompts_per_step * SAMPLES_PER_PROMPT
     )
     per_sample = {
         role: 1000 * times.between(role, start, end) / num_samples for role in times.seconds

@@ -53,7 +53,7 @@ def controller() -> WorkerMetrics:
     metrics, state = WorkerMetrics("controller"), RunState()
     figures = {f"figure_{number}": 0.5 for number in range(30)}
     for step in range(NUM_STEPS):
-        state.note(committed(step, figures))
+        state.apply(committed(step, figures))
     now = now_micros()
     for index in range(NUM_WORKERS):
         counts = {
@@ -62,7 +62,7 @@ def controller() -> WorkerMetrics:
             "policy_version": index,
             "last_progress_at": now,
         }
-        state.note(
+        state.apply(
             WorkerBeat(
                 worker_id=f"rollout-{index}",
                 role="rollout",

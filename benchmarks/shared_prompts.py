@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import report
 from relax_events.config import RunConfig
-from relax_events.events.parts import FinishReason
+from relax_events.events.parts import FinishReason, SampleKey
 from relax_events.events.types import SampleReady
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.training.backend.torch_backend import TorchBackend
@@ -72,17 +72,19 @@ def _sample(
 ) -> SampleReady:
     logprobs = np.where(mask, -np.log(VOCAB_SIZE), 0).astype(np.float32)
     return SampleReady(
-        sample_id=f"000000-{group:04d}-0/{index}",
-        prompt_group_id=f"000000-{group:04d}-0",
-        sample_index=index,
-        samples_per_prompt=SAMPLES_PER_PROMPT,
-        train_step=0,
-        group_index=group,
-        attempt=0,
-        row=group,
-        policy_version=0,
-        min_policy_version=0,
-        max_policy_version=0,
+        key=SampleKey(
+            sample_id=f"000000-{group:04d}-0/{index}",
+            prompt_group_id=f"000000-{group:04d}-0",
+            sample_index=index,
+            samples_per_prompt=SAMPLES_PER_PROMPT,
+            train_step=0,
+            group_index=group,
+            attempt=0,
+            row=group,
+            policy_version=0,
+            min_policy_version=0,
+            max_policy_version=0,
+        ),
         tokens=tokens,
         loss_mask=mask,
         rollout_logprobs=logprobs,

@@ -23,10 +23,10 @@ from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import POLICY_VERSION_HEADER, OutRecord, Record
+from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
 from relax_events.staleness.window import is_expired, skip_targets
 
 LENGTHS = (1_000, 10_000, 100_000, 1_000_000)
@@ -70,7 +70,7 @@ class Log:
         self._admin, self._producer = Admin(self._connection), RecordProducer(self._connection)
         self._admin.create([spec for spec in self._plan.specs() if spec.name == self.topic])
         self._group = self._plan.consumer_group("reader")
-        self._consumer = GroupConsumer(
+        self._consumer = SubscribedConsumer(
             self._connection, consumer_group=self._group, topics=[self.topic]
         )
         while not self._consumer.positions:
@@ -81,7 +81,7 @@ class Log:
         """Write records and return when they are acknowledged."""
         headers = {POLICY_VERSION_HEADER: str(policy_version)}
         self._producer.write(
-            OutRecord(self.topic, VALUE, partition=self._partition, headers=headers)
+            ProducerRecord(self.topic, VALUE, partition=self._partition, headers=headers)
             for _ in range(count)
         )
         self.length += count
@@ -119,7 +119,7 @@ class Log:
         planned."""
         places = [(self.topic, partition) for partition in range(self._plan.num_sample_partitions)]
         self._admin.end_offsets(places)
-        self._admin.committed(self._group, places)
+        self._admin.committed_offsets(self._group, places)
 
     def commit(self) -> None:
         """Say that all is done with."""

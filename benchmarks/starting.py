@@ -20,9 +20,9 @@ import psutil
 from benchmarks import report
 from benchmarks.timed_run import show
 from relax_events.config import load_run_config
-from relax_events.launcher.fork_client import Starter
-from relax_events.launcher.fork_protocol import Order, worker_environment
-from relax_events.launcher.worker_imports import modules_of
+from relax_events.launcher.fork_client import ForkServer
+from relax_events.launcher.fork_protocol import SpawnRequest, worker_environment
+from relax_events.launcher.worker_imports import worker_modules
 
 NUM_ROUNDS = 5
 RUN_FILE = Path("configs/quickstart.toml")
@@ -71,11 +71,11 @@ def by_itself(
 
 def forked(modules: Mapping[str, Sequence[str]], folder: Path) -> tuple[Start, Callable[[], None]]:
     """Return what has a process forked, and what ends all of them."""
-    starter, pids = Starter(worker_environment(), folder / "starter.log"), list[int]()
+    starter, pids = ForkServer(worker_environment(), folder / "starter.log"), list[int]()
 
     def start(role: str, log: Path) -> int:
-        order = Order(PROGRAM, list(modules[role]), worker_environment(), list(modules[role]))
-        pids.append(starter.start(order, log_path=log).pid)
+        order = SpawnRequest(PROGRAM, list(modules[role]), worker_environment(), list(modules[role]))
+        pids.append(starter.spawn(order, log_path=log).pid)
         return pids[-1]
 
     def end() -> None:
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     options = parser.parse_args(arguments)
     config, load = load_run_config(RUN_FILE), os.getloadavg()[0]
-    modules = {role: modules_of(config, role) for role in config.roles()}
+    modules = {role: worker_modules(config, role) for role in config.roles()}
     rounds: list[dict[str, Any]] = []
     for number in range(options.rounds):
         rounds.append({way: measure(way, modules) for way in WAYS})

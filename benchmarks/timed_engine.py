@@ -96,7 +96,7 @@ class TimedEngine:
         return EngineUsage(
             num_decoding=len(self._running),
             num_waiting=len(self._waiting),
-            num_drawn=self._num_ended_tokens + drawn,
+            num_generated=self._num_ended_tokens + drawn,
         )
 
     def submit(self, request: GenerationRequest) -> None:

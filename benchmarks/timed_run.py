@@ -20,7 +20,7 @@ from benchmarks.timeline import Timeline
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.staleness import IssuedGroup, Place
-from relax_events.topics import num_slots
+from relax_events.topics import count_slots
 from workers.prompter import seed_of
 from workers.rollout import sample_seed
 
@@ -112,7 +112,7 @@ class TimedRun:
 
     def timeline(self) -> Timeline:
         """Read from the log when everything happened."""
-        partitions = num_slots(self.mode.max_staleness) * NUM_SHARDS
+        partitions = count_slots(self.mode.max_staleness) * NUM_SHARDS
         return Timeline.read(
             self.stage.bootstrap_servers, run_id=self.run_id, num_sample_partitions=partitions
         )
@@ -120,7 +120,7 @@ class TimedRun:
     def drawn_lengths(self) -> list[list[list[int]]]:
         """Return the completion tokens that the run's seeds stand for, by step, prompt group and
         sample."""
-        steps, groups = range(self.mode.num_steps), range(self.workload.groups_per_step)
+        steps, groups = range(self.mode.num_steps), range(self.workload.prompts_per_step)
         return [[self._group_lengths(Place(step, index)) for index in groups] for step in steps]
 
     def _group_lengths(self, place: Place) -> list[int]:
@@ -140,14 +140,14 @@ class TimedRun:
             "run.mode": "sync" if mode.colocated else "async",
             "run.max_staleness": mode.max_staleness,
             "run.num_steps": mode.num_steps,
-            "run.groups_per_step": workload.groups_per_step,
+            "run.prompts_per_step": workload.prompts_per_step,
             "run.samples_per_prompt": workload.samples_per_prompt,
-            "run.on_new_version": "swap",
+            "run.weight_update_mode": "in_flight",
             "model.path": self._model,
             "data.source": f"jsonl:{stage.folder / 'prompts.jsonl'}",
             "broker.bootstrap_servers": stage.bootstrap_servers,
             "broker.request_timeout_seconds": START_SECONDS,
-            "broker.shards": NUM_SHARDS,
+            "broker.partitions_per_version": NUM_SHARDS,
             "engine.name": f"{FOLDER / 'timed_engine.py'}:TimedEngine",
             "engine.max_prompt_groups": workload.lanes_per_engine,
             "engine.max_running_samples": workload.lanes_per_engine * workload.samples_per_prompt,

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.profiles import Timing
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady, SampleRolledOut
-from relax_events.training.backend.protocol import SampleScores, StepFigures, TrainerState
+from relax_events.training.backend.protocol import SampleScores, StepMetrics, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.weights.manifest import Weights
 
@@ -23,7 +23,7 @@ VOCAB_SIZE = 1 << 20
 NUM_WEIGHTS = 1 << 12
 MEANS = tuple(
     item.name
-    for item in fields(StepFigures)
+    for item in fields(StepMetrics)
     if item.name != "own" and not item.name.startswith("num_")
 )
 
@@ -74,13 +74,13 @@ class TimedBackend:
         self.discard()
         self.policy_version += 1
 
-    def step(self) -> StepFigures:
+    def step(self) -> StepMetrics:
         """Wait for what is queued and for the update, and count up."""
         self._occupy(self._timing.update_seconds)
         self._await_device()
         self.policy_version += 1
         self._weights = torch.full((NUM_WEIGHTS,), float(self.policy_version))
-        figures = StepFigures(
+        figures = StepMetrics(
             **dict.fromkeys(MEANS, 0.0),
             num_loss_tokens=self._num_loss_tokens,
             num_tokens=self._num_tokens,

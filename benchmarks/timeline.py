@@ -28,7 +28,7 @@ class Timeline:
     def read(cls, bootstrap_servers: str, *, run_id: str, num_sample_partitions: int) -> Timeline:
         """Read a whole run; values are not decoded."""
         timeline = cls()
-        connection = Connection.of(
+        connection = Connection.from_config(
             BrokerConfig(bootstrap_servers=bootstrap_servers), client_id=f"{run_id}.timeline"
         )
         partitions = {"prompt.groups": 1, "control.policy-versions": 1}

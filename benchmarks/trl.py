@@ -155,7 +155,7 @@ def run_ours(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
             for name, seconds in curves["phase_seconds"].items()
         },
         wall_seconds=found["wall_seconds"],
-        samples_per_step=found["config"]["run"]["groups_per_step"]
+        samples_per_step=found["config"]["run"]["prompts_per_step"]
         * found["config"]["run"]["samples_per_prompt"],
     )
 
@@ -181,7 +181,7 @@ def run_trl(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
         completion_tokens=measured["completion_tokens"],
         parts={name: statistics.mean(step[name] for step in steady) for name in steady[0]},
         wall_seconds=wall_seconds,
-        samples_per_step=config.run.groups_per_step * config.run.samples_per_prompt,
+        samples_per_step=config.run.prompts_per_step * config.run.samples_per_prompt,
     )
 
 

@@ -26,7 +26,7 @@ from relax_events.config import RunConfig, load_run_config
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sources import open_stream
 from relax_events.rewards.verifiers.reasoning_gym import reasoning_gym
-from relax_events.training.backend.torch_backend import scheduled_learning_rate
+from relax_events.training.backend.torch_backend import compute_scheduled_learning_rate
 
 
 class Recorder:
@@ -113,7 +113,7 @@ def prompts(config: RunConfig) -> Dataset:
     renderer = PromptRenderer.from_folder(config.model.path, config.data)
     stream = open_stream(config.data, seed=config.run.seed)
     rows = []
-    for number in range(config.run.num_steps * config.run.groups_per_step):
+    for number in range(config.run.num_steps * config.run.prompts_per_step):
         row = stream[number]
         messages = [{"role": message.role, "content": message.text} for message in row.messages]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -133,7 +133,7 @@ def settings(config: RunConfig, folder: Path) -> GRPOConfig:
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=run.num_steps,
-        per_device_train_batch_size=run.groups_per_step
+        per_device_train_batch_size=run.prompts_per_step
         * run.samples_per_prompt,  # a step is one forward and backward pass
         num_generations=run.samples_per_prompt,
         max_completion_length=sampling.max_new_tokens,
@@ -175,7 +175,7 @@ def trainer_of(config: RunConfig, recorder: Recorder, folder: Path) -> TimedTrai
     )
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: scheduled_learning_rate(own, step=step, num_steps=config.run.num_steps),
+        lambda step: compute_scheduled_learning_rate(own, step=step, num_steps=config.run.num_steps),
     )
     trainer = TimedTrainer(
         model=model,

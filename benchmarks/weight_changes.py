@@ -29,7 +29,7 @@ NUM_ROUNDS = 7
 WEIGHT_STD = 0.02
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 SIDES = {"whole": 1, "changes": 1000}
-"""By way: `weights.full_every`."""
+"""By way: `weights.full_snapshot_interval`."""
 QUESTION = """\
 {mebibytes} MiB of bfloat16 weights of a transformer's shapes, normal with a standard deviation of {std:g}, rounded from float32 ones that
 AdamW moves: each value by the learning rate times a normal number a step. {rounds} versions after the first, each written to the object
@@ -50,10 +50,10 @@ def versions(learning_rate: float) -> Iterator[dict[str, Tensor]]:
 class Way:
     """A store of its own, who writes to it, and who reads."""
 
-    def __init__(self, folder: Path, full_every: int) -> None:
+    def __init__(self, folder: Path, full_snapshot_interval: int) -> None:
         self._store = ObjectStore.open(folder.as_uri())
         self._writer, self._reader = (
-            StoreTransport(self._store, full_every=full_every) for _ in range(2)
+            StoreTransport(self._store, full_snapshot_interval=full_snapshot_interval) for _ in range(2)
         )
 
     def send(self, tensors: Mapping[str, Tensor], version: int) -> tuple[float, int]:
@@ -82,7 +82,7 @@ def measure(learning_rate: float, num_rounds: int) -> dict[str, Any]:
     counted."""
     changed, rounds, former = [], [], None
     with tempfile.TemporaryDirectory() as folder:
-        ways = {name: Way(Path(folder) / name, full_every) for name, full_every in SIDES.items()}
+        ways = {name: Way(Path(folder) / name, full_snapshot_interval) for name, full_snapshot_interval in SIDES.items()}
         for version, tensors in zip(range(num_rounds + 1), versions(learning_rate), strict=False):
             rounds.append({name: way.send(tensors, version) for name, way in ways.items()})
             if former is not None:

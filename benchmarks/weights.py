@@ -42,7 +42,7 @@ QUESTION = """\
 **How fast.** {mebibytes} MiB of float32 tensors of a transformer's shapes go from one process to another on one machine, {rounds} rounds,
 the ways in turn. *Broadcast* is the transport `gloo` as it is set by default, from the offer to the receiver's finished digest, proof included:
 the receiver is on the same machine, so the version is written into its memory. *Broadcast, sent* is the same with
-`weights.shares_memory = false`: gloo over TCP, as to another machine, though here both ends share their cores. Beside them: torch's own
+`weights.use_shared_memory = false`: gloo over TCP, as to another machine, though here both ends share their cores. Beside them: torch's own
 `broadcast` of the same bytes in one flat tensor, without any proof; a copy of a file of the same bytes, in the page cache; and the way
 by the store, written and read with all digests.
 
@@ -71,15 +71,15 @@ def tensors_of(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
 
 
-def receive(told: Connection, first: Mapping[str, Tensor], shares_memory: bool) -> None:
+def receive(told: Connection, first: Mapping[str, Tensor], use_shared_memory: bool) -> None:
     """Be an engine's worker: join whoever the parent names, and say when a version has come."""
     receiver = Receiver(
         "rollout-0",
-        WeightsConfig(shares_memory=shares_memory),
+        WeightsConfig(use_shared_memory=use_shared_memory),
         metrics=WorkerMetrics("rollout").weights,
     )
-    receiver.served(0, first)
-    receiver.note(told.recv())
+    receiver.loaded_from_store(0, first)
+    receiver.apply(told.recv())
     receiver.start(lambda: told.send("arrived"))
     told.recv()
     receiver.close()
@@ -117,16 +117,16 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[Connection
 
 
 def broadcasting(
-    stack: ExitStack, tensors: Mapping[str, Tensor], *, shares_memory: bool
+    stack: ExitStack, tensors: Mapping[str, Tensor], *, use_shared_memory: bool
 ) -> Callable[[int], None]:
     """Open a trainer's side and an engine's, and give a function that broadcasts a version."""
     digest = transit_digest(tensors)
     lists: list[EnginesEnlisted] = []
-    config = WeightsConfig(transport="gloo", shares_memory=shares_memory)
+    config = WeightsConfig(transport="gloo", use_shared_memory=use_shared_memory)
     broadcaster = stack.enter_context(
         closing(Broadcaster(config, metrics=WorkerMetrics("t").weights, announce=lists.append))
     )
-    engine = stack.enter_context(process(receive, tensors, shares_memory))
+    engine = stack.enter_context(process(receive, tensors, use_shared_memory))
     engine.send(lists[0])
     while not broadcaster.engines:
         time.sleep(0.01)
@@ -147,7 +147,7 @@ def ways(
     """Open every way, and give functions that send a version by it and return the seconds."""
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     broadcast, broadcast_sent = (
-        broadcasting(stack, tensors, shares_memory=shares_memory) for shares_memory in (True, False)
+        broadcasting(stack, tensors, use_shared_memory=use_shared_memory) for use_shared_memory in (True, False)
     )
     flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
     port = dist.TCPStore(

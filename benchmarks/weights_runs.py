@@ -17,7 +17,7 @@ MODE = Mode(name="async K=2", colocated=False, max_staleness=2, num_steps=8, fir
 WORKLOAD = replace(
     OMNI_30B,
     name="weights",
-    groups_per_step=8,
+    prompts_per_step=8,
     samples_per_prompt=4,
     num_engines=2,
     lanes_per_engine=8,
@@ -30,9 +30,9 @@ WORKLOAD = replace(
 """Rollout is always ahead of the trainer, whose steps take about four seconds."""
 SIDES = {
     "store": {},
-    "store, overlap": {"weights.overlap": "true"},
+    "store, overlap": {"weights.async_publish": "true"},
     "gloo": {"weights.transport": "gloo"},
-    "gloo, overlap": {"weights.transport": "gloo", "weights.overlap": "true"},
+    "gloo, overlap": {"weights.transport": "gloo", "weights.async_publish": "true"},
 }
 DESCRIPTION = f"""\
 Whole runs on the real bus, in turn, with the trainer and the engines of `benchmarks.workloads`, which sleep for as long as devices would

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.timed_trainer import TimedBackend
 from relax_events.config import RunConfig
-from relax_events.training.backend.protocol import StepFigures
+from relax_events.training.backend.protocol import StepMetrics
 from relax_events.training.ranks import Ranks
 
 NUM_TENSORS, NUM_VALUES = 16, 1 << 20
@@ -23,7 +23,7 @@ class HeavyBackend(TimedBackend):
             f"layers.{number}.weight": torch.zeros(NUM_VALUES) for number in range(NUM_TENSORS)
         }
 
-    def step(self) -> StepFigures:
+    def step(self) -> StepMetrics:
         """Wait for the devices, and change the weights."""
         figures = super().step()
         for tensor in self._tensors.values():

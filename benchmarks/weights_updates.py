@@ -80,7 +80,7 @@ def measure_way(
 ) -> dict[str, Any]:
     """Generate all samples while versions come; return the figures."""
     num_before, num_in_samples, seconds, versions = (
-        engine.usage.num_drawn,
+        engine.usage.num_generated,
         0,
         list[float](),
         iter(weights),
@@ -91,13 +91,13 @@ def measure_way(
         num_in_samples += sum(
             len(sample.tokens) for sample in engine.poll(timeout_seconds=POLL_SECONDS)
         )
-        if engine.num_running and engine.usage.num_drawn - num_before >= TOKENS_BETWEEN * (
+        if engine.num_running and engine.usage.num_generated - num_before >= TOKENS_BETWEEN * (
             len(seconds) + 1
         ):
             seconds.append(
                 timed(partial(engine.load_weights, next(versions), on_running=on_running))
             )
-    drawn = engine.usage.num_drawn - num_before
+    drawn = engine.usage.num_generated - num_before
     return {
         "updates": len(seconds),
         "drawn": drawn,

@@ -74,7 +74,7 @@ def bound_seconds(run: TimedRun) -> float:
         num_steps=mode.num_steps,
         max_staleness=mode.max_staleness,
         colocated=mode.colocated,
-        on_new_version="swap",
+        weight_update_mode="in_flight",
         lanes_per_engine=run.workload.lanes_per_engine,
     )
     published = CriticalPath(run.timing, schedule, run.drawn_lengths()).run()
@@ -162,7 +162,7 @@ def question() -> str:
     """Say what is measured, and under which model."""
     names = [
         (
-            f"- `{workload.name}`: {workload.title}; a step takes {workload.groups_per_step} "
+            f"- `{workload.name}`: {workload.title}; a step takes {workload.prompts_per_step} "
             f"prompts x {workload.samples_per_prompt} samples."
         )
         for workload in WORKLOADS.values()

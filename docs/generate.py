@@ -19,12 +19,12 @@ from pydantic_core import PydanticUndefined
 
 from benchmarks.environment import pinned
 from relax_events import errors
-from relax_events.algorithms.description import describe, installed_algorithms
+from relax_events.algorithms.description import describe_algorithm, installed_algorithms
 from relax_events.config import RunConfig
 from relax_events.config.base import is_derived
 from relax_events.config.session_changes import RULES, Rule
 from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetrics
-from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.schemas import current_schemas
 from relax_events.kafka.records import POLICY_VERSION_HEADER
 from relax_events.projections.health import HealthState
@@ -47,7 +47,7 @@ of their code, each in the one version that was read. What is said of Stable-Bas
 | Lone sample of a prompt | advantage 0 (grpo, opo, maxrl), an error (rloo), its reward (reinforce_plus_plus) | verl and rLLM keep its reward, also without a deviation and in verl's rloo and opo; NeMo-RL and, in evaluation, TRL give 0 |
 | Deviation of a batch, group mean (`whiten_advantages = "rewards"`) | of the rewards as scored, n - 1. The batch is the train step: all samples with loss tokens, over all micro-batches and ranks; prompt groups that were filtered, failed or expired are not among them. Equal rewards leave advantages as they are | TRL's `scale_rewards = "batch"` the same, over the batch that was generated, and 1e-4 is added |
 | Deviation of a batch, of centred rewards (`"tokens"`, `"samples"`) | n, over the step's loss tokens, each counted, or its samples; 1e-8 is added; `std_correction = 1` for n - 1. The mean is taken off again | over tokens NeMo-RL n, verl n - 1; both take 1e-8 into the variance (NeMo-RL as its least, verl adds it). Over samples TRL's RLOO `normalize_advantages` and NeMo-RL's GDPO n - 1 |
-| Samples cut off by their length | trained (`truncated_samples = "train"`); `mask` takes their loss, `leave_out` their reward in the prompt group's statistics besides. They count in no mean of the loss. A prompt group of them alone is filtered, and another issued | DAPO's overlong filtering and TRL's `mask_truncated_completions` as `mask`; TRL counts them in the mean over samples, and with `constant_length` |
+| Samples cut off by their length | trained (`truncated_samples = "train"`); `mask` takes their loss, `drop` their reward in the prompt group's statistics besides. They count in no mean of the loss. A prompt group of them alone is filtered, and another issued | DAPO's overlong filtering and TRL's `mask_truncated_completions` as `mask`; TRL counts them in the mean over samples, and with `constant_length` |
 | Value behind a sample that was cut off | 0; with `bootstrap_truncated` the critic's value at its last loss token, since none is recorded behind it | verl and OpenRLHF 0; Stable-Baselines3 the value of the state behind |
 | Masked tokens between turns, in GAE and discounted returns | passed over: the next loss token follows | verl's `compute_gae_advantage_return` and NeMo-RL the same; verl's REINFORCE++ starts again from 0 behind each masked token; OpenRLHF takes their values and rewards for 0 and discounts over them |
 | Deviation beside a leave-one-out mean | of the whole prompt group, around its mean | AReaL of the whole prompt group, around the means of the others: n / (n - 1) times as large; NeMo-RL leaves the sample out of it, too, and divides nothing where it is 0 |
@@ -191,7 +191,7 @@ def algorithms_page() -> str:
     )
     parts = ["# Algorithms", lead]
     for spec in installed_algorithms():
-        told = describe(spec.name)
+        told = describe_algorithm(spec.name)
         own = [
             f"`{key} = {value}`" for key, value in told["settings"].items() if key in spec.settings
         ]
@@ -313,11 +313,11 @@ def metrics_page() -> str:
 
 
 def _of_the_run(config: RunConfig) -> list[Collector]:
-    health = HealthMetrics(HealthState.of(config, own_id="controller-0"), config)
+    health = HealthMetrics(HealthState.from_config(config, own_id="controller-0"), config)
     return [
         RunMetrics(config, RunState()),
         health,
-        ScaleMetrics(ScaleState(), Bounds.of(config, is_supervised=True)),
+        ScaleMetrics(ScaleState(), ScalingBounds.from_config(config, is_supervised=True)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""One point in time that all the work of a hand-over shares."""
+"""A point in time by which several operations together must be done."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import time
 
 
 class Deadline:
-    """Seconds that are left from now on, never below zero."""
+    """A number of seconds from now, shared by all operations that receive this object."""
 
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds
 
     @property
     def remaining_seconds(self) -> float:
-        """How long there is still."""
+        """The seconds that are left, never below zero."""
         return max(0.0, self._at - time.monotonic())
 
     def within(self, seconds: float) -> Deadline:
-        """Give a deadline so many seconds from now, or this one where it is sooner."""
+        """Return a deadline at most `seconds` from now that is never later than this one."""
         return Deadline(min(seconds, self.remaining_seconds))
 
     @property
     def passed(self) -> bool:
-        """Whether it is over."""
+        """Whether no time is left."""
         return self.remaining_seconds == 0.0

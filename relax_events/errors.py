@@ -1,33 +1,35 @@
-"""Every error that Relax Events raises on purpose, and what a worker does with it.
+"""The error tree: every error that Relax Events raises, and what a worker does with it.
 
-RelaxError                      exit with its `exit_code`; the text names the thing, the value, the rule and the remedy
-├── ConfigError                 exit 2: the run file, a flag or the environment is wrong
-├── EnvironmentProblem          exit 2: this machine lacks something the run needs (Java, disk, a network)
-├── BrokerError                 exit 3: the broker said no, or nothing
-│   ├── BrokerUnavailable       retry until the deadline, then exit 3
-│   ├── BrokerRefused           exit 4: policy, or a request that the broker will never accept
-│   │   └── AccessDenied        exit 4: the broker does not let us in, or we have no right to what we asked for
-│   ├── ClientFailed            exit 3: a client of ours does nothing any more; the worker that starts next has a new one
-│   └── Fenced                  exit 7: another instance took over this role; stop at once, write nothing
-├── SchemaError                 exit 5: writer and reader do not understand each other
-├── CorruptRecord               dead-letter the record and go on
-├── PoisonSample                dead-letter the record, end its prompt group as failed, go on
-│   └── MediaError              the same; before its row is issued, pass over the row with the reason
-├── RewardError                 score the sample as failed with a counted reason, go on
-├── ObjectError                 treat the record as poison: the referenced object is missing or altered
-├── StoreUnavailable            wait for the object store, heartbeats continuing; past the deadline exit 8, to be started again
-├── WeightsError                keep serving the version at hand, report, try the next publication
-├── EngineFailed                exit 1: the inference server is lost; the leases are free, and the worker that starts next has a new one
-├── CheckFailed                 exit 6: a check ran and found something
-└── RunFailed                   exit 1: the run ended without reaching its goal
-    ├── Interrupted             exit 130 after Ctrl-C (SIGINT), 143 after SIGTERM: `relax run` drained; the same command resumes the run
-    ├── RankLost                exit 1: another rank of the trainer died or hangs; all ranks start again
-    └── StepNotFinite           skip the update and commit the step with the weights before it; `trainer.max_steps_not_finite` in a row end the run
+RelaxError                 exit with its `exit_code`; its text names object, value, rule and remedy
+├── ConfigError            exit 2: the run file, a flag or the environment is wrong
+├── EnvironmentProblem     exit 2: this machine lacks something (Java, disk space, a network)
+├── BrokerError            exit 3: the broker refused the request or did not respond
+│   ├── BrokerUnavailable  retry until the deadline, then exit 3
+│   ├── BrokerRefused      exit 4: the broker will never accept the request
+│   │   └── AccessDenied   exit 4: authentication failed, or an ACL is missing
+│   ├── ClientFailed       exit 3: a Kafka client stopped working; restart the worker
+│   └── Fenced             exit 7: another instance of the role took over; stop, write nothing
+├── SchemaError            exit 5: the schemas of writer and reader are incompatible
+├── CorruptRecord          dead-letter the record and continue
+├── PoisonSample           dead-letter the record, end its prompt group as failed, continue
+│   ├── ForeignRecord      the same; the producer may not write such a record
+│   └── MediaError         the same; while prompts are read, skip the row with the reason
+├── RewardError            score the sample as failed, count the reason, continue
+├── ObjectError            treat the record as a PoisonSample: an object is missing or altered
+├── StoreUnavailable       wait for the object store; exit 8 after the deadline, to be restarted
+├── WeightsError           keep serving the current policy version, log, try the next version
+├── EngineFailed           exit 1: the inference server failed; restart the worker
+├── CheckFailed            exit 6: a check completed and found a problem
+└── RunFailed              exit 1: the run ended without reaching its goal
+    ├── Interrupted        exit 130 (SIGINT) or 143 (SIGTERM); the same command resumes the run
+    ├── RankLost           exit 1: another trainer rank died or hangs; all ranks restart
+    └── StepNotFinite      commit the step with the previous weights; after
+                           `trainer.max_steps_not_finite` consecutive ones end the run
 """
 
 
 class RelaxError(Exception):
-    """Something that a person can act upon; the text says what and how."""
+    """An error that an operator can act upon; its text says what failed and what to do."""
 
     exit_code = 1
 
@@ -39,7 +41,7 @@ class ConfigError(RelaxError):
 
 
 class EnvironmentProblem(RelaxError):
-    """This machine lacks something that the run needs."""
+    """This machine lacks something that the run needs, such as Java, disk space or a network."""
 
     exit_code = 2
 
@@ -51,60 +53,60 @@ class BrokerError(RelaxError):
 
 
 class BrokerUnavailable(BrokerError):
-    """The broker did not answer before the deadline."""
+    """The broker did not respond before the deadline."""
 
 
 class BrokerRefused(BrokerError):
-    """The broker answered no, and will again."""
+    """The broker refused the request and will refuse it again."""
 
     exit_code = 4
 
 
 class AccessDenied(BrokerRefused):
-    """The broker does not let this principal in, or not do this."""
+    """Authentication failed, or this principal lacks the permission."""
 
 
 class ClientFailed(BrokerError):
-    """A client met what it can't go on from; only a new one can, and the worker that starts next
-    has one.
+    """A Kafka client met an error from which it cannot recover; the worker must restart to get a
+    new client.
     """
 
 
 class Fenced(BrokerError):
-    """Another instance with the same transactional id took over."""
+    """Another instance with the same transactional id took over this role."""
 
     exit_code = 7
 
 
 class SchemaError(RelaxError):
-    """Writer and reader do not understand each other's schema."""
+    """The schemas of writer and reader are incompatible."""
 
     exit_code = 5
 
 
 class CorruptRecord(RelaxError):
-    """The bytes of a record are not what its framing promises."""
+    """The bytes of a record do not match its framing."""
 
 
 class PoisonSample(RelaxError):
-    """A well-formed record holds values that no worker can use."""
+    """A well-formed record holds values that no worker can process."""
 
 
 class ForeignRecord(PoisonSample):
-    """A record says what its writer may not say, or what no worker of the run would: it becomes a
-    dead letter and changes nothing.
+    """A record holds an event that its producer may not write or that no worker of the run
+    produces. It becomes a dead letter and has no other effect.
     """
 
 
 class MediaError(PoisonSample):
-    """A picture, a sound or a clip is missing, hostile, or not what it is said to be."""
+    """An image, audio or video file is missing, hostile, or not of its declared kind."""
 
     def __init__(self, text: str, *, reason: str) -> None:
-        """Say what is wrong.
+        """Create the error.
 
         Args:
-            text: Names the piece of media, the value and the rule.
-            reason: The same in a word, such as `truncated`, to count by.
+            text: Names the media file, the value and the rule.
+            reason: The same in one word for the error counter, such as `truncated`.
         """
         super().__init__(text)
         self.reason = reason
@@ -115,12 +117,12 @@ class RewardError(RelaxError):
 
 
 class ObjectError(RelaxError):
-    """A referenced object is missing, unreadable, or not the one that was stored."""
+    """A referenced object is missing, unreadable, or differs from the stored one."""
 
 
 class StoreUnavailable(RelaxError):
-    """An object store does not answer, lets nobody in, or is full: nothing is wrong with the
-    object.
+    """An object store does not respond, denies access, or is full; the object itself may be
+    intact.
     """
 
     exit_code = 8
@@ -131,11 +133,11 @@ class WeightsError(RelaxError):
 
 
 class EngineFailed(RelaxError):
-    """An inference server can't be had any more, or does what nobody told it to."""
+    """An inference server is gone, or behaves in a way that was not requested."""
 
 
 class CheckFailed(RelaxError):
-    """A check ran to its end and found something."""
+    """A check completed and found a problem."""
 
     exit_code = 6
 
@@ -148,19 +150,20 @@ class Interrupted(RunFailed):
     """A signal asked `relax run` to end before its goal."""
 
     def __init__(self, text: str, *, signal_number: int) -> None:
-        """Say what was interrupted.
+        """Create the error.
 
         Args:
-            text: Names the run, and what resumes it.
-            signal_number: The signal; the exit code is the shell's for it.
+            text: Names the run and the command that resumes it.
+            signal_number: The signal; the exit code follows the shell's convention, 128 plus this
+                number.
         """
         super().__init__(text)
         self.exit_code = 128 + signal_number
 
 
 class RankLost(RunFailed):
-    """Another rank of the trainer died or hangs; what it died of stands in its own log."""
+    """Another rank of the trainer died or hangs; the cause is in that rank's log."""
 
 
 class StepNotFinite(RunFailed):
-    """A loss or a gradient is no finite number; the weights are those before the step."""
+    """A loss or gradient is not finite; the weights are those before the step."""

@@ -1,7 +1,7 @@
-"""Roles, engines, trainer backends, rewards, environments, algorithms and trackers are entry
-points: nothing here knows them all.
+"""Finds and loads plugins: roles, engines, trainer backends, rewards, environments, algorithms and
+trackers.
 
-Anyone can add one. One's own needs no package: `path/to/file.py:Name` names it as well.
+A plugin is an installed entry point, or `path/to/file.py:Name`, which needs no package.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMES = {CLASS: "class", FUNCTION: "function"}
 
 @dataclass(frozen=True, slots=True)
 class FilePlugin:
-    """A class, a function or an object of another kind in a Python file, not loaded yet."""
+    """A class, function or other object in a Python file that has not been loaded yet."""
 
     path: Path
     attribute: str
@@ -43,23 +43,23 @@ class FilePlugin:
     accepts: Any = CLASS
 
     def load(self) -> Any:
-        """Run the file and return what it defines under the name.
+        """Run the file and return the object of this name.
 
         Raises:
-            ConfigError: The file fails to load, or does not define it.
+            ConfigError: The file fails to load, or does not define the object.
         """
         module = load_file(self.path, what=self.what)
         found = getattr(module, self.attribute, None)
         if not isinstance(found, self.accepts):
             defined = ", ".join(self._defined(module)) or "none"
             raise ConfigError(
-                f"{self.what}: {self.path} has no {kind_of(self.accepts)} "
+                f"{self.what}: {self.path} has no {describe_kind(self.accepts)} "
                 f"{self.attribute!r}, only {defined}"
             )
         return found
 
     def _defined(self, module: ModuleType) -> list[str]:
-        """Name what the file itself defines of the kind, not what it imports."""
+        """List the names of this kind that the file itself defines, without its imports."""
         found = {
             name: value
             for name, value in vars(module).items()
@@ -72,38 +72,38 @@ class FilePlugin:
         ]
 
 
-def kind_of(accepts: Any) -> str:
-    """Return what people call a kind of plugin."""
+def describe_kind(accepts: Any) -> str:
+    """Return a readable name for a kind of plugin."""
     return NAMES.get(accepts) or str(accepts.__name__)
 
 
 def find_plugin(
     group: str, name: str, *, what: str, accepts: Any = CLASS
 ) -> EntryPoint | FilePlugin:
-    """Return an installed entry point, or the plugin of a file given as `path/to/file.py:Name`;
-    neither is loaded yet.
+    """Return an installed entry point, or the plugin of a file given as `path/to/file.py:Name`,
+    without loading it.
 
     Args:
-        group: One of the groups above.
-        name: Of the plugin.
-        what: How the error calls it, for example `engine.name = 'vroom'`.
-        accepts: What a file must hold under the name: a `CLASS`, a `FUNCTION`, or an object of this
-            class.
+        group: One of the entry-point groups above.
+        name: The plugin's name.
+        what: How error texts refer to the plugin, for example `engine.name = 'vroom'`.
+        accepts: What the file must define under the name: a `CLASS`, a `FUNCTION`, or an object of
+            this class.
     Raises:
-        ConfigError: None of that name is installed; the text lists those that are. Or there is no
-            such file.
+        ConfigError: No plugin of that name is installed (the text lists the installed ones), or the
+            file does not exist.
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py") and attribute:
         if not Path(path).is_file():
-            place = f"path/to/file.py:{'Class' if accepts is CLASS else kind_of(accepts)}"
+            place = f"path/to/file.py:{'Class' if accepts is CLASS else describe_kind(accepts)}"
             where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}"
             raise ConfigError(
                 f"{what}: file {path} does not exist{where}; give {place}, or the name of an "
                 "installed one"
             )
         return FilePlugin(Path(path), attribute, what, accepts)
-    offered = installed(group)
+    offered = list_installed(group)
     if name not in offered:
         close = difflib.get_close_matches(name, sorted(offered), n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
@@ -113,12 +113,12 @@ def find_plugin(
     return offered[name]
 
 
-def missing_import(plugin: EntryPoint | FilePlugin) -> str | None:
-    """Return the first package that a plugin's module imports and that is not installed; the module
-    is read and not run.
+def find_missing_import(plugin: EntryPoint | FilePlugin) -> str | None:
+    """Return the first package that a plugin's module imports and that is not installed. The module
+    is parsed, not run.
 
     Args:
-        plugin: As found. What it imports within functions is its own affair.
+        plugin: A plugin as found. Imports inside functions are not checked.
     """
     if isinstance(plugin, FilePlugin):
         path, beside = plugin.path, {file.stem for file in plugin.path.parent.glob("*.py")}
@@ -145,16 +145,16 @@ def missing_import(plugin: EntryPoint | FilePlugin) -> str | None:
 
 
 @cache
-def installed(group: str) -> dict[str, EntryPoint]:
-    """Return what is installed in a group, by name. Looked up once in a process: it reads a file of
-    every package that there is.
+def list_installed(group: str) -> dict[str, EntryPoint]:
+    """Return the installed entry points of a group, by name. Cached, because each look-up reads a
+    file of every installed package.
     """
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
-class AsWritten(SourceFileLoader):
-    """Runs what a file says now. Python's cache of bytecode takes one for unchanged that keeps its
-    size within a second.
+class UncachedLoader(SourceFileLoader):
+    """A source loader without the bytecode cache, which misses a change within one second that
+    keeps the file size.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -163,19 +163,19 @@ class AsWritten(SourceFileLoader):
 
 
 def load_file(path: Path, *, what: str) -> ModuleType:
-    """Run a user's Python file as a module of its own; the files beside it can be imported by it.
+    """Run a user's Python file as a module of its own; it can import the files in its folder.
 
     Args:
         path: The file.
-        what: How the error calls it, for example `reward file`.
+        what: How error texts refer to the file, for example `reward file`.
     Raises:
-        ConfigError: The file is missing, not Python, or fails to load; the text says where.
+        ConfigError: The file is missing, not Python, or fails to load; the text names the line.
     """
     name = f"relax_user_{path.stem}"
     sys.path.append(str(path.resolve().parent))
     if path.suffix != ".py":
         raise ConfigError(f"{what} {path} is not a Python file; its name must end in .py")
-    loader = AsWritten(name, str(path))
+    loader = UncachedLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, "a file that is given with its loader has a spec"
     module = importlib.util.module_from_spec(spec)
@@ -186,7 +186,7 @@ def load_file(path: Path, *, what: str) -> ModuleType:
         raise ConfigError(
             f"{what} {path} has a syntax error in line {error.lineno}: {error.msg}"
         ) from None
-    except Exception as error:  # The user's module may raise anything; this is the border to it.
+    except Exception as error:  # The user's module may raise any exception.
         raise ConfigError(
             f"{what} {path} failed to load: {type(error).__name__}: {error}"
         ) from error

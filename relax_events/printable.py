@@ -1,6 +1,4 @@
-"""Text of strangers for a terminal: control characters and those that turn the direction of writing
-are shown, not obeyed.
-"""
+"""Escapes control and text-direction characters in untrusted text before it reaches a terminal."""
 
 from __future__ import annotations
 
@@ -10,17 +8,17 @@ CONTROLS = [*range(0x20), 0x7F, *range(0x80, 0xA0)]
 DIRECTIONS = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 KEPT = frozenset({0x09, 0x0A})
 SHOWN = {number: f"\\u{number:04x}" for number in [*CONTROLS, *DIRECTIONS] if number not in KEPT}
-"""In the form that is right in JSON, too."""
+"""Replacement by code point, in a form that is also valid in JSON."""
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters as escapes; line ends and tabs stay."""
+    """Return the text with control characters escaped, except line ends and tabs."""
     return text.translate(SHOWN)
 
 
 class PrintableStream:
-    """A text stream to which everything is written as `printable`; what draws on a terminal itself
-    takes `terminal`.
+    """A text stream that writes everything through `printable`; code that controls the terminal
+    itself uses `terminal`.
     """
 
     def __init__(self, terminal: TextIO) -> None:
@@ -31,7 +29,7 @@ class PrintableStream:
         return self.terminal.write(printable(text))
 
     def writelines(self, lines: list[str]) -> None:
-        """Write several."""
+        """Write several texts."""
         for line in lines:
             self.write(line)
 

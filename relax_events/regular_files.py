@@ -1,5 +1,5 @@
-"""Opens files that others have put there: only regular ones. Reading a pipe that nobody writes to,
-or a device, would never end.
+"""Opens untrusted files only if they are regular files: reading a device, or a pipe without a
+writer, would never end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ WRONG_KIND = "it is no regular file"
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; links are followed.
+    """Open a regular file for reading; links are followed.
 
     Raises:
-        OSError: It is missing, unreadable, or no regular file.
+        OSError: The file is missing, unreadable, or not a regular file.
     """
     descriptor = os.open(
         path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -35,20 +35,27 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular_text(path: Path) -> str:
-    """Return the text of a file; raises as `open_regular`, and UnicodeDecodeError."""
+    """Return the text of a regular file.
+
+    Raises:
+        OSError: As `open_regular`.
+        UnicodeDecodeError: The file is not UTF-8 text.
+    """
     with open_regular(path) as file:
         return file.read().decode()
 
 
 def require_regular_files(folder: Path, *, key: str) -> None:
-    """Refuse a folder with something in it that is neither a file nor a folder, which libraries
-    would open without looking.
+    """Refuse a folder that contains anything but files and folders, because libraries would open it
+    unchecked.
 
     Args:
-        folder: For example of a model; one that is not there is left to whoever needs it.
-        key: Of the run file, for the error.
+        folder: For example a model folder. A missing folder is accepted here; the code that reads
+            it reports it.
+        key: The key of the run file, for the error text.
     Raises:
-        ConfigError: There is a pipe, a socket or a device, or a link to one; the text names it.
+        ConfigError: The folder contains a pipe, a socket or a device, or a link to one; the text
+            names it.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.exists() and not (path.is_file() or path.is_dir()):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 
 TIMEOUT_SECONDS = 60.0
 MEMBER = """
@@ -35,7 +35,7 @@ LOG_APART = "import sys, structlog\nstructlog.configure(logger_factory=structlog
 
 def fill(producer: RecordProducer, topic: str, values: list[bytes], *, partition: int = 0) -> None:
     """Write values, in order, to one partition."""
-    producer.write(OutRecord(topic, value, partition=partition) for value in values)
+    producer.write(ProducerRecord(topic, value, partition=partition) for value in values)
 
 
 def fetch_until(consumer: Any, done: Callable[[list[Record]], bool]) -> list[Record]:

@@ -166,7 +166,7 @@ def make_run_config(run_id: str, tmp_path: Path) -> RunConfigFactory:
             "model": {"path": str(tmp_path / "model")},
             "data": {"source": "jsonl:unused"},
             "broker": {"request_timeout_seconds": 10.0},
-            "workers": {"beat_seconds": 0.2},
+            "workers": {"heartbeat_seconds": 0.2},
         }
         for name, keys in copy.deepcopy(sections).items():
             tree[name] = tree.get(name, {}) | keys

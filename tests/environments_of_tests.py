@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from relax_events.environments.reply import Reply
-from relax_events.examples.audio import encoded as sound_of
+from relax_events.examples.audio import encode_wav as sound_of
 from relax_events.examples.videos import encoded as clip_of
 
 Replies = Reply | str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from relax_events.events.parts import (
     FinishReason,
     ObjectRef,
     Outcome,
+    SampleEvent,
+    SampleKey,
     TopicOffset,
     VersionSegment,
 )
@@ -26,23 +29,48 @@ from relax_events.events.types import (
 )
 from relax_events.staleness import IssuedGroup
 
+KEY_FIELDS = {field.name for field in dataclasses.fields(SampleKey)}
 
-def _trajectory(group_id: str, index: int, *, version: int, of: int) -> dict[str, Any]:
+
+def sample_key(
+    group_id: str = "000000-0000-0",
+    index: int = 0,
+    *,
+    version: int = 0,
+    of: int = 2,
+    generation: str = "",
+) -> SampleKey:
+    """Make a sample's identity."""
+    group = IssuedGroup.parse(group_id)
+    return SampleKey(
+        sample_id=f"{group_id}/{index}",
+        prompt_group_id=group_id,
+        sample_index=index,
+        samples_per_prompt=of,
+        train_step=group.place.train_step,
+        group_index=group.place.group_index,
+        attempt=group.attempt,
+        row=7,
+        policy_version=version,
+        min_policy_version=version,
+        max_policy_version=version,
+        generation_digest=generation,
+    )
+
+
+def changed(event: Any, **changes: Any) -> Any:
+    """Copy an event with some fields changed, those of its key among them."""
+    if isinstance(event, SampleEvent):
+        identity = {name: value for name, value in changes.items() if name in KEY_FIELDS}
+        changes = {name: value for name, value in changes.items() if name not in KEY_FIELDS}
+        changes = {"key": dataclasses.replace(event.key, **identity)} | changes
+    return dataclasses.replace(event, **changes)
+
+
+def _trajectory() -> dict[str, Any]:
     """Return the fields that rolled-out and ready samples share: four tokens, two of them
     generated."""
-    group = IssuedGroup.parse(group_id)
     return {
-        "sample_id": f"{group_id}/{index}",
-        "prompt_group_id": group_id,
-        "sample_index": index,
-        "samples_per_prompt": of,
-        "train_step": group.place.train_step,
-        "group_index": group.place.group_index,
-        "attempt": group.attempt,
-        "row": 7,
-        "policy_version": version,
-        "min_policy_version": version,
-        "max_policy_version": version,
         "tokens": np.array([5, 6, 7, 8], np.int32),
         "loss_mask": np.array([0, 0, 1, 1], np.uint8),
         "rollout_logprobs": np.array([0, 0, -0.5, -0.25], np.float32),
@@ -84,9 +112,11 @@ def rolled_out(
         "messages": [ChatMessage.of_text("user", "say hi")],
         "rolled_out_at": 1_700_000_000_000_000,
     }
-    return SampleRolledOut(
-        **_trajectory(group_id, index, version=version, of=of) | fields | changes
+    key = sample_key(group_id, index, version=version, of=of)
+    sample: SampleRolledOut = changed(
+        SampleRolledOut(key=key, **_trajectory() | fields), **changes
     )
+    return sample
 
 
 def scored(
@@ -99,10 +129,7 @@ def scored(
 ) -> SampleScored:
     """Make a sample's score."""
     return SampleScored(
-        sample_id=f"{group_id}/{index}",
-        prompt_group_id=group_id,
-        policy_version=version,
-        generation_digest=generation,
+        key=sample_key(group_id, index, version=version, generation=generation),
         reward=reward,
         reward_name="exact_match",
         scored_at=1,
@@ -119,10 +146,7 @@ def evaluated(
 ) -> SampleEvaluated:
     """Make a sample's log-probabilities by another model."""
     return SampleEvaluated(
-        sample_id=f"{group_id}/{index}",
-        prompt_group_id=group_id,
-        policy_version=version,
-        generation_digest=generation,
+        key=sample_key(group_id, index, version=version, generation=generation),
         evaluator=evaluator,
         evaluator_version=0,
         values=np.zeros(4, np.float32),
@@ -144,7 +168,9 @@ def ready(
         "reward": 1.0,
         "ready_at": 1,
     }
-    return SampleReady(**_trajectory(group_id, index, version=version, of=of) | fields | changes)
+    key = sample_key(group_id, index, version=version, of=of)
+    sample: SampleReady = changed(SampleReady(key=key, **_trajectory() | fields), **changes)
+    return sample
 
 
 def ended(

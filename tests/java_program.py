@@ -10,10 +10,10 @@ from pathlib import Path
 
 from relax_events.kafka.embedded.jars import (
     Jar,
-    cache_directory,
+    locate_cache,
     ensure_files,
     ensure_jars,
-    read_lock,
+    read_jar_lock,
 )
 from relax_events.kafka.embedded.java import find_java
 
@@ -34,13 +34,13 @@ class JavaProgram:
         Avro."""
         self._name, self._classes, self._java = name, classes, str(find_java().executable)
         rows = json.loads((FOLDER / "java.lock.json").read_text())
-        cache = cache_directory(read_lock())
+        cache = locate_cache(read_jar_lock())
         self._avro, compiler = ensure_files(
             [Jar(**row) for row in rows],
             cache.parent / "java",
             title="Apache Avro and a Java compiler",
         )
-        self._kafka = ensure_jars(read_lock(), cache)
+        self._kafka = ensure_jars(read_jar_lock(), cache)
         source = FOLDER / f"{name}.java"
         command = [
             self._java,

@@ -14,9 +14,9 @@ from engine_requests import tiny_model
 from sglang_servers import BOUNDS
 
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.http.guard import server_settings
-from relax_events.http.listener import open_listener, url_of
-from relax_events.serving.app import make_app
+from relax_events.http.guard import build_server_config
+from relax_events.http.listener import open_listener, build_url
+from relax_events.serving.app import build_app
 
 START_SECONDS = 60.0
 
@@ -39,7 +39,7 @@ def served(
         device="cpu",
         routing_replay="rollout" if records_experts else "none",
     )
-    app = make_app(
+    app = build_app(
         model,
         EngineConfig(**{"threads": 1} | BOUNDS | settings),
         model_name="tiny",
@@ -49,14 +49,14 @@ def served(
     )
     with open_listener("127.0.0.1", 0, remedies=("", ""), what="a test") as listener:
         listener.listen()
-        server = uvicorn.Server(server_settings(app, timeout_graceful_shutdown=1))
+        server = uvicorn.Server(build_server_config(app, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         deadline = time.monotonic() + START_SECONDS
         while not server.started and time.monotonic() < deadline:
             time.sleep(0.01)
         try:
-            yield url_of(listener)
+            yield build_url(listener)
         finally:
             server.should_exit = True
             thread.join()

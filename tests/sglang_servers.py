@@ -45,7 +45,7 @@ def started_server(
     process.start(path, name="session")
     try:
         await_ready(process)
-        process.note_shared_memory()
+        process.record_shared_memory()
         yield process.url
     finally:
         process.kill()

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from event_samples import committed, ended, issued, published, ready, rolled_out, scored
+from event_samples import changed, committed, ended, issued, published, ready, rolled_out, scored
 from small_settings import small_run
 
 from relax_events.events.parts import Outcome, TopicOffset, VersionSegment
 from relax_events.events.types import Event
 from relax_events.projections.ledger import Ledger
 from relax_events.staleness import IssuedGroup
-from relax_events.topics import TopicPlan, shard_of
+from relax_events.topics import TopicPlan, compute_shard
 
 MAX_STALENESS = 1
 GROUPS_PER_STEP = 2
@@ -27,12 +27,12 @@ SETTINGS: dict[str, Any] = {
         "id": "sound",
         "num_steps": 100,
         "max_staleness": MAX_STALENESS,
-        "groups_per_step": GROUPS_PER_STEP,
+        "prompts_per_step": GROUPS_PER_STEP,
         "samples_per_prompt": 2,
     },
     "model": {"path": "model"},
     "data": {"source": "jsonl:rows"},
-    "broker": {"shards": 2, "lease": "consumer_group", "queue_partitions": 2},
+    "broker": {"partitions_per_version": 2, "prompt_queue": "consumer_group", "queue_partitions": 2},
 }
 
 
@@ -44,7 +44,7 @@ class SoundRun:
     """
 
     def __init__(self, num_steps: int = 6, *, run_id: str = "sound") -> None:
-        self.plan = TopicPlan.of(small_run({**SETTINGS, "run": SETTINGS["run"] | {"id": run_id}}))
+        self.plan = TopicPlan.from_config(small_run({**SETTINGS, "run": SETTINGS["run"] | {"id": run_id}}))
         self.log: dict[tuple[str, int], list[Event]] = {}
         self._publish(0)
         for step in range(num_steps):
@@ -57,7 +57,7 @@ class SoundRun:
     def change(self, entity: str, index: int, partition: int = 0, **fields: Any) -> None:
         """Change fields of an event."""
         events = self.at(entity, partition)
-        events[index] = replace(events[index], **fields)
+        events[index] = changed(events[index], **fields)
 
     def find(self, entity: str, **fields: Any) -> tuple[int, int]:
         """Return partition and offset of the first event with these values."""
@@ -79,12 +79,12 @@ class SoundRun:
         """Return a ledger of these events."""
         books = Ledger(MAX_STALENESS, **settings)
         for at, event in self.items():
-            books.note(event, at)
+            books.apply(event, at)
         return books
 
     def issue(self, group_id: str, *, of: int = SAMPLES_PER_PROMPT) -> None:
         """Issue a prompt group."""
-        self.at("prompt.groups", shard_of(group_id, shards=self.plan.queue_partitions)).append(
+        self.at("prompt.groups", compute_shard(group_id, shards=self.plan.queue_partitions)).append(
             issued(group_id, of=of)
         )
 
@@ -317,7 +317,7 @@ def _consumed_back(run: SoundRun) -> None:
 
 
 def _leave_open(run: SoundRun) -> None:
-    """A seat more was issued for step 3, as after a change of run.groups_per_step."""
+    """A seat more was issued for step 3, as after a change of run.prompts_per_step."""
     run.issue("000003-0002-0")
 
 
@@ -344,7 +344,7 @@ def _guest_trained(run: SoundRun) -> None:
                     changes |= {"group_index": IssuedGroup.parse(guest).place.group_index}
                 if hasattr(event, "sample_id"):
                     changes |= {"sample_id": f"{guest}/{event.sample_id[-1]}"}
-                events[index] = replace(event, **changes)
+                events[index] = changed(event, **changes)
     step = _step(run, 3)
     names = [name.replace("000003-0000-0", guest) for name in step.sample_ids]
     _step_at(run, 3, prompt_group_ids=[guest, step.prompt_group_ids[1]], sample_ids=names)

@@ -36,7 +36,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("actor-forward", config, index=index, store=store) as worker:
         scorer = open_scorer(worker)
         versions = VersionedWeights(
-            worker, scorer, StoreTransport(store, full_every=config.weights.full_every)
+            worker, scorer, StoreTransport(store, full_snapshot_interval=config.weights.full_snapshot_interval)
         )
         evaluate = Evaluating(
             worker, scorer, evaluator="actor", topic="actor.logprobs", use_version=versions.use
@@ -45,7 +45,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             worker,
             evaluate,
             max_tokens=config.trainer.max_tokens_per_micro_batch,
-            listeners=(versions.note,),
+            listeners=(versions.apply,),
         ).run()
 
 
@@ -70,7 +70,7 @@ class VersionedWeights:
         """Since when (monotonic) a version counts as lost, and why."""
         self._held = -1
 
-    def note(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Remember where a version's tensors are; forget those that left the window."""
         if isinstance(event, PolicyVersionPublished):
             self._published[event.policy_version] = event

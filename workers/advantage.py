@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
+from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
 from relax_events.config import RunConfig
 from relax_events.deadline import Deadline
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample, RewardError
@@ -29,16 +29,16 @@ from relax_events.events.types import (
     SampleRolledOut,
     SampleScored,
 )
-from relax_events.kafka.consumer import GroupConsumer
-from relax_events.kafka.records import OutRecord, Record
-from relax_events.objects.roots import media_of
+from relax_events.kafka.consumer import SubscribedConsumer
+from relax_events.kafka.records import ProducerRecord, Record
+from relax_events.objects.roots import list_media
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.join import GroupJoin, JoinedGroup
 from relax_events.runtime.validation import check_sample, require_belonging
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup, is_guest
-from relax_events.topics.plan import EVALUATOR_TOPICS
+from relax_events.topics.plan import LOGPROB_TOPICS
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -76,15 +76,15 @@ class AdvantageLoop:
         entities = [
             "rollout.samples",
             *scores,
-            *(EVALUATOR_TOPICS[name] for name in sorted(evaluators)),
+            *(LOGPROB_TOPICS[name] for name in sorted(evaluators)),
         ]
         self._join = GroupJoin(evaluators=evaluators, needs_scores=self._has_rewards)
-        self._judge = Judge(
+        self._judge = AdvantageEstimator(
             worker.config.algorithm, max_new_tokens=worker.config.engine.sampling.max_new_tokens
         )
         self._committed: dict[tuple[str, int], int] = {}
         self._expiry_is_due = False
-        self._consumer = GroupConsumer(
+        self._consumer = SubscribedConsumer(
             worker.connection,
             consumer_group=worker.plan.consumer_group("advantage"),
             topics=[worker.plan.topic(entity) for entity in entities],
@@ -122,8 +122,8 @@ class AdvantageLoop:
             if is_late and record.topic != self._worker.plan.topic("rollout.samples"):
                 self._join.pass_over(record)
             elif (group := self._take(record)) is not None:
-                self._worker.traces.waited(group.prompt_group_id, "rollout.samples")
-                with self._worker.traces.each(
+                self._worker.traces.record_wait(group.prompt_group_id, "rollout.samples")
+                with self._worker.traces.trace_groups(
                     "advantage", [group.prompt_group_id], topic="rollout.samples"
                 ):
                     self._finish(group)
@@ -144,7 +144,7 @@ class AdvantageLoop:
         event = self._worker.decode(record)
         if event is not None:
             try:
-                require_belonging(self._worker.plan.entity(record.topic), event)
+                require_belonging(self._worker.plan.parse_entity(record.topic), event)
             except ForeignRecord as error:
                 self._worker.dead_letter(record, error)
                 self._join.pass_over(record)
@@ -203,7 +203,7 @@ class AdvantageLoop:
                 mean_reward=mean_reward,
             )
             return
-        counted = rewards[is_whole] if algorithm.truncated_samples == "leave_out" else rewards
+        counted = rewards[is_whole] if algorithm.truncated_samples == "drop" else rewards
         if algorithm.filter_uniform_rewards and np.ptp(counted) == 0:
             self._end(group, Outcome.FILTERED, "all rewards are equal", mean_reward=mean_reward)
             return
@@ -255,21 +255,10 @@ class AdvantageLoop:
 
     def _ready_record(
         self, group: JoinedGroup, sample: SampleRolledOut, *, advantages: NDArray[np.float32]
-    ) -> OutRecord:
+    ) -> ProducerRecord:
         taught = group.evaluations.get("teacher", {}).get(sample.sample_id)
         ready = SampleReady(
-            sample_id=sample.sample_id,
-            prompt_group_id=sample.prompt_group_id,
-            sample_index=sample.sample_index,
-            samples_per_prompt=sample.samples_per_prompt,
-            train_step=sample.train_step,
-            group_index=sample.group_index,
-            attempt=sample.attempt,
-            row=sample.row,
-            policy_version=sample.policy_version,
-            min_policy_version=sample.min_policy_version,
-            max_policy_version=sample.max_policy_version,
-            generation_digest=sample.generation_digest,
+            key=sample.key,
             tokens=sample.tokens,
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
             rollout_logprobs=sample.rollout_logprobs,
@@ -289,7 +278,7 @@ class AdvantageLoop:
             temperature=sample.temperature,
             num_prompt_tokens=sample.num_prompt_tokens,
             finish_reason=sample.finish_reason,
-            media=media_of(sample),
+            media=list_media(sample),
             routed_experts=sample.routed_experts,
         )
         return self._worker.sample_record(

@@ -19,25 +19,26 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.controller.api_server import ApiServer, is_served
 from relax_events.controller.autoscaler import Autoscaler
-from relax_events.controller.health import Limits, decide
+from relax_events.controller.health import HealthLimits, decide
 from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetrics
-from relax_events.controller.retention import RetentionKeeper, num_versions_needed
-from relax_events.controller.rollout_capacity import share_group_size
-from relax_events.controller.scaling_bounds import Bounds
-from relax_events.controller.scaling_service import Errand, ScaleDesk
+from relax_events.controller.retention import RetentionManager, num_versions_needed
+from relax_events.controller.rollout_capacity import read_share_group_size
+from relax_events.controller.scaling_bounds import ScalingBounds
+from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.deadline import Deadline
 from relax_events.errors import BrokerError
 from relax_events.events.parts import Command, now_micros
 from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded, RunDescribed
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.inventory import amiss
-from relax_events.kafka.protocol.queue_lag import queue_backlog
-from relax_events.kafka.security.acls import prefix_of
-from relax_events.launcher.parent_watch import VARIABLE
-from relax_events.objects.marker import claim, require_mark, told_mark
+from relax_events.kafka.inventory import count_unhealthy_partitions
+from relax_events.kafka.protocol.queue_lag import read_queue_lag
+from relax_events.kafka.security.acls import build_run_prefix
+from relax_events.launcher.parent_watch import SUPERVISOR_PID_VARIABLE
+from relax_events.objects.marker import claim_store, require_marker, find_logged_marker
 from relax_events.ops.run_purger import Purger
+from relax_events.projections.base import ProjectionGroup
 from relax_events.projections.health import HealthState
-from relax_events.projections.run_state import FOLLOWED, RunState
+from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.scaling import ScaleState
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.control_view import RECENT_VERSIONS, ControlFollower
@@ -70,7 +71,7 @@ def open_controller(config: RunConfig, *, index: int) -> Worker:
     """
     num_versions = max(RECENT_VERSIONS, num_versions_needed(config))
     return open_worker(
-        "controller", config, index=index, follow=FOLLOWED, num_versions=num_versions, linger_ms=0
+        "controller", config, index=index, follow=RUN_STATE_TOPICS, num_versions=num_versions, linger_ms=0
     )
 
 
@@ -90,21 +91,22 @@ class ControllerLoop:
                 worker.connection, request_timeout_seconds=PARTITIONS_TIMEOUT_SECONDS
             )
         )
-        self._inbox: queue.SimpleQueue[Event | Errand[Any] | None] = queue.SimpleQueue()
-        self._limits = Limits.of(self._config)
-        self._health = HealthState.of(self._config, own_id=worker.worker_id)
+        self._inbox: queue.SimpleQueue[Event | MainThreadTask[Any] | None] = queue.SimpleQueue()
+        self._limits = HealthLimits.from_config(self._config)
+        self._health = HealthState.from_config(self._config, own_id=worker.worker_id)
         worker.metrics.registry.register(HealthMetrics(self._health, self._config))
-        size = share_group_size(self._config, self._admin)
-        bounds = Bounds.of(
-            self._config, is_supervised=VARIABLE in os.environ, share_group_size=size
+        size = read_share_group_size(self._config, self._admin)
+        bounds = ScalingBounds.from_config(
+            self._config, is_supervised=SUPERVISOR_PID_VARIABLE in os.environ, share_group_size=size
         )
-        self._scaling = ScaleDesk(ScaleState(), bounds, self._give)
+        self._scaling = ScalingService(ScaleState(), bounds, self._give)
+        self._projections = ProjectionGroup(self._state, self._health, self._scaling.state)
         self._autoscaler = Autoscaler(self._config, self._state, self._scaling)
         worker.metrics.registry.register(ScaleMetrics(self._scaling.state, bounds))
         self._purger = Purger(
             self._config, worker.connection, open_store(self._config, waits=False), worker.codec
         )
-        self._retention = RetentionKeeper(self._purger, self._config)
+        self._retention = RetentionManager(self._purger, self._config)
         self._all_trained_at = 0.0
         self._leader: RunState | None = None
         self._leader_follower: ControlFollower | None = None
@@ -114,7 +116,7 @@ class ControllerLoop:
         worker = self._worker
         worker.drain.on_start(lambda: self._inbox.put(None))
         self._describe()
-        if self._config.is_replay and self._config.source.follow:
+        if self._config.is_replay and self._config.parent.follow:
             self._follow_leader()
         worker.follow(self._inbox.put, self._watch_ourselves)
         with ExitStack() as stack:
@@ -135,10 +137,10 @@ class ControllerLoop:
         self._judge()
         self._tend_workers()
         self._look_at_queue()
-        self._autoscaler.tend(now=now_micros(), num_unfinished=self._metrics.num_queued)
-        self._scaling.tend()
+        self._autoscaler.poll(now=now_micros(), num_unfinished=self._metrics.num_queued)
+        self._scaling.reconcile()
         self._look_at_partitions()
-        for entity, count in self._retention.tend().items():
+        for entity, count in self._retention.purge_if_due().items():
             self._worker.metrics.purged(entity, count)
         self._worker.tick(working=False)
 
@@ -163,11 +165,11 @@ class ControllerLoop:
         """
         store, history = open_store(self._config), self._worker.control.history
         descriptions = [event for event in history if isinstance(event, RunDescribed)]
-        told = told_mark(descriptions)
-        mark = claim(
+        told = find_logged_marker(descriptions)
+        mark = claim_store(
             store, run_id=self._config.run.id, cluster_id=self._worker.control.cluster_id, told=told
         )
-        require_mark(mark, told=told, store_uri=store.uri(""))
+        require_marker(mark, told=told, store_uri=store.uri(""))
         versions = [
             event.policy_version for event in history if isinstance(event, PolicyVersionPublished)
         ]
@@ -181,22 +183,22 @@ class ControllerLoop:
         """Watch the run whose steps our trainer follows: when it has ended, so shall we, once all
         is trained.
         """
-        source = SourceRun.read(self._worker.connection, self._config.source.run, own=self._config)
+        source = SourceRun.read(self._worker.connection, self._config.parent.run, own=self._config)
         self._leader = RunState()
         self._leader_follower = ControlFollower(
             self._worker.connection, source.plan, source.codec()
         )
-        self._leader_follower.start(self._leader.note)
+        self._leader_follower.start(self._leader.apply)
 
     def _take(self) -> None:
         try:
             item = self._inbox.get(timeout=IDLE_SECONDS)
             while True:
-                if isinstance(item, Errand):
+                if isinstance(item, MainThreadTask):
                     item.run()
                 elif item is not None:
                     self._note(item)
-                    self._retention.note(item)
+                    self._retention.apply(item)
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return
@@ -213,16 +215,16 @@ class ControllerLoop:
             and self._leader.ended is not None
             and state.policy_version >= self._leader.policy_version
         ):
-            done = f"all {state.num_steps} train steps of run {self._config.source.run} are trained"
+            done = f"all {state.num_steps} train steps of run {self._config.parent.run} are trained"
             self._stop(reason=f"{done}; it had ended: {self._leader.ended.reason}", succeeded=True)
-        elif state.failed_in_a_row >= run.max_failed_groups:
+        elif state.num_consecutive_failures >= run.max_failed_prompt_groups:
             failed = (
-                f"{state.failed_in_a_row} prompt groups failed in a row (run.max_failed_groups)"
+                f"{state.num_consecutive_failures} prompt groups failed in a row (run.max_failed_prompt_groups)"
             )
             self._stop(reason=f"{failed}; the last one: {state.last_failure}")
-        elif state.skipped_in_a_row >= self._config.trainer.max_steps_not_finite:
+        elif state.num_consecutive_skips >= self._config.trainer.max_steps_not_finite:
             what = (
-                f"{state.skipped_in_a_row} train steps in a row had a loss or gradient that is "
+                f"{state.num_consecutive_skips} train steps in a row had a loss or gradient that is "
                 "not finite (trainer.max_steps_not_finite)"
             )
             last = (
@@ -258,9 +260,7 @@ class ControllerLoop:
         return True
 
     def _note(self, event: Event) -> None:
-        self._state.note(event)
-        self._health.note(event, at=now_micros())
-        self._scaling.state.note(event)
+        self._projections.apply(event)
 
     def _tend_workers(self) -> None:
         """Do about workers that are not well what is to be done now; with the last step trained the
@@ -285,14 +285,14 @@ class ControllerLoop:
         nothing is told.
         """
         if (
-            self._config.broker.lease != "share_group"
+            self._config.broker.prompt_queue != "share_group"
             or self._config.is_replay
             or time.monotonic() < self._look_at_queue_after
         ):
             return
         self._look_at_queue_after = time.monotonic() + QUEUE_SECONDS
         try:
-            self._metrics.num_queued = queue_backlog(
+            self._metrics.num_queued = read_queue_lag(
                 self._worker.connection, self._worker.plan.consumer_group("rollout")
             )
         except BrokerError as error:
@@ -308,7 +308,7 @@ class ControllerLoop:
             return
         self._look_at_partitions_after = time.monotonic() + PARTITIONS_SECONDS
         try:
-            self._metrics.partitions = amiss(self._admin.partitions(prefix_of(self._config.run.id)))
+            self._metrics.partitions = count_unhealthy_partitions(self._admin.partitions(build_run_prefix(self._config.run.id)))
         except BrokerError as error:
             log.info("partitions.unknown", error=str(error))
             self._metrics.partitions = {}

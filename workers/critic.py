@@ -17,26 +17,26 @@ from relax_events.config import RunConfig
 from relax_events.roles.logprob_processor import Evaluating
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.processors import MapRole
-from relax_events.training.backend.factory import backend_of
-from relax_events.training.critic_learning import CriticLearning
+from relax_events.training.backend.factory import find_backend
+from relax_events.training.critic_learning import CriticLearner
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
     with open_worker("critic", config, index=index, store=store) as worker:
-        critic = backend_of(config).open_critic(config)
-        with CriticLearning(worker, critic, store) as learning:
+        critic = find_backend(config).open_critic(config)
+        with CriticLearner(worker, critic, store) as learning:
             evaluate = Evaluating(
                 worker,
                 critic,
                 evaluator="critic",
                 topic="critic.values",
-                use_version=learning.before,
+                use_version=learning.learn_up_to,
             )
             MapRole(
                 worker,
                 evaluate,
                 max_tokens=config.trainer.max_tokens_per_micro_batch,
-                between=learning.turn,
+                between=learning.step_if_ready,
             ).run()

@@ -23,7 +23,7 @@ import structlog
 from relax_events.config import EvaluationDatasetConfig, RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptSource
-from relax_events.data.sources import evaluated_parts, open_source
+from relax_events.data.sources import named_evaluation_datasets, open_source
 from relax_events.engines.protocol import Engine
 from relax_events.errors import WeightsError
 from relax_events.events.types import Event, PolicyEvaluated, PolicyVersionPublished
@@ -48,7 +48,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     store = open_store(config)
     sources = {
         part.name: open_source(part, seed=config.run.seed, section=section)
-        for section, part in evaluated_parts(config)
+        for section, part in named_evaluation_datasets(config)
     }
     with ExitStack() as stack:
         rewards = {
@@ -56,7 +56,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             for part in config.evaluation.datasets
         }
         num_versions = max(
-            RECENT_VERSIONS, config.run.retain_versions + config.weights.full_every
+            RECENT_VERSIONS, config.run.retain_versions + config.weights.full_snapshot_interval
         )  # weights of older ones are gone
         follow = ("control.evaluations",)
         opened = open_worker(
@@ -75,7 +75,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         EvaluatorLoop(
             worker,
             engine,
-            StoreTransport(store, full_every=config.weights.full_every),
+            StoreTransport(store, full_snapshot_interval=config.weights.full_snapshot_interval),
             sources=sources,
             rewards=rewards,
         ).run()

@@ -3,7 +3,7 @@
 Consumes rollout.samples, produces SampleScored on reward.scores: for the samples whose reward
 function is `genrm`, in place of the reward role. A worker writes many judgements side by side, on
 an engine of its own; whichever is done first is on the log first. A judgement without a score fails
-its sample, with its text, or is a 0 (`judge.unreadable`); a sample that the judge can't be asked
+its sample, with its text, or is a 0 (`judge.on_parse_error`); a sample that the judge can't be asked
 about has failed.
 """
 
@@ -21,15 +21,15 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.config.judge import JUDGED
-from relax_events.data.rendering import judge_renderer
+from relax_events.data.rendering import load_judge_renderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import ConfigError, PoisonSample, RewardError
 from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.events.types import SampleRolledOut
-from relax_events.kafka.records import OutRecord
-from relax_events.rewards.run_judge import JudgedReward, load_judged
-from relax_events.rewards.scores import Score, as_score
-from relax_events.rewards.scoring import as_scored, reward_item, source_of
+from relax_events.kafka.records import ProducerRecord
+from relax_events.rewards.run_judge import JudgeReward, load_judge_rewards
+from relax_events.rewards.scores import Score, parse_score
+from relax_events.rewards.scoring import build_sample_scored, build_reward_item, read_source
 from relax_events.roles.engine_monitor import EngineWatch
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.concurrent_processor import Done, FlowMapRole, Key
@@ -44,7 +44,7 @@ log = structlog.get_logger()
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("judge", config, index=index) as worker:
-        judged = load_judged(config)
+        judged = load_judge_rewards(config)
         engine = open_judge(config, metrics=worker.metrics.routing)
         try:
             FlowMapRole(worker, Judging(worker, engine, judged)).run()
@@ -75,7 +75,7 @@ class Asked:
 
     key: Key
     sample: SampleRolledOut
-    reward: JudgedReward
+    reward: JudgeReward
     since: float
 
 
@@ -83,7 +83,7 @@ class Judging:
     """Has the engine write judgements, and reads scores from them; see `flow_map_role.Flow`."""
 
     def __init__(
-        self, worker: Worker, engine: Engine, judged: dict[str | None, JudgedReward]
+        self, worker: Worker, engine: Engine, judged: dict[str | None, JudgeReward]
     ) -> None:
         """Take an engine in which nothing runs.
 
@@ -99,7 +99,7 @@ class Judging:
             worker.config.judge,
         )
         self._watch = EngineWatch(worker, engine, config=worker.config.judge.engine)
-        self._renderer = judge_renderer(worker.config.judge, worker.config.data)
+        self._renderer = load_judge_renderer(worker.config.judge, worker.config.data)
         self._numbers = count()
         self._asked: dict[str, Asked] = {}
         self._done: list[Done] = []
@@ -116,7 +116,7 @@ class Judging:
 
     def begin(self, key: Key, sample: SampleRolledOut) -> None:
         """Ask about a sample."""
-        reward = self._judged.get(source_of(sample, self._worker.config.reward))
+        reward = self._judged.get(read_source(sample, self._worker.config.reward))
         if reward is None:
             self._done.append((key, ()))
             return
@@ -157,9 +157,9 @@ class Judging:
         self._engine.abort(dropped)
 
     def _request(self, name: str, asked: Asked) -> GenerationRequest:
-        item = reward_item(asked.sample)
+        item = build_reward_item(asked.sample)
         metadata = _metadata(item.metadata)
-        question = asked.reward.grading.question(
+        question = asked.reward.grading.build_prompt(
             item.completion, answer=item.answer, metadata=metadata, prompt=item.prompt
         )
         named = (
@@ -181,13 +181,13 @@ class Judging:
             stop_token_ids=self._renderer.stop_token_ids,
         )
 
-    def _judgement(self, asked: Asked, written: GeneratedSample) -> OutRecord:
-        self._worker.metrics.tokens(written.num_chosen)
+    def _judgement(self, asked: Asked, written: GeneratedSample) -> ProducerRecord:
+        self._worker.metrics.tokens(written.num_sampled_tokens)
         if written.finish_reason is FinishReason.ERROR:
             return self._record(asked, RewardError(f"the judge's engine failed: {written.error}"))
         text = self._renderer.completion_text(written.tokens)
         try:
-            score = as_score(
+            score = parse_score(
                 asked.reward.grading.score(text),
                 weights=asked.reward.weights,
                 seconds=time.monotonic() - asked.since,
@@ -198,12 +198,12 @@ class Judging:
 
     def _unreadable(
         self, asked: Asked, written: GeneratedSample, text: str, error: RewardError
-    ) -> OutRecord:
+    ) -> ProducerRecord:
         """Answer for a judgement without a score: with a failure, or a 0 where the run wants
         that.
         """
         cut = (
-            f"; it was cut off after {written.num_chosen} tokens, see "
+            f"; it was cut off after {written.num_sampled_tokens} tokens, see "
             "judge.engine.sampling.max_new_tokens"
         )
         failure = RewardError(
@@ -211,7 +211,7 @@ class Judging:
         )
         zero = Score(0.0, {}, time.monotonic() - asked.since)
         return self._record(
-            asked, zero if self._judge.unreadable == "zero" else failure, text, outcome="unreadable"
+            asked, zero if self._judge.on_parse_error == "zero" else failure, text, outcome="unreadable"
         )
 
     def _record(
@@ -221,12 +221,12 @@ class Judging:
         judgement: str = "",
         *,
         outcome: str = "failed",
-    ) -> OutRecord:
+    ) -> ProducerRecord:
         self._worker.metrics.scored(outcome)
         sample = asked.sample
         if isinstance(result, RewardError):
             log.warning("sample.unscored", sample_id=sample.sample_id, error=str(result))
-        scored = as_scored(
+        scored = build_sample_scored(
             sample,
             result,
             reward_name=JUDGED,

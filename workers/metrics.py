@@ -16,14 +16,14 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerError
 from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, TrainStepCommitted
-from relax_events.notifications.builder import NoticeDesk
-from relax_events.notifications.notifier import open_tellers
+from relax_events.notifications.builder import NotificationBuilder
+from relax_events.notifications.notifier import open_notifiers
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
-from relax_events.telemetry.delivery import Feed
-from relax_events.telemetry.metrics_file import FiguresFile
-from relax_events.telemetry.trackers import Figures, open_feeds
+from relax_events.telemetry.delivery import DeliveryQueue
+from relax_events.telemetry.metrics_file import MetricsFile
+from relax_events.telemetry.trackers import StepMetrics, open_tracker_queues
 from relax_events.topics.plan import METRICS
 
 log = structlog.get_logger()
@@ -52,9 +52,9 @@ class MetricsLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._inbox: queue.SimpleQueue[tuple[Event | None, dict[str, int]]] = queue.SimpleQueue()
-        self._trackers = open_feeds(worker.config, failed=worker.metrics.tracker_failed)
-        self._tellers = open_tellers(worker.config, failed=worker.metrics.notice_failed)
-        self._desk = NoticeDesk(worker.config.run.id, first_version=worker.config.first_version)
+        self._trackers = open_tracker_queues(worker.config, failed=worker.metrics.tracker_failed)
+        self._tellers = open_notifiers(worker.config, failed=worker.metrics.notice_failed)
+        self._desk = NotificationBuilder(worker.config.run.id, first_version=worker.config.first_version)
         self._starting_thread = threading.current_thread()
         self._saved_at = time.monotonic()
 
@@ -64,7 +64,7 @@ class MetricsLoop:
         """
         worker = self._worker
         worker.drain.on_start(lambda: self._inbox.put((None, {})))
-        with FiguresFile(worker.config.run_directory / "metrics.jsonl") as file:
+        with MetricsFile(worker.config.run_directory / "metrics.jsonl") as file:
             begins = dict.fromkeys(FOLLOWED, 0) | file.positions
             worker.follow(lambda event: self._hear(event, file), begins=begins)
             while True:
@@ -80,7 +80,7 @@ class MetricsLoop:
             self._finish(file)
         self._close_feeds()
 
-    def _finish(self, file: FiguresFile) -> None:
+    def _finish(self, file: MetricsFile) -> None:
         """Take what was committed before the end of the run: the command that ends this worker may
         be read before it.
         """
@@ -92,7 +92,7 @@ class MetricsLoop:
         except BrokerError as error:
             log.warning("metrics.rest_unread", error=str(error))
 
-    def _hear(self, event: Event, file: FiguresFile) -> None:
+    def _hear(self, event: Event, file: MetricsFile) -> None:
         """Take what lay on the log at our start as it is read, so that no more of it is held; what
         comes later waits for the loop.
         """
@@ -105,7 +105,7 @@ class MetricsLoop:
     def _positions(self) -> dict[str, int]:
         return {entity: self._worker.control.position(entity) for entity in FOLLOWED}
 
-    def _take(self, event: Event | None, file: FiguresFile) -> None:
+    def _take(self, event: Event | None, file: MetricsFile) -> None:
         started = time.monotonic()
         self._tell(event)
         if (line := self._line(event)) is not None:
@@ -113,7 +113,7 @@ class MetricsLoop:
             file.write(line)
             self._worker.finished(1, started)
 
-    def _save(self, positions: dict[str, int], file: FiguresFile) -> None:
+    def _save(self, positions: dict[str, int], file: MetricsFile) -> None:
         """Save where we stand once trackers and services have what came before it; for what they do
         not take, not for ever.
         """
@@ -128,7 +128,7 @@ class MetricsLoop:
             self._saved_at = time.monotonic()
 
     def _tell(self, event: Event | None) -> None:
-        if event is not None and (notice := self._desk.note(event)) is not None:
+        if event is not None and (notice := self._desk.apply(event)) is not None:
             for teller in self._tellers:
                 teller.put(notice)
 
@@ -138,7 +138,7 @@ class MetricsLoop:
         return any(feed.is_running for feed in self._feeds)
 
     @property
-    def _feeds(self) -> list[Feed[Any]]:
+    def _feeds(self) -> list[DeliveryQueue[Any]]:
         return [*self._trackers, *self._tellers]
 
     def _close_feeds(self) -> None:
@@ -159,7 +159,7 @@ class MetricsLoop:
 
     def _track(self, series: str, step: int, at: int, values: Mapping[str, float]) -> None:
         for feed in self._trackers:
-            feed.put(Figures(series, step, at, values))
+            feed.put(StepMetrics(series, step, at, values))
 
     def _line(self, event: Event | None) -> dict[str, Any] | None:
         if isinstance(event, TrainStepCommitted):

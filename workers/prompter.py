@@ -25,12 +25,12 @@ import numpy as np
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.data.prompt_filter import Judge, judges_length, judges_of, needs_history
-from relax_events.data.prompt_sampler import Choice, PromptChooser
+from relax_events.data.prompt_filter import PromptFilter, needs_token_counts, build_filters, needs_history
+from relax_events.data.prompt_sampler import SelectedRow, PromptSampler
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.row_media import MessagesOf, plain_messages, stored_messages
+from relax_events.data.row_media import MessageReader, plain_messages, build_storing_reader
 from relax_events.data.sources import open_stream
-from relax_events.data.stream import DataPlace, PromptStream
+from relax_events.data.stream import DatasetRow, PromptStream
 from relax_events.errors import CorruptRecord, MediaError, PoisonSample, SchemaError
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import (
@@ -43,7 +43,7 @@ from relax_events.events.types import (
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.media.library import MediaLibrary
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
@@ -57,8 +57,8 @@ from relax_events.staleness import (
     is_guest,
     reissue_of,
 )
-from relax_events.telemetry.traces import Work
-from relax_events.topics import shard_of
+from relax_events.telemetry.traces import TracedWork
+from relax_events.topics import compute_shard
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -76,15 +76,15 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     store = open_store(config)
     renderer = (
         PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
-        if judges_length(config.data)
+        if needs_token_counts(config.data)
         else None
     )
-    messages_of = stored_messages(MediaLibrary(config, store=store))
-    judges = judges_of(config.data, renderer=renderer, messages_of=messages_of)
+    read_messages = build_storing_reader(MediaLibrary(config, store=store))
+    judges = build_filters(config.data, renderer=renderer, read_messages=read_messages)
     with open_worker(
         "prompter", config, index=index, store=store, follow=(ENDS,), linger_ms=0
     ) as worker:
-        PrompterLoop(worker, stream, judges, messages_of=messages_of).run()
+        PrompterLoop(worker, stream, judges, read_messages=read_messages).run()
 
 
 class PrompterLoop:
@@ -96,12 +96,12 @@ class PrompterLoop:
         self,
         worker: Worker,
         stream: PromptStream,
-        judges: Sequence[Judge] = (),
+        judges: Sequence[PromptFilter] = (),
         *,
-        messages_of: MessagesOf = plain_messages,
+        read_messages: MessageReader = plain_messages,
     ) -> None:
         self._worker, self._stream, self._config = worker, stream, worker.config
-        self._messages_of = messages_of
+        self._messages_of = read_messages
         self._inbox: queue.SimpleQueue[tuple[Event | None, int]] = queue.SimpleQueue()
         self._in_flight: dict[str, IssuedGroup] = {}
         self._seats: set[Place] = set()
@@ -109,11 +109,11 @@ class PrompterLoop:
         self._ends_position = 0
         self._needs_history = needs_history(self._config.data)
         self._trained: Counter[int] = Counter()
-        self._chooser = PromptChooser(
+        self._chooser = PromptSampler(
             stream,
             judges,
-            block_rows=self._config.data.hook_block_rows if self._config.data.hook else 1,
-            first_row=self._config.source.from_row,
+            block_rows=self._config.data.filter_window_rows if self._config.data.prompt_filter else 1,
+            first_row=self._config.parent.from_row,
             beat=self._beat,
         )
         # A record batch for each prompt group, so that a share consumer can lease one at a time.
@@ -156,7 +156,7 @@ class PrompterLoop:
             {}
             if summary is None
             else {
-                (plan.topic(plan.entity(at.topic)), at.partition): at.offset
+                (plan.topic(plan.parse_entity(at.topic)), at.partition): at.offset
                 for at in summary.positions
             }
         )
@@ -179,7 +179,7 @@ class PrompterLoop:
                 self._seats.add(Place(event.train_step, event.group_index))
         for partition, row in first_rows.items():
             if ends[queue[partition]][0] > begins.get(queue[partition], 0):
-                self._chooser.begin_at_block_of(row)
+                self._chooser.skip_to_block_of(row)
         reader.close()
         if self._in_flight or summary is not None:
             log.info(
@@ -189,7 +189,7 @@ class PrompterLoop:
             )
 
     def _read_summary(self, reader: LogReader) -> PromptsSummed | None:
-        for records in reader.backwards((self._worker.plan.topic(SUMMARIES), 0), num_offsets=1):
+        for records in reader.read_backwards((self._worker.plan.topic(SUMMARIES), 0), num_offsets=1):
             for record in reversed(records):
                 with suppress(CorruptRecord, SchemaError):
                     event = self._worker.codec.decode(record.value)
@@ -199,7 +199,7 @@ class PrompterLoop:
 
     def _begin_at(self, summary: PromptsSummed) -> None:
         self._next_step = self._summed_step = summary.next_step
-        self._chooser.begin_at(summary.next_row, summary.later_rows)
+        self._chooser.resume_at(summary.next_row, summary.later_rows)
         self._in_flight = {
             name: replace(IssuedGroup.parse(name), row=row)
             for name, row in summary.in_flight.items()
@@ -210,7 +210,7 @@ class PrompterLoop:
             np.asarray(summary.earned_rewards).tolist(),
             strict=True,
         ):
-            self._chooser.history.note(DataPlace(dataset, index), reward)
+            self._chooser.history.add(DatasetRow(dataset, index), reward)
 
     def _sum_up(self) -> None:
         """Write down from time to time how things stand, so that a start costs the same however
@@ -265,7 +265,7 @@ class PrompterLoop:
         self._in_flight[group.prompt_group_id] = group
         self._seats.add(group.place)
         for row in (group.row, *passed_over):
-            self._chooser.mark(row)
+            self._chooser.mark_used(row)
 
     def _take(self, event: Event | None, ends_position: int) -> None:
         self._ends_position = max(self._ends_position, ends_position)
@@ -282,7 +282,7 @@ class PrompterLoop:
             and event.mean_reward is not None
             and event.outcome in (Outcome.TRAINED, Outcome.FILTERED)
         ):
-            self._chooser.note_reward(ended.row, event.mean_reward)
+            self._chooser.add_reward(ended.row, event.mean_reward)
         if event.outcome is Outcome.TRAINED:
             self._note_trained(event.trainer_version)
         elif ended is not None:
@@ -292,7 +292,7 @@ class PrompterLoop:
         if not self._needs_history:
             return
         self._trained[train_step] += 1
-        if self._trained[train_step] == self._config.run.groups_per_step:
+        if self._trained[train_step] == self._config.run.prompts_per_step:
             del self._trained[train_step]
             self._admit(train_step + 1)
 
@@ -303,8 +303,8 @@ class PrompterLoop:
             published_version, max_staleness=run.max_staleness, num_steps=run.num_steps
         )
         new_steps = range(self._next_step, steps.stop)
-        places = due_places(self._seats, steps=new_steps, groups_per_step=run.groups_per_step)
-        choices = self._chooser.take(len(places), train_step=max(steps.stop - 1, 0))
+        places = due_places(self._seats, steps=new_steps, prompts_per_step=run.prompts_per_step)
+        choices = self._chooser.next_rows(len(places), train_step=max(steps.stop - 1, 0))
         self._issue(
             [
                 (IssuedGroup(place, 0, choice.row), choice)
@@ -320,9 +320,9 @@ class PrompterLoop:
             return
         is_same = outcome is Outcome.EXPIRED and self._is_at_hand(ended.row)
         choice = (
-            Choice(ended.row)
+            SelectedRow(ended.row)
             if is_same
-            else self._chooser.take(1, train_step=ended.place.train_step)[0]
+            else self._chooser.next_rows(1, train_step=ended.place.train_step)[0]
         )
         self._issue([(replace(successor, row=choice.row), choice)])
 
@@ -335,7 +335,7 @@ class PrompterLoop:
             return False
         return True
 
-    def _issue(self, groups: list[tuple[IssuedGroup, Choice]]) -> None:
+    def _issue(self, groups: list[tuple[IssuedGroup, SelectedRow]]) -> None:
         if not groups:
             return
         started = time.monotonic()
@@ -346,11 +346,11 @@ class PrompterLoop:
             work.end()
         failpoint("prompter.after_issue")
         for group, choice in groups:
-            self._remember(group, choice.passed_over)
+            self._remember(group, choice.skipped)
         self._worker.finished(len(groups), started)
         first, last = groups[0][0].prompt_group_id, groups[-1][0].prompt_group_id
         passed_over = Counter(
-            reason for _, choice in groups for reason in choice.passed_over.values()
+            reason for _, choice in groups for reason in choice.skipped.values()
         )
         log.info(
             "prompt_groups.issued",
@@ -360,9 +360,9 @@ class PrompterLoop:
             passed_over=dict(passed_over),
         )
 
-    def _begin_trace(self, group: IssuedGroup) -> Work:
+    def _begin_trace(self, group: IssuedGroup) -> TracedWork:
         former = replace(group, attempt=group.attempt - 1).prompt_group_id if group.attempt else ""
-        return self._worker.traces.issue(
+        return self._worker.traces.begin_group(
             group.prompt_group_id,
             topic="prompt.groups",
             instead_of=former,
@@ -371,7 +371,7 @@ class PrompterLoop:
             row=group.row,
         )
 
-    def _record(self, group: IssuedGroup, choice: Choice) -> OutRecord:
+    def _record(self, group: IssuedGroup, choice: SelectedRow) -> ProducerRecord:
         self._worker.beats.advance()  # reading a row's media may take long
         run, row = self._config.run, self._stream[group.row]
         required = max(group.place.train_step - run.max_staleness, 0)
@@ -392,10 +392,10 @@ class PrompterLoop:
             metadata=row.metadata,
             tools=row.tools,
             completions=row.completions,
-            passed_over={str(number): reason for number, reason in choice.passed_over.items()},
+            passed_over={str(number): reason for number, reason in choice.skipped.items()},
             seed=seed_of(run.seed, group),
         )
-        partition = shard_of(group.prompt_group_id, shards=self._worker.plan.queue_partitions)
+        partition = compute_shard(group.prompt_group_id, shards=self._worker.plan.queue_partitions)
         return self._worker.outbound(
             "prompt.groups", issued, key=group.prompt_group_id, partition=partition
         )
@@ -403,4 +403,4 @@ class PrompterLoop:
 
 def seed_of(run_seed: int, group: IssuedGroup) -> int:
     """Derive a prompt group's seed from the run's."""
-    return (run_seed * 1_000_003 + shard_of(group.prompt_group_id, shards=2**31)) % 2**53
+    return (run_seed * 1_000_003 + compute_shard(group.prompt_group_id, shards=2**31)) % 2**53

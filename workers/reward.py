@@ -15,10 +15,10 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, RewardError
 from relax_events.events.types import SampleRolledOut, SampleScored
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.rewards.pool import RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.rewards.scoring import as_scored, reward_item, source_of
+from relax_events.rewards.scoring import build_sample_scored, build_reward_item, read_source
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.processors import GroupMapRole, MapRole
 from relax_events.runtime.worker import Worker
@@ -50,7 +50,7 @@ class Scoring:
     def __init__(self, worker: Worker, pool: RewardPool) -> None:
         self._worker, self._pool = worker, pool
 
-    def __call__(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+    def __call__(self, samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
         """Score the samples that are ours, in order."""
         ours = [sample for sample in samples if self._is_ours(sample)]
         return [
@@ -62,19 +62,19 @@ class Scoring:
         config = self._worker.config
         return (
             not config.judged_sources
-            or source_of(sample, config.reward) not in config.judged_sources
+            or read_source(sample, config.reward) not in config.judged_sources
         )
 
     def _scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScored]:
-        items = [reward_item(sample) for sample in samples]
-        with self._worker.activity("score samples", deadline_seconds=self._pool.answer_seconds):
+        items = [build_reward_item(sample) for sample in samples]
+        with self._worker.activity("score samples", deadline_seconds=self._pool.max_response_seconds):
             results = self._pool.score_batch(items, on_answer=self._worker.beats.advance)
         return [
             self._scored(sample, result) for sample, result in zip(samples, results, strict=True)
         ]
 
     def _scored(self, sample: SampleRolledOut, result: Score | RewardError) -> SampleScored:
-        scored = as_scored(
+        scored = build_sample_scored(
             sample, result, reward_name=self._pool.name, reward_digest=self._pool.digest
         )
         self._worker.metrics.scored("scored" if scored.error is None else "failed")
@@ -82,7 +82,7 @@ class Scoring:
             log.warning("sample.unscored", sample_id=sample.sample_id, error=scored.error)
         return scored
 
-    def _record(self, sample: SampleRolledOut, scored: SampleScored) -> OutRecord:
+    def _record(self, sample: SampleRolledOut, scored: SampleScored) -> ProducerRecord:
         return self._worker.sample_record(
             "reward.scores",
             scored,

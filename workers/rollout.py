@@ -23,20 +23,20 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.sft_targets import sample_answers
-from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest, Task
+from relax_events.data.sft_targets import tokenize_group_targets
+from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest, EnvironmentContext
 from relax_events.engines.replicas.router import Router
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.generations import with_generation_digest
 from relax_events.events.parts import Outcome, VersionSegment
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued
-from relax_events.kafka.group_leases import GroupLeases
-from relax_events.kafka.leases import USUAL_DELIVERY_LIMIT, Lease, LeaseSource, delivery_limit
-from relax_events.kafka.records import OutRecord, Record
-from relax_events.kafka.share_leases import ShareLeases
+from relax_events.kafka.group_leases import ConsumerGroupLeases
+from relax_events.kafka.leases import DEFAULT_DELIVERY_LIMIT, Lease, LeaseSource, read_delivery_limit
+from relax_events.kafka.records import ProducerRecord, Record
+from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.media.library import MediaLibrary
-from relax_events.objects.roots import media_in
-from relax_events.objects.version_objects import folder_of
+from relax_events.objects.roots import list_message_media
+from relax_events.objects.version_objects import build_version_folder
 from relax_events.plugins import ENGINES, find_plugin
 from relax_events.roles.engine_monitor import EngineWatch
 from relax_events.roles.handover import Partials
@@ -50,8 +50,8 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.validation import check_issued
 from relax_events.runtime.worker import Worker
 from relax_events.telemetry.component_metrics import RoutingMetrics
-from relax_events.telemetry.traces import Work
-from relax_events.weights.factory import open_receiving
+from relax_events.telemetry.traces import TracedWork
+from relax_events.weights.factory import open_weights_reader
 from relax_events.weights.transport import WeightsTransport
 
 log = structlog.get_logger()
@@ -62,7 +62,7 @@ FINISHING_RATIO = 0.75
 MAX_DELIVERIES = 8
 # where the limit is reached the broker drops a record and tells nobody, so we give it up before
 DELIVERY_MARGIN = 2
-REMEMBERED_GROUPS = (
+MAX_REMEMBERED_GROUPS = (
     1024  # a settlement that the broker missed brings its prompt group back within this many
 )
 NUM_ENDED_TOLD = 64
@@ -80,7 +80,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             newest_version=lambda: versions.policy_version,
         )
         try:
-            with closing(open_receiving(worker, store)) as transport:
+            with closing(open_weights_reader(worker, store)) as transport:
                 RolloutLoop(
                     worker, engine, transport, library=MediaLibrary(config, store=store)
                 ).run()
@@ -98,7 +98,7 @@ def open_engine(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> Eng
     plugin = find_plugin(ENGINES, name, what=f"engine.name = {name!r}")
     engine: Engine = plugin.load()(config.model.path, config=config.engine, model=config.model)
     if isinstance(engine, Router):
-        engine.report_to(metrics)
+        engine.set_metrics(metrics)
     return engine
 
 
@@ -123,19 +123,19 @@ def open_speaker(
     if not config.environment.function:
         return open_engine(config, name=name, metrics=metrics)
     from relax_events.environments.episodes import (
-        Episodes,  # which loads torch, as an engine of this machine does
+        MultiTurnEngine,  # which loads torch, as an engine of this machine does
     )
     from relax_events.environments.pool import EnvironmentPool
 
     with ExitStack() as on_failure:
-        folder = (lambda: folder_of(max(newest_version(), 0))) if newest_version else lambda: ""
+        folder = (lambda: build_version_folder(max(newest_version(), 0))) if newest_version else lambda: ""
         pool = EnvironmentPool(config, libraries=lambda: MediaLibrary(config, folder=folder))
         on_failure.callback(pool.close)
         renderer = PromptRenderer.from_folder(
             config.model.path, config.data, media=config.model.media
         )
         engine = open_engine(config, name=name, metrics=metrics)
-        episodes = Episodes(
+        episodes = MultiTurnEngine(
             engine, pool, config=config, renderer=renderer, library=MediaLibrary(config)
         )
         on_failure.pop_all()
@@ -173,7 +173,7 @@ class RolloutLoop:
         self._waiting: list[GroupInWork] = []
         self._running: dict[str, GroupInWork] = {}
         self._partials = Partials(open_store(self._config))
-        self._written: deque[str] = deque(maxlen=REMEMBERED_GROUPS)
+        self._written: deque[str] = deque(maxlen=MAX_REMEMBERED_GROUPS)
         self._last_deliveries = LastDeliveries(worker)
         self._watch = EngineWatch(worker, engine)
         self._versions = VersionLoading(worker, engine, transport, self._watch)
@@ -223,12 +223,12 @@ class RolloutLoop:
         )
 
     def _open_leases(self) -> LeaseSource:
-        kind: Any = ShareLeases if self._config.broker.lease == "share_group" else GroupLeases
+        kind: Any = ShareGroupLeases if self._config.broker.prompt_queue == "share_group" else ConsumerGroupLeases
         plan = self._worker.plan
-        if kind is ShareLeases:
-            limit = delivery_limit(self._worker.connection, plan.consumer_group("rollout"))
+        if kind is ShareGroupLeases:
+            limit = read_delivery_limit(self._worker.connection, plan.consumer_group("rollout"))
             self._max_deliveries = (
-                limit if limit <= USUAL_DELIVERY_LIMIT else limit - DELIVERY_MARGIN
+                limit if limit <= DEFAULT_DELIVERY_LIMIT else limit - DELIVERY_MARGIN
             )
         source: LeaseSource = kind(
             self._worker.connection,
@@ -320,20 +320,20 @@ class RolloutLoop:
         answers = (
             ()
             if self._config.algorithm.has_rewards
-            else sample_answers(issued, renderer=self._renderer)
+            else tokenize_group_targets(issued, renderer=self._renderer)
         )
         prompt_tokens = self._renderer.prompt_tokens(issued.messages, tools=issued.tools)
         group = GroupInWork([lease], issued, prompt_tokens, answers)
         if (
-            lease.delivery_count > 1 or self._config.broker.lease == "consumer_group"
+            lease.delivery_count > 1 or self._config.broker.prompt_queue == "consumer_group"
         ):  # which does not count deliveries
             group.resume(
                 self._partials.find(issued.prompt_group_id, num_samples=issued.samples_per_prompt)
             )
         shown = [
-            reference for sample in group.partials.values() for reference in media_in(sample.turns)
+            reference for sample in group.partials.values() for reference in list_message_media(sample.turns)
         ]
-        group.media = self._ahead.bring([*media_in(issued.messages), *shown])
+        group.media = self._ahead.bring([*list_message_media(issued.messages), *shown])
         return group
 
     def _issued(self, record: Record) -> PromptGroupIssued | None:
@@ -400,7 +400,7 @@ class RolloutLoop:
         """
         published = self._worker.control.policy_version
         return (
-            self._config.run.on_new_version == "finish"
+            self._config.run.weight_update_mode == "drain"
             and published > self._engine.policy_version
             and published != self._versions.refused_version
         )
@@ -428,11 +428,11 @@ class RolloutLoop:
                     sampling=self._config.engine.sampling,
                     stop_token_ids=self._renderer.stop_token_ids,
                     media=tuple(
-                        self._library.processed(reference)
-                        for reference in media_in(issued.messages)
+                        self._library.load(reference)
+                        for reference in list_message_media(issued.messages)
                     ),
                     num_top_tokens=self._config.algorithm.num_rollout_top_tokens,
-                    task=Task(
+                    environment_context=EnvironmentContext(
                         messages=issued.messages,
                         answer=issued.answer,
                         metadata=issued.metadata,
@@ -449,9 +449,9 @@ class RolloutLoop:
         group.work = self._begin_trace(group)
         return True
 
-    def _begin_trace(self, group: GroupInWork) -> Work:
+    def _begin_trace(self, group: GroupInWork) -> TracedWork:
         traces, name = self._worker.traces, group.issued.prompt_group_id
-        traces.waited(name, "prompt.groups")
+        traces.record_wait(name, "prompt.groups")
         delivery = max(lease.delivery_count for lease in group.leases)
         return traces.begin(
             "generate",
@@ -528,11 +528,11 @@ class RolloutLoop:
             group.end_work()
         self._partials.forget(group.issued.prompt_group_id for group in groups if group.is_resumed)
         self._worker.metrics.tokens(
-            sum(sample.num_chosen for group in groups for sample in group.samples)
+            sum(sample.num_sampled_tokens for group in groups for sample in group.samples)
         )
         self._worker.finished(len(groups), started)
 
-    def _records(self, group: GroupInWork) -> list[OutRecord]:
+    def _records(self, group: GroupInWork) -> list[ProducerRecord]:
         owner = group.policy_versions[0]
         samples = [
             rolled_out(group, sample, owner=owner, worker=self._worker, renderer=self._renderer)

@@ -13,7 +13,7 @@ small collectives tells how many prompt groups the ranks hold together, so that 
 exact count. Offsets become real with the step that used their records. After a crash the recorded
 steps since the last checkpoint are trained again.
 
-A replay (`source.run`) has no samples of its own: it waits for the steps that its source committed
+A replay (`parent.run`) has no samples of its own: it waits for the steps that its source committed
 and trains their batches.
 """
 
@@ -54,29 +54,29 @@ from relax_events.runtime.validation import (
 )
 from relax_events.runtime.worker import UNUSABLE, Worker
 from relax_events.staleness import IssuedGroup, ReadyGroup, select_groups
-from relax_events.telemetry.traces import Work
+from relax_events.telemetry.traces import TracedWork
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import TRAINED_FROM, TRAINER_INPUTS
+from relax_events.topics.plan import TRAINING_SAMPLES, TRAINER_INPUTS
 from relax_events.training.backend.factory import open_backend
 from relax_events.training.backend.master_weights import reconcile
 from relax_events.training.backend.protocol import TrainerBackend, TrainerState
-from relax_events.training.batch.assembly import GroupAssembler, PlacedSample
+from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
 from relax_events.training.batch.packing import MicroBatcher
-from relax_events.training.batch.step_batch import RefusedGroup, StepBatch
-from relax_events.training.batch.token_sequence import plain
+from relax_events.training.batch.step_batch import UntrainableGroup, StepBatch
+from relax_events.training.batch.token_sequence import read_array
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.checkpoint.pending import PendingCheckpoint
 from relax_events.training.distributed import open_ranks
-from relax_events.training.issue_terms import IssueTerms
-from relax_events.training.phases import Phases
+from relax_events.training.issue_terms import IssueRules
+from relax_events.training.phases import PhaseTimer
 from relax_events.training.publishing import StepPublisher, TrainedStep
 from relax_events.training.ranks import Ranks
 from relax_events.training.replay.follower_position import FollowerPosition
-from relax_events.training.replay.initial_weights import read_start
-from relax_events.training.replay.parent_steps import SourceSteps, open_batches
+from relax_events.training.replay.initial_weights import read_initial_state
+from relax_events.training.replay.parent_steps import ReplaySource, open_recorded_batches
 from relax_events.training.replay.recorded_batches import RecordedBatch, RecordedBatches
 from relax_events.training.replay.recovery import Replay
-from relax_events.training.step_record import StepShare
+from relax_events.training.step_record import RankStepResult
 from relax_events.weights.artifact_reader import is_stored
 from relax_events.weights.transport import StoreTransport
 
@@ -102,7 +102,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             "trainer", config, index=index or ranks.rank, store=store, follow=followed
         ) as worker:
             seconds = config.trainer.collective_timeout_seconds + COLLECTIVE_MARGIN_SECONDS
-            ranks.enter_around(
+            ranks.wrap_collectives(
                 lambda: worker.activity(
                     "wait for the other ranks", deadline_seconds=seconds, is_progress=False
                 )
@@ -124,8 +124,8 @@ class TrainLoop:
             ranks,
             store,
         )
-        self._topic = worker.plan.topic(TRAINED_FROM)
-        self._terms = IssueTerms.of(worker.config)
+        self._topic = worker.plan.topic(TRAINING_SAMPLES)
+        self._terms = IssueRules.from_config(worker.config)
         self._reader = LogReader(
             worker.connection, consumer_group=worker.plan.consumer_group("trainer")
         )
@@ -134,23 +134,23 @@ class TrainLoop:
         self._checkpoints = Checkpoints(
             store, ranks=ranks, keep=self._config.trainer.keep_checkpoints
         )
-        self._shares: list[StepShare] = []
+        self._shares: list[RankStepResult] = []
         self._pending: PendingCheckpoint | None = None
         self._checkpoint: CheckpointRef | None = None
         self._checkpoint_begun = time.monotonic()
         self._is_ahead = False
-        self._phases = Phases()
+        self._phases = PhaseTimer()
         self._began_ns = 0
-        self._in_training: list[Work] = []
-        backend.tell_progress(self._progress_in_step)
+        self._in_training: list[TracedWork] = []
+        backend.on_progress(self._progress_in_step)
         self._source = (
-            SourceRun.read(worker.connection, self._config.source.run, own=self._config)
-            if self._config.source.run
+            SourceRun.read(worker.connection, self._config.parent.run, own=self._config)
+            if self._config.parent.run
             else None
         )
         self._batches: RecordedBatches | None = None
         self._in_hand: RecordedBatch | None = None
-        self._recorded: SourceSteps | None = None
+        self._recorded: ReplaySource | None = None
         self._follower: FollowerPosition | None = None
 
     def run(self) -> None:
@@ -167,10 +167,10 @@ class TrainLoop:
         )  # only now is an earlier trainer fenced, and the history the same for all ranks
         if is_first and self._config.is_replay:
             self._follower = FollowerPosition(worker)
-            self._follower.begin()
+            self._follower.retain_all()
         num_recovered = self._recover()
         self._checkpoint_begun = time.monotonic()
-        worker.follow(*([] if self._publisher is None else [self._publisher.best.note]))
+        worker.follow(*([] if self._publisher is None else [self._publisher.best.apply]))
         try:
             while self._backend.policy_version < self._config.last_version and self._train_step():
                 pass
@@ -179,7 +179,7 @@ class TrainLoop:
                 self._follower is not None
                 and self._backend.policy_version >= self._config.last_version
             ):
-                self._follower.finished()
+                self._follower.release_all()
             log.info(
                 "trainer.finished",
                 policy_version=self._backend.policy_version,
@@ -207,14 +207,14 @@ class TrainLoop:
         if restored is not None:
             self._checkpoint = restored.reference
             self._backend.load_state(restored.state)
-            history.take_checkpoint(restored.extra)
+            history.apply_checkpoint(restored.extra)
             log.info("checkpoint.loaded", policy_version=self._backend.policy_version)
         else:
-            history.require_from(self._config.first_version)
+            history.require_steps_from(self._config.first_version)
             if self._source is not None:
                 self._start_from(self._source)
         if self._source is not None and self._config.is_replay:
-            self._batches = open_batches(self._worker, self._source, self._ranks)
+            self._batches = open_recorded_batches(self._worker, self._source, self._ranks)
         missing = [
             step for step in history.steps if step.train_step >= self._backend.policy_version
         ]
@@ -223,7 +223,7 @@ class TrainLoop:
                 self._take_published(history)
         decided = set(history.ended_group_ids)
         max_staleness, forgotten_step = self._config.run.max_staleness, history.forgotten_step
-        self._assembler = GroupAssembler(
+        self._assembler = BatchAssembler(
             max_staleness=max_staleness, decided=decided, forgotten_step=forgotten_step
         )
         self._open_batches(history)
@@ -231,14 +231,14 @@ class TrainLoop:
             is_lost = not history.is_fresh and self._is_newest_lost(history.published[-1])
             tensors = self._backend.weights() if history.is_fresh or is_lost else {}
             if self._publisher is not None:
-                self._publisher.take_up(history)
+                self._publisher.resume(history)
                 if history.is_fresh:
                     self._publisher.publish_initial(
                         tensors, policy_version=self._config.first_version
                     )
                 elif is_lost:
-                    self._publisher.restore_newest(history.published[-1], tensors)
-                self._publisher.forget_unwanted(self._backend.policy_version)
+                    self._publisher.rewrite_newest_weights(history.published[-1], tensors)
+                self._publisher.prune_weights(self._backend.policy_version)
         return history.num_steps
 
     def _is_newest_lost(self, published: PolicyVersionPublished) -> bool:
@@ -253,7 +253,7 @@ class TrainLoop:
         it keeps them.
         """
         version = self._config.first_version
-        start = read_start(source, version, ranks=self._ranks)
+        start = read_initial_state(source, version, ranks=self._ranks)
         if start is None:
             return
         tensors = {**self._backend.state().tensors, **start.state.tensors}
@@ -276,7 +276,7 @@ class TrainLoop:
         """
         if self._source is not None and self._batches is not None:
             first, last = self._backend.policy_version, self._config.last_version
-            self._recorded = SourceSteps(self._source, self._batches, first=first, last=last)
+            self._recorded = ReplaySource(self._source, self._batches, first=first, last=last)
             return
         positions = history.positions()
         mine = [
@@ -293,7 +293,7 @@ class TrainLoop:
         )
 
     def _owns(self, partition: int) -> bool:
-        return partition % self._worker.plan.shards % self._ranks.size == self._ranks.rank
+        return partition % self._worker.plan.partitions_per_version % self._ranks.size == self._ranks.rank
 
     def _take_published(self, history: TrainingHistory) -> None:
         """Where kernels are not deterministic, replay ends near the published weights: those are
@@ -327,7 +327,7 @@ class TrainLoop:
         """
         version = self._backend.policy_version
         batch = self._open_batch(version)
-        self._phases = self._phases.successor()
+        self._phases = self._phases.next_step()
         self._began_ns, self._in_training = time.time_ns(), []
         is_whole = (
             self._train_live(version, batch)
@@ -345,7 +345,7 @@ class TrainLoop:
             self._config.algorithm.needs_whole_groups,
         )
         batcher = MicroBatcher(max_tokens=max_tokens, whole_prompt_groups=whole)
-        share = StepShare(self._ranks.rank)
+        share = RankStepResult(self._ranks.rank)
         return StepBatch(
             share,
             batcher,
@@ -358,7 +358,7 @@ class TrainLoop:
         """Take prompt groups as they become ready, until the ranks hold a step's; False when the
         drain came first.
         """
-        remaining = self._config.run.groups_per_step
+        remaining = self._config.run.prompts_per_step
         self._assembler.advance(version)
         taken = remaining
         while remaining:
@@ -382,9 +382,9 @@ class TrainLoop:
         prompt groups the ranks still miss for it.
         """
         batch.flush()
-        version, refused = self._backend.policy_version, batch.take_refused()
+        version, refused = self._backend.policy_version, batch.pop_untrainable()
         for group in refused:
-            self._refuse(group.places, group.error)
+            self._refuse(group.positions, group.error)
             reason = f"poison: {group.error}"
             self._assembler.fail(
                 group.prompt_group_id,
@@ -401,12 +401,12 @@ class TrainLoop:
         """Send records that were read before to the dead letters."""
         reader = LogReader(self._worker.connection)
         try:
-            for record in reader.read_exactly(self._topic, set(places)).values():
+            for record in reader.read_at(self._topic, set(places)).values():
                 self._worker.dead_letter(record, error)
         finally:
             reader.close()
 
-    def _train_recorded(self, recorded: SourceSteps, batch: StepBatch) -> bool:
+    def _train_recorded(self, recorded: ReplaySource, batch: StepBatch) -> bool:
         """Train what the source trained in this step, in its order; False when the drain came
         before the source's step.
         """
@@ -423,17 +423,17 @@ class TrainLoop:
                 self._trainable(item.sample)
             batch.feed(step.samples)
             batch.flush()
-            for refused in batch.take_refused():
+            for refused in batch.pop_untrainable():
                 raise refused.error
         except PoisonSample as error:
             raise ConfigError(
-                f"the rollouts of run {self._config.source.run} can't be trained with these "
+                f"the rollouts of run {self._config.parent.run} can't be trained with these "
                 f"settings: {error}"
             ) from error
         self._worker.tick(working=True)
         return True
 
-    def _agree_on_next(self, recorded: SourceSteps) -> bool:
+    def _agree_on_next(self, recorded: ReplaySource) -> bool:
         """Return whether every rank sees the source's next step; all ranks get the same answer."""
         with self._phases.measure("wait"):
             mine = recorded.has_next(
@@ -472,7 +472,7 @@ class TrainLoop:
             else:
                 return
         try:
-            self._terms.require_own_shard(record, IssuedGroup.parse(record.key).prompt_group_id)
+            self._terms.check_shard(record, IssuedGroup.parse(record.key).prompt_group_id)
         except (CorruptRecord, ForeignRecord):
             self._assembler.skip(record)
         else:
@@ -484,24 +484,24 @@ class TrainLoop:
         """Return a sample that can be trained, or an end that a role may ask for; raises
         ForeignRecord, and PoisonSample as `_trainable`.
         """
-        entity = TopicPlan.entity(record.topic)
+        entity = TopicPlan.parse_entity(record.topic)
         require_belonging(entity, event)
         if isinstance(event, PromptGroupEnded):
             ended = check_ended(event, allowed=outcomes_on(entity))
-            self._terms.require_own_shard(record, ended.prompt_group_id)
+            self._terms.check_shard(record, ended.prompt_group_id)
             return ended
         if isinstance(event, SampleReady):
-            self._terms.require_met(record, event, trainer_version=version)
+            self._terms.check_sample(record, event, trainer_version=version)
         return self._trainable(check_ready(event))
 
     def _trainable(self, sample: SampleReady) -> SampleReady:
         """Return a sample that can be trained, its media at hand; raises PoisonSample as
         `check_trainable`, or where its media can't be had.
         """
-        self._library.require(sample.media)
+        self._library.prefetch(sample.media)
         try:
             self._library.require_fit(
-                plain(sample, "tokens"), ~plain(sample, "loss_mask").astype(bool), sample.media
+                read_array(sample, "tokens"), ~read_array(sample, "loss_mask").astype(bool), sample.media
             )
         except PoisonSample as error:
             raise PoisonSample(f"sample {sample.sample_id}: {error}") from error
@@ -520,7 +520,7 @@ class TrainLoop:
         uncommitted; all ranks get the same answer.
         """
         self._settle(wait=False)
-        is_ahead = self._publisher is not None and self._publisher.is_behind
+        is_ahead = self._publisher is not None and self._publisher.has_uncommitted_step
         flags = self._ranks.all_gather_bytes(bytes([self._worker.drain.requested, is_ahead]))
         self._is_ahead = any(flag[1] for flag in flags)
         return any(flag[0] for flag in flags)
@@ -528,12 +528,12 @@ class TrainLoop:
     def _settle(self, *, wait: bool = True) -> None:
         """Commit the step before, if it is not: its weights were written beside this one."""
         publisher = self._publisher
-        if publisher is None or not publisher.is_behind or not (wait or publisher.is_written):
+        if publisher is None or not publisher.has_uncommitted_step or not (wait or publisher.weights_are_written):
             return
         with self._phases.measure("weights"), self._worker.transfer("write weights"):
-            publisher.await_written()
+            publisher.wait_until_written()
         with self._phases.measure("commit"), self._worker.piece("commit the step"):
-            publisher.settle()
+            publisher.commit()
 
     def _commit_ends(self) -> None:
         """Commit prompt groups that ended untrained, at once, so that the prompter can fill their
@@ -541,7 +541,7 @@ class TrainLoop:
         """
         if self._is_ahead:
             return
-        share = StepShare(self._ranks.rank, ended=self._assembler.pending_ends())
+        share = RankStepResult(self._ranks.rank, ended=self._assembler.pending_outcomes())
         ended = [end for other in self._gather(share) for end in other.ended]
         if not ended:
             return
@@ -552,14 +552,14 @@ class TrainLoop:
             self._ranks.all_gather_bytes(b"")  # nobody goes on before it is committed
         self._decide_ended(share)
 
-    def _decide_ended(self, share: StepShare) -> None:
+    def _decide_ended(self, share: RankStepResult) -> None:
         """Note that the prompt groups of the share that ended untrained do so in a transaction that
         is committed, or in the step's.
         """
         ended = share.ended
-        self._assembler.decide([end.prompt_group_id for end in ended])
+        self._assembler.mark_done([end.prompt_group_id for end in ended])
         for end in ended:
-            self._worker.traces.ended(
+            self._worker.traces.record_group_end(
                 end.prompt_group_id, outcome=end.outcome.value, reason=end.reason
             )
         if ended:
@@ -578,7 +578,7 @@ class TrainLoop:
         rows = self._ranks.all_gather_bytes(orjson.dumps(ready))
         everyone = [ReadyGroup(**row) for text in rows for row in orjson.loads(text)]
         chosen = select_groups(
-            everyone, trainer_version=version, count=remaining, order=self._config.run.batch_order
+            everyone, trainer_version=version, count=remaining, order=self._config.run.sample_order
         )
         if self._config.run.mode == "sync" and len(chosen) < remaining:
             return 0, []  # one order for all runs: nothing starts before everything is there
@@ -593,20 +593,20 @@ class TrainLoop:
                 samples = [self._placed(record) for record in records]
         except UNUSABLE as error:  # it could be had when its record came
             places = [(record.partition, record.offset) for record in records]
-            batch.refuse(RefusedGroup(group.prompt_group_id, group.policy_version, places, error))
+            batch.exclude(UntrainableGroup(group.prompt_group_id, group.policy_version, places, error))
         else:
             batch.feed(samples)
 
-    def _placed(self, record: Record) -> PlacedSample:
+    def _placed(self, record: Record) -> LocatedSample:
         """Decode a record again that was found trainable when it came, so that only the samples in
         training lie in memory with their arrays.
         """
         sample = check_ready(self._worker.fetched(self._worker.codec.decode(record.value)))
-        return PlacedSample(sample, record.partition, record.offset)
+        return LocatedSample(sample, record.partition, record.offset)
 
-    def _begin_trace(self, group: ReadyGroup, share: StepShare) -> None:
+    def _begin_trace(self, group: ReadyGroup, share: RankStepResult) -> None:
         traces, step = self._worker.traces, self._backend.policy_version
-        traces.waited(group.prompt_group_id, "advantage.samples")
+        traces.record_wait(group.prompt_group_id, "advantage.samples")
         staleness = step - group.policy_version
         self._in_training.append(
             traces.begin(
@@ -617,7 +617,7 @@ class TrainLoop:
                 staleness=staleness,
             )
         )
-        share.trace_headers.append(dict(traces.headers_of(group.prompt_group_id)))
+        share.trace_headers.append(dict(traces.get_headers(group.prompt_group_id)))
 
     def _accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         started = time.monotonic()
@@ -649,39 +649,39 @@ class TrainLoop:
         self._worker.progressed()
         self._settle(wait=False)
 
-    def _finish_step(self, share: StepShare) -> None:
+    def _finish_step(self, share: RankStepResult) -> None:
         """Update, write weights, commit; only then are the step's records decided."""
         step = self._backend.policy_version
         figures = self._update(step)
         self._poll_checkpoint()
         self._settle()
         if self._follower is not None:
-            self._follower.committed()
+            self._follower.commit_steps()
         with self._phases.measure("weights"), self._worker.transfer("write weights"):
             tensors = self._backend.weights()
             if self._publisher is not None:
-                self._publisher.write(tensors, policy_version=step + 1)
-        self._assembler.decide(share.prompt_group_ids)
-        share.ended = self._assembler.pending_ends()
+                self._publisher.write_weights(tensors, policy_version=step + 1)
+        self._assembler.mark_done(share.prompt_group_ids)
+        share.ended = self._assembler.pending_outcomes()
         self._decide_ended(share)
         for work in self._in_training:
             work.end()
         share.consumed = self._consumed()
         self._shares = self._gather(share)
         if self._publisher is not None:
-            self._publisher.trained(
+            self._publisher.set_trained_step(
                 TrainedStep(
                     step,
                     self._shares,
                     figures,
-                    self._phases.written(),
+                    self._phases.snapshot(),
                     self._checkpoint,
                     self._began_ns,
                 )
             )
         if self._follower is not None and self._in_hand is not None:
-            self._follower.trained(self._in_hand.step, self._checkpoint)
-        if not self._config.weights.overlap:
+            self._follower.add_trained_step(self._in_hand.step, self._checkpoint)
+        if not self._config.weights.async_publish:
             self._settle()
         self._save_checkpoint()
 
@@ -699,17 +699,17 @@ class TrainLoop:
         """
         with self._phases.measure("update"), self._worker.piece("step the optimizer"):
             try:
-                return self._backend.step().as_figures(of_engine=self._config.algorithm.has_rewards)
+                return self._backend.step().to_metrics(of_engine=self._config.algorithm.has_rewards)
             except StepNotFinite as error:
                 log.error("update.skipped", train_step=step, error=str(error))
                 self._backend.skip_step()
                 return None
 
-    def _gather(self, share: StepShare) -> list[StepShare]:
+    def _gather(self, share: RankStepResult) -> list[RankStepResult]:
         if self._ranks.size == 1:
             return [share]
         return [
-            StepShare.from_bytes(data) for data in self._ranks.all_gather_bytes(share.to_bytes())
+            RankStepResult.from_bytes(data) for data in self._ranks.all_gather_bytes(share.to_bytes())
         ]
 
     def _poll_checkpoint(self) -> None:
@@ -739,11 +739,11 @@ class TrainLoop:
         self._checkpoint_begun = time.monotonic()
         extra = {
             "consumed": [
-                [TopicPlan.entity(at.topic), at.partition, at.offset]
+                [TopicPlan.parse_entity(at.topic), at.partition, at.offset]
                 for share in self._shares
                 for at in share.consumed
             ],
-            "id_window": self._assembler.id_window(),
+            "id_window": self._assembler.done_group_ids(),
             "forgotten_step": self._assembler.forgotten_step,
         }
         with self._phases.measure("checkpoint"), self._worker.transfer("copy the checkpoint"):

@@ -16,10 +16,10 @@ from relax_events.events.parts import TopicOffset, now_micros
 from relax_events.events.types import SampleReady
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import POLICY_VERSION_HEADER, OutRecord, Record
+from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
 from relax_events.runtime.processors import next_offsets
 from relax_events.topics import TopicPlan
 
@@ -33,7 +33,7 @@ def plan_of(channel: str) -> TopicPlan:
     return TopicPlan(
         channel,
         1,
-        broker.shards,
+        broker.partitions_per_version,
         broker.queue_partitions,
         broker.replication_factor,
         broker.compression,
@@ -76,14 +76,14 @@ class KafkaWriter:
         self._admin.delete([self._topic])
         self._admin.close()
 
-    def _records(self, rows: Iterable[int], ready_at: int) -> Iterator[OutRecord]:
+    def _records(self, rows: Iterable[int], ready_at: int) -> Iterator[ProducerRecord]:
         return (self._record(row, ready_at) for row in rows)
 
-    def _record(self, row: int, ready_at: int) -> OutRecord:
+    def _record(self, row: int, ready_at: int) -> ProducerRecord:
         event = copy_of(self._pattern, row, ready_at)
         partition = self._plan.partition(event.prompt_group_id, event.policy_version)
         headers = {POLICY_VERSION_HEADER: str(event.policy_version)}
-        return OutRecord(
+        return ProducerRecord(
             self._topic,
             self._codec.encode(event),
             key=event.prompt_group_id,
@@ -99,7 +99,7 @@ class KafkaReader:
         self._codec, self._assigned = EventCodec(), False
         plan, connection = plan_of(channel), Connection(address, client_id=f"{channel}.{consumer}")
         self._early: list[Record] = []
-        self._consumer = GroupConsumer(
+        self._consumer = SubscribedConsumer(
             connection,
             consumer_group=plan.consumer_group(consumer),
             topics=[plan.topic(ENTITY)],
@@ -127,7 +127,7 @@ class KafkaReader:
         events = [self._codec.decode(record.value) for record in records]
         self._consumer.commit(next_offsets(records))
         return [
-            Got(event.row, event.ready_at) for event in events if isinstance(event, SampleReady)
+            Got(event.key.row, event.ready_at) for event in events if isinstance(event, SampleReady)
         ]
 
     def take(self, max_samples: int, *, timeout_seconds: float) -> int:

@@ -100,7 +100,7 @@ class RedisReader:
         if entries:
             self._client.xack(self._channel, self._group, *(entry for entry, _ in entries))
         return [
-            Got(event.row, event.ready_at) for event in events if isinstance(event, SampleReady)
+            Got(event.key.row, event.ready_at) for event in events if isinstance(event, SampleReady)
         ]
 
     def take(self, max_samples: int, *, timeout_seconds: float) -> int:

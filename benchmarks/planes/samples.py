@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.events.parts import FinishReason
+from relax_events.events.parts import FinishReason, SampleKey
 from relax_events.events.types import SampleReady
 
 BYTES_PER_TOKEN = 13  # int32 token, uint8 mask, two float32
@@ -30,17 +30,19 @@ def sample(num_tokens: int) -> SampleReady:
     """Make the sample that all others are copies of."""
     content: dict[str, Any] = arrays(num_tokens)
     return SampleReady(
-        sample_id="",
-        prompt_group_id="",
-        sample_index=0,
-        samples_per_prompt=SAMPLES_PER_PROMPT,
-        train_step=0,
-        group_index=0,
-        attempt=0,
-        row=0,
-        policy_version=0,
-        min_policy_version=0,
-        max_policy_version=0,
+        key=SampleKey(
+            sample_id="",
+            prompt_group_id="",
+            sample_index=0,
+            samples_per_prompt=SAMPLES_PER_PROMPT,
+            train_step=0,
+            group_index=0,
+            attempt=0,
+            row=0,
+            policy_version=0,
+            min_policy_version=0,
+            max_policy_version=0,
+        ),
         reward=1.0,
         temperature=1.0,
         num_prompt_tokens=100,
@@ -55,10 +57,13 @@ def copy_of(pattern: SampleReady, row: int, ready_at: int) -> SampleReady:
     group_id = f"000000-{group_index:04d}-0"
     return dataclasses.replace(
         pattern,
-        sample_id=f"{group_id}/{sample_index}",
-        prompt_group_id=group_id,
-        sample_index=sample_index,
-        group_index=group_index,
-        row=row,
+        key=dataclasses.replace(
+            pattern.key,
+            sample_id=f"{group_id}/{sample_index}",
+            prompt_group_id=group_id,
+            sample_index=sample_index,
+            group_index=group_index,
+            row=row,
+        ),
         ready_at=ready_at,
     )

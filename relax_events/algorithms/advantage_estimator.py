@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from relax_events.algorithms.advantages import GroupRewards
 from relax_events.algorithms.gae import GroupValues
-from relax_events.algorithms.turns import rewards_on_the_way, turn_lengths
+from relax_events.algorithms.turns import rewards_by_loss_token, turn_lengths
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import resolve
 from relax_events.errors import ConfigError, RewardError
@@ -47,7 +47,7 @@ class RewardedSample:
     token_rewards: NDArray[np.generic] | None = None
 
 
-class Judge:
+class AdvantageEstimator:
     """Gives the tokens of a prompt group's samples their advantages, as an `AlgorithmConfig`
     says.
     """
@@ -82,18 +82,18 @@ class Judge:
                 sample.
         """
         _require_finite(samples)
-        if self._algorithm.truncated_samples != "leave_out" or not any(
+        if self._algorithm.truncated_samples != "drop" or not any(
             sample.is_truncated for sample in samples
         ):
-            return self._judged(samples)
+            return self._estimate(samples)
         kept = [sample for sample in samples if not sample.is_truncated]
-        judged = iter(self._judged(kept, num_left_out=len(samples) - len(kept)) if kept else ())
+        judged = iter(self._estimate(kept, num_left_out=len(samples) - len(kept)) if kept else ())
         return [
             np.zeros(len(sample.loss_mask), np.float32) if sample.is_truncated else next(judged)
             for sample in samples
         ]
 
-    def _judged(
+    def _estimate(
         self, samples: Sequence[RewardedSample], *, num_left_out: int = 0
     ) -> list[NDArray[np.float32]]:
         masks = [sample.loss_mask.astype(bool) for sample in samples]
@@ -253,7 +253,7 @@ def _kl_penalties(
 
 
 def _earned(sample: RewardedSample) -> Float64[np.ndarray, " loss_tokens"]:
-    return rewards_on_the_way(
+    return rewards_by_loss_token(
         sample.loss_mask,
         turn_rewards=sample.turn_rewards,
         token_rewards=sample.token_rewards,

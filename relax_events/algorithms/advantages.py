@@ -23,7 +23,7 @@ class GroupRewards:
     components: Mapping[str, Float64[np.ndarray, " samples"]] = field(default_factory=dict)
     lengths: Float64[np.ndarray, " samples"] | None = None
     """Loss tokens of each sample; the judge always gives them."""
-    num_left_out: int = 0
+    num_excluded: int = 0
     """Samples of the prompt group that are not among these, since they were cut off."""
 
 
@@ -61,13 +61,13 @@ def group_advantages(
             f"rewards must be finite, got {rewards[row].tolist()} in row {row}; drop that "
             "prompt group or mend its reward function"
         )
-    advantages: Float32[np.ndarray, "prompt_groups samples"] = _normalised(
+    advantages: Float32[np.ndarray, "prompt_groups samples"] = _normalise(
         values, normalise_std=normalise_std, std_correction=std_correction, eps=eps
     ).astype(np.float32)
     return advantages
 
 
-def _normalised(
+def _normalise(
     values: Float64[np.ndarray, "prompt_groups samples"],
     *,
     normalise_std: bool,
@@ -86,37 +86,37 @@ def _normalised(
     return centred
 
 
-def centred_and_scaled(
+def grpo_advantages(
     rewards: GroupRewards, *, normalise_std: bool, std_correction: int | None = None
 ) -> Float64[np.ndarray, " samples"]:
     """Centre a prompt group's rewards, and divide them by their standard deviation if wanted; see
     `group_advantages`.
     """
-    advantages: Float64[np.ndarray, " samples"] = _normalised(
+    advantages: Float64[np.ndarray, " samples"] = _normalise(
         rewards.total[None], normalise_std=normalise_std, std_correction=std_correction
     )[0]
     return advantages
 
 
-def centred(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+def centred_advantages(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Take the prompt group's mean off each reward (REINFORCE++ with baseline).
 
     Source: REINFORCE++ (arXiv 2501.03262).
     """
-    return centred_and_scaled(rewards, normalise_std=False)
+    return grpo_advantages(rewards, normalise_std=False)
 
 
-def regardless_of_rewards(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+def zeros(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Give zeros, whatever the rewards are: what teaches is something else, such as a teacher."""
     return np.zeros_like(rewards.total)
 
 
-def all_one(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+def ones(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Give each sample the advantage 1: it is an answer to learn, and nothing judges it."""
     return np.ones_like(rewards.total)
 
 
-def leave_one_out(
+def rloo_advantages(
     rewards: GroupRewards, *, normalise_std: bool = False, std_correction: int | None = None
 ) -> Float64[np.ndarray, " samples"]:
     """Take the mean reward of the other samples off each reward (RLOO); exact zeros where all are
@@ -132,19 +132,19 @@ def leave_one_out(
     Source: RLOO: Back to basics (arXiv 2402.14740), the RLOO estimator, which has no deviation.
     """
     num_samples = len(rewards.total)
-    if num_samples < 2 and rewards.num_left_out:
+    if num_samples < 2 and rewards.num_excluded:
         return np.zeros_like(rewards.total)
     if num_samples < 2:
         raise RewardError(
             "a leave-one-out baseline needs at least 2 samples of a prompt, got 1; set "
             "run.samples_per_prompt"
         )
-    return centred_and_scaled(
+    return grpo_advantages(
         rewards, normalise_std=normalise_std, std_correction=std_correction
     ) * (num_samples / (num_samples - 1))
 
 
-def centred_by_length(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+def opo_advantages(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Take the mean reward weighted by the samples' lengths off each reward (OPO); exact zeros
     where all are equal.
 
@@ -167,7 +167,7 @@ def centred_by_length(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     return rewards.total - baseline
 
 
-def over_group_mean(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+def maxrl_advantages(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Centre rewards within the prompt group, and divide them by the group's mean (MaxRL); exact
     zeros where all are equal.
 
@@ -190,11 +190,11 @@ def over_group_mean(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
             "maxrl divides by the prompt group's mean reward, so rewards must be at least "
             f"0, got {lowest:g}; {remedy}"
         )
-    advantages = centred(rewards)
+    advantages = centred_advantages(rewards)
     return advantages / rewards.total.mean() if advantages.any() else advantages
 
 
-def decoupled(
+def gdpo_advantages(
     rewards: GroupRewards,
     *,
     normalise_std: bool,
@@ -226,7 +226,7 @@ def decoupled(
             f"reward; there are {there}"
         )
     rows = np.stack([rewards.components[name] for name in weights])
-    advantages: Float64[np.ndarray, " samples"] = np.array(list(weights.values())) @ _normalised(
+    advantages: Float64[np.ndarray, " samples"] = np.array(list(weights.values())) @ _normalise(
         rows, normalise_std=normalise_std, std_correction=std_correction
     )
     return advantages

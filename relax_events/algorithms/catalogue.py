@@ -13,7 +13,7 @@ LOSSES = "relax_events.algorithms.losses"
 PREFERENCES = "relax_events.algorithms.preferences"
 CLIP = ("clip_low", "clip_high", "dual_clip")
 WITHIN_GROUP: dict[str, Any] = {
-    "advantage": f"{ADVANTAGES}:centred_and_scaled",
+    "advantage": f"{ADVANTAGES}:grpo_advantages",
     "advantage_settings": ("normalise_std", "std_correction"),
 }
 GROUP_ADVANTAGE = "A = (R - mean(R)) / (std(R) + 1e-6) within the prompt group, std with n - 1"
@@ -28,7 +28,7 @@ GRPO = AlgorithmSpec(
         "(arXiv 1707.06347), equation 7."
     ),
     **WITHIN_GROUP,
-    policy_loss=f"{LOSSES}:clipped",
+    policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={"normalise_std": True, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0},
     notes='The paper takes the mean over a sample first (`aggregation = "sample_mean"`) and '
@@ -50,7 +50,7 @@ DAPO = AlgorithmSpec(
         "looks at the rewards before the penalty."
     ),
     **WITHIN_GROUP,
-    policy_loss=f"{LOSSES}:clipped",
+    policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={
         "normalise_std": True,
@@ -75,7 +75,7 @@ DR_GRPO = AlgorithmSpec(
     ),
     source="Dr. GRPO: Understanding R1-Zero-like training (arXiv 2503.20783), section 3.",
     **WITHIN_GROUP,
-    policy_loss=f"{LOSSES}:clipped",
+    policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={
         "normalise_std": False,
@@ -94,7 +94,7 @@ GSPO = AlgorithmSpec(
     "the mean over tokens",
     source="GSPO (arXiv 2507.18071), equations 5 to 7; clip ranges: section 5.1.",
     **WITHIN_GROUP,
-    policy_loss=f"{LOSSES}:clipped_sequence",
+    policy_loss=f"{LOSSES}:gspo_loss",
     loss_settings=CLIP,
     settings={
         "normalise_std": True,
@@ -123,7 +123,7 @@ GSPO_TOKEN = AlgorithmSpec(
     "samples of the mean over tokens",
     source="GSPO (arXiv 2507.18071), section 4.3.",
     **WITHIN_GROUP,
-    policy_loss=f"{LOSSES}:clipped_sequence_by_token",
+    policy_loss=f"{LOSSES}:gspo_token_loss",
     loss_settings=CLIP,
     settings={
         "normalise_std": True,
@@ -149,7 +149,7 @@ SAPO = AlgorithmSpec(
         "less than half."
     ),
     **WITHIN_GROUP,
-    policy_loss=f"{LOSSES}:soft_gated",
+    policy_loss=f"{LOSSES}:sapo_loss",
     loss_settings=("gate_positive", "gate_negative"),
     settings={
         "normalise_std": True,
@@ -172,7 +172,7 @@ CISPO = AlgorithmSpec(
     "upper bound of 5: "
     "The art of scaling RL compute (arXiv 2510.13786).",
     **WITHIN_GROUP,
-    policy_loss=f"{LOSSES}:clipped_weight",
+    policy_loss=f"{LOSSES}:cispo_loss",
     loss_settings=("clip_low", "clip_high"),
     settings={"normalise_std": True, "clip_low": 1.0, "clip_high": 4.0},
     notes=(
@@ -196,7 +196,7 @@ GMPO = AlgorithmSpec(
         "e^-0.4 to e^0.4: section 4."
     ),
     **WITHIN_GROUP,
-    policy_loss=f"{LOSSES}:clipped_geometric_mean",
+    policy_loss=f"{LOSSES}:gmpo_loss",
     loss_settings=("clip_low", "clip_high"),
     settings={
         "normalise_std": True,
@@ -233,7 +233,7 @@ DPPO_TV = AlgorithmSpec(
         "Binary-TV; cap of 20: verl's `dppo_tv`."
     ),
     **WITHIN_GROUP,
-    policy_loss=f"{LOSSES}:within_total_variation",
+    policy_loss=f"{LOSSES}:dppo_tv_loss",
     loss_settings=("trust_radius", "ratio_cap"),
     settings={"normalise_std": True, "trust_radius": 0.15, "ratio_cap": 20.0},
     notes=DPPO_NOTES,
@@ -254,7 +254,7 @@ DPPO_KL = AlgorithmSpec(
         "Binary-KL; cap of 20: verl's `dppo_kl`."
     ),
     **WITHIN_GROUP,
-    policy_loss=f"{LOSSES}:within_kl",
+    policy_loss=f"{LOSSES}:dppo_kl_loss",
     loss_settings=("trust_radius", "ratio_cap"),
     settings={"normalise_std": True, "trust_radius": 0.05, "ratio_cap": 20.0},
     notes=DPPO_NOTES,
@@ -270,10 +270,10 @@ RLOO = AlgorithmSpec(
         "Back to basics (arXiv 2402.14740), the RLOO estimator, divided by a constant; the KL is "
         "in its reward, too."
     ),
-    advantage=f"{ADVANTAGES}:leave_one_out",
+    advantage=f"{ADVANTAGES}:rloo_advantages",
     one_update="its loss has no ratio, so that what later optimizer steps do would count as on-policy",
     advantage_settings=("normalise_std", "std_correction"),
-    policy_loss=f"{LOSSES}:plain_gradient",
+    policy_loss=f"{LOSSES}:reinforce_loss",
     settings={
         "normalise_std": False,
         "aggregation": "constant_length",
@@ -301,8 +301,8 @@ OPO = AlgorithmSpec(
     source="OPO: On-policy RL with optimal reward baseline (arXiv 2505.23585): the baseline of "
     "least variance where a gradient's squared norm "
     "grows with length; neither KL nor entropy.",
-    advantage=f"{ADVANTAGES}:centred_by_length",
-    policy_loss=f"{LOSSES}:importance_weighted",
+    advantage=f"{ADVANTAGES}:opo_advantages",
+    policy_loss=f"{LOSSES}:importance_sampling_loss",
     notes="The paper trains each batch once, exactly on-policy: `max_staleness = 0` is its "
     "setting, where the ratio is 1. A lone sample gets 0 "
     "here; in verl it keeps its reward.",
@@ -322,8 +322,8 @@ MAXRL = AlgorithmSpec(
         "MaxRL: Maximum likelihood reinforcement learning (arXiv 2602.02710), algorithm 1, with "
         "PPO's clipped ratio as in its authors' code."
     ),
-    advantage=f"{ADVANTAGES}:over_group_mean",
-    policy_loss=f"{LOSSES}:clipped",
+    advantage=f"{ADVANTAGES}:maxrl_advantages",
+    policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0},
     excluded={
@@ -349,7 +349,7 @@ REINFORCE_PLUS_PLUS = AlgorithmSpec(
     advantage="relax_events.algorithms.gae:discounted_returns",
     advantage_settings=("gamma",),
     by_token=True,
-    policy_loss=f"{LOSSES}:clipped",
+    policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={
         "gamma": 1.0,
@@ -376,8 +376,8 @@ REINFORCE_PLUS_PLUS_BASELINE = AlgorithmSpec(
         "REINFORCE++ (arXiv 2501.03262), the variant with baseline; its KL is a k2 term of the "
         "loss."
     ),
-    advantage=f"{ADVANTAGES}:centred",
-    policy_loss=f"{LOSSES}:clipped",
+    advantage=f"{ADVANTAGES}:centred_advantages",
+    policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={
         "clip_low": 0.2,
@@ -404,7 +404,7 @@ PPO = AlgorithmSpec(
     source="PPO (arXiv 1707.06347), equations 7 and 11; GAE (arXiv 1506.02438); gamma, gae_lambda, "
     "whitening, value clipping: "
     "the N+ implementation details of RLHF with PPO (arXiv 2403.17031).",
-    advantage="relax_events.algorithms.gae:generalised_advantages",
+    advantage="relax_events.algorithms.gae:gae_advantages",
     advantage_settings=(
         "gamma",
         "gae_lambda",
@@ -412,7 +412,7 @@ PPO = AlgorithmSpec(
         "length_adaptive_alpha",
         "turn_gamma",
     ),
-    policy_loss=f"{LOSSES}:clipped",
+    policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={
         "gamma": 1.0,
@@ -454,9 +454,9 @@ GDPO = AlgorithmSpec(
     f"samples of the step\n{CLIPPED}, with A'\n"
     "L = mean over the step's tokens",
     source="GDPO (arXiv 2601.05242), section 3.",
-    advantage=f"{ADVANTAGES}:decoupled",
+    advantage=f"{ADVANTAGES}:gdpo_advantages",
     advantage_settings=("normalise_std", "std_correction", "reward_weights"),
-    policy_loss=f"{LOSSES}:clipped",
+    policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={
         "normalise_std": True,
@@ -486,8 +486,8 @@ OPD = AlgorithmSpec(
     "KL of each token by itself, without "
     "those to come. The same divergence: MiniLLM (arXiv 2306.08543); others on the policy's "
     "own samples: GKD (arXiv 2306.13649).",
-    advantage=f"{ADVANTAGES}:regardless_of_rewards",
-    policy_loss=f"{LOSSES}:importance_weighted",
+    advantage=f"{ADVANTAGES}:zeros",
+    policy_loss=f"{LOSSES}:importance_sampling_loss",
     settings={"distill_coefficient": 1.0, "distill_placement": "advantage"},
     excluded={
         "filter_uniform_rewards": "no reward counts",
@@ -532,8 +532,8 @@ SFT = AlgorithmSpec(
         "Cross-entropy over the assistant's tokens alone, as in InstructGPT (arXiv 2203.02155), "
         "section 3.5."
     ),
-    advantage=f"{ADVANTAGES}:all_one",
-    policy_loss=f"{LOSSES}:plain_gradient",
+    advantage=f"{ADVANTAGES}:ones",
+    policy_loss=f"{LOSSES}:reinforce_loss",
     settings={"old_logprobs": "trainer"},
     excluded={
         **NOTHING_REWARDED,
@@ -548,7 +548,7 @@ SFT = AlgorithmSpec(
 )
 
 OF_PAIRS: dict[str, Any] = {
-    "advantage": f"{ADVANTAGES}:all_one",
+    "advantage": f"{ADVANTAGES}:ones",
     "excluded": {
         **NOTHING_REWARDED,
         **NOTHING_DRAWN,
@@ -558,7 +558,7 @@ OF_PAIRS: dict[str, Any] = {
     "learns_from": "pairs",
     "reference": True,
     "whole_prompt_groups": True,
-    "figures": ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"),
+    "metrics": ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"),
     "notes": "The rewards that a step reports are those that the policy implies: beta (lp - ref) of "
     "an answer. Rows bring the pairs by "
     "`data.chosen_key` and `data.rejected_key`.",
@@ -582,10 +582,10 @@ DPO = AlgorithmSpec(
     "same authors' code. Length-normalised: Tulu 3 "
     "(arXiv 2411.15124), section 5.1. Negative log-likelihood: Iterative reasoning "
     "preference optimization (arXiv 2404.19733), equation 1.",
-    policy_loss=f"{PREFERENCES}:direct_preference",
-    loss_settings=("beta", "label_smoothing", "length_normalised", "nll_coefficient"),
+    policy_loss=f"{PREFERENCES}:dpo_loss",
+    loss_settings=("dpo_beta", "label_smoothing", "length_normalised", "nll_coefficient"),
     settings={
-        "beta": 0.1,
+        "dpo_beta": 0.1,
         "label_smoothing": 0.0,
         "length_normalised": False,
         "nll_coefficient": 0.0,
@@ -608,10 +608,10 @@ IPO = AlgorithmSpec(
     source="IPO: A general theoretical paradigm to understand learning from human preferences "
     "(arXiv 2310.12036), equation 17, beta its tau; "
     "means over the tokens: as TRL's DPO trainer has it, the equation has sums.",
-    policy_loss=f"{PREFERENCES}:identity_preference",
-    loss_settings=("beta", "length_normalised"),
+    policy_loss=f"{PREFERENCES}:ipo_loss",
+    loss_settings=("dpo_beta", "length_normalised"),
     settings={
-        "beta": 0.1,
+        "dpo_beta": 0.1,
         "length_normalised": True,
         "aggregation": "sample_mean",
         "old_logprobs": "trainer",

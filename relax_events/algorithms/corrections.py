@@ -19,12 +19,12 @@ from relax_events.algorithms.losses import MAX_LOG_RATIO, sample_sums
 
 Correction = Literal["none", "decoupled", "tis", "icepop", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
-Rejecting = Literal["none", "k1", "k2", "k3"]
-Over = Literal["mean", "sum", "max"]
+RejectionEstimator = Literal["none", "k1", "k2", "k3"]
+RejectionReduction = Literal["mean", "sum", "max"]
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class CorrectionWeights:
     """By what each token's policy loss is multiplied, and where the ratio lay outside the range."""
 
     values: Float[Tensor, " tokens"]
@@ -39,7 +39,7 @@ def correction_weights(
     level: Level,
     low: float | None,
     high: float | None,
-) -> Weights:
+) -> CorrectionWeights:
     """Weigh tokens by w, the ratio of the old (proximal) policy to the one that drew them.
 
     decoupled: w. tis: w kept within [low, high]. icepop: w inside, 0 outside. mask: 1 inside, 0
@@ -65,14 +65,14 @@ def correction_weights(
         )
     ratio = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "none":
-        return Weights(torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool))
+        return CorrectionWeights(torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool))
     if low is None or high is None:
-        return Weights(ratio, torch.zeros_like(ratio, dtype=torch.bool))
+        return CorrectionWeights(ratio, torch.zeros_like(ratio, dtype=torch.bool))
     outside = (ratio < low) | (ratio > high)
     if kind == "tis":
-        return Weights(ratio.clamp(low, high), outside)
+        return CorrectionWeights(ratio.clamp(low, high), outside)
     inside = (~outside).to(ratio.dtype)
-    return Weights(ratio * inside if kind == "icepop" else inside, outside)
+    return CorrectionWeights(ratio * inside if kind == "icepop" else inside, outside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,12 @@ class Rejection:
         return (self.by_veto | self.by_divergence).repeat_interleave(num_loss_tokens)
 
 
-def rejected_samples(
+def reject_samples(
     log_ratio: Float[Tensor, " tokens"],
     *,
     num_loss_tokens: Int[Tensor, " samples"],
-    kind: Rejecting,
-    over: Over,
+    kind: RejectionEstimator,
+    over: RejectionReduction,
     low: float | None,
     high: float | None,
     veto_low: float = 0.0,
@@ -150,7 +150,7 @@ def rejected_samples(
     return Rejection(by_veto=by_veto, by_divergence=rejected & ~by_veto & (num_loss_tokens > 0))
 
 
-def off_policy_sequences(
+def mask_off_policy_sequences(
     logprobs: Float[Tensor, " tokens"],
     *,
     rollout_logprobs: Float[Tensor, " tokens"],

@@ -7,15 +7,15 @@ from typing import Any
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import AlgorithmSpec, find_algorithm
 from relax_events.errors import ConfigError
-from relax_events.plugins import ALGORITHMS, installed
+from relax_events.plugins import ALGORITHMS, list_installed
 
 
 def installed_algorithms() -> list[AlgorithmSpec]:
     """Return the installed algorithms by name."""
-    return [find_algorithm(name) for name in sorted(installed(ALGORITHMS))]
+    return [find_algorithm(name) for name in sorted(list_installed(ALGORITHMS))]
 
 
-def describe(name: str) -> dict[str, Any]:
+def describe_algorithm(name: str) -> dict[str, Any]:
     """Return all that there is to say of an algorithm: its parts, its settings as they are when a
     run file names it alone, what it needs.
 

@@ -48,7 +48,7 @@ def discounted_returns(
     return discounted_sums(group.rewards, factor=gamma)
 
 
-def generalised_advantages(
+def gae_advantages(
     group: GroupValues,
     *,
     gamma: float,

@@ -19,7 +19,7 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here before exp: e^20 is far outside any clip range, and inf * 0 in the
 backward pass would give NaN."""
 
-NO_FIGURES: Mapping[str, Float[Tensor, " tokens"]] = MappingProxyType({})
+NO_METRICS: Mapping[str, Float[Tensor, " tokens"]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class LossTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Surrogate:
+class PolicyLossOutput:
     """Per-token policy loss and what the clipping did. With a ratio of sequences all tokens of a
     sample have the same.
 
@@ -63,7 +63,7 @@ class Surrogate:
     ratio: Float[Tensor, " tokens"]
     clipped_low: Bool[Tensor, " tokens"]
     clipped_high: Bool[Tensor, " tokens"]
-    figures: Mapping[str, Float[Tensor, " tokens"]] = field(default_factory=dict)
+    metrics: Mapping[str, Float[Tensor, " tokens"]] = field(default_factory=dict)
 
     @classmethod
     def unclipped(
@@ -71,8 +71,8 @@ class Surrogate:
         losses: Float[Tensor, " tokens"],
         *,
         ratio: Float[Tensor, " tokens"],
-        figures: Mapping[str, Float[Tensor, " tokens"]] = NO_FIGURES,
-    ) -> Surrogate:
+        figures: Mapping[str, Float[Tensor, " tokens"]] = NO_METRICS,
+    ) -> PolicyLossOutput:
         """Make one that clips nothing; the ratio is only reported."""
         none = torch.zeros_like(ratio, dtype=torch.bool)
         return cls(
@@ -100,9 +100,9 @@ def sample_sums(
     return sums[owners]
 
 
-def clipped(
+def ppo_clip_loss(
     tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
-) -> Surrogate:
+) -> PolicyLossOutput:
     """Compute max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) for each token, with r =
     exp(logprobs - old_logprobs).
 
@@ -120,7 +120,7 @@ def clipped(
     Source: PPO (arXiv 1707.06347), equation 7; two ranges: DAPO (arXiv 2503.14476), section 3.1;
     dual clip: arXiv 1912.09729.
     """
-    return _clipped(
+    return _clip_loss(
         tokens.log_ratio,
         advantages=tokens.advantages,
         clip_low=clip_low,
@@ -129,9 +129,9 @@ def clipped(
     )
 
 
-def clipped_sequence(
+def gspo_loss(
     tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
-) -> Surrogate:
+) -> PolicyLossOutput:
     """Compute the same with one ratio for each sample: s = exp(mean over its loss tokens of
     logprobs - old_logprobs) (GSPO).
 
@@ -149,7 +149,7 @@ def clipped_sequence(
     Source: GSPO (arXiv 2507.18071), equations 5 and 7; clip ranges: section 5.1.
     """
     means = tokens.sample_means(tokens.log_ratio)
-    return _clipped(
+    return _clip_loss(
         means,
         advantages=tokens.advantages,
         clip_low=clip_low,
@@ -158,16 +158,16 @@ def clipped_sequence(
     )
 
 
-def clipped_sequence_by_token(
+def gspo_token_loss(
     tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
-) -> Surrogate:
+) -> PolicyLossOutput:
     """Compute the same with GSPO's ratio for a value, but with each token's own gradient, so that
     advantages may differ within a sample.
 
     Args:
         tokens: See `LossTokens`.
-        clip_low: As in `clipped_sequence`.
-        clip_high: As in `clipped_sequence`.
+        clip_low: As in `gspo_loss`.
+        clip_high: As in `gspo_loss`.
         dual_clip: As in `clipped`.
     Returns:
         As `clipped`.
@@ -176,7 +176,7 @@ def clipped_sequence_by_token(
     log_ratio = (
         tokens.sample_means(tokens.log_ratio).detach() + tokens.logprobs - tokens.logprobs.detach()
     )
-    return _clipped(
+    return _clip_loss(
         log_ratio,
         advantages=tokens.advantages,
         clip_low=clip_low,
@@ -185,14 +185,14 @@ def clipped_sequence_by_token(
     )
 
 
-def _clipped(
+def _clip_loss(
     log_ratio: Float[Tensor, " tokens"],
     *,
     advantages: Float[Tensor, " tokens"],
     clip_low: float,
     clip_high: float,
     dual_clip: float,
-) -> Surrogate:
+) -> PolicyLossOutput:
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     losses = torch.maximum(
         -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -201,7 +201,7 @@ def _clipped(
         losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
     ratio = ratio.detach()
     high = (ratio > 1 + clip_high) & (advantages > 0)
-    return Surrogate(
+    return PolicyLossOutput(
         losses=losses,
         ratio=ratio,
         clipped_low=(ratio < 1 - clip_low) & (advantages < 0),
@@ -209,7 +209,7 @@ def _clipped(
     )
 
 
-def soft_gated(tokens: LossTokens, *, gate_positive: float, gate_negative: float) -> Surrogate:
+def sapo_loss(tokens: LossTokens, *, gate_positive: float, gate_negative: float) -> PolicyLossOutput:
     """Compute -(4 / tau) sigmoid(tau (r - 1)) A: a gradient that fades smoothly as the ratio leaves
     1 (SAPO).
 
@@ -233,7 +233,7 @@ def soft_gated(tokens: LossTokens, *, gate_positive: float, gate_negative: float
     losses = -4 / temperatures * gate * tokens.advantages
     ratio = ratio.detach()
     faded = 4 * (gate * (1 - gate)).detach() < 0.5
-    return Surrogate(
+    return PolicyLossOutput(
         losses=losses,
         ratio=ratio,
         clipped_low=faded & (ratio < 1),
@@ -241,7 +241,7 @@ def soft_gated(tokens: LossTokens, *, gate_positive: float, gate_negative: float
     )
 
 
-def clipped_weight(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Surrogate:
+def cispo_loss(tokens: LossTokens, *, clip_low: float, clip_high: float) -> PolicyLossOutput:
     """Compute -w A logprobs with the weight w = clip(r, 1 - clip_low, 1 + clip_high), which carries
     no gradient (CISPO).
 
@@ -257,7 +257,7 @@ def clipped_weight(tokens: LossTokens, *, clip_low: float, clip_high: float) -> 
     """
     ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     losses = -ratio.clamp(1 - clip_low, 1 + clip_high) * tokens.advantages * tokens.logprobs
-    return Surrogate(
+    return PolicyLossOutput(
         losses=losses,
         ratio=ratio,
         clipped_low=ratio < 1 - clip_low,
@@ -265,7 +265,7 @@ def clipped_weight(tokens: LossTokens, *, clip_low: float, clip_high: float) -> 
     )
 
 
-def clipped_geometric_mean(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Surrogate:
+def gmpo_loss(tokens: LossTokens, *, clip_low: float, clip_high: float) -> PolicyLossOutput:
     """Compute -g A with g = exp(mean over the sample's loss tokens of the clipped log-ratio)
     (GMPO).
 
@@ -289,7 +289,7 @@ def clipped_geometric_mean(tokens: LossTokens, *, clip_low: float, clip_high: fl
     )
     ratio = tokens.sample_means(bounded).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     log_ratio = log_ratio.detach()
-    return Surrogate(
+    return PolicyLossOutput(
         losses=-ratio * advantages,
         ratio=ratio.detach(),
         clipped_low=(log_ratio < -clip_low) & (advantages < 0),
@@ -297,9 +297,9 @@ def clipped_geometric_mean(tokens: LossTokens, *, clip_low: float, clip_high: fl
     )
 
 
-def within_total_variation(
+def dppo_tv_loss(
     tokens: LossTokens, *, trust_radius: float, ratio_cap: float
-) -> Surrogate:
+) -> PolicyLossOutput:
     """Compute -w A logprobs, but 0 where the policy has left a trust region and A drives it on
     (DPPO, binary total variation).
 
@@ -319,12 +319,12 @@ def within_total_variation(
     Binary-TV; the weight as in its code.
     """
     divergence = (tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()).abs()
-    return _within_trust_region(
+    return _trust_region_loss(
         tokens, divergence=divergence, trust_radius=trust_radius, ratio_cap=ratio_cap
     )
 
 
-def within_kl(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> Surrogate:
+def dppo_kl_loss(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> PolicyLossOutput:
     """Compute the same with KL(old || policy) of the two-way choice: q log(q / p) + (1 - q) log((1
     - q) / (1 - p)).
 
@@ -333,7 +333,7 @@ def within_kl(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> S
         trust_radius: Largest divergence, in nats.
         ratio_cap: Largest weight.
     Returns:
-        As `within_total_variation`.
+        As `dppo_tv_loss`.
     Source: DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879),
     Binary-KL; the weight as in its code.
     """
@@ -341,18 +341,18 @@ def within_kl(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> S
     smallest = torch.finfo(logprobs.dtype).tiny
     others, old_others = ((-torch.expm1(values)).clamp(min=smallest) for values in (logprobs, old))
     divergence = old.exp() * (old - logprobs) + old_others * (old_others / others).log()
-    return _within_trust_region(
+    return _trust_region_loss(
         tokens, divergence=divergence, trust_radius=trust_radius, ratio_cap=ratio_cap
     )
 
 
-def _within_trust_region(
+def _trust_region_loss(
     tokens: LossTokens,
     *,
     divergence: Float[Tensor, " tokens"],
     trust_radius: float,
     ratio_cap: float,
-) -> Surrogate:
+) -> PolicyLossOutput:
     log_ratio, advantages = tokens.log_ratio.detach(), tokens.advantages
     is_far = divergence > trust_radius
     high, low = (
@@ -363,23 +363,23 @@ def _within_trust_region(
     losses = (-ratio.clamp(max=ratio_cap) * advantages * tokens.logprobs).masked_fill(
         high | low, 0.0
     )
-    return Surrogate(losses=losses, ratio=ratio, clipped_low=low, clipped_high=high)
+    return PolicyLossOutput(losses=losses, ratio=ratio, clipped_low=low, clipped_high=high)
 
 
-def importance_weighted(tokens: LossTokens) -> Surrogate:
+def importance_sampling_loss(tokens: LossTokens) -> PolicyLossOutput:
     """Compute -r A with r = exp(logprobs - old_logprobs), without a clip: the policy gradient of
     samples that the old policy drew.
 
     Source: PPO (arXiv 1707.06347), equation 6.
     """
     ratio = tokens.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return Surrogate.unclipped(-ratio * tokens.advantages, ratio=ratio)
+    return PolicyLossOutput.unclipped(-ratio * tokens.advantages, ratio=ratio)
 
 
-def plain_gradient(tokens: LossTokens) -> Surrogate:
+def reinforce_loss(tokens: LossTokens) -> PolicyLossOutput:
     """Compute -A logprobs, whose gradient is REINFORCE's; the ratio is only reported.
 
     Source: RLOO: Back to basics (arXiv 2402.14740).
     """
     ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return Surrogate.unclipped(-tokens.advantages * tokens.logprobs, ratio=ratio)
+    return PolicyLossOutput.unclipped(-tokens.advantages * tokens.logprobs, ratio=ratio)

@@ -13,14 +13,14 @@ from torch import Tensor
 from relax_events.algorithms.aggregation import num_units, token_weights
 from relax_events.algorithms.corrections import (
     Rejection,
-    Weights,
+    CorrectionWeights,
     correction_weights,
-    off_policy_sequences,
-    rejected_samples,
+    mask_off_policy_sequences,
+    reject_samples,
 )
 from relax_events.algorithms.distillation import TokenSet, divergence, sampled_divergence
 from relax_events.algorithms.kl import kl_estimate
-from relax_events.algorithms.losses import MAX_LOG_RATIO, LossTokens, Surrogate
+from relax_events.algorithms.losses import MAX_LOG_RATIO, LossTokens, PolicyLossOutput
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import resolve
 from relax_events.errors import ConfigError
@@ -73,8 +73,8 @@ class TokenLosses:
     policy_losses: Float[Tensor, " tokens"]
     kl: Float[Tensor, " tokens"]
     distillation: Float[Tensor, " tokens"]
-    surrogate: Surrogate
-    correction: Weights
+    policy_loss: PolicyLossOutput
+    correction: CorrectionWeights
     rejection: Rejection
     masked: Bool[Tensor, " tokens"]
 
@@ -117,7 +117,7 @@ class Objective:
             low=algorithm.correction_low,
             high=algorithm.correction_high,
         )
-        rejection = rejected_samples(
+        rejection = reject_samples(
             old - inputs.rollout_logprobs,
             num_loss_tokens=inputs.num_loss_tokens,
             kind=algorithm.rejection,
@@ -146,13 +146,13 @@ class Objective:
             policy_losses=policy_losses,
             kl=kl,
             distillation=distillation,
-            surrogate=surrogate,
+            policy_loss=surrogate,
             correction=correction,
             rejection=rejection,
             masked=factors == 0,
         )
 
-    def _surrogate(self, inputs: ObjectiveInputs, old: Float[Tensor, " tokens"]) -> Surrogate:
+    def _surrogate(self, inputs: ObjectiveInputs, old: Float[Tensor, " tokens"]) -> PolicyLossOutput:
         tokens = LossTokens(
             logprobs=inputs.logprobs,
             old_logprobs=old,
@@ -161,16 +161,16 @@ class Objective:
             ref_logprobs=inputs.ref_logprobs,
         )
         given = self._policy_loss(tokens, **self._settings)
-        losses = given.losses if isinstance(given, Surrogate) else given
+        losses = given.losses if isinstance(given, PolicyLossOutput) else given
         if not isinstance(losses, Tensor) or losses.shape != inputs.logprobs.shape:
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise ConfigError(
                 f"algorithm {self.algorithm.name}: its policy loss must give one loss for "
                 f"each of {len(old)} tokens, got {got}"
             )
-        if isinstance(given, Surrogate):
+        if isinstance(given, PolicyLossOutput):
             return given
-        return Surrogate.unclipped(
+        return PolicyLossOutput.unclipped(
             losses, ratio=tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         )
 
@@ -178,7 +178,7 @@ class Objective:
         """Mark the tokens that the masks against the engine's policy leave out."""
         dropped = torch.zeros_like(inputs.logprobs, dtype=torch.bool)
         if self.algorithm.opsm_threshold:
-            dropped = off_policy_sequences(
+            dropped = mask_off_policy_sequences(
                 inputs.logprobs,
                 rollout_logprobs=inputs.rollout_logprobs,
                 advantages=inputs.advantages,

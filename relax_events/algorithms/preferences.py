@@ -7,38 +7,38 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from relax_events.algorithms.losses import LossTokens, Surrogate
+from relax_events.algorithms.losses import LossTokens, PolicyLossOutput
 from relax_events.errors import ConfigError
 
-FIGURES = ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
+METRICS = ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
 
 
-def direct_preference(
+def dpo_loss(
     tokens: LossTokens,
     *,
-    beta: float,
+    dpo_beta: float,
     label_smoothing: float = 0.0,
     length_normalised: bool = False,
     nll_coefficient: float = 0.0,
-) -> Surrogate:
-    """Compute -log sigmoid(h) with h = beta ((lp_c - ref_c) - (lp_r - ref_r)), sums over the
+) -> PolicyLossOutput:
+    """Compute -log sigmoid(h) with h = dpo_beta ((lp_c - ref_c) - (lp_r - ref_r)), sums over the
     answers' tokens (DPO).
 
     Every loss token of a pair carries the pair's loss, so that with `sample_mean` each pair counts
-    once. beta (lp - ref) is what the policy
+    once. dpo_beta (lp - ref) is what the policy
     takes an answer to be worth: the figures are its mean over chosen and over rejected answers,
         their difference, and the share of the pairs
     whose chosen answer is worth more.
 
     Args:
         tokens: See `LossTokens`; the samples are pairs side by side, the chosen answer first.
-        beta: Strength of the pull towards the reference, per nat.
+        dpo_beta: Strength of the pull towards the reference, per nat.
         label_smoothing: Share of the pairs that are taken to be labelled the wrong way round.
         length_normalised: Means over the answers' tokens in place of sums.
         nll_coefficient: Weight of the chosen answer's negative log-likelihood, its mean over the
             answer's tokens.
     Returns:
-        As `losses.clipped`; nothing is clipped.
+        As `losses.ppo_clip_loss`; nothing is clipped.
     Raises:
         ConfigError: The samples are no pairs, or the reference's log-probabilities are missing.
     Source: DPO (arXiv 2305.18290), equation 7; label smoothing: cDPO, in the same authors' code.
@@ -46,35 +46,35 @@ def direct_preference(
         (arXiv 2411.15124), section 5.1. Negative log-likelihood: Iterative reasoning preference
         optimization (arXiv 2404.19733), equation 1.
     """
-    worth = beta * _log_ratios(tokens, mean=length_normalised)
+    worth = dpo_beta * _log_ratios(tokens, mean=length_normalised)
     margin = worth[:, 0] - worth[:, 1]
     losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
     if nll_coefficient:
-        losses = losses - nll_coefficient * _by_answer(tokens, tokens.logprobs, mean=True)[:, 0]
-    return _of_pairs(tokens, losses=losses, worth=worth)
+        losses = losses - nll_coefficient * _sum_by_response(tokens, tokens.logprobs, mean=True)[:, 0]
+    return _spread_over_pairs(tokens, losses=losses, worth=worth)
 
 
-def identity_preference(
-    tokens: LossTokens, *, beta: float, length_normalised: bool = True
-) -> Surrogate:
-    """Compute (h - 1 / (2 beta))^2 with h = (lp_c - ref_c) - (lp_r - ref_r): a margin to reach and
+def ipo_loss(
+    tokens: LossTokens, *, dpo_beta: float, length_normalised: bool = True
+) -> PolicyLossOutput:
+    """Compute (h - 1 / (2 dpo_beta))^2 with h = (lp_c - ref_c) - (lp_r - ref_r): a margin to reach and
     to keep, not to widen (IPO).
 
     Args:
-        tokens: As `direct_preference`.
-        beta: Half the inverse of the margin that is aimed at, per nat; the paper's tau.
+        tokens: As `dpo_loss`.
+        dpo_beta: Half the inverse of the margin that is aimed at, per nat; the paper's tau.
         length_normalised: Means over the answers' tokens in place of sums.
     Returns:
-        As `direct_preference`, with the same figures.
+        As `dpo_loss`, with the same figures.
     Raises:
-        ConfigError: As `direct_preference`.
+        ConfigError: As `dpo_loss`.
     Source: IPO: A general theoretical paradigm to understand learning from human preferences (arXiv
     2310.12036), equation 17; means over
         the tokens: as TRL's DPO trainer has it.
     """
     ratios = _log_ratios(tokens, mean=length_normalised)
-    return _of_pairs(
-        tokens, losses=(ratios[:, 0] - ratios[:, 1] - 1 / (2 * beta)).square(), worth=beta * ratios
+    return _spread_over_pairs(
+        tokens, losses=(ratios[:, 0] - ratios[:, 1] - 1 / (2 * dpo_beta)).square(), worth=dpo_beta * ratios
     )
 
 
@@ -85,10 +85,10 @@ def _log_ratios(tokens: LossTokens, *, mean: bool) -> Float[Tensor, "pairs 2"]:
             "preferences need pairs with the reference's log-probabilities, got "
             f"{len(tokens.num_loss_tokens)} samples; mend the trainer backend"
         )
-    return _by_answer(tokens, tokens.logprobs - tokens.ref_logprobs, mean=mean)
+    return _sum_by_response(tokens, tokens.logprobs - tokens.ref_logprobs, mean=mean)
 
 
-def _by_answer(
+def _sum_by_response(
     tokens: LossTokens, values: Float[Tensor, " tokens"], *, mean: bool
 ) -> Float[Tensor, "pairs 2"]:
     """Sum the values over each answer, or take their mean."""
@@ -104,16 +104,16 @@ def _sample_of(tokens: LossTokens) -> Int[Tensor, " tokens"]:
     ).repeat_interleave(tokens.num_loss_tokens)
 
 
-def _of_pairs(
+def _spread_over_pairs(
     tokens: LossTokens, *, losses: Float[Tensor, " pairs"], worth: Float[Tensor, "pairs 2"]
-) -> Surrogate:
+) -> PolicyLossOutput:
     """Give every loss token its pair's loss and figures."""
     pair_of, worth = _sample_of(tokens) // 2, worth.detach()
     margin = worth[:, 0] - worth[:, 1]
     values = ((margin > 0).to(margin.dtype), margin, worth[:, 0], worth[:, 1])
     figures: dict[str, Float[Tensor, " tokens"]] = {
-        name: value[pair_of] for name, value in zip(FIGURES, values, strict=True)
+        name: value[pair_of] for name, value in zip(METRICS, values, strict=True)
     }
-    return Surrogate.unclipped(
+    return PolicyLossOutput.unclipped(
         losses[pair_of], ratio=tokens.log_ratio.detach().exp(), figures=figures
     )

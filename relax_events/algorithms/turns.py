@@ -18,7 +18,7 @@ def turn_lengths(loss_mask: NDArray[np.generic]) -> Int64[np.ndarray, " turns"]:
     return np.diff(begins, append=len(places)).astype(np.int64)
 
 
-def rewards_on_the_way(
+def rewards_by_loss_token(
     loss_mask: NDArray[np.generic],
     *,
     turn_rewards: NDArray[np.generic] | None,
@@ -44,14 +44,14 @@ def rewards_on_the_way(
     lengths = turn_lengths(loss_mask)
     rewards = np.zeros(int(lengths.sum()))
     if turn_rewards is not None:
-        rewards[np.cumsum(lengths) - 1] = _checked(
+        rewards[np.cumsum(lengths) - 1] = _check_rewards(
             turn_rewards.astype(np.float64),
             len(lengths),
             f"sample {sample_id}: turn_rewards",
             "turn",
         )
     if token_rewards is not None:
-        rewards += _checked(
+        rewards += _check_rewards(
             token_rewards.astype(np.float64),
             len(rewards),
             f"sample {sample_id}: token_rewards",
@@ -60,7 +60,7 @@ def rewards_on_the_way(
     return rewards
 
 
-def _checked(
+def _check_rewards(
     rewards: NDArray[np.float64], number: int, what: str, unit: str
 ) -> NDArray[np.float64]:
     if rewards.shape != (number,):

@@ -9,7 +9,7 @@ from cyclopts import App
 app = App(
     name="alerts",
     help=(
-        "Hand alerts on to people.\n\nExample: relax alerts forward --urls notice_urls --port 9095"
+        "Hand alerts on to people.\n\nExample: relax alerts forward --urls notification_urls --port 9095"
     ),
 )
 
@@ -19,10 +19,10 @@ def forward(*, urls: Path | None = None, host: str = "127.0.0.1", port: int = 90
     """Take what Alertmanager posts to its webhook and send it on by Apprise, until SIGTERM or
     SIGINT.
 
-    Example: relax alerts forward --urls notice_urls --port 9095
+    Example: relax alerts forward --urls notification_urls --port 9095
 
     Args:
-        urls: File with the Apprise URLs to send to, one a line; RELAX_NOTICE_URLS in the
+        urls: File with the Apprise URLs to send to, one a line; RELAX_NOTIFICATION_URLS in the
             environment stands in for it.
         host: Where to listen.
         port: Likewise.
@@ -35,7 +35,7 @@ def forward(*, urls: Path | None = None, host: str = "127.0.0.1", port: int = 90
     from relax_events.notifications.alert_receiver import AlertReceiver
     from relax_events.notifications.services import VARIABLE, open_targets
 
-    targets = open_targets(TelemetryConfig(notice_urls_file=urls))
+    targets = open_targets(TelemetryConfig(notification_urls_file=urls))
     if not targets:
         raise ConfigError(
             "no Apprise URL is given, so nobody would be told; name a file with --urls, or "

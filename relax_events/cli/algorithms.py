@@ -46,10 +46,10 @@ def show(name: str, *, output: Literal["table", "json"] = "table") -> None:
         name: As in `algorithm.name`: installed, or path/to/file.py:NAME.
         output: Text to read, or JSON for programs.
     """
-    from relax_events.algorithms.description import describe
+    from relax_events.algorithms.description import describe_algorithm
     from relax_events.cli.output import print_json, print_pairs
 
-    described = describe(name)
+    described = describe_algorithm(name)
     if output == "json":
         print_json(described)
         return

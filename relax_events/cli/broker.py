@@ -74,9 +74,9 @@ def client_config(
             librdkafka.
     """
     from relax_events.kafka.embedded import EmbeddedBroker
-    from relax_events.kafka.embedded.tool_login import client_properties
+    from relax_events.kafka.embedded.tool_login import build_client_properties
 
-    print(client_properties(EmbeddedBroker(directory), form=form), end="")
+    print(build_client_properties(EmbeddedBroker(directory), form=form), end="")
 
 
 @app.command
@@ -93,13 +93,13 @@ def format(directory: Path, *, credentials: Path, cluster_id: str, node_id: int 
         cluster_id: What all brokers of the cluster share.
         node_id: The broker's number among them.
     """
-    from relax_events.kafka.embedded.security import first_users
+    from relax_events.kafka.embedded.security import read_bootstrap_users
     from relax_events.kafka.embedded.storage import ensure_formatted
     from relax_events.kafka.security.folder import SecurityFolder
 
     ensure_formatted(
         directory,
-        users=first_users(SecurityFolder(credentials.absolute())),
+        users=read_bootstrap_users(SecurityFolder(credentials.absolute())),
         node_id=node_id,
         cluster_id=cluster_id,
     )
@@ -144,10 +144,10 @@ def status(
         directory: Where the broker keeps its records, log and settings.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.kafka.embedded.status import broker_report
+    from relax_events.kafka.embedded.status import read_broker_status
 
-    report = broker_report(directory)
-    print(report.as_json() if output == "json" else report.as_text())
+    report = read_broker_status(directory)
+    print(report.to_json() if output == "json" else report.to_text())
     return 0 if report.running else _EXIT_DOWN
 
 
@@ -165,14 +165,14 @@ def logs(
         follow: Go on with new lines until the broker ends.
     """
     from relax_events.kafka.embedded import EmbeddedBroker
-    from relax_events.kafka.embedded.broker_log import follow_lines, last_lines
+    from relax_events.kafka.embedded.broker_log import follow_lines, read_last_lines
 
     broker = EmbeddedBroker(directory)
     end_byte = broker.log_path.stat().st_size if broker.log_path.exists() else 0
-    for line in last_lines(broker.log_path, num_lines=lines, end_byte=end_byte):
+    for line in read_last_lines(broker.log_path, num_lines=lines, end_byte=end_byte):
         print(line)
     if follow and broker.is_running:
         for line in follow_lines(
-            broker.log_path, start_byte=end_byte, ended_within=broker.ended_within
+            broker.log_path, start_byte=end_byte, ended_within=broker.wait_for_end
         ):
             print(line, flush=True)

@@ -129,9 +129,9 @@ def _reach(config: Path, overrides: tuple[str, ...]) -> Iterator[tuple[RunConfig
     from relax_events.config import load_run_config
     from relax_events.kafka.admin import Admin
     from relax_events.ops.security import admin_connection
-    from relax_events.session.broker_address import ANSWER_SECONDS, located
+    from relax_events.session.broker_address import ANSWER_SECONDS, locate_broker
 
-    with located(load_run_config(config, overrides), by="relax broker secure") as settings:
+    with locate_broker(load_run_config(config, overrides), by="relax broker secure") as settings:
         connection = admin_connection(settings)
         Admin(connection).ping(
             timeout_seconds=min(ANSWER_SECONDS, settings.broker.request_timeout_seconds)
@@ -143,7 +143,7 @@ def _show(changes: SecurityChanges, quotas: Mapping[QuotaEntity, Mapping[str, fl
     from relax_events.cli.output import print_table
 
     rows = [["set", user, "password of the folder", ""] for user in changes.users]
-    rows += [["delete", user, "not wanted", ""] for user in changes.strangers]
+    rows += [["delete", user, "not wanted", ""] for user in changes.unexpected_users]
     for change, acls in (("allow", changes.missing), ("withdraw", changes.surplus)):
         rows += [
             [
@@ -194,7 +194,7 @@ def quota(
     from relax_events.config import load_run_config
     from relax_events.errors import ConfigError
     from relax_events.kafka.protocol.quotas import (
-        ALL,
+        QUOTA_NAMES,
         MUTATION_RATE,
         RATES,
         REQUEST_PERCENTAGE,
@@ -202,7 +202,7 @@ def quota(
         write_quotas,
     )
     from relax_events.ops.security import quota_connection, quota_entities
-    from relax_events.session.broker_address import located
+    from relax_events.session.broker_address import locate_broker
 
     given = {
         "bytes_per_second": bytes_per_second,
@@ -221,18 +221,18 @@ def quota(
         MUTATION_RATE: mutations_per_second,
     }
     wanted: dict[str, float | None] = (
-        dict.fromkeys(ALL)
+        dict.fromkeys(QUOTA_NAMES)
         if lift
         else {name: value for name, value in values.items() if value is not None}
     )
-    with located(load_run_config(config, overrides), by="relax broker quota") as settings:
+    with locate_broker(load_run_config(config, overrides), by="relax broker quota") as settings:
         connection, entities = quota_connection(settings), quota_entities(settings)
         found = read_quotas(connection, entities)
         after = {f"{name} wanted": value for name, value in wanted.items()}
         rows = [
             {
                 entity.kind: entity.name,
-                **{name: found.get(entity, {}).get(name) for name in ALL},
+                **{name: found.get(entity, {}).get(name) for name in QUOTA_NAMES},
                 **after,
             }
             for entity in entities

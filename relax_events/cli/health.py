@@ -99,12 +99,12 @@ def _show_workers(
     """
     from relax_events.cli.output import print_json, print_table
     from relax_events.cli.run_reader import open_run
-    from relax_events.history.live_run import RunWatch
+    from relax_events.history.live_run import RunFollower
 
     with open_run(
         run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="health"
     ) as settings:
-        with RunWatch(settings, name="health") as watch, watch.lock:
+        with RunFollower(settings, name="health") as watch, watch.lock:
             alive, newest = watch.alive(), dict(watch.state.workers)
         address = settings.telemetry.metrics_host
     host = "127.0.0.1" if address in ALL_ADDRESSES else address

@@ -35,14 +35,14 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
     from relax_events.cli.output import print_json, print_pairs
     from relax_events.config import load_run_config
     from relax_events.history.ledger import read_ledger
-    from relax_events.session.broker_address import attached, open_admin, require_run
+    from relax_events.session.broker_address import attach, open_admin, require_run
     from relax_events.topics import TopicPlan
 
-    with attached(load_run_config(config, overrides), by="relax ledger check") as settings:
+    with attach(load_run_config(config, overrides), by="relax ledger check") as settings:
         with closing(open_admin(settings, name="ledger")) as admin:
-            require_run(settings, admin.topics(TopicPlan.of(settings).topic("")))
+            require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
         ledger = read_ledger(settings)
-    figures, findings, unproven = ledger.figures(), ledger.findings(), ledger.unproven()
+    figures, findings, unproven = ledger.totals(), ledger.findings(), ledger.unverified()
     if output == "json":
         found = [
             {"rule": one.rule, "count": one.count, "examples": one.examples, "remedy": one.remedy}

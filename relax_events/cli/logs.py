@@ -37,7 +37,7 @@ def logs(
     import orjson
 
     from relax_events.cli.run_reader import reader_may_leave, run_folder
-    from relax_events.history.worker_logs import LogLine, LogTail, log_files, read_lines, severe
+    from relax_events.history.worker_logs import LogLine, LogTail, log_files, read_lines, filter_by_level
 
     def show(line: LogLine) -> None:
         print(orjson.dumps(asdict(line)).decode() if output == "json" else line, flush=follow)
@@ -46,9 +46,9 @@ def logs(
     files = log_files(folder, workers)
     tail = LogTail(folder, workers) if follow else None
     with reader_may_leave():
-        written = severe(read_lines(files, ends=tail.ends if tail else None), level)
+        written = filter_by_level(read_lines(files, ends=tail.ends if tail else None), level)
         for line in deque(written, maxlen=lines) if lines else written:
             show(line)
         if tail is not None:
-            for line in severe(tail.lines(), level):
+            for line in filter_by_level(tail.lines(), level):
                 show(line)

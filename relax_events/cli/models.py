@@ -16,7 +16,7 @@ app = App(
 
 @app.command
 def prepare(config: Path, *overrides: str) -> None:
-    """Make the model that a run file describes, with its warm start, unless it is there; print its
+    """Make the model that a run file describes, with its SFT warm-up, unless it is there; print its
     folder.
 
     Example: relax models prepare configs/quickstart.toml
@@ -30,18 +30,18 @@ def prepare(config: Path, *overrides: str) -> None:
     """
     from relax_events.config import load_run_config
     from relax_events.examples.model_preparation import prepare_model
-    from relax_events.objects.marker import claim
+    from relax_events.objects.marker import claim_store
     from relax_events.objects.store import ObjectStore
 
     loaded = load_run_config(config, overrides)
     print(prepare_model(loaded, report=_say))
     if loaded.objects_uri.startswith("file:"):
-        claim(ObjectStore.open(loaded.objects_uri, waits=False), run_id=loaded.run.id)
+        claim_store(ObjectStore.open(loaded.objects_uri, waits=False), run_id=loaded.run.id)
 
 
 @app.command(name="warm-start")
-def warm_start(config: Path, *overrides: str, output: Path | None = None) -> None:
-    """Train the model of a run file on reference answers for `warm_start.steps` steps; print the
+def sft_warmup(config: Path, *overrides: str, output: Path | None = None) -> None:
+    """Train the model of a run file on reference answers for `sft_warmup.steps` steps; print the
     folder written.
 
     Example: relax models warm-start configs/quickstart.toml --output .relax/models/warm
@@ -52,9 +52,9 @@ def warm_start(config: Path, *overrides: str, output: Path | None = None) -> Non
         output: Where the trained model goes; the place of the old one when not given.
     """
     from relax_events.config import load_run_config
-    from relax_events.examples.model_preparation import warm_start_model
+    from relax_events.examples.model_preparation import warm_up_model
 
-    print(warm_start_model(load_run_config(config, overrides), output=output, report=_say))
+    print(warm_up_model(load_run_config(config, overrides), output=output, report=_say))
 
 
 @app.command(name="make-tiny")
@@ -99,7 +99,7 @@ def _from_run_file(path: Path, run_file: Path) -> Path:
         path,
         tiny=tiny,
         seed=config.run.seed,
-        answers_key=config.warm_start.answers_key,
+        assistant_turns_key=config.sft_warmup.assistant_turns_key,
     )
 
 

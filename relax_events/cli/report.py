@@ -19,18 +19,18 @@ def report(config: Path, *overrides: str) -> int:
         overrides: section.key=value, laid over the run file.
     """
     from relax_events.config import load_run_config
-    from relax_events.history.runs.replay import settle_source
+    from relax_events.history.runs.replay import resolve_parent
     from relax_events.reports.run_report import remake_report
-    from relax_events.session.broker_address import attached, open_admin, require_run
-    from relax_events.session.defaults import settled
+    from relax_events.session.broker_address import attach, open_admin, require_run
+    from relax_events.session.defaults import resolve_defaults
     from relax_events.session.resume import known_settings, read_last_session
     from relax_events.topics import TopicPlan
 
-    with attached(load_run_config(config, overrides), by="relax report") as settings:
+    with attach(load_run_config(config, overrides), by="relax report") as settings:
         with closing(open_admin(settings, name="report")) as admin:
-            require_run(settings, admin.topics(TopicPlan.of(settings).topic("")))
-        settings = settle_source(settings)
-        settings, _ = settled(settings, known=known_settings(settings, read_last_session(settings)))
+            require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
+        settings = resolve_parent(settings)
+        settings, _ = resolve_defaults(settings, known=known_settings(settings, read_last_session(settings)))
         written, ledger = remake_report(settings)
     outcome = "reached its goal" if written["succeeded"] else "did not reach its goal"
     print(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from relax_events.config import RewardConfig, RunConfig
     from relax_events.history.run_log import RunLog
     from relax_events.rewards.comparison import DifferenceCounts, Differences
-    from relax_events.rewards.trial import TriedCompletion
+    from relax_events.rewards.trial import ScoredCompletion
 
 LINE_SECONDS = 5.0
 Output = Literal["table", "json"]
@@ -200,7 +200,7 @@ def compare(
     from relax_events.history.samples.filter import parse_bounds
     from relax_events.history.samples.reader import generated_samples
     from relax_events.rewards.comparison import compare_rewards
-    from relax_events.rewards.scoring import reward_item
+    from relax_events.rewards.scoring import build_reward_item
     from relax_events.rewards.trial import read_items
 
     if bool(run) == (jsonl is not None):
@@ -238,7 +238,7 @@ def compare(
                 directory=directory,
                 trusts=trust_source,
             )
-            items = (reward_item(sample) for sample in generated_samples(log, versions))
+            items = (build_reward_item(sample) for sample in generated_samples(log, versions))
             found = compare_rewards(
                 *sides(section), items, threshold=threshold, limit=limit, report=report
             )
@@ -361,7 +361,7 @@ def print_differences(found: Differences) -> None:
         )
 
 
-def _told(one: TriedCompletion) -> str:
+def _told(one: ScoredCompletion) -> str:
     """Say on one line what a function gave, and what it has read."""
     from relax_events.cli.run_reader import excerpt
 
@@ -370,13 +370,13 @@ def _told(one: TriedCompletion) -> str:
     parts = [
         f"{one.reward:g}",
         excerpt(one.answer or "", 80),
-        one.place or "",
+        one.location or "",
         excerpt(one.why or "", 200),
     ]
     return ": ".join(part for part in parts if part)
 
 
-def print_tried(one: TriedCompletion) -> None:
+def print_tried(one: ScoredCompletion) -> None:
     """Print what there is to say about one completion."""
     from relax_events.cli.output import print_pairs
 
@@ -385,13 +385,13 @@ def print_tried(one: TriedCompletion) -> None:
         **one.components,
         "error": one.error,
         "answer": one.answer,
-        "found": one.place,
+        "found": one.location,
         "why": one.why,
     }
     print_pairs({key: value for key, value in said.items() if value is not None})
 
 
-def print_all_tried(tried: Sequence[TriedCompletion]) -> None:
+def print_all_tried(tried: Sequence[ScoredCompletion]) -> None:
     """Print a line for each completion."""
     from relax_events.cli.output import print_table
     from relax_events.cli.run_reader import excerpt
@@ -401,7 +401,7 @@ def print_all_tried(tried: Sequence[TriedCompletion]) -> None:
             one.sample_id,
             "" if one.reward is None else f"{one.reward:g}",
             excerpt(one.answer or "", 40),
-            one.place or "",
+            one.location or "",
             excerpt(one.error or one.why or "", 80),
         ]
         for one in tried

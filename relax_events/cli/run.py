@@ -74,16 +74,16 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
             replicas that are started alike.
     """
     from relax_events.config import load_run_config
-    from relax_events.launcher.parent_watch import end_with_supervisor, index_of_host
+    from relax_events.launcher.parent_watch import drain_when_supervisor_exits, worker_index_from_hostname
     from relax_events.runtime.private_files import keep_private
-    from relax_events.session.broker_address import attached, open_admin
-    from relax_events.session.resume import settled_worker
+    from relax_events.session.broker_address import attach, open_admin
+    from relax_events.session.resume import resolve_worker_config
 
     settings = load_run_config(config, overrides)
-    start, number = load_role(role), index_of_host() if index == "host" else index
+    start, number = load_role(role), worker_index_from_hostname() if index == "host" else index
     keep_private(settings)
-    with attached(settings, by=f"relax worker {role}", principal=role, brings_up=False) as settings:
-        end_with_supervisor(
+    with attach(settings, by=f"relax worker {role}", principal=role, brings_up=False) as settings:
+        drain_when_supervisor_exits(
             drain_seconds=settings.workers.drain_seconds
         )  # only now: the last one that uses a broker stops it
         open_admin(
@@ -91,7 +91,7 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
             name=f"{role}-{number}",
             timeout_seconds=settings.broker.request_timeout_seconds,
         )  # it may still be starting
-        start(settled_worker(settings, role), index=number)
+        start(resolve_worker_config(settings, role), index=number)
 
 
 def doctor(config: Path, *overrides: str) -> int:
@@ -105,9 +105,9 @@ def doctor(config: Path, *overrides: str) -> int:
     """
     from relax_events.cli.output import print_table
     from relax_events.config import load_run_config
-    from relax_events.launcher.doctor import examine_with_defaults
+    from relax_events.launcher.doctor import run_checks_with_defaults
 
-    findings, derived = examine_with_defaults(load_run_config(config, overrides))
+    findings, derived = run_checks_with_defaults(load_run_config(config, overrides))
     for finding in findings:
         print(f"{'ok ' if finding.is_good else 'NO '} {finding.what}: {finding.text}")
     if derived:

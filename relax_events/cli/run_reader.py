@@ -26,10 +26,10 @@ def open_run_log(config: Path, overrides: Iterable[str], *, name: str) -> Iterat
     """
     from relax_events.config import load_run_config
     from relax_events.history.run_log import RunLog
-    from relax_events.session.broker_address import attached
+    from relax_events.session.broker_address import attach
 
     with (
-        attached(load_run_config(config, overrides), by=f"relax {name}") as settings,
+        attach(load_run_config(config, overrides), by=f"relax {name}") as settings,
         RunLog(settings, name=name) as log,
     ):
         yield log
@@ -79,9 +79,9 @@ def open_run(
 
     run_file = load_run_config(Path(run)) if is_run_file(run) else None
     cluster = (
-        Cluster.named(config=config, bootstrap_servers=bootstrap_servers, directory=directory)
+        Cluster.from_options(config=config, bootstrap_servers=bootstrap_servers, directory=directory)
         if run_file is None
-        else Cluster.of(run_file)
+        else Cluster.from_run_file(run_file)
     )
     with cluster.running(by=f"relax {name}"):
         connection = cluster.connection(name=name)
@@ -92,7 +92,7 @@ def open_run(
                 f"the log of run {run} does not describe it: an earlier release wrote it, or "
                 "it is half deleted; give its run file"
             )
-        yield settings.model_copy(update={"broker": cluster.reached})
+        yield settings.model_copy(update={"broker": cluster.broker_with_address})
 
 
 def note_unreadable(log: RunLog) -> None:

@@ -15,7 +15,7 @@ from relax_events.cli.output import accept_source, agreed
 if TYPE_CHECKING:
     from relax_events.history.cluster import Cluster
     from relax_events.history.runs.deletion import Deletion
-    from relax_events.history.runs.forking import SourceChoice
+    from relax_events.history.runs.forking import ParentChoice
     from relax_events.history.runs.listing import RunSummary
     from relax_events.kafka.connection import Connection
 
@@ -36,7 +36,7 @@ their goodbye us."""
 def _cluster(config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
     from relax_events.history.cluster import Cluster
 
-    return Cluster.named(config=config, bootstrap_servers=bootstrap_servers, directory=directory)
+    return Cluster.from_options(config=config, bootstrap_servers=bootstrap_servers, directory=directory)
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def stop(
         print_json(asdict(done))
     else:
         print(done.text)
-    return 6 if done.left else 0
+    return 6 if done.not_drained else 0
 
 
 def _joined(value: Any) -> Any:
@@ -335,11 +335,11 @@ def replay(
         directory: Where runs are kept, and the embedded broker unless one of the other two says
             where to look.
     """
-    from relax_events.history.runs.forking import SourceChoice
+    from relax_events.history.runs.forking import ParentChoice
 
-    choice = SourceChoice(
+    choice = ParentChoice(
         source,
-        "recorded",
+        "replay",
         from_version=from_version,
         until_version=until_version,
         follow=follow,
@@ -386,11 +386,11 @@ def fork(
         directory: Where runs are kept, and the embedded broker unless one of the other two says
             where to look.
     """
-    from relax_events.history.runs.forking import SourceChoice
+    from relax_events.history.runs.forking import ParentChoice
 
     live, recorded = (
-        SourceChoice(source, "live", from_version=at_version),
-        SourceChoice(source, "recorded", until_version=at_version),
+        ParentChoice(source, "fork", from_version=at_version),
+        ParentChoice(source, "replay", until_version=at_version),
     )
     return _train(
         _cluster(config, bootstrap_servers, directory),
@@ -405,7 +405,7 @@ def fork(
 def _train(
     cluster: Cluster,
     new: str,
-    choice: SourceChoice,
+    choice: ParentChoice,
     overrides: tuple[str, ...],
     *,
     verify: bool,
@@ -436,7 +436,7 @@ def _train(
         print(closing_line(report, settings.run_directory))
         if not verify:
             return 0
-        found = verify_replay(Cluster.of(settings).connection(name="runs"), choice.run, new)
+        found = verify_replay(Cluster.from_run_file(settings).connection(name="runs"), choice.run, new)
         same = f"{found.num_steps} steps are those of {choice.run}, bit for bit"
         print(f"differs from {choice.run}: {found.difference}" if found.difference else same)
         return 6 if found.difference else 0

@@ -160,8 +160,8 @@ def sample_text(detail: SampleDetail) -> Iterator[str]:
         f"completion, ended by {sample.finish_reason.value}"
     )
     yield (
-        f"issued      for step {sample.train_step}, place {sample.group_index}, attempt "
-        f"{sample.attempt}; row {sample.row} of the prompt stream"
+        f"issued      for step {sample.key.train_step}, place {sample.key.group_index}, attempt "
+        f"{sample.key.attempt}; row {sample.key.row} of the prompt stream"
     )
     if detail.num_generations > 1:
         yield f"generated   {detail.num_generations} times"
@@ -268,7 +268,7 @@ def sample_document(detail: SampleDetail) -> dict[str, Any]:
         ],
         "answer": sample.answer,
         "metadata": sample.metadata,
-        "row": sample.row,
+        "row": sample.key.row,
         "score": score_document(view.score) if view.score else None,
         "other_scores": {
             name: score_document(score) for name, score in detail.other_scores.items()
@@ -277,6 +277,6 @@ def sample_document(detail: SampleDetail) -> dict[str, Any]:
         "versions": [asdict(segment) for segment in sample.version_segments],
         "num_prompt_tokens": sample.num_prompt_tokens,
         "num_generations": detail.num_generations,
-        "ready_at": ready.place if ready else None,
+        "ready_at": ready.position if ready else None,
         "tokens": [asdict(row) for row in detail.tokens],
     }

@@ -46,13 +46,13 @@ def _client(
 ) -> ScaleClient:
     from relax_events.config import load_run_config
     from relax_events.controller.api_client import ScaleClient
-    from relax_events.controller.api_endpoint import ApiPlace
+    from relax_events.controller.api_endpoint import ApiEndpointFile
     from relax_events.kafka.security.folder import read_secret
 
-    place = ApiPlace.of(load_run_config(config, overrides))
-    address = url.rstrip("/") or place.url()
+    place = ApiEndpointFile.from_config(load_run_config(config, overrides))
+    address = url.rstrip("/") or place.read_url()
     return ScaleClient(
-        address, read_secret(token_file, key="--token-file") if token_file else place.token()
+        address, read_secret(token_file, key="--token-file") if token_file else place.read_token()
     )
 
 

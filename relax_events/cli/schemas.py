@@ -45,9 +45,9 @@ def check(
     problems = check_releases(folder)
     if config is not None:
         from relax_events.config import load_run_config
-        from relax_events.session.broker_address import attached
+        from relax_events.session.broker_address import attach
 
-        with attached(load_run_config(config, overrides), by="relax schemas") as settings:
+        with attach(load_run_config(config, overrides), by="relax schemas") as settings:
             problems += check_run(settings, folder)
     _show_problems(problems, unreleased(folder), output)
     return 6 if problems else 0

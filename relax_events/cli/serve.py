@@ -57,11 +57,11 @@ def serve(
             those who bring the token, and none where there is no token.
     """
     from relax_events.errors import ConfigError, EnvironmentProblem
-    from relax_events.http.listener import missing_package, open_listener, url_of
+    from relax_events.http.listener import find_missing_package, open_listener, build_url
     from relax_events.kafka.security.folder import read_secret
     from relax_events.model_folder import has_experts
 
-    if missing := missing_package():
+    if missing := find_missing_package():
         raise EnvironmentProblem(
             f"relax serve needs {missing}, which is not installed; install relax-events[api]"
         )
@@ -81,10 +81,10 @@ def serve(
         listener.listen()
         from relax_events.config import EngineConfig, ModelConfig
         from relax_events.serving.app import (
-            make_app,  # only now, as it takes seconds: what is wrong so far is said at once
+            build_app,  # only now, as it takes seconds: what is wrong so far is said at once
         )
 
-        app = make_app(
+        app = build_app(
             ModelConfig(
                 path=model,
                 dtype=dtype,
@@ -102,7 +102,7 @@ def serve(
             token=token,
             weights_root=weights_root,
         )
-        print(url_of(listener), flush=True)
+        print(build_url(listener), flush=True)
         _answer(app, listener)
 
 
@@ -110,10 +110,10 @@ def _answer(app: App, listener: socket) -> None:
     """Answer until the process is told to end, and what is under way then."""
     import uvicorn
 
-    from relax_events.http.guard import server_settings
+    from relax_events.http.guard import build_server_config
 
     uvicorn.Server(
-        server_settings(
+        build_server_config(
             app, max_connections=MAX_CONNECTIONS, timeout_graceful_shutdown=DRAIN_SECONDS
         )
     ).run(sockets=[listener])

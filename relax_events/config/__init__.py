@@ -17,14 +17,14 @@ from relax_events.config.run_config import (
     HealthConfig,
     RunConfig,
     RunSection,
-    SourceSection,
+    ParentSection,
     TelemetryConfig,
     WorkersConfig,
 )
 from relax_events.config.scaling import AutoscalerConfig, ScalingConfig
 from relax_events.config.teacher import TeacherConfig
 from relax_events.config.tracing import TracesConfig
-from relax_events.config.training import TrainerConfig, WarmStartConfig
+from relax_events.config.training import TrainerConfig, SftWarmupConfig
 from relax_events.config.weights import WeightsConfig
 
 __all__ = [
@@ -51,12 +51,12 @@ __all__ = [
     "SGLangConfig",
     "SamplingConfig",
     "ScalingConfig",
-    "SourceSection",
+    "ParentSection",
     "TeacherConfig",
     "TelemetryConfig",
     "TracesConfig",
     "TrainerConfig",
-    "WarmStartConfig",
+    "SftWarmupConfig",
     "WeightsConfig",
     "WorkersConfig",
     "load_run_config",

@@ -21,7 +21,7 @@ from relax_events.errors import ConfigError
 
 NOT_SHARED = (
     "normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative", "gamma", "gae_lambda",
-    "turn_gamma", "length_adaptive_alpha", "bootstrap_truncated", "beta", "label_smoothing", "length_normalised", "nll_coefficient", "trust_radius",
+    "turn_gamma", "length_adaptive_alpha", "bootstrap_truncated", "dpo_beta", "label_smoothing", "length_normalised", "nll_coefficient", "trust_radius",
     "ratio_cap",
 )  # fmt: skip
 """Settings that only some algorithms have; those of the others are null."""
@@ -55,9 +55,9 @@ class AlgorithmConfig(Section):
     for no such penalty."""
     overlong_penalty: NonNegative = 1.0
     """By how much the reward has fallen at `engine.sampling.max_new_tokens`."""
-    truncated_samples: Literal["train", "mask", "leave_out"] = "train"
+    truncated_samples: Literal["train", "mask", "drop"] = "train"
     """Samples cut off by their length: train them as any other; give them no loss but count their
-    reward in the prompt group's statistics (`mask`); or neither (`leave_out`). A prompt group of
+    reward in the prompt group's statistics (`mask`); or neither (`drop`). A prompt group of
     such samples alone is then filtered."""
     filter_uniform_rewards: bool = False
     """Drop prompt groups whose rewards are all equal and issue others in their place (dynamic
@@ -100,7 +100,7 @@ class AlgorithmConfig(Section):
     bootstrap_truncated: bool | None = None
     """Where a sample was cut off by its length, take the critic's value at its last loss token for
     what would have come, in place of 0."""
-    beta: Positive | None = None
+    dpo_beta: Positive | None = None
     """How much a log-probability against the reference model's is worth as a reward; higher stays
     nearer to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None

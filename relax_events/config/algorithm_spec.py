@@ -48,7 +48,7 @@ class AlgorithmSpec:
             Needs no torch. Where the settings name `gae_lambda` the critic role is needed: then it
             takes the GroupValues, and gives one for each token.
         policy_loss: Takes the LossTokens of a micro-batch, gives a loss for each token: a
-            Surrogate, or the losses alone.
+            `PolicyLossOutput`, or the losses alone.
         advantage_settings: Names of the settings that `advantage` takes as keywords.
         loss_settings: Names of the settings that `policy_loss` takes as keywords.
         settings: Its own defaults. A setting that only some algorithms have is used if it stands
@@ -70,8 +70,8 @@ class AlgorithmSpec:
             come side by side, by index.
         one_update: Why a train step may only be one optimizer step (`trainer.num_epochs`,
             `trainer.num_mini_batches`); empty where it may be several.
-        figures: Names of what the loss reports of a step beside itself: the keys of
-            `Surrogate.figures`.
+        metrics: Names of the metrics that the loss reports for a step: the keys of
+            `PolicyLossOutput.metrics`.
         notes: What the papers set otherwise, and what to look out for.
     """
 
@@ -93,7 +93,7 @@ class AlgorithmSpec:
     reference: bool = False
     whole_prompt_groups: bool = False
     one_update: str = ""
-    figures: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
     notes: str = ""
 
 

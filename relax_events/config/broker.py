@@ -56,7 +56,7 @@ class BrokerConfig(Section):
 
     bootstrap_servers: Address = "embedded"
     """`embedded` starts a real broker on this machine; otherwise `host:port,host:port`."""
-    shards: Positive = 2
+    partitions_per_version: Positive = 2
     """Partitions for each policy-version slot: how many workers of a role, or trainer ranks, can
     share one version."""
     queue_partitions: Positive = 1
@@ -64,7 +64,7 @@ class BrokerConfig(Section):
     as rollout workers for a consumer group."""
     replication_factor: Positive = 1
     """Copies of each partition."""
-    lease: Literal["share_group", "consumer_group"] = "share_group"
+    prompt_queue: Literal["share_group", "consumer_group"] = "share_group"
     """How rollout workers divide the prompt queue; `consumer_group` is for brokers without share
     groups."""
     lease_seconds: Seconds = 3600.0
@@ -123,13 +123,13 @@ class BrokerConfig(Section):
 
     @model_validator(mode="after")
     def _shared_queue_is_whole(self) -> BrokerConfig:
-        if self.lease == "share_group" and self.queue_partitions > 1:
+        if self.prompt_queue == "share_group" and self.queue_partitions > 1:
             rule = (
                 "a share group's queue has one partition, got queue_partitions = "
                 f"{self.queue_partitions}"
             )
             raise ValueError(
-                f"{rule}; leave out broker.queue_partitions, or set broker.lease = 'consumer_group'"
+                f"{rule}; leave out broker.queue_partitions, or set broker.prompt_queue = 'consumer_group'"
             )
         return self
 
@@ -192,13 +192,13 @@ class ObjectsConfig(Section):
     allowed_roots: Addresses = ()
     """Where media that a record refers to may lie besides the run's own store, for example
     `s3://pictures/`; empty means nowhere."""
-    moved_from: Annotated[tuple[str, ...], Names.NOTHING] = ()
+    uri_aliases: Annotated[tuple[str, ...], Names.NOTHING] = ()
     """Stores whose objects were copied into this one, as `relax topics import` names them:
     references to those are found here."""
     outage_deadline_seconds: Seconds = 14_400.0
     """How long a worker waits for a store that does not answer, sending heartbeats; then it ends
     with exit code 8 and is started again."""
-    inline_max_bytes: Positive = 262_144
+    claim_check_threshold_bytes: Positive = 262_144
     """Tensors above this travel by reference (claim check) rather than inside the record."""
 
     @field_validator("uri")

@@ -124,9 +124,9 @@ def _problems_with_data(config: RunConfig) -> Iterator[str]:
                 f"data.chosen_key = {part.chosen_key!r} is not used by algorithm {name}, which "
                 "learns from answers; set data.completion_key to it"
             )
-    if config.data.pass_rate is not None:
+    if config.data.pass_rate_range is not None:
         yield (
-            f"data.pass_rate = {list(config.data.pass_rate)} judges by rewards, and algorithm "
+            f"data.pass_rate_range = {list(config.data.pass_rate_range)} judges by rewards, and algorithm "
             f"{name} has none; leave it out"
         )
 
@@ -173,7 +173,7 @@ def check_mini_batches(config: RunConfig) -> None:
 
 
 def _mini_batch_problems(config: RunConfig) -> Iterator[str]:
-    trainer, algorithm, num_groups = config.trainer, config.algorithm, config.run.groups_per_step
+    trainer, algorithm, num_groups = config.trainer, config.algorithm, config.run.prompts_per_step
     wanted = {
         "trainer": trainer.num_mini_batches,
         "critic": (config.critic.num_mini_batches or 1) if algorithm.needs_critic else 1,
@@ -181,12 +181,12 @@ def _mini_batch_problems(config: RunConfig) -> Iterator[str]:
     for section, num_mini_batches in wanted.items():
         if num_mini_batches > num_groups:
             rule = (
-                f"{section}.num_mini_batches must be at most run.groups_per_step = {num_groups}, "
+                f"{section}.num_mini_batches must be at most run.prompts_per_step = {num_groups}, "
                 f"got {num_mini_batches}"
             )
             yield (
                 f"{rule}: prompt groups are dealt whole; set {section}.num_mini_batches or "
-                "run.groups_per_step"
+                "run.prompts_per_step"
             )
     if (
         trainer.has_mini_batches

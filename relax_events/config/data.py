@@ -28,8 +28,8 @@ class RowsConfig(Section):
     source: Annotated[str, Names.DATA]
     """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, `reasoning_gym:<task>`
     for generated problems with their own verifier, or for media that are made on demand
-    `scenes:<task>` (pictures: colour, count, where, and zoom for the environment of this name),
-    `clips:<task>` (direction, order) or `tones:<task>` (pitch, order). `[100:200]` at the end takes
+    `synthetic_images:<task>` (pictures: colour, count, where, and zoom for the environment of this name),
+    `synthetic_videos:<task>` (direction, order) or `synthetic_audio:<task>` (pitch, order). `[100:200]` at the end takes
     a slice of a file's rows, counted from 0, the last one not included."""
     split: Text = ""
     """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty
@@ -79,7 +79,7 @@ class RowsConfig(Section):
     schemas."""
     system_prompt: Text = ""
     """Put before every prompt as a system message, when not empty."""
-    max_bad_rows: Annotated[int, Field(ge=0)] = 0
+    max_invalid_rows: Annotated[int, Field(ge=0)] = 0
     """Unfit rows that are left out, each named in the log; with one more than that the run does not
     start."""
     max_unpacked_bytes: Positive = 256 * 1024**3
@@ -88,7 +88,7 @@ class RowsConfig(Section):
     max_unpacked_ratio: Positive = 200
     """How many times its own size it may take there. Text comes to 3 to 30 times; a file that was
     made to fill disks to 1,000 and more."""
-    size: Positive = 1000
+    num_problems: Positive = 1000
     """Number of generated problems (generated sources only)."""
     options: Options = Field(default_factory=dict)
     """Passed to the problem generator (generated sources only)."""
@@ -169,12 +169,12 @@ class DataConfig(RowsConfig):
     max_sample_tokens: Annotated[int, Field(ge=0)] = 0
     """Rows whose prompt and longest answer are longer together are passed over, where the data
     bring the answers; 0 takes any."""
-    pass_rate: tuple[float, float] | None = None
+    pass_rate_range: tuple[float, float] | None = None
     """Pass over a prompt whose newest mean reward lies outside of [low, high]; prompts that were
     never trained are taken."""
-    hook: Code = ""
+    prompt_filter: Code = ""
     """`path/to/file.py:function` that gives each row a place in the order, or drops it."""
-    hook_block_rows: Positive = 256
+    filter_window_rows: Positive = 256
     """Rows of the stream among which the hook's order chooses."""
     datasets: tuple[DatasetConfig, ...] = ()
     """Several sources, mixed by weight."""
@@ -217,10 +217,10 @@ class DataConfig(RowsConfig):
                 "multimodal_keys need a chat template, which knows how media stand in a "
                 "prompt; leave data.chat_template out"
             )
-        if self.pass_rate is not None and not self.pass_rate[0] <= self.pass_rate[1]:
+        if self.pass_rate_range is not None and not self.pass_rate_range[0] <= self.pass_rate_range[1]:
             raise ValueError(
-                "pass_rate must be [low, high] with low <= high, got "
-                f"{list(self.pass_rate)}; set data.pass_rate"
+                "pass_rate_range must be [low, high] with low <= high, got "
+                f"{list(self.pass_rate_range)}; set data.pass_rate_range"
             )
         return self
 

@@ -116,7 +116,7 @@ class SGLangConfig(Section):
     weights_directory: FilePath | None = None
     """Where policy versions are written for a server to load: a folder that both see. By default in
     memory (`/dev/shm`) where three models fit for each server, else among temporary files."""
-    unproven_weights: Literal["refuse", "accept"] = "refuse"
+    on_unverified_weights: Literal["refuse", "accept"] = "refuse"
     """What to do with a server whose checksums can't be computed here (on GPUs, of several ranks,
     of other architectures): not start, or take its word that it has loaded what it was told to."""
 

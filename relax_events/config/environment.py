@@ -18,7 +18,7 @@ class EnvironmentConfig(Section):
     `path/to/file.py:function`; empty for none."""
     options: Options = Field(default_factory=dict)
     """Settings of the function: further keyword arguments that it takes."""
-    max_answers: Positive = 4
+    max_turns: Positive = 4
     """Answers of the policy in one sample; after the last the environment is not asked.
     `engine.sampling.max_new_tokens` bounds all of them together."""
     processes: Positive = 1

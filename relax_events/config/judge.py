@@ -57,7 +57,7 @@ class JudgeConfig(Section):
     """Attention implementation of the model."""
     chat_template_options: Annotated[dict[str, Any], Names.NOTHING] = Field(default_factory=dict)
     """Variables for its chat template, such as `enable_thinking = false`."""
-    unreadable: Literal["fail", "zero"] = "fail"
+    on_parse_error: Literal["fail", "zero"] = "fail"
     """What becomes of a sample whose judgement holds no score in range: scoring it has failed, or
     its reward is 0."""
     engine: JudgeEngineConfig = JudgeEngineConfig()

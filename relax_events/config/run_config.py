@@ -29,7 +29,7 @@ from relax_events.config.reward import RewardConfig
 from relax_events.config.scaling import ScalingConfig
 from relax_events.config.teacher import TeacherConfig
 from relax_events.config.tracing import TracesConfig
-from relax_events.config.training import TrainerConfig, WarmStartConfig
+from relax_events.config.training import TrainerConfig, SftWarmupConfig
 from relax_events.config.weights import WeightsConfig
 
 RUN_ID_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$"
@@ -45,7 +45,7 @@ class RunSection(Section):
     """Seeds data order, sampling and initialisation."""
     num_steps: Positive = 100
     """Train steps until the run has reached its goal; a fork counts on from its source's."""
-    groups_per_step: Positive = 16
+    prompts_per_step: Positive = 16
     """Prompt groups in one train step."""
     samples_per_prompt: Positive = 8
     """Samples drawn for each prompt, at least 2. Where the data bring what is learnt it is 1
@@ -55,22 +55,22 @@ class RunSection(Section):
     work all the time."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
     """How many policy versions a sample may be behind the trainer; 0 is strictly on-policy."""
-    on_new_version: Literal["finish", "swap", "restart"] = "finish"
+    weight_update_mode: Literal["drain", "in_flight", "recompute"] = "drain"
     """What an engine does with running samples when a version arrives: finish them first, swap the
     weights under them
     (approximate: the kept cache is of the old weights), or recompute their prefix under the new
         weights."""
-    batch_order: Literal["in_order", "ready_first"] = "in_order"
-    """`in_order`: step s trains the prompt groups issued for it. `ready_first`: whatever in the
+    sample_order: Literal["fifo", "ready_first"] = "fifo"
+    """`"fifo"`: step s trains the prompt groups issued for it. `ready_first`: whatever in the
     window is complete."""
-    max_failed_groups: Positive = 64
+    max_failed_prompt_groups: Positive = 64
     """The run stops with an error after so many prompt groups failed in a row."""
     retain_versions: Annotated[int, Field(ge=0)] = 0
     """How many of the newest policy versions keep their records on the log; 0 keeps all, so that
     every version can be replayed."""
     follower_versions: Annotated[int, Field(ge=0)] = 200
     """How many versions more keep their trained samples while a run that replays this one
-    (`source.run`) has not trained them; 0 keeps none."""
+    (`parent.run`) has not trained them; 0 keeps none."""
     directory: FilePath = Path(".relax")
     """Where runs, models and the embedded broker keep their files."""
 
@@ -114,10 +114,10 @@ class WorkersConfig(Section):
     drain_seconds: OrDerived[Seconds] = DERIVED
     """How long a worker may take to finish its work after SIGTERM. Derived: the time of
     `engine.sampling.max_new_tokens` at 20 tokens a second, at least 20 s and at most
-    `health.stuck_seconds`."""
-    beat_seconds: Seconds = 1.0
+    `health.progress_timeout_seconds`."""
+    heartbeat_seconds: Seconds = 1.0
     """Interval of heartbeats."""
-    hung_seconds: Seconds = 600.0
+    heartbeat_timeout_seconds: Seconds = 600.0
     """A worker that has sent no heartbeat for so long is killed and started again. Inside a long
     call heartbeats go on, and the call has a
     deadline of its own: see `health`."""
@@ -128,11 +128,11 @@ class WorkersConfig(Section):
 
 
 class HealthConfig(Section):
-    """What the controller does about workers that are silent (`workers.hung_seconds`), stuck or
+    """What the controller does about workers that are silent (`workers.heartbeat_timeout_seconds`), stuck or
     slow to start (ADR 13).
     """
 
-    stuck_seconds: Seconds = 900.0
+    progress_timeout_seconds: Seconds = 900.0
     """A worker that has work and does not get on with it for so long is started again; if nobody
     has had any for so long, the run is restored.
     Also the deadline of one piece of work: a micro-batch, an optimizer step, one part of a record
@@ -145,7 +145,7 @@ class HealthConfig(Section):
     max_restarts: Positive = 3
     """Restarts of a worker that may be in vain before the run is restored: all workers of the
     pipeline begin anew from checkpoint and log."""
-    max_restores: Annotated[int, Field(ge=0)] = 3
+    max_pipeline_restarts: Annotated[int, Field(ge=0)] = 3
     """Restores that may be in vain before the run is given up. Steps that are committed afterwards
     make restarts and restores count no more."""
     backoff_seconds: Seconds = 10.0
@@ -169,9 +169,9 @@ class TelemetryConfig(Section):
     """Where the metrics role writes figures besides `metrics.jsonl`: `tensorboard`, `wandb`,
     `clearml`, `mlflow` (the last three are extras of these names), or one's own as
     `path/to/file.py:Class`."""
-    notice_urls_file: FilePath | None = None
+    notification_urls_file: FilePath | None = None
     """File with the Apprise URLs that are told of the run's start, end, failures and recoveries,
-    one a line (extra `notices`); they are secrets. In the environment `RELAX_NOTICE_URLS`."""
+    one a line (extra `notifications`); they are secrets. In the environment `RELAX_NOTIFICATION_URLS`."""
     tracker_project: Text = "relax-events"
     """What trackers gather runs under: project or experiment."""
     traces: TracesConfig = TracesConfig()
@@ -197,7 +197,7 @@ class TelemetryConfig(Section):
         return self.metrics_port + place if self.metrics_port else 0
 
 
-class SourceSection(Section):
+class ParentSection(Section):
     """The run that this one goes back to: for its weights, and for its rollouts when it replays
     them. Empty for a run of its own.
 
@@ -206,7 +206,7 @@ class SourceSection(Section):
 
     run: Annotated[str, Field(pattern=rf"{RUN_ID_PATTERN}|^$"), Names.NOTHING] = ""
     """Id of the source, on the same cluster."""
-    rollouts: Literal["recorded", "live"] = "recorded"
+    mode: Literal["replay", "fork"] = "replay"
     """`recorded`: a replay, which trains the batches that the source's log names. `live`: a fork,
     which generates its own."""
     from_version: Annotated[int, Field(ge=0)] = 0
@@ -225,16 +225,16 @@ class SourceSection(Section):
     """Row of the prompt stream with which a fork goes on."""
 
     @model_validator(mode="after")
-    def _is_possible(self) -> SourceSection:
+    def _is_possible(self) -> ParentSection:
         if 0 <= self.until_version <= self.from_version:
             raise ValueError(
-                "source.until_version must be above source.from_version = "
+                "parent.until_version must be above parent.from_version = "
                 f"{self.from_version}, got {self.until_version}; or -1 for all"
             )
         if self.scores and self.follow:
             raise ValueError(
-                f"source.scores = {self.scores!r} are those of a rescoring, which has to be "
-                "there before; set source.follow = false"
+                f"parent.scores = {self.scores!r} are those of a rescoring, which has to be "
+                "there before; set parent.follow = false"
             )
         return self
 
@@ -256,9 +256,9 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
-    warm_start: WarmStartConfig = WarmStartConfig()
+    sft_warmup: SftWarmupConfig = SftWarmupConfig()
     weights: WeightsConfig = WeightsConfig()
-    source: SourceSection = SourceSection()
+    parent: ParentSection = ParentSection()
     workers: WorkersConfig = WorkersConfig()
     health: HealthConfig = HealthConfig()
     scaling: ScalingConfig = ScalingConfig()
@@ -293,7 +293,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _rollout_workers_have_partitions(self) -> RunConfig:
         workers, partitions = self.workers.rollout, self.broker.queue_partitions
-        if self.broker.lease == "consumer_group" and workers > partitions:
+        if self.broker.prompt_queue == "consumer_group" and workers > partitions:
             need = (
                 f"workers.rollout = {workers} needs broker.queue_partitions >= {workers}, got "
                 f"{partitions}"
@@ -306,13 +306,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_have_shards(self) -> RunConfig:
-        if self.trainer.ranks > self.broker.shards:
+        if self.trainer.ranks > self.broker.partitions_per_version:
             ranks = self.trainer.ranks
             need = (
-                f"trainer.ranks = {ranks} needs broker.shards >= {ranks}, got {self.broker.shards}"
+                f"trainer.ranks = {ranks} needs broker.partitions_per_version >= {ranks}, got {self.broker.partitions_per_version}"
             )
             raise ValueError(
-                f"every rank reads shards of its own: {need}; set broker.shards or trainer.ranks"
+                f"every rank reads shards of its own: {need}; set broker.partitions_per_version or trainer.ranks"
             )
         return self
 
@@ -322,23 +322,23 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _source_leads_here(self) -> RunConfig:
-        source, run = self.source, self.run
-        if source.run == run.id:
+    def _parent_is_usable(self) -> RunConfig:
+        parent, run = self.parent, self.run
+        if parent.run == run.id:
             raise ValueError(
-                f"source.run must be another run than run.id = {run.id!r}; give this one an "
+                f"parent.run must be another run than run.id = {run.id!r}; give this one an "
                 "id of its own"
             )
-        if source.run and not self.is_replay and run.num_steps <= source.from_version:
+        if parent.run and not self.is_replay and run.num_steps <= parent.from_version:
             raise ValueError(
-                f"a fork counts on from version {source.from_version}, so run.num_steps must "
+                f"a fork counts on from version {parent.from_version}, so run.num_steps must "
                 f"be above it, got {run.num_steps}"
             )
         return self
 
     @model_validator(mode="after")
     def _server_may_start(self) -> RunConfig:
-        stuck, engines = self.health.stuck_seconds, {"engine": self.engine}
+        stuck, engines = self.health.progress_timeout_seconds, {"engine": self.engine}
         for section, engine in (
             engines | {"judge.engine": self.judge.engine} if self.has_judge else engines
         ).items():
@@ -346,11 +346,11 @@ class RunConfig(Section):
                 needed := engine.sglang.stall_seconds + engine.sglang.start_seconds
             ):
                 rule = (
-                    f"health.stuck_seconds must be above {needed:g}, got {stuck:g}: for "
+                    f"health.progress_timeout_seconds must be above {needed:g}, got {stuck:g}: for "
                     f"{section}.sglang.stall_seconds + start_seconds its server"
                 )
                 raise ValueError(
-                    f"{rule} may be started again while samples wait; set health.stuck_seconds"
+                    f"{rule} may be started again while samples wait; set health.progress_timeout_seconds"
                 )
             if 0 < self.scaling.timeout_seconds < engine.start_limit_seconds:
                 rule = (
@@ -411,7 +411,7 @@ class RunConfig(Section):
     @property
     def is_replay(self) -> bool:
         """Whether this run trains another run's rollouts and generates none."""
-        return bool(self.source.run) and self.source.rollouts == "recorded"
+        return bool(self.parent.run) and self.parent.mode == "replay"
 
     @property
     def rollout_engine(self) -> str:
@@ -428,7 +428,7 @@ class RunConfig(Section):
     @property
     def first_version(self) -> int:
         """The policy version that the run begins with."""
-        return self.source.from_version if self.source.run else 0
+        return self.parent.from_version if self.parent.run else 0
 
     @property
     def first_policy_step(self) -> int:
@@ -442,8 +442,8 @@ class RunConfig(Section):
     def last_version(self) -> int:
         """The policy version with which the run has reached its goal."""
         return (
-            self.source.until_version
-            if self.is_replay and self.source.until_version >= 0
+            self.parent.until_version
+            if self.is_replay and self.parent.until_version >= 0
             else self.run.num_steps
         )
 

@@ -22,14 +22,14 @@ class AutoscalerConfig(Section):
 
     enabled: bool = False
     """Whether it does."""
-    look_seconds: Seconds = 10.0
+    interval_seconds: Seconds = 10.0
     """Between two looks at the figures."""
     out_usage_ratio: Ratio = 0.85
     """Prompt groups that workers hold, of those that they have room for
     (`engine.max_prompt_groups`): above this is out."""
     out_usage_seconds: Seconds = 30.0
     """For so long."""
-    out_queue_groups: Annotated[float, Field(ge=0)] = 10.0
+    out_queue_prompt_groups: Annotated[float, Field(ge=0)] = 10.0
     """Consumer lag of the prompt queue: prompt groups that nobody holds, for each worker; more than
     these is out."""
     out_queue_seconds: Seconds = 20.0
@@ -41,10 +41,10 @@ class AutoscalerConfig(Section):
     """After it has added some."""
     out_workers: Positive = 4
     """At most so many at a time."""
-    hold_staleness_ratio: Ratio = 0.9
+    trainer_bound_staleness_ratio: Ratio = 0.9
     """Mean staleness of a train step, of `run.max_staleness`: from this on, while the trainer waits
-    for less than `hold_wait_ratio`, samples wait for the trainer, and nothing is out."""
-    hold_wait_ratio: Ratio = 0.05
+    for less than `trainer_bound_wait_ratio`, samples wait for the trainer, and nothing is out."""
+    trainer_bound_wait_ratio: Ratio = 0.05
     """See there."""
     in_usage_ratio: Ratio = 0.3
     """As above: below this is in."""
@@ -81,7 +81,7 @@ class ScalingConfig(Section):
     """How long workers that were asked for may take until they serve, unless the request says
     otherwise; 0 stands for as long as a worker of the role may take to start
     (`health.start_seconds`), and its server to load the newest version."""
-    on_partial: Literal["rollback", "keep"] = "rollback"
+    on_partial_failure: Literal["rollback", "keep"] = "rollback"
     """What becomes of the other workers of a request when one of them does not come up: they go as
     well, or stay."""
     autoscaler: AutoscalerConfig = AutoscalerConfig()

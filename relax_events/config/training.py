@@ -1,4 +1,4 @@
-"""The sections `trainer` and `warm_start`: what moves the weights."""
+"""The sections `trainer` and `sft_warmup`: what moves the weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrainerConfig(Section):
     `run.seed` and the train step."""
     num_mini_batches: Positive = 1
     """Parts into which each pass deals the prompt groups of a train batch, whole: each part is an
-    optimizer step. At most `run.groups_per_step`. However many optimizer steps a train step has, it
+    optimizer step. At most `run.prompts_per_step`. However many optimizer steps a train step has, it
     makes one policy version."""
     max_kl: Annotated[float, Field(ge=0)] = 0.0
     """Above 0, a train step of several optimizer steps ends before the one on whose mini-batch the
@@ -91,7 +91,7 @@ class TrainerConfig(Section):
         return policy_version % self.checkpoint_every == 0 or seconds >= self.checkpoint_seconds
 
 
-class WarmStartConfig(Section):
+class SftWarmupConfig(Section):
     """A short supervised start, where reinforcement learning from random weights finds nothing to
     reinforce.
     """
@@ -99,13 +99,13 @@ class WarmStartConfig(Section):
     steps: Annotated[int, Field(ge=0)] = 0
     """Supervised steps at most; 0 means none."""
     target_loss: Annotated[float, Field(ge=0)] = 0.0
-    """End the warm start once the loss per answer token, in nats, is below this: what is left is
+    """End the SFT warm-up once the loss per answer token, in nats, is below this: what is left is
     for reinforcement learning."""
     batch_size: Positive = 64
     """Problems in a supervised step."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     """AdamW's learning rate in the supervised steps."""
-    answers_key: Text = ""
+    assistant_turns_key: Text = ""
     """Where the run has an environment: what of a row's metadata lists the answers that a policy
     would give one after the other. The environment is asked between them, and all of them are
     learnt. Empty learns the reference answer, as the only one."""

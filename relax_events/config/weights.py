@@ -19,13 +19,13 @@ class WeightsConfig(Section):
     """`store`: from the object store. `gloo`, `nccl`: the trainer sends them to the rollout workers
     that are present, over TCP or between GPUs; who was not there, or did not get a version whole
     and in time, takes it from the store."""
-    shares_memory: bool = True
+    use_shared_memory: bool = True
     """Write a version straight into the memory of workers that run beside the trainer, as its user
     and in its container, in place of sending it."""
-    overlap: bool = False
+    async_publish: bool = False
     """Write a version, and commit the step that made it, while the next step is trained; else the
     trainer waits for the store."""
-    full_every: Annotated[int, Field(ge=1, le=1000)] = 1
+    full_snapshot_interval: Annotated[int, Field(ge=1, le=1000)] = 1
     """Every so many versions the store gets all values, and in between only those that have changed
     since the version before; 1 writes all of them always. For weights of 16 bits, where a step
     changes few values. Costs a copy of the weights in the memory of each who writes or reads."""

@@ -15,24 +15,24 @@ from starlette.exceptions import HTTPException as PlainHTTPException
 
 from relax_events import __version__
 from relax_events.controller.api_schemas import (
-    Answer,
+    ApiResponse,
     CancelBody,
-    Cancelled,
+    CancelResult,
     Engines,
     RequestList,
     RequestView,
     ScaleBody,
     ScaleInBody,
     ScaleOutBody,
-    problem,
+    error_response,
 )
-from relax_events.controller.scaling_admission import Asked, Refused
-from relax_events.controller.scaling_service import Errand, ScaleDesk
+from relax_events.controller.scaling_admission import RejectedError, ScaleCommand
+from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import BrokerError
-from relax_events.http.guard import Guard
-from relax_events.projections.scaling import Kind, Status
+from relax_events.http.guard import RequestGuard
+from relax_events.projections.scale_requests import Kind, Status
 
-ANSWER_SECONDS = 10.0
+RESPONSE_SECONDS = 10.0
 SUMMARY = "Workers of a run come and go while it goes on."
 Result = TypeVar("Result")
 Key = Annotated[
@@ -63,25 +63,25 @@ BEARER = HTTPBearer(
         "otherwise."
     ),
 )
-OTHER: dict[int | str, dict[str, Any]] = {
-    "default": {"model": Answer, "description": "Anything else that went wrong."}
+UNEXPECTED: dict[int | str, dict[str, Any]] = {
+    "default": {"model": ApiResponse, "description": "Anything else that went wrong."}
 }
-DENIED = problem(401, "No token, or the wrong one.")
-AWAY = problem(
+UNAUTHORIZED = error_response(401, "No token, or the wrong one.")
+UNAVAILABLE = error_response(
     503, "The controller or its broker does not answer now; try again, with the same key."
 )
-BAD = problem(
+BAD_REQUEST = error_response(
     400, "The call is not one that can be understood, or can't be done; the message says why."
 )
-MISSING = problem(404, "It names a model or a request that is not there.")
-BUSY = problem(
+NOT_FOUND = error_response(404, "It names a model or a request that is not there.")
+CONFLICT = error_response(
     409, "Another request for the model is not over, or the key belongs to another call."
 )
 
 
-def make_app(
-    desk: ScaleDesk, put: Callable[[Errand[object]], None], *, token: str, host: str
-) -> Guard:
+def build_app(
+    desk: ScalingService, put: Callable[[MainThreadTask[object]], None], *, token: str, host: str
+) -> RequestGuard:
     """Make the application.
 
     Args:
@@ -94,29 +94,29 @@ def make_app(
         title="Relax Events", version=__version__, summary=SUMMARY, docs_url=None, redoc_url=None
     )
     app.include_router(_routes(desk, put))
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(RequestValidationError, _not_understood)
-    app.add_exception_handler(PlainHTTPException, _plain)
-    app.add_exception_handler(BrokerError, _away)
-    app.add_exception_handler(TimeoutError, _away)
-    return Guard(app, problem=_problem, host=host, token=token)
+    app.add_exception_handler(RejectedError, _respond_rejected)
+    app.add_exception_handler(RequestValidationError, _respond_invalid)
+    app.add_exception_handler(PlainHTTPException, _respond_http_error)
+    app.add_exception_handler(BrokerError, _respond_unavailable)
+    app.add_exception_handler(TimeoutError, _respond_unavailable)
+    return RequestGuard(app, problem=_problem, host=host, token=token)
 
 
-def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None]) -> APIRouter:
+def _routes(desk: ScalingService, put: Callable[[MainThreadTask[object]], None]) -> APIRouter:
     routes = APIRouter(
         prefix="/rollout",
         dependencies=[Depends(BEARER)],
-        responses={**DENIED, **AWAY, **BAD, **OTHER},
+        responses={**UNAUTHORIZED, **UNAVAILABLE, **BAD_REQUEST, **UNEXPECTED},
     )
 
     def ask(work: Callable[[], Result]) -> Result:
-        errand = Errand(work)
+        errand = MainThreadTask(work)
         put(errand)  # type: ignore[arg-type]
-        return errand.wait(ANSWER_SECONDS)
+        return errand.wait(RESPONSE_SECONDS)
 
-    def asked(kind: Kind, body: ScaleBody, key: str, *, force: bool = False) -> Asked:
+    def asked(kind: Kind, body: ScaleBody, key: str, *, force: bool = False) -> ScaleCommand:
         urls = tuple(body.engine_urls)
-        return Asked(
+        return ScaleCommand(
             kind=kind,
             model=body.model_name,
             target=body.num_replicas,
@@ -126,8 +126,8 @@ def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None]) -> APIRouter
             key=key,
         )
 
-    @routes.post("/scale_out", responses=MISSING | BUSY)
-    def scale_out(body: ScaleOutBody, key: Key = "") -> Answer:
+    @routes.post("/scale_out", responses=NOT_FOUND | CONFLICT)
+    def scale_out(body: ScaleOutBody, key: Key = "") -> ApiResponse:
         """Have as many workers as asked for, or attach to SGLang servers."""
         return ask(lambda: desk.scale(asked(Kind.OUT, body, key), dry_run=body.dry_run))
 
@@ -138,18 +138,18 @@ def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None]) -> APIRouter
         """
         return ask(lambda: desk.views(Kind.OUT, model=model_name, status=status))
 
-    @routes.get("/scale_out/{request_id}", responses=MISSING)
+    @routes.get("/scale_out/{request_id}", responses=NOT_FOUND)
     def show_scale_out(request_id: RequestId) -> RequestView:
         """Show a request for more workers."""
         return ask(lambda: desk.view(request_id, Kind.OUT))
 
-    @routes.post("/scale_out/{request_id}/cancel", responses=MISSING)
-    def cancel_scale_out(request_id: RequestId) -> Answer:
+    @routes.post("/scale_out/{request_id}/cancel", responses=NOT_FOUND)
+    def cancel_scale_out(request_id: RequestId) -> ApiResponse:
         """Take a request back that is not over; whatever it has made goes."""
         return ask(lambda: desk.cancel(request_id))
 
     @routes.post("/scale_out_cancel")
-    def cancel_several(body: CancelBody) -> Cancelled:
+    def cancel_several(body: CancelBody) -> CancelResult:
         """Take all requests back that match."""
         return ask(
             lambda: desk.cancel_all(
@@ -157,13 +157,13 @@ def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None]) -> APIRouter
             )
         )
 
-    @routes.get("/engines", responses=MISSING)
+    @routes.get("/engines", responses=NOT_FOUND)
     def engines(model_name: ModelQuery = None) -> Engines:
         """Show the workers that are there."""
         return ask(lambda: desk.engines(model_name))
 
-    @routes.post("/scale_in", responses=MISSING | BUSY)
-    def scale_in(body: ScaleInBody, key: Key = "") -> Answer:
+    @routes.post("/scale_in", responses=NOT_FOUND | CONFLICT)
+    def scale_in(body: ScaleInBody, key: Key = "") -> ApiResponse:
         """Have no more workers than asked for, or let go of SGLang servers; the newest workers go
         first, those of the start stay.
         """
@@ -178,7 +178,7 @@ def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None]) -> APIRouter
         """
         return ask(lambda: desk.views(Kind.IN, model=model_name, status=status))
 
-    @routes.get("/scale_in/{request_id}", responses=MISSING)
+    @routes.get("/scale_in/{request_id}", responses=NOT_FOUND)
     def show_scale_in(request_id: RequestId) -> RequestView:
         """Show a request for fewer workers."""
         return ask(lambda: desk.view(request_id, Kind.IN))
@@ -187,29 +187,29 @@ def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None]) -> APIRouter
 
 
 def _problem(code: int, text: str) -> bytes:
-    return Answer(status="REJECTED", message=text).model_dump_json().encode()
+    return ApiResponse(status="REJECTED", message=text).model_dump_json().encode()
 
 
-def _answer(code: int, word: str, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def _respond(code: int, word: str, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
     return JSONResponse(
-        Answer(status=word, message=text).model_dump(), status_code=code, headers=headers
+        ApiResponse(status=word, message=text).model_dump(), status_code=code, headers=headers
     )
 
 
-def _refused(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refused)
-    return _answer(error.code, error.word, str(error))
+def _respond_rejected(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RejectedError)
+    return _respond(error.code, error.word, str(error))
 
 
-def _plain(_: Request, error: Exception) -> JSONResponse:
+def _respond_http_error(_: Request, error: Exception) -> JSONResponse:
     """Answer what the framework refuses, as a path or a method that there is not, or a call without
     the token.
     """
     assert isinstance(error, PlainHTTPException)
-    return _answer(error.status_code, "REJECTED", str(error.detail), dict(error.headers or {}))
+    return _respond(error.status_code, "REJECTED", str(error.detail), dict(error.headers or {}))
 
 
-def _not_understood(_: Request, error: Exception) -> JSONResponse:
+def _respond_invalid(_: Request, error: Exception) -> JSONResponse:
     """Answer a call whose parts are not of the form that they must have; what it brought is shown
     in ASCII, whatever it was.
     """
@@ -221,13 +221,13 @@ def _not_understood(_: Request, error: Exception) -> JSONResponse:
         if first["type"] in ("missing", "json_invalid")
         else f", got {ascii(first.get('input'))[:80]}"
     )
-    return _answer(
+    return _respond(
         400,
         "REJECTED",
         f"{ascii(place)[1:-1]}: {first['msg']}{got}".encode("ascii", "replace").decode(),
     )
 
 
-def _away(_: Request, error: Exception) -> JSONResponse:
-    text = str(error) or f"the controller has not come to it within {ANSWER_SECONDS:g} s; try again"
-    return _answer(503, "UNAVAILABLE", text, {"Retry-After": "5"})
+def _respond_unavailable(_: Request, error: Exception) -> JSONResponse:
+    text = str(error) or f"the controller has not come to it within {RESPONSE_SECONDS:g} s; try again"
+    return _respond(503, "UNAVAILABLE", text, {"Retry-After": "5"})

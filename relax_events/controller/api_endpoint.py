@@ -20,7 +20,7 @@ TOKEN_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class ApiPlace:
+class ApiEndpointFile:
     """The files of a run's API."""
 
     address_file: Path
@@ -28,7 +28,7 @@ class ApiPlace:
     is_own_token: bool
 
     @classmethod
-    def of(cls, config: RunConfig) -> ApiPlace:
+    def from_config(cls, config: RunConfig) -> ApiEndpointFile:
         """Return where they lie."""
         folder, given = config.run_directory, config.scaling.token_file
         return cls(folder / "api.json", given or folder / "api-token", given is None)
@@ -41,9 +41,9 @@ class ApiPlace:
         """
         if self.is_own_token and not self.token_file.exists():
             write_private(self.token_file, secrets.token_urlsafe(TOKEN_BYTES).encode())
-        return self.token()
+        return self.read_token()
 
-    def token(self) -> str:
+    def read_token(self) -> str:
         """Return the token to bring; raises as `open_token`, also where the run has made none."""
         if self.is_own_token and not self.token_file.exists():
             raise ConfigError(
@@ -56,21 +56,21 @@ class ApiPlace:
         hide(token)
         return token
 
-    def announce(self, url: str) -> None:
+    def write_url(self, url: str) -> None:
         """Write down where the API is."""
         write_private(self.address_file, orjson.dumps({"url": url}))
 
-    def withdraw(self, url: str) -> None:
+    def remove(self, url: str) -> None:
         """Remove what `announce` wrote and the run's own token, unless another controller has
         announced itself since.
         """
         with suppress(CheckFailed):
-            if self.url() == url:
+            if self.read_url() == url:
                 self.address_file.unlink(missing_ok=True)
                 if self.is_own_token:
                     self.token_file.unlink(missing_ok=True)
 
-    def url(self) -> str:
+    def read_url(self) -> str:
         """Return where it is.
 
         Raises:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from relax_events.controller.scaling_bounds import DEFAULT_MODEL
-from relax_events.projections.scaling import MICROS, Kind, ScaleRequest, Status
+from relax_events.projections.scale_requests import Kind, MICROS, ScaleRequest, Status
 
 MAX_COUNT = 1_000_000
 MAX_SECONDS = 86_400.0
@@ -79,7 +79,7 @@ class CancelBody(Body):
     ] = False
 
 
-class Answer(BaseModel):
+class ApiResponse(BaseModel):
     """What became of a call."""
 
     request_id: str = ""
@@ -95,7 +95,7 @@ class Skipped(BaseModel):
     reason: str
 
 
-class Cancelled(BaseModel):
+class CancelResult(BaseModel):
     """What became of a call to cancel several."""
 
     succeeded: list[str]
@@ -129,7 +129,7 @@ class RequestView(BaseModel):
     weight_version: int | None
 
     @classmethod
-    def of(cls, request: ScaleRequest) -> RequestView:
+    def from_request(cls, request: ScaleRequest) -> RequestView:
         """Show a request."""
         is_out, failed = request.kind is Kind.OUT, [worker_id for worker_id, _ in request.failed]
         return cls(
@@ -143,7 +143,7 @@ class RequestView(BaseModel):
             failed_engines=failed,
             selected_engines=[] if is_out else list(request.workers),
             removed_engines=[
-                worker_id for worker_id in request.workers if worker_id in request.left
+                worker_id for worker_id in request.workers if worker_id in request.exited_workers
             ],
             force=request.force,
             timeout_secs=request.timeout / MICROS,
@@ -200,6 +200,6 @@ class Engines(BaseModel):
     total_engines: int
 
 
-def problem(status: int, text: str) -> dict[int | str, dict[str, Any]]:
+def error_response(status: int, text: str) -> dict[int | str, dict[str, Any]]:
     """Describe an error of a route for the OpenAPI page."""
-    return {status: {"model": Answer, "description": text}}
+    return {status: {"model": ApiResponse, "description": text}}

@@ -10,11 +10,11 @@ from typing import Any
 import structlog
 
 from relax_events.config import RunConfig, ScalingConfig
-from relax_events.controller.api_endpoint import ApiPlace
-from relax_events.controller.scaling_service import Errand, ScaleDesk
+from relax_events.controller.api_endpoint import ApiEndpointFile
+from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import EnvironmentProblem
-from relax_events.http.guard import server_settings
-from relax_events.http.listener import missing_package, open_listener, url_of
+from relax_events.http.guard import build_server_config
+from relax_events.http.listener import find_missing_package, open_listener, build_url
 
 log = structlog.get_logger()
 CLOSE_SECONDS = 5.0
@@ -27,7 +27,7 @@ def is_served(config: ScalingConfig) -> bool:
     Raises:
         EnvironmentProblem: It shall, and a package that it needs is not installed.
     """
-    missing = missing_package()
+    missing = find_missing_package()
     if missing and config.api == "on":
         raise EnvironmentProblem(
             f"scaling.api = 'on' and {missing} is not installed; install relax-events[api]"
@@ -65,7 +65,7 @@ class ApiServer:
     """
 
     def __init__(
-        self, config: RunConfig, desk: ScaleDesk, put: Callable[[Errand[object]], None]
+        self, config: RunConfig, desk: ScalingService, put: Callable[[MainThreadTask[object]], None]
     ) -> None:
         """Listen.
 
@@ -73,13 +73,13 @@ class ApiServer:
             EnvironmentProblem: The port is taken, or the address not this machine's.
             ConfigError: There is no token.
         """
-        place = ApiPlace.of(config)
+        place = ApiEndpointFile.from_config(config)
         self._place, self._host = place, config.scaling.host
         self._desk, self._put, self._token = desk, put, place.open_token()
         self._listener = _listen(config.scaling)
         self._listener.listen()
-        self.url = url_of(self._listener)
-        place.announce(self.url)
+        self.url = build_url(self._listener)
+        place.write_url(self.url)
         self._server: Any = None
         self._is_closing = False
         self._lock = threading.Lock()
@@ -90,10 +90,10 @@ class ApiServer:
     def _serve(self) -> None:
         import uvicorn
 
-        from relax_events.controller.api import make_app
+        from relax_events.controller.api import build_app
 
-        app = make_app(self._desk, self._put, token=self._token, host=self._host)
-        settings = server_settings(app, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS)
+        app = build_app(self._desk, self._put, token=self._token, host=self._host)
+        settings = build_server_config(app, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS)
         with self._lock:
             if self._is_closing:
                 return
@@ -102,7 +102,7 @@ class ApiServer:
 
     def close(self) -> None:
         """Stop serving, and leave no address and no token behind."""
-        self._place.withdraw(self.url)
+        self._place.remove(self.url)
         with self._lock:
             self._is_closing = True
             server = self._server

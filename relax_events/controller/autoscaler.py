@@ -13,20 +13,21 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.config.scaling import AutoscalerConfig
-from relax_events.controller.scaling_admission import Asked, Refused
-from relax_events.controller.scaling_bounds import DEFAULT_MODEL, Pool
-from relax_events.controller.scaling_service import ScaleDesk
+from relax_events.controller.scaling_admission import RejectedError, ScaleCommand
+from relax_events.controller.scaling_bounds import DEFAULT_MODEL, WorkerPool
+from relax_events.controller.scaling_service import ScalingService
 from relax_events.projections.run_state import RunState
-from relax_events.projections.scaling import MICROS, Kind, is_up
+from relax_events.projections.scale_requests import MICROS, Kind
+from relax_events.projections.scaling import is_running
 
 log = structlog.get_logger()
 KEY = "autoscaler/"
-COVERAGE = 0.8
+MIN_COVERAGE = 0.8
 """Share of the looks of a time that must be there to say anything of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Observation:
     """What there was to see at a time; None where nobody knew.
 
     Attributes:
@@ -49,7 +50,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """Ask for so many workers, and why."""
 
     kind: Kind
@@ -57,15 +58,15 @@ class Verdict:
     reason: str
 
 
-def judge(
-    looks: Sequence[Look],
+def decide(
+    looks: Sequence[Observation],
     rules: AutoscalerConfig,
-    pool: Pool,
+    pool: WorkerPool,
     *,
     num_wanted: int,
     last_out_at: int,
     last_in_at: int,
-) -> Verdict | None:
+) -> Decision | None:
     """Say how many workers should be asked for now, if another number.
 
     Args:
@@ -79,15 +80,15 @@ def judge(
     if not looks or not looks[-1].num_workers:
         return None
     now = looks[-1].at
-    reason = _too_few(looks, rules)
-    if reason and not _trainer_is_behind(looks[-1], rules):
+    reason = _scale_out_reason(looks, rules)
+    if reason and not _is_trainer_bottleneck(looks[-1], rules):
         target = min(num_wanted + rules.out_workers, pool.max_workers)
         is_rested = now - last_out_at >= rules.out_cooldown_seconds * MICROS
-        return Verdict(Kind.OUT, target, reason) if target > num_wanted and is_rested else None
+        return Decision(Kind.OUT, target, reason) if target > num_wanted and is_rested else None
     target = max(num_wanted - rules.in_workers, pool.num_at_start)
     is_rested = now - max(last_out_at, last_in_at) >= rules.in_cooldown_seconds * MICROS
-    if target < num_wanted and is_rested and _too_many(looks, rules, kept=target / num_wanted):
-        return Verdict(
+    if target < num_wanted and is_rested and _should_scale_in(looks, rules, kept=target / num_wanted):
+        return Decision(
             Kind.IN,
             target,
             (
@@ -98,14 +99,14 @@ def judge(
     return None
 
 
-def _too_few(looks: Sequence[Look], rules: AutoscalerConfig) -> str:
+def _scale_out_reason(looks: Sequence[Observation], rules: AutoscalerConfig) -> str:
     """Return which condition for more workers holds; empty when none does."""
-    conditions: tuple[tuple[str, Callable[[Look], float | None], float, float], ...] = (
+    conditions: tuple[tuple[str, Callable[[Observation], float | None], float, float], ...] = (
         ("usage", lambda look: look.usage, rules.out_usage_ratio, rules.out_usage_seconds),
         (
             "prompt groups queued for each worker",
             lambda look: look.queued,
-            rules.out_queue_groups,
+            rules.out_queue_prompt_groups,
             rules.out_queue_seconds,
         ),
         (
@@ -116,19 +117,19 @@ def _too_few(looks: Sequence[Look], rules: AutoscalerConfig) -> str:
         ),
     )
     for what, of, bound, seconds in conditions:
-        values = _throughout(looks, of, seconds=seconds, every=rules.look_seconds)
+        values = _values_over(looks, of, seconds=seconds, every=rules.interval_seconds)
         if values and min(values) > bound:
             return f"{what} above {bound:g} for {seconds:g} s"
     return ""
 
 
-def _too_many(looks: Sequence[Look], rules: AutoscalerConfig, *, kept: float) -> bool:
+def _should_scale_in(looks: Sequence[Observation], rules: AutoscalerConfig, *, kept: float) -> bool:
     """Tell whether all conditions for fewer workers hold; of the workers that there are the share
     `kept` would stay.
     """
 
-    def over_time(of: Callable[[Look], float | None]) -> list[float]:
-        return _throughout(looks, of, seconds=rules.in_usage_seconds, every=rules.look_seconds)
+    def over_time(of: Callable[[Observation], float | None]) -> list[float]:
+        return _values_over(looks, of, seconds=rules.in_usage_seconds, every=rules.interval_seconds)
 
     usages, queues, speeds = (
         over_time(of)
@@ -151,17 +152,17 @@ def _too_many(looks: Sequence[Look], rules: AutoscalerConfig, *, kept: float) ->
     )
 
 
-def _trainer_is_behind(look: Look, rules: AutoscalerConfig) -> bool:
+def _is_trainer_bottleneck(look: Observation, rules: AutoscalerConfig) -> bool:
     """Tell whether samples wait for the trainer, so that more of them would only be older when they
     are trained.
     """
     if look.wait is None or look.staleness is None:
         return False
-    return look.staleness >= rules.hold_staleness_ratio and look.wait < rules.hold_wait_ratio
+    return look.staleness >= rules.trainer_bound_staleness_ratio and look.wait < rules.trainer_bound_wait_ratio
 
 
-def _throughout(
-    looks: Sequence[Look], of: Callable[[Look], float | None], *, seconds: float, every: float
+def _values_over(
+    looks: Sequence[Observation], of: Callable[[Observation], float | None], *, seconds: float, every: float
 ) -> list[float]:
     """Return a figure over the last seconds; empty where too few looks know it to say anything of
     that time.
@@ -170,7 +171,7 @@ def _throughout(
     if looks[0].at > begin + int(every * MICROS):
         return []
     values = [value for look in looks if look.at >= begin and (value := of(look)) is not None]
-    return values if len(values) >= COVERAGE * seconds / every else []
+    return values if len(values) >= MIN_COVERAGE * seconds / every else []
 
 
 class Autoscaler:
@@ -178,8 +179,8 @@ class Autoscaler:
     by the controller's loop.
     """
 
-    def __init__(self, config: RunConfig, run: RunState, desk: ScaleDesk) -> None:
-        self._rules, self._config, self._run, self._desk = (
+    def __init__(self, config: RunConfig, run: RunState, desk: ScalingService) -> None:
+        self._rules, self._config, self._run, self._service = (
             config.scaling.autoscaler,
             config,
             run,
@@ -190,9 +191,9 @@ class Autoscaler:
             self._rules.out_queue_seconds,
             self._rules.in_usage_seconds,
         )
-        self._looks: deque[Look] = deque(maxlen=int(longest / self._rules.look_seconds) + 2)
+        self._observations: deque[Observation] = deque(maxlen=int(longest / self._rules.interval_seconds) + 2)
 
-    def tend(self, *, now: int, num_unfinished: int | None) -> None:
+    def poll(self, *, now: int, num_unfinished: int | None) -> None:
         """Look, if it is time to, and ask.
 
         Args:
@@ -200,17 +201,17 @@ class Autoscaler:
             num_unfinished: Prompt groups on the queue, those in work included; None where the
                 broker does not tell.
         """
-        pool = self._desk.bounds.pools.get(DEFAULT_MODEL)
-        is_due = not self._looks or now - self._looks[-1].at >= self._rules.look_seconds * MICROS
+        pool = self._service.bounds.pools.get(DEFAULT_MODEL)
+        is_due = not self._observations or now - self._observations[-1].at >= self._rules.interval_seconds * MICROS
         if pool is None or not self._rules.enabled or self._run.ended is not None or not is_due:
             return
-        self._looks.append(self.look(now=now, num_unfinished=num_unfinished))
-        if self._desk.state.open_request(DEFAULT_MODEL) is not None:
+        self._observations.append(self.observe(now=now, num_unfinished=num_unfinished))
+        if self._service.state.open_request(DEFAULT_MODEL) is not None:
             return
-        num_wanted = pool.num_at_start + len(self._desk.state.staying(pool.role))
-        last_out, last_in = self._last(Kind.OUT), self._last(Kind.IN)
-        verdict = judge(
-            self._looks,
+        num_wanted = pool.num_at_start + len(self._service.state.remaining_workers(pool.role))
+        last_out, last_in = self._last_request_at(Kind.OUT), self._last_request_at(Kind.IN)
+        verdict = decide(
+            self._observations,
             self._rules,
             pool,
             num_wanted=num_wanted,
@@ -220,8 +221,8 @@ class Autoscaler:
         if verdict is None:
             return
         try:
-            answer = self._desk.scale(
-                Asked(kind=verdict.kind, target=verdict.target, key=f"{KEY}{now}"), dry_run=False
+            answer = self._service.scale(
+                ScaleCommand(kind=verdict.kind, target=verdict.target, key=f"{KEY}{now}"), dry_run=False
             )
             log.info(
                 "scaling.asked",
@@ -230,7 +231,7 @@ class Autoscaler:
                 reason=verdict.reason,
                 request_id=answer.request_id,
             )
-        except Refused as refusal:
+        except RejectedError as refusal:
             log.info(
                 "scaling.refused",
                 direction=verdict.kind,
@@ -238,21 +239,21 @@ class Autoscaler:
                 reason=str(refusal),
             )
 
-    def _last(self, kind: Kind) -> int:
+    def _last_request_at(self, kind: Kind) -> int:
         """Return when the newest request of ours was made: also one of a controller before this
         one.
         """
         ours = (
             request
-            for request in self._desk.state.requests.values()
+            for request in self._service.state.requests.values()
             if request.kind is kind and request.key.startswith(KEY)
         )
         return max((request.created_at for request in ours), default=0)
 
-    def look(self, *, now: int, num_unfinished: int | None) -> Look:
+    def observe(self, *, now: int, num_unfinished: int | None) -> Observation:
         """Gather what there is to see."""
-        state = self._desk.state
-        beats = [beat for beat in state.heard.values() if beat.role == "rollout" and is_up(beat)]
+        state = self._service.state
+        beats = [beat for beat in state.last_heartbeats.values() if beat.role == "rollout" and is_running(beat)]
         num_held = sum(beat.num_in_flight for beat in beats)
         reported = [
             self._run.metrics[beat.worker_id].values.get("records_per_second", 0.0)
@@ -262,7 +263,7 @@ class Autoscaler:
         step = self._run.steps[-1] if self._run.steps else None
         total_seconds = sum(step.phase_seconds.values()) if step else 0.0
         bound = self._config.run.max_staleness
-        return Look(
+        return Observation(
             at=now,
             num_workers=len(beats),
             usage=num_held / (len(beats) * self._config.num_lanes) if beats else None,

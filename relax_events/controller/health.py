@@ -1,9 +1,9 @@
 """What is to be done about workers that are not well: pure functions over `HealthState`.
 
     well ──symptom──▶ restart it ──again, max_restarts in vain, nobody of its role is well──▶
-    restore ──again, max_restores in vain──▶ give up
+    restore ──again, max_pipeline_restarts in vain──▶ give up
                           ▲                                                                      ▲
-                          └── waits hung_seconds and a back-off after each                       └── nobody has had any work for stuck_seconds
+                          └── waits heartbeat_timeout_seconds and a back-off after each                       └── nobody has had any work for progress_timeout_seconds
 
 What was in vain is what no `max_staleness + 2` committed steps came after. Onlookers, without whom
 the run goes on, are restarted for as long as it takes, and never the reason to restore or to give
@@ -18,79 +18,79 @@ from dataclasses import dataclass
 from relax_events.config import RunConfig
 from relax_events.events.parts import Command, WorkerState
 from relax_events.events.types import RunCommanded
-from relax_events.projections.health import MICROS, Act, HealthState, Heard, Symptom, Tier
+from relax_events.projections.health import MICROS, Intervention, HealthState, LastHeartbeat, Symptom, RecoveryLevel
 
-ONLOOKERS = frozenset({"controller", "metrics", "evaluator"})
+OBSERVER_ROLES = frozenset({"controller", "metrics", "evaluator"})
 MAX_BACKOFF_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HealthLimits:
     """When something is wrong, and how often what is done about it; times in microseconds. See
     `[health]` of the run file.
     """
 
-    hung: int
-    stuck: int
-    start: int
+    heartbeat_timeout: int
+    progress_timeout: int
+    start_timeout: int
     backoff: int
     max_restarts: int
-    max_restores: int
+    max_pipeline_restarts: int
     pipeline: frozenset[str]
-    may_stand_still: bool = False
+    may_stall: bool = False
     """Whether all may be out of work for long: a second learner waits for the run that it
     follows."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Limits:
+    def from_config(cls, config: RunConfig) -> HealthLimits:
         """Read the limits off a run file."""
         health = config.health
         return cls(
-            hung=int(config.workers.hung_seconds * MICROS),
-            stuck=int(health.stuck_seconds * MICROS),
-            start=int(health.start_seconds * MICROS),
+            heartbeat_timeout=int(config.workers.heartbeat_timeout_seconds * MICROS),
+            progress_timeout=int(health.progress_timeout_seconds * MICROS),
+            start_timeout=int(health.start_seconds * MICROS),
             backoff=int(health.backoff_seconds * MICROS),
             max_restarts=health.max_restarts,
-            max_restores=health.max_restores,
-            pipeline=frozenset(config.roles()) - ONLOOKERS,
-            may_stand_still=config.is_replay and config.source.follow,
+            max_pipeline_restarts=health.max_pipeline_restarts,
+            pipeline=frozenset(config.roles()) - OBSERVER_ROLES,
+            may_stall=config.is_replay and config.parent.follow,
         )
 
-    def patience(self, num_acts: int) -> int:
+    def wait_micros(self, num_acts: int) -> int:
         """Return how long to wait after the newest of so many acts that were in vain."""
         return (
-            self.hung
+            self.heartbeat_timeout
             + min(self.backoff << min(num_acts - 1, 32), int(MAX_BACKOFF_SECONDS * MICROS))
             if num_acts
             else 0
         )
 
 
-def symptoms(state: HealthState, limits: Limits, *, now: int) -> dict[str, Symptom]:
+def find_symptoms(state: HealthState, limits: HealthLimits, *, now: int) -> dict[str, Symptom]:
     """Return the workers with which something is wrong."""
     found = {
         worker_id: _symptom(state, heard, limits, now=now)
-        for worker_id, heard in dict(state.heard).items()
+        for worker_id, heard in dict(state.last_heartbeats).items()
     }
     return {worker_id: symptom for worker_id, symptom in found.items() if symptom is not None}
 
 
-def _symptom(state: HealthState, heard: Heard, limits: Limits, *, now: int) -> Symptom | None:
-    beat, silent = heard.beat, state.silent_micros(heard, now=now)
+def _symptom(state: HealthState, heard: LastHeartbeat, limits: HealthLimits, *, now: int) -> Symptom | None:
+    beat, silent = heard.heartbeat, state.silence_micros(heard, now=now)
     if beat.state is WorkerState.STOPPED:
         return None
     is_overdue = beat.activity_deadline_at is not None and beat.beat_at > beat.activity_deadline_at
     if beat.state is WorkerState.STARTING:
-        return Symptom.SLOW_START if is_overdue or silent > limits.start else None
-    if silent > limits.hung:
+        return Symptom.SLOW_START if is_overdue or silent > limits.start_timeout else None
+    if silent > limits.heartbeat_timeout:
         return Symptom.SILENT
     if is_overdue:
         return Symptom.OVERDUE
-    is_stuck = beat.busy_since is not None and beat.beat_at - beat.busy_since > limits.stuck
+    is_stuck = beat.busy_since is not None and beat.beat_at - beat.busy_since > limits.progress_timeout
     return Symptom.STUCK if is_stuck else None
 
 
-def decide(state: HealthState, limits: Limits, *, now: int) -> list[RunCommanded]:
+def decide(state: HealthState, limits: HealthLimits, *, now: int) -> list[RunCommanded]:
     """Return what to command now: mostly nothing, else restarts of single workers, a restore of
     all, or the end of the run.
 
@@ -99,21 +99,21 @@ def decide(state: HealthState, limits: Limits, *, now: int) -> list[RunCommanded
         limits: Of the run.
         now: Microseconds since the epoch, by the clock that `state` was fed with.
     """
-    if state.is_over or state.is_deaf(now):
+    if state.is_over or state.is_partitioned(now):
         return []
-    troubled = symptoms(state, limits, now=now)
+    troubled = find_symptoms(state, limits, now=now)
     restarts = []
     for worker_id, symptom in sorted(troubled.items()):
-        beat = state.heard[worker_id].beat
+        beat = state.last_heartbeats[worker_id].heartbeat
         is_replaceable = _is_replaceable(state, beat.role, troubled, limits)
-        num_tries = len(state.counted(Tier.RESTART, worker_id))
+        num_tries = len(state.unrecovered(RecoveryLevel.WORKER_RESTART, worker_id))
         if not _is_due(
-            state, state.heard[worker_id], limits, now=now, is_replaceable=is_replaceable
+            state, state.last_heartbeats[worker_id], limits, now=now, is_replaceable=is_replaceable
         ):
             continue
-        reason = _told(symptom, state.heard[worker_id], state, now=now)
+        reason = _describe_symptom(symptom, state.last_heartbeats[worker_id], state, now=now)
         if num_tries >= limits.max_restarts and not is_replaceable:
-            return _escalated(
+            return _escalate(
                 state,
                 limits,
                 f"{worker_id} {reason}; {num_tries} restarts were in vain",
@@ -121,24 +121,24 @@ def decide(state: HealthState, limits: Limits, *, now: int) -> list[RunCommanded
                 now=now,
             )
         restarts.append(
-            Act(now, Tier.RESTART, symptom, worker_id, beat.role).command(reason=reason)
+            Intervention(now, RecoveryLevel.WORKER_RESTART, symptom, worker_id, beat.role).to_command(reason=reason)
         )
-    if not restarts and stands_still(state, limits, now=now):
+    if not restarts and is_stalled(state, limits, now=now):
         reason = (
-            f"nobody has had any work for {limits.stuck // MICROS} s, and the goal is not reached"
+            f"nobody has had any work for {limits.progress_timeout // MICROS} s, and the goal is not reached"
         )
-        return _escalated(state, limits, reason, symptom=Symptom.STANDSTILL, now=now)
+        return _escalate(state, limits, reason, symptom=Symptom.STANDSTILL, now=now)
     return restarts
 
 
-def stands_still(state: HealthState, limits: Limits, *, now: int) -> bool:
+def is_stalled(state: HealthState, limits: HealthLimits, *, now: int) -> bool:
     """Tell whether every worker of the pipeline breathes and waits for another one: something got
     lost between them.
     """
     breathing = (
-        heard.beat
-        for heard in state.heard.values()
-        if state.silent_micros(heard, now=now) <= limits.hung
+        heard.heartbeat
+        for heard in state.last_heartbeats.values()
+        if state.silence_micros(heard, now=now) <= limits.heartbeat_timeout
     )
     pipeline = [
         beat
@@ -147,56 +147,56 @@ def stands_still(state: HealthState, limits: Limits, *, now: int) -> bool:
     ]
     are_all_there = bool(pipeline) and {beat.role for beat in pipeline} == limits.pipeline
     waits = all(
-        beat.state is WorkerState.IDLE and beat.beat_at - beat.last_progress_at > limits.stuck
+        beat.state is WorkerState.IDLE and beat.beat_at - beat.last_progress_at > limits.progress_timeout
         for beat in pipeline
     )
     is_meant = (
         state.is_paused
-        or limits.may_stand_still
-        or now - max(state.listening_since, state.last_step_at) <= limits.stuck
+        or limits.may_stall
+        or now - max(state.connected_since, state.last_step_at) <= limits.progress_timeout
     )
     return are_all_there and waits and not is_meant
 
 
 def _is_replaceable(
-    state: HealthState, role: str, troubled: Mapping[str, Symptom], limits: Limits
+    state: HealthState, role: str, troubled: Mapping[str, Symptom], limits: HealthLimits
 ) -> bool:
     """Tell whether the run goes on without a worker: it is an onlooker's, or another one of its
     role is well.
     """
     peers = (
         worker_id
-        for worker_id, heard in state.heard.items()
-        if heard.beat.role == role and heard.beat.state is not WorkerState.STOPPED
+        for worker_id, heard in state.last_heartbeats.items()
+        if heard.heartbeat.role == role and heard.heartbeat.state is not WorkerState.STOPPED
     )
     return role not in limits.pipeline or any(worker_id not in troubled for worker_id in peers)
 
 
 def _is_due(
-    state: HealthState, heard: Heard, limits: Limits, *, now: int, is_replaceable: bool
+    state: HealthState, heard: LastHeartbeat, limits: HealthLimits, *, now: int, is_replaceable: bool
 ) -> bool:
     """Tell whether something is to be done now, given what was done before; nobody asks a worker
     again that was never heard since.
     """
-    last = state.last_act(heard.beat.worker_id)
-    if last and heard.at <= last and is_replaceable:
+    last = state.last_intervention_at(heard.heartbeat.worker_id)
+    if last and heard.received_at <= last and is_replaceable:
         return False
-    num_tries = len(state.counted(Tier.RESTART, heard.beat.worker_id)) or int(last > 0)
-    return now - last >= limits.patience(num_tries)
+    num_tries = len(state.unrecovered(RecoveryLevel.WORKER_RESTART, heard.heartbeat.worker_id)) or int(last > 0)
+    return now - last >= limits.wait_micros(num_tries)
 
 
-def _escalated(
-    state: HealthState, limits: Limits, reason: str, *, symptom: Symptom, now: int
+def _escalate(
+    state: HealthState, limits: HealthLimits, reason: str, *, symptom: Symptom, now: int
 ) -> list[RunCommanded]:
     """Restore the run, or end it when that was done too often; nothing while the last restore has
     not had its time.
     """
-    restores = state.counted(Tier.RESTORE)
-    if restores and now - restores[-1] < limits.patience(len(restores)):
+    restores = state.unrecovered(RecoveryLevel.PIPELINE_RESTART)
+    if restores and now - restores[-1] < limits.wait_micros(len(restores)):
         return []
-    if len(restores) >= limits.max_restores:
+    if len(restores) >= limits.max_pipeline_restarts:
         told = (
-            f"{reason}; and {len(restores)} restores were (health.max_restores); see "
+            f"{reason}; and {len(restores)} restores were (health.max_pipeline_restarts); see "
             "docs/how-to/alerts/relax-run-given-up.md"
         )
         return [
@@ -208,20 +208,20 @@ def _escalated(
             )
         ]
     targets = [
-        heard.beat
-        for heard in state.heard.values()
-        if heard.beat.role in limits.pipeline and heard.beat.state is not WorkerState.STOPPED
+        heard.heartbeat
+        for heard in state.last_heartbeats.values()
+        if heard.heartbeat.role in limits.pipeline and heard.heartbeat.state is not WorkerState.STOPPED
     ]
     return [
-        Act(now, Tier.RESTORE, symptom, beat.worker_id, beat.role).command(
+        Intervention(now, RecoveryLevel.PIPELINE_RESTART, symptom, beat.worker_id, beat.role).to_command(
             reason=f"restore: {reason}"
         )
         for beat in targets
     ]
 
 
-def _told(symptom: Symptom, heard: Heard, state: HealthState, *, now: int) -> str:
-    silent, beat = state.silent_micros(heard, now=now) / MICROS, heard.beat
+def _describe_symptom(symptom: Symptom, heard: LastHeartbeat, state: HealthState, *, now: int) -> str:
+    silent, beat = state.silence_micros(heard, now=now) / MICROS, heard.heartbeat
     seconds_in_activity = (beat.beat_at - (beat.activity_since or beat.beat_at)) / MICROS
     match symptom:
         case Symptom.STUCK:

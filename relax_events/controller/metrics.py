@@ -16,13 +16,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from relax_events.config import RunConfig
-from relax_events.controller.health import Limits, symptoms
-from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.health import HealthLimits, find_symptoms
+from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import TrainStepCommitted, WorkerBeat
-from relax_events.projections.health import HealthState, Symptom, Tier
-from relax_events.projections.run_state import RunState, is_silent, staleness_max
-from relax_events.projections.scaling import ORDER, Kind, ScaleState
+from relax_events.projections.health import HealthState, Symptom, RecoveryLevel
+from relax_events.projections.run_state import RunState, is_silent, max_sample_staleness
+from relax_events.projections.scale_requests import Kind, STAGES
+from relax_events.projections.scaling import ScaleState
 
 OF_WORKERS = (Symptom.SILENT, Symptom.OVERDUE, Symptom.STUCK, Symptom.SLOW_START)
 
@@ -33,15 +34,15 @@ class HealthMetrics(Collector):
     """
 
     def __init__(self, state: HealthState, config: RunConfig) -> None:
-        self._state, self._limits, self._roles = state, Limits.of(config), list(config.roles())
+        self._state, self._limits, self._roles = state, HealthLimits.from_config(config), list(config.roles())
 
     def collect(self) -> Iterator[Metric]:
         """Give every metric family."""
-        acts = list(self._state.acts)
-        restarted = Counter((act.role, act.symptom) for act in acts if act.tier is Tier.RESTART)
-        found = symptoms(self._state, self._limits, now=now_micros())
+        acts = list(self._state.interventions)
+        restarted = Counter((act.role, act.symptom) for act in acts if act.level is RecoveryLevel.WORKER_RESTART)
+        found = find_symptoms(self._state, self._limits, now=now_micros())
         troubled = Counter(
-            (self._state.heard[worker_id].beat.role, symptom)
+            (self._state.last_heartbeats[worker_id].heartbeat.role, symptom)
             for worker_id, symptom in found.items()
         )
         labels = ["role", "symptom"]
@@ -64,10 +65,10 @@ class HealthMetrics(Collector):
             "Workers that were started, by whoever, while the controller was there.",
             labels=["role"],
         )
-        for role in sorted({*self._roles, *self._state.starts}):
-            starts.add_metric([role], self._state.starts[role])
+        for role in sorted({*self._roles, *self._state.num_starts}):
+            starts.add_metric([role], self._state.num_starts[role])
         yield from (restarts, sick, starts)
-        num_restores = len({act.at for act in acts if act.tier is Tier.RESTORE})
+        num_restores = len({act.at for act in acts if act.level is RecoveryLevel.PIPELINE_RESTART})
         yield CounterMetricFamily(
             "relax_health_restores",
             "Times that all workers of the pipeline were made to begin anew.",
@@ -76,7 +77,7 @@ class HealthMetrics(Collector):
         yield GaugeMetricFamily(
             "relax_health_given_up",
             "1 when the health manager has ended the run, else 0.",
-            value=int(self._state.is_given_up),
+            value=int(self._state.is_aborted),
         )
 
 
@@ -85,7 +86,7 @@ class ScaleMetrics(Collector):
     from another thread.
     """
 
-    def __init__(self, state: ScaleState, bounds: Bounds) -> None:
+    def __init__(self, state: ScaleState, bounds: ScalingBounds) -> None:
         self._state, self._bounds = state, bounds
 
     def collect(self) -> Iterator[Metric]:
@@ -95,7 +96,7 @@ class ScaleMetrics(Collector):
             for request in list(self._state.requests.values())
             if request.is_open
         )
-        ended = Counter(self._state.ended)
+        ended = Counter(self._state.num_ended)
         labels = ["role", "direction", "status"]
         pending = GaugeMetricFamily(
             "relax_scale_requests_open",
@@ -114,14 +115,14 @@ class ScaleMetrics(Collector):
         )
         for pool in self._bounds.pools.values():
             for kind in Kind:
-                for place, statuses in enumerate(ORDER[kind]):
-                    is_last = place == len(ORDER[kind]) - 1
+                for place, statuses in enumerate(STAGES[kind]):
+                    is_last = place == len(STAGES[kind]) - 1
                     family, counts = (over, ended) if is_last else (pending, open_now)
                     for status in sorted(statuses):
                         family.add_metric(
                             [pool.role, kind, status], counts[pool.role, kind, status]
                         )
-            wanted.add_metric([pool.role], pool.num_at_start + len(self._state.staying(pool.role)))
+            wanted.add_metric([pool.role], pool.num_at_start + len(self._state.remaining_workers(pool.role)))
         yield from (pending, over, wanted)
 
 
@@ -207,17 +208,17 @@ class RunMetrics(Collector):
             (
                 "relax_prompt_groups_failed_in_a_row",
                 "Prompt groups that failed one after the other, since one was trained last.",
-                state.failed_in_a_row,
+                state.num_consecutive_failures,
             ),
             (
                 "relax_prompt_groups_failed_bound",
                 "So many failures in a row end the run.",
-                config.run.max_failed_groups,
+                config.run.max_failed_prompt_groups,
             ),
             (
                 "relax_train_step_samples",
                 "Samples that a train step takes.",
-                config.run.groups_per_step * config.run.samples_per_prompt,
+                config.run.prompts_per_step * config.run.samples_per_prompt,
             ),
             (
                 "relax_checkpoint_every_steps",
@@ -251,7 +252,7 @@ class RunMetrics(Collector):
         )
         for step in steps:
             committed.add_metric([], step.committed_at / MICROS)
-            staleness.add_metric([], staleness_max(step))
+            staleness.add_metric([], max_sample_staleness(step))
             for name, value in step.figures.items():
                 figures.add_metric([name], value)
             for name, value in step.phase_seconds.items():
@@ -259,10 +260,10 @@ class RunMetrics(Collector):
         yield from (committed, staleness, figures, phases)
 
     def _workers(self, beats: Sequence[WorkerBeat]) -> Iterator[Metric]:
-        """Count workers by what they said last; one that owes a beat for `workers.hung_seconds` is
+        """Count workers by what they said last; one that owes a beat for `workers.heartbeat_timeout_seconds` is
         silent.
         """
-        hung_seconds = self._config.workers.hung_seconds
+        heartbeat_timeout_seconds = self._config.workers.heartbeat_timeout_seconds
         newest_at = max(
             (beat.beat_at for beat in beats), default=0
         )  # at the latest our own, which come as often as the others'
@@ -270,7 +271,7 @@ class RunMetrics(Collector):
             (
                 beat,
                 SILENT
-                if is_silent(beat, seconds=hung_seconds, newest_at=newest_at)
+                if is_silent(beat, seconds=heartbeat_timeout_seconds, newest_at=newest_at)
                 else beat.state.value,
             )
             for beat in beats

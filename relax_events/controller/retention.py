@@ -11,7 +11,7 @@ from relax_events.errors import BrokerError, StoreUnavailable
 from relax_events.events.parts import CheckpointRef
 from relax_events.events.types import Event
 from relax_events.ops.purge import oldest_retained
-from relax_events.ops.run_purger import PurgeBooks, Purger
+from relax_events.ops.run_purger import RetentionState, Purger
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
@@ -29,27 +29,27 @@ def num_versions_needed(config: RunConfig) -> int:
     return (
         config.run.retain_versions
         + config.run.follower_versions
-        + 3 * TopicPlan.of(config).num_slots
+        + 3 * TopicPlan.from_config(config).num_slots
         + replayed
     )
 
 
-class RetentionKeeper:
+class RetentionManager:
     """Purges by `run.retain_versions`, once for each checkpoint that a step has committed. Feed it
     every control event.
     """
 
     def __init__(self, purger: Purger, config: RunConfig) -> None:
         self._purger, self._config = purger, config
-        self._books = PurgeBooks()
+        self._books = RetentionState()
         self._purged_for: CheckpointRef | None = None
 
-    def note(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Take in an event; where everything is retained, nothing is kept of it."""
         if self._config.run.retain_versions:
-            self._books.note(event)
+            self._books.apply(event)
 
-    def tend(self) -> Counter[str]:
+    def purge_if_due(self) -> Counter[str]:
         """Purge if a new checkpoint allows it; return how many records went, by entity. What is
         away is asked again with the next one.
         """
@@ -74,7 +74,7 @@ class RetentionKeeper:
         )  # the newest checkpoint may turn out not to be whole
         self._books.forget_before(
             min(
-                oldest - 2 * TopicPlan.of(self._config).num_slots,
+                oldest - 2 * TopicPlan.from_config(self._config).num_slots,
                 needed,
                 self._purger.oldest_with_records,
             )

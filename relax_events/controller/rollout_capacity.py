@@ -11,38 +11,38 @@ from relax_events.errors import BrokerError, ConfigError
 from relax_events.kafka.admin import Admin
 
 log = structlog.get_logger()
-KEY = "group.share.max.size"
+SHARE_GROUP_SIZE_KEY = "group.share.max.size"
 REMEDY = (
-    f"lower engine.max_prompt_groups, run fewer rollout workers, or raise {KEY} on the brokers "
+    f"lower engine.max_prompt_groups, run fewer rollout workers, or raise {SHARE_GROUP_SIZE_KEY} on the brokers "
     "(1000 is Kafka's most)"
 )
 
 
 def has_share_group(config: RunConfig) -> bool:
     """Return whether the run's rollout workers divide the prompt queue by a share group."""
-    return config.broker.lease == "share_group" and "rollout" in config.roles()
+    return config.broker.prompt_queue == "share_group" and "rollout" in config.roles()
 
 
-def share_group_size(config: RunConfig, admin: Admin) -> int | None:
+def read_share_group_size(config: RunConfig, admin: Admin) -> int | None:
     """Return how many members the brokers allow a share group; None where the run has none, or the
     brokers do not tell.
     """
     if not has_share_group(config):
         return None
     try:
-        found = admin.broker_settings().get(KEY)
+        found = admin.broker_settings().get(SHARE_GROUP_SIZE_KEY)
     except BrokerError as error:
         log.info("share_group_size.unknown", error=str(error))
         return None
     return int(found) if found else None
 
 
-def most_workers(config: RunConfig, size: int) -> int:
+def max_rollout_workers(config: RunConfig, size: int) -> int:
     """Return for how many rollout workers a share group of this size has room."""
     return size // config.num_lanes
 
 
-def require_lanes(config: RunConfig, size: int | None) -> str:
+def require_rollout_capacity(config: RunConfig, size: int | None) -> str:
     """Return what room there is for rollout workers.
 
     Args:
@@ -54,15 +54,15 @@ def require_lanes(config: RunConfig, size: int | None) -> str:
     if not has_share_group(config):
         return "no share group"
     if size is None:
-        return f"the brokers do not tell {KEY}"
+        return f"the brokers do not tell {SHARE_GROUP_SIZE_KEY}"
     num_workers = config.roles()["rollout"]
     wanted = num_workers * config.num_lanes
     if wanted > size:
         needed = f"{num_workers} rollout workers x {config.num_lanes} lanes = {wanted} members"
         raise ConfigError(
-            f"{needed} are more than the brokers allow a share group: {KEY} = {size}; {REMEDY}"
+            f"{needed} are more than the brokers allow a share group: {SHARE_GROUP_SIZE_KEY} = {size}; {REMEDY}"
         )
     return (
-        f"room for {most_workers(config, size)} rollout workers of {config.num_lanes} lanes "
-        f"({KEY} = {size})"
+        f"room for {max_rollout_workers(config, size)} rollout workers of {config.num_lanes} lanes "
+        f"({SHARE_GROUP_SIZE_KEY} = {size})"
     )

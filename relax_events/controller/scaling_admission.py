@@ -8,32 +8,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from relax_events.controller.scaling_bounds import DEFAULT_MODEL, Bounds, Pool
-from relax_events.projections.scaling import (
-    MICROS,
-    ElasticWorker,
-    Kind,
-    ScaleRequest,
-    ScaleState,
-    Status,
-)
+from relax_events.controller.scaling_bounds import DEFAULT_MODEL, ScalingBounds, WorkerPool
+from relax_events.projections.scale_requests import MICROS, Kind, ScaleRequest, Status
+from relax_events.projections.scaling import ElasticWorker, ScaleState
 
 
-class Refused(Exception):  # what a caller is answered, no error of the run
+class RejectedError(Exception):  # what a caller is answered, no error of the run
     """A call that comes to nothing: the text says why and what would do."""
 
     code = 400
     word = "REJECTED"
 
 
-class Unknown(Refused):
+class NotFoundError(RejectedError):
     """It names what is not there."""
 
     code = 404
     word = "NOT_FOUND"
 
 
-class Conflicting(Refused):
+class ConflictError(RejectedError):
     """Something else has to be over first."""
 
     code = 409
@@ -41,7 +35,7 @@ class Conflicting(Refused):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ScaleCommand:
     """What a caller wants.
 
     Attributes:
@@ -77,7 +71,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Admission:
     """What a call comes to: a new request to be opened, one that was opened by the same call
     before, or nothing to do.
     """
@@ -87,7 +81,7 @@ class Plan:
     text: str
 
 
-def plan(state: ScaleState, bounds: Bounds, asked: Asked, *, now: int) -> Plan:
+def admit(state: ScaleState, bounds: ScalingBounds, asked: ScaleCommand, *, now: int) -> Admission:
     """Find out what a call comes to, and change nothing.
 
     Args:
@@ -98,17 +92,17 @@ def plan(state: ScaleState, bounds: Bounds, asked: Asked, *, now: int) -> Plan:
     Raises:
         Refused, Unknown, Conflicting: It comes to nothing.
     """
-    if (known := _same_call(state, asked)) is not None:
-        return Plan(known, False, f"request {known.request_id} was made by the same call")
-    pool = _pool(bounds, asked)
+    if (known := _find_repeated_call(state, asked)) is not None:
+        return Admission(known, False, f"request {known.request_id} was made by the same call")
+    pool = _find_pool(bounds, asked)
     if bool(asked.target) == bool(asked.urls):
         given = "both" if asked.target else "neither"
-        raise Refused(
+        raise RejectedError(
             f"num_replicas and engine_urls say the same in two ways, and {given} is given; "
             "give num_replicas >= 1 or engine_urls"
         )
     if asked.target > pool.max_workers:
-        raise Refused(
+        raise RejectedError(
             f"{asked.target} workers of {pool.model} are more than {pool.max_workers}: {pool.limit}"
         )
     if (
@@ -120,7 +114,7 @@ def plan(state: ScaleState, bounds: Bounds, asked: Asked, *, now: int) -> Plan:
             f"a server of {pool.model} may take {pool.least_timeout / MICROS:g} s to start and "
             "load (engine.sglang.start_seconds)"
         )
-        raise Refused(
+        raise RejectedError(
             f"timeout_secs must be >= {pool.least_timeout / MICROS:g}, got "
             f"{asked.timeout_seconds:g}: {least}; leave it out"
         )
@@ -129,46 +123,46 @@ def plan(state: ScaleState, bounds: Bounds, asked: Asked, *, now: int) -> Plan:
             f"scale the service {pool.role} where it was started, or by KEDA; see "
             "docs/how-to/scale-rollout.md"
         )
-        raise Refused(
+        raise RejectedError(
             "the workers of this run were not started by `relax run`, so nobody here can "
             f"start or end one; {remedy}"
         )
-    found = _coming(state, pool, asked) if asked.kind is Kind.OUT else _going(state, pool, asked)
+    found = _workers_to_add(state, pool, asked) if asked.kind is Kind.OUT else _workers_to_remove(state, pool, asked)
     if isinstance(found, str):
-        return Plan(None, False, found)
+        return Admission(None, False, found)
     if (other := state.open_request(pool.model)) is not None:
-        raise Conflicting(
+        raise ConflictError(
             f"request {other.request_id} for {pool.model} is {other.status.value}; wait for "
             "its end, or cancel it"
         )
-    return Plan(
-        _request(state, bounds, pool, asked, found, now=now), True, _told(asked, pool, found)
+    return Admission(
+        _build_request(state, bounds, pool, asked, found, now=now), True, _describe(asked, pool, found)
     )
 
 
-def _same_call(state: ScaleState, asked: Asked) -> ScaleRequest | None:
+def _find_repeated_call(state: ScaleState, asked: ScaleCommand) -> ScaleRequest | None:
     known = next(
         (request for request in state.requests.values() if asked.key and request.key == asked.key),
         None,
     )
     if known is not None and known.digest != asked.digest:
-        raise Conflicting(
+        raise ConflictError(
             f"the key {asked.key} belongs to request {known.request_id}, which asked for "
             "something else; take another key"
         )
     return known
 
 
-def _pool(bounds: Bounds, asked: Asked) -> Pool:
+def _find_pool(bounds: ScalingBounds, asked: ScaleCommand) -> WorkerPool:
     if asked.model not in bounds.pools:
         there = ", ".join(bounds.pools) or "none: it replays another run"
-        raise Unknown(f"this run has no model {asked.model!a}; there is {there}")
+        raise NotFoundError(f"this run has no model {asked.model!a}; there is {there}")
     return bounds.pools[asked.model]
 
 
-def _coming(state: ScaleState, pool: Pool, asked: Asked) -> list[ElasticWorker] | str:
+def _workers_to_add(state: ScaleState, pool: WorkerPool, asked: ScaleCommand) -> list[ElasticWorker] | str:
     """Return who shall come, or why nobody needs to."""
-    there = state.staying(pool.role)
+    there = state.remaining_workers(pool.role)
     num_there = pool.num_at_start + len(there)
     first = state.next_index(pool.role, num_at_start=pool.num_at_start)
     if not asked.urls:
@@ -180,7 +174,7 @@ def _coming(state: ScaleState, pool: Pool, asked: Asked) -> list[ElasticWorker] 
                 if pool.model == DEFAULT_MODEL
                 else "leave the urls out of the run file"
             )
-            raise Refused(
+            raise RejectedError(
                 f"workers of {pool.model} attach to servers, and those of the run file have "
                 f"theirs; {remedy}"
             )
@@ -189,14 +183,14 @@ def _coming(state: ScaleState, pool: Pool, asked: Asked) -> list[ElasticWorker] 
             for place in range(asked.target - num_there)
         ]
     if pool.model != DEFAULT_MODEL:
-        raise Refused(
+        raise RejectedError(
             f"engine_urls are of servers for model {DEFAULT_MODEL!r}, got model "
             f"{pool.model!r}; give num_replicas"
         )
     attached = {worker.url for worker in there} | {url.rstrip("/") for url in pool.urls}
-    new = [url for url in dict.fromkeys(map(_checked, asked.urls)) if url not in attached]
+    new = [url for url in dict.fromkeys(map(_checked_url, asked.urls)) if url not in attached]
     if num_there + len(new) > pool.max_workers:
-        raise Refused(
+        raise RejectedError(
             f"{num_there + len(new)} workers of {pool.model} are more than "
             f"{pool.max_workers}: {pool.limit}"
         )
@@ -208,7 +202,7 @@ def _coming(state: ScaleState, pool: Pool, asked: Asked) -> list[ElasticWorker] 
     ]
 
 
-def _checked(url: str) -> str:
+def _checked_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         is_whole = (
@@ -224,37 +218,37 @@ def _checked(url: str) -> str:
         or not url.isprintable()
         or any(sign in url for sign in " \"'\\")
     ):
-        raise Refused(
+        raise RejectedError(
             f"engine_urls: {url[:200]!a} is no address of a server; give http://host:port"
         )
     return url.rstrip("/")
 
 
-def _going(state: ScaleState, pool: Pool, asked: Asked) -> list[ElasticWorker] | str:
+def _workers_to_remove(state: ScaleState, pool: WorkerPool, asked: ScaleCommand) -> list[ElasticWorker] | str:
     """Return who shall go, the newest first, or why nobody needs to."""
-    there = state.staying(pool.role)
+    there = state.remaining_workers(pool.role)
     if asked.urls:
         urls = {url.rstrip("/") for url in asked.urls}
         if unknown := sorted(urls - {worker.url for worker in there}):
-            raise Refused(
+            raise RejectedError(
                 f"engine_urls: no worker that was added is attached to {unknown[0][:200]!a}; "
                 "those of the start stay"
             )
         return [worker for worker in reversed(there) if worker.url in urls]
     if asked.target < pool.num_at_start:
         what = f"the run starts with {pool.num_at_start} workers of {pool.model}, and those stay"
-        raise Refused(f"{what}; num_replicas must be >= {pool.num_at_start}, got {asked.target}")
+        raise RejectedError(f"{what}; num_replicas must be >= {pool.num_at_start}, got {asked.target}")
     surplus = pool.num_at_start + len(there) - asked.target
     if surplus <= 0:
         return f"workers of {pool.model} there are: {pool.num_at_start + len(there)}"
     return list(reversed(there))[:surplus]
 
 
-def _request(
+def _build_request(
     state: ScaleState,
-    bounds: Bounds,
-    pool: Pool,
-    asked: Asked,
+    bounds: ScalingBounds,
+    pool: WorkerPool,
+    asked: ScaleCommand,
     found: Sequence[ElasticWorker],
     *,
     now: int,
@@ -267,7 +261,7 @@ def _request(
         model=pool.model,
         role=pool.role,
         target=asked.target
-        or pool.num_at_start + len(state.staying(pool.role)) + sign * len(found),
+        or pool.num_at_start + len(state.remaining_workers(pool.role)) + sign * len(found),
         workers=tuple(worker.worker_id for worker in found),
         urls=tuple(worker.url for worker in found) if asked.urls else (),
         timeout=usual if asked.timeout_seconds is None else int(asked.timeout_seconds * MICROS),
@@ -280,25 +274,25 @@ def _request(
     )
 
 
-def _told(asked: Asked, pool: Pool, found: Sequence[ElasticWorker]) -> str:
+def _describe(asked: ScaleCommand, pool: WorkerPool, found: Sequence[ElasticWorker]) -> str:
     names = ", ".join(worker.worker_id for worker in found)
     come, go = ("comes", "goes") if len(found) == 1 else ("come", "go")
     return f"{names} {come if asked.kind is Kind.OUT else go}, of model {pool.model}"
 
 
-def cancellation(request: ScaleRequest) -> ScaleRequest:
+def require_cancellable(request: ScaleRequest) -> ScaleRequest:
     """Return a request that may be cancelled.
 
     Raises:
         Refused: It is over, or takes workers away: a drain that has begun is not taken back.
     """
     if request.kind is Kind.IN:
-        raise Refused(
+        raise RejectedError(
             f"request {request.request_id} lets workers go, which is not taken back; ask for "
             "as many again"
         )
     if not request.is_open or request.status is Status.REMOVING:
-        raise Refused(
+        raise RejectedError(
             f"request {request.request_id} is {request.status.value}; only what has not "
             "ended can be cancelled"
         )

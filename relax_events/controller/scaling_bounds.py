@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from relax_events.config import RunConfig
-from relax_events.controller.rollout_capacity import KEY, REMEDY, most_workers
-from relax_events.projections.scaling import MICROS
+from relax_events.controller.rollout_capacity import SHARE_GROUP_SIZE_KEY, REMEDY, max_rollout_workers
+from relax_events.projections.scale_requests import MICROS
 from relax_events.topics import TopicPlan
 
 DEFAULT_MODEL = "default"
@@ -20,7 +20,7 @@ CONFIRM_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class WorkerPool:
     """The workers that a model has by the run file.
 
     Attributes:
@@ -47,10 +47,10 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ScalingBounds:
     """What a run allows; times in microseconds."""
 
-    pools: Mapping[str, Pool]
+    pools: Mapping[str, WorkerPool]
     drain: int
     confirm: int
     keeps_partial: bool
@@ -59,15 +59,15 @@ class Bounds:
     """Whether there is a `relax run` that starts workers."""
 
     @classmethod
-    def of(
+    def from_config(
         cls, config: RunConfig, *, is_supervised: bool, share_group_size: int | None = None
-    ) -> Bounds:
+    ) -> ScalingBounds:
         """Read them off a run file, and off how many members the brokers allow a share group, where
         that is known.
         """
         roles = config.roles()
         pools = [
-            _pool(config, role, num_at_start=roles[role], share_group_size=share_group_size)
+            _build_pool(config, role, num_at_start=roles[role], share_group_size=share_group_size)
             for role in ELASTIC_ROLES
             if role in roles
         ]
@@ -76,26 +76,26 @@ class Bounds:
             pools={pool.model: pool for pool in pools},
             drain=int(config.workers.drain_seconds * MICROS),
             confirm=int(CONFIRM_SECONDS * MICROS),
-            keeps_partial=scaling.on_partial == "keep",
+            keeps_partial=scaling.on_partial_failure == "keep",
             first_version=config.first_version,
             is_supervised=is_supervised,
         )
 
 
-def _pool(config: RunConfig, role: str, *, num_at_start: int, share_group_size: int | None) -> Pool:
+def _build_pool(config: RunConfig, role: str, *, num_at_start: int, share_group_size: int | None) -> WorkerPool:
     """Return a role's pool; members of a consumer group beyond its partitions would get no work,
     and of a share group beyond its size no place.
     """
-    plan, most = TopicPlan.of(config), config.scaling.max_workers
+    plan, most = TopicPlan.from_config(config), config.scaling.max_workers
     limit = f"scaling.max_workers = {most}"
     if role != "rollout" and plan.num_sample_partitions < most:
         most, limit = (
             plan.num_sample_partitions,
-            f"each needs a partition, and there are {plan.num_sample_partitions} (broker.shards)",
+            f"each needs a partition, and there are {plan.num_sample_partitions} (broker.partitions_per_version)",
         )
     elif (
         role == "rollout"
-        and config.broker.lease == "consumer_group"
+        and config.broker.prompt_queue == "consumer_group"
         and config.broker.queue_partitions < most
     ):
         most, limit = (
@@ -108,17 +108,17 @@ def _pool(config: RunConfig, role: str, *, num_at_start: int, share_group_size: 
     elif (
         role == "rollout"
         and share_group_size is not None
-        and most_workers(config, share_group_size) < most
+        and max_rollout_workers(config, share_group_size) < most
     ):
-        most = most_workers(config, share_group_size)
+        most = max_rollout_workers(config, share_group_size)
         limit = (
-            f"each has {config.num_lanes} lanes, and {KEY} = {share_group_size} on the brokers; "
+            f"each has {config.num_lanes} lanes, and {SHARE_GROUP_SIZE_KEY} = {share_group_size} on the brokers; "
             f"{REMEDY}"
         )
     engine = {"rollout": config.engine, "judge": config.judge.engine}.get(role)
     urls = engine.sglang.urls if engine is not None and engine.name == "sglang" else ()
     least_seconds = engine.start_limit_seconds if engine is not None else 0.0
-    return Pool(
+    return WorkerPool(
         model=DEFAULT_MODEL if role == "rollout" else role,
         role=role,
         num_at_start=num_at_start,

@@ -11,15 +11,16 @@
 
 from __future__ import annotations
 
-from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import RunCommanded
-from relax_events.projections.scaling import MICROS, Kind, ScaleRequest, ScaleState, Status, is_up
+from relax_events.projections.scale_requests import Kind, MICROS, ScaleRequest, Status
+from relax_events.projections.scaling import ScaleState, is_running
 
-CLIMB = (Status.CREATING, Status.HEALTH_CHECKING, Status.WEIGHT_SYNCING, Status.READY)
+OUT_STAGES = (Status.CREATING, Status.HEALTH_CHECKING, Status.WEIGHT_SYNCING, Status.READY)
 
 
-def decide(state: ScaleState, bounds: Bounds, *, now: int) -> list[RunCommanded]:
+def decide(state: ScaleState, bounds: ScalingBounds, *, now: int) -> list[RunCommanded]:
     """Return the next step of each request that has one; call it again once they are known.
 
     Args:
@@ -30,88 +31,88 @@ def decide(state: ScaleState, bounds: Bounds, *, now: int) -> list[RunCommanded]
     if state.is_over:
         return []
     steps = [
-        _next(state, bounds, request, now=now)
+        _next_command(state, bounds, request, now=now)
         for request in state.requests.values()
         if request.is_open
     ]
     return [step for step in steps if step is not None]
 
 
-def _next(
-    state: ScaleState, bounds: Bounds, request: ScaleRequest, *, now: int
+def _next_command(
+    state: ScaleState, bounds: ScalingBounds, request: ScaleRequest, *, now: int
 ) -> RunCommanded | None:
     if request.kind is Kind.IN:
         return _next_in(state, bounds, request, now=now)
     if request.status is Status.REMOVING:
-        return _removed(bounds, request, now=now)
+        return _finish_removal(bounds, request, now=now)
     return _next_out(state, bounds, request, now=now)
 
 
 def _next_out(
-    state: ScaleState, bounds: Bounds, request: ScaleRequest, *, now: int
+    state: ScaleState, bounds: ScalingBounds, request: ScaleRequest, *, now: int
 ) -> RunCommanded | None:
     """Take a request one status further, or give it up."""
-    serving = [worker_id for worker_id in request.coming if state.is_serving(request, worker_id)]
+    serving = [worker_id for worker_id in request.expected_workers if state.is_serving(request, worker_id)]
     late = (
-        [worker_id for worker_id in request.coming if worker_id not in serving]
+        [worker_id for worker_id in request.expected_workers if worker_id not in serving]
         if now - request.created_at > request.timeout
         else []
     )
     if late and (not bounds.keeps_partial or not serving):
-        return _given_up(
+        return _abort(
             request,
             f"{', '.join(late)} did not serve within {request.timeout / MICROS:g} s",
             now=now,
         )
     if late:
-        return request.step(
+        return request.status_command(
             Status.PARTIAL,
             now=now,
             failed=late,
             error=f"not serving within {request.timeout / MICROS:g} s",
         )
-    if request.failed and (not bounds.keeps_partial or not request.coming):
+    if request.failed and (not bounds.keeps_partial or not request.expected_workers):
         worker_id, why = request.failed[0]
-        return _given_up(request, f"{worker_id}: {why}", now=now)
+        return _abort(request, f"{worker_id}: {why}", now=now)
     if request.status is Status.PENDING:
-        return request.step(Status.CONNECTING if request.urls else Status.CREATING, now=now)
+        return request.status_command(Status.CONNECTING if request.urls else Status.CREATING, now=now)
     if request.status is Status.READY:
         if request.failed:
-            return request.step(
+            return request.status_command(
                 Status.PARTIAL, now=now, error=f"{request.failed[0][0]}: {request.failed[0][1]}"
             )
-        return request.step(Status.ACTIVE, now=now)
-    height = min(_height(state, request, worker_id) for worker_id in request.coming)
-    return request.step(CLIMB[request.rank], now=now) if height >= request.rank else None
+        return request.status_command(Status.ACTIVE, now=now)
+    height = min(_worker_stage(state, request, worker_id) for worker_id in request.expected_workers)
+    return request.status_command(OUT_STAGES[request.stage], now=now) if height >= request.stage else None
 
 
-def _height(state: ScaleState, request: ScaleRequest, worker_id: str) -> int:
+def _worker_stage(state: ScaleState, request: ScaleRequest, worker_id: str) -> int:
     """Return how far a worker is: 0 unheard, 1 starting, 2 up, 3 serving with the weights that it
     needs.
     """
-    beat = state.beat(worker_id, since=request.created_at)
+    beat = state.heartbeat_since(worker_id, since=request.created_at)
     if beat is None:
         return 0
-    return 3 if state.is_serving(request, worker_id) else 2 if is_up(beat) else 1
+    return 3 if state.is_serving(request, worker_id) else 2 if is_running(beat) else 1
 
 
-def _given_up(request: ScaleRequest, error: str, *, now: int) -> RunCommanded:
-    return request.step(Status.REMOVING, now=now, outcome=Status.FAILED, error=error)
+def _abort(request: ScaleRequest, error: str, *, now: int) -> RunCommanded:
+    return request.status_command(Status.REMOVING, now=now, outcome=Status.FAILED, error=error)
 
 
-def _removed(bounds: Bounds, request: ScaleRequest, *, now: int) -> RunCommanded | None:
+def _finish_removal(bounds: ScalingBounds, request: ScaleRequest, *, now: int) -> RunCommanded | None:
     """End a request that was taken back, once nothing is left of it."""
     outcome = request.outcome or Status.FAILED
-    missing = sorted(set(request.workers) - request.left)
+    missing = sorted(set(request.workers) - request.exited_workers)
     if not missing:
-        return request.step(
+        return request.status_command(
             outcome,
             now=now,
             reason=f"nothing is left of request {request.request_id}",
             error=request.error,
         )
     if now - request.updated_at > bounds.drain + bounds.confirm:
-        return request.step(
+        return request.status_command(
             outcome,
             now=now,
             error=f"{request.error}; nobody has told of the end of {', '.join(missing)}".lstrip(
@@ -122,21 +123,21 @@ def _removed(bounds: Bounds, request: ScaleRequest, *, now: int) -> RunCommanded
 
 
 def _next_in(
-    state: ScaleState, bounds: Bounds, request: ScaleRequest, *, now: int
+    state: ScaleState, bounds: ScalingBounds, request: ScaleRequest, *, now: int
 ) -> RunCommanded | None:
-    missing = [worker_id for worker_id in request.workers if worker_id not in request.left]
+    missing = [worker_id for worker_id in request.workers if worker_id not in request.exited_workers]
     if request.status is Status.PENDING:
-        return request.step(Status.DRAINING, now=now)
+        return request.status_command(Status.DRAINING, now=now)
     if missing and now - request.created_at > request.timeout + bounds.confirm:
-        return request.step(
+        return request.status_command(
             Status.FAILED, now=now, error=f"nobody has told of the end of {', '.join(missing)}"
         )
     if request.status is Status.DRAINING:
         are_done = all(_has_stopped(state, worker_id) for worker_id in missing)
-        return request.step(Status.REMOVING, now=now) if are_done else None
-    return None if missing else request.step(Status.COMPLETED, now=now)
+        return request.status_command(Status.REMOVING, now=now) if are_done else None
+    return None if missing else request.status_command(Status.COMPLETED, now=now)
 
 
 def _has_stopped(state: ScaleState, worker_id: str) -> bool:
-    beat = state.heard.get(worker_id)
+    beat = state.last_heartbeats.get(worker_id)
     return beat is not None and beat.state is WorkerState.STOPPED

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 from relax_events.controller import scaling_admission as admission
 from relax_events.controller.api_schemas import (
-    Answer,
-    Cancelled,
+    ApiResponse,
+    CancelResult,
     EngineGroup,
     Engines,
     EngineView,
@@ -20,19 +20,20 @@ from relax_events.controller.api_schemas import (
     RequestView,
     Skipped,
 )
-from relax_events.controller.scaling_admission import Asked, Refused, Unknown
-from relax_events.controller.scaling_bounds import Bounds, Pool
+from relax_events.controller.scaling_admission import ScaleCommand, RejectedError, NotFoundError
+from relax_events.controller.scaling_bounds import ScalingBounds, WorkerPool
 from relax_events.controller.scaling_decisions import decide
 from relax_events.events.parts import now_micros
 from relax_events.events.types import RunCommanded
-from relax_events.projections.scaling import Kind, ScaleRequest, ScaleState, Standing, Status
+from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
+from relax_events.projections.scaling import DesiredState, ScaleState
 
 Result = TypeVar("Result")
-Give = Callable[[Sequence[RunCommanded]], None]
+EmitCommands = Callable[[Sequence[RunCommanded]], None]
 """Writes commands to the log, and has the state know them from then on."""
 
 
-class Errand(Generic[Result]):
+class MainThreadTask(Generic[Result]):
     """Something to be done by another thread than the one that waits for it."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
@@ -59,36 +60,36 @@ class Errand(Generic[Result]):
             self._future.cancel()
 
 
-class ScaleDesk:
+class ScalingService:
     """Answers calls and takes requests further. Used within one thread."""
 
-    def __init__(self, state: ScaleState, bounds: Bounds, give: Give) -> None:
+    def __init__(self, state: ScaleState, bounds: ScalingBounds, give: EmitCommands) -> None:
         self.state, self.bounds = state, bounds
-        self._give = give
+        self._emit = give
 
-    def tend(self) -> None:
+    def reconcile(self) -> None:
         """Take every request as far as it has come."""
         while steps := decide(self.state, self.bounds, now=now_micros()):
-            self._give(steps)
+            self._emit(steps)
 
-    def scale(self, asked: Asked, *, dry_run: bool) -> Answer:
+    def scale(self, asked: ScaleCommand, *, dry_run: bool) -> ApiResponse:
         """Open a request, unless there is nothing to do or this is a rehearsal.
 
         Raises:
             Refused: It can't be done; the text says why.
         """
-        found = admission.plan(self.state, self.bounds, asked, now=now_micros())
+        found = admission.admit(self.state, self.bounds, asked, now=now_micros())
         request = found.request
         if request is None:
-            return Answer(status="NOOP", message=found.text)
+            return ApiResponse(status="NOOP", message=found.text)
         names = list(request.workers)
         if dry_run:
-            return Answer(
+            return ApiResponse(
                 status="DRY_RUN", message=f"{found.text}; nothing was done", selected_engines=names
             )
         if found.is_new:
-            self._give([request.opening(reason=found.text)])
-        return Answer(
+            self._emit([request.open_command(reason=found.text)])
+        return ApiResponse(
             request_id=request.request_id,
             status=request.status,
             message=found.text,
@@ -103,51 +104,51 @@ class ScaleDesk:
         """
         found = self.state.requests.get(request_id)
         if found is None or kind not in (None, found.kind):
-            raise Unknown(f"there is no request {request_id[:80]!a} among those that are kept")
+            raise NotFoundError(f"there is no request {request_id[:80]!a} among those that are kept")
         return found
 
     def view(self, request_id: str, kind: Kind) -> RequestView:
         """Show a request; raises as `request`."""
-        return RequestView.of(self.request(request_id, kind))
+        return RequestView.from_request(self.request(request_id, kind))
 
     def views(self, kind: Kind, *, model: str | None, status: Status | None) -> RequestList:
         """Show requests of a kind."""
         shown = [
-            RequestView.of(found) for found in self._matching(model, status) if found.kind is kind
+            RequestView.from_request(found) for found in self._matching(model, status) if found.kind is kind
         ]
         return RequestList(requests=shown, total_count=len(shown))
 
-    def cancel(self, request_id: str) -> Answer:
+    def cancel(self, request_id: str) -> ApiResponse:
         """Take a request back, and whatever it has made.
 
         Raises:
             Refused, Unknown: It can't be, or there is none.
         """
-        request = admission.cancellation(self.request(request_id, Kind.OUT))
-        self._take_back(request)
+        request = admission.require_cancellable(self.request(request_id, Kind.OUT))
+        self._cancel(request)
         names = list(request.workers)
-        return Answer(
+        return ApiResponse(
             request_id=request_id,
             status=Status.REMOVING,
             message=f"taken back: {', '.join(names)}",
             selected_engines=names,
         )
 
-    def cancel_all(self, *, model: str | None, status: Status | None, dry_run: bool) -> Cancelled:
+    def cancel_all(self, *, model: str | None, status: Status | None, dry_run: bool) -> CancelResult:
         """Take all requests of a kind back that can be."""
         succeeded, skipped = [], []
         found = [request for request in self._matching(model, status) if request.kind is Kind.OUT]
         for request in found:
             try:
-                admission.cancellation(request)
-            except Refused as refusal:
+                admission.require_cancellable(request)
+            except RejectedError as refusal:
                 skipped.append(Skipped(request_id=request.request_id, reason=str(refusal)))
                 continue
             succeeded.append(request.request_id)
             if not dry_run:
-                self._take_back(request)
+                self._cancel(request)
         filters = {"model_name": model, "status_filter": status}
-        return Cancelled(
+        return CancelResult(
             succeeded=succeeded,
             skipped=skipped,
             total_count=len(found),
@@ -155,10 +156,10 @@ class ScaleDesk:
             filters=filters,
         )
 
-    def _take_back(self, request: ScaleRequest) -> None:
-        self._give(
+    def _cancel(self, request: ScaleRequest) -> None:
+        self._emit(
             [
-                request.step(
+                request.status_command(
                     Status.REMOVING,
                     now=now_micros(),
                     outcome=Status.CANCELLED,
@@ -183,7 +184,7 @@ class ScaleDesk:
         """
         pools = self.bounds.pools
         if model is not None and model not in pools:
-            raise Unknown(
+            raise NotFoundError(
                 f"this run has no model {model[:80]!a}; there is {', '.join(pools) or 'none'}"
             )
         shown = {name: self._model(pool) for name, pool in pools.items() if model in (None, name)}
@@ -191,11 +192,11 @@ class ScaleDesk:
             models=shown, total_engines=sum(view.total_engines for view in shown.values())
         )
 
-    def _model(self, pool: Pool) -> ModelView:
+    def _model(self, pool: WorkerPool) -> ModelView:
         elastic = [
             worker
             for worker in self.state.workers.values()
-            if worker.role == pool.role and worker.standing is not Standing.PLANNED
+            if worker.role == pool.role and worker.desired_state is not DesiredState.PENDING
         ]
         first = [
             self._engine(f"{pool.role}-{index}", is_protected=True)
@@ -218,7 +219,7 @@ class ScaleDesk:
     def _engine(
         self, worker_id: str, *, url: str | None = None, is_protected: bool = False
     ) -> EngineView:
-        beat = self.state.heard.get(worker_id)
+        beat = self.state.last_heartbeats.get(worker_id)
         return EngineView(
             rank=int(worker_id.rpartition("-")[2]),
             engine_id=worker_id,

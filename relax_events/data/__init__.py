@@ -1,1 +1,1 @@
-"""Prompts: where they come from, in which order they are issued, how a model reads them."""
+"""Read prompts from their sources, order them, and render them to tokens."""

@@ -1,6 +1,4 @@
-"""Which messages of a row are the prompt, and which are what is learnt: pure functions over
-conversations.
-"""
+"""Split the messages of a row into prompt and completion: pure functions over conversations."""
 
 from __future__ import annotations
 
@@ -13,49 +11,50 @@ ASSISTANT = "assistant"
 Messages = list[ChatMessage]
 
 
-def divided(
-    conversation: Messages, *, train_on: Literal["all", "last"], place: str
+def split_conversation(
+    conversation: Messages, *, train_on: Literal["all", "last"], location: str
 ) -> tuple[Messages, Messages]:
-    """Cut a conversation before the first assistant message that is learnt.
+    """Split a conversation before the first assistant message that is trained on.
 
     Args:
-        conversation: Whole.
-        train_on: `last` learns the last assistant message alone; what stands before it is prompt.
-        place: File, line and column, for errors.
+        conversation: The whole conversation.
+        train_on: `last` trains on the last assistant message only; all messages before it are the
+            prompt.
+        location: File, line and column, for errors.
     Returns:
-        The prompt, and the completion: from that message to the end, with whatever stands between
-            the assistant's messages.
+        The prompt, and the completion: all messages from that one to the end, other roles included.
     Raises:
         ConfigError: The conversation does not end with an assistant message, or begins with one.
     """
-    checked_completion(conversation[-1:], place=place)
+    check_completion(conversation[-1:], location=location)
     turns = [index for index, message in enumerate(conversation) if message.role == ASSISTANT]
     first = turns[0] if train_on == "all" else turns[-1]
     if first == 0:
         raise ConfigError(
-            f"{place} begins with an assistant message; something must stand before what is learnt"
+            f"{location} begins with an assistant message; the prompt must have at least one "
+            "message before it"
         )
     return conversation[:first], conversation[first:]
 
 
-def pair_of(
-    prompt: Messages, chosen: Messages, rejected: Messages, *, place: str
+def split_preference_pair(
+    prompt: Messages, chosen: Messages, rejected: Messages, *, location: str
 ) -> tuple[Messages, list[Messages]]:
-    """Return the prompt, and the two answers without the messages of the prompt before them.
+    """Split a preference pair into the prompt and the two completions.
 
     Args:
-        prompt: Empty where the answers bring it: it is then what both begin with, up to the
-            assistant message in which they part.
-        chosen: Messages, that may begin with those of the prompt.
-        rejected: Likewise.
-        place: File and line, for errors.
+        prompt: Empty if both conversations contain it: then it is their common prefix, up to the
+            assistant message in which they differ.
+        chosen: Messages of the chosen completion; they may begin with the prompt's messages.
+        rejected: The same for the rejected completion.
+        location: File and line, for errors.
     Raises:
-        ConfigError: There is no prompt, an answer is none, or both are the same.
+        ConfigError: There is no prompt, a completion is invalid, or both are equal.
     """
-    shared = prompt or _common_start(chosen, rejected)
+    shared = prompt or _common_prefix(chosen, rejected)
     if not shared:
         raise ConfigError(
-            f"{place} has no prompt: chosen and rejected begin with nothing that they share; "
+            f"{location} has no prompt: chosen and rejected have no common prefix; "
             "set data.prompt_key"
         )
     pair = [
@@ -64,16 +63,16 @@ def pair_of(
     ]
     if pair[0] == pair[1]:
         raise ConfigError(
-            f"{place} has the same answer as chosen and as rejected; nothing can be learnt from it"
+            f"{location} has the same completion as chosen and rejected; a pair must differ"
         )
     return shared, [
-        checked_completion(answer, place=f"{place}: {name}")
+        check_completion(answer, location=f"{location}: {name}")
         for name, answer in zip(("chosen", "rejected"), pair, strict=True)
     ]
 
 
-def checked_completion(completion: Messages, *, place: str) -> Messages:
-    """Return messages that begin and end with the assistant's.
+def check_completion(completion: Messages, *, location: str) -> Messages:
+    """Check that messages begin and end with the assistant's, and return them.
 
     Raises:
         ConfigError: They don't; the text names the roles.
@@ -81,15 +80,15 @@ def checked_completion(completion: Messages, *, place: str) -> Messages:
     roles = [message.role for message in completion]
     if not roles or roles[0] != ASSISTANT or roles[-1] != ASSISTANT:
         raise ConfigError(
-            f"{place}: what is learnt must begin and end with a message of role 'assistant', "
+            f"{location}: a completion must begin and end with a message of role 'assistant', "
             f"got {', '.join(map(repr, roles)) or 'none'}"
         )
     return completion
 
 
-def _common_start(one: Messages, other: Messages) -> Messages:
-    """Return what both begin with, up to the assistant message in which they part, or the last one
-    where they don't.
+def _common_prefix(one: Messages, other: Messages) -> Messages:
+    """Return the common prefix, up to the assistant message in which both differ, or the last one
+    if they don't.
     """
     count = 0
     for index, (mine, its) in enumerate(zip(one, other, strict=False)):

@@ -1,6 +1,4 @@
-"""Prompts made by the problem generators of the package reasoning-gym, each with its own
-verifier.
-"""
+"""Generate prompts by the tasks of the package reasoning-gym."""
 
 from __future__ import annotations
 
@@ -10,20 +8,21 @@ from typing import Any
 import orjson
 
 from relax_events.config import RowsConfig
-from relax_events.data.rows import PromptRow, UnfitRows, with_system_prompt
+from relax_events.data.rows import PromptRow, InvalidRows, add_system_prompt
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.events.parts import ChatMessage
 
-# A task's problem i comes from seed + i; the stride keeps the problems of neighbouring runs apart.
+# A task's problem i comes from seed + i; the stride separates the problems of runs with
+# neighbouring seeds.
 SEED_STRIDE = 1_000_003
 
 
 class GeneratedSource:
-    """Problems of one reasoning-gym task, made on demand: the same seed and index give the same
-    problem.
+    """Problems of one reasoning-gym task, generated on demand: the same seed and index give the
+    same problem.
 
-    A row's metadata is what the task's verifier needs to score an answer elsewhere: task, options,
-    and the generator's entry.
+    A row's metadata holds what the task's verifier needs to score an answer in another process:
+    task, options, and the generator's entry.
     """
 
     def __init__(self, task: str, config: RowsConfig, *, seed: int) -> None:
@@ -34,27 +33,29 @@ class GeneratedSource:
             config: Gives the number of rows, the generator's options and the system prompt.
             seed: The run's seed.
         Raises:
-            ConfigError: There is no such task, or it does not take these options.
-            EnvironmentProblem: reasoning-gym is not installed.
+            ConfigError: There is no such task, or it rejects these options. EnvironmentProblem:
+                reasoning-gym is not installed.
         """
-        self.unfit = UnfitRows("data")
+        self.invalid_rows = InvalidRows("data")
         self._task = task
         self._config = config
         self._problems = create_task(
-            task, size=config.size, seed=seed * SEED_STRIDE % 2**31, options=config.options
+            task, size=config.num_problems, seed=seed * SEED_STRIDE % 2**31, options=config.options
         )
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows."""
-        return self._config.size
+        return self._config.num_problems
 
     def row(self, index: int) -> PromptRow:
-        """Make one problem."""
-        if not 0 <= index < self.rows:
-            raise IndexError(f"row {index} of reasoning_gym:{self._task}: data.size is {self.rows}")
+        """Generate one problem."""
+        if not 0 <= index < self.num_rows:
+            raise IndexError(
+                f"row {index} of reasoning_gym:{self._task}: data.num_problems is {self.num_rows}"
+            )
         entry = self._problems[index]
-        messages = with_system_prompt(
+        messages = add_system_prompt(
             [ChatMessage.of_text("user", entry["question"])], self._config.system_prompt
         )
         metadata = {"task": self._task, "options": self._config.options, "entry": entry}
@@ -96,8 +97,7 @@ def import_reasoning_gym() -> Any:
     """
     try:
         with warnings.catch_warnings():
-            # One of its dependencies compares with `is` to a string: noise that a user can't act
-            # upon.
+            # One of its dependencies compares with `is` to a string; a user can't fix that warning.
             warnings.simplefilter("ignore")
             import reasoning_gym
     except ImportError as error:

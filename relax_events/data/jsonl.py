@@ -1,4 +1,4 @@
-"""Prompts from a file with one JSON object per line."""
+"""Read prompts from a file with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ import orjson
 
 from relax_events.config import RowsConfig
 from relax_events.data.columns import ColumnReader
-from relax_events.data.rows import PromptRow, UnfitRows
+from relax_events.data.rows import PromptRow, InvalidRows
 from relax_events.errors import ConfigError
 from relax_events.regular_files import open_regular
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_BYTES = 1024**2
-FREE_BYTES = 64 * 1024**2
-"""Up to here the ratio does not count: a short file of like lines is no attack."""
+MIN_CHECKED_BYTES = 64 * 1024**2
+"""Below this size the ratio is not checked: a short file of similar lines is no attack."""
 ALL_ROWS = slice(None)
 
 
 class JsonlSource:
-    """Rows of a JSON-lines file, read on demand: memory is eight bytes per row, whatever the rows
-    hold.
+    """Rows of a JSON Lines file, read on demand: memory is eight bytes per row.
 
-    Every row is checked once when the file is opened, so that a bad one stops a run before it
-    starts and not after a day. Blank lines are not rows. A compressed file is unpacked into a
-    temporary one, which ends with this source.
+    Every row is checked when the file is opened, so that an invalid row stops a run before it
+    starts. Blank lines are not rows. A compressed file is unpacked into a temporary file, which is
+    deleted with this source.
     """
 
     def __init__(
@@ -42,33 +41,32 @@ class JsonlSource:
         Args:
             path: The file.
             config: Names the columns and the system prompt.
-            span: Which of its rows to take.
-            section: Where the run file names it, for errors.
+            span: The rows to use. section: Section of the run file that names the file, for errors.
         Raises:
-            ConfigError: The file can't be read or has no rows, or more rows are unfit than allowed;
-                the text names file and line.
+            ConfigError: The file can't be read or has no rows, or more rows are invalid than
+                allowed; the text names file and line.
             EnvironmentProblem: It is compressed, and pyarrow is not installed.
         """
         self._path, self._section, self._config = path, section, config
         self._columns = ColumnReader(config, section=section)
-        self.unfit = UnfitRows(section, config.max_bad_rows)
+        self.invalid_rows = InvalidRows(section, config.max_invalid_rows)
         self._offsets = array("Q")
         self._file = self._open()
         weakref.finalize(self, self._file.close)
         try:
             self._index(span)
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise self._read_error(error) from None
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows."""
         return len(self._offsets)
 
     def row(self, index: int) -> PromptRow:
         """Read one row from the file."""
-        if not 0 <= index < self.rows:
-            raise IndexError(f"row {index} of {self._path}: it has {self.rows} rows")
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} of {self._path}: it has {self.num_rows} rows")
         self._file.seek(self._offsets[index])
         return self._parse(self._file.readline(), f"row {index}")
 
@@ -81,41 +79,41 @@ class JsonlSource:
                 "'jsonl:<path>'"
             ) from None
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise self._read_error(error) from None
         if self._path.suffix not in COMPRESSED:
             return file
         with file:
-            return self._unpacked(file)
+            return self._unpack(file)
 
-    def _unpacked(self, packed: IO[bytes]) -> IO[bytes]:
+    def _unpack(self, packed: IO[bytes]) -> IO[bytes]:
         from relax_events.data.parquet import pa
 
-        unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # it ends with this source
+        unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # closed with this source
         block = memoryview(
             bytearray(BLOCK_BYTES)
-        )  # pyarrow's `read` would lose the block that it makes where the file is damaged
+        )  # pyarrow's `read` loses the block that it allocates if the file is damaged
         try:
             with pa.CompressedInputStream(packed, COMPRESSED[self._path.suffix]) as stream:
                 while num_bytes := stream.readinto(block):
                     unpacked.write(block[:num_bytes])
-                    self._require_bounded(
+                    self._check_unpacked_size(
                         unpacked.tell(), packed_bytes=os.fstat(packed.fileno()).st_size
                     )
         except OSError as error:
             unpacked.close()
-            raise self._unreadable(error) from None
+            raise self._read_error(error) from None
         except ConfigError:
             unpacked.close()
             raise
         unpacked.seek(0)
         return unpacked
 
-    def _require_bounded(self, num_bytes: int, *, packed_bytes: int) -> None:
-        """Refuse a file of which a few bytes would fill the disk."""
+    def _check_unpacked_size(self, num_bytes: int, *, packed_bytes: int) -> None:
+        """Reject a file that unpacks to far more bytes than it has."""
         most, ratio = self._config.max_unpacked_bytes, self._config.max_unpacked_ratio
         if num_bytes > most:
             rule = f"{self._section}.max_unpacked_bytes = {most}"
-        elif num_bytes > max(ratio * packed_bytes, FREE_BYTES):
+        elif num_bytes > max(ratio * packed_bytes, MIN_CHECKED_BYTES):
             rule = f"{self._section}.max_unpacked_ratio = {ratio} times its {packed_bytes} bytes"
         else:
             return
@@ -124,7 +122,7 @@ class JsonlSource:
             "file really holds so much"
         )
 
-    def _unreadable(self, error: OSError) -> ConfigError:
+    def _read_error(self, error: OSError) -> ConfigError:
         return ConfigError(
             f"data file {self._path} can't be read: {error.strerror or error}; set "
             f"{self._section}.source = 'jsonl:<path>'"
@@ -140,7 +138,7 @@ class JsonlSource:
             try:
                 self._parse(line, number)
             except ConfigError as error:
-                self.unfit.add(error)
+                self.invalid_rows.add(error)
             else:
                 self._offsets.append(offset)
         if not self._offsets:
@@ -154,9 +152,7 @@ class JsonlSource:
             )
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Give the number, counted from 1, the offset and the bytes of each line that is not
-        blank.
-        """
+        """Yield number (from 1), byte offset and bytes of each line that is not blank."""
         offset = 0
         for number, line in enumerate(self._file, 1):
             if line.strip():
@@ -164,11 +160,11 @@ class JsonlSource:
             offset += len(line)
 
     def _parse(self, line: bytes, number: int | str) -> PromptRow:
-        place = f"{self._path}:{number}"
+        location = f"{self._path}:{number}"
         try:
             columns = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             raise ConfigError(
-                f"{place} is not JSON: {error}; each line must be one JSON object"
+                f"{location} is not JSON: {error}; each line must be one JSON object"
             ) from None
-        return self._columns.row(columns, place)
+        return self._columns.read_row(columns, location)

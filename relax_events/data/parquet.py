@@ -1,6 +1,6 @@
-"""pyarrow, which is an extra: whoever needs it imports it from here.
+"""Read prompts from a Parquet file, or from a folder of them in Hugging Face layout.
 
-Prompts from Parquet files: one, or a folder of them as Hugging Face datasets are laid out.
+Other modules import the optional package pyarrow from here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from relax_events.config import RowsConfig
 from relax_events.data.columns import ColumnReader
-from relax_events.data.rows import PromptRow, UnfitRows
+from relax_events.data.rows import PromptRow, InvalidRows
 from relax_events.errors import ConfigError, EnvironmentProblem
 
 try:
@@ -39,7 +39,7 @@ CACHE_BYTES = 32 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """A part of a file that is read as a whole; `first_row` counts over all files."""
+    """A row group of a file; `first_row` counts over all files."""
 
     path: Path
     number: int
@@ -49,11 +49,11 @@ class RowGroup:
 
 
 class ParquetSource:
-    """Rows of Parquet files, read on demand: memory is that of the row groups read last, up to 32
-    MiB or one of them.
+    """Rows of Parquet files, read on demand. Memory: the most recent row groups, up to 32 MiB or
+    one group.
 
-    Every row is checked once when the files are opened, a batch at a time, so that a bad one stops
-    a run before it starts.
+    Every row is checked when the files are opened, in batches, so that an invalid row stops a run
+    before it starts.
     """
 
     def __init__(
@@ -64,24 +64,23 @@ class ParquetSource:
         Args:
             path: A file, or a folder of files.
             config: Names split, columns and system prompt.
-            span: Which of the rows to take.
-            section: Where the run file names it, for errors.
+            span: The rows to use. section: Section of the run file that names the path, for errors.
         Raises:
-            ConfigError: There is no such file, it is no Parquet or has no rows, or more rows are
-                unfit than allowed.
+            ConfigError: There is no such file, it is not Parquet or has no rows, or more rows are
+                invalid than allowed.
         """
         self._path, self._section = path, section
         self._columns = ColumnReader(config, section=section)
         self._cache: OrderedDict[int, pa.Table] = OrderedDict()
-        self.unfit = UnfitRows(section, config.max_bad_rows)
+        self.invalid_rows = InvalidRows(section, config.max_invalid_rows)
         self._groups = self._find_groups(parquet_files(path, config.split, section=section))
         self._first_rows = [group.first_row for group in self._groups]
         total = sum(group.num_rows for group in self._groups)
         self._start, self._stop, _ = span.indices(total)
         self._left_out = array("Q")
-        """For each row left out, how many good ones stand before it."""
+        """For each invalid row, the number of valid rows before it."""
         self._check()
-        if self.rows < 1:
+        if self.num_rows < 1:
             raise ConfigError(
                 f"{path} has no "
                 f"rows{'' if span == ALL_ROWS else f' from {self._start} on, of {total}'}; "
@@ -89,20 +88,22 @@ class ParquetSource:
             )
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows."""
         return max(self._stop - self._start, 0) - len(self._left_out)
 
     def row(self, index: int) -> PromptRow:
-        """Read one row, with the row group that it lies in."""
-        if not 0 <= index < self.rows:
-            raise IndexError(f"row {index} of {self._path}: it has {self.rows} rows")
-        place = self._start + index + bisect_right(self._left_out, index)
-        number = bisect_right(self._first_rows, place) - 1
+        """Read one row, with the row group that contains it."""
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} of {self._path}: it has {self.num_rows} rows")
+        position = self._start + index + bisect_right(self._left_out, index)
+        number = bisect_right(self._first_rows, position) - 1
         group = self._groups[number]
-        offset = place - group.first_row
+        offset = position - group.first_row
         columns = self._table(number).slice(offset, 1).to_pylist()[0]
-        return self._columns.row(columns, f"{group.path}, row {place - group.first_row_of_file}")
+        return self._columns.read_row(
+            columns, f"{group.path}, row {position - group.first_row_of_file}"
+        )
 
     def _find_groups(self, files: list[Path]) -> list[RowGroup]:
         groups: list[RowGroup] = []
@@ -127,14 +128,16 @@ class ParquetSource:
             ) from None
 
     def _table(self, number: int) -> pa.Table:
-        """Return a row group, and keep it while the budget lasts: the oldest go first."""
+        """Return a row group from the cache, or read it; the least recently used groups are
+        evicted.
+        """
         if number in self._cache:
             self._cache.move_to_end(number)
             return self._cache[number]
         group = self._groups[number]
         with self._opened(group.path) as file:
             table = file.read_row_group(
-                group.number, columns=self._columns.needed(file.schema_arrow.names)
+                group.number, columns=self._columns.required_columns(file.schema_arrow.names)
             )
         while (
             self._cache
@@ -146,22 +149,24 @@ class ParquetSource:
 
     def _check(self) -> None:
         num_good = 0
-        for place, columns in self._all_columns():
+        for location, columns in self._all_columns():
             try:
-                self._columns.row(columns, place)
+                self._columns.read_row(columns, location)
             except ConfigError as error:
-                self.unfit.add(error)
+                self.invalid_rows.add(error)
                 self._left_out.append(num_good)
             else:
                 num_good += 1
 
     def _all_columns(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Give every row of the span, by its place, one batch in memory at a time."""
+        """Yield location and columns of every row of the span, with one batch in memory at a
+        time.
+        """
         for group in self._groups:
             if group.first_row + group.num_rows <= self._start or group.first_row >= self._stop:
                 continue
             with self._opened(group.path) as file:
-                names = self._columns.needed(file.schema_arrow.names)
+                names = self._columns.required_columns(file.schema_arrow.names)
                 row = group.first_row
                 for batch in file.iter_batches(
                     ROWS_AT_ONCE, row_groups=[group.number], columns=names
@@ -178,10 +183,10 @@ def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
     Args:
         path: A file, or a folder in Hugging Face layout: `train-00000-of-00002.parquet`, also in
             folders below, or `train/0000.parquet`.
-        split: Takes the files that are named so, or that lie in a folder named so.
-        section: Where the run file names it, for errors.
+        split: Selects the files whose name begins with it, or whose folder has that name. section:
+            Section of the run file that names the path, for errors.
     Raises:
-        ConfigError: There are none; the text says what there is.
+        ConfigError: There are none; the text lists the known splits.
     """
     if path.is_file():
         return [path]
@@ -196,10 +201,7 @@ def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
             "'parquet:<file or folder>'"
         )
     if irregular := next((file for file in files if file.exists() and not file.is_file()), None):
-        raise ConfigError(
-            f"data file {irregular} is no regular file, and can't be read to an end; take it "
-            f"out of {path}"
-        )
+        raise ConfigError(f"data file {irregular} is not a regular file; remove it from {path}")
     chosen = [file for file in files if not split or split in splits_of(file.relative_to(path))]
     if not chosen:
         known = sorted({splits_of(file.relative_to(path))[0] for file in files})
@@ -211,7 +213,7 @@ def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
 
 
 def splits_of(file: Path) -> tuple[str, ...]:
-    """Return the names of the split that a file may belong to: `train` of
-    `train-00000-of-00002.parquet`, and of `train/0000.parquet`.
+    """Return the split names that a file may belong to: `train` for `train-00000-of-00002.parquet`
+    and for `train/0000.parquet`.
     """
     return (re.split(r"[-.]", file.name, maxsplit=1)[0], *file.parts[:-1])

@@ -1,6 +1,4 @@
-"""Placeholders in a prompt's text, and the media that they stand for: pure functions over
-conversations.
-"""
+"""Match the placeholders in a prompt's text with its media: pure functions over conversations."""
 
 from __future__ import annotations
 
@@ -13,30 +11,32 @@ from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
 from relax_events.media.items import MediaItem
 
-MARKERS = {Modality.IMAGE: "<image>", Modality.AUDIO: "<audio>", Modality.VIDEO: "<video>"}
-"""What stands in a prompt's text for a piece of media."""
-MODALITIES = {marker: modality for modality, marker in MARKERS.items()}
-ANY_MARKER = re.compile("(" + "|".join(map(re.escape, MODALITIES)) + ")")
+PLACEHOLDERS = {Modality.IMAGE: "<image>", Modality.AUDIO: "<audio>", Modality.VIDEO: "<video>"}
+"""The placeholder of each modality in a prompt's text."""
+MODALITIES = {marker: modality for modality, marker in PLACEHOLDERS.items()}
+ANY_PLACEHOLDER = re.compile("(" + "|".join(map(re.escape, MODALITIES)) + ")")
 
 
-def with_places(
-    messages: Sequence[ChatMessage], items: Mapping[Modality, Sequence[MediaItem]], *, place: str
+def split_at_placeholders(
+    messages: Sequence[ChatMessage], items: Mapping[Modality, Sequence[MediaItem]], *, location: str
 ) -> tuple[list[ChatMessage], list[MediaItem]]:
-    """Part the texts of a prompt at its placeholders.
+    """Split the texts of a prompt at its placeholders.
 
     Args:
         messages: The prompt.
-        items: What the row brings, by modality. A modality that is not named here has no
-            placeholders: they are text like any other.
-        place: File and row, for errors.
+        items: The row's media by modality. Placeholders of a modality that is not a key stay
+            ordinary text.
+        location: File and row, for errors.
     Returns:
-        The messages, in which a part without text and media stands for each piece, and the pieces
-        in the order of the prompt.
+        The messages, with an empty part for each media item, and the items in the order of the
+        prompt.
     Raises:
-        ConfigError: There are more or fewer placeholders than pieces.
+        ConfigError: The numbers of placeholders and media items differ.
     """
     parted = [
-        replace(message, parts=[piece for part in message.parts for piece in _parted(part, items)])
+        replace(
+            message, parts=[piece for part in message.parts for piece in _split_part(part, items)]
+        )
         for message in messages
     ]
     kinds: list[Modality] = [
@@ -46,18 +46,18 @@ def with_places(
     for modality, brought in items.items():
         if counts[modality] != len(brought):
             rule = (
-                f"the prompt holds {counts[modality]} {MARKERS[modality]} and the row brings "
+                f"the prompt has {counts[modality]} {PLACEHOLDERS[modality]} and the row has "
                 f"{len(brought)} of modality {modality.value}"
             )
-            raise ConfigError(f"{place}: {rule}; there must be one for each")
+            raise ConfigError(f"{location}: {rule}; there must be one placeholder for each")
     waiting = {modality: deque(brought) for modality, brought in items.items()}
     return parted, [waiting[kind].popleft() for kind in kinds]
 
 
-def _parted(
+def _split_part(
     part: ContentPart, items: Mapping[Modality, Sequence[MediaItem]]
 ) -> Iterable[ContentPart]:
-    for piece in ANY_MARKER.split(part.text or ""):
+    for piece in ANY_PLACEHOLDER.split(part.text or ""):
         modality = MODALITIES.get(piece, Modality.TEXT)
         if modality in items:
             yield ContentPart(modality)
@@ -65,10 +65,10 @@ def _parted(
             yield ContentPart(Modality.TEXT, piece)
 
 
-def with_media(
+def insert_media(
     messages: Sequence[ChatMessage], references: Sequence[MediaRef]
 ) -> list[ChatMessage]:
-    """Put references into the places that `with_places` left for them."""
+    """Put media references into the empty parts that `split_at_placeholders` made."""
     waiting = iter(references)
     return [
         replace(

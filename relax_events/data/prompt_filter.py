@@ -1,10 +1,8 @@
-"""Which prompts are worth a rollout: by their length, by what they earned before, by a function of
-the user's.
+"""Filter and rank prompts: by length, by earlier rewards, or by a user function.
 
-A judge is asked about a row that could be issued next. It gives the row's place in the order, lower
-first, or the reason for which the row is passed over. All that it may look at is the row, what the
-log says it earned, and the train step, so that a prompter that starts again judges as the one
-before.
+A filter is called for a row that could be issued next. It returns the row's rank (lower first) or
+the reason to skip it. It depends only on the row, its recorded rewards, and the train step, so a
+restarted prompter decides the same.
 """
 
 from __future__ import annotations
@@ -18,65 +16,63 @@ import orjson
 
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.row_media import MediaJudge, MessagesOf, plain_messages
+from relax_events.data.row_media import MediaFilter, MessageReader, plain_messages
 from relax_events.data.rows import PromptRow
-from relax_events.data.sft_targets import answers_of
-from relax_events.data.sources import media_brought
-from relax_events.data.stream import DataPlace
+from relax_events.data.sft_targets import tokenize_targets
+from relax_events.data.sources import media_modalities
+from relax_events.data.stream import DatasetRow
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.plugins import FUNCTION, FilePlugin, find_plugin
 
 HOOKS = "relax_events.data_hooks"
-NUM_EARNED = 16
-"""Mean rewards that are remembered of each row."""
-Verdict = float | str
-"""A place in the order, or the reason to pass over a row."""
+MAX_REWARDS_PER_ROW = 16
+"""Number of mean rewards kept for each row."""
+FilterResult = float | str
+"""A rank (lower first), or the reason to skip a row."""
 
 
-class Judge(Protocol):
-    """Judges a row; see the module's docstring."""
+class PromptFilter(Protocol):
+    """Decides about a row; see the module's docstring."""
 
     def __call__(
         self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int
-    ) -> Verdict:
-        """Give a verdict.
+    ) -> FilterResult:
+        """Return a rank, or the reason to skip the row.
 
         Args:
             row: The prompt.
-            mean_rewards: Of the newest prompt groups that it was issued in before and that ended,
-                oldest first; `NUM_EARNED` at most.
-            train_step: The step that wants a prompt.
+            mean_rewards: Mean rewards of the newest finished prompt groups of this row, oldest
+                first; at most `MAX_REWARDS_PER_ROW`.
+            train_step: The step that the prompt is for.
         """
 
 
-class History:
-    """What rows of the data earned so far, by the ends of their prompt groups in log order: of each
-    row the newest `NUM_EARNED`.
+class RewardHistory:
+    """The newest `MAX_REWARDS_PER_ROW` mean rewards of each row, in the log order of the group
+    outcomes.
     """
 
     def __init__(self) -> None:
-        self._mean_rewards: dict[DataPlace, deque[float]] = {}
+        self._mean_rewards: dict[DatasetRow, deque[float]] = {}
 
-    def note(self, place: DataPlace, mean_reward: float) -> None:
-        """Enter the end of a prompt group."""
-        self._mean_rewards.setdefault(place, deque(maxlen=NUM_EARNED)).append(mean_reward)
+    def add(self, row: DatasetRow, mean_reward: float) -> None:
+        """Add the mean reward of a finished prompt group."""
+        self._mean_rewards.setdefault(row, deque(maxlen=MAX_REWARDS_PER_ROW)).append(mean_reward)
 
-    def __getitem__(self, place: DataPlace) -> Sequence[float]:
+    def __getitem__(self, row: DatasetRow) -> Sequence[float]:
         """Return the newest mean rewards of a row, oldest first."""
-        return tuple(self._mean_rewards.get(place, ()))
+        return tuple(self._mean_rewards.get(row, ()))
 
-    def entries(self) -> Iterator[tuple[DataPlace, float]]:
-        """Give everything that is known, oldest first by row; another history that is told it knows
-        the same.
-        """
+    def entries(self) -> Iterator[tuple[DatasetRow, float]]:
+        """Yield all entries, oldest first by row; adding them to an empty history copies it."""
         return (
-            (place, reward) for place, rewards in self._mean_rewards.items() for reward in rewards
+            (row, reward) for row, rewards in self._mean_rewards.items() for reward in rewards
         )
 
 
-class LengthJudge:
-    """Passes over prompts that are too short, too long, or that the chat template refuses, and
-    likewise the answers that rows bring.
+class LengthFilter:
+    """Skips prompts that are too short, too long or rejected by the chat template, and prompts
+    whose targets are.
     """
 
     def __init__(
@@ -86,7 +82,7 @@ class LengthJudge:
         min_tokens: int,
         max_tokens: int,
         max_sample_tokens: int = 0,
-        messages_of: MessagesOf = plain_messages,
+        read_messages: MessageReader = plain_messages,
     ) -> None:
         self._renderer, self._min, self._max, self._max_sample = (
             renderer,
@@ -94,33 +90,35 @@ class LengthJudge:
             max_tokens,
             max_sample_tokens,
         )
-        self._messages_of = messages_of
+        self._read_messages = read_messages
 
     def __call__(
         self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int
-    ) -> Verdict:
+    ) -> FilterResult:
         """See `Judge`."""
         try:
-            num_tokens = len(self._renderer.prompt_tokens(self._messages_of(row), tools=row.tools))
+            num_tokens = len(self._renderer.prompt_tokens(self._read_messages(row), tools=row.tools))
         except PoisonSample:
             return "refused_by_template"
         if num_tokens < self._min:
             return "too_short"
         if 0 < self._max < num_tokens:
             return "too_long"
-        return self._judge_answers(row, num_tokens) if self._max_sample else 0.0
+        return self._filter_answers(row, num_tokens) if self._max_sample else 0.0
 
-    def _judge_answers(self, row: PromptRow, num_prompt_tokens: int) -> Verdict:
+    def _filter_answers(self, row: PromptRow, num_prompt_tokens: int) -> FilterResult:
         try:
-            longest = max(len(answer.tokens) for answer in answers_of(row, renderer=self._renderer))
+            longest = max(
+                len(answer.tokens) for answer in tokenize_targets(row, renderer=self._renderer)
+            )
         except PoisonSample:
             return "answer_refused"
         return "answer_too_long" if num_prompt_tokens + longest > self._max_sample else 0.0
 
 
-class PassRateJudge:
-    """Passes over prompts whose newest mean reward lies outside of the bounds; with rewards of 0
-    and 1 it is their pass rate.
+class PassRateFilter:
+    """Skips prompts whose newest mean reward is out of bounds; with rewards of 0 and 1 that is the
+    pass rate.
     """
 
     def __init__(self, low: float, high: float) -> None:
@@ -128,18 +126,17 @@ class PassRateJudge:
 
     def __call__(
         self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int
-    ) -> Verdict:
+    ) -> FilterResult:
         """See `Judge`."""
         if not mean_rewards or self._low <= mean_rewards[-1] <= self._high:
             return 0.0
         return "pass_rate_too_low" if mean_rewards[-1] < self._low else "pass_rate_too_high"
 
 
-class HookJudge:
-    """Asks the user's function: `choose(prompt, *, answer, metadata, mean_rewards, train_step)`.
+class FunctionFilter:
+    """Calls the user's function: `choose(prompt, *, answer, metadata, mean_rewards, train_step)`.
 
-    A number is the row's place in the order, None or False passes over it, True takes it as it
-    comes.
+    A number is the row's rank, None or False skips the row, True keeps its order.
     """
 
     def __init__(self, name: str) -> None:
@@ -153,11 +150,11 @@ class HookJudge:
 
     def __call__(
         self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int
-    ) -> Verdict:
+    ) -> FilterResult:
         """See `Judge`.
 
         Raises:
-            ConfigError: The function fails, or gives something else.
+            ConfigError: The function fails, or returns something else.
         """
         prompt = "\n".join(message.text for message in row.messages)
         facts: Mapping[str, Any] = {
@@ -169,70 +166,75 @@ class HookJudge:
             given = self._function(prompt, **facts, train_step=train_step)
         except (
             Exception
-        ) as error:  # The user's function may raise anything; this is the border to it.
+        ) as error:  # The user's function may raise anything; this is the boundary to it.
             raise ConfigError(
-                f"data.hook {self._name} failed with {type(error).__name__}: {error} on "
+                f"data.prompt_filter {self._name} failed with {type(error).__name__}: {error} on "
                 f"prompt {prompt!r:.80}"
             ) from error
         if given is None or given is False:
-            return "hook"
+            return "prompt_filter"
         if not isinstance(given, int | float) or given != given:
             raise ConfigError(
-                f"data.hook {self._name} gave {given!r:.60} for prompt {prompt!r:.80}; it "
-                "must give a number, True, False or None"
+                f"data.prompt_filter {self._name} returned {given!r:.60} for prompt "
+                f"{prompt!r:.80}; it must return a number, True, False or None"
             )
         return 0.0 if given is True else float(given)
 
 
 def find_hook(name: str) -> EntryPoint | FilePlugin:
-    """Find the function of `data.hook` without loading it.
+    """Find the function of `data.prompt_filter` without loading it.
 
     Raises:
         ConfigError: There is no such file, or no function of that name is installed.
     """
-    return find_plugin(HOOKS, name, what=f"data.hook = {name!r}", accepts=FUNCTION)
+    return find_plugin(HOOKS, name, what=f"data.prompt_filter = {name!r}", accepts=FUNCTION)
 
 
-def judges_of(
-    config: DataConfig, *, renderer: PromptRenderer | None, messages_of: MessagesOf = plain_messages
-) -> list[Judge]:
-    """Return the judges that a run file asks for, in the order in which they are asked.
+def build_filters(
+    config: DataConfig,
+    *,
+    renderer: PromptRenderer | None,
+    read_messages: MessageReader = plain_messages,
+) -> list[PromptFilter]:
+    """Build the filters of a run file, in the order in which they run.
 
     Args:
         config: The run file's data section.
-        renderer: Needed where prompts are judged by length.
-        messages_of: Puts the media of rows into the store, where they bring some.
+        renderer: Required if prompts are filtered by length.
+        read_messages: Stores the media of a row, if any, and returns its messages.
     Raises:
-        ConfigError: The hook can't be loaded.
+        ConfigError: The user's function can't be loaded.
     """
-    judges: list[Judge] = [MediaJudge(messages_of)] if any(map(media_brought, config.parts)) else []
-    if renderer is not None and judges_length(config):
-        judges.append(length_judge(renderer, config, messages_of=messages_of))
-    if config.pass_rate is not None:
-        judges.append(PassRateJudge(*config.pass_rate))
-    if config.hook:
-        judges.append(HookJudge(config.hook))
-    return judges
+    filters: list[PromptFilter] = (
+        [MediaFilter(read_messages)] if any(map(media_modalities, config.parts)) else []
+    )
+    if renderer is not None and needs_token_counts(config):
+        filters.append(build_length_filter(renderer, config, read_messages=read_messages))
+    if config.pass_rate_range is not None:
+        filters.append(PassRateFilter(*config.pass_rate_range))
+    if config.prompt_filter:
+        filters.append(FunctionFilter(config.prompt_filter))
+    return filters
 
 
-def length_judge(
-    renderer: PromptRenderer, config: DataConfig, *, messages_of: MessagesOf = plain_messages
-) -> LengthJudge:
-    """Return the judge of lengths that a run file asks for."""
-    return LengthJudge(
+def build_length_filter(
+    renderer: PromptRenderer, config: DataConfig, *, read_messages: MessageReader = plain_messages
+) -> LengthFilter:
+    """Build the length filter of a run file."""
+    return LengthFilter(
         renderer,
         min_tokens=config.min_prompt_tokens,
         max_tokens=config.max_prompt_tokens,
         max_sample_tokens=config.max_sample_tokens,
-        messages_of=messages_of,
+        read_messages=read_messages,
     )
 
 
-def judges_length(config: DataConfig) -> bool:
-    """Tell whether prompts have to be rendered to be judged."""
+def needs_token_counts(config: DataConfig) -> bool:
+    """Return whether the filters need the token counts of prompts."""
     return bool(config.min_prompt_tokens or config.max_prompt_tokens or config.max_sample_tokens)
 
 
 def needs_history(config: DataConfig) -> bool:
-    """Tell whether what prompts earned before decides about them."""
-    return config.pass_rate is not None or bool(config.hook)
+    """Return whether the filters need earlier rewards."""
+    return config.pass_rate_range is not None or bool(config.prompt_filter)

@@ -1,164 +1,164 @@
-"""Which row of the prompt stream is issued next, given those that were issued or passed over."""
+"""Select the next rows of the prompt stream, given those that were issued or skipped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from relax_events.data.prompt_filter import History, Judge, Verdict
+from relax_events.data.prompt_filter import RewardHistory, PromptFilter, FilterResult
 from relax_events.data.stream import PromptStream
 from relax_events.errors import ConfigError
 
-MAX_PASSED_OVER = 100_000
+MAX_SKIPPED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A row to issue, and those that were passed over for good since the choice before it, with the
+class SelectedRow:
+    """A row to issue, and the rows skipped for good since the previous selection, with the
     reasons.
     """
 
     row: int
-    passed_over: Mapping[int, str] = field(default_factory=dict)
+    skipped: Mapping[int, str] = field(default_factory=dict)
 
 
-class PromptChooser:
-    """Takes each row of the stream once, block by block; within a block in the order that the
-    judges give.
+class PromptSampler:
+    """Selects each row of the stream once, block by block; within a block by the rank that the
+    filters return.
 
-    Its state is the set of rows that were taken or passed over, all of which the log knows: see
-    `PromptGroupIssued.passed_over`. A block is left when nothing in it is left to take. Without a
-    hook a block is one row, so that rows come in the order of the stream.
+    Its state is the set of rows that were issued or skipped, all recorded on the log: see
+    `PromptGroupIssued.passed_over`. A block ends when all of its rows are used. Without a user
+    function a block is one row, so rows come in the order of the stream.
     """
 
     def __init__(
         self,
         stream: PromptStream,
-        judges: Sequence[Judge] = (),
+        filters: Sequence[PromptFilter] = (),
         *,
         block_rows: int = 1,
         first_row: int = 0,
-        beat: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin with nothing taken.
+        """Start with no row used.
 
         Args:
             stream: The prompts.
-            judges: Each may pass over a row; the places in the order that they give are added.
-            block_rows: Rows among which the order chooses.
-            first_row: Of the stream; those before it are another run's.
-            beat: Called once for each block that is judged, which may take long.
+            filters: Each may skip a row; the ranks that they return are added.
+            block_rows: Rows that are ranked together.
+            first_row: First row of the stream; the rows before it belong to another run.
+            heartbeat: Called once for each block that is filtered, which may take long.
         """
-        self._stream, self._judges, self._beat = stream, judges, beat
+        self._stream, self._filters, self._heartbeat = stream, filters, heartbeat
         self._block_rows = block_rows
         self._floor = first_row
-        self._known: set[int] = set()
-        self.history = History()
+        self._used_rows: set[int] = set()
+        self.history = RewardHistory()
 
     @property
     def floor(self) -> int:
-        """Lowest row that was neither taken nor passed over."""
+        """Lowest row that was neither issued nor skipped."""
         return self._floor
 
     @property
     def later_rows(self) -> list[int]:
-        """Rows above the floor that were taken or passed over, in order."""
-        return sorted(self._known)
+        """Rows above the floor that were issued or skipped, in order."""
+        return sorted(self._used_rows)
 
-    def begin_at(self, floor: int, later_rows: Iterable[int]) -> None:
-        """Go on where another chooser had come to."""
-        self._floor, self._known = max(self._floor, floor), set(later_rows)
+    def resume_at(self, floor: int, later_rows: Iterable[int]) -> None:
+        """Continue from the state of another sampler."""
+        self._floor, self._used_rows = max(self._floor, floor), set(later_rows)
 
-    def mark(self, row: int) -> None:
-        """Enter a row that was taken or passed over."""
+    def mark_used(self, row: int) -> None:
+        """Mark a row that was issued or skipped."""
         if row >= self._floor:
-            self._known.add(row)
-            self._settle()
+            self._used_rows.add(row)
+            self._advance_floor()
 
-    def begin_at_block_of(self, row: int) -> None:
-        """Enter all rows before this one, the first that the log still tells of: those before it
-        may have been deleted.
+    def skip_to_block_of(self, row: int) -> None:
+        """Mark all rows up to the first row that the log still contains; the records of earlier
+        rows may have been deleted.
 
-        Blocks are issued in order, and the rows of a block in any; so it is the rows up to the end
-        of this one's block.
+        Blocks are issued in order, but the rows of a block in any order, so all rows up to the end
+        of this row's block are marked.
         """
         size = self._block_rows
         self._floor = max(self._floor, row if size == 1 else (row // size + 1) * size)
-        self._known = {known for known in self._known if known >= self._floor}
-        self._settle()
+        self._used_rows = {known for known in self._used_rows if known >= self._floor}
+        self._advance_floor()
 
-    def _settle(self) -> None:
-        while self._floor in self._known:
-            self._known.remove(self._floor)
+    def _advance_floor(self) -> None:
+        while self._floor in self._used_rows:
+            self._used_rows.remove(self._floor)
             self._floor += 1
 
-    def note_reward(self, row: int, mean_reward: float) -> None:
-        """Enter what a row's prompt group earned."""
-        if self._judges:
-            self.history.note(self._stream.order.place(row), mean_reward)
+    def add_reward(self, row: int, mean_reward: float) -> None:
+        """Add the mean reward of a row's prompt group."""
+        if self._filters:
+            self.history.add(self._stream.order.dataset_row(row), mean_reward)
 
-    def take(self, count: int, *, train_step: int) -> list[Choice]:
-        """Choose rows, and mark them as taken.
+    def next_rows(self, count: int, *, train_step: int) -> list[SelectedRow]:
+        """Select rows, and mark them as used.
 
         Args:
-            count: How many.
+            count: Number of rows.
             train_step: The step that they are for.
         Raises:
-            ConfigError: The judges pass over everything.
+            ConfigError: The filters skip everything.
         """
-        choices: list[Choice] = []
-        passed_over: dict[int, str] = {}
-        while len(choices) < count:
-            kept = self._judged(train_step, passed_over)
-            for row in kept[: count - len(choices)]:
-                choices.append(Choice(row, passed_over))
-                passed_over = {}
-                self.mark(row)
-        return choices
+        selected: list[SelectedRow] = []
+        skipped: dict[int, str] = {}
+        while len(selected) < count:
+            kept = self._next_kept_rows(train_step, skipped)
+            for row in kept[: count - len(selected)]:
+                selected.append(SelectedRow(row, skipped))
+                skipped = {}
+                self.mark_used(row)
+        return selected
 
-    def _judged(self, train_step: int, passed_over: dict[int, str]) -> list[int]:
-        """Return the rows of the first block that has any, in order; blocks that have none are
-        passed over.
+    def _next_kept_rows(self, train_step: int, skipped: dict[int, str]) -> list[int]:
+        """Return the kept rows of the first block that has any, by rank; blocks without any are
+        skipped.
         """
         while True:
-            if self._judges:
-                self._beat()
+            if self._filters:
+                self._heartbeat()
             first = self._floor - self._floor % self._block_rows
             rows = [
                 row
                 for row in range(max(first, self._floor), first + self._block_rows)
-                if row not in self._known
+                if row not in self._used_rows
             ]
-            verdicts = {row: self._verdict(row, train_step) for row in rows}
+            results = {row: self._filter_row(row, train_step) for row in rows}
             if kept := sorted(
-                (place, row) for row, place in verdicts.items() if not isinstance(place, str)
+                (rank, row) for row, rank in results.items() if not isinstance(rank, str)
             ):
                 return [row for _, row in kept]
-            passed_over |= {row: str(reason) for row, reason in verdicts.items()}
+            skipped |= {row: str(reason) for row, reason in results.items()}
             for row in rows:
-                self.mark(row)
-            self._refuse_to_starve(passed_over)
+                self.mark_used(row)
+            self._check_not_starved(skipped)
 
-    def _verdict(self, row: int, train_step: int) -> Verdict:
-        if not self._judges:
+    def _filter_row(self, row: int, train_step: int) -> FilterResult:
+        if not self._filters:
             return 0.0
-        prompt, mean_rewards = self._stream[row], self.history[self._stream.order.place(row)]
-        place = 0.0
-        for judge in self._judges:
-            verdict = judge(prompt, mean_rewards=mean_rewards, train_step=train_step)
-            if isinstance(verdict, str):
-                return verdict
-            place += verdict
-        return place
+        prompt, mean_rewards = self._stream[row], self.history[self._stream.order.dataset_row(row)]
+        rank = 0.0
+        for prompt_filter in self._filters:
+            result = prompt_filter(prompt, mean_rewards=mean_rewards, train_step=train_step)
+            if isinstance(result, str):
+                return result
+            rank += result
+        return rank
 
-    def _refuse_to_starve(self, passed_over: Mapping[int, str]) -> None:
-        limit = min(MAX_PASSED_OVER, 2 * max(self._stream.rows, self._block_rows))
-        if len(passed_over) > limit:
-            reasons = sorted({*passed_over.values()})
+    def _check_not_starved(self, skipped: Mapping[int, str]) -> None:
+        limit = min(MAX_SKIPPED, 2 * max(self._stream.num_rows, self._block_rows))
+        if len(skipped) > limit:
+            reasons = sorted({*skipped.values()})
             remedy = (
-                "widen data.min_prompt_tokens, data.max_prompt_tokens, data.pass_rate or data.hook"
+                "widen data.min_prompt_tokens, data.max_prompt_tokens, data.pass_rate_range "
+                "or data.prompt_filter"
             )
             raise ConfigError(
-                f"{len(passed_over)} prompts in a row were passed over "
-                f"({', '.join(reasons)}); {remedy}"
+                f"{len(skipped)} prompts in a row were skipped ({', '.join(reasons)}); {remedy}"
             )

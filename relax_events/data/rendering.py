@@ -1,4 +1,4 @@
-"""Messages to prompt tokens, and completion tokens to text, by the model's own tokenizer."""
+"""Render messages to prompt tokens, and completion tokens to text, with the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
 from relax_events.media.token_layout import MediaLayout
 from relax_events.models.tokenizer_folder import FolderTokenizer
-from relax_events.objects.roots import media_in
+from relax_events.objects.roots import list_message_media
 from relax_events.regular_files import read_regular_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARK = "\ue000"
-"""Stands for an answer whose text does not matter: a sign that no prompt holds by chance."""
+ANSWER_MARK = "\ue000"
+"""Placeholder for a completion whose text does not matter: a character that no prompt contains."""
 
 
 class PromptRenderer:
-    """Turns conversations into what the model reads, and what it wrote into text.
+    """Renders conversations to tokens, and decodes completions to text.
 
-    `stop_token_ids` are the tokens that end a completion: the tokenizer's and those of the model's
+    `stop_token_ids` are the tokens that end a completion: those of the tokenizer and of the model's
     generation settings.
     """
 
@@ -42,20 +42,20 @@ class PromptRenderer:
         stop_token_ids: Sequence[int] = (),
         layout: MediaLayout | None = None,
     ) -> None:
-        """Render with a tokenizer at hand.
+        """Use a loaded tokenizer.
 
         Args:
-            tokenizer: Of the policy.
-            config: Says whether the chat template is used, and with which options.
-            stop_token_ids: End a completion besides the tokenizer's own end token.
-            layout: How media stand in a prompt; None where the model reads text alone.
+            tokenizer: The policy's tokenizer. config: Whether the chat template is used, and its
+                options. stop_token_ids: Tokens that end a completion in addition to the tokenizer's
+                end token. layout: Token layout of media in a prompt; None for a model that reads
+                text only.
         Raises:
-            ConfigError: The chat template is wanted and the tokenizer has none, or nothing ends a
-                completion.
+            ConfigError: The tokenizer lacks the chat template that the config requires, or no token
+                ends a completion.
         """
         if config.chat_template and not tokenizer.chat_template:
             raise ConfigError(
-                f"the tokenizer of {tokenizer.name_or_path} has no chat template; take one "
+                f"the tokenizer of {tokenizer.name_or_path} has no chat template; use one "
                 "that has, or set data.chat_template = false"
             )
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -76,8 +76,7 @@ class PromptRenderer:
 
         Args:
             path: The folder.
-            config: Of the prompts.
-            media: How the model is shown media; None where prompts are of text alone.
+            config: The data section. media: Preprocessing of media; None if prompts are text only.
         Raises:
             ConfigError: There is no such folder, it holds no tokenizer, or its settings for media
                 can't be used.
@@ -88,55 +87,61 @@ class PromptRenderer:
                 "with: relax models prepare CONFIG"
             )
         layout = None if media is None else MediaLayout.from_folder(path, media)
-        stops = _generation_stops(path / "generation_config.json")
+        stops = _read_generation_stops(path / "generation_config.json")
         return cls(
-            _tokenizer(path, own_template(config)), config, stop_token_ids=stops, layout=layout
+            _load_tokenizer(path, read_chat_template(config)),
+            config,
+            stop_token_ids=stops,
+            layout=layout,
         )
 
     def prompt_tokens(
         self, messages: Sequence[ChatMessage], *, tools: str = ""
     ) -> NDArray[np.int32]:
-        """Render a conversation up to where the model goes on.
+        """Render a conversation up to the start of the completion.
 
-        Without chat template the messages' texts stand one below the other, as they are.
+        Without a chat template the messages' texts are joined by newlines.
 
         Args:
             messages: The conversation.
-            tools: JSON list of the tools that the template shows; an empty text where there are
-                none.
+            tools: JSON list of the tools that the template shows; empty if there are none.
         Raises:
-            PoisonSample: The template refuses the conversation, or its media and their places don't
-                fit; the text says why.
+            PoisonSample: The template rejects the conversation, or media and placeholders don't
+                match; the text says why.
         """
         if not self._config.chat_template:
             return self.encode("\n".join(message.text for message in messages))
-        return self._with_media(self.templated(messages, tools=tools), media_in(messages))
+        return self._with_media(
+            self.apply_template(messages, tools=tools), list_message_media(messages)
+        )
 
     def reply_tokens(
         self, before: Sequence[ChatMessage], reply: ChatMessage, *, tools: str = ""
     ) -> NDArray[np.int32]:
-        """Render what stands between an answer's stop token and the next answer: the end of its
-        message, the reply, the head of the next.
+        """Render the tokens between a completion's stop token and the next completion: the end of
+        its message, the reply, the head of the next message.
 
-        The template is given a mark in the answer's place, and what it makes of all before is let
-        go: tokens that were drawn stay as they are.
+        The template gets a mark in place of the completion, and the output before the mark is
+        discarded: sampled tokens are never rendered again.
 
         Args:
-            before: The conversation up to the answer.
-            reply: What follows the answer.
+            before: The conversation up to the completion. reply: The message that follows the
+                completion.
             tools: As for `prompt_tokens`.
         Raises:
-            PoisonSample: The template refuses the conversation or does not show the answer, or the
-                reply's media and their places don't fit.
+            PoisonSample: The template rejects the conversation or leaves out the completion, or the
+                reply's media and placeholders don't match.
         """
-        text = self.templated([*before, ChatMessage.of_text(ASSISTANT, MARK), reply], tools=tools)
-        _, *pieces = text.rsplit(MARK, reply.text.count(MARK) + 1)
-        if len(pieces) <= reply.text.count(MARK):
+        text = self.apply_template(
+            [*before, ChatMessage.of_text(ASSISTANT, ANSWER_MARK), reply], tools=tools
+        )
+        _, *pieces = text.rsplit(ANSWER_MARK, reply.text.count(ANSWER_MARK) + 1)
+        if len(pieces) <= reply.text.count(ANSWER_MARK):
             raise PoisonSample(
-                "the chat template leaves out an answer that a reply follows; take one that "
-                "shows it, by data.chat_template_file"
+                "the chat template leaves out a completion that a reply follows; set "
+                "data.chat_template_file to a template that keeps it"
             )
-        tokens = self._with_media(MARK.join(pieces), media_in([reply]))
+        tokens = self._with_media(ANSWER_MARK.join(pieces), list_message_media([reply]))
         stops = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
         return tokens[int(stops[0]) + 1 :] if len(stops) else tokens
 
@@ -145,24 +150,26 @@ class PromptRenderer:
             return self.encode(text)
         if self._layout is None:
             raise PoisonSample(
-                f"the prompt brings {len(media)} pieces of media, and the model reads text "
-                "alone; take one that reads media"
+                f"the prompt has {len(media)} media items, and the model reads text only; "
+                "use a model that reads media"
             )
-        return self._layout.expanded(self.encode(self._layout.spelt(text, media)), media)
+        return self._layout.expand_placeholders(
+            self.encode(self._layout.expand_videos(text, media)), media
+        )
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations are rendered by a chat template."""
+        """Whether a chat template renders conversations."""
         return self._config.chat_template
 
-    def templated(
+    def apply_template(
         self, messages: Sequence[ChatMessage], *, tools: str = "", is_whole: bool = False
     ) -> str:
-        """Render a conversation by the chat template: up to where the model goes on, or `is_whole`,
-        as it ends with its last message.
+        """Render a conversation by the chat template: up to the start of the completion, or with
+        `is_whole` up to the end of its last message.
 
         Raises:
-            PoisonSample: The template refuses the conversation; the text says why.
+            PoisonSample: The template rejects the conversation; the text says why.
         """
         turns: list[Any] = [
             {"role": message.role, "content": _content(message)} for message in messages
@@ -180,29 +187,27 @@ class PromptRenderer:
                 )
             )
         except (TemplateError, TypeError) as error:
-            raise PoisonSample(f"the chat template refuses the conversation: {error}") from None
+            raise PoisonSample(f"the chat template rejects the conversation: {error}") from None
 
     def answer_tokens(self, answer: str) -> NDArray[np.int32]:
-        """Render a reference answer as the completion that the model should write, with the token
-        that ends it.
-        """
+        """Render a reference answer as a completion, with the stop token."""
         return np.append(self.encode(answer), np.int32(self.stop_token_ids[0]))
 
     def completion_text(
         self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True
     ) -> str:
-        """Decode a completion, without its special tokens unless they are wanted; bytes that are no
-        UTF-8 become replacement characters.
+        """Decode a completion, by default without special tokens; invalid UTF-8 becomes replacement
+        characters.
         """
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Give the tokens of a text as it stands."""
+        """Tokenize a text without special tokens."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
-def judge_renderer(judge: JudgeConfig, data: DataConfig) -> PromptRenderer:
-    """Load what shows the judging model a question: its own tokenizer, with its own chat template.
+def load_judge_renderer(judge: JudgeConfig, data: DataConfig) -> PromptRenderer:
+    """Load the renderer of the judge model: its own tokenizer with its own chat template.
 
     Raises:
         ConfigError: There is none, or it can't be used.
@@ -220,7 +225,7 @@ def judge_renderer(judge: JudgeConfig, data: DataConfig) -> PromptRenderer:
 
 
 def _content(message: ChatMessage) -> str | list[dict[str, str]]:
-    """Return a message as chat templates take it: a text, or a list of parts where it has media."""
+    """Return a message's content for chat templates: a text, or a list of parts if it has media."""
     if all(part.kind is Modality.TEXT for part in message.parts):
         return message.text
     return [_part(part) for part in message.parts]
@@ -234,9 +239,8 @@ def _part(part: ContentPart) -> dict[str, str]:
     )
 
 
-def own_template(config: DataConfig) -> str | None:
-    """Return the text of `data.chat_template_file`, None where the tokenizer's own template is
-    used.
+def read_chat_template(config: DataConfig) -> str | None:
+    """Return the text of `data.chat_template_file`, or None if the tokenizer's template is used.
 
     Raises:
         ConfigError: The file can't be read.
@@ -252,9 +256,9 @@ def own_template(config: DataConfig) -> str | None:
         ) from None
 
 
-def _tokenizer(path: Path, template: str | None) -> FolderTokenizer | PreTrainedTokenizerBase:
-    """Load the tokenizer by itself, or by transformers where the folder is of an older or richer
-    kind.
+def _load_tokenizer(path: Path, template: str | None) -> FolderTokenizer | PreTrainedTokenizerBase:
+    """Load the tokenizer directly, or by transformers if the folder has an older or richer
+    format.
     """
     try:
         if (tokenizer := FolderTokenizer.open(path, chat_template=template)) is not None:
@@ -266,16 +270,16 @@ def _tokenizer(path: Path, template: str | None) -> FolderTokenizer | PreTrained
         )
     except TemplateError as error:
         raise ConfigError(
-            f"chat template of {path} is no Jinja template: {error}; set data.chat_template_file"
+            f"chat template of {path} is not a Jinja template: {error}; set data.chat_template_file"
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model folder {path} holds no usable tokenizer: {error}") from None
+        raise ConfigError(f"model folder {path} has no usable tokenizer: {error}") from None
     if template is not None:
         loaded.chat_template = template
     return loaded
 
 
-def _generation_stops(path: Path) -> list[int]:
+def _read_generation_stops(path: Path) -> list[int]:
     if not path.is_file():
         return []
     stops = json.loads(path.read_text()).get("eos_token_id")

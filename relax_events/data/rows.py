@@ -1,4 +1,4 @@
-"""What a prompt is before it is issued, and what every source of prompts can do."""
+"""Rows of prompt sources, and the protocol of a source."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, Modality
 from relax_events.media.items import MediaItem
 
-NUM_NAMED = 8
+MAX_EXAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A problem: the conversation so far, the reference answer, a JSON object that the reward
-    function may need, and a JSON list of tools.
+    """A prompt: messages, reference answer, a JSON object for the reward function, and a JSON list
+    of tools.
 
-    `completions` are what the row brings to learn from, each the messages that follow the
-    conversation so far: one, or a chosen and a rejected one. A single message to learn is the
-    `answer`, and stands here only where the reference answer is another. `media` are what the parts
-    without text in the conversation stand for, in order; nothing of them has been read.
+    `completions` are SFT or DPO targets, each the messages that follow the prompt: one, or a chosen
+    and a rejected one. A target of a single message is the `answer`; it is repeated here only if
+    the reference answer differs. `media` are the items of the empty parts in the messages, in
+    order; none has been read.
     """
 
     messages: list[ChatMessage]
@@ -33,18 +33,18 @@ class PromptRow:
 
 
 class PromptSource(Protocol):
-    """A fixed number of prompts with random access; the same index always gives the same row."""
+    """A fixed number of prompts with random access; the same index always returns the same row."""
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows, at least 1."""
 
     @property
-    def unfit(self) -> UnfitRows:
-        """The rows that were left out."""
+    def invalid_rows(self) -> InvalidRows:
+        """The rows that were left out as invalid."""
 
     def row(self, index: int) -> PromptRow:
-        """Read or make row `index`, with 0 <= index < rows.
+        """Read or generate row `index`, with 0 <= index < rows.
 
         Raises:
             IndexError: There is no such row.
@@ -53,37 +53,38 @@ class PromptSource(Protocol):
 
 
 @dataclass(slots=True)
-class UnfitRows:
-    """Counts the rows of a file that can't be used, and names the first of them."""
+class InvalidRows:
+    """Counts the invalid rows of a file, and keeps the errors of the first ones."""
 
     section: str
-    allowed: int = 0
+    max_count: int = 0
     count: int = 0
-    named: list[str] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
 
     def add(self, error: ConfigError) -> None:
-        """Note a row.
+        """Count a row.
 
         Raises:
-            ConfigError: It is one more than the run file allows.
+            ConfigError: There are more than the run file allows.
         """
         self.count += 1
-        if len(self.named) < NUM_NAMED:
-            self.named.append(str(error))
-        if self.count > self.allowed:
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(str(error))
+        if self.count > self.max_count:
             more = (
                 (
-                    f"; it is unfit row number {self.count}, and {self.section}.max_bad_rows is "
-                    f"{self.allowed}"
+                    f"; it is invalid row number {self.count}, and "
+                    f"{self.section}.max_invalid_rows is "
+                    f"{self.max_count}"
                 )
-                if self.allowed
+                if self.max_count
                 else ""
             )
             raise ConfigError(f"{error}{more}")
 
 
-def with_system_prompt(messages: list[ChatMessage], system_prompt: str) -> list[ChatMessage]:
-    """Put the system prompt first; a conversation that brings its own keeps it."""
+def add_system_prompt(messages: list[ChatMessage], system_prompt: str) -> list[ChatMessage]:
+    """Put the system prompt first; a conversation with its own keeps it."""
     if not system_prompt or (messages and messages[0].role == "system"):
         return messages
     return [ChatMessage.of_text("system", system_prompt), *messages]
@@ -95,17 +96,16 @@ class PromptSourceKind(Protocol):
     """
 
     modality: Modality
-    """Of the media that its rows bring."""
+    """Modality of the media in its rows."""
 
     def open(self, name: str, task: str, config: RowsConfig, *, seed: int) -> PromptSource:
         """Open a source.
 
         Args:
-            name: The entry point's, as run files name it.
-            task: What follows the name in `data.source`.
-            config: Gives the number of rows, the options and the system prompt.
+            name: Name of the entry point, as in run files. task: The text after the name in
+                `data.source`. config: Number of rows, options and system prompt.
             seed: The run's seed.
         Raises:
-            ConfigError: There is no such task, or it does not take these options.
+            ConfigError: There is no such task, or it rejects these options.
         """
         ...

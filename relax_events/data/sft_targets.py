@@ -1,5 +1,5 @@
-"""Lays out answers that the data bring as if the model had generated them: tokens, and which of
-them it would have chosen.
+"""Tokenize the SFT and DPO targets of rows as if the model had generated them: tokens and loss
+mask.
 """
 
 from __future__ import annotations
@@ -19,89 +19,89 @@ from relax_events.events.types import PromptGroupIssued
 
 
 @dataclass(frozen=True, slots=True)
-class LaidOutAnswer:
-    """What follows the prompt: tokens, and 1 where the assistant chose the token, its stop tokens
-    included.
-    """
+class TokenizedTarget:
+    """The tokens after the prompt, and a mask with 1 on the assistant's tokens and stop tokens."""
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
 
 
-def answers_of(
+def tokenize_targets(
     row: PromptRow | PromptGroupIssued, *, renderer: PromptRenderer
-) -> tuple[LaidOutAnswer, ...]:
-    """Lay out the answers that a row brings: its completions, or where it has none its answer.
+) -> tuple[TokenizedTarget, ...]:
+    """Tokenize the targets of a row: its completions, or its answer if it has none.
 
     Raises:
-        PoisonSample: An answer is empty, or the chat template can't be followed; the text says
+        PoisonSample: A target is empty, or the chat template changes earlier text; the text says
             which.
     """
     completions = row.completions or [[ChatMessage.of_text(ASSISTANT, row.answer)]]
     return tuple(
-        lay_out(row.messages, completion, renderer=renderer, tools=row.tools)
+        tokenize_completion(row.messages, completion, renderer=renderer, tools=row.tools)
         for completion in completions
     )
 
 
-def sample_answers(
+def tokenize_group_targets(
     issued: PromptGroupIssued, *, renderer: PromptRenderer
-) -> tuple[LaidOutAnswer, ...]:
-    """Lay out the answers of a prompt group, one for each sample.
+) -> tuple[TokenizedTarget, ...]:
+    """Tokenize the targets of a prompt group, one for each sample.
 
     Raises:
-        PoisonSample: There are more or fewer answers than samples, or as `answers_of`.
+        PoisonSample: The numbers of targets and samples differ, or as `tokenize_targets`.
     """
-    answers = answers_of(issued, renderer=renderer)
-    if len(answers) != issued.samples_per_prompt:
-        rule = f"{issued.samples_per_prompt} samples need as many answers"
+    targets = tokenize_targets(issued, renderer=renderer)
+    if len(targets) != issued.samples_per_prompt:
+        rule = f"{issued.samples_per_prompt} samples need as many targets"
         raise PoisonSample(
-            f"{rule}, and the prompt brings {len(answers)}; is the data section that of the run?"
+            f"{rule}, and the prompt has {len(targets)}; is the data section that of the run?"
         )
-    return answers
+    return targets
 
 
-def lay_out(
+def tokenize_completion(
     prompt: Sequence[ChatMessage],
     completion: Sequence[ChatMessage],
     *,
     renderer: PromptRenderer,
     tools: str = "",
-) -> LaidOutAnswer:
-    """Lay out the messages that follow a prompt.
+) -> TokenizedTarget:
+    """Tokenize the messages that follow a prompt.
 
-    The chat template renders the conversation again up to before and up to behind each assistant
-    message. What the latter adds is the assistant's, up to the last stop token in it; template text
-    behind that, and the messages between, carry no loss. Each piece is tokenised by itself, as it
-    is when the model generates it. A last message that the template leaves without a stop token is
-    given one.
+    The chat template renders the conversation up to the start and up to the end of each assistant
+    message. The text between both, up to its last stop token, is trained on; template text after it
+    and other messages have loss mask 0. Each piece is tokenized alone, as in generation. If the
+    template puts no stop token after the last message, one is added.
 
     Args:
         prompt: The conversation so far.
-        completion: Begins and ends with an assistant message.
-        renderer: Of the policy.
-        tools: As the prompt is rendered with.
+        completion: Messages that begin and end with the assistant's. renderer: The policy's
+            renderer. tools: JSON list of tools, as in the prompt.
     Raises:
-        PoisonSample: A message is empty, or the template renders the beginning of the conversation
-            otherwise once more follows.
+        PoisonSample: A message is empty, or the template changes earlier text when a message is
+            added.
     """
     if any(not message.text.strip() for message in completion if message.role == ASSISTANT):
-        raise PoisonSample("an assistant message that is to be learnt is empty; leave the row out")
+        raise PoisonSample("an assistant message of the target is empty; leave the row out")
     if not renderer.has_template:
         return _plain(completion, renderer)
     pieces: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.uint8]] = []
-    written = renderer.templated(prompt, tools=tools)
+    written = renderer.apply_template(prompt, tools=tools)
     for index, message in enumerate(completion):
         if message.role != ASSISTANT:
             continue
         before = (
-            renderer.templated([*prompt, *completion[:index]], tools=tools) if index else written
+            renderer.apply_template([*prompt, *completion[:index]], tools=tools)
+            if index
+            else written
         )
-        after = renderer.templated([*prompt, *completion[: index + 1]], tools=tools, is_whole=True)
-        between = renderer.encode(_rest(before, written, len(prompt) + index))
-        turn = renderer.encode(_rest(after, before, len(prompt) + index + 1))
-        num_chosen = _num_chosen(turn, renderer.stop_token_ids)
+        after = renderer.apply_template(
+            [*prompt, *completion[: index + 1]], tools=tools, is_whole=True
+        )
+        between = renderer.encode(_appended_text(before, written, len(prompt) + index))
+        turn = renderer.encode(_appended_text(after, before, len(prompt) + index + 1))
+        num_chosen = _num_loss_tokens(turn, renderer.stop_token_ids)
         pieces += [between, turn]
         masks += [
             np.zeros(len(between), np.uint8),
@@ -110,20 +110,20 @@ def lay_out(
         written = after
     tokens, mask = np.concatenate(pieces), np.concatenate(masks)
     num_kept = int(np.flatnonzero(mask)[-1]) + 1
-    return _ended(tokens[:num_kept], mask[:num_kept], renderer.stop_token_ids)
+    return _end_with_stop_token(tokens[:num_kept], mask[:num_kept], renderer.stop_token_ids)
 
 
-def _plain(completion: Sequence[ChatMessage], renderer: PromptRenderer) -> LaidOutAnswer:
+def _plain(completion: Sequence[ChatMessage], renderer: PromptRenderer) -> TokenizedTarget:
     if len(completion) > 1:
         raise PoisonSample(
-            f"a completion of {len(completion)} messages needs a chat template to tell them "
-            "apart; set data.chat_template = true"
+            f"a completion of {len(completion)} messages needs a chat template to separate "
+            "them; set data.chat_template = true"
         )
     tokens = renderer.encode(completion[0].text)
-    return _ended(tokens, np.ones(len(tokens), np.uint8), renderer.stop_token_ids)
+    return _end_with_stop_token(tokens, np.ones(len(tokens), np.uint8), renderer.stop_token_ids)
 
 
-def _rest(longer: str, shorter: str, num_messages: int) -> str:
+def _appended_text(longer: str, shorter: str, num_messages: int) -> str:
     if not longer.startswith(shorter):
         at = next(
             (
@@ -133,28 +133,28 @@ def _rest(longer: str, shorter: str, num_messages: int) -> str:
             ),
             len(longer),
         )
-        rule = "a text that was rendered must stay as it is when more follows"
+        rule = "rendered text must not change when messages are added"
         remedy = (
-            "set data.train_on = 'last', or a template that keeps to it by data.chat_template_file"
+            "set data.train_on = 'last', or data.chat_template_file to a template that keeps it"
         )
         raise PoisonSample(
-            f"the chat template changes what stands before message {num_messages} "
+            f"the chat template changes the text before message {num_messages} "
             f"({shorter[at : at + 40]!r}): {rule}; {remedy}"
         )
     return longer[len(shorter) :]
 
 
-def _num_chosen(turn: NDArray[np.int32], stop_token_ids: Sequence[int]) -> int:
-    """Count the tokens up to the last stop token; all where there is none."""
+def _num_loss_tokens(turn: NDArray[np.int32], stop_token_ids: Sequence[int]) -> int:
+    """Count the tokens up to the last stop token; all if there is none."""
     stops = np.flatnonzero(np.isin(turn, stop_token_ids))
     return int(stops[-1]) + 1 if len(stops) else len(turn)
 
 
-def _ended(
+def _end_with_stop_token(
     tokens: NDArray[np.int32], mask: NDArray[np.uint8], stop_token_ids: Sequence[int]
-) -> LaidOutAnswer:
+) -> TokenizedTarget:
     if int(tokens[-1]) in stop_token_ids:
-        return LaidOutAnswer(tokens, mask)
-    return LaidOutAnswer(
+        return TokenizedTarget(tokens, mask)
+    return TokenizedTarget(
         np.append(tokens, np.int32(stop_token_ids[0])), np.append(mask, np.uint8(1))
     )

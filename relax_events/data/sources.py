@@ -1,4 +1,4 @@
-"""Opens the sources of prompts that a run file names."""
+"""Open the prompt sources of a run file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_events.data.rows import PromptSource, PromptSourceKind
 from relax_events.data.stream import PromptStream
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Modality
-from relax_events.plugins import PROMPT_SOURCES, installed
+from relax_events.plugins import PROMPT_SOURCES, list_installed
 
 log = structlog.get_logger()
 GENERATED = "reasoning_gym"
@@ -23,23 +23,23 @@ KINDS = "'jsonl:<path>', 'parquet:<file or folder>', 'reasoning_gym:<task>'"
 
 
 def open_source(config: RowsConfig, *, seed: int, section: str = "data") -> PromptSource:
-    """Open one source, and log the rows that it leaves out.
+    """Open one source, and log its invalid rows.
 
     Args:
-        config: A dataset of the run file, or its data section where that names a single source.
-        seed: The run's seed; generated problems follow it.
-        section: Where the run file names it, for errors.
+        config: A dataset of the run file, or its data section if that names a single source.
+        seed: The run's seed; generated problems depend on it. section: Section of the run file that
+            names the source, for errors.
     Raises:
-        ConfigError: The source is of no known kind, or its file, rows, task or options are unfit.
+        ConfigError: The kind of source is unknown, or its file, rows, task or options are invalid.
         EnvironmentProblem: The source needs a package that is not installed.
     """
-    source = _opened(config, seed=seed, section=section)
-    if source.unfit.count:
+    source = _open(config, seed=seed, section=section)
+    if source.invalid_rows.count:
         log.warning(
             "rows.left_out",
             source=config.source,
-            num_rows=source.unfit.count,
-            named=source.unfit.named,
+            num_rows=source.invalid_rows.count,
+            named=source.invalid_rows.examples,
         )
     return source
 
@@ -47,19 +47,18 @@ def open_source(config: RowsConfig, *, seed: int, section: str = "data") -> Prom
 def open_stream(
     config: DataConfig, *, seed: int, order_seed: int | None = None, shuffle: bool | None = None
 ) -> PromptStream:
-    """Open all sources of a data section, in the order in which a run takes their prompts.
+    """Open all sources of a data section as one stream, in the order of the run.
 
     Args:
         config: The run file's data section.
         seed: The run's seed.
-        order_seed: Another seed for the order alone.
-        shuffle: Instead of `data.shuffle`.
+        order_seed: A different seed for the order. shuffle: Overrides `data.shuffle`.
     Raises:
         ConfigError: See `open_source`.
         EnvironmentProblem: See `open_source`.
     """
     sources = [
-        open_source(part, seed=seed, section=section) for section, part in named_parts(config)
+        open_source(part, seed=seed, section=section) for section, part in named_sources(config)
     ]
     chosen = config.shuffle if shuffle is None else shuffle
     return PromptStream(
@@ -70,23 +69,23 @@ def open_stream(
     )
 
 
-def named_parts(config: DataConfig) -> list[tuple[str, RowsConfig]]:
-    """Return the sources of a data section, each with its place in the run file."""
+def named_sources(config: DataConfig) -> list[tuple[str, RowsConfig]]:
+    """Return the sources of a data section, each with its section name in the run file."""
     if not config.datasets:
         return [("data", config)]
     return [(f"data.datasets[{number}]", dataset) for number, dataset in enumerate(config.datasets)]
 
 
-def evaluated_parts(config: RunConfig) -> list[tuple[str, EvaluationDatasetConfig]]:
-    """Return the datasets that a run is evaluated on, each with its place in the run file."""
+def named_evaluation_datasets(config: RunConfig) -> list[tuple[str, EvaluationDatasetConfig]]:
+    """Return the evaluation datasets of a run, each with its section name in the run file."""
     return [
         (f"evaluation.datasets[{number}]", dataset)
         for number, dataset in enumerate(config.evaluation.datasets)
     ]
 
 
-def media_brought(config: RowsConfig) -> set[Modality]:
-    """Return the kinds of media that a source's rows may bring."""
+def media_modalities(config: RowsConfig) -> set[Modality]:
+    """Return the modalities of media that a source's rows may have."""
     kind = _installed_kind(config.source.partition(":")[0])
     return {Modality(name) for name in config.multimodal_keys} | (
         {kind.modality} if kind else set()
@@ -94,24 +93,24 @@ def media_brought(config: RowsConfig) -> set[Modality]:
 
 
 def is_generated(config: RowsConfig) -> bool:
-    """Tell whether a source's rows are made by a package that takes seconds to import."""
+    """Return whether a package that takes seconds to import generates a source's rows."""
     return config.source.startswith(f"{GENERATED}:")
 
 
-def _opened(config: RowsConfig, *, seed: int, section: str) -> PromptSource:
-    kind, _, place = config.source.partition(":")
-    if kind == GENERATED and place:
-        return GeneratedSource(place, config, seed=seed)
-    if place and (plugin := _installed_kind(kind)) is not None:
-        return plugin.open(kind, place, config, seed=seed)
-    path, span = _sliced(place)
+def _open(config: RowsConfig, *, seed: int, section: str) -> PromptSource:
+    kind, _, path = config.source.partition(":")
+    if kind == GENERATED and path:
+        return GeneratedSource(path, config, seed=seed)
+    if path and (plugin := _installed_kind(kind)) is not None:
+        return plugin.open(kind, path, config, seed=seed)
+    path, span = _parse_slice(path)
     if kind == "jsonl" and path:
         return JsonlSource(Path(path), config, span=span, section=section)
     if kind == "parquet" and path:
         from relax_events.data.parquet import ParquetSource
 
         return ParquetSource(Path(path), config, span=span, section=section)
-    names = "".join(f", '{name}:<task>'" for name in sorted(installed(PROMPT_SOURCES)))
+    names = "".join(f", '{name}:<task>'" for name in sorted(list_installed(PROMPT_SOURCES)))
     raise ConfigError(
         f"{section}.source must be one of {KINDS}{names}, got {config.source!r}; set "
         f"{section}.source"
@@ -119,15 +118,15 @@ def _opened(config: RowsConfig, *, seed: int, section: str) -> PromptSource:
 
 
 def _installed_kind(name: str) -> PromptSourceKind | None:
-    entry = installed(PROMPT_SOURCES).get(name)
+    entry = list_installed(PROMPT_SOURCES).get(name)
     if entry is None:
         return None
     kind: PromptSourceKind = entry.load()
     return kind
 
 
-def _sliced(place: str) -> tuple[str, slice]:
-    match = SLICE.fullmatch(place)
+def _parse_slice(path: str) -> tuple[str, slice]:
+    match = SLICE.fullmatch(path)
     if match is None:
-        return place, slice(None)
+        return path, slice(None)
     return match[1], slice(int(match[2] or 0), int(match[3]) if match[3] else None)

@@ -1,5 +1,5 @@
-"""The endless order of prompts: position -> dataset and row, a new permutation every epoch, without
-a table of the rows.
+"""Order prompts in an endless stream: position -> dataset and row, with a new permutation every
+epoch and no table of rows.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ MAX_CYCLE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class DataPlace:
-    """A row of a dataset; both are counted from 0."""
+class DatasetRow:
+    """A row of a dataset; both indices count from 0."""
 
     dataset: int
     index: int
 
 
 class PromptOrder:
-    """Which row of which dataset stands at each position of an endless stream.
+    """The dataset row at each position of an endless stream.
 
-    A position depends on nothing but the seed, so a prompter that starts again goes on where the
-    log says, with no state of its own. Datasets take turns in a fixed cycle in which each has its
-    share of the places, evenly spread; each dataset goes through its own epochs, every row once in
-    each. Memory does not grow with the rows.
+    The order depends only on the seed, so a restarted prompter resumes from a position on the log
+    and needs no other state. A fixed cycle interleaves the datasets evenly by weight. Each dataset
+    has its own epochs, with every row once in each. Memory does not grow with the rows.
     """
 
     def __init__(
@@ -44,17 +43,16 @@ class PromptOrder:
         """Order datasets.
 
         Args:
-            num_rows: Of each dataset.
-            seed: Of the order, with the epoch.
-            shuffle: False keeps each dataset's own order in every epoch.
-            weights: Of each dataset, in any unit.
+            num_rows: Number of rows of each dataset. seed: Seed of the order; each epoch derives
+                its own. shuffle: False keeps each dataset's own order in every epoch. weights:
+                Weight of each dataset, in any unit.
         """
         self._num_rows, self._seed, self._shuffle = tuple(num_rows), seed, shuffle
-        self._counts = shares(weights)
-        self._cycle = interleaved(self._counts)
+        self._counts = count_turns(weights)
+        self._cycle = interleave(self._counts)
 
-    def place(self, row_number: int) -> DataPlace:
-        """Tell which row stands at a position, counted from 0 over all epochs.
+    def dataset_row(self, row_number: int) -> DatasetRow:
+        """Return the row at a position, counted from 0 over all epochs.
 
         Raises:
             IndexError: The position is negative.
@@ -65,18 +63,16 @@ class PromptOrder:
         dataset, rank = self._cycle[position]
         epoch, position = divmod(turn * self._counts[dataset] + rank, self._num_rows[dataset])
         if not self._shuffle:
-            return DataPlace(dataset, position)
+            return DatasetRow(dataset, position)
         seed = f"{self._seed}/{dataset}" if dataset else self._seed
-        return DataPlace(
-            dataset, permuted(position, size=self._num_rows[dataset], key=f"{seed}:{epoch}")
+        return DatasetRow(
+            dataset, permute(position, size=self._num_rows[dataset], key=f"{seed}:{epoch}")
         )
 
     def data_row(self, row_number: int) -> int:
-        """Tell the same as one number: rows are counted through all datasets, one after the
-        other.
-        """
-        place = self.place(row_number)
-        return sum(self._num_rows[: place.dataset]) + place.index
+        """Return the row at a position as one number that counts through all datasets."""
+        row = self.dataset_row(row_number)
+        return sum(self._num_rows[: row.dataset]) + row.index
 
 
 class PromptStream:
@@ -88,23 +84,23 @@ class PromptStream:
         """Order sources; see `PromptOrder`."""
         self._sources = sources
         self.order = PromptOrder(
-            [source.rows for source in sources], seed=seed, shuffle=shuffle, weights=weights
+            [source.num_rows for source in sources], seed=seed, shuffle=shuffle, weights=weights
         )
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Rows of all sources."""
-        return sum(source.rows for source in self._sources)
+        return sum(source.num_rows for source in self._sources)
 
     def __getitem__(self, row_number: int) -> PromptRow:
         """Read the prompt at a position, counted from 0 over all epochs."""
-        place = self.order.place(row_number)
-        return self._sources[place.dataset].row(place.index)
+        row = self.order.dataset_row(row_number)
+        return self._sources[row.dataset].row(row.index)
 
 
-def shares(weights: Sequence[float]) -> list[int]:
-    """Return how many places each dataset has in a cycle: in exact proportion where a cycle of
-    10,000 places can show it, at least one.
+def count_turns(weights: Sequence[float]) -> list[int]:
+    """Return the number of positions of each dataset in a cycle: at least one, and exactly
+    proportional if a cycle of 10,000 positions allows it.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     unit = lcm(*(fraction.denominator for fraction in exact))
@@ -115,23 +111,23 @@ def shares(weights: Sequence[float]) -> list[int]:
     return [max(1, round(count * MAX_CYCLE / total)) for count in counts]
 
 
-def interleaved(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Spread the places of each dataset evenly over a cycle: (dataset, its how-manyth place), in
+def interleave(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Interleave datasets evenly in a cycle: (dataset, index within the dataset's positions), in
     order.
     """
-    places = [
+    positions = [
         (Fraction(2 * rank + 1, 2 * count), dataset, rank)
         for dataset, count in enumerate(counts)
         for rank in range(count)
     ]
-    return [(dataset, rank) for _, dataset, rank in sorted(places)]
+    return [(dataset, rank) for _, dataset, rank in sorted(positions)]
 
 
-def permuted(position: int, *, size: int, key: str) -> int:
-    """Map a position to its place in a pseudo-random permutation of `range(size)`.
+def permute(position: int, *, size: int, key: str) -> int:
+    """Map a position by a pseudo-random permutation of `range(size)`.
 
-    A Feistel network permutes the next power of four; walking on from numbers beyond `size` keeps
-    it a permutation. At most four walks are needed on average.
+    A Feistel network permutes the next power of four; values beyond `size` are permuted again
+    (cycle walking), at most four times on average.
 
     Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains (CT-RSA 2002), sections 4 and
     5.

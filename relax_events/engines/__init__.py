@@ -1,1 +1,3 @@
-"""Inference engines: one protocol, one file for each engine."""
+"""Inference engines behind one protocol: `transformers`, `sglang`, `dataset`, and a router over
+several.
+"""

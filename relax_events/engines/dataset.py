@@ -1,8 +1,8 @@
-"""The engine `dataset`: generates nothing, and hands out the answers that samples are submitted
-with.
+"""The engine `dataset`: returns the completions that samples are submitted with and generates
+nothing.
 
-It holds no weights; the policy version that it serves is the newest that it was told of, so a
-sample carries the version that was current when it was laid out.
+It holds no weights. Its policy version is the newest one it was given, so a sample carries the
+version that was current when the sample was built.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from relax_events.weights import Weights
 
 
 class DatasetEngine:
-    """Implements `engines.protocol.Engine`: a sample's tokens are those that it was submitted with,
-    to the last.
+    """Implements `engines.protocol.Engine`; the tokens of a sample are those it was submitted with.
     """
 
     def __init__(
@@ -35,34 +34,34 @@ class DatasetEngine:
         """Start empty; no model is loaded.
 
         Args:
-            model_path: Not looked at.
-            config: The bound on prompt and answer together.
-            model: Not looked at.
-            policy_version: Served until another is announced.
+            model_path: Ignored.
+            config: The bound on prompt and completion together.
+            model: Ignored.
+            policy_version: Served until another one is loaded.
         """
         del model_path, model
         self.policy_version = policy_version
         self._max_context_tokens = config.max_context_tokens
         self._waiting: dict[str, GeneratedSample] = {}
         self.num_tokens = 0
-        """Tokens handed out so far."""
+        """Tokens returned so far."""
 
     @property
     def usage(self) -> EngineUsage:
-        """What waits to be handed out, and what was: nothing is computed."""
-        return EngineUsage(num_waiting=len(self._waiting), num_drawn=self.num_tokens)
+        """Samples that wait for a poll, and tokens returned so far; nothing is computed."""
+        return EngineUsage(num_waiting=len(self._waiting), num_generated=self.num_tokens)
 
     @property
     def num_running(self) -> int:
-        """Samples submitted and not handed out."""
+        """Samples submitted and not returned yet."""
         return len(self._waiting)
 
     def submit(self, request: GenerationRequest) -> None:
         """Take a prompt group's samples.
 
         Raises:
-            PoisonSample: A sample brings no answer, or one too long for `max_context_tokens`:
-                nothing is cut off.
+            PoisonSample: A sample has no completion, or one too long for `max_context_tokens`;
+                nothing is truncated.
         """
         for sample in request.samples:
             self._check(request, sample)
@@ -71,17 +70,17 @@ class DatasetEngine:
     def _check(self, request: GenerationRequest, sample: SampleRequest) -> None:
         if not len(request.prompt_tokens) or not len(sample.tokens):
             raise PoisonSample(
-                f"sample {sample.sample_id}: engine 'dataset' needs a prompt and an answer; "
+                f"sample {sample.sample_id}: engine 'dataset' needs a prompt and a completion; "
                 "algorithms that generate need another engine"
             )
         if (length := len(request.prompt_tokens) + len(sample.tokens)) > self._max_context_tokens:
             rule = f"raise engine.max_context_tokens = {self._max_context_tokens} or drop the row"
             raise PoisonSample(
-                f"sample {sample.sample_id}: prompt and answer have {length} tokens; {rule}"
+                f"sample {sample.sample_id}: prompt and completion have {length} tokens; {rule}"
             )
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
-        """Hand out all that was submitted, at once."""
+        """Return everything that was submitted, at once."""
         del timeout_seconds
         finished, self._waiting = list(self._waiting.values()), {}
         self.num_tokens += sum(len(sample.tokens) for sample in finished)
@@ -91,8 +90,8 @@ class DatasetEngine:
         """Do nothing: no poll waits."""
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
-        """Take samples out, all of them without `sample_ids`, and give them back as they were
-        submitted.
+        """Remove the named samples, or all of them without `sample_ids`, and return them as they
+        were submitted.
         """
         wanted = [
             sample_id
@@ -107,7 +106,7 @@ class DatasetEngine:
     def load_weights(
         self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
     ) -> None:
-        """Serve another policy version; its tensors are left alone."""
+        """Serve another policy version; its tensors are ignored."""
         del on_running
         self.policy_version = weights.policy_version
 
@@ -118,7 +117,7 @@ class DatasetEngine:
         """Do nothing."""
 
     def close(self) -> None:
-        """Drop what was not handed out."""
+        """Drop the samples that were not returned."""
         self._waiting = {}
 
 

@@ -1,4 +1,4 @@
-"""What an engine accepts: a request checked once, before anything of it is queued."""
+"""Check a generation request and turn it into samples, before anything of it is queued."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
-from relax_events.engines.transformers.rows import Sample
+from relax_events.engines.transformers.rows import SampleState
 from relax_events.errors import PoisonSample
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.token_layout import MediaLayout
 
 
 class ServedModel(Protocol):
-    """What an engine knows of its model before it runs."""
+    """What an engine knows about its model before it runs."""
 
     @property
     def vocab_size(self) -> int:
@@ -25,30 +25,29 @@ class ServedModel(Protocol):
 
     @property
     def layout(self) -> MediaLayout | None:
-        """How media stand among the tokens; None where the engine shows the model text alone."""
+        """How media are written into the tokens; None if the engine feeds its model text only."""
         ...
 
     @property
     def experts(self) -> ExpertShape | None:
-        """The experts whose choice is recorded; None where it is not."""
+        """The shape of recorded expert choices; None if they are not recorded."""
         ...
 
 
-def admitted_samples(
+def build_samples(
     request: GenerationRequest,
     *,
     first_order: int,
     taken: Collection[str],
     model: ServedModel,
     max_context_tokens: int,
-) -> list[Sample]:
-    """Turn a request into samples that can run.
+) -> list[SampleState]:
+    """Build the samples of a request.
 
     Args:
         request: From the worker.
-        first_order: Place of the first sample in the order of submission.
-        taken: Ids of samples in the engine.
-        model: Says which token ids there are, and how media stand among them.
+        first_order: Index of the first sample in the order of submission.
+        taken: Ids of samples in the engine. model: Its vocabulary size, media layout and experts.
         max_context_tokens: Bound on prompt and completion together.
     Raises:
         PoisonSample: The request can't be generated; the text says why.
@@ -59,10 +58,10 @@ def admitted_samples(
     num_prompt_tokens = len(request.prompt_tokens)
     if num_prompt_tokens == 0:
         raise PoisonSample(f"{name}: the prompt is empty; it needs at least one token")
-    if len(request.given) != num_prompt_tokens:
+    if len(request.is_given) != num_prompt_tokens:
         raise PoisonSample(
             f"{name}: chosen must tell of each of {num_prompt_tokens} prompt tokens, got "
-            f"{len(request.given)}"
+            f"{len(request.is_given)}"
         )
     if num_prompt_tokens >= max_context_tokens:
         raise PoisonSample(
@@ -74,11 +73,11 @@ def admitted_samples(
             f"{name}: num_top_tokens must be at most the vocabulary's {vocab_size}, got "
             f"{request.num_top_tokens}"
         )
-    shift = _media_shift(request, model, name) if request.media else 0
+    shift = _position_shift(request, model, name) if request.media else 0
     max_new_tokens = min(request.sampling.max_new_tokens, max_context_tokens - num_prompt_tokens)
     _check_ids(request.samples, taken, name)
     samples = [
-        _sample(request, sample, first_order + index, max_new_tokens, vocab_size)
+        _build_sample(request, sample, first_order + index, max_new_tokens, vocab_size)
         for index, sample in enumerate(request.samples)
     ]
     for sample, given in zip(samples, request.samples, strict=True):
@@ -91,7 +90,7 @@ def admitted_samples(
 def _known_experts(
     sample: SampleRequest, shape: ExpertShape, *, num_read: int
 ) -> NDArray[np.generic]:
-    """Return which experts a sample's first tokens went through, as earlier attempts have told."""
+    """Return the experts of a sample's first tokens that earlier attempts recorded."""
     if (known := sample.routed_experts) is None:
         return shape.nothing()
     if known.shape[1:] != (shape.num_layers, shape.top_k) or len(known) > num_read:
@@ -103,29 +102,29 @@ def _known_experts(
     return shape.compact(known)
 
 
-def _media_shift(request: GenerationRequest, model: ServedModel, name: str) -> int:
-    """Return how far the rotary position behind the prompt is from its length; refuse media that
-    don't fit it.
+def _position_shift(request: GenerationRequest, model: ServedModel, name: str) -> int:
+    """Return the rotary position after the prompt minus its length; reject media that don't match
+    the prompt.
     """
     layout, media = model.layout, [piece.reference for piece in request.media]
     if layout is None:
         remedy = "take engine 'transformers' and a model that reads media"
         raise PoisonSample(
-            f"{name} brings {len(media)} pieces of media, and the engine shows its model "
-            f"text alone; {remedy}"
+            f"{name} brings {len(media)} media files, and the engine feeds its model "
+            f"text only; {remedy}"
         )
     num_tokens = len(request.prompt_tokens)
-    cells = layout.cells(request.prompt_tokens, request.given, media)
-    return int(layout.positions(num_tokens, cells, media).max()) + 1 - num_tokens
+    cells = layout.find_media_tokens(request.prompt_tokens, request.is_given, media)
+    return int(layout.rotary_positions(num_tokens, cells, media).max()) + 1 - num_tokens
 
 
-def _sample(
+def _build_sample(
     request: GenerationRequest,
     sample: SampleRequest,
     order: int,
     max_new_tokens: int,
     vocab_size: int,
-) -> Sample:
+) -> SampleState:
     name = f"sample {sample.sample_id}"
     if not 0 <= sample.seed < 2**64:
         raise PoisonSample(f"{name}: the seed must be from 0 to 2**64 - 1, got {sample.seed}")
@@ -137,7 +136,7 @@ def _sample(
     )
     if len(set(counts)) > 1:
         raise PoisonSample(
-            f"{name}: prefix tokens, logprobs and segments must be equally many, got "
+            f"{name}: prefix tokens, logprobs and segments must have one length, got "
             f"{counts[0]}, {counts[1]} and {counts[2]}"
         )
     if len(sample.tokens) > max_new_tokens:
@@ -152,7 +151,7 @@ def _sample(
         raise PoisonSample(
             f"{name}: the prefix's top_tokens must have the shape {shape}, got {top_tokens.shape}"
         )
-    return Sample(
+    return SampleState(
         order=order,
         sample_id=sample.sample_id,
         prompt_group_id=request.prompt_group_id,
@@ -165,7 +164,7 @@ def _sample(
         logprobs=sample.logprobs.astype(np.float32, copy=False),
         segments=sample.segments,
         top_tokens=top_tokens.astype(np.int32, copy=False),
-        given=request.given,
+        is_given=request.is_given,
         media=request.media,
     )
 

@@ -1,3 +1,3 @@
-"""Environments: functions that answer the policy, and what lets an engine's samples talk with
-them.
+"""Environments: functions that reply to the policy, and the engine that runs multi-turn samples
+with them.
 """

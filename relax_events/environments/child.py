@@ -1,5 +1,5 @@
-"""An environment's child: loads the function and answers questions with it. Started by
-`EnvironmentPool` alone.
+"""Child process of an environment: loads the function and calls it for each request. Started only
+by `EnvironmentPool`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin
 from relax_events.runtime.subprocess_rpc import LENGTHS, answer, failing_aloud, questions
 
 FILES = "files"
-GIVEN = ("messages", "answer", "metadata")
+ARGUMENTS = ("messages", "answer", "metadata")
 MODALITIES = ("image", "audio", "video")
 MAX_PIECES = 64
-"""Of one reply."""
+"""Media files of one reply."""
 MAX_ERROR_CHARACTERS = 600
 
 
 def main() -> int:
-    """Answer until stdin ends: first with what was loaded, then with what the environment says."""
+    """Serve until stdin ends: report what was loaded, then return the environment's replies."""
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(
         2, 1
-    )  # what user code prints must not get between the answers, nor may it read the questions
+    )  # user code must neither print into the responses nor read the requests
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     setup = orjson.loads(requests.readline())
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
@@ -52,12 +52,12 @@ def main() -> int:
             },
         )
         return 2
-    answer(answers, {"takes_files": _takes(function, FILES)})
+    answer(answers, {"takes_files": _has_parameter(function, FILES)})
     with failing_aloud(answers):
         for question, content in asked:
             answer(
                 answers,
-                *_answered(function, question, content, max_item_bytes=setup["max_item_bytes"]),
+                *_call_environment(function, question, content, max_item_bytes=setup["max_item_bytes"]),
             )
     return 0
 
@@ -67,12 +67,12 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Callable[..., Any
 
     Raises:
         ConfigError: There is no such name, file or function, the file fails to load, or an option
-            does not fit; the text says where.
+            is invalid; the text says where.
     """
     function = find_plugin(
         ENVIRONMENTS, name, what=f"environment.function = {name!r}", accepts=FUNCTION
     ).load()
-    given = dict.fromkeys(GIVEN) | ({FILES: None} if _takes(function, FILES) else {})
+    given = dict.fromkeys(ARGUMENTS) | ({FILES: None} if _has_parameter(function, FILES) else {})
     try:
         inspect.signature(function).bind("", **given, **options)
     except TypeError as error:
@@ -87,16 +87,16 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Callable[..., Any
     return partial(function, **options)
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-def _answered(
+def _call_environment(
     function: Callable[..., Any], question: dict[str, Any], content: bytes, *, max_item_bytes: int
 ) -> tuple[dict[str, Any], Sequence[bytes]]:
     bounds = pairwise(accumulate(question[LENGTHS], initial=0))
     files = (
-        {FILES: [content[start:end] for start, end in bounds]} if _takes(function, FILES) else {}
+        {FILES: [content[start:end] for start, end in bounds]} if _has_parameter(function, FILES) else {}
     )
     told = {
         "messages": question["messages"],
@@ -104,10 +104,10 @@ def _answered(
         "metadata": orjson.loads(question["metadata"]),
     }
     try:
-        return _written(function(question["completion"], **told, **files), max_item_bytes)
+        return _encode_reply(function(question["completion"], **told, **files), max_item_bytes)
     except (
         BaseException
-    ) as error:  # User code may raise anything, SystemExit too; it costs this sample alone.
+    ) as error:  # User code may raise anything, even SystemExit; only this sample fails.
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = (
             str(error)
@@ -117,9 +117,8 @@ def _answered(
         return {"error": text[:MAX_ERROR_CHARACTERS]}, ()
 
 
-def _written(reply: object, max_item_bytes: int) -> tuple[dict[str, Any], Sequence[bytes]]:
-    """Return a reply as it goes over the pipe: data URIs and bytes alike behind the line, told
-    apart by `kinds`.
+def _encode_reply(reply: object, max_item_bytes: int) -> tuple[dict[str, Any], Sequence[bytes]]:
+    """Encode a reply for the pipe: data URIs and bytes follow the header, distinguished by `kinds`.
     """
     if reply is None:
         return {"reply": None}, ()
@@ -138,7 +137,7 @@ def _written(reply: object, max_item_bytes: int) -> tuple[dict[str, Any], Sequen
     pieces = [(modality, piece) for modality, some in reply.media.items() for piece in some]
     if len(pieces) > MAX_PIECES:
         return {
-            "error": f"replied with {len(pieces)} pieces of media; at most {MAX_PIECES} are taken"
+            "error": f"replied with {len(pieces)} media files; at most {MAX_PIECES} are allowed"
         }, ()
     for modality, piece in pieces:
         if modality not in MODALITIES or not isinstance(piece, bytes | str):

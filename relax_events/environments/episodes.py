@@ -1,14 +1,13 @@
-"""An engine whose samples talk with an environment: each of its answers goes to it, and what it
-says goes into the next prompt.
+"""An engine for multi-turn samples: an environment replies to each turn of the policy, until the
+sample is over.
 
-    submit --> engine --> an answer --> environment, beside the engine --> over: finished --> poll
+    submit --> engine --> a turn --> environment, in child processes --> over: finished --> poll
                  ^                                          |
                  +---- the tokens so far, and the reply's --+
 
-Tokens are never rendered again: those that were drawn stay as they are, and a reply's are put
-    behind them. So what the trainer reads is what
-the engine read, token by token, and so it is with media: a reply's references follow those of the
-prompt.
+Tokens are never rendered again: sampled ones stay as they are, and a reply's are appended. So the
+trainer reads exactly the engine's tokens. The same holds for media: a reply's references follow
+those of the prompt.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from relax_events.engines.protocol import (
     GeneratedSample,
     GenerationRequest,
     SampleRequest,
-    Task,
+    EnvironmentContext,
 )
-from relax_events.engines.transformers.rows import joined_segments
-from relax_events.environments.pool import EnvironmentPool, Said
+from relax_events.engines.transformers.rows import merge_segments
+from relax_events.environments.pool import EnvironmentPool, ProcessedReply
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason, VersionSegment
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.objects.roots import media_in
+from relax_events.objects.roots import list_message_media
 from relax_events.weights import Weights
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """A sample on its way: what follows its prompt, up to the answer that is in the engine."""
+    """A running sample: what follows its prompt, up to the turn that is in the engine."""
 
     request: GenerationRequest
-    task: Task
+    task: EnvironmentContext
     sample_id: str
     seed: int
     media: tuple[ProcessedMedia, ...]
@@ -61,20 +60,20 @@ class Episode:
     segments: tuple[VersionSegment, ...] = ()
     top_tokens: NDArray[np.int32] | None = None
     routed_experts: NDArray[np.generic] | None = None
-    """Of prompt and tokens, as far as the engine has read them."""
+    """Of prompt and tokens, as far as the engine has computed them."""
 
     @property
-    def num_answers(self) -> int:
-        """Whole answers so far."""
+    def num_turns(self) -> int:
+        """Finished turns of the policy so far."""
         return sum(message.role == ASSISTANT for message in self.turns)
 
     @property
     def num_left(self) -> int:
-        """Tokens that the policy may still draw."""
+        """Tokens that the policy may still generate."""
         return self.request.sampling.max_new_tokens - int(self.loss_mask.sum())
 
     def next_request(self, sample: SampleRequest) -> GenerationRequest:
-        """Ask for the answer that comes next, or for the rest of it."""
+        """Build the request for the next turn, or for the rest of it."""
         prompt = self.request.prompt_tokens
         return replace(
             self.request,
@@ -83,7 +82,7 @@ class Episode:
             samples=(
                 replace(
                     sample,
-                    seed=turn_seed(self.seed, self.num_answers),
+                    seed=turn_seed(self.seed, self.num_turns),
                     loss_mask=None,
                     turns=(),
                     routed_experts=self.routed_experts,
@@ -93,26 +92,26 @@ class Episode:
             media=self.media,
         )
 
-    def add_answer(self, answer: GeneratedSample) -> None:
-        """Take in what the engine drew, whole or aborted."""
+    def add_turn(self, turn: GeneratedSample) -> None:
+        """Append a turn of the policy, finished or aborted."""
         self.tokens, self.logprobs = (
-            np.append(self.tokens, answer.tokens),
-            np.append(self.logprobs, answer.logprobs),
+            np.append(self.tokens, turn.tokens),
+            np.append(self.logprobs, turn.logprobs),
         )
-        self.loss_mask = np.append(self.loss_mask, np.ones(len(answer.tokens), np.uint8))
-        self.segments = joined_segments(self.segments, answer.segments)
-        self.routed_experts = answer.routed_experts
-        if answer.top_tokens is not None:
+        self.loss_mask = np.append(self.loss_mask, np.ones(len(turn.tokens), np.uint8))
+        self.segments = merge_segments(self.segments, turn.segments)
+        self.routed_experts = turn.routed_experts
+        if turn.top_tokens is not None:
             self.top_tokens = (
-                answer.top_tokens
+                turn.top_tokens
                 if self.top_tokens is None
-                else np.concatenate([self.top_tokens, answer.top_tokens])
+                else np.concatenate([self.top_tokens, turn.top_tokens])
             )
 
-    def add_reply(self, said: Said, tokens: NDArray[np.int32]) -> None:
-        """Take in what the environment said."""
-        self.turns.append(said.message)
-        self.media += said.media
+    def add_reply(self, reply: ProcessedReply, tokens: NDArray[np.int32]) -> None:
+        """Append a reply of the environment."""
+        self.turns.append(reply.message)
+        self.media += reply.media
         self.tokens, self.logprobs = (
             np.append(self.tokens, tokens),
             np.append(self.logprobs, np.zeros(len(tokens), np.float32)),
@@ -120,7 +119,7 @@ class Episode:
         self.loss_mask = np.append(self.loss_mask, np.zeros(len(tokens), np.uint8))
 
     def ended(self, reason: FinishReason, error: str = "") -> GeneratedSample:
-        """Hand the sample out."""
+        """Return the sample as a result."""
         return GeneratedSample(
             sample_id=self.sample_id,
             prompt_group_id=self.request.prompt_group_id,
@@ -136,11 +135,11 @@ class Episode:
         )
 
 
-Answer = tuple[Episode, "Future[Said | None]"]
+PendingReply = tuple[Episode, "Future[Said | None]"]
 
 
-class Episodes:
-    """Implements `Engine` over another one."""
+class MultiTurnEngine:
+    """Implements `Engine` over another engine and an environment."""
 
     def __init__(
         self,
@@ -151,24 +150,24 @@ class Episodes:
         renderer: PromptRenderer,
         library: MediaLibrary,
     ) -> None:
-        """Take over an engine and an environment, and end both at the end.
+        """Wrap an engine and an environment; `close` closes both.
 
         Args:
-            engine: Draws the answers.
-            pool: Answers them.
-            config: Bounds the answers and tokens of a sample.
+            engine: Generates the turns.
+            pool: Replies to them.
+            config: Bounds the turns and tokens of a sample.
             renderer: Of the policy.
-            library: Has the media of samples that are resumed.
+            library: Loads the media of resumed samples.
         """
         self._engine, self._pool = engine, pool
-        self._max_answers, self._max_context_tokens = (
-            config.environment.max_answers,
+        self._max_turns, self._max_context_tokens = (
+            config.environment.max_turns,
             config.engine.max_context_tokens,
         )
         self._renderer, self._library = renderer, library
         self._episodes: dict[str, Episode] = {}
-        self._asked: dict[str, Episode] = {}
-        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._awaiting_reply: dict[str, Episode] = {}
+        self._replies: queue.SimpleQueue[PendingReply | None] = queue.SimpleQueue()
         self._finished: list[GeneratedSample] = []
         self._num_replies = 0
         self._interrupted = threading.Event()
@@ -180,34 +179,32 @@ class Episodes:
 
     @property
     def num_running(self) -> int:
-        """Samples submitted and not finished, whoever has the word."""
-        return self._engine.num_running + len(self._asked) + len(self._finished)
+        """Samples submitted and not finished, in the engine or waiting for a reply."""
+        return self._engine.num_running + len(self._awaiting_reply) + len(self._finished)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens drawn so far, and what the environment has said: whoever has the word is not
-        stuck.
-        """
+        """Tokens generated so far plus the number of replies: both count as progress."""
         return self._engine.num_tokens + self._num_replies
 
     @property
     def usage(self) -> EngineUsage:
-        """What the engine does; who waits for the environment is not at the engine."""
+        """What the engine does; samples that wait for the environment are not included."""
         return self._engine.usage
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a prompt group's samples; see `Engine`. A sample that talked before goes on behind
-        what was said.
+        """Queue a prompt group's samples; see `Engine`. A sample with earlier turns continues after
+        them.
 
         Raises:
-            PoisonSample: As `Engine`; or there is no task for the environment.
+            PoisonSample: As `Engine`; or there is no context for the environment.
         """
-        if request.task is None:
+        if request.environment_context is None:
             raise PoisonSample(
-                f"prompt group {request.prompt_group_id} brings no task for the environment"
+                f"prompt group {request.prompt_group_id} has no context for the environment"
             )
         episodes = {
-            sample.sample_id: self._begun(request, request.task, sample)
+            sample.sample_id: self._build_episode(request, request.environment_context, sample)
             for sample in request.samples
         }
         fresh = tuple(sample for sample in request.samples if not sample.turns)
@@ -219,63 +216,63 @@ class Episodes:
                 self._resume(episodes[sample.sample_id], sample)
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
-        """Give the samples that finished; an answer that does not end its sample wakes nobody, and
-        comes back empty; see `Engine`.
+        """Return the finished samples; see `Engine`. The list may be empty after a turn that does
+        not finish its sample.
         """
-        self._take_answers()
+        self._take_replies()
         if not self._finished and not self._interrupted.is_set():
             if self._engine.num_running:
-                for answer in self._engine.poll(timeout_seconds=timeout_seconds):
-                    self._take_turn(answer)
-            elif self._asked:
-                self._take_answers(timeout_seconds=timeout_seconds)
+                for turn in self._engine.poll(timeout_seconds=timeout_seconds):
+                    self._take_turn(turn)
+            elif self._awaiting_reply:
+                self._take_replies(timeout_seconds=timeout_seconds)
         self._interrupted.clear()
         finished, self._finished = self._finished, []
         return finished
 
     def interrupt(self) -> None:
-        """Let a poll that waits return, from any thread."""
+        """Make a waiting poll return, from any thread."""
         self._interrupted.set()
-        self._answers.put(None)
+        self._replies.put(None)
         self._engine.interrupt()
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
-        """Take samples out, all of them without `sample_ids`; those that wait for the environment
-        come with all that was said.
+        """Remove the named samples, or all of them without `sample_ids`; those that wait for the
+        environment keep all their turns.
         """
         aborted = []
         for sample in self._engine.abort(sample_ids):
             episode = self._episodes.pop(sample.sample_id)
-            episode.add_answer(sample)
+            episode.add_turn(sample)
             aborted.append(episode.ended(FinishReason.ABORT))
-        for sample_id in [one for one in self._asked if sample_ids is None or one in sample_ids]:
-            del self._asked[sample_id]
+        for sample_id in [one for one in self._awaiting_reply if sample_ids is None or one in sample_ids]:
+            del self._awaiting_reply[sample_id]
             aborted.append(
-                _before_the_answer(self._episodes.pop(sample_id)).ended(FinishReason.ABORT)
+                _without_last_turn(self._episodes.pop(sample_id)).ended(FinishReason.ABORT)
             )
         return aborted
 
     def load_weights(
         self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
     ) -> None:
-        """Go over to another policy version; answers that come later are of it."""
+        """Switch to another policy version; later turns are generated with it."""
         self._engine.load_weights(weights, on_running=on_running)
 
     def sleep(self) -> None:
-        """Give the device memory back."""
+        """Release the device memory."""
         self._engine.sleep()
 
     def wake(self) -> None:
-        """Take the device memory again."""
+        """Allocate the device memory again."""
         self._engine.wake()
 
     def close(self) -> None:
-        """End engine and environment for good."""
+        """Close engine and environment."""
         self._pool.close()
         self._engine.close()
 
-    def _begun(self, request: GenerationRequest, task: Task, sample: SampleRequest) -> Episode:
-        """Return a sample as it comes: at its first answer, or behind the last reply of an earlier
+    def _build_episode(self, request: GenerationRequest, task: EnvironmentContext, sample: SampleRequest) -> Episode:
+        """Return a submitted sample: at its first turn, or after the last reply of an earlier
         attempt.
         """
         episode = Episode(
@@ -293,97 +290,97 @@ class Episodes:
                     f"long as its {len(sample.tokens)} tokens"
                 )
             episode.media += tuple(
-                self._library.processed(reference) for reference in media_in(sample.turns)
+                self._library.load(reference) for reference in list_message_media(sample.turns)
             )
             episode.turns = list(sample.turns)
-            said = _num_said(sample.loss_mask)
-            episode.tokens, episode.loss_mask = sample.tokens[:said], sample.loss_mask[:said]
-            episode.logprobs = sample.logprobs[:said]
+            reply = _num_tokens_through_last_reply(sample.loss_mask)
+            episode.tokens, episode.loss_mask = sample.tokens[:reply], sample.loss_mask[:reply]
+            episode.logprobs = sample.logprobs[:reply]
             num_chosen = int(episode.loss_mask.sum())
-            episode.segments = _cut(sample.segments, 0, num_chosen)
+            episode.segments = _slice_segments(sample.segments, 0, num_chosen)
             episode.top_tokens = (
                 None if sample.top_tokens is None else sample.top_tokens[:num_chosen]
             )
         return episode
 
     def _resume(self, episode: Episode, sample: SampleRequest) -> None:
-        """Let the engine go on with the answer at which an earlier attempt was cut off."""
-        said, num_chosen = len(episode.tokens), int(episode.loss_mask.sum())
+        """Let the engine continue the turn at which an earlier attempt was aborted."""
+        reply, num_chosen = len(episode.tokens), int(episode.loss_mask.sum())
         rest = replace(
             sample,
-            tokens=sample.tokens[said:],
-            logprobs=sample.logprobs[said:],
-            segments=_cut(sample.segments, num_chosen, num_chosen + len(sample.tokens) - said),
+            tokens=sample.tokens[reply:],
+            logprobs=sample.logprobs[reply:],
+            segments=_slice_segments(sample.segments, num_chosen, num_chosen + len(sample.tokens) - reply),
             top_tokens=None if sample.top_tokens is None else sample.top_tokens[num_chosen:],
         )
-        self._ask_engine(episode, rest)
+        self._submit_turn(episode, rest)
 
-    def _ask_engine(self, episode: Episode, sample: SampleRequest) -> None:
+    def _submit_turn(self, episode: Episode, sample: SampleRequest) -> None:
         try:
             self._engine.submit(episode.next_request(sample))
         except PoisonSample as error:
             self._finish(episode, FinishReason.ERROR, str(error))
 
-    def _take_turn(self, answer: GeneratedSample) -> None:
-        """Pass an answer on to the environment, unless it is the last one."""
-        episode = self._episodes[answer.sample_id]
-        episode.add_answer(answer)
-        text = self._renderer.completion_text(answer.tokens)
+    def _take_turn(self, turn: GeneratedSample) -> None:
+        """Pass a turn to the environment, unless it is the last one."""
+        episode = self._episodes[turn.sample_id]
+        episode.add_turn(turn)
+        text = self._renderer.completion_text(turn.tokens)
         episode.turns.append(ChatMessage.of_text(ASSISTANT, text))
-        is_last = episode.num_answers >= self._max_answers or episode.num_left <= 0
-        if answer.finish_reason is not FinishReason.STOP or is_last:
-            self._finish(episode, answer.finish_reason, answer.error)
+        is_last = episode.num_turns >= self._max_turns or episode.num_left <= 0
+        if turn.finish_reason is not FinishReason.STOP or is_last:
+            self._finish(episode, turn.finish_reason, turn.error)
             return
-        self._asked[answer.sample_id] = episode
+        self._awaiting_reply[turn.sample_id] = episode
         self._pool.ask(
-            answer.sample_id,
+            turn.sample_id,
             episode.task,
             episode.turns,
-            on_answer=lambda future: self._note(episode, future),
+            on_reply=lambda future: self._on_reply(episode, future),
         )
 
-    def _note(self, episode: Episode, future: Future[Said | None]) -> None:
-        """Note what the environment said, from its thread; an engine at work looks at it after its
-        next token.
+    def _on_reply(self, episode: Episode, future: Future[ProcessedReply | None]) -> None:
+        """Queue the environment's reply, from its thread; the engine is interrupted after its next
+        token.
         """
-        self._answers.put((episode, future))
+        self._replies.put((episode, future))
         self._engine.interrupt()
 
-    def _take_answers(self, *, timeout_seconds: float = 0.0) -> None:
-        """Take what the environment has said; with a timeout, wait for the first of it. What it was
-        asked before an abort comes too late.
+    def _take_replies(self, *, timeout_seconds: float = 0.0) -> None:
+        """Process queued replies, waiting for the first with a timeout; replies to aborted samples
+        are ignored.
         """
         try:
-            answer = (
-                self._answers.get(timeout=timeout_seconds)
+            turn = (
+                self._replies.get(timeout=timeout_seconds)
                 if timeout_seconds
-                else self._answers.get_nowait()
+                else self._replies.get_nowait()
             )
             while True:
-                if answer is not None and self._asked.get(answer[0].sample_id) is answer[0]:
-                    del self._asked[answer[0].sample_id]
+                if turn is not None and self._awaiting_reply.get(turn[0].sample_id) is turn[0]:
+                    del self._awaiting_reply[turn[0].sample_id]
                     self._num_replies += 1
-                    self._go_on(*answer)
-                answer = self._answers.get_nowait()
+                    self._continue(*turn)
+                turn = self._replies.get_nowait()
         except queue.Empty:
             return
 
-    def _go_on(self, episode: Episode, future: Future[Said | None]) -> None:
-        """Put a reply behind the answer and ask for the next one; a sample that it leaves no room
-        for ends with the answer that it has.
+    def _continue(self, episode: Episode, future: Future[ProcessedReply | None]) -> None:
+        """Append a reply and request the next turn; a sample without room for it finishes with its
+        last turn.
         """
         try:
-            said = future.result()
+            reply = future.result()
             before = (*episode.task.messages, *episode.turns[:-1])
             tokens = (
                 None
-                if said is None
-                else self._renderer.reply_tokens(before, said.message, tools=episode.task.tools)
+                if reply is None
+                else self._renderer.reply_tokens(before, reply.message, tools=episode.task.tools)
             )
         except PoisonSample as error:
             self._finish(episode, FinishReason.ERROR, str(error))
             return
-        if said is None or tokens is None:
+        if reply is None or tokens is None:
             self._finish(episode, FinishReason.STOP)
         elif (
             len(episode.request.prompt_tokens) + len(episode.tokens) + len(tokens)
@@ -391,7 +388,7 @@ class Episodes:
         ):
             self._finish(episode, FinishReason.LENGTH)
         else:
-            episode.add_reply(said, tokens)
+            episode.add_reply(reply, tokens)
             num_top = episode.request.num_top_tokens
             nothing, top = (
                 np.empty(0, np.int32),
@@ -406,30 +403,30 @@ class Episodes:
                 segments=(),
                 top_tokens=top,
             )
-            self._ask_engine(episode, fresh)
+            self._submit_turn(episode, fresh)
 
     def _finish(self, episode: Episode, reason: FinishReason, error: str = "") -> None:
         del self._episodes[episode.sample_id]
         self._finished.append(episode.ended(reason, error))
 
 
-def turn_seed(seed: int, num_answers: int) -> int:
-    """Derive the seed of an answer: the sample's own for the first, so that an environment changes
-    nothing before it speaks.
+def turn_seed(seed: int, num_turns: int) -> int:
+    """Derive the seed of a turn; the first one has the sample's own, so that an environment changes
+    nothing before its first reply.
     """
-    if not num_answers:
+    if not num_turns:
         return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{num_answers}".encode(), digest_size=7).digest())
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{num_turns}".encode(), digest_size=7).digest())
 
 
-def _num_said(loss_mask: NDArray[np.uint8]) -> int:
-    """Return how many tokens there are up to the end of the last reply."""
+def _num_tokens_through_last_reply(loss_mask: NDArray[np.uint8]) -> int:
+    """Return the number of tokens up to the end of the last reply."""
     replies = np.flatnonzero(loss_mask == 0)
     return int(replies[-1]) + 1 if len(replies) else 0
 
 
-def _cut(segments: Sequence[VersionSegment], start: int, end: int) -> tuple[VersionSegment, ...]:
-    """Return the part of segments between two counts of chosen tokens."""
+def _slice_segments(segments: Sequence[VersionSegment], start: int, end: int) -> tuple[VersionSegment, ...]:
+    """Return the part of segments between two counts of sampled tokens."""
     parts, first = [], 0
     for segment in segments:
         num_tokens = min(first + segment.num_tokens, end) - max(first, start)
@@ -439,8 +436,6 @@ def _cut(segments: Sequence[VersionSegment], start: int, end: int) -> tuple[Vers
     return tuple(parts)
 
 
-def _before_the_answer(episode: Episode) -> Episode:
-    """Take the last answer out of what was said: a sample that goes on gets it from its tokens
-    again.
-    """
+def _without_last_turn(episode: Episode) -> Episode:
+    """Remove the last turn: a sample that continues gets it from its tokens again."""
     return replace(episode, turns=episode.turns[:-1])

@@ -1,5 +1,5 @@
-"""Runs an environment in child processes, beside the engine: one that hangs, grows or crashes costs
-its sample and never the worker.
+"""Run an environment in child processes: one that hangs, grows or crashes fails its sample, and
+never the worker.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from relax_events.config import RunConfig
-from relax_events.data.placeholders import MARKERS, with_media, with_places
-from relax_events.engines.protocol import Task
+from relax_events.data.placeholders import PLACEHOLDERS, insert_media, split_at_placeholders
+from relax_events.engines.protocol import EnvironmentContext
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, Modality
-from relax_events.media.items import items_of
+from relax_events.media.items import read_items
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.objects.roots import media_in
+from relax_events.objects.roots import list_message_media
 from relax_events.runtime.subprocess_rpc import LENGTHS, AnsweringChild, ChildLost
 
 START_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A reply as the model is shown it: its media are in the store."""
+class ProcessedReply:
+    """A reply with its media stored and preprocessed."""
 
     message: ChatMessage
     media: tuple[ProcessedMedia, ...]
 
 
-Answered = Callable[["Future[Said | None]"], None]
+ReplyCallback = Callable[["Future[Said | None]"], None]
 
 
 class EnvironmentPool:
-    """As many children as `environment.processes` say, each with a thread that also fetches,
-    checks, stores and decodes their media.
+    """`environment.processes` children, each with a thread that also fetches, checks, stores and
+    decodes their media.
 
     Use it from one thread.
     """
@@ -56,50 +56,50 @@ class EnvironmentPool:
             ConfigError: The function can't be loaded; the text says why.
         """
         size = config.environment.processes
-        self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
-        self._all = [
-            _Place(config, (libraries or (lambda: MediaLibrary(config)))()) for _ in range(size)
+        self._free_children: queue.SimpleQueue[_EnvironmentChild] = queue.SimpleQueue()
+        self._children = [
+            _EnvironmentChild(config, (libraries or (lambda: MediaLibrary(config)))()) for _ in range(size)
         ]
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="environment")
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            for place in self._all:
+            for place in self._children:
                 place.start()
-                self._places.put(place)
+                self._free_children.put(place)
             on_failure.pop_all()
 
     def ask(
-        self, sample_id: str, task: Task, turns: Sequence[ChatMessage], *, on_answer: Answered
+        self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage], *, on_reply: ReplyCallback
     ) -> None:
-        """Ask for a reply to the last answer.
+        """Request a reply to the last turn of the policy.
 
         Args:
             sample_id: For errors.
             task: Of its prompt.
-            turns: The answers and replies so far, ending with an answer.
-            on_answer: Is given the reply, from another thread; None when the sample is over, a
-                `PoisonSample` when the environment, or a piece of media that it brought, failed.
+            turns: The policy's turns and the replies so far, ending with a turn of the policy.
+            on_answer: Receives the reply, from another thread; None when the sample is over, a
+                `PoisonSample` when the environment or its media failed.
         """
-        said = tuple(turns)  # the caller's goes on
-        self._threads.submit(self._reply, sample_id, task, said).add_done_callback(on_answer)
+        response = tuple(turns)  # the caller's list changes
+        self._threads.submit(self._reply, sample_id, task, response).add_done_callback(on_reply)
 
     def close(self) -> None:
-        """End all children; calls that still run are cut off."""
+        """Close all children; running calls are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for place in self._all:
+        for place in self._children:
             place.close()
         self._threads.shutdown()
 
-    def _reply(self, sample_id: str, task: Task, turns: Sequence[ChatMessage]) -> Said | None:
-        place = self._places.get()
+    def _reply(self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]) -> ProcessedReply | None:
+        place = self._free_children.get()
         try:
             return place.reply(sample_id, task, turns)
         finally:
-            self._places.put(place)
+            self._free_children.put(place)
 
 
-class _Place:
-    """A child, and what media its thread has at hand."""
+class _EnvironmentChild:
+    """A child, and the media library of its thread."""
 
     def __init__(self, config: RunConfig, library: MediaLibrary) -> None:
         self._environment, self._library = config.environment, library
@@ -114,7 +114,7 @@ class _Place:
         """Start the child; errors as for the pool."""
         child = self._child = AnsweringChild("relax_events.environments.child", setup=self._setup)
         try:
-            said, _ = child.ask({}, seconds=START_SECONDS)
+            response, _ = child.ask({}, seconds=START_SECONDS)
         except ChildLost as lost:
             self._child = None
             how = (
@@ -125,26 +125,28 @@ class _Place:
             raise ConfigError(
                 f"environment {self._environment.function} {how}; see environment.memory_bytes"
             ) from None
-        if "load_error" in said:
-            raise ConfigError(said["load_error"])
-        self._takes_files = said["takes_files"]
+        if "load_error" in response:
+            raise ConfigError(response["load_error"])
+        self._takes_files = response["takes_files"]
         return child
 
     def close(self) -> None:
-        """End the child; a call that waits for it fails."""
+        """Close the child; a waiting call fails."""
         self._is_closed = True
         if self._child is not None:
             self._child.close()
 
-    def reply(self, sample_id: str, task: Task, turns: Sequence[ChatMessage]) -> Said | None:
-        """Ask the child, and take in what media it brings; errors as `EnvironmentPool.ask` says."""
+    def reply(self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]) -> ProcessedReply | None:
+        """Call the child, and store the media of its reply; errors as in
+        `EnvironmentPool.request_reply`.
+        """
         *before, last = (*task.messages, *turns)
         files = (
-            [self._library.file(reference) for reference in media_in(before)]
+            [self._library.fetch_file(reference) for reference in list_message_media(before)]
             if self._takes_files
             else []
         )
-        question = {
+        request = {
             "completion": last.text,
             "messages": [
                 {"role": message.role, "content": _content(message)} for message in before
@@ -153,26 +155,26 @@ class _Place:
             "metadata": task.metadata,
         }
         where = (
-            f"environment {self._environment.function} on answer "
+            f"environment {self._environment.function} on turn "
             f"{sum(message.role == last.role for message in turns)} of sample {sample_id}"
         )
-        said, content = self._asked(question, files, where)
-        if "error" in said:
-            raise PoisonSample(f"{where}: {said['error']}")
+        response, content = self._request(request, files, where)
+        if "error" in response:
+            raise PoisonSample(f"{where}: {response['error']}")
         return (
             None
-            if said["reply"] is None
-            else self._taken(said["reply"], _split(content, said[LENGTHS]), where)
+            if response["reply"] is None
+            else self._process_reply(response["reply"], _split(content, response[LENGTHS]), where)
         )
 
-    def _asked(
-        self, question: dict[str, Any], files: Sequence[bytes], where: str
+    def _request(
+        self, request: dict[str, Any], files: Sequence[bytes], where: str
     ) -> tuple[dict[str, Any], bytes]:
         if self._is_closed:
-            raise PoisonSample(f"{where}: the worker ends")
+            raise PoisonSample(f"{where}: the worker is closing")
         child = self._child or self.start()
         try:
-            return child.ask(question, files, seconds=self._environment.timeout_seconds)
+            return child.ask(request, files, seconds=self._environment.timeout_seconds)
         except ChildLost as lost:
             self._child = None
             limit = (
@@ -183,27 +185,27 @@ class _Place:
                 f"{where}: it {limit if lost.is_late else f'died ({lost.ending})'}"
             ) from None
 
-    def _taken(self, reply: dict[str, Any], contents: Sequence[bytes], where: str) -> Said:
+    def _process_reply(self, reply: dict[str, Any], contents: Sequence[bytes], where: str) -> ProcessedReply:
         brought: dict[Modality, list[bytes | str]] = {Modality(name): [] for name in reply["media"]}
         for (name, is_file), content in zip(reply["kinds"], contents, strict=True):
             brought[Modality(name)].append(content if is_file else content.decode())
         items = {
-            modality: items_of(pieces, modality=modality, place=f"{where}: {modality.value}")
+            modality: read_items(pieces, modality=modality, location=f"{where}: {modality.value}")
             for modality, pieces in brought.items()
         }
         try:
-            messages, ordered = with_places(
-                [ChatMessage.of_text(reply["role"], reply["text"])], items, place=where
+            messages, ordered = split_at_placeholders(
+                [ChatMessage.of_text(reply["role"], reply["text"])], items, location=where
             )
         except ConfigError as error:
             raise PoisonSample(str(error)) from None
-        references = [self._library.admit(item) for item in ordered]
-        media = tuple(self._library.processed(reference) for reference in references)
-        return Said(with_media(messages, references)[0], media)
+        references = [self._library.add(item) for item in ordered]
+        media = tuple(self._library.load(reference) for reference in references)
+        return ProcessedReply(insert_media(messages, references)[0], media)
 
 
 def _content(message: ChatMessage) -> str:
-    return "".join(MARKERS.get(part.kind, part.text or "") for part in message.parts)
+    return "".join(PLACEHOLDERS.get(part.kind, part.text or "") for part in message.parts)
 
 
 def _split(content: bytes, lengths: Sequence[int]) -> list[bytes]:

@@ -1,5 +1,5 @@
-"""What an environment is, and what it says. Imports nothing heavy: environments are written against
-this alone.
+"""The protocol of an environment and its reply. Imports nothing heavy: environments need only this
+module.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, Literal, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment says to an answer.
+    """An environment's reply to a turn of the policy.
 
     Attributes:
-        text: Each `<image>`, `<audio>` or `<video>` in it stands for one piece of `media`, in
-            order, as in a prompt.
-        media: Files as bytes or data URIs, by modality. Of a modality that is not named here, the
-            text has no placeholders.
+        text: Each `<image>`, `<audio>` or `<video>` in it stands for one file of `media`, in order,
+            as in a prompt.
+        media: Files as bytes or data URIs, by modality. The text has no placeholders of a modality
+            that is missing here.
         role: Of the message, as the chat template knows it.
     """
 
@@ -29,11 +29,11 @@ class Reply:
 
 
 class Environment(Protocol):
-    """Answers the policy: a text, a `Reply`, or None when the sample is over.
+    """Replies to the policy: a text, a `Reply`, or None when the sample is over.
 
-    A function of what was said, and of nothing else: it runs in several processes, and a sample may
-    be generated again. A function without the parameter `files` is not given them, which saves
-    their way. Further keyword arguments are its options.
+    It must depend only on its arguments: it runs in several processes, and a sample may be
+    generated again. Files are sent only to a function with the parameter `files`. Further keyword
+    arguments are its options.
     """
 
     def __call__(
@@ -45,13 +45,13 @@ class Environment(Protocol):
         metadata: dict[str, Any],
         files: list[bytes],
     ) -> Reply | str | None:
-        """Answer.
+        """Reply to the last turn.
 
         Args:
-            completion: What the policy wrote last, without special tokens.
-            messages: What was said before, as `role` and `content`; media are `<image>`, `<audio>`
-                or `<video>` in the content.
+            completion: The policy's last turn, without special tokens.
+            messages: The conversation before, as `role` and `content`; media are `<image>`,
+                `<audio>` or `<video>` in the content.
             answer: The reference answer of the prompt.
-            metadata: What the prompt's source gave with it.
-            files: The media of `messages`, in order, as they came.
+            metadata: Of the prompt, from its data source. files: The media of `messages`, in order,
+                unprocessed.
         """

@@ -7,10 +7,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol
 
 import numpy as np
 
+from relax_events.events.parts import SampleEvent
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleRolledOut
 
@@ -20,25 +20,10 @@ TrajectoryKey = tuple[str, int, str]
 computed from one trajectory."""
 
 
-class OfTrajectory(Protocol):
-    """An event about one sample."""
-
-    @property
-    def sample_id(self) -> str:
-        """The same in every generation."""
-
-    @property
-    def policy_version(self) -> int:
-        """Version that owns the sample's slot."""
-
-    @property
-    def generation_digest(self) -> str:
-        """Of the generation that it belongs to."""
-
-
-def trajectory_of(event: OfTrajectory) -> TrajectoryKey:
+def trajectory_of(event: SampleEvent) -> TrajectoryKey:
     """Return what an event about a sample is joined by."""
-    return event.sample_id, event.policy_version, event.generation_digest
+    key = event.key
+    return key.sample_id, key.policy_version, key.generation_digest
 
 
 def with_generation_digest(samples: Sequence[SampleRolledOut]) -> list[SampleRolledOut]:
@@ -50,7 +35,7 @@ def with_generation_digest(samples: Sequence[SampleRolledOut]) -> list[SampleRol
     done twice with the same result counts as one generation.
     """
     digest = blake2b(digest_size=DIGEST_BYTES)
-    for sample in sorted(samples, key=lambda sample: sample.sample_index):
+    for sample in sorted(samples, key=lambda sample: sample.key.sample_index):
         digest.update(
             repr(
                 (
@@ -68,4 +53,10 @@ def with_generation_digest(samples: Sequence[SampleRolledOut]) -> list[SampleRol
             part.media for turn in sample.turns for part in turn.parts if part.media is not None
         ):
             digest.update(media.digest)
-    return [dataclasses.replace(sample, generation_digest=digest.hexdigest()) for sample in samples]
+    return [
+        dataclasses.replace(
+            sample,
+            key=dataclasses.replace(sample.key, generation_digest=digest.hexdigest()),
+        )
+        for sample in samples
+    ]

@@ -157,6 +157,50 @@ class VersionSegment:
     kept_cache: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleKey:
+    """Identity of a sample: its prompt group, its policy versions and its generation.
+
+    The rollout role builds it once; every later event about the sample carries the same value.
+    """
+
+    sample_id: str
+    prompt_group_id: str
+    sample_index: int
+    samples_per_prompt: int
+    train_step: int
+    group_index: int
+    attempt: int
+    row: int
+    policy_version: int
+    min_policy_version: int
+    max_policy_version: int
+    generation_digest: str = ""
+
+
+class SampleEvent:
+    """Base of the events about one sample: gives short access to the parts of `key` used most."""
+
+    __slots__ = ()
+
+    key: SampleKey
+
+    @property
+    def sample_id(self) -> str:
+        """Return the sample's id."""
+        return self.key.sample_id
+
+    @property
+    def prompt_group_id(self) -> str:
+        """Return the id of the sample's prompt group."""
+        return self.key.prompt_group_id
+
+    @property
+    def policy_version(self) -> int:
+        """Return the version that owns the sample's slot."""
+        return self.key.policy_version
+
+
 @dataclass(frozen=True, slots=True)
 class TopicOffset:
     """A position in the log."""

@@ -15,6 +15,8 @@ from relax_events.events.parts import (
     MediaRef,
     ObjectRef,
     Outcome,
+    SampleEvent,
+    SampleKey,
     TopicOffset,
     VersionSegment,
     WorkerState,
@@ -44,20 +46,10 @@ class PromptGroupIssued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRolledOut:
+class SampleRolledOut(SampleEvent):
     """A sample was generated."""
 
-    sample_id: str
-    prompt_group_id: str
-    sample_index: int
-    samples_per_prompt: int
-    train_step: int
-    group_index: int
-    attempt: int
-    row: int
-    policy_version: int
-    min_policy_version: int
-    max_policy_version: int
+    key: SampleKey
     version_segments: list[VersionSegment]
     tokens: Array
     loss_mask: Array
@@ -72,19 +64,15 @@ class SampleRolledOut:
     metadata: str = "{}"
     routed_experts: Array | None = None
     topk_ids: Array | None = None
-    generation_digest: str = ""
     worker_id: str = ""
     rolled_out_at: int = field(default_factory=now_micros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleScored:
+class SampleScored(SampleEvent):
     """A sample was given a reward, or scoring it failed (`reward` None, `error` set)."""
 
-    sample_id: str
-    prompt_group_id: str
-    policy_version: int
-    generation_digest: str = ""
+    key: SampleKey
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
     turn_rewards: Array | None = None
@@ -98,13 +86,10 @@ class SampleScored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleEvaluated:
+class SampleEvaluated(SampleEvent):
     """A model other than the engine computed values along a sample."""
 
-    sample_id: str
-    prompt_group_id: str
-    policy_version: int
-    generation_digest: str = ""
+    key: SampleKey
     evaluator: str
     evaluator_version: int
     values: Array
@@ -114,21 +99,10 @@ class SampleEvaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleReady:
+class SampleReady(SampleEvent):
     """All that the trainer needs for one sample."""
 
-    sample_id: str
-    prompt_group_id: str
-    sample_index: int
-    samples_per_prompt: int
-    train_step: int
-    group_index: int
-    attempt: int
-    row: int
-    policy_version: int
-    min_policy_version: int
-    max_policy_version: int
-    generation_digest: str = ""
+    key: SampleKey
     tokens: Array
     loss_mask: Array
     rollout_logprobs: Array

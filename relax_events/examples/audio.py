@@ -9,8 +9,8 @@ from pydantic import Field
 
 from relax_events.config.base import Section
 from relax_events.events.parts import Modality
-from relax_events.examples.media_tasks import Drawn, DrawnKind
-from relax_events.media.wav import RATE_HERTZ, Samples, encoded
+from relax_events.examples.media_tasks import SyntheticItem, SyntheticKind
+from relax_events.media.wav import RATE_HERTZ, Samples, encode_wav
 
 NOTES = {"do": 262.0, "re": 392.0, "mi": 587.0, "fa": 880.0, "sol": 1319.0, "la": 1976.0}
 """In hertz, a fifth apart."""
@@ -24,17 +24,17 @@ class ToneOptions(Section):
     """Of a tone."""
 
 
-def _pitch(generator: np.random.Generator, options: ToneOptions) -> Drawn:
+def _pitch(generator: np.random.Generator, options: ToneOptions) -> SyntheticItem:
     name = list(NOTES)[generator.integers(len(NOTES))]
-    return Drawn(name, encoded(_tone(generator, NOTES[name], options.seconds)))
+    return SyntheticItem(name, encode_wav(_tone(generator, NOTES[name], options.seconds)))
 
 
-def _order(generator: np.random.Generator, options: ToneOptions) -> Drawn:
+def _order(generator: np.random.Generator, options: ToneOptions) -> SyntheticItem:
     """Play one tone, and then another; the answer is the latter."""
     first, last = generator.choice(list(NOTES), 2, replace=False)
-    return Drawn(
+    return SyntheticItem(
         str(last),
-        encoded(
+        encode_wav(
             np.concatenate(
                 [_tone(generator, NOTES[name], options.seconds) for name in (first, last)]
             )
@@ -52,7 +52,7 @@ def _tone(generator: np.random.Generator, hertz: float, seconds: float) -> Sampl
     )
 
 
-TONES = DrawnKind(
+SYNTHETIC_AUDIO = SyntheticKind(
     Modality.AUDIO,
     ToneOptions,
     {"pitch": ("Which note is it?", _pitch), "order": ("Which note is the last?", _order)},

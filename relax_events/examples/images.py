@@ -13,7 +13,7 @@ from pydantic import Field
 from relax_events.config.base import Section
 from relax_events.errors import EnvironmentProblem
 from relax_events.events.parts import Modality
-from relax_events.examples.media_tasks import Drawn, DrawnKind
+from relax_events.examples.media_tasks import SyntheticItem, SyntheticKind
 
 COLOURS = {
     "red": (220, 30, 30),
@@ -43,16 +43,16 @@ class SceneOptions(Section):
     """Of a side."""
 
 
-def _colour(generator: np.random.Generator, options: SceneOptions) -> Drawn:
+def _colour(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
     name, canvas = (
         list(COLOURS)[generator.integers(len(COLOURS))],
         background(generator, options.pixels),
     )
     _square(generator, canvas, name)
-    return Drawn(name, _png(canvas))
+    return SyntheticItem(name, _png(canvas))
 
 
-def _count(generator: np.random.Generator, options: SceneOptions) -> Drawn:
+def _count(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
     number = int(generator.integers(len(COUNTS)))
     canvas, cell = background(generator, options.pixels), options.pixels // 4
     for place in generator.choice(16, number + 1, replace=False):
@@ -62,10 +62,10 @@ def _count(generator: np.random.Generator, options: SceneOptions) -> Drawn:
             canvas[y * cell + 1 : (y + 1) * cell - 1, x * cell + 1 : (x + 1) * cell - 1],
             "white",
         )
-    return Drawn(COUNTS[number], _png(canvas))
+    return SyntheticItem(COUNTS[number], _png(canvas))
 
 
-def _where(generator: np.random.Generator, options: SceneOptions) -> Drawn:
+def _where(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
     corner = int(generator.integers(len(CORNERS)))
     canvas, half = background(generator, options.pixels), options.pixels // 2
     y, x = (half * place for place in divmod(corner, 2))
@@ -74,10 +74,10 @@ def _where(generator: np.random.Generator, options: SceneOptions) -> Drawn:
         canvas[y + 2 : y + half - 2, x + 2 : x + half - 2],
         list(COLOURS)[generator.integers(len(COLOURS))],
     )
-    return Drawn(CORNERS[corner], _png(canvas))
+    return SyntheticItem(CORNERS[corner], _png(canvas))
 
 
-def _zoom(generator: np.random.Generator, options: SceneOptions) -> Drawn:
+def _zoom(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
     """Draw a square in a quarter of a picture, and a small picture of the whole, in grey: only a
     closer look tells the colour.
     """
@@ -96,7 +96,7 @@ def _zoom(generator: np.random.Generator, options: SceneOptions) -> Drawn:
         "then": QUESTIONS["colour"],
         "answers": [CORNERS[corner], name],
     }
-    return Drawn(name, _png(small), metadata)
+    return SyntheticItem(name, _png(small), metadata)
 
 
 def _square(generator: np.random.Generator, area: Canvas, colour: str) -> None:
@@ -125,14 +125,14 @@ def _png(canvas: Canvas) -> bytes:
         from PIL import Image
     except ImportError as error:
         raise EnvironmentProblem(
-            f"scenes: sources need the package pillow ({error}); install relax-events[media]"
+            f"synthetic_images: sources need the package pillow ({error}); install relax-events[media]"
         ) from None
     file = BytesIO()
     Image.fromarray(canvas).save(file, "PNG")
     return file.getvalue()
 
 
-SCENES = DrawnKind(
+SYNTHETIC_IMAGES = SyntheticKind(
     Modality.IMAGE,
     SceneOptions,
     {

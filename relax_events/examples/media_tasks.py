@@ -1,4 +1,4 @@
-"""Questions about media that are made on demand: pictures of `scenes`, `clips` and `tones`, each a
+"""Questions about media that are made on demand: pictures of `synthetic_images`, `synthetic_videos` and `synthetic_audio`, each a
 file as anybody's would be.
 """
 
@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from relax_events.config import RowsConfig
 from relax_events.config.base import Section
-from relax_events.data.placeholders import MARKERS, with_places
-from relax_events.data.rows import PromptRow, UnfitRows, with_system_prompt
+from relax_events.data.placeholders import PLACEHOLDERS, split_at_placeholders
+from relax_events.data.rows import PromptRow, InvalidRows, add_system_prompt
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, Modality
 from relax_events.media.items import MediaItem
@@ -24,7 +24,7 @@ SEED_STRIDE = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SyntheticItem:
     """An answer, a file, and what the row's metadata say besides."""
 
     answer: str
@@ -32,12 +32,12 @@ class Drawn:
     metadata: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
 
 
-Draw = Callable[[np.random.Generator, Any], Drawn]
+ItemGenerator = Callable[[np.random.Generator, Any], SyntheticItem]
 """Makes them from a source of chance and the options."""
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnKind:
+class SyntheticKind:
     """What is made.
 
     Attributes:
@@ -48,20 +48,20 @@ class DrawnKind:
 
     modality: Modality
     options: type[Section]
-    tasks: Mapping[str, tuple[str, Draw]]
+    tasks: Mapping[str, tuple[str, ItemGenerator]]
 
-    def open(self, name: str, task: str, config: RowsConfig, *, seed: int) -> DrawnSource:
+    def open(self, name: str, task: str, config: RowsConfig, *, seed: int) -> SyntheticSource:
         """See `PromptSourceKind`."""
-        return DrawnSource(name, self, task, config, seed=seed)
+        return SyntheticSource(name, self, task, config, seed=seed)
 
 
-class DrawnSource:
+class SyntheticSource:
     """Files with one question each, made on demand: the same seed and index give the same file,
     whatever was made before.
     """
 
     def __init__(
-        self, name: str, kind: DrawnKind, task: str, config: RowsConfig, *, seed: int
+        self, name: str, kind: SyntheticKind, task: str, config: RowsConfig, *, seed: int
     ) -> None:
         """Choose a task.
 
@@ -86,7 +86,7 @@ class DrawnSource:
                 f"{name}:{task} does not take data.options {config.options}: "
                 f"{error.errors()[0]['msg']}"
             ) from None
-        self.unfit = UnfitRows("data")
+        self.invalid_rows = InvalidRows("data")
         self._name, self._kind, self._task, self._config, self._seed = (
             f"{name}:{task}",
             kind,
@@ -96,27 +96,27 @@ class DrawnSource:
         )
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows."""
-        return self._config.size
+        return self._config.num_problems
 
     def row(self, index: int) -> PromptRow:
         """Make one file."""
-        if not 0 <= index < self.rows:
-            raise IndexError(f"row {index} of {self._name}: data.size is {self.rows}")
-        question, draw = self._kind.tasks[self._task]
-        drawn = draw(np.random.default_rng((self._seed * SEED_STRIDE, index)), self._options)
-        modality, place = self._kind.modality, f"{self._name}, row {index}"
-        prompt = with_system_prompt(
-            [ChatMessage.of_text("user", f"{MARKERS[modality]}{question}")],
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} of {self._name}: data.num_problems is {self.num_rows}")
+        question, generate = self._kind.tasks[self._task]
+        item = generate(np.random.default_rng((self._seed * SEED_STRIDE, index)), self._options)
+        modality, location = self._kind.modality, f"{self._name}, row {index}"
+        prompt = add_system_prompt(
+            [ChatMessage.of_text("user", f"{PLACEHOLDERS[modality]}{question}")],
             self._config.system_prompt,
         )
-        messages, media = with_places(
-            prompt, {modality: [MediaItem(modality, drawn.file, place)]}, place=place
+        messages, media = split_at_placeholders(
+            prompt, {modality: [MediaItem(modality, item.file, location)]}, location=location
         )
         return PromptRow(
             messages,
-            drawn.answer,
-            orjson.dumps({"task": self._task, **drawn.metadata}).decode(),
+            item.answer,
+            orjson.dumps({"task": self._task, **item.metadata}).decode(),
             media=media,
         )

@@ -13,15 +13,15 @@ import orjson
 import torch
 from transformers.utils import logging
 
-from relax_events.config import DataConfig, RunConfig, WarmStartConfig
+from relax_events.config import DataConfig, RunConfig, SftWarmupConfig
 from relax_events.config.engine import TinyModelConfig
 from relax_events.data.sources import open_stream
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.examples.sft_warmup import num_answered, warm_start
+from relax_events.examples.sft_warmup import count_correct, sft_warmup
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.examples.tiny_tokenizer import constant_phrases
-from relax_events.examples.warmup_conversations import Demonstrations, answers_of
-from relax_events.models.families import family_of
+from relax_events.examples.warmup_conversations import WarmupConversations, read_assistant_turns
+from relax_events.models.families import read_family
 
 RECIPE_FILE = "relax_events.json"
 NUM_CHECKED_PROMPTS = 256
@@ -31,7 +31,7 @@ Report = Callable[[str], None]
 
 def prepare_model(config: RunConfig, *, report: Report = print) -> Path:
     """Make the model of `model.path` where there is none: a tiny model by `model.tiny`, then the
-    warm start.
+    SFT warm-up.
 
     A folder that is there is left as it is; if it was made from other settings, the report says so.
     The folder appears whole or not at all.
@@ -54,10 +54,10 @@ def prepare_model(config: RunConfig, *, report: Report = print) -> Path:
             + (", made from other settings; remove it to have it made again" if changed else "")
         )
         return path
-    return warm_start_model(config, report=report)
+    return warm_up_model(config, report=report)
 
 
-def warm_start_model(
+def warm_up_model(
     config: RunConfig, *, output: Path | None = None, report: Report = print
 ) -> Path:
     """Give a model its supervised start and write it to `output`, or in place of the old one.
@@ -80,7 +80,7 @@ def warm_start_model(
     _check_writable(draft)
     try:
         _copy_or_make(config, draft, report)
-        if config.warm_start.steps:
+        if config.sft_warmup.steps:
             _train(config, draft, report)
         (draft / RECIPE_FILE).write_bytes(_recipe(config))
         shutil.rmtree(target, ignore_errors=True)
@@ -104,10 +104,10 @@ def _check_writable(folder: Path) -> None:
 
 
 def make_tiny_for(
-    data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: int, answers_key: str = ""
+    data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: int, assistant_turns_key: str = ""
 ) -> Path:
     """Write a tiny model whose tokenizer is trained on the prompts and answers of a run's data,
-    those under `answers_key` among them.
+    those under `assistant_turns_key` among them.
 
     The text around the problems of each dataset becomes one token each: see `constant_phrases`.
     """
@@ -116,12 +116,12 @@ def make_tiny_for(
     prompts = [row.messages[-1].text for row in rows]
     by_dataset = defaultdict(list)
     for number, prompt in enumerate(prompts):
-        by_dataset[stream.order.place(number).dataset].append(prompt)
+        by_dataset[stream.order.dataset_row(number).dataset].append(prompt)
     return make_tiny(
         path,
         corpus=[
             *prompts,
-            *(answer for row in rows for answer in answers_of(row, key=answers_key)),
+            *(answer for row in rows for answer in read_assistant_turns(row, key=assistant_turns_key)),
             *(message.text for row in rows for learnt in row.completions for message in learnt),
         ],
         family=tiny.family,
@@ -150,7 +150,7 @@ def _copy_or_make(config: RunConfig, draft: Path, report: Report) -> None:
             draft,
             tiny=config.model.tiny,
             seed=config.run.seed,
-            answers_key=config.warm_start.answers_key,
+            assistant_turns_key=config.sft_warmup.assistant_turns_key,
         )
         report(f"made a random {config.model.tiny.family} of width {config.model.tiny.hidden_size}")
 
@@ -161,7 +161,7 @@ def _train(config: RunConfig, path: Path, report: Report) -> None:
     stream = open_stream(
         config.data, seed=config.run.seed, order_seed=config.run.seed + 1, shuffle=True
     )
-    family = family_of(path, config.model.media)
+    family = read_family(path, config.model.media)
     model = family.loader.from_pretrained(
         path,
         local_files_only=True,
@@ -169,27 +169,27 @@ def _train(config: RunConfig, path: Path, report: Report) -> None:
         trust_remote_code=False,
         use_safetensors=True,
     )
-    size = config.warm_start.batch_size
-    with closing(Demonstrations(config, model_path=path)) as played:
-        warm_start(
+    size = config.sft_warmup.batch_size
+    with closing(WarmupConversations(config, model_path=path)) as played:
+        sft_warmup(
             model,
-            batch=lambda step: [played.of(stream[step * size + offset]) for offset in range(size)],
-            config=config.warm_start,
-            report=lambda step, loss: _report_step(step, loss, config.warm_start, report),
+            batch=lambda step: [played.build_example(stream[step * size + offset]) for offset in range(size)],
+            config=config.sft_warmup,
+            report=lambda step, loss: _report_step(step, loss, config.sft_warmup, report),
             family=family,
         )
-        first_unseen = config.warm_start.steps * size
-        unseen = [played.of(stream[first_unseen + offset]) for offset in range(NUM_CHECKED_PROMPTS)]
-    accuracy = num_answered(model, unseen, family=family) / NUM_CHECKED_PROMPTS
-    report(f"greedy accuracy after the warm start: {accuracy:.2f} on {NUM_CHECKED_PROMPTS} prompts")
+        first_unseen = config.sft_warmup.steps * size
+        unseen = [played.build_example(stream[first_unseen + offset]) for offset in range(NUM_CHECKED_PROMPTS)]
+    accuracy = count_correct(model, unseen, family=family) / NUM_CHECKED_PROMPTS
+    report(f"greedy accuracy after the SFT warm-up: {accuracy:.2f} on {NUM_CHECKED_PROMPTS} prompts")
     model.save_pretrained(path)
 
 
-def _report_step(step: int, loss: float, config: WarmStartConfig, report: Report) -> None:
+def _report_step(step: int, loss: float, config: SftWarmupConfig, report: Report) -> None:
     if loss < config.target_loss:
-        report(f"warm start: stopped at step {step}, loss {loss:.3f}")
+        report(f"SFT warm-up: stopped at step {step}, loss {loss:.3f}")
     elif step % REPORT_EVERY_STEPS == 0 or step == config.steps:
-        report(f"warm start: step {step} of {config.steps}, loss {loss:.3f}")
+        report(f"SFT warm-up: step {step} of {config.steps}, loss {loss:.3f}")
 
 
 def _recipe(config: RunConfig) -> bytes:
@@ -199,7 +199,7 @@ def _recipe(config: RunConfig) -> bytes:
         "media": config.model.media.model_dump(mode="json"),
         "tiny": None if tiny is None else tiny.model_dump(mode="json"),
         "environment": config.environment.model_dump(mode="json"),
-        "warm_start": config.warm_start.model_dump(mode="json"),
+        "sft_warmup": config.sft_warmup.model_dump(mode="json"),
         "seed": config.run.seed,
     }
     return orjson.dumps(recipe, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)

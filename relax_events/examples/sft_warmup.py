@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from relax_events.config import WarmStartConfig
+from relax_events.config import SftWarmupConfig
 from relax_events.media.model_inputs import MediaInputs, MediaSequence, ProcessedMedia
 from relax_events.models.families import Family
 
@@ -35,7 +35,7 @@ class SupervisedExample:
 
     prompt_tokens: NDArray[np.int32]
     answer_tokens: NDArray[np.int32]
-    chosen: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     media: tuple[ProcessedMedia, ...] = ()
 
 
@@ -52,11 +52,11 @@ class PaddedBatch:
     media: MediaInputs | None = None
 
 
-def warm_start(
+def sft_warmup(
     model: PreTrainedModel,
     *,
     batch: Callable[[int], Sequence[SupervisedExample]],
-    config: WarmStartConfig,
+    config: SftWarmupConfig,
     report: Callable[[int, float], None],
     family: Family = TEXT,
 ) -> None:
@@ -88,7 +88,7 @@ def warm_start(
 
 
 @torch.inference_mode()
-def num_answered(
+def count_correct(
     model: PreTrainedModel, examples: Sequence[SupervisedExample], *, family: Family = TEXT
 ) -> int:
     """Count the examples that the model would complete as it should by its likeliest tokens."""
@@ -113,11 +113,11 @@ def pad_left(
         )
         mask[row, width - length :] = 1
         labels[row, width - len(example.answer_tokens) :] = np.where(
-            example.chosen, example.answer_tokens, IGNORED
+            example.loss_mask, example.answer_tokens, IGNORED
         )
     positions = (mask.cumsum(axis=1) - 1).clip(min=0)
     sequences = [_sequence(example, row, width) for row, example in enumerate(examples)]
-    media = family.inputs(sequences, position_ids=positions)
+    media = family.build_inputs(sequences, position_ids=positions)
     input_ids, attention_mask, position_ids, wanted = (
         torch.from_numpy(array).to(device) for array in (tokens, mask, positions, labels)
     )
@@ -126,7 +126,7 @@ def pad_left(
 
 def _sequence(example: SupervisedExample, row: int, width: int) -> MediaSequence:
     tokens = np.concatenate([example.prompt_tokens, example.answer_tokens])
-    given = np.append(np.ones(len(example.prompt_tokens), bool), ~example.chosen)
+    given = np.append(np.ones(len(example.prompt_tokens), bool), ~example.loss_mask)
     return MediaSequence(
         f"example {row}",
         tokens,
@@ -153,7 +153,7 @@ def _logits(model: PreTrainedModel, batch: PaddedBatch, family: Family) -> Tenso
         )
         logits: Tensor = whole.logits
         return logits
-    hidden = family.hidden(
+    hidden = family.hidden_states(
         model,
         batch.input_ids,
         batch.position_ids,

@@ -80,7 +80,7 @@ PREPROCESSOR: dict[str, Any] = {
     "size": {"shortest_edge": 1024, "longest_edge": 4_194_304},
 }
 """How a tiny model's pictures and frames are cut: 16 x 16 pixels a token."""
-EXTRACTOR: dict[str, Any] = {
+AUDIO_EXTRACTOR: dict[str, Any] = {
     "feature_extractor_type": "WhisperFeatureExtractor",
     "feature_size": 128,
     "sampling_rate": 16_000,
@@ -161,16 +161,16 @@ def make_tiny(
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     if family in MEDIA_FAMILIES:
-        processor = PREPROCESSOR | (EXTRACTOR if _hears(family) else {})
+        processor = PREPROCESSOR | (AUDIO_EXTRACTOR if _reads_audio(family) else {})
         (path / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
-    if family in MEDIA_FAMILIES and _hears(family):
+    if family in MEDIA_FAMILIES and _reads_audio(family):
         settings = path / "tokenizer_config.json"
         settings.write_text(json.dumps(json.loads(settings.read_text()) | NAMED_TOKENS, indent=2))
     return path
 
 
-def _hears(family: str) -> bool:
-    return Modality.AUDIO in MEDIA_FAMILIES[family].READS
+def _reads_audio(family: str) -> bool:
+    return Modality.AUDIO in MEDIA_FAMILIES[family].MODALITIES
 
 
 def _config(
@@ -197,7 +197,7 @@ def _config(
         **FAMILY_SETTINGS[family],
     }
     settings = (
-        _with_towers(language, tokenizer, hears=_hears(family))
+        _with_towers(language, tokenizer, hears=_reads_audio(family))
         if family in MEDIA_FAMILIES
         else language
     )
@@ -254,7 +254,7 @@ def _with_towers(
 
 def _audio_tower(width: int, output_width: int) -> dict[str, Any]:
     return {
-        "num_mel_bins": EXTRACTOR["feature_size"],
+        "num_mel_bins": AUDIO_EXTRACTOR["feature_size"],
         "encoder_layers": 2,
         "encoder_attention_heads": width // HEAD_DIM,
         "encoder_ffn_dim": 2 * width,
@@ -272,7 +272,7 @@ def _random_model(
 ) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _made(config)
+        model = _build_model(config)
     stops = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     model.generation_config = GenerationConfig(
         eos_token_id=stops, pad_token_id=tokenizer.pad_token_id
@@ -280,11 +280,11 @@ def _random_model(
     return model
 
 
-def _made(config: PreTrainedConfig) -> PreTrainedModel:
+def _build_model(config: PreTrainedConfig) -> PreTrainedModel:
     if config.model_type not in MEDIA_FAMILIES:
         plain: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return plain
-    if _hears(config.model_type):  # no automatic class knows the thinker by itself
+    if _reads_audio(config.model_type):  # no automatic class knows the thinker by itself
         hearing: PreTrainedModel = Qwen3OmniMoeThinkerForConditionalGeneration(config)
         return hearing
     seeing: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

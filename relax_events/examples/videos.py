@@ -13,7 +13,7 @@ from relax_events.config.base import Section
 from relax_events.errors import EnvironmentProblem
 from relax_events.events.parts import Modality
 from relax_events.examples.images import COLOURS, background, fill
-from relax_events.examples.media_tasks import Drawn, DrawnKind
+from relax_events.examples.media_tasks import SyntheticItem, SyntheticKind
 
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 FRAMES_PER_SECOND = 2
@@ -28,7 +28,7 @@ class ClipOptions(Section):
     """Of a clip, two a second."""
 
 
-def _direction(generator: np.random.Generator, options: ClipOptions) -> Drawn:
+def _direction(generator: np.random.Generator, options: ClipOptions) -> SyntheticItem:
     """Let a square move from one side to the other."""
     name = list(DIRECTIONS)[generator.integers(len(DIRECTIONS))]
     pixels, colour = options.pixels, list(COLOURS)[generator.integers(len(COLOURS))]
@@ -42,10 +42,10 @@ def _direction(generator: np.random.Generator, options: ClipOptions) -> Drawn:
         canvas = background(generator, pixels)
         fill(generator, canvas[y : y + side, x : x + side], colour)
         frames.append(canvas)
-    return Drawn(name, encoded(frames))
+    return SyntheticItem(name, encoded(frames))
 
 
-def _order(generator: np.random.Generator, options: ClipOptions) -> Drawn:
+def _order(generator: np.random.Generator, options: ClipOptions) -> SyntheticItem:
     """Show a square of one colour, and then of another; the answer is the latter."""
     first, last = generator.choice(list(COLOURS), 2, replace=False)
     side = options.pixels // 2
@@ -59,7 +59,7 @@ def _order(generator: np.random.Generator, options: ClipOptions) -> Drawn:
             str(first if index < options.frames // 2 else last),
         )
         frames.append(canvas)
-    return Drawn(str(last), encoded(frames))
+    return SyntheticItem(str(last), encoded(frames))
 
 
 def encoded(frames: list[UInt8[np.ndarray, "side side 3"]]) -> bytes:
@@ -72,7 +72,7 @@ def encoded(frames: list[UInt8[np.ndarray, "side side 3"]]) -> bytes:
         import av
     except ImportError as error:
         raise EnvironmentProblem(
-            f"clips: sources need the package av ({error}); install relax-events[media]"
+            f"synthetic_videos: sources need the package av ({error}); install relax-events[media]"
         ) from None
     file = BytesIO()
     with av.open(file, "w", format="mp4") as container:
@@ -87,7 +87,7 @@ def encoded(frames: list[UInt8[np.ndarray, "side side 3"]]) -> bytes:
     return file.getvalue()
 
 
-CLIPS = DrawnKind(
+SYNTHETIC_VIDEOS = SyntheticKind(
     Modality.VIDEO,
     ClipOptions,
     {

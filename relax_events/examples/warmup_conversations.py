@@ -16,10 +16,10 @@ import orjson
 
 from relax_events.config import RunConfig
 from relax_events.data.completions import ASSISTANT
-from relax_events.data.placeholders import with_media
+from relax_events.data.placeholders import insert_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
-from relax_events.engines.protocol import Task
+from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.pool import EnvironmentPool, Said
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
@@ -28,7 +28,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import ObjectStore
 
 
-class Demonstrations:
+class WarmupConversations:
     """Plays the samples of rows as a policy would that gives the rows' answers; nothing reaches the
     run's object store. Used by one thread.
     """
@@ -59,7 +59,7 @@ class Demonstrations:
         if self._pool is not None:
             self._pool.close()
 
-    def of(self, row: PromptRow) -> SupervisedExample:
+    def build_example(self, row: PromptRow) -> SupervisedExample:
         """Play a row.
 
         Raises:
@@ -67,11 +67,11 @@ class Demonstrations:
                 the last of them.
             PoisonSample: The environment failed; or the chat template refuses the conversation.
         """
-        answers = answers_of(row, key=self._config.warm_start.answers_key)
-        references = [self._library.admit(item) for item in row.media]
-        media = [self._library.processed(reference) for reference in references]
-        task = Task(
-            messages=with_media(row.messages, references),
+        answers = read_assistant_turns(row, key=self._config.sft_warmup.assistant_turns_key)
+        references = [self._library.add(item) for item in row.media]
+        media = [self._library.load(reference) for reference in references]
+        task = EnvironmentContext(
+            messages=insert_media(row.messages, references),
             answer=row.answer,
             metadata=row.metadata,
             tools=row.tools,
@@ -83,7 +83,7 @@ class Demonstrations:
             if (said := self._said(task, turns)) is None:
                 raise ConfigError(
                     f"the environment ends the sample at answer {number} of {len(answers)}: "
-                    f"{answers}; see warm_start.answers_key"
+                    f"{answers}; see sft_warmup.assistant_turns_key"
                 )
             reply = self._renderer.reply_tokens(
                 (*task.messages, *turns[:-1]), said.message, tools=task.tools
@@ -96,20 +96,20 @@ class Demonstrations:
             prompt, np.concatenate(pieces), np.concatenate(chosen), tuple(media)
         )
 
-    def _said(self, task: Task, turns: Sequence[ChatMessage]) -> Said | None:
+    def _said(self, task: EnvironmentContext, turns: Sequence[ChatMessage]) -> Said | None:
         if self._pool is None:
             return None
         answered: queue.SimpleQueue[Future[Said | None]] = queue.SimpleQueue()
-        self._pool.ask("of the warm start", task, turns, on_answer=answered.put)
+        self._pool.ask("of the SFT warm-up", task, turns, on_answer=answered.put)
         return answered.get().result()
 
 
-def answers_of(row: PromptRow, *, key: str) -> list[str]:
+def read_assistant_turns(row: PromptRow, *, key: str) -> list[str]:
     """Return what a policy that does well would say to a row, answer by answer.
 
     Args:
         row: Brings its reference answer, and perhaps a list of answers in its metadata.
-        key: Of that list, see `warm_start.answers_key`; empty for the reference answer alone.
+        key: Of that list, see `sft_warmup.assistant_turns_key`; empty for the reference answer alone.
     Raises:
         ConfigError: There is no list of texts of that name.
     """
@@ -121,6 +121,6 @@ def answers_of(row: PromptRow, *, key: str) -> list[str]:
         or not answers
         or not all(isinstance(answer, str) for answer in answers)
     ):
-        rule = "it must be a list of answers: set warm_start.answers_key to a column that holds one"
+        rule = "it must be a list of answers: set sft_warmup.assistant_turns_key to a column that holds one"
         raise ConfigError(f"a row's metadata has {key} = {str(answers)[:80]!r}; {rule}")
     return answers

@@ -13,9 +13,9 @@ from relax_events.config import BrokerConfig, RunConfig, load_run_config
 from relax_events.errors import BrokerUnavailable, ConfigError
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.credentials import as_principal
+from relax_events.kafka.credentials import apply_principal
 from relax_events.kafka.embedded import EmbeddedBroker
-from relax_events.session.broker_address import ANSWER_SECONDS, EMBEDDED, OPERATOR, keep_up, reached
+from relax_events.session.broker_address import ANSWER_SECONDS, EMBEDDED, OPERATOR, keep_running, with_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Cluster:
     run_file: RunConfig | None = None
 
     @classmethod
-    def named(cls, *, config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
+    def from_options(cls, *, config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
         """Return the broker that a command's options name.
 
         Raises:
@@ -41,13 +41,13 @@ class Cluster:
                 "broker each; give one of them"
             )
         if config is not None:
-            return cls.of(load_run_config(config))
+            return cls.from_run_file(load_run_config(config))
         return cls(BrokerConfig(bootstrap_servers=bootstrap_servers or EMBEDDED), directory)
 
     @classmethod
-    def of(cls, run_file: RunConfig) -> Cluster:
+    def from_run_file(cls, run_file: RunConfig) -> Cluster:
         """Return the broker of a run, for its operator."""
-        return cls(as_principal(run_file, OPERATOR).broker, run_file.run.directory, run_file)
+        return cls(apply_principal(run_file, OPERATOR).broker, run_file.run.directory, run_file)
 
     @property
     def _embedded(self) -> EmbeddedBroker | None:
@@ -58,7 +58,7 @@ class Cluster:
         )
 
     @property
-    def reached(self) -> BrokerConfig:
+    def broker_with_address(self) -> BrokerConfig:
         """The broker table, with the address of an embedded broker filled in and where its password
         lies.
 
@@ -69,7 +69,7 @@ class Cluster:
         return (
             self.broker
             if embedded is None
-            else reached(self.broker, embedded.bootstrap_servers, embedded.password_file)
+            else with_address(self.broker, embedded.bootstrap_servers, embedded.password_file)
         )
 
     def connection(self, *, name: str) -> Connection:
@@ -79,11 +79,11 @@ class Cluster:
             BrokerUnavailable: It does not run or does not answer; the text says where and what to
                 do.
         """
-        broker = self.reached
+        broker = self.broker_with_address
         run_id = (
             self.run_file.run.id if self.run_file else "relax"
         )  # of a secured run, whose rights end with its prefix
-        connection = Connection.of(broker, client_id=f"{run_id}.{name}")
+        connection = Connection.from_config(broker, client_id=f"{run_id}.{name}")
         Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, broker.request_timeout_seconds))
         return connection
 
@@ -104,5 +104,5 @@ class Cluster:
                 f"no broker was ever started in {embedded.directory}, so there is no run to look at"
             )
             raise BrokerUnavailable(f"{rule}; give --directory, --bootstrap-servers or a run file")
-        with keep_up(embedded, by=by):
+        with keep_running(embedded, by=by):
             yield

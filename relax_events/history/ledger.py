@@ -37,7 +37,7 @@ from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.corruption import damage_error
 from relax_events.kafka.records import Record
 from relax_events.projections.ledger import Ledger
-from relax_events.projections.purged_ranges import PurgedLog
+from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.runtime.parent_run import SourceRun
 from relax_events.staleness import is_guest
 from relax_events.topics import TopicPlan
@@ -54,16 +54,16 @@ REST = 2**62
 """Stands for the version behind the last block."""
 # every stream begins with a new assignment, which would wait for the last request of the one before
 FETCH_WAIT_MS = 10
-DECISIONS = ("control.policy-versions", "control.train-steps", "control.group-outcomes")
+DECISION_TOPICS = ("control.policy-versions", "control.train-steps", "control.group-outcomes")
 
-Place = tuple[str, int]
-Span = tuple[int, int]
+TopicPartition = tuple[str, int]
+OffsetRange = tuple[int, int]
 
 
-class Ends(Protocol):
+class OffsetReader(Protocol):
     """Tells the oldest and the next offset of a partition."""
 
-    def watermarks(self, topic: str, partition: int) -> Span:
+    def watermarks(self, topic: str, partition: int) -> OffsetRange:
         """Ask the broker."""
 
 
@@ -75,10 +75,10 @@ def read_ledger(config: RunConfig) -> Ledger:
             nothing can be proved.
         ConfigError: The broker has no topics of this run.
     """
-    connection = Connection.of(config.broker, client_id=f"{config.run.id}.ledger")
+    connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.ledger")
     admin = Admin(connection)
     try:
-        if not admin.topics(TopicPlan.topic_of(config.run.id, "control.schemas")):
+        if not admin.topics(TopicPlan.build_topic_name(config.run.id, "control.schemas")):
             raise ConfigError(
                 f"the broker has no topics of a run {config.run.id!r}; see run.id and "
                 "broker.bootstrap_servers"
@@ -92,14 +92,14 @@ def read_ledger(config: RunConfig) -> Ledger:
         reader.close()
 
 
-def between_commits(reader: Ends, decisions: Sequence[Place]) -> dict[Place, Span]:
+def stable_ranges(reader: OffsetReader, decisions: Sequence[TopicPartition]) -> dict[TopicPartition, OffsetRange]:
     """Return spans of these topics that end all before or all after any commit of the trainer's,
     while it goes on.
 
     A step's records become visible together, but ends are asked for one after the other: so again
     until none has moved meanwhile.
     """
-    seen: dict[Place, Span] = {}
+    seen: dict[TopicPartition, OffsetRange] = {}
     while (spans := {place: (0, reader.watermarks(*place)[1]) for place in decisions}) != seen:
         seen = spans
     return spans
@@ -113,13 +113,13 @@ class LedgerReader:
             config,
             reader,
             EventCodec(),
-            TopicPlan.of(config),
+            TopicPlan.from_config(config),
         )
         self._unreadable: Counter[str] = Counter()
-        own = [(TopicPlan.topic_of(config.run.id, entity), 0) for entity in DECISIONS]
+        own = [(TopicPlan.build_topic_name(config.run.id, entity), 0) for entity in DECISION_TOPICS]
         self._versions_place, self._steps_place, self._ends_place = own
         self._is_decision = frozenset(own)
-        self._spans = between_commits(reader, own)
+        self._spans = stable_ranges(reader, own)
         scores = ("reward.scores",) if config.algorithm.has_rewards else ()
         entities = () if config.is_replay else ("rollout.samples", *scores, *TRAINER_INPUTS)
         self._samples = [
@@ -140,20 +140,20 @@ class LedgerReader:
             place: reader.watermarks(*place) for place in [*queue, *self._samples]
         }  # what was decided on was written before
         self._read_up_to = {place: span[0] for place, span in self._spans.items()}
-        self._stamps: dict[Place, int] = {}
-        self._starts: dict[int, dict[Place, int]] = {}
+        self._stamps: dict[TopicPartition, int] = {}
+        self._starts: dict[int, dict[TopicPartition, int]] = {}
         begins = {
-            (self._plan.entity(topic), partition): self._spans[topic, partition][0]
+            (self._plan.parse_entity(topic), partition): self._spans[topic, partition][0]
             for topic, partition in [*queue, *self._samples]
         }
         self._ledger = Ledger(
             config.run.max_staleness,
             first_version=config.first_version,
             last_version=config.last_version,
-            in_order=config.run.batch_order == "in_order",
+            in_order=config.run.sample_order == "fifo",
             has_rewards=config.algorithm.has_rewards,
-            purged=None if config.is_replay else PurgedLog(self._plan, begins),
-            of_replay=config.is_replay,
+            purged=None if config.is_replay else PurgedRanges(self._plan, begins),
+            is_replay=config.is_replay,
         )
         self._weights = StoredWeights(config)
         self._source = _source_steps(config, connection) if config.is_replay else iter(())
@@ -161,7 +161,7 @@ class LedgerReader:
     def read(self) -> Ledger:
         """Read everything, block by block."""
         for record in self._reader.read_to_end(
-            [(TopicPlan.topic_of(self._config.run.id, "control.schemas"), 0)]
+            [(TopicPlan.build_topic_name(self._config.run.id, "control.schemas"), 0)]
         ):
             if record.value:
                 self._learn(record)
@@ -173,7 +173,7 @@ class LedgerReader:
             self._read_source(below)
             self._read_until([self._steps_place], below - 1, chunk=LARGE_CHUNK_RECORDS)
             self._read_until([self._ends_place], below, chunk=CHUNK_RECORDS)
-            self._ledger.settle(below)
+            self._ledger.finalize(below)
         self._weights.check(self._ledger)
         if self._unreadable:
             log.warning("records.unreadable", **dict(sorted(self._unreadable.items())))
@@ -184,7 +184,7 @@ class LedgerReader:
             self._codec.learn(record.value, key=record.key)
         except SchemaError as error:
             self._unreadable[record.topic] += 1
-            log.debug("record.unreadable", place=record.place, error=str(error))
+            log.debug("record.unreadable", place=record.location, error=str(error))
 
     def _is_read(self) -> bool:
         return all(
@@ -220,11 +220,11 @@ class LedgerReader:
     def _num_records(self, below: int) -> int:
         return sum(stop - self._read_up_to[place] for place, stop in self._stops(below).items())
 
-    def _stops(self, below: int) -> dict[Place, int]:
+    def _stops(self, below: int) -> dict[TopicPartition, int]:
         """Return, for each sample partition, where records of versions from `below` on begin; its
         end where there are none.
         """
-        starts: dict[Place, int] = {}
+        starts: dict[TopicPartition, int] = {}
         for version in sorted(version for version in self._starts if version >= below):
             if len(starts) == len(self._samples):
                 break
@@ -248,11 +248,11 @@ class LedgerReader:
 
     def _read_source(self, below: int) -> None:
         for step in self._source:
-            self._ledger.note_source(step)
+            self._ledger.apply_parent_step(step)
             if step.train_step >= below:
                 return
 
-    def _read_until(self, places: Sequence[Place], stamp: int, *, chunk: int) -> None:
+    def _read_until(self, places: Sequence[TopicPartition], stamp: int, *, chunk: int) -> None:
         """Read these partitions on until the newest record of each is stamped with this number, or
         they end.
         """
@@ -263,12 +263,12 @@ class LedgerReader:
         }:
             self._feed(spans)
 
-    def _is_behind(self, place: Place, stamp: int) -> bool:
+    def _is_behind(self, place: TopicPartition, stamp: int) -> bool:
         return (
             self._stamps.get(place, -1) < stamp and self._read_up_to[place] < self._spans[place][1]
         )
 
-    def _feed(self, stops: Mapping[Place, int]) -> None:
+    def _feed(self, stops: Mapping[TopicPartition, int]) -> None:
         spans = {
             place: (self._read_up_to[place], stop)
             for place, stop in stops.items()
@@ -286,20 +286,20 @@ class LedgerReader:
         if record.is_damaged:
             if place in self._is_decision:
                 raise damage_error(record.topic, record.partition, record.offset)
-            self._ledger.note_damaged(at, key=record.key)
+            self._ledger.mark_damaged(at, key=record.key)
             return
         try:
             event = self._codec.decode(record.value)
         except (CorruptRecord, SchemaError) as error:
-            self._ledger.note_unreadable()
+            self._ledger.count_unreadable()
             self._unreadable[record.topic] += 1
-            log.debug("record.unreadable", place=record.place, error=str(error))
+            log.debug("record.unreadable", place=record.location, error=str(error))
             return
-        self._ledger.note(event, at)
-        self._weights.note(event)
+        self._ledger.apply(event, at)
+        self._weights.apply(event)
         self._note_stamp(place, event)
 
-    def _note_stamp(self, place: Place, event: Event) -> None:
+    def _note_stamp(self, place: TopicPartition, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):
             starts = {(start.topic, start.partition): start.offset for start in event.start_offsets}
             self._starts[event.policy_version] = {
@@ -316,7 +316,7 @@ class LedgerReader:
 
 def _source_steps(config: RunConfig, connection: Connection) -> Iterator[TrainStepCommitted]:
     """Give the steps of the source that a replay trains."""
-    until = config.source.until_version
-    for step in SourceRun.read(connection, config.source.run).steps():
+    until = config.parent.until_version
+    for step in SourceRun.read(connection, config.parent.run).steps():
         if config.first_version <= step.train_step and (until < 0 or step.train_step < until):
             yield step

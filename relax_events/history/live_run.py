@@ -17,9 +17,9 @@ from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded, WorkerBeat
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
-from relax_events.projections.run_state import FOLLOWED, RunState
+from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.runtime.control_view import ControlFollower
 from relax_events.topics import TopicPlan
 
@@ -33,12 +33,12 @@ def silent_micros(config: RunConfig) -> int:
     """
     workers = config.workers
     return int(
-        min(workers.hung_seconds, max(SILENT_SECONDS, SILENT_HEARTBEATS * workers.beat_seconds))
+        min(workers.heartbeat_timeout_seconds, max(SILENT_SECONDS, SILENT_HEARTBEATS * workers.heartbeat_seconds))
         * 1e6
     )
 
 
-class RunWatch(AbstractContextManager["RunWatch"]):
+class RunFollower(AbstractContextManager["RunWatch"]):
     """Follows a run while it is entered. `state` is that of the log; look at it under `lock`."""
 
     def __init__(self, config: RunConfig, *, name: str) -> None:
@@ -49,16 +49,16 @@ class RunWatch(AbstractContextManager["RunWatch"]):
             name: Tells our clients apart in the broker's log.
         """
         self.config, self.state = config, RunState()
-        self.connection = Connection.of(config.broker, client_id=f"{config.run.id}.{name}")
+        self.connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.{name}")
         self._codec = open_codec(config.broker)
         self.lock = threading.Condition()
         self._follower: ControlFollower | None = None
 
     def __enter__(self) -> Self:
         self._follower = ControlFollower(
-            self.connection, TopicPlan.of(self.config), self._codec, also=FOLLOWED
+            self.connection, TopicPlan.from_config(self.config), self._codec, also=RUN_STATE_TOPICS
         )
-        self._follower.start(self._note)
+        self._follower.start(self._apply)
         return self
 
     def __exit__(
@@ -70,9 +70,9 @@ class RunWatch(AbstractContextManager["RunWatch"]):
         if self._follower is not None:
             self._follower.close()
 
-    def _note(self, event: Event) -> None:
+    def _apply(self, event: Event) -> None:
         with self.lock:
-            self.state.note(event)
+            self.state.apply(event)
             self.lock.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], *, timeout_seconds: float) -> bool:
@@ -91,8 +91,8 @@ class RunWatch(AbstractContextManager["RunWatch"]):
         with closing(RecordProducer(self.connection)) as producer:
             producer.write(
                 [
-                    OutRecord(
-                        TopicPlan.of(self.config).topic("control.commands"),
+                    ProducerRecord(
+                        TopicPlan.from_config(self.config).topic("control.commands"),
                         self._codec.encode(command),
                     )
                 ]
@@ -110,7 +110,7 @@ class RunWatch(AbstractContextManager["RunWatch"]):
         }
 
     @property
-    def standing(self) -> str:
+    def status(self) -> str:
         """`ended`, `running` or `interrupted`; hold the lock."""
         if self.state.ended is not None:
             return "ended"
@@ -118,7 +118,7 @@ class RunWatch(AbstractContextManager["RunWatch"]):
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopResult:
     """What came of asking a run to stop.
 
     Attributes:
@@ -129,27 +129,27 @@ class Stop:
     """
 
     run_id: str
-    standing: str
+    status: str
     num_steps: int
-    stopped: list[str]
-    left: list[str]
+    drained: list[str]
+    not_drained: list[str]
     seconds: float
 
     @property
     def text(self) -> str:
         """Say it to a person."""
-        if self.standing == "ended":
+        if self.status == "ended":
             return f"run {self.run_id} has ended already, at step {self.num_steps}"
-        if self.standing == "interrupted":
+        if self.status == "interrupted":
             return f"no worker of run {self.run_id} is alive; it stands at step {self.num_steps}"
         done = (
-            f"run {self.run_id} was stopped at step {self.num_steps}: {len(self.stopped)} "
+            f"run {self.run_id} was stopped at step {self.num_steps}: {len(self.drained)} "
             f"workers drained within {self.seconds:.0f} s"
         )
-        return f"{done}; {', '.join(self.left)} did not" if self.left else done
+        return f"{done}; {', '.join(self.not_drained)} did not" if self.not_drained else done
 
 
-def stop_run(config: RunConfig, *, timeout_seconds: float) -> Stop:
+def stop_run(config: RunConfig, *, timeout_seconds: float) -> StopResult:
     """Ask all workers of a run to drain, wherever they run, and wait for it; the same `relax run`
     resumes the run.
 
@@ -160,9 +160,9 @@ def stop_run(config: RunConfig, *, timeout_seconds: float) -> Stop:
         BrokerError: The log can't be read or written.
     """
     started = time.monotonic()
-    with RunWatch(config, name="stop") as watch:
+    with RunFollower(config, name="stop") as watch:
         with watch.lock:
-            standing, alive = watch.standing, set(watch.alive())
+            standing, alive = watch.status, set(watch.alive())
         if standing == "running":
             watch.send(
                 RunCommanded(
@@ -170,10 +170,10 @@ def stop_run(config: RunConfig, *, timeout_seconds: float) -> Stop:
                     reason="relax runs stop asked for it; the same relax run resumes it",
                 )
             )
-            watch.wait_for(lambda: not _left(watch, alive), timeout_seconds=timeout_seconds)
+            watch.wait_for(lambda: not _not_stopped(watch, alive), timeout_seconds=timeout_seconds)
         with watch.lock:
-            left = _left(watch, alive) if standing == "running" else set[str]()
-            return Stop(
+            left = _not_stopped(watch, alive) if standing == "running" else set[str]()
+            return StopResult(
                 config.run.id,
                 standing,
                 watch.state.num_steps,
@@ -183,5 +183,5 @@ def stop_run(config: RunConfig, *, timeout_seconds: float) -> Stop:
             )
 
 
-def _left(watch: RunWatch, workers: set[str]) -> set[str]:
+def _not_stopped(watch: RunFollower, workers: set[str]) -> set[str]:
     return {name for name in workers if watch.state.workers[name].state is not WorkerState.STOPPED}

@@ -24,22 +24,22 @@ from relax_events.session.broker_address import open_admin, require_run
 from relax_events.topics import TopicPlan
 from relax_events.topics.contents import belongs_on
 
-Place = tuple[str, int]
-Span = tuple[int, int]
+TopicPartition = tuple[str, int]
+OffsetRange = tuple[int, int]
 EventT = TypeVar("EventT", bound=Event)
-NUM_NAMED = 16
+MAX_NAMED = 16
 # every stream begins with a new assignment, which would wait for the last request of the one before
 FETCH_WAIT_MS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Found(Generic[EventT]):
+class DecodedRecord(Generic[EventT]):
     """An event and its record's place; `written_at` is the broker's time, in milliseconds since the
     epoch.
     """
 
     event: EventT
-    place: str
+    position: str
     written_at: int
 
 
@@ -53,7 +53,7 @@ class Unreadable:
     def add(self, place: str, error: Exception) -> None:
         """Note a record."""
         self.count += 1
-        if len(self.named) < NUM_NAMED:
+        if len(self.named) < MAX_NAMED:
             self.named.append(f"{place}: {error}")
 
 
@@ -70,15 +70,15 @@ class RunLog(AbstractContextManager["RunLog"]):
             BrokerUnavailable: No broker answered.
             ConfigError: The broker has no topics of this run.
         """
-        self.config, self.plan, self.codec = config, TopicPlan.of(config), EventCodec()
+        self.config, self.plan, self.codec = config, TopicPlan.from_config(config), EventCodec()
         self.unreadable = Unreadable()
         self._admin = open_admin(config, name=name)
         self.topics = frozenset(self._admin.topics(self.plan.topic("")))
         require_run(config, self.topics)
-        self.connection = Connection.of(config.broker, client_id=f"{config.run.id}.{name}")
+        self.connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.{name}")
         self._readers: list[LogReader] = []
         self._idle: list[LogReader] = []
-        self._seen_ends: dict[Place, int] = {}
+        self._seen_ends: dict[TopicPartition, int] = {}
         self._learn_schemas(config.run.id)
         self.versions = self._read_versions(config.run.id)
         self._owning_versions = self.versions
@@ -87,7 +87,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         ):  # a replay's samples are another run's, and lie where that run's versions say
             self._learn_schemas(self.plan.source_run_id)
             self._owning_versions = self._read_versions(self.plan.source_run_id)
-        self._ends: dict[str, Found[PromptGroupEnded]] | None = None
+        self._outcomes: dict[str, DecodedRecord[PromptGroupEnded]] | None = None
 
     def __exit__(
         self,
@@ -105,29 +105,43 @@ class RunLog(AbstractContextManager["RunLog"]):
         return max(self.versions, default=-1)
 
     @property
-    def ends(self) -> Mapping[str, Found[PromptGroupEnded]]:
+    def outcomes(self) -> Mapping[str, DecodedRecord[PromptGroupEnded]]:
         """How each prompt group ended, by id."""
-        if self._ends is None:
-            self._ends = {}
-            for found in self.control("control.group-outcomes", PromptGroupEnded):
-                self._ends.setdefault(found.event.prompt_group_id, found)
-        return self._ends
+        if self._outcomes is None:
+            self._outcomes = {}
+            for found in self.read_control("control.group-outcomes", PromptGroupEnded):
+                self._outcomes.setdefault(found.event.prompt_group_id, found)
+        return self._outcomes
 
-    def control(self, entity: str, kind: type[EventT]) -> Iterator[Found[EventT]]:
+    def read_control(self, entity: str, kind: type[EventT]) -> Iterator[DecodedRecord[EventT]]:
         """Give the events of a control topic, in log order."""
-        yield from self.found(self.whole(entity, range(1)), kind)
+        yield from self.read(self.full_ranges(entity, range(1)), kind)
 
-    def whole(self, entity: str, partitions: Iterable[int]) -> dict[Place, Span]:
+    def read_control_events(self, *entities: str) -> Iterator[Event]:
+        """Read the events of these control topics of the run, one topic after the other.
+
+        Publications come in the order of their versions, as they were read at the start.
+        """
+        for entity in filter(self.plan.has, entities):
+            if entity == "control.policy-versions":
+                yield from (self.versions[version].event for version in sorted(self.versions))
+            else:
+                for record in self.records(self._control_spans(self.plan.run_id, entity)):
+                    event = self.decode(record)
+                    if event is not None and belongs_on(entity, event):
+                        yield event
+
+    def full_ranges(self, entity: str, partitions: Iterable[int]) -> dict[TopicPartition, OffsetRange]:
         """Return the spans of all that these partitions of a topic hold; they begin at 0, or at the
         oldest record that is left.
         """
         topic = self.plan.topic(entity)
         return {
             place: (0, end)
-            for place, end in self._ends_of((topic, partition) for partition in partitions).items()
+            for place, end in self._end_offsets((topic, partition) for partition in partitions).items()
         }
 
-    def spans(self, entity: str, versions: range, *, shard: int | None = None) -> dict[Place, Span]:
+    def offset_ranges(self, entity: str, versions: range, *, shard: int | None = None) -> dict[TopicPartition, OffsetRange]:
         """Return where the records of these versions lie on a sample topic.
 
         What was written for a version after its slot had passed on lies among the next owner's
@@ -142,12 +156,12 @@ class RunLog(AbstractContextManager["RunLog"]):
         owners = {
             place: ends
             for place, ends in self._owners(versions).items()
-            if shard is None or place % self.plan.shards == shard
+            if shard is None or place % self.plan.partitions_per_version == shard
         }
         successors = {
             partition: last + self.plan.num_slots for partition, (_, last) in owners.items()
         }
-        ends = self._ends_of(
+        ends = self._end_offsets(
             (topic, partition)
             for partition, successor in successors.items()
             if successor not in self._owning_versions
@@ -158,9 +172,9 @@ class RunLog(AbstractContextManager["RunLog"]):
             stop = (
                 ends[place]
                 if place in ends
-                else self._start(topic, partition, successors[partition])
+                else self._start_offset(topic, partition, successors[partition])
             )
-            spans[place] = (self._start(topic, partition, first), stop)
+            spans[place] = (self._start_offset(topic, partition, first), stop)
         return spans
 
     def _owners(self, versions: range) -> dict[int, tuple[int, int]]:
@@ -172,9 +186,9 @@ class RunLog(AbstractContextManager["RunLog"]):
                     owners[partition] = (owners.get(partition, (version, version))[0], version)
         return owners
 
-    def _start(self, topic: str, partition: int, version: int) -> int:
+    def _start_offset(self, topic: str, partition: int, version: int) -> int:
         wanted = (
-            self.plan.entity(topic),
+            self.plan.parse_entity(topic),
             partition,
         )  # a run that was imported under another id has the offsets, not the name
         events = [
@@ -187,12 +201,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             (
                 place.offset
                 for place in offsets
-                if (self.plan.entity(place.topic), place.partition) == wanted
+                if (self.plan.parse_entity(place.topic), place.partition) == wanted
             ),
             0,
         )
 
-    def _ends_of(self, places: Iterable[Place]) -> dict[Place, int]:
+    def _end_offsets(self, places: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return where partitions ended when they were first asked for."""
         wanted = list(places)
         self._seen_ends |= self._admin.end_offsets(
@@ -200,7 +214,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         )
         return {place: self._seen_ends[place] for place in wanted}
 
-    def records(self, spans: Mapping[Place, Span]) -> Iterator[Record]:
+    def records(self, spans: Mapping[TopicPartition, OffsetRange]) -> Iterator[Record]:
         """Give the records of these spans, in order per partition."""
         with self._reader() as reader:
             yield from reader.stream(spans)
@@ -217,18 +231,18 @@ class RunLog(AbstractContextManager["RunLog"]):
         finally:
             self._idle.append(reader)
 
-    def found(self, spans: Mapping[Place, Span], kind: type[EventT]) -> Iterator[Found[EventT]]:
+    def read(self, spans: Mapping[TopicPartition, OffsetRange], kind: type[EventT]) -> Iterator[DecodedRecord[EventT]]:
         """Give the events of a kind in these spans; what can't be decoded is counted as
         unreadable.
         """
         for record in self.records(spans):
             event = self.decode(record)
-            if isinstance(event, kind) and belongs_on(self.plan.entity(record.topic), event):
-                yield Found(event, record.place, record.timestamp_ms)
+            if isinstance(event, kind) and belongs_on(self.plan.parse_entity(record.topic), event):
+                yield DecodedRecord(event, record.location, record.timestamp_ms)
 
-    def exactly(
+    def read_at(
         self, entity: str, places: Iterable[tuple[int, int]], kind: type[EventT]
-    ) -> list[Found[EventT]]:
+    ) -> list[DecodedRecord[EventT]]:
         """Return the events of a kind at these (partition, offset) places of a topic, in the
         places' order.
 
@@ -237,31 +251,31 @@ class RunLog(AbstractContextManager["RunLog"]):
         """
         wanted = list(places)
         with self._reader() as reader:
-            records = reader.read_exactly(self.plan.topic(entity), wanted)
+            records = reader.read_at(self.plan.topic(entity), wanted)
         events = ((records[place], self.decode(records[place])) for place in wanted)
         return [
-            Found(event, record.place, record.timestamp_ms)
+            DecodedRecord(event, record.location, record.timestamp_ms)
             for record, event in events
             if isinstance(event, kind)
         ]
 
-    def at(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+    def read_records_at(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
         """Return the records at these (partition, offset) places of a topic, given with its full
         name; raises as `exactly`.
         """
         with self._reader() as reader:
-            return reader.read_exactly(topic, set(places))
+            return reader.read_at(topic, set(places))
 
     def decode(self, record: Record) -> Event | None:
         """Return a record's event; None for what can't be decoded, which is counted and named."""
         try:
             return self.codec.decode(record.value)
         except (CorruptRecord, SchemaError) as error:
-            self.unreadable.add(record.place, error)
+            self.unreadable.add(record.location, error)
             return None
 
     def follow(
-        self, starts: Mapping[Place, int], *, turn_seconds: float = 0.5
+        self, starts: Mapping[TopicPartition, int], *, turn_seconds: float = 0.5
     ) -> Iterator[Record | None]:
         """Give records as they come, for ever; None when nothing came for a turn, so that the
         caller can look at the clock.
@@ -271,16 +285,16 @@ class RunLog(AbstractContextManager["RunLog"]):
             while True:
                 yield from reader.fetch(timeout_seconds=turn_seconds) or (None,)
 
-    def _read_versions(self, run_id: str) -> dict[int, Found[PolicyVersionPublished]]:
+    def _read_versions(self, run_id: str) -> dict[int, DecodedRecord[PolicyVersionPublished]]:
         spans = self._control_spans(run_id, "control.policy-versions")
         return {
-            found.event.policy_version: found for found in self.found(spans, PolicyVersionPublished)
+            found.event.policy_version: found for found in self.read(spans, PolicyVersionPublished)
         }
 
-    def _control_spans(self, run_id: str, entity: str) -> dict[Place, Span]:
+    def _control_spans(self, run_id: str, entity: str) -> dict[TopicPartition, OffsetRange]:
         return {
             place: (0, end)
-            for place, end in self._ends_of([(self.plan.topic_of(run_id, entity), 0)]).items()
+            for place, end in self._end_offsets([(self.plan.build_topic_name(run_id, entity), 0)]).items()
         }
 
     def _learn_schemas(self, run_id: str) -> None:
@@ -289,4 +303,4 @@ class RunLog(AbstractContextManager["RunLog"]):
                 try:
                     self.codec.learn(record.value, key=record.key)
                 except SchemaError as error:
-                    self.unreadable.add(record.place, error)
+                    self.unreadable.add(record.location, error)

@@ -28,12 +28,12 @@ class StoredWeights:
         self._artifacts: dict[int, ObjectRef] = {}
         self._digests: dict[int, bytes] = {}
         try:
-            self._store = ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from)
+            self._store = ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases)
             self._stored = frozenset(self._store.list(PREFIX))
         except (ConfigError, ObjectError) as error:
             self._failure = str(error)
 
-    def note(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Take in what was published or committed of a version that is in the store."""
         if isinstance(event, PolicyVersionPublished) and self._is_stored(event.artifact):
             self._artifacts[event.policy_version] = event.artifact
@@ -49,7 +49,7 @@ class StoredWeights:
     def check(self, ledger: Ledger) -> None:
         """Read the manifests and note in the ledger what does not fit."""
         if self._failure:
-            ledger.add_unproven(
+            ledger.add_unverified(
                 f"{{}} object store holds the weights as published ({self._failure})", 1
             )
         for version, artifact in self._artifacts.items():

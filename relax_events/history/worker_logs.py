@@ -57,7 +57,7 @@ class LogParser:
         """Begin at the beginning of a log, or anywhere in it."""
         self._worker, self._at = worker, ""
 
-    def line(self, raw: bytes) -> LogLine | None:
+    def parse_line(self, raw: bytes) -> LogLine | None:
         """Return a line; None for an empty one."""
         text = raw[: 4 * MAX_LINE].decode(errors="replace").rstrip("\r\n")
         if not text.strip():
@@ -139,7 +139,7 @@ def _lines_of(name: str, path: Path, *, end: int | None) -> Iterator[LogLine]:
             position += len(raw)
             if end is not None and position > end:
                 return
-            if (line := parser.line(raw)) is not None:
+            if (line := parser.parse_line(raw)) is not None:
                 yield line
 
 
@@ -156,7 +156,7 @@ def _end_of_last_line(path: Path) -> int:
     return 0
 
 
-def severe(lines: Iterable[LogLine], level: str) -> Iterator[LogLine]:
+def filter_by_level(lines: Iterable[LogLine], level: str) -> Iterator[LogLine]:
     """Leave out log events below a level; lines that are none stay, since a traceback is one of
     them.
     """
@@ -180,7 +180,7 @@ class LogTail:
         """
         self._folder, self._workers = folder, tuple(workers)
         self._parsers: dict[str, LogParser] = {}
-        self._watch = _watched(folder)
+        self._watch = _open_watch(folder)
         self.ends: dict[str, int] = {
             name: _end_of_last_line(path) for name, path in log_files(folder, workers).items()
         }
@@ -206,7 +206,7 @@ class LogTail:
                 if not raw.endswith(b"\n"):
                     break  # the rest of it is yet to be written
                 self.ends[name] = self.ends.get(name, 0) + len(raw)
-                if (line := parser.line(raw)) is not None:
+                if (line := parser.parse_line(raw)) is not None:
                     yield line
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class LogTail:
         os.close(self._watch)
 
 
-def _watched(folder: Path) -> int:
+def _open_watch(folder: Path) -> int:
     """Return a descriptor that can be read whenever a file in the folder is new or has grown
     (inotify).
     """

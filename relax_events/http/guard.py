@@ -30,7 +30,7 @@ LENGTH = re.compile("[0-9]{1,18}")
 DENIED = "no token, or the wrong one; send `Authorization: Bearer TOKEN`"
 
 
-class Guard:
+class RequestGuard:
     """An ASGI application before another one."""
 
     def __init__(
@@ -69,11 +69,11 @@ class Guard:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
-        refusal = self._refusal(headers)
+        refusal = self._find_refusal(headers)
         body = b""
         if refusal is None:
             try:
-                body = await asyncio.wait_for(self._body(receive), self._body_seconds)
+                body = await asyncio.wait_for(self._read_body(receive), self._body_seconds)
             except TimeoutError:
                 refusal = 408, f"the body did not arrive within {self._body_seconds:g} s"
             except _TooLargeError:
@@ -81,11 +81,11 @@ class Guard:
         if refusal is not None:
             await self._refuse(send, *refusal)
             return
-        await self._app(scope, _handed_on(body, receive), send)
+        await self._app(scope, _replay_body(body, receive), send)
 
-    def _refusal(self, headers: Mapping[str, str]) -> tuple[int, str] | None:
+    def _find_refusal(self, headers: Mapping[str, str]) -> tuple[int, str] | None:
         host = headers.get("host", "")
-        if self._hosts is not None and _name_of(host) not in self._hosts:
+        if self._hosts is not None and _parse_host_name(host) not in self._hosts:
             return (
                 421,
                 (
@@ -109,7 +109,7 @@ class Guard:
             return 413, f"the body has {int(length)} bytes, at most {self._max_body_bytes} may be"
         return None
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _read_body(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
@@ -139,14 +139,14 @@ class _TooLargeError(Exception):
     """A body is."""
 
 
-def _name_of(host: str) -> str:
+def _parse_host_name(host: str) -> str:
     """Return the name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower()
 
 
-def _handed_on(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     """Give a body that was read once more, and behind it what else happens to the connection."""
     is_given = False
 
@@ -160,7 +160,7 @@ def _handed_on(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def server_settings(app: App, *, max_connections: int = MAX_CONNECTIONS, **settings: Any) -> Any:
+def build_server_config(app: App, *, max_connections: int = MAX_CONNECTIONS, **settings: Any) -> Any:
     """Return uvicorn's configuration for a guarded application: bounded connections, and a deadline
     for the head of a request.
     """

@@ -12,7 +12,7 @@ PACKAGES = ("fastapi", "uvicorn")
 """What our APIs are made with; the extra `api` installs them."""
 
 
-def missing_package() -> str:
+def find_missing_package() -> str:
     """Return a package of the extra `api` that is not installed; empty where all are."""
     return next((name for name in PACKAGES if importlib.util.find_spec(name) is None), "")
 
@@ -41,7 +41,7 @@ def open_listener(host: str, port: int, *, remedies: tuple[str, str], what: str)
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def build_url(listener: socket.socket) -> str:
     """Give the address that a socket is bound to, as callers write it."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -11,7 +11,7 @@ class TextHandler(BaseHTTPRequestHandler):
 
     timeout = 10
 
-    def answer(
+    def respond(
         self, status: int, body: bytes, *, content_type: str = "text/plain; charset=utf-8"
     ) -> None:
         """Send the whole answer."""

@@ -1,3 +1,5 @@
-"""The only place that knows confluent_kafka: producers, consumers, the share queue, transactions,
-admin; the embedded broker.
+"""Kafka clients: producers, consumers, leases, transactions, admin, security and the embedded
+broker.
+
+The only package that imports confluent_kafka.
 """

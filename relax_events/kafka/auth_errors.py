@@ -1,5 +1,6 @@
-"""Tells a broker that refuses us from one that is away: librdkafka says so in the background only,
-and lets the call time out.
+"""Distinguishes a broker that denies access from one that is down.
+
+librdkafka reports authentication and TLS errors only in the background and lets the call time out.
 """
 
 from __future__ import annotations
@@ -17,119 +18,121 @@ from relax_events.errors import AccessDenied, BrokerError
 
 PROBE_SECONDS = 3.0
 USER_REMEDY = (
-    "the broker does not know this user, or knows another password; see broker.username and "
+    "the broker does not know this user, or has another password for it; see broker.username and "
     "broker.password_file, "
-    "or bring the principals onto the broker: relax broker secure CONFIG --apply"
+    "or create the principals on the broker: relax broker secure CONFIG --apply"
 )
 LOGIN_REMEDY = (
-    "an embedded broker's password lies in its folder, name it in broker.embedded_password_file; "
+    "for an embedded broker name the password file of its folder in broker.embedded_password_file; "
     "for a cluster set broker.credentials, or broker.username with broker.password_file"
 )
 METADATA_REQUEST = bytes.fromhex("0000000e 0003 0001 00000001 ffff 00000000")
-"""Of version 1, for no topic: size, request, version, correlation id, no client id, an empty
-list."""
+"""Metadata request version 1 for no topic: size, API key, version, correlation id, no client id, an
+empty list."""
 CERTIFICATE_REMEDY = (
     "set broker.ca_file to the authority that signed the brokers' certificates, use a host "
-    "name that they hold, "
-    "and renew what expired: relax broker secure CONFIG --renew-certificates"
+    "name that they contain, and renew expired ones: relax broker secure CONFIG "
+    "--renew-certificates"
 )
 
 
-class Refusals:
-    """What the clients of one connection were refused for since they last got through. Safe to use
-    from several threads.
+class AuthFailureTracker:
+    """The authentication failures of one connection's clients since their last success.
+    Thread-safe.
 
-    A thread that works in the background and can't go on leaves the error here, and `check` raises
-    it where it is heard.
+    A background thread stores its fatal error here, and `raise_fatal` raises it in the worker's
+    main thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._latest: KafkaError | None = None
         self._since = 0.0
-        self._denied: BrokerError | None = None
+        self._fatal: BrokerError | None = None
 
-    def note(self, error: KafkaError) -> None:
-        """Take in a background error of a client."""
+    def record(self, error: KafkaError) -> None:
+        """Record a background error of a client."""
         with self._lock:
             if error.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL):
                 self._since = self._since if self._latest else time.monotonic()
                 self._latest = error
             elif "Connect to" in error.str():
-                self._latest = None  # the broker is away now, whatever it said before
+                self._latest = None  # the broker is down now, so earlier failures are outdated
 
-    def forget(self) -> None:
-        """Note that a client got through."""
+    def clear(self) -> None:
+        """Clear the failures after a client has succeeded."""
         with self._lock:
             self._latest = None
 
-    def deny(self, error: BrokerError) -> None:
-        """Leave the error that ended the work of a background thread."""
-        self._denied = error
+    def report_fatal(self, error: BrokerError) -> None:
+        """Store the error that ended a background thread."""
+        self._fatal = error
 
-    def check(self) -> None:
-        """Raise what ended the work of a background thread.
+    def raise_fatal(self) -> None:
+        """Raise the error that ended a background thread, if there is one.
 
         Raises:
-            AccessDenied: It was denied what it needs.
-            BrokerRefused: The broker has no room for it.
-            ClientFailed: Its client does nothing any more.
+            AccessDenied: The thread lacks a permission.
+            BrokerRefused: The share group is full.
+            ClientFailed: The thread's client stopped working.
         """
-        if self._denied is not None:
-            raise self._denied
+        if self._fatal is not None:
+            raise self._fatal
 
     @property
     def latest(self) -> KafkaError | None:
-        """The newest refusal; None when there is none."""
+        """The newest authentication failure, or None."""
         with self._lock:
             return self._latest
 
     @property
     def seconds(self) -> float:
-        """For how long we have been refused without getting through."""
+        """Seconds since the first failure without a success; 0 when there is none."""
         with self._lock:
             return time.monotonic() - self._since if self._latest else 0.0
 
 
-def refusal_error(
+def explain_refusal(
     what: str, error: KafkaError | None, settings: Mapping[str, Any]
 ) -> AccessDenied | None:
-    """Return the error that says why a broker refuses us; None when it is away, as far as can be
-    seen.
+    """Return the error that explains why a broker denies access, or None when the broker seems to
+    be down.
 
     Args:
-        what: What was attempted.
-        error: What a client heard, if anything.
-        settings: Of the client.
+        what: The attempted operation, for the error text.
+        error: The client's background error, if there is one.
+        settings: The client's settings.
     """
     if error is not None and error.code() == KafkaError._AUTHENTICATION:
         user = settings.get("sasl.username", "")
-        return AccessDenied(f"{what}: {error.name()} user {user!r} was not let in; {USER_REMEDY}")
+        return AccessDenied(
+            f"{what}: {error.name()} authentication of user {user!r} failed; {USER_REMEDY}"
+        )
     protocol = str(settings.get("security.protocol", "PLAINTEXT")).upper()
     speaks_tls = "SSL" in protocol
     if speaks_tls and error is None:
         return None
     for address in map(str.strip, str(settings["bootstrap.servers"]).split(",")):
-        reason = _handshake_problem(
+        reason = _find_tls_problem(
             address, speaks_tls=speaks_tls, ca_file=settings.get("ssl.ca.location")
         )
         if (
-            not reason and protocol == "PLAINTEXT" and _asks_for_login(address)
-        ):  # a broker with TLS hangs up as well, and was found before
+            not reason and protocol == "PLAINTEXT" and _requires_login(address)
+        ):  # a broker with TLS closes the connection as well, and was detected before
             reason = (
-                f"the broker at {address} lets in only clients that log in, and this one does "
-                f"not; {LOGIN_REMEDY}"
+                f"the broker at {address} requires authentication, and this client has no "
+                f"credentials; {LOGIN_REMEDY}"
             )
         if reason:
             return AccessDenied(f"{what}: {reason}")
     if error is not None and "certificate" in error.str():
         return AccessDenied(f"{what}: {error.name()} {error.str()}; {CERTIFICATE_REMEDY}")
-    return None  # a handshake that was cut off, as by a broker that restarts
+    return None  # an interrupted handshake, for example with a broker that restarts
 
 
-def _asks_for_login(address: str) -> bool:
-    """Tell whether a broker that speaks without TLS hangs up on whoever asks it something without
-    logging in first.
+def _requires_login(address: str) -> bool:
+    """Return whether a plaintext broker closes connections that send a request before
+    authenticating.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -141,9 +144,9 @@ def _asks_for_login(address: str) -> bool:
         return False
 
 
-def _handshake_problem(address: str, *, speaks_tls: bool, ca_file: str | None) -> str:
-    """Look at a broker's TLS as a client would, and say what is wrong with it; empty when nothing
-    is, or nobody is there.
+def _find_tls_problem(address: str, *, speaks_tls: bool, ca_file: str | None) -> str:
+    """Try a TLS handshake and describe what is wrong; empty when nothing is, or the broker is
+    down.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -167,7 +170,7 @@ def _handshake_problem(address: str, *, speaks_tls: bool, ca_file: str | None) -
             return (
                 ""
                 if speaks_tls
-                else f"the broker at {address} speaks TLS and this client does not; {remedy}"
+                else f"the broker at {address} uses TLS and this client does not; {remedy}"
             )
     except ssl.SSLCertVerificationError as error:
         return (
@@ -176,12 +179,12 @@ def _handshake_problem(address: str, *, speaks_tls: bool, ca_file: str | None) -
         )
     except ssl.SSLError as error:
         remedy = (
-            "leave broker.credentials and broker.username out, or use the address of its secured "
-            "listener"
+            "remove broker.credentials and broker.username, or use the address of its "
+            "secured listener"
         )
         return (
             (
-                f"the broker at {address} does not speak TLS ({error.reason}) and this client "
+                f"the broker at {address} does not use TLS ({error.reason}) and this client "
                 f"does; {remedy}"
             )
             if speaks_tls

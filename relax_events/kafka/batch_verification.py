@@ -1,17 +1,15 @@
-"""Checks record batches by their own checksums, for logs over whose altered batches Kafka's client
-aborts.
+"""Verifies the checksums of record batches outside of librdkafka.
 
-Behind a batch that fails its checksum librdkafka 2.16 goes on in the wrong place, and aborts where
-the bytes there claim a format of old. A process that is told to examine records has a client that
-checks nothing: each batch of which that gives records is fetched once more, by hand, before they
-are given to anybody.
+librdkafka 2.16 resumes at a wrong position behind a batch that fails its checksum, and aborts when
+the bytes there look like an old batch format. With `RELAX_EXAMINE_RECORDS=1` the client checks no
+checksums. Instead, each batch is fetched a second time and verified here before its records are
+used.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,31 +20,31 @@ import structlog
 from relax_events.deadline import Deadline
 from relax_events.errors import BrokerUnavailable
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.embedded.storage import crc32c
-from relax_events.kafka.protocol.client import Wire, array, text
+from relax_events.kafka.embedded.storage import compute_crc32c
+from relax_events.kafka.protocol.client import KafkaProtocolClient, encode_array, encode_string
+from relax_events.kafka.retry import retry_while_unavailable
+from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
 VARIABLE = "RELAX_EXAMINE_RECORDS"
 FETCH, FETCH_VERSION, READ_UNCOMMITTED, OUT_OF_RANGE = 1, 4, 0, 1
-FETCH_BYTES = 256 * 1024  # a record batch that is larger comes whole all the same, alone
-MAX_ANSWER_BYTES = 256 * 1024 * 1024
+FETCH_BYTES = 256 * 1024  # a larger record batch is returned complete, as the only one
+MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 LENGTH_FROM, CHECKSUM_FROM, HEADER_BYTES, FORMAT = 12, 17, 61, 2
 RETRY_SECONDS = 0.05
 
-Place = tuple[str, int]
 
-
-def is_asked_for() -> bool:
-    """Tell whether readers of this process are to examine records, by `RELAX_EXAMINE_RECORDS=1`."""
+def is_verification_enabled() -> bool:
+    """Return whether consumers of this process verify record batches: `RELAX_EXAMINE_RECORDS=1`."""
     return os.environ.get(VARIABLE) == "1"
 
 
 @dataclass(frozen=True)
-class Batch:
-    """A record batch as its bytes tell: its first offset, the one behind its last, and from its
-    checksum on all that this covers.
+class RecordBatch:
+    """A record batch: its first offset, the offset behind its last, and its bytes from the checksum
+    on.
 
-    That is empty where the batch is cut off, or its length can't be believed.
+    `checked` is empty when the batch is truncated or its length is implausible.
     """
 
     first: int
@@ -54,53 +52,51 @@ class Batch:
     checked: bytes
 
     @cached_property
-    def is_sound(self) -> bool:
-        """Whether it has its checksum."""
+    def has_valid_checksum(self) -> bool:
+        """Whether the batch matches its checksum."""
         return (
             self.checked != b""
-            and crc32c(self.checked[4:]) == struct.unpack_from(">I", self.checked)[0]
+            and compute_crc32c(self.checked[4:]) == struct.unpack_from(">I", self.checked)[0]
         )
 
 
-class Examiner:
-    """Tells which record batches of a log were altered, by a connection of its own for each
-    partition. Close it in the end.
-    """
+class BatchVerifier:
+    """Finds altered record batches, over one connection for each partition. Close it after use."""
 
     def __init__(self, leader: Callable[[str, int], Connection], *, timeout_seconds: float) -> None:
-        """Begin without a connection.
+        """Create a verifier without open connections.
 
         Args:
-            leader: Gives how to reach the broker that leads a partition; raises BrokerUnavailable
-                where none does.
-            timeout_seconds: How long a broker may take to answer, over all attempts.
+            leader: Returns the connection to a partition's leader; raises BrokerUnavailable without
+                a leader.
+            timeout_seconds: Bound of all attempts of one look-up together.
         """
         self._leader, self._timeout_seconds = leader, timeout_seconds
-        self._partitions: dict[Place, PartitionReader] = {}
-        self._met: dict[Place, range] = {}
+        self._fetchers: dict[TopicPartition, BatchFetcher] = {}
+        self._reported: dict[TopicPartition, range] = {}
 
     def close(self) -> None:
-        """Leave the brokers."""
-        for place in list(self._partitions):
-            self._leave(place)
+        """Close all connections."""
+        for topic_partition in list(self._fetchers):
+            self._disconnect(topic_partition)
 
-    def altered(self, topic: str, partition: int, offset: int) -> range | None:
-        """Return the offsets of the record batch that holds a record, if it was altered; None where
-        it has its checksum. Each is logged once.
+    def find_altered_batch(self, topic: str, partition: int, offset: int) -> range | None:
+        """Return the offsets of the record's batch if the batch was altered, None if its checksum
+        is valid. Logs each altered batch once.
 
         Raises:
-            BrokerUnavailable: No broker answered within the timeout.
+            BrokerUnavailable: No broker responded within the timeout.
         """
-        batch = self._batch(topic, partition, offset)
-        if batch is not None and batch.is_sound:
+        batch = self._fetch_batch(topic, partition, offset)
+        if batch is not None and batch.has_valid_checksum:
             return None
         offsets = (
             range(offset, offset + 1)
             if batch is None
             else range(batch.first, max(batch.stop, offset + 1))
         )
-        if self._met.get((topic, partition)) != offsets:
-            self._met[topic, partition] = offsets
+        if self._reported.get((topic, partition)) != offsets:
+            self._reported[topic, partition] = offsets
             log.error(
                 "record_batch.damaged",
                 topic=topic,
@@ -111,56 +107,56 @@ class Examiner:
             )
         return offsets
 
-    def _batch(self, topic: str, partition: int, offset: int) -> Batch | None:
-        deadline = Deadline(self._timeout_seconds)
-        while True:
+    def _fetch_batch(self, topic: str, partition: int, offset: int) -> RecordBatch | None:
+        def request() -> RecordBatch | None:
             try:
-                if (topic, partition) not in self._partitions:
-                    self._partitions[topic, partition] = PartitionReader(
+                if (topic, partition) not in self._fetchers:
+                    self._fetchers[topic, partition] = BatchFetcher(
                         self._leader(topic, partition), topic, partition
                     )
-                return self._partitions[topic, partition].batch_of(offset)
+                return self._fetchers[topic, partition].find_batch(offset)
             except BrokerUnavailable:
-                self._leave((topic, partition))
-                if deadline.passed:
-                    raise
-                time.sleep(RETRY_SECONDS)
+                self._disconnect((topic, partition))
+                raise
 
-    def _leave(self, place: Place) -> None:
-        if (reader := self._partitions.pop(place, None)) is not None:
+        return retry_while_unavailable(
+            request, Deadline(self._timeout_seconds), pause_seconds=RETRY_SECONDS
+        )
+
+    def _disconnect(self, topic_partition: TopicPartition) -> None:
+        if (reader := self._fetchers.pop(topic_partition, None)) is not None:
             reader.close()
 
 
-class PartitionReader:
-    """Fetches record batches of one partition as bytes, and keeps those of the newest answer.
+class BatchFetcher:
+    """Fetches record batches of one partition as bytes, and caches those of the newest response.
 
     Source: Kafka documentation, "Record Batch"; Kafka protocol guide (Fetch v4).
     """
 
     def __init__(self, leader: Connection, topic: str, partition: int) -> None:
-        """Connect to the broker that leads the partition."""
+        """Connect to the partition's leader."""
         self._topic, self._partition = topic, partition
-        self._batches: list[Batch] = []
+        self._batches: list[RecordBatch] = []
         self._stack = ExitStack()
-        self._wire = self._stack.enter_context(Wire(leader))
+        self._client = self._stack.enter_context(KafkaProtocolClient(leader))
 
     def close(self) -> None:
-        """Leave the broker."""
+        """Close the connection."""
         self._stack.close()
 
-    def batch_of(self, offset: int) -> Batch | None:
-        """Return the record batch that holds a record; None where none is there, or none that can
-        be told from others.
+    def find_batch(self, offset: int) -> RecordBatch | None:
+        """Return the record's batch; None when it is missing or its boundaries can't be determined.
 
         Raises:
-            BrokerUnavailable: The broker does not answer, or does not lead the partition any more.
+            BrokerUnavailable: The broker does not respond, or no longer leads the partition.
         """
-        if (batch := self._kept(offset)) is None or not batch.checked:
-            self._batches = list(batches(self._fetched(offset)))
-            batch = self._kept(offset)
+        if (batch := self._find_cached(offset)) is None or not batch.checked:
+            self._batches = list(split_batches(self._fetch(offset)))
+            batch = self._find_cached(offset)
         return batch
 
-    def _kept(self, offset: int) -> Batch | None:
+    def _find_cached(self, offset: int) -> RecordBatch | None:
         last = max(
             (batch for batch in self._batches if batch.first <= offset),
             key=lambda batch: batch.first,
@@ -172,38 +168,38 @@ class PartitionReader:
             else None
         )
 
-    def _fetched(self, offset: int) -> bytes:
+    def _fetch(self, offset: int) -> bytes:
         one = struct.pack(">iqi", self._partition, offset, FETCH_BYTES)
-        body = struct.pack(">iiiib", -1, 0, 1, FETCH_BYTES, READ_UNCOMMITTED) + array(
-            [text(self._topic) + array([one])]
+        body = struct.pack(">iiiib", -1, 0, 1, FETCH_BYTES, READ_UNCOMMITTED) + encode_array(
+            [encode_string(self._topic) + encode_array([one])]
         )
-        answer = self._wire.ask(FETCH, FETCH_VERSION, body, max_bytes=MAX_ANSWER_BYTES)
-        answer.take("i")  # throttled for so long
-        answer.take("i")
-        answer.text()
-        answer.take("i")
-        answer.take("i")
+        response = self._client.request(FETCH, FETCH_VERSION, body, max_bytes=MAX_RESPONSE_BYTES)
+        response.read_int32()  # throttle time
+        response.read_int32()
+        response.read_string()
+        response.read_int32()
+        response.read_int32()
         error, _high, _stable, num_aborted = (
-            answer.take("h"),
-            answer.take("q"),
-            answer.take("q"),
-            answer.take("i"),
+            response.read_int16(),
+            response.read_int64(),
+            response.read_int64(),
+            response.read_int32(),
         )
         if error == OUT_OF_RANGE:
             return b""
         if error:
-            place = f"{self._topic}[{self._partition}]@{offset}"
+            location = f"{self._topic}[{self._partition}]@{offset}"
             raise BrokerUnavailable(
-                f"{place} can't be examined (error {error}); see that all brokers run"
+                f"{location} can't be verified (error {error}); check that all brokers run"
             )
         for _ in range(2 * num_aborted):
-            answer.take("q")
-        return answer.blob()
+            response.read_int64()
+        return response.read_bytes()
 
 
-def batches(data: bytes) -> Iterator[Batch]:
-    """Take record batches apart, as far as their lengths can be believed; the last one may be cut
-    off.
+def split_batches(data: bytes) -> Iterator[RecordBatch]:
+    """Split bytes into record batches, up to the first implausible length; the last one may be
+    truncated.
     """
     at = 0
     while at + HEADER_BYTES <= len(data):
@@ -212,5 +208,7 @@ def batches(data: bytes) -> Iterator[Batch]:
         )
         end = at + LENGTH_FROM + length
         is_whole = form == FORMAT and at + HEADER_BYTES <= end <= len(data)
-        yield Batch(first, first + delta + 1, data[at + CHECKSUM_FROM : end] if is_whole else b"")
+        yield RecordBatch(
+            first, first + delta + 1, data[at + CHECKSUM_FROM : end] if is_whole else b""
+        )
         at = end if is_whole else len(data)

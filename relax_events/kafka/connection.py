@@ -1,17 +1,16 @@
-"""How every client reaches the broker: addresses, deadlines, and the translation of librdkafka's
-errors, done once.
-"""
+"""Connection settings of all Kafka clients, and the translation of librdkafka's errors."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 import structlog
 from confluent_kafka import KafkaError, KafkaException
 
@@ -24,8 +23,8 @@ from relax_events.errors import (
     ClientFailed,
     Fenced,
 )
-from relax_events.kafka.auth_errors import USER_REMEDY, Refusals, refusal_error
-from relax_events.kafka.credentials import client_settings
+from relax_events.kafka.auth_errors import USER_REMEDY, AuthFailureTracker, explain_refusal
+from relax_events.kafka.credentials import read_client_settings
 
 log = structlog.get_logger()
 
@@ -41,7 +40,7 @@ UNAVAILABLE = {
     KafkaError._TIMED_OUT,
     KafkaError._MSG_TIMED_OUT,
     KafkaError._RESOLVE,
-    # the client gave up its handle of an address that the brokers no longer name, and has another
+    # the client dropped a broker address that the cluster no longer lists, and has others
     KafkaError._DESTROY_BROKER,
     KafkaError.REQUEST_TIMED_OUT,
     KafkaError.COORDINATOR_NOT_AVAILABLE,
@@ -51,7 +50,7 @@ UNAVAILABLE = {
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.NETWORK_EXCEPTION,
-    KafkaError._NOENT,  # no leader is known, as when the broker has just come back
+    KafkaError._NOENT,  # no leader is known, for example right after a broker's restart
     KafkaError.FENCED_LEADER_EPOCH,
     KafkaError.UNKNOWN_LEADER_EPOCH,
 }
@@ -81,24 +80,30 @@ REMEDIES = {
             KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
         ),
         (
-            "this principal has no right to it; rights are those of topics/rights.py, brought "
-            "onto the broker by: relax broker secure CONFIG --apply"
+            "this principal lacks the permission; ACLs are defined in kafka/security/acls.py "
+            "and applied by: relax broker secure CONFIG --apply"
         ),
     ),
 }
 QUIET_SECONDS = 10.0  # attempts come about every second
+LOST_SECONDS = 60.0
+"""A client that has known no broker's address for so long will know none again."""
+REPORT_SECONDS = 20.0
+"""How often a client tells which brokers it knows; what it tells waits in its memory until it is
+polled."""
+ADDRESSES = {"configured", "learned"}
 EXCEPTION_LOST = "without setting an exception"
 CALLBACKS = {"error_cb", "on_commit", "stats_cb"}
 
 
-def error_of(exception: KafkaException) -> KafkaError:
-    """Return the KafkaError inside an exception."""
+def extract_error(exception: KafkaException) -> KafkaError:
+    """Return the KafkaError of an exception."""
     error: KafkaError = exception.args[0]
     return error
 
 
 def translate(error: KafkaError, what: str) -> BrokerError:
-    """Return our error for librdkafka's, naming what was attempted."""
+    """Translate an error of librdkafka into ours; the text names the attempted operation."""
     text = f"{what}: {error.name()} {error.str()}"
     if error.code() in FENCED:
         return Fenced(f"{text}; another instance of this role took over")
@@ -116,44 +121,45 @@ def translate(error: KafkaError, what: str) -> BrokerError:
 
 
 @contextmanager
-def fatal_errors(what: str) -> Iterator[None]:
-    """Translate an error after which a client does nothing any more.
+def translate_fatal_errors(what: str) -> Iterator[None]:
+    """Translate fatal client errors that surface as SystemError.
 
-    The client sets its exception and goes on with our callbacks, where the first call into it trips
-    over that, or the exception gets lost (seen once with confluent-kafka 2.16.1).
+    The client sets its exception and continues with our callbacks. The next call into the client
+    then fails, or the exception gets lost (seen once with confluent-kafka 2.16.1).
 
     Raises:
-        BrokerError: The block met one.
+        BrokerError: The block met a fatal error.
     """
     try:
         yield
     except SystemError as broken:
         if isinstance(broken.__cause__, KafkaException):
-            raise translate(error_of(broken.__cause__), what) from broken
+            raise translate(extract_error(broken.__cause__), what) from broken
         if EXCEPTION_LOST in str(broken):
             raise ClientFailed(
-                f"{what}: the client met a fatal error that it does not name; the worker "
-                "must start again to go on"
+                f"{what}: the client met an unnamed fatal error; restart the worker"
             ) from broken
         raise
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Addresses and settings that all clients of a process share."""
+    """Addresses, credentials and settings that all clients of a process share."""
 
     bootstrap_servers: str
     request_timeout_seconds: float = 30.0
     client: Mapping[str, Any] = field(default_factory=dict)
     client_id: str = "relax"
     credentials: Mapping[str, str] = field(default_factory=dict, repr=False)
-    refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
+    auth_failures: AuthFailureTracker = field(
+        default_factory=AuthFailureTracker, repr=False, compare=False
+    )
     errors: Counter[str] = field(default_factory=Counter, repr=False, compare=False)
-    """What clients met in the background, by librdkafka's name for it."""
+    """Background errors of the clients, counted by librdkafka's error name."""
 
     @classmethod
-    def of(cls, config: BrokerConfig, *, client_id: str) -> Connection:
-        """Read a connection off a run's configuration.
+    def from_config(cls, config: BrokerConfig, *, client_id: str) -> Connection:
+        """Create a connection from a run's configuration.
 
         Raises:
             ConfigError: A secret can't be read from its file.
@@ -163,12 +169,12 @@ class Connection:
             config.request_timeout_seconds,
             config.client,
             client_id,
-            client_settings(config),
+            read_client_settings(config),
         )
 
     def settings(self, **more: Any) -> dict[str, Any]:
-        """Return librdkafka settings: ours, then the user's, then those that carry a promise. They
-        hold secrets: never show them.
+        """Return librdkafka settings: our defaults, the user's settings, then those in `more`,
+        which take precedence. They contain secrets; never log them.
         """
         base: dict[str, Any] = {
             "bootstrap.servers": self.bootstrap_servers,
@@ -177,47 +183,78 @@ class Connection:
             "socket.keepalive.enable": True,
             "reconnect.backoff.ms": 50,
             "reconnect.backoff.max.ms": 1000,
-            # a broker that was cut off still says that it leads; others know better
+            # an isolated broker still claims to be leader; metadata of others corrects that
             "topic.metadata.refresh.interval.ms": 10_000,
             "log_level": 2,
-            "error_cb": ConnectionLog(self.bootstrap_servers, self.refusals, self.errors),
+            "error_cb": BackgroundErrorLog(self.bootstrap_servers, self.auth_failures, self.errors),
         }
         dotted = {
             key if key in CALLBACKS else key.replace("_", "."): value for key, value in more.items()
         }
         return base | dict(self.credentials) | dict(self.client) | dotted
 
+    def lasting_settings(
+        self,
+        *,
+        report_seconds: float = REPORT_SECONDS,
+        stats_cb: Callable[[str], None] = lambda _: None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """Return the settings of a client that lives as long as its worker: it ends the worker if
+        it permanently loses all brokers.
+
+        Args:
+            report_seconds: The interval of the client's statistics.
+            stats_cb: Also receives each report.
+            more: Further settings, as for `settings`.
+        """
+        watch = AddressMonitor(
+            self.bootstrap_servers, self.auth_failures, report_seconds=report_seconds
+        )
+
+        def report(statistics: str) -> None:
+            watch.update(statistics)
+            stats_cb(statistics)
+
+        return self.settings(
+            statistics_interval_ms=int(report_seconds * 1000), stats_cb=report, **more
+        )
+
     def translate(self, error: KafkaError, what: str) -> BrokerError:
-        """Return our error for librdkafka's; where it only says that nobody answered, say whether
-        we were refused.
+        """Translate an error of librdkafka; for a time-out, first check whether the broker denies
+        access.
         """
         translated = translate(error, what)
         return (
-            self.refused(what) or translated
+            self.find_refusal(what) or translated
             if isinstance(translated, BrokerUnavailable)
             else translated
         )
 
-    def refused(self, what: str) -> AccessDenied | None:
-        """Return the error when the broker is there and does not let us in; None when it is away.
-        Call it after a time-out: it looks.
+    def find_refusal(self, what: str) -> AccessDenied | None:
+        """Return an error if a broker responds and denies access, None if it is down. Call it after
+        a time-out: it probes the broker.
         """
-        return refusal_error(what, self.refusals.latest, self.settings())
+        return explain_refusal(what, self.auth_failures.latest, self.settings())
 
 
-class ConnectionLog:
-    """Turns librdkafka's background errors into log events: each kind once when the broker goes,
-    not on every attempt.
-    """
+class BackgroundErrorLog:
+    """Logs librdkafka's background errors: each kind once per outage, not at every attempt."""
 
-    def __init__(self, bootstrap_servers: str, refusals: Refusals, errors: Counter[str]) -> None:
-        self._bootstrap_servers, self._refusals, self._errors = bootstrap_servers, refusals, errors
+    def __init__(
+        self, bootstrap_servers: str, auth_failures: AuthFailureTracker, errors: Counter[str]
+    ) -> None:
+        self._bootstrap_servers, self._auth_failures, self._errors = (
+            bootstrap_servers,
+            auth_failures,
+            errors,
+        )
         self._logged_at: dict[int, float] = {}
         self._lock = threading.Lock()
 
     def __call__(self, error: KafkaError) -> None:
-        """Log an error unless it is the one before again."""
-        self._refusals.note(error)
+        """Log an error unless the same kind was logged within `QUIET_SECONDS`."""
+        self._auth_failures.record(error)
         now = time.monotonic()
         with self._lock:
             self._errors[error.name()] += 1
@@ -229,4 +266,54 @@ class ConnectionLog:
                 bootstrap_servers=self._bootstrap_servers,
                 error=error.name(),
                 text=error.str(),
+            )
+
+
+class AddressMonitor:
+    """Detects from a client's statistics that it has lost all broker addresses, and ends the
+    worker: a new client finds the brokers.
+
+    A client that receives metadata without brokers, for example from a controller that takes the
+    only broker for dead, drops even its bootstrap addresses (librdkafka issue 5301; 2.16 does so in
+    group consumers). During a mere outage a client keeps the addresses and retries.
+    """
+
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        auth_failures: AuthFailureTracker,
+        *,
+        report_seconds: float = REPORT_SECONDS,
+    ) -> None:
+        self._bootstrap_servers, self._auth_failures, self._report_seconds = (
+            bootstrap_servers,
+            auth_failures,
+            report_seconds,
+        )
+        self._noted_at: float | None = None
+        self._lost_seconds = 0.0
+
+    def update(self, statistics: str) -> None:
+        """Process the client's statistics; reports that were delivered late are ignored."""
+        parsed = orjson.loads(statistics)
+        now, is_late = (
+            parsed["ts"] / 1e6,
+            time.time() - parsed["time"] > 2 * self._report_seconds + 1.0,
+        )  # `time` is in whole seconds
+        is_lost = not any(broker["source"] in ADDRESSES for broker in parsed["brokers"].values())
+        if not is_lost or is_late or self._noted_at is None:
+            self._lost_seconds = 0.0
+        else:  # a suspended process has missed reports: its client had no time to recover
+            self._lost_seconds += min(now - self._noted_at, 2 * self._report_seconds)
+        self._noted_at = now
+        if self._lost_seconds >= LOST_SECONDS:
+            what = (
+                f"a client of {self._bootstrap_servers} has known no broker for "
+                f"{self._lost_seconds:.0f} s"
+            )
+            log.error(
+                "client.lost", bootstrap_servers=self._bootstrap_servers, client=parsed["name"]
+            )
+            self._auth_failures.report_fatal(
+                ClientFailed(f"{what} and never looks for one again; restart the worker")
             )

@@ -1,5 +1,5 @@
-"""Reads records: as a member of a consumer group, or as a reader that chooses its partitions and
-positions itself.
+"""Consumers: one that subscribes as a member of a consumer group, and one that assigns its
+partitions itself.
 """
 
 from __future__ import annotations
@@ -9,44 +9,46 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import structlog
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException
+from confluent_kafka import TopicPartition as ClientPartition
 
 from relax_events.deadline import Deadline
 from relax_events.errors import BrokerError, BrokerUnavailable, ClientFailed
 from relax_events.events.container import LoggedRecord
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.base_consumer import (
-    HAND_OVER_SECONDS,
+    HANDOVER_SECONDS,
     LEADER_CHANGE_SECONDS,
-    Fetching,
-    Place,
-    is_end,
-    place_of,
-    reader_settings,
-    record_of,
+    BaseConsumer,
+    build_reader_settings,
+    is_partition_end,
+    locate_message,
+    to_record,
 )
-from relax_events.kafka.client_statistics import STATISTICS_SECONDS, HeartbeatWatch
-from relax_events.kafka.connection import Connection, error_of
+from relax_events.kafka.client_statistics import STATISTICS_SECONDS, HeartbeatMonitor
+from relax_events.kafka.connection import Connection, extract_error
 from relax_events.kafka.corruption import damage_error
-from relax_events.kafka.protocol.group_membership import MembershipWatch
-from relax_events.kafka.records import Record, logged
+from relax_events.kafka.protocol.group_membership import MembershipMonitor
+from relax_events.kafka.records import Record, to_logged_record
+from relax_events.kafka.retry import retry_while_unavailable
+from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
-STREAMED_AT_ONCE = 500
-ARRIVAL_SECONDS = 0.05
-FIRST_SPAN = 128
+MAX_POLLED_MESSAGES = 500
+POLL_SECONDS = 0.05
+FIRST_RANGE_OFFSETS = 128
 
 OnRevoked = Callable[[list[TopicOffset], Deadline], None]
 
 
-class GroupConsumer(Fetching):
-    """A member of a consumer group (KIP-848, range assignor: the same partitions of all its
-    topics).
+class SubscribedConsumer(BaseConsumer):
+    """A consumer that subscribes to topics as a member of a consumer group (KIP-848).
 
-    Where the group has no committed offset it starts at the oldest record. Partitions are given
-    back only inside `fetch`; `on_revoked` is called first, with the partitions that go and the one
-    deadline that all hand-over work shares: it lies well within the session timeout, after which
-    the broker would take the partitions anyhow.
+    The range assignor gives a member the same partitions of all its topics. Without a committed
+    offset it starts at the beginning. Partitions are revoked only inside `fetch`, which calls
+    `on_revoked` first, with the revoked partitions and one deadline for all handover work. The
+    deadline is well below the session timeout, after which the broker reassigns the partitions in
+    any case.
     """
 
     def __init__(
@@ -58,58 +60,61 @@ class GroupConsumer(Fetching):
         on_assigned: Callable[[list[TopicOffset]], None] = lambda _: None,
         on_revoked: OnRevoked = lambda _offsets, _deadline: None,
     ) -> None:
-        self._heartbeats = HeartbeatWatch()
-        settings = connection.settings(
+        self._heartbeats = HeartbeatMonitor()
+        settings = connection.lasting_settings(
             group_id=consumer_group,
             group_protocol="consumer",
             group_remote_assignor="range",
-            socket_timeout_ms=int(HAND_OVER_SECONDS * 1000),
-            on_commit=_report_commit,
-            statistics_interval_ms=int(STATISTICS_SECONDS * 1000),
-            stats_cb=self._heartbeats.note,
-            **reader_settings(),
+            socket_timeout_ms=int(HANDOVER_SECONDS * 1000),
+            on_commit=_log_commit_error,
+            report_seconds=STATISTICS_SECONDS,
+            stats_cb=self._heartbeats.update,
+            **build_reader_settings(),
         )
         super().__init__(Consumer(settings), connection)
         self._connection, self._on_assigned, self._on_revoked = connection, on_assigned, on_revoked
         self._consumer_group, self._is_leaving, self._is_paused = consumer_group, False, False
-        self._membership = MembershipWatch(connection, consumer_group)
+        self._membership = MembershipMonitor(connection, consumer_group)
         self._consumer.subscribe(
-            list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose
+            list(topics),
+            on_assign=self._handle_assigned,
+            on_revoke=self._handle_revoked,
+            on_lost=self._handle_lost,
         )
 
     def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
-        """See `Fetching.fetch`; also takes part in rebalances.
+        """See `BaseConsumer.fetch`; also takes part in rebalances.
 
         Raises:
-            ClientFailed: The client does nothing any more; only a new one can go on.
+            ClientFailed: The client stopped working; the worker must restart to get a new one.
         """
         records = super().fetch(max_records, timeout_seconds=timeout_seconds)
         if self._heartbeats.is_silent:
             raise ClientFailed(
-                f"this client's heartbeats for {self._consumer_group} have stopped; the "
-                "worker must start again to go on"
+                f"this client's heartbeats for {self._consumer_group} have stopped; restart "
+                "the worker"
             )
         if records:
-            self._membership.hear()
+            self._membership.mark_active()
         elif self._membership.is_due:
-            self._membership.look(self._consumer.memberid(), frozenset(self.positions))
-            unread = {} if self._is_paused else self._unread()
-            if self._membership.look_at_unread(unread):
-                self._prove_unreadable(unread)
+            self._membership.check_assignment(self._consumer.memberid(), frozenset(self.positions))
+            unread = {} if self._is_paused else self._find_unread()
+            if self._membership.check_unread(unread):
+                self._check_fetch_stalled(unread)
         held = [record for record in records if (record.topic, record.partition) in self.positions]
         for record in held:
             self.positions[record.topic, record.partition] = record.offset + 1
         return held
 
     def commit(self, offsets: Iterable[TopicOffset], *, wait: Deadline | None = None) -> None:
-        """Commit next positions. A lost commit means redelivery, which ids make harmless; so
-        without `wait` nobody waits.
+        """Commit the next positions, asynchronously unless `wait` is given.
 
-        With a deadline that has passed nothing is committed. One commit is bounded by the client's
-        request timeout, which for group members is as short as the hand-over's deadline.
+        A lost commit only means redelivery, which event ids make harmless. After the deadline
+        nothing is committed. One commit is bounded by the client's request timeout, which for group
+        members equals the handover deadline.
         """
         partitions = [
-            TopicPartition(offset.topic, offset.partition, offset.offset) for offset in offsets
+            ClientPartition(offset.topic, offset.partition, offset.offset) for offset in offsets
         ]
         if not partitions:
             return
@@ -119,125 +124,124 @@ class GroupConsumer(Fetching):
         try:
             self._consumer.commit(offsets=partitions, asynchronous=wait is None)
         except KafkaException as exception:
-            log.warning("offset_commit.refused", error=error_of(exception).name())
+            log.warning("offset_commit.refused", error=extract_error(exception).name())
 
     def pause(self) -> None:
-        """Take no records from now on. `fetch` must still be called: it keeps the membership, and
-        gives partitions back that others should have.
+        """Stop receiving records. `fetch` must still be called: it keeps the membership and handles
+        rebalances.
         """
         if not self._is_paused:
             self._is_paused = True
             self._consumer.pause(self._consumer.assignment())
 
     def resume(self) -> None:
-        """Take records again."""
+        """Receive records again."""
         if self._is_paused:
             self._is_paused = False
             self._consumer.resume(self._consumer.assignment())
 
-    def _unread(self) -> dict[Place, int]:
-        """Ask the broker where records lie behind our positions; nothing is known while it is
-        away.
+    def _find_unread(self) -> dict[TopicPartition, int]:
+        """Return the partitions that have unread records, with their positions; empty while the
+        broker is down.
         """
         unread = {}
         for (topic, partition), position in self.positions.items():
             try:
                 low, high = self._consumer.get_watermark_offsets(
-                    TopicPartition(topic, partition), timeout=self._ask_seconds
+                    ClientPartition(topic, partition), timeout=self._metadata_seconds
                 )
             except KafkaException as exception:
-                log.debug("ends.unknown", error=error_of(exception).name())
+                log.debug("ends.unknown", error=extract_error(exception).name())
                 return {}
             if high > max(position, low):
                 unread[topic, partition] = position
         return unread
 
-    def _prove_unreadable(self, unread: Mapping[Place, int]) -> None:
-        """Have another client read what lies behind our positions: it may be marks of transactions
-        alone, which nobody is given.
+    def _check_fetch_stalled(self, unread: Mapping[TopicPartition, int]) -> None:
+        """Check with a second client whether unread records exist: the offsets may hold only
+        transaction markers, which consumers never receive.
 
         Raises:
-            ClientFailed: The other one is given a record.
+            ClientFailed: The second client receives a record, so this one has stopped fetching.
         """
         reader = LogReader(self._connection, start=unread)
         try:
-            found = reader.fetch(1, timeout_seconds=self._ask_seconds)
+            found = reader.fetch(1, timeout_seconds=self._metadata_seconds)
         finally:
             reader.close()
         if found:
             where = f"{found[0].topic}[{found[0].partition}]@{found[0].offset}"
             raise ClientFailed(
-                f"this client does not fetch what lies at {where}; the worker must start "
-                "again to go on"
+                f"this client does not fetch the record at {where}; restart the worker"
             )
 
     def close(self) -> None:
-        """Leave the group and the broker."""
+        """Leave the group and close the consumer."""
         self._is_leaving = True
         super().close()
 
-    def _assign(self, consumer: Any, partitions: list[TopicPartition]) -> None:
+    def _handle_assigned(self, consumer: Any, partitions: list[ClientPartition]) -> None:
         if self._is_leaving:
-            return  # they go at once, and a member that leaves is not told where to begin
-        committed = self._committed(consumer, partitions)
+            return  # a member that is leaving gets no positions
+        committed = self._read_committed(consumer, partitions)
         for partition in committed:
             partition.offset = partition.offset if partition.offset >= 0 else OFFSET_BEGINNING
             self.positions[partition.topic, partition.partition] = max(partition.offset, 0)
         consumer.incremental_assign(committed)
         (consumer.pause if self._is_paused else consumer.resume)(
             committed
-        )  # one that was taken away while paused comes back paused
+        )  # a partition that was revoked while paused is assigned as paused
         self._on_assigned([TopicOffset(p.topic, p.partition, max(p.offset, 0)) for p in committed])
 
-    def _committed(self, consumer: Any, partitions: list[TopicPartition]) -> list[TopicPartition]:
-        """Ask for committed offsets, again until the request timeout: a single request is bounded
-        by the hand-over's deadline, and a busy coordinator may need longer.
+    def _read_committed(
+        self, consumer: Any, partitions: list[ClientPartition]
+    ) -> list[ClientPartition]:
+        """Read committed offsets, retrying until the request timeout: one request is bounded by the
+        handover deadline, and a busy coordinator may need longer.
         """
-        deadline = Deadline(self._timeout_seconds)
-        while True:
+
+        def request() -> list[ClientPartition]:
             try:
-                committed: list[TopicPartition] = consumer.committed(
+                committed: list[ClientPartition] = consumer.committed(
                     partitions, timeout=self._timeout_seconds
                 )
             except KafkaException as exception:
-                error = self._connection.translate(
-                    error_of(exception), "asking for committed offsets"
-                )
-                if not isinstance(error, BrokerUnavailable):
-                    raise error from exception
-                if (
-                    deadline.passed
-                ):  # the client now waits for an assignment that it will not be given
-                    raise ClientFailed(
-                        f"{error}; the worker must start again to go on"
-                    ) from exception
-                time.sleep(LEADER_CHANGE_SECONDS)
-            else:
-                return committed
+                raise self._connection.translate(
+                    extract_error(exception), "reading committed offsets"
+                ) from exception
+            return committed
 
-    def _revoke(self, consumer: Any, partitions: list[TopicPartition]) -> None:
-        self._on_revoked(self._forget(partitions), Deadline(HAND_OVER_SECONDS))
+        try:
+            return retry_while_unavailable(
+                request, Deadline(self._timeout_seconds), pause_seconds=LEADER_CHANGE_SECONDS
+            )
+        except BrokerUnavailable as error:
+            # the client would wait for ever for an assignment
+            raise ClientFailed(f"{error}; restart the worker") from error
+
+    def _handle_revoked(self, consumer: Any, partitions: list[ClientPartition]) -> None:
+        self._on_revoked(self._drop_positions(partitions), Deadline(HANDOVER_SECONDS))
         consumer.incremental_unassign(partitions)
 
-    def _lose(self, consumer: Any, partitions: list[TopicPartition]) -> None:
+    def _handle_lost(self, consumer: Any, partitions: list[ClientPartition]) -> None:
         log.warning("partitions.lost", num_partitions=len(partitions))
-        self._revoke(consumer, partitions)
+        self._handle_revoked(consumer, partitions)
 
-    def _forget(self, partitions: list[TopicPartition]) -> list[TopicOffset]:
+    def _drop_positions(self, partitions: list[ClientPartition]) -> list[TopicOffset]:
         return [
             TopicOffset(p.topic, p.partition, self.positions.pop((p.topic, p.partition), 0))
             for p in partitions
         ]
 
 
-def _report_commit(error: KafkaError | None, _: Any) -> None:
+def _log_commit_error(error: KafkaError | None, _: Any) -> None:
     if error is not None:
         log.debug("offset_commit.refused", error=error.name())
 
 
-class LogReader(Fetching):
-    """Reads chosen partitions from chosen positions; joins no group, though it may own a group's
-    committed offsets.
+class LogReader(BaseConsumer):
+    """A consumer that assigns its partitions and positions itself. It joins no group, but may
+    commit a group's offsets through transactions.
     """
 
     def __init__(
@@ -245,62 +249,62 @@ class LogReader(Fetching):
         connection: Connection,
         *,
         consumer_group: str = "",
-        start: Mapping[tuple[str, int], int] | None = None,
+        start: Mapping[TopicPartition, int] | None = None,
         fetch_wait_ms: int = 100,
     ) -> None:
-        """Connect.
+        """Create the consumer.
 
         Args:
             connection: How to reach the broker.
-            consumer_group: Whose committed offsets it may own.
-            start: Where to begin, as for `assign`.
-            fetch_wait_ms: How long the broker may hold back an answer for want of records. A reader
-                that is assigned anew waits for the answer to its last request first.
+            consumer_group: The consumer group whose offsets it may commit.
+            start: Start offsets, as for `assign`.
+            fetch_wait_ms: How long the broker may delay a fetch response when no records are
+                available. A reader that is reassigned first waits for its last response.
         """
         name = (
             consumer_group or f"relax.{connection.client_id}.reader"
-        )  # within the run's prefix, for its rights
-        settings = connection.settings(
+        )  # within the run's prefix, as its ACLs require
+        settings = connection.lasting_settings(
             group_id=name,
             enable_partition_eof=True,
-            **reader_settings() | {"fetch_wait_max_ms": fetch_wait_ms},
+            **build_reader_settings() | {"fetch_wait_max_ms": fetch_wait_ms},
         )
         super().__init__(Consumer(settings), connection)
-        self._shown: set[str] = set()
+        self._checked_topics: set[str] = set()
         if start:
             self.assign(start)
 
     def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
-        """See `Fetching.fetch`."""
+        """See `BaseConsumer.fetch`."""
         records = super().fetch(max_records, timeout_seconds=timeout_seconds)
         self.positions |= {
             (record.topic, record.partition): record.offset + 1 for record in records
         }
         return records
 
-    def assign(self, start: Mapping[tuple[str, int], int]) -> None:
-        """Read these partitions from these offsets; 0 means from the oldest record that is left.
+    def assign(self, start: Mapping[TopicPartition, int]) -> None:
+        """Read these partitions from these offsets; 0 means from the beginning offset.
 
         Raises:
-            AccessDenied: A topic is hidden from us: the client would wait for its records for ever
-                and never say so.
+            AccessDenied: This principal may not see a topic; the client would wait for its records
+                for ever without an error.
         """
-        self._behind_damage.clear()
+        self._offset_after_damage.clear()
         self.positions = dict(start)
-        for topic in {topic for topic, _ in start} - self._shown:
-            self._is_shown(topic)
-            self._shown.add(topic)
+        for topic in {topic for topic, _ in start} - self._checked_topics:
+            self._has_partition(topic)
+            self._checked_topics.add(topic)
         self._consumer.assign(
             [
-                TopicPartition(topic, partition, offset or OFFSET_BEGINNING)
+                ClientPartition(topic, partition, offset or OFFSET_BEGINNING)
                 for (topic, partition), offset in start.items()
             ]
         )
 
-    def read_exactly(
+    def read_at(
         self, topic: str, places: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], Record]:
-        """Return the records at these (partition, offset) places.
+        """Return the records at these (partition, offset) positions.
 
         Raises:
             BrokerError: A record was purged or never written, or fails its checksum.
@@ -311,7 +315,7 @@ class LogReader(Fetching):
         first: dict[int, int] = {}
         for partition, offset in wanted:
             first[partition] = min(offset, first.get(partition, offset))
-        self._prove_there(topic, wanted)
+        self._check_offsets_exist(topic, wanted)
         self.assign({(topic, partition): offset for partition, offset in first.items()})
         found: dict[tuple[int, int], Record] = {}
         progress = time.monotonic()
@@ -329,8 +333,8 @@ class LogReader(Fetching):
                 )
         return found
 
-    def _prove_there(self, topic: str, places: Collection[tuple[int, int]]) -> None:
-        """Compare with the log's ends first: on a live topic, waiting for a record that is gone
+    def _check_offsets_exist(self, topic: str, places: Collection[tuple[int, int]]) -> None:
+        """Compare the positions with the watermarks: waiting for a deleted record on a live topic
         would never end.
         """
         ends = {
@@ -352,12 +356,12 @@ class LogReader(Fetching):
 
     def read_to_end(
         self,
-        topics_partitions: Iterable[tuple[str, int]],
+        topics_partitions: Iterable[TopicPartition],
         *,
-        from_offsets: Mapping[tuple[str, int], int] | None = None,
+        from_offsets: Mapping[TopicPartition, int] | None = None,
     ) -> list[Record]:
-        """Return everything that the partitions hold now, from the given offsets (default: all), in
-        order per partition.
+        """Return all records that the partitions hold now, from the given offsets (default: all),
+        in order per partition.
 
         Raises:
             BrokerError: A record fails its checksum.
@@ -372,35 +376,37 @@ class LogReader(Fetching):
         )
 
     def stream(
-        self, spans: Mapping[Place, tuple[int, int]], *, with_damaged: bool = False
+        self, spans: Mapping[TopicPartition, tuple[int, int]], *, with_damaged: bool = False
     ) -> Iterator[Record]:
-        """Give the records of these spans of the log, in order per partition, and end; only what
-        the client has fetched ahead is held.
+        """Yield the records of these offset ranges, in order per partition, and end. Only
+        prefetched records are held in memory.
 
-        One stream at a time: the reader leaves whatever it read before.
+        One stream at a time: it replaces the reader's assignment.
 
         Args:
-            spans: First offset and offset behind the last, by (topic, partition).
-            with_damaged: Whether records that fail their checksum are given, without their values,
-                and do not end the stream.
+            spans: First offset and the offset behind the last, by partition.
+            with_damaged: Whether to yield records that fail their checksum, without values, instead
+                of raising an error.
         Raises:
             BrokerError: A record fails its checksum.
             BrokerUnavailable: The log could not be read within the request timeout without any
                 progress.
         """
         for found in self._messages(spans, with_damaged=with_damaged):
-            yield record_of(found)
+            yield to_record(found)
 
-    def backwards(self, place: Place, *, num_offsets: int = FIRST_SPAN) -> Iterator[list[Record]]:
-        """Give a partition's records from its end on, in spans that double: the newest span first,
-        within a span in log order.
+    def read_backwards(
+        self, place: TopicPartition, *, num_offsets: int = FIRST_RANGE_OFFSETS
+    ) -> Iterator[list[Record]]:
+        """Yield a partition's records backwards in ranges that double: the newest range first, in
+        log order within a range.
 
-        Whoever looks for something near the end stops there; what it costs does not grow with the
-        partition.
+        A caller that searches near the end can stop early, at a cost independent of the partition's
+        size.
 
         Args:
             place: The partition.
-            num_offsets: Of the first span.
+            num_offsets: The number of offsets in the first range.
         Raises:
             BrokerError, BrokerUnavailable: As `stream`.
         """
@@ -410,12 +416,12 @@ class LogReader(Fetching):
             yield list(self.stream({place: (start, stop)}))
             stop, num_offsets = start, 2 * num_offsets
 
-    def stream_bytes(self, spans: Mapping[Place, tuple[int, int]]) -> Iterator[LoggedRecord]:
-        """Give the same as `stream`, byte for byte as it lies on the log."""
-        yield from map(logged, self._messages(spans))
+    def stream_raw(self, spans: Mapping[TopicPartition, tuple[int, int]]) -> Iterator[LoggedRecord]:
+        """Yield the same as `stream`, as raw bytes."""
+        yield from map(to_logged_record, self._messages(spans))
 
     def _messages(
-        self, spans: Mapping[Place, tuple[int, int]], *, with_damaged: bool = False
+        self, spans: Mapping[TopicPartition, tuple[int, int]], *, with_damaged: bool = False
     ) -> Iterator[Any]:
         open_places = {place for place, (start, stop) in spans.items() if start < stop}
         if not open_places:
@@ -423,30 +429,30 @@ class LogReader(Fetching):
         self.assign({place: spans[place][0] for place in open_places})
         progress = time.monotonic()
         while open_places:
-            for found in self._sound(self._arrived(), with_damaged=with_damaged):
-                place, offset = place_of(found)
+            for found in self._valid_messages(self._poll_messages(), with_damaged=with_damaged):
+                place, offset = locate_message(found)
                 progress = time.monotonic()
                 if place not in open_places:
                     continue
-                if not is_end(found) and offset < spans[place][1]:
+                if not is_partition_end(found) and offset < spans[place][1]:
                     yield found
-                if is_end(found) or offset + 1 >= spans[place][1]:
-                    self._close_span(place, open_places)
+                if is_partition_end(found) or offset + 1 >= spans[place][1]:
+                    self._finish_range(place, open_places)
             if time.monotonic() - progress > self._timeout_seconds:
                 raise BrokerUnavailable(
                     f"reading {sorted(open_places)} stalled for {self._timeout_seconds:.0f} "
                     "s; see that the broker runs"
                 )
 
-    def _arrived(self) -> list[Any]:
-        """Wait for one message and take what lies behind it: asking for many at once would wait for
-        many.
+    def _poll_messages(self) -> list[Any]:
+        """Wait for one message, then take the messages that are already prefetched: consuming many
+        at once would wait for all of them.
         """
-        first = self._consumer.poll(ARRIVAL_SECONDS)
-        return [] if first is None else [first, *self._consumer.consume(STREAMED_AT_ONCE - 1, 0)]
+        first = self._consumer.poll(POLL_SECONDS)
+        return [] if first is None else [first, *self._consumer.consume(MAX_POLLED_MESSAGES - 1, 0)]
 
-    def _close_span(self, place: tuple[str, int], open_places: set[tuple[str, int]]) -> None:
-        """Read no further in a partition, so that what lies behind the span is not fetched."""
+    def _finish_range(self, place: tuple[str, int], open_places: set[tuple[str, int]]) -> None:
+        """Unassign a partition, so that records behind the range are not fetched."""
         if place in open_places and len(open_places) > 1:
-            self._consumer.incremental_unassign([TopicPartition(*place)])
+            self._consumer.incremental_unassign([ClientPartition(*place)])
         open_places.discard(place)

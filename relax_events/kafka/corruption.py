@@ -1,9 +1,7 @@
-"""Record batches whose checksum fails, since their bytes were altered on the broker's disk: how far
-they reach, and whom they concern.
+"""Determines the extent and the keys of a record batch that was altered on the broker's disk.
 
-The client gives such a batch as one error at its first offset and then misreads what lies behind
-it, so reading has to begin anew behind
-its end, which nothing tells: it is found by trying.
+The client reports such a batch as one error at its first offset and misreads the bytes behind it.
+Reading must resume behind the batch's end, which no field reveals: it is found by search.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ REMEDY = (
 
 
 def damage_error(topic: str, partition: int, offset: int) -> BrokerError:
-    """Return the error of whoever can't do without a record that is damaged."""
+    """Return the error for a damaged record that the caller needs."""
     return BrokerError(
         f"record {topic}[{partition}]@{offset} fails its checksum: its bytes were altered on "
         f"the broker's disk; {REMEDY}"
     )
 
 
-def damaged_records(
+def read_damaged_records(
     connection: Connection,
     settings: Mapping[str, Any],
     *,
@@ -44,57 +42,60 @@ def damaged_records(
     first: int,
     high: int,
 ) -> tuple[list[Record], int]:
-    """Look at a damaged record batch and return what stands for its records, without values, and
-    the offset behind it.
+    """Return records without values in place of a damaged batch, and the offset behind the batch.
 
-    Keys and headers are read past the checksum: they may be asked about, never trusted. Where they
-    can't be read they are empty.
+    Keys and headers are read without checksum verification: they are hints, never trusted. They are
+    empty when unreadable.
 
     Args:
         connection: How to reach the broker.
-        settings: Of the reader that met the batch.
-        topic: Where it lies.
-        partition: Where it lies.
-        first: Its first offset.
-        high: Where the partition ends.
+        settings: The settings of the consumer that met the batch.
+        topic: The batch's topic.
+        partition: The batch's partition.
+        first: The batch's first offset.
+        high: The partition's end offset.
     Raises:
-        BrokerUnavailable: The broker did not answer within the request timeout.
+        BrokerUnavailable: The broker did not respond within the request timeout.
     """
     name = f"relax.{connection.client_id}.reader"
     alone = {**settings, "enable_partition_eof": True}
     checking = Consumer(connection.settings(group_id=name, **alone))
     try:
-        stop = _Probe(
+        stop = _BatchEndSearch(
             checking, TopicPartition(topic, partition, first), connection.request_timeout_seconds
-        ).end(high)
+        ).find_end(high)
     finally:
         checking.close()
     trusting = Consumer(connection.settings(group_id=name, **{**alone, "check_crcs": False}))
     try:
-        named = _named(trusting, TopicPartition(topic, partition, first), stop)
+        named = _read_keys(trusting, TopicPartition(topic, partition, first), stop)
     finally:
         trusting.close()
     blank = Record(topic, partition, first, "", b"", {}, 0, is_damaged=True)
     return [named.get(offset, replace(blank, offset=offset)) for offset in range(first, stop)], stop
 
 
-class _Probe:
-    """Tells which offsets a damaged batch spans: a fetch at any of them meets the same error."""
+class _BatchEndSearch:
+    """Finds the end of a damaged batch by binary search: a fetch at any of its offsets returns the
+    same error.
+    """
 
     def __init__(self, consumer: Any, place: TopicPartition, timeout_seconds: float) -> None:
         self._consumer, self._place, self._timeout_seconds = consumer, place, timeout_seconds
 
-    def end(self, high: int) -> int:
-        """Return the offset behind the batch, `high` at the most."""
+    def find_end(self, high: int) -> int:
+        """Return the offset behind the batch, at most `high`."""
         inside, width = self._place.offset, 1
-        while (outside := min(inside + width, high)) < high and self._spans(outside):
+        while (outside := min(inside + width, high)) < high and self._is_inside_batch(outside):
             inside, width = outside, width * 2
         while outside - inside > 1:
             middle = (inside + outside) // 2
-            inside, outside = (middle, outside) if self._spans(middle) else (inside, middle)
+            inside, outside = (
+                (middle, outside) if self._is_inside_batch(middle) else (inside, middle)
+            )
         return max(outside, self._place.offset + 1)
 
-    def _spans(self, offset: int) -> bool:
+    def _is_inside_batch(self, offset: int) -> bool:
         place = TopicPartition(self._place.topic, self._place.partition, offset)
         self._consumer.assign([place])
         deadline = Deadline(self._timeout_seconds)
@@ -108,16 +109,16 @@ class _Probe:
             if error.code() == KafkaError._BAD_MSG:
                 return bool(
                     message.offset() == self._place.offset
-                )  # else it is the first offset of a second damaged batch
-            self._consumer.assign([place])  # what the last look has misread ends this one too
+                )  # otherwise a second damaged batch begins there
+            self._consumer.assign([place])  # misread bytes of the previous fetch cause other errors
         raise BrokerUnavailable(
-            f"looking at {self._place.topic}[{self._place.partition}]@{offset} got no "
-            "answer; see that the broker runs"
+            f"fetching {self._place.topic}[{self._place.partition}]@{offset} got no "
+            "response; check that the broker runs"
         )
 
 
-def _named(consumer: Any, place: TopicPartition, stop: int) -> dict[int, Record]:
-    """Read as much of keys and headers as can be read."""
+def _read_keys(consumer: Any, place: TopicPartition, stop: int) -> dict[int, Record]:
+    """Read the keys and headers that are still readable."""
     consumer.assign([place])
     found: dict[int, Record] = {}
     deadline = Deadline(KEYS_SECONDS)
@@ -127,5 +128,5 @@ def _named(consumer: Any, place: TopicPartition, stop: int) -> dict[int, Record]
             continue
         if message.error() is not None or message.offset() >= stop:
             break
-        found[message.offset()] = replace(Record.of(message), value=b"", is_damaged=True)
+        found[message.offset()] = replace(Record.from_message(message), value=b"", is_damaged=True)
     return found

@@ -1,5 +1,5 @@
-"""Who this process is to the broker: its user name, and the secrets that prove it, from files or
-the environment and nowhere else.
+"""The user name and secrets with which this process authenticates to the broker, read from files or
+the environment.
 """
 
 from __future__ import annotations
@@ -9,25 +9,29 @@ from pathlib import Path
 
 from relax_events.config import BrokerConfig, RunConfig
 from relax_events.errors import ConfigError
-from relax_events.kafka.security.folder import SecurityFolder, read_named, read_secret
-from relax_events.kafka.security.settings import client_security, local_security
+from relax_events.kafka.security.folder import SecurityFolder, read_configured_file, read_secret
+from relax_events.kafka.security.settings import (
+    build_client_settings,
+    read_embedded_client_settings,
+)
 from relax_events.telemetry.redaction import hide
 
-PASSWORD_VARIABLE = "BROKER_PASSWORD"  # noqa: S105 the name of it
+PASSWORD_VARIABLE = "BROKER_PASSWORD"  # noqa: S105 the name of the variable
 PEM_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 OWN_VARIABLES = ("RELAX_BROKER__USERNAME", "RELAX_BROKER__PASSWORD_FILE", "RELAX_BROKER__CA_FILE")
 SHARED_VARIABLES = ("RELAX_BROKER__CREDENTIALS", "RELAX_BROKER__PRINCIPAL")
-"""A worker is told its own principal, not where to find everybody's."""
+"""The variables of the launcher; a worker gets only its own principal, not the folder of all
+credentials."""
 
 
-def as_principal(config: RunConfig, principal: str) -> RunConfig:
-    """Return the configuration of a process that is this principal of the run, unless
-    `broker.principal` names another.
+def apply_principal(config: RunConfig, principal: str) -> RunConfig:
+    """Return the configuration with the credentials of a principal, or of `broker.principal` if
+    set.
 
-    Without a security folder the configuration stays as it is.
+    Returns the configuration unchanged when there is no security folder.
 
     Raises:
-        ConfigError: The folder has no password for it.
+        ConfigError: The folder has no password for the principal.
     """
     broker = config.broker
     if broker.credentials is None or broker.username:
@@ -42,9 +46,9 @@ def as_principal(config: RunConfig, principal: str) -> RunConfig:
     return config.model_copy(update={"broker": broker.model_copy(update=found)})
 
 
-def without_credentials(config: RunConfig) -> RunConfig:
-    """Return the configuration that may be handed to others: it doesn't say who we are, nor where
-    everybody's passwords lie.
+def remove_credentials(config: RunConfig) -> RunConfig:
+    """Return the configuration without user name, password file and security folder, so that it may
+    be passed on.
     """
     if config.broker.credentials is None:
         return config
@@ -58,20 +62,20 @@ def without_credentials(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"broker": config.broker.model_copy(update=cleared)})
 
 
-def credential_environment(config: RunConfig, role: str) -> dict[str, str]:
-    """Return what a worker process of a role finds in its environment: its own principal and no
-    other.
+def build_worker_credentials(config: RunConfig, role: str) -> dict[str, str]:
+    """Build the environment variables of a role's worker: the credentials of its own principal
+    only.
     """
     if config.broker.credentials is None:
         return {}
     folder = SecurityFolder(config.broker.credentials.absolute())
     username = folder.username(config.run.id, role)
-    return environment_of(folder, username)
+    return build_principal_environment(folder, username)
 
 
-def environment_of(folder: SecurityFolder, username: str) -> dict[str, str]:
-    """Return the variables by which a process becomes a principal. They name files: the password
-    itself is in none of them.
+def build_principal_environment(folder: SecurityFolder, username: str) -> dict[str, str]:
+    """Build the environment variables of a principal. They name files and do not contain the
+    password.
     """
     return dict(
         zip(
@@ -82,19 +86,19 @@ def environment_of(folder: SecurityFolder, username: str) -> dict[str, str]:
     )
 
 
-def client_settings(config: BrokerConfig) -> dict[str, str]:
-    """Return librdkafka's security settings of this process, secrets included: hand them to
-    clients, to nothing else.
+def read_client_settings(config: BrokerConfig) -> dict[str, str]:
+    """Read librdkafka's security settings of this process. They contain secrets: pass them to
+    clients only.
 
     Raises:
-        ConfigError: A secret's file is missing or empty, a user has no password, or the authority's
-            file holds no certificate.
+        ConfigError: A secret's file is missing or empty, a user has no password, or the CA file
+            holds no certificate.
     """
-    settings = {} if config.ca_file is None else {"ssl.ca.location": _authority(config.ca_file)}
+    settings = {} if config.ca_file is None else {"ssl.ca.location": _check_ca_file(config.ca_file)}
     if config.username:
-        settings |= client_security(config.username, _password(config), config.ca_file)
+        settings |= build_client_settings(config.username, _read_password(config), config.ca_file)
     elif config.embedded_password_file is not None:
-        settings |= local_security(config.embedded_password_file)
+        settings |= read_embedded_client_settings(config.embedded_password_file)
         hide(settings["sasl.password"])
     for key, file in config.secret_files.items():
         settings[key] = read_secret(file, key=f"broker.secret_files {key}")
@@ -102,11 +106,11 @@ def client_settings(config: BrokerConfig) -> dict[str, str]:
     return settings
 
 
-def _authority(file: Path) -> str:
-    """Return the place of a certificate that is one; librdkafka would only say so with an error of
-    its own.
+def _check_ca_file(file: Path) -> str:
+    """Return the path of a CA file after checking that it holds a certificate; librdkafka's own
+    error is unclear.
     """
-    if PEM_CERTIFICATE not in read_named(file, key="broker.ca_file"):
+    if PEM_CERTIFICATE not in read_configured_file(file, key="broker.ca_file"):
         raise ConfigError(
             f"broker.ca_file: {file} holds no certificate; give the PEM file of the "
             "authority that signed the brokers' certificates"
@@ -114,7 +118,7 @@ def _authority(file: Path) -> str:
     return str(file)
 
 
-def _password(config: BrokerConfig) -> str:
+def _read_password(config: BrokerConfig) -> str:
     if config.password_file is not None:
         password = read_secret(config.password_file, key="broker.password_file")
     else:

@@ -1,5 +1,6 @@
-"""Leases by a consumer group, for brokers without share groups: records in order of the partition;
-the offset follows the oldest open one.
+"""Leases by a consumer group, for brokers without share groups.
+
+Records are leased in partition order, and the committed offset follows the oldest open lease.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from relax_events.deadline import Deadline
 from relax_events.errors import AccessDenied, BrokerError, ClientFailed
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.leases import LEAVE_SECONDS, POLL_SECONDS, Lease
 from relax_events.kafka.records import Record
 
 log = structlog.get_logger()
 
 
-class GroupLeases:
-    """One thread polls; it pauses while all lanes are taken, and keeps its membership."""
+class ConsumerGroupLeases:
+    """A lease source with one polling thread, which pauses the consumer while `max_leases` are open
+    and keeps its membership.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class GroupLeases:
         self._open: dict[int, dict[int, bool]] = {}
         self._on_lease = on_lease
         self._topic, self._connection = topic, connection
-        self._consumer = GroupConsumer(
+        self._consumer = SubscribedConsumer(
             connection, consumer_group=group, topics=[topic], on_revoked=self._revoked
         )
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
@@ -57,31 +60,31 @@ class GroupLeases:
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                self._turn()
+                self._step()
             except BrokerError as error:
                 log.warning("lease.disturbed", error=str(error))
                 if isinstance(error, AccessDenied | ClientFailed):
-                    self._connection.refusals.deny(error)
+                    self._connection.auth_failures.report_fatal(error)
                 self._closing.wait(POLL_SECONDS)
         self._commit(wait=Deadline(POLL_SECONDS * 5))
         self._consumer.close()
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         if self._stopping.is_set() or not self._free.acquire(timeout=POLL_SECONDS / 10):
-            self._idle()
+            self._poll_paused()
             return
         taken = False
         try:
             for record in self._consumer.fetch(1, timeout_seconds=POLL_SECONDS):
-                taken = self._take(record)
+                taken = self._lease(record)
         finally:
             if not taken:
                 self._free.release()
         self._commit()
 
-    def _idle(self) -> None:
-        """Take part in the group without taking records: one that comes all the same, of a
-        partition just assigned, is put back.
+    def _poll_paused(self) -> None:
+        """Poll while paused to keep the membership. A record that still arrives, from a newly
+        assigned partition, is returned by a seek.
         """
         self._consumer.pause()
         for record in self._consumer.fetch(1, timeout_seconds=POLL_SECONDS / 10):
@@ -89,9 +92,9 @@ class GroupLeases:
         self._consumer.resume()
         self._commit()
 
-    def _take(self, record: Record) -> bool:
-        """Hand a record over; return whether it was, or was put back since we stopped while it
-        came.
+    def _lease(self, record: Record) -> bool:
+        """Lease a record; return False if it was returned by a seek because the source is
+        stopping.
         """
         if self._stopping.is_set():
             self._consumer.seek(record.topic, record.partition, record.offset)
@@ -102,8 +105,8 @@ class GroupLeases:
         return True
 
     def _settle(self, record: Record, done: bool) -> None:
-        """Note that a record is done; a released one keeps the offset back until the partition
-        moves or we restart.
+        """Mark a record as done. A released record blocks the committed offset until the partition
+        is reassigned or the worker restarts.
         """
         with self._lock:
             if done and record.offset in self._open.get(record.partition, {}):
@@ -120,8 +123,8 @@ class GroupLeases:
         self._consumer.commit(marks, wait=wait)
 
     def _advance(self, partition: int) -> int | None:
-        """Drop the done records before the oldest open one and return the new position, or None
-        when nothing moved.
+        """Drop the done records below the oldest open one; return the new position, or None when it
+        is unchanged.
         """
         held, mark = self._open[partition], None
         for offset in sorted(held):

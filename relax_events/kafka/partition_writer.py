@@ -1,11 +1,11 @@
-"""Writes a partition anew, each record at the offset that it had.
+"""Rebuilds a partition with each record at its original offset.
 
-Readers of committed records see offsets leap where a transaction left its mark, or was aborted.
-TrainStepCommitted names records by offset, so a copy has to leap alike, and can:
+Offsets of a log have gaps where a transaction left its control record or was aborted.
+TrainStepCommitted names records by offset, so a copy must have the same gaps:
 
-    one offset to leap          the records before it are written in a transaction, whose commit leaves one mark
-    several                     an aborted transaction: its records and its mark take up as many, and nobody sees them
-    before the first record     (a log that was purged) records of no content, which are deleted at the end
+    one offset                  a transaction, whose commit marker takes the offset
+    several offsets             an aborted transaction: its records and its marker take them
+    before the first record     (a purged log) empty records, which are deleted at the end
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from relax_events.errors import BrokerError, BrokerUnavailable
 from relax_events.events.container import LoggedRecord
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.connection import Connection, error_of, translate
+from relax_events.kafka.connection import Connection, extract_error, translate
 
 WRITE_SECONDS = 120.0
 TRANSACTION_SECONDS = 60
-RECORDS_AT_ONCE = 2000
-PADDING_AT_ONCE = 10_000
-MARK_SECONDS = 0.002
+MAX_BATCH_RECORDS = 2000
+MAX_PADDING_RECORDS = 10_000
+CONTROL_RECORD_POLL_SECONDS = 0.002
 PADDING = LoggedRecord(0, 0, b"", b"", (("relax-gap", b""),))
 
 
 class PartitionWriter:
-    """Rebuilds partitions, one at a time, on topics with `message.timestamp.type=CreateTime`."""
+    """Rebuilds one partition at a time, on topics with `message.timestamp.type=CreateTime`."""
 
     def __init__(self, connection: Connection, *, transactional_id: str) -> None:
         settings = {
@@ -53,10 +53,10 @@ class PartitionWriter:
             self._transactions.init_transactions(self._timeout_seconds)
         except KafkaException as exception:
             raise translate(
-                error_of(exception), "opening a transaction to import with"
+                extract_error(exception), "opening a transaction to import with"
             ) from exception
         self._topic, self._partition, self._position = "", 0, 0
-        self._is_mark_due = False
+        self._is_control_record_due = False
         self._failure: BrokerError | None = None
 
     def write(
@@ -65,13 +65,13 @@ class PartitionWriter:
         """Rebuild an empty partition.
 
         Args:
-            topic: Its topic's full name.
-            partition: Its number.
-            records: What readers of committed records are to see, by rising offset; streamed.
-            end: The partition's next offset afterwards.
+            topic: The topic's full name.
+            partition: The partition's number.
+            records: The committed records by ascending offset; streamed.
+            end: The partition's end offset afterwards.
         Raises:
-            BrokerError: A record did not get its offset; the partition was not empty, or somebody
-                else writes to it.
+            BrokerError: A record did not get its offset, because the partition was not empty or has
+                another producer.
         """
         self._topic, self._partition, self._position = topic, partition, 0
         run: list[LoggedRecord] = []
@@ -80,53 +80,55 @@ class PartitionWriter:
             gap = record.offset - self._position - len(run)
             if gap:
                 first = first or (record.offset if not self._position + len(run) else 0)
-                self._leap(run, gap)
+                self._skip_offsets(run, gap)
                 run = []
-            elif len(run) >= RECORDS_AT_ONCE:
+            elif len(run) >= MAX_BATCH_RECORDS:
                 self._send(run[:-1])
                 run = run[-1:]
             run.append(record)
         first = first or (end if not self._position + len(run) else 0)
-        self._leap(run, end - self._position - len(run))
-        self._await_mark()
+        self._skip_offsets(run, end - self._position - len(run))
+        self._await_control_record()
         if first:
             self._admin.delete_records([TopicOffset(topic, partition, first)])
 
     def append(self, topic: str, partition: int, records: Iterable[LoggedRecord]) -> None:
-        """Write records behind each other, whatever their offsets were: for compacted topics, where
-        no offset has a meaning.
+        """Append records without keeping their offsets: for compacted topics, where offsets have no
+        meaning.
         """
         run: list[LoggedRecord] = []
         self._topic, self._partition, self._position = topic, partition, 0
         for record in records:
             run.append(record)
-            if len(run) >= RECORDS_AT_ONCE:
+            if len(run) >= MAX_BATCH_RECORDS:
                 self._send(run)
                 run = []
         self._send(run)
 
     def close(self) -> None:
-        """Leave nothing open."""
+        """Drop all unsent records."""
         self._plain.purge()
         self._transactions.purge()
 
-    def _leap(self, run: Sequence[LoggedRecord], gap: int) -> None:
-        """Write a run of records, then pass over so many offsets."""
+    def _skip_offsets(self, run: Sequence[LoggedRecord], gap: int) -> None:
+        """Write consecutive records, then skip `gap` offsets."""
         if gap == 1 and run:
-            self._transact(run, commits=True)
+            self._write_transaction(run, commits=True)
             return
         self._send(run)
         is_first = self._position == 0
         while gap:
-            size = gap if gap <= PADDING_AT_ONCE else PADDING_AT_ONCE // 2
+            size = gap if gap <= MAX_PADDING_RECORDS else MAX_PADDING_RECORDS // 2
             if is_first:
                 self._send([PADDING] * size)
             else:
-                self._transact([PADDING] * (size - 1), commits=False)
+                self._write_transaction([PADDING] * (size - 1), commits=False)
             gap -= size
 
-    def _transact(self, records: Sequence[LoggedRecord], *, commits: bool) -> None:
-        """Write records in a transaction of their own; its mark takes the offset behind them."""
+    def _write_transaction(self, records: Sequence[LoggedRecord], *, commits: bool) -> None:
+        """Write records in a transaction of their own; its control record takes the offset behind
+        them.
+        """
         try:
             self._transactions.begin_transaction()
             self._send(records, self._transactions)
@@ -137,35 +139,38 @@ class PartitionWriter:
             )(TRANSACTION_SECONDS)
         except KafkaException as exception:
             raise translate(
-                error_of(exception),
+                extract_error(exception),
                 f"importing into {self._topic}[{self._partition}]@{self._position}",
             ) from exception
         self._position += 1
-        self._is_mark_due = True
+        self._is_control_record_due = True
 
-    def _await_mark(self) -> None:
-        """Wait until the last transaction's mark is on the log: the broker answers first and writes
-        it then, and tells nobody.
+    def _await_control_record(self) -> None:
+        """Wait until the last transaction's control record is on the log: the broker writes it
+        after it responds.
 
-        The next transaction waits by itself; a plain record would take the mark's offset.
+        The client's next transaction waits for it; a record outside of a transaction would take its
+        offset.
         """
         deadline = Deadline(self._timeout_seconds)
         place = (self._topic, self._partition)
-        while self._is_mark_due and self._admin.end_offsets([place])[place] < self._position:
+        while (
+            self._is_control_record_due and self._admin.end_offsets([place])[place] < self._position
+        ):
             if deadline.passed:
                 raise BrokerUnavailable(
                     f"the transaction before {place[0]}[{place[1]}]@{self._position} left no "
-                    "mark; see that all brokers run"
+                    "control record; check that all brokers run"
                 )
-            time.sleep(MARK_SECONDS)
-        self._is_mark_due = False
+            time.sleep(CONTROL_RECORD_POLL_SECONDS)
+        self._is_control_record_due = False
 
     def _send(self, records: Sequence[LoggedRecord], producer: Any = None) -> None:
-        """Write records, wait until they are acknowledged, and see that each got the next
+        """Write records, wait for their acknowledgements, and check that each got the next
         offset.
         """
         if records and producer is None:
-            self._await_mark()
+            self._await_control_record()
         producer = producer or self._plain
         for record in records:
             self._produce(producer, record)
@@ -188,7 +193,7 @@ class PartitionWriter:
                     value=record.value,
                     headers=list(record.headers),
                     timestamp=record.timestamp_ms,
-                    on_delivery=self._delivered,
+                    on_delivery=self._on_delivery,
                 )
             except BufferError:
                 producer.poll(0.1)  # the client's queue is full: wait for acknowledgements
@@ -196,13 +201,13 @@ class PartitionWriter:
                 producer.poll(0)
                 return
 
-    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+    def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
         what = f"importing into {self._topic}[{self._partition}]@{self._position}"
         if error is not None:
             self._failure = self._failure or translate(error, what)
         elif message.offset() != self._position and self._failure is None:
             self._failure = BrokerError(
-                f"{what}: the record lies at {message.offset()}; the partition was not "
-                "empty, or somebody else writes to it"
+                f"{what}: the record got offset {message.offset()}; the partition was not "
+                "empty, or has another producer"
             )
         self._position += 1

@@ -1,6 +1,4 @@
-"""Writes records: acknowledged by all replicas, exactly once in each partition, failures never
-swallowed.
-"""
+"""Produces records idempotently, acknowledged by all in-sync replicas."""
 
 from __future__ import annotations
 
@@ -13,26 +11,31 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from relax_events.deadline import Deadline
 from relax_events.errors import AccessDenied, BrokerUnavailable
-from relax_events.kafka.connection import Connection, error_of, fatal_errors, translate
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.connection import (
+    Connection,
+    extract_error,
+    translate,
+    translate_fatal_errors,
+)
+from relax_events.kafka.records import ProducerRecord
 
 DELIVERY_SECONDS = 120
-FLUSH_SECONDS = 1.0  # after each it is asked whether the broker lets us in
+FLUSH_SECONDS = 1.0  # the interval at which a flush checks whether the broker denies access
 
 
 class RecordProducer:
-    """An idempotent producer. `write` returns when the records are acknowledged; `send` and `flush`
-    split the two.
+    """An idempotent producer. `write` returns when the records are acknowledged; it is `send`
+    followed by `flush`.
 
-    A broker that is away for less than two minutes delays a write; it neither loses nor doubles it.
-    `send` may be called by several threads, all else by one.
+    An outage of less than two minutes delays a write without loss or duplicates. `send` may be
+    called by several threads, all other methods by one.
     """
 
     def __init__(
         self, connection: Connection, *, linger_ms: float = 0.0, one_record_per_batch: bool = False
     ) -> None:
-        single = {"batch_num_messages": 1} if one_record_per_batch else {}
-        settings = connection.settings(
+        single: dict[str, Any] = {"batch_num_messages": 1} if one_record_per_batch else {}
+        settings = connection.lasting_settings(
             enable_idempotence=True,
             acks="all",
             linger_ms=linger_ms,
@@ -45,38 +48,39 @@ class RecordProducer:
         self._connection = connection
         self._failure: KafkaError | None = None
         self._counting = threading.Lock()
-        self._num_unanswered = 0
-        self._waiting_since = self._looked_at = 0.0
+        self._num_unacknowledged = 0
+        self._waiting_since = self._checked_at = 0.0
 
-    def send(self, record: OutRecord) -> None:
-        """Hand a record to the client; it is safe only after `flush`."""
+    def send(self, record: ProducerRecord) -> None:
+        """Queue a record in the client; it is durable only after `flush`."""
         with self._counting:
-            if not self._num_unanswered:
+            if not self._num_unacknowledged:
                 self._waiting_since = time.monotonic()
-            self._num_unanswered += 1
+            self._num_unacknowledged += 1
         try:
-            enqueue(self._producer, record, self._delivered)
+            enqueue(self._producer, record, self._on_delivery)
         except BaseException:
             with self._counting:
-                self._num_unanswered -= 1
+                self._num_unacknowledged -= 1
             raise
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
 
     @property
-    def seconds_unanswered(self) -> float:
-        """For how long the broker had not answered when we last looked; 0 when nothing was owed."""
-        return max(0.0, self._looked_at - self._waiting_since) if self._num_unanswered else 0.0
+    def unacknowledged_seconds(self) -> float:
+        """Seconds without an acknowledgement at the last check; 0 when nothing is pending."""
+        return max(0.0, self._checked_at - self._waiting_since) if self._num_unacknowledged else 0.0
 
     def flush(self) -> None:
-        """Wait until everything sent is acknowledged.
+        """Wait until all sent records are acknowledged.
 
         Raises:
-            AccessDenied: The broker has not let us in for as long as a request may take; what was
-                sent is dropped.
-            BrokerError: A record could not be delivered; nothing may be assumed about the others
-                since the last flush.
+            AccessDenied: The broker denied access for longer than the request timeout; sent records
+                are dropped.
+            ClientFailed: This client, or another one of the worker, has lost all brokers for good.
+            BrokerError: A record could not be delivered; the state of the other records since the
+                last flush is unknown.
         """
-        with fatal_errors("delivering records"):
+        with translate_fatal_errors("delivering records"):
             left = self._flush_within(Deadline(DELIVERY_SECONDS + 1))
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -87,50 +91,52 @@ class RecordProducer:
                 "the broker runs"
             )
 
-    def write(self, records: Iterable[OutRecord]) -> None:
+    def write(self, records: Iterable[ProducerRecord]) -> None:
         """Send records and wait until they are acknowledged."""
         for record in records:
             self.send(record)
         self.flush()
 
     def close(self) -> None:
-        """Wait briefly for what is under way and drop the rest."""
+        """Wait up to 5 s for in-flight records and drop the rest."""
         if self._producer.flush(5):
             self._producer.purge()
 
     def _flush_within(self, deadline: Deadline) -> int:
-        """Wait for acknowledgements and return how many are missing at the deadline."""
+        """Wait for acknowledgements; return how many are missing at the deadline."""
         while (
             left := self._producer.flush(min(FLUSH_SECONDS, deadline.remaining_seconds))
         ) and not deadline.passed:
-            self._looked_at = time.monotonic()
-            if self._connection.refusals.seconds > self._connection.request_timeout_seconds:
-                self._give_up()
+            self._checked_at = time.monotonic()
+            self._connection.auth_failures.raise_fatal()
+            if self._connection.auth_failures.seconds > self._connection.request_timeout_seconds:
+                self._raise_refusal()
         return int(left)
 
-    def _give_up(self) -> None:
-        refused = self._connection.refused("delivering records")
+    def _raise_refusal(self) -> None:
+        refused = self._connection.find_refusal("delivering records")
         if refused is not None:
             self._producer.purge()
             self._producer.flush(FLUSH_SECONDS)
             raise refused
 
-    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+    def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
         with self._counting:
-            self._num_unanswered -= 1
+            self._num_unacknowledged -= 1
             self._waiting_since = time.monotonic()
         if error is None:
-            self._connection.refusals.forget()
+            self._connection.auth_failures.clear()
         else:
             self._failure = error
             if isinstance(
                 denied := translate(error, f"writing to {message.topic()}"), AccessDenied
             ):
-                self._connection.refusals.deny(denied)  # beats are sent and never waited for
+                # heartbeats are sent without a flush
+                self._connection.auth_failures.report_fatal(denied)
 
 
-def enqueue(producer: Any, record: OutRecord, on_delivery: Any) -> None:
-    """Put a record into a client's queue, waiting while the queue is full.
+def enqueue(producer: Any, record: ProducerRecord, on_delivery: Any) -> None:
+    """Queue a record in a client, waiting while the queue is full.
 
     Raises:
         BrokerRefused: The record is larger than the client or the topic allows.
@@ -147,7 +153,7 @@ def enqueue(producer: Any, record: OutRecord, on_delivery: Any) -> None:
                 on_delivery=on_delivery,
                 **where,
             )
-            with fatal_errors(f"writing to {record.topic}"):
+            with translate_fatal_errors(f"writing to {record.topic}"):
                 producer.poll(0)
         except BufferError:
             if time.monotonic() > deadline:
@@ -158,7 +164,7 @@ def enqueue(producer: Any, record: OutRecord, on_delivery: Any) -> None:
         except KafkaException as exception:
             size = len(record.value or b"")
             raise translate(
-                error_of(exception), f"writing {size} bytes to {record.topic}"
+                extract_error(exception), f"writing {size} bytes to {record.topic}"
             ) from exception
         else:
             return

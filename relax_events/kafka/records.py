@@ -1,4 +1,4 @@
-"""A record as it lies on the log, and one that is to be written."""
+"""Records: read from the log, and to be produced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSION_PATTERN = re.compile("-?[0-9]{1,18}")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record that was read."""
+    """A record that was read from the log."""
 
     topic: str
     partition: int
@@ -25,12 +25,12 @@ class Record:
     headers: Mapping[str, str]
     timestamp_ms: int
     is_damaged: bool = False
-    """Whether its record batch fails its checksum: the value is empty then, key and headers are as
-    read, and may be wrong."""
+    """Whether its record batch fails its checksum. The value is then empty, and key and headers are
+    unverified."""
 
     @classmethod
-    def of(cls, message: Any) -> Record:
-        """Take over a client's message."""
+    def from_message(cls, message: Any) -> Record:
+        """Convert a client's message."""
         headers = {
             name: (value or b"").decode("utf-8", "replace")
             for name, value in message.headers() or ()
@@ -47,22 +47,22 @@ class Record:
         )
 
     @property
-    def place(self) -> str:
-        """Name the record's position as people write it."""
+    def location(self) -> str:
+        """The record's location as `topic[partition]@offset`."""
         return f"{self.topic}[{self.partition}]@{self.offset}"
 
     @property
     def policy_version(self) -> int | None:
-        """Return the version in the headers, readable without decoding the event; None where there
-        is none.
+        """The policy version in the headers, readable without decoding the event; None when
+        absent.
         """
         text = self.headers.get(POLICY_VERSION_HEADER, "")
         return int(text) if VERSION_PATTERN.fullmatch(text) else None
 
 
 @dataclass(frozen=True, slots=True)
-class OutRecord:
-    """A record to be written; partition -1 leaves the choice to the key."""
+class ProducerRecord:
+    """A record to be produced; partition -1 chooses the partition by key."""
 
     topic: str
     value: bytes | None
@@ -71,8 +71,8 @@ class OutRecord:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def logged(message: Any) -> LoggedRecord:
-    """Take over a client's message, byte for byte."""
+def to_logged_record(message: Any) -> LoggedRecord:
+    """Convert a client's message without decoding it."""
     headers = tuple((name, value) for name, value in message.headers() or ())
     return LoggedRecord(
         message.offset(), message.timestamp()[1], message.key(), message.value(), headers

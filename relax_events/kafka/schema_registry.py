@@ -1,9 +1,8 @@
-"""A schema registry with Confluent's interface (Confluent's own, Apicurio, Karapace): gives schemas
-numbers, checks that they evolve.
+"""A client for schema registries with Confluent's API (Confluent, Apicurio, Karapace).
 
-A schema is registered under its record's full name (the RecordNameStrategy), not under its topic's:
-several kinds of events share a topic, and every run has topics of its own, while there is one
-history for each record of ours.
+Schemas are registered under their record's full name (RecordNameStrategy), not under the topic's:
+several event types share a topic, every run has its own topics, and each record type has one
+history.
 """
 
 from __future__ import annotations
@@ -40,17 +39,18 @@ FIRST_SERVER_ERROR = 500
 
 
 def open_codec(config: BrokerConfig) -> EventCodec:
-    """Return the codec of a run: framed by the ids of the schema registry where the run has one.
+    """Return the event codec of a run; it frames events with registry ids if the run has a schema
+    registry.
 
     Raises:
-        BrokerUnavailable: The registry does not answer.
-        BrokerRefused: It wants a login, or another one.
-        SchemaError: It holds an incompatible schema of the same record.
-        EnvironmentProblem: The libraries that speak with it are not installed.
+        BrokerUnavailable: The registry does not respond.
+        BrokerRefused: The registry requires a login, or another one.
+        SchemaError: The registry has an incompatible schema of the same record.
+        EnvironmentProblem: The registry client's libraries are not installed.
     """
     if not config.schema_registry:
         return EventCodec()
-    registry = RegistryClient.of(config)
+    registry = RegistryClient.from_config(config)
     try:
         return EventCodec(registry)
     finally:
@@ -58,13 +58,13 @@ def open_codec(config: BrokerConfig) -> EventCodec:
 
 
 class RegistryClient:
-    """Asks a registry, once for each schema: many at the start, hardly any later, so connections
-    are not kept.
+    """A registry client. It requests each schema once, mostly at start, so it keeps no connection
+    open.
 
     Args:
-        url: `http://host:port/path` of the registry.
-        timeout_seconds: Deadline of a call, which is tried three times within it.
-        login: `user:password`, empty for none.
+        url: The registry's address, `http://host:port/path`.
+        timeout_seconds: Bound of a call with its three attempts.
+        login: `user:password`; empty for none.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float, login: str = "") -> None:
@@ -82,36 +82,36 @@ class RegistryClient:
         self._one_at_a_time = threading.Lock()
 
     @classmethod
-    def of(cls, config: BrokerConfig) -> RegistryClient:
-        """Read address and login off a run's configuration."""
+    def from_config(cls, config: BrokerConfig) -> RegistryClient:
+        """Create a client from a run's configuration."""
         return cls(
             config.schema_registry,
             timeout_seconds=config.request_timeout_seconds,
-            login=registry_login(config.schema_registry_login_file),
+            login=read_registry_login(config.schema_registry_login_file),
         )
 
     def register(self, name: str, schema_json: str) -> int:
-        """Return the id of a schema under its record's name, registering it when it is new.
+        """Register a schema under its record's name if it is new; return its id.
 
         Raises:
-            SchemaError: The registry holds an incompatible schema of that name.
+            SchemaError: The registry has an incompatible schema of that name.
         """
         return int(
-            self._ask(
+            self._request(
                 f"registering {name}",
                 lambda client: client.register_schema(name, _avro(schema_json)),
             )
         )
 
     def schema(self, schema_id: int) -> str | None:
-        """Return the schema of an id as JSON, or None when there is none.
+        """Return the schema with this id as JSON, or None.
 
         Raises:
-            SchemaError: It is not an Avro schema, or not complete in itself.
+            SchemaError: The schema is not Avro, or references other schemas.
         """
-        with self._one_at_a_time:  # the work loop and the control thread decode by one codec
+        with self._one_at_a_time:  # the work loop and the control thread share one codec
             try:
-                found = self._ask(
+                found = self._request(
                     f"asking for schema {schema_id}",
                     lambda client: client.get_schema(schema_id),
                     missing_is_none=True,
@@ -122,27 +122,29 @@ class RegistryClient:
             return None
         if (found.schema_type or "AVRO") != "AVRO" or found.references:
             raise SchemaError(
-                f"schema {schema_id} of {self._url} is of type {found.schema_type} or refers "
-                "to others; events are Avro records, whole"
+                f"schema {schema_id} of {self._url} is of type {found.schema_type} or "
+                "references other schemas; events need self-contained Avro records"
             )
         return str(found.schema_str)
 
-    def num_subjects(self) -> int:
-        """Return how many names have schemas: the cheapest question that shows a registry at
-        work.
+    def count_subjects(self) -> int:
+        """Return the number of subjects: the cheapest request that shows that the registry
+        works.
         """
         try:
-            return len(self._ask("asking for the subjects", lambda client: client.get_subjects()))
+            return len(
+                self._request("asking for the subjects", lambda client: client.get_subjects())
+            )
         finally:
             self.close()
 
     def close(self) -> None:
-        """Drop the connection; the next question opens another."""
+        """Close the connection; the next request opens another."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
-    def _ask(
+    def _request(
         self,
         what: str,
         call: Callable[[SchemaRegistryClient], Any],
@@ -167,7 +169,7 @@ class RegistryClient:
             ) from error
 
     def _translate(self, error: Any, what: str) -> BrokerError | SchemaError:
-        """Return our error for the registry's answer."""
+        """Translate an error response of the registry."""
         text = (
             f"schema registry {self._url}, {what}: HTTP {error.http_status_code}, "
             f"{error.error_message}"
@@ -182,16 +184,16 @@ class RegistryClient:
                 f"{text}; put user:password into a file and its path into {LOGIN_KEY}"
             )
         if error.http_status_code >= FIRST_SERVER_ERROR:
-            return BrokerUnavailable(f"{text}; the registry has trouble of its own")
+            return BrokerUnavailable(f"{text}; the registry failed internally")
         return BrokerRefused(
             f"{text}; is broker.schema_registry the address of Confluent's interface "
             "(Apicurio's ends in /apis/ccompat/v7)?"
         )
 
 
-def registry_login(path: Path | None) -> str:
-    """Return `user:password` for the registry from a file, or without one from the environment;
-    empty when neither has it.
+def read_registry_login(path: Path | None) -> str:
+    """Read `user:password` for the registry from a file, or without a file from the environment;
+    empty when neither is set.
 
     Raises:
         ConfigError: The file can't be read, or the text has no colon.
@@ -209,8 +211,8 @@ def registry_login(path: Path | None) -> str:
 
 
 def _avro(schema_json: str) -> Schema:
-    """Wrap a schema's text, spelled so that Apicurio takes it: 3.0 replaces a default of `"{}"` by
-    `{}` before it parses, and refuses the rest.
+    """Wrap a schema's text for Apicurio: version 3.0 replaces a default of `"{}"` by `{}` before
+    parsing and then rejects the schema.
     """
     from confluent_kafka.schema_registry import Schema
 
@@ -218,9 +220,7 @@ def _avro(schema_json: str) -> Schema:
 
 
 def _open_client(settings: dict[str, Any]) -> SchemaRegistryClient:
-    """Load the client here: it takes half a second, which runs without a registry should not
-    pay.
-    """
+    """Import and create the client; the import takes 0.5 s, which runs without a registry avoid."""
     try:
         from confluent_kafka.schema_registry import SchemaRegistryClient
     except ImportError as error:

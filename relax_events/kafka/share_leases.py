@@ -1,5 +1,6 @@
-"""Leases by a share group, through lanes: a lane is one share consumer, since a consumer must
-settle all that it holds before it may poll again.
+"""Leases by a share group, with one share consumer and thread for each possible lease.
+
+A share consumer must acknowledge all records that it holds before it may poll again.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, ShareCo
 
 from relax_events.errors import AccessDenied, BrokerRefused
 from relax_events.kafka.base_consumer import READER_SETTINGS
-from relax_events.kafka.connection import Connection, error_of, translate
+from relax_events.kafka.connection import Connection, extract_error, translate
 from relax_events.kafka.leases import LEAVE_SECONDS, POLL_SECONDS, Lease
 from relax_events.kafka.records import Record
 
 log = structlog.get_logger()
 COMMIT_SECONDS = 10.0
+LANE_REPORT_SECONDS = 240.0
+"""Lanes that wait for their turn are not polled, so what their clients tell of themselves adds
+up."""
 FULL_SECONDS = 20.0
-"""A worker that was killed stays a member until its session lapses; who is refused for longer than
-that is one too many."""
+"""Longer than a session: a killed worker stays a member until its session expires. A consumer that
+is refused for longer exceeds the group's size."""
 
 
-class ShareLeases:
-    """Lanes wait in the client, not in a loop of ours, and one at a time: the others wait for their
+class ShareGroupLeases:
+    """A lease source in which one share consumer polls at a time, while the others wait for their
     turn.
 
-    Every delivery of a record counts, and after so many the broker drops it without a word. What a
-    killed worker held, the broker would hand to each of its waiting lanes in turn, for it notices
-    their deaths one by one: 28 of them cost four records up to ten deliveries each. So one lane
-    waits, and a death costs three at most. Likewise what is released while we stop stays held until
-    nobody waits any more. The queue has one partition, so that the lane that waits may take any
-    record.
+    The broker counts each delivery of a record and silently drops the record after a limit. It
+    notices the deaths of a killed worker's consumers one by one, and meanwhile delivers the
+    worker's records to those that still seem to poll: 28 consumers cost four records up to ten
+    deliveries each. With one polling consumer a death costs at most three. For the same reason,
+    records released during a stop are returned only when no consumer polls any more. The queue has
+    one partition, so that the polling consumer may receive any record.
     """
 
     def __init__(
@@ -53,72 +57,74 @@ class ShareLeases:
         self._stopping = threading.Event()
         self._on_lease = on_lease
         self._turn = threading.Lock()
-        self._num_places, self._places_changed = lanes, threading.Condition()
-        self.full_text = (
-            f"share group {group} has no room for all {lanes} lanes of this worker: "
-            "group.share.max.size of the brokers bounds the lanes of all "
-            "workers together; lower engine.max_prompt_groups, run fewer rollout workers, or "
+        self._capacity, self._capacity_changed = lanes, threading.Condition()
+        self.group_full_text = (
+            f"share group {group} has no room for all {lanes} share consumers of this "
+            "worker: group.share.max.size of the brokers bounds the share consumers of all "
+            "workers together; lower engine.max_prompt_groups, run fewer rollout workers, "
+            "or "
             "raise group.share.max.size (1000 is Kafka's most)"
         )
-        self._lanes = [_Lane(connection, group, topic, self) for _ in range(lanes)]
+        self._threads = [_ShareConsumerThread(connection, group, topic, self) for _ in range(lanes)]
 
     def stop(self) -> None:
         """See `LeaseSource.stop`."""
         self._stopping.set()
-        self.make_room(0)
+        self.release_capacity(0)
 
     def close(self) -> None:
         """See `LeaseSource.close`."""
         self.stop()
-        for lane in self._lanes:
+        for lane in self._threads:
             lane.release_all()
-        for lane in self._lanes:
+        for lane in self._threads:
             lane.thread.join(LEAVE_SECONDS)
 
     @property
     def stopping(self) -> bool:
-        """Whether no more leases are taken."""
+        """Whether the source takes no more leases."""
         return self._stopping.is_set()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Let one lane wait for a record, for the length of the block, once there is room for
-        one.
-        """
+    def polling_turn(self) -> Iterator[None]:
+        """Let one thread poll during the block, once there is capacity for a record."""
         with self._turn:
-            with self._places_changed:
-                self._places_changed.wait_for(lambda: self._num_places > 0 or self.stopping)
+            with self._capacity_changed:
+                self._capacity_changed.wait_for(lambda: self._capacity > 0 or self.stopping)
             yield
 
-    def make_room(self, num_records: int) -> None:
-        """Count records as settled; as taken, if negative. A lane may take more than there is room
-        for, since the broker decides how many.
+    def release_capacity(self, num_records: int) -> None:
+        """Add capacity for settled records, or remove it for received ones if negative. It may
+        become negative, because the broker decides how many records it returns.
         """
-        with self._places_changed:
-            self._num_places += num_records
-            self._places_changed.notify_all()
+        with self._capacity_changed:
+            self._capacity += num_records
+            self._capacity_changed.notify_all()
 
     def pause(self) -> None:
-        """Let a moment pass before what failed is tried again; a stop ends it."""
+        """Pause before a retry; `stop` ends the pause."""
         self._stopping.wait(POLL_SECONDS / 10)
 
-    def hand_over(self, lease: Lease) -> None:
-        """Pass a lease on to the worker."""
+    def deliver(self, lease: Lease) -> None:
+        """Pass a lease to the worker."""
         self._on_lease(lease)
 
 
-class _Lane:
-    """One share consumer and the thread that waits for it."""
+class _ShareConsumerThread:
+    """One share consumer and its thread."""
 
-    def __init__(self, connection: Connection, group: str, topic: str, source: ShareLeases) -> None:
-        self._settings = connection.settings(
+    def __init__(
+        self, connection: Connection, group: str, topic: str, source: ShareGroupLeases
+    ) -> None:
+        self._settings = connection.lasting_settings(
+            report_seconds=LANE_REPORT_SECONDS,
             group_id=group,
             share_acknowledgement_mode="explicit",
             max_poll_records=1,
             max_poll_interval_ms=READER_SETTINGS["max_poll_interval_ms"],
         )
         self._source, self._connection, self._topic = source, connection, topic
-        self._consumer: Any | None = self._joined()
+        self._consumer: Any | None = self._join_group()
         self._numbers = itertools.count()
         self._held: dict[int, Any] = {}
         self._settled: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
@@ -127,63 +133,63 @@ class _Lane:
         self.thread.start()
 
     def release_all(self) -> None:
-        """Release what the lane holds, from any thread."""
+        """Release all records that this consumer holds, from any thread."""
         for number in list(self._held):
             self._settled.put((number, False))
 
-    def _joined(self) -> Any:
+    def _join_group(self) -> Any:
         consumer = ShareConsumer(self._settings)
         consumer.subscribe([self._topic])
         return consumer
 
     def _run(self) -> None:
         while not self._source.stopping:
-            self._work()
+            self._step()
         self._leave()
 
-    def _work(self) -> None:
+    def _step(self) -> None:
         try:
-            self._take()
+            self._poll()
             if self._consumer is not None:
-                self._serve(self._consumer)
+                self._deliver_held(self._consumer)
         except KafkaException as exception:
-            self._note(error_of(exception))
+            self._handle_error(extract_error(exception))
             self._source.pause()
         finally:
-            self._source.make_room(len(self._held))
+            self._source.release_capacity(len(self._held))
             self._held.clear()
 
-    def _take(self) -> None:
-        """Wait for our turn, and then until a record comes or we stop; then we leave first, for
-        what the others release would still come to us.
+    def _poll(self) -> None:
+        """Wait for the polling turn, then poll until a record arrives or the source stops.
 
-        One record comes as a rule. Of records that were released the broker hands out neighbours
-        together, as it does with those that were produced in one batch.
+        On a stop the consumer leaves the group at once, because it would receive the records that
+        others release. A poll usually returns one record; released neighbours and records of one
+        batch arrive together.
         """
-        with self._source.turn():
+        with self._source.polling_turn():
             while not self._source.stopping:
                 if self._consumer is None:
-                    self._consumer = self._joined()
+                    self._consumer = self._join_group()
                 polled = self._consumer.poll(POLL_SECONDS)
                 for message in polled:
-                    self._note(message.error())
+                    self._handle_error(message.error())
                 if messages := [message for message in polled if message.error() is None]:
                     self._refused_at = None
                     self._held.update({next(self._numbers): message for message in messages})
-                    self._source.make_room(-len(messages))
+                    self._source.release_capacity(-len(messages))
                     return
                 if self._source.stopping:
                     self._leave()
 
-    def _serve(self, consumer: Any) -> None:
-        """Hand over what we hold, and settle each record when its work is done."""
+    def _deliver_held(self, consumer: Any) -> None:
+        """Deliver the held records, and acknowledge each when its work is done."""
         for number, message in list(self._held.items()):
             if self._source.stopping:
                 self._settle(number, False)
             else:
-                self._source.hand_over(
+                self._source.deliver(
                     Lease(
-                        Record.of(message),
+                        Record.from_message(message),
                         message.delivery_count() or 1,
                         partial(self._settle, number),
                     )
@@ -191,24 +197,24 @@ class _Lane:
         while self._held and self._consumer is not None:
             number, accepted = self._settled.get()
             if (message := self._held.pop(number, None)) is None:
-                continue  # it was settled twice
+                continue  # it was settled before
             if not accepted and self._source.stopping:
-                with self._source.turn():  # nobody waits any more
+                with self._source.polling_turn():  # no thread polls any more
                     pass
             self._acknowledge(
                 consumer, message, AcknowledgeType.ACCEPT if accepted else AcknowledgeType.RELEASE
             )
-            self._source.make_room(1)
+            self._source.release_capacity(1)
 
     def _acknowledge(self, consumer: Any, message: Any, kind: AcknowledgeType) -> None:
-        """Tell the broker; where that fails it will hand the record out again, and what else we
-        hold stays held.
+        """Acknowledge a record; after a failure the broker redelivers it, and other held records
+        stay held.
         """
         try:
             consumer.acknowledge(message, kind)
             errors = consumer.commit_sync(COMMIT_SECONDS) or {}
         except KafkaException as exception:
-            self._note(error_of(exception))
+            self._handle_error(extract_error(exception))
             return
         for partition, error in errors.items():
             if error is not None:
@@ -222,29 +228,29 @@ class _Lane:
         if consumer is not None:
             consumer.close()
 
-    def _note(self, error: KafkaError | None) -> None:
-        """Pass over what mends itself, join anew after what does not.
+    def _handle_error(self, error: KafkaError | None) -> None:
+        """Ignore transient errors, and rejoin the group after fatal ones.
 
-        What we are denied ends the worker, since its queue would stay silent for ever; so does a
-        share group that stays full.
+        A missing permission ends the worker, because its queue would stay silent for ever; so does
+        a share group that stays full.
         """
         if error is None:
             return
         log.debug("lane.disturbed", error=error.name())
         if error.code() == KafkaError.GROUP_MAX_SIZE_REACHED:
-            self._meet_full_group()
+            self._handle_full_group()
             return
         if error.fatal() or error.code() == KafkaError._FATAL:
             log.warning("lane.rejoins", error=error.str())
             self._leave()
             return
         if isinstance(refused := translate(error, "leasing records"), AccessDenied):
-            self._connection.refusals.deny(refused)
+            self._connection.auth_failures.report_fatal(refused)
             self._source.stop()
 
-    def _meet_full_group(self) -> None:
-        """Try again while it may be that a worker that died has still its place there; after that,
-        end the worker.
+    def _handle_full_group(self) -> None:
+        """Retry while a dead worker may still occupy the group; after `FULL_SECONDS`, end this
+        worker.
         """
         self._leave()
         now = time.monotonic()
@@ -255,5 +261,5 @@ class _Lane:
             seconds=round(now - self._refused_at, 1),
         )
         if now - self._refused_at > FULL_SECONDS:
-            self._connection.refusals.deny(BrokerRefused(self._source.full_text))
+            self._connection.auth_failures.report_fatal(BrokerRefused(self._source.group_full_text))
             self._source.stop()

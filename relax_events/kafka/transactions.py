@@ -1,5 +1,5 @@
-"""Transactions of a role that has one active instance: records and consumed offsets become real
-together, or not at all.
+"""Transactions of a role with one active instance: records and consumed offsets are committed
+together or not at all.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from confluent_kafka import KafkaException, Producer, TopicPartition
 
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, Fenced
 from relax_events.events.parts import TopicOffset
-from relax_events.kafka.connection import Connection, error_of, translate
+from relax_events.kafka.connection import Connection, extract_error, translate
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import enqueue
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 
 log = structlog.get_logger()
 
-TRANSACTION_SECONDS = 20  # an abandoned transaction hides plain records behind it for this long
+TRANSACTION_SECONDS = 20  # an abandoned transaction blocks later records for this long
 OFFSETS_SECONDS = 4.0
-HELD_UP_SECONDS = 1.0  # of delay that no busy machine explains
+STALL_SECONDS = 1.0  # a longer delay means that this process was suspended
 ATTEMPTS = 5
 
 
 class TransactionalWriter:
-    """Commits record batches with offsets, and fences every earlier writer of the same id.
+    """A transactional producer that fences every earlier one with the same transactional id.
 
-    After an indefinite error (was it committed or not?) the producer is thrown away and a new one
-    asks the broker to finish or abort what was open; `commit` then asks `already_real` before it
-    tries again, so nothing is written twice. It
-    asks before that too: a zombie learns so that it was replaced, and does not fence the one that
-        replaced it.
+    After an error with an unknown outcome it replaces the client, and the new one completes or
+    aborts the open transaction. `commit` then calls `is_already_committed` before a retry, so
+    nothing is written twice. It also calls it before it replaces the client: a zombie learns there
+    that it was replaced, and does not fence its successor. A client that has lost all brokers is
+    replaced likewise, by the commit that fails.
     """
 
     def __init__(self, connection: Connection, *, transactional_id: str) -> None:
@@ -59,7 +59,7 @@ class TransactionalWriter:
 
     def commit(
         self,
-        records: Sequence[OutRecord],
+        records: Sequence[ProducerRecord],
         *,
         offsets: Iterable[TopicOffset] = (),
         reader: LogReader | None = None,
@@ -69,24 +69,24 @@ class TransactionalWriter:
         """Write records and offsets as one transaction.
 
         Args:
-            records: What becomes visible together.
+            records: The records, which become visible together.
             offsets: Next positions of the reader's consumer group.
-            reader: The reader whose consumer group the offsets belong to.
-            already_real: Called after an indefinite error; tells whether an earlier try did commit
-                after all, and raises `Fenced` where another instance went on meanwhile.
-            before_commit: Called when everything lies in the open transaction.
+            reader: The reader whose consumer group owns the offsets.
+            already_real: Called after an error with an unknown outcome; returns whether an earlier
+                attempt has committed, and raises `Fenced` if another instance has taken over.
+            before_commit: Called when the open transaction contains everything.
         Raises:
-            Fenced: Another instance took over; nothing of this call is visible, and no later call
-                gets through.
+            Fenced: Another instance took over; nothing of this call is visible, and every later
+                call fails.
             BrokerRefused: The broker will never accept one of the records; nothing of this call is
                 visible.
-            BrokerError: The broker stayed away; nothing may be assumed, and the process must start
-                anew.
+            BrokerError: The broker stayed unavailable; the outcome is unknown, and the process must
+                restart.
         """
         if self._is_fenced:
             raise Fenced(
-                f"{self._transactional_id} was taken over by another instance of this role "
-                "before; end this one"
+                f"{self._transactional_id} was taken over by another instance of this role; "
+                "end this one"
             )
         for attempt in range(ATTEMPTS):
             try:
@@ -99,7 +99,7 @@ class TransactionalWriter:
                 raise
             except BrokerError as error:
                 log.warning("transaction.failed", attempt=attempt, error=str(error))
-                self._yield_to_successor(already_real)
+                self._check_fenced(already_real)
                 self._producer = self._initialise()
                 if already_real is not None and already_real():
                     return
@@ -108,7 +108,7 @@ class TransactionalWriter:
             else:
                 return
 
-    def _yield_to_successor(self, already_real: Any) -> None:
+    def _check_fenced(self, already_real: Any) -> None:
         try:
             if already_real is not None:
                 already_real()
@@ -116,11 +116,12 @@ class TransactionalWriter:
             self._is_fenced = True
             raise
         except BrokerUnavailable as error:
-            log.warning("transaction.unsure", error=str(error))  # it is asked again by and by
+            # it is called again after the client was replaced
+            log.warning("transaction.unsure", error=str(error))
 
     def _try(
         self,
-        records: Sequence[OutRecord],
+        records: Sequence[ProducerRecord],
         offsets: list[TopicOffset],
         reader: LogReader | None,
         before_commit: Callable[[], None],
@@ -138,7 +139,7 @@ class TransactionalWriter:
             before_commit()
             producer.commit_transaction(TRANSACTION_SECONDS)
         except KafkaException as exception:
-            raise translate(error_of(exception), "committing a transaction") from exception
+            raise translate(extract_error(exception), "committing a transaction") from exception
         if failures:
             raise translate(failures[0], "writing in a transaction")
 
@@ -147,27 +148,27 @@ class TransactionalWriter:
             try:
                 call(self._connection.request_timeout_seconds)
             except KafkaException as exception:
-                error = error_of(exception)
-                refused = self._connection.refused(what)
+                error = extract_error(exception)
+                refused = self._connection.find_refusal(what)
                 if refused is not None or not error.retriable() or attempt + 1 == ATTEMPTS:
                     raise refused or translate(error, what) from exception
             else:
                 return
 
     def close(self) -> None:
-        """Leave nothing open."""
+        """Drop all unsent records."""
         self._producer.purge()
 
 
 def _add_offsets(producer: Any, offsets: Sequence[TopicOffset], reader: LogReader) -> None:
-    """Add offsets to the open transaction, within a deadline of our own.
+    """Add offsets to the open transaction, within our own deadline.
 
-    The client's timeout is not kept (librdkafka, issue 5456): when the coordinator has just come
-    back the call may never return. So a thread makes it, and is left behind at the deadline with
-    its producer, which the next one fences.
+    librdkafka ignores its timeout (issue 5456): the call may never return after the coordinator's
+    restart. A thread makes the call and is abandoned at the deadline together with its producer,
+    which the next producer fences.
 
     Raises:
-        BrokerUnavailable: The coordinator did not answer in time.
+        BrokerUnavailable: The coordinator did not respond in time.
     """
     partitions = [
         TopicPartition(offset.topic, offset.partition, offset.offset) for offset in offsets
@@ -184,19 +185,18 @@ def _add_offsets(producer: Any, offsets: Sequence[TopicOffset], reader: LogReade
             answer.put(None)
 
     threading.Thread(target=call, name="transaction-offsets", daemon=True).start()
-    if (failure := awaited(answer)) is not None:
+    if (failure := await_result(answer)) is not None:
         raise failure
 
 
-def awaited(answer: queue.SimpleQueue[KafkaException | None]) -> KafkaException | None:
-    """Wait for the thread's answer; once more when this very process was held up, whose delay is
-    not the broker's.
+def await_result(answer: queue.SimpleQueue[KafkaException | None]) -> KafkaException | None:
+    """Wait for the thread's result; a second time if this process itself was suspended.
 
-    A zombie that was stopped here learns so that it was fenced. A new producer of its own would
-    fence the one that took over.
+    A zombie that was suspended here thus learns that it was fenced, instead of fencing its
+    successor with a new producer.
 
     Raises:
-        BrokerUnavailable: None came in time.
+        BrokerUnavailable: No result arrived in time.
     """
     limit = OFFSETS_SECONDS + 1
     for _ in range(2):
@@ -204,7 +204,7 @@ def awaited(answer: queue.SimpleQueue[KafkaException | None]) -> KafkaException 
         try:
             return answer.get(timeout=limit)
         except queue.Empty:
-            if time.monotonic() - started < limit + HELD_UP_SECONDS:
+            if time.monotonic() - started < limit + STALL_SECONDS:
                 break
     raise BrokerUnavailable(
         f"adding offsets to a transaction: no answer within {limit:g} s"

@@ -28,11 +28,11 @@ class Progress:
     """
 
     num_steps: int = 0
-    beats: Mapping[str, WorkerBeat] = field(default_factory=dict)
+    heartbeats: Mapping[str, WorkerBeat] = field(default_factory=dict)
 
     def has_processed(self, worker_id: str, pid: int) -> bool:
         """Tell whether a process has finished records that no other one will be given again."""
-        beat = self.beats.get(worker_id)
+        beat = self.heartbeats.get(worker_id)
         return (
             beat is not None
             and beat.pid == pid
@@ -42,7 +42,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Deaths:
+class DeathCount:
     """Deaths of a worker in a row.
 
     Attributes:
@@ -55,7 +55,7 @@ class Deaths:
     num_stalled: int = 0
     num_steps: int = 0
 
-    def after(self, progress: Progress, *, worker_id: str, role: str, pid: int) -> Self:
+    def count_death(self, progress: Progress, *, worker_id: str, role: str, pid: int) -> Self:
         """Count a death.
 
         Args:

@@ -15,34 +15,34 @@ import orjson
 from relax_events.config import RunConfig
 from relax_events.config.derived import Derived
 from relax_events.config.inventory import width_of
-from relax_events.controller.rollout_capacity import require_lanes, share_group_size
-from relax_events.data.prompt_filter import HookJudge, judges_length, length_judge
+from relax_events.controller.rollout_capacity import require_rollout_capacity, read_share_group_size
+from relax_events.data.prompt_filter import FunctionFilter, needs_token_counts, build_length_filter
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.row_media import shown_messages
+from relax_events.data.row_media import build_checking_reader
 from relax_events.data.rows import PromptRow, PromptSource
-from relax_events.data.sft_targets import answers_of
-from relax_events.data.sources import evaluated_parts, named_parts, open_source
+from relax_events.data.sft_targets import tokenize_targets
+from relax_events.data.sources import named_evaluation_datasets, named_sources, open_source
 from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem, RelaxError
-from relax_events.kafka.credentials import as_principal
+from relax_events.kafka.credentials import apply_principal
 from relax_events.kafka.embedded.java import find_java
 from relax_events.kafka.embedded.settings import SHARE_GROUP_SIZE as EMBEDDED_SHARE_GROUP_SIZE
 from relax_events.kafka.schema_registry import RegistryClient
-from relax_events.launcher.requirements import REQUIREMENTS, require_room
-from relax_events.launcher.weights_fit import newest_version, require_fitting_model
+from relax_events.launcher.requirements import REQUIREMENTS, require_context_length
+from relax_events.launcher.weights_fit import read_newest_version, require_fitting_model
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.ops.dependent_runs import describe_followers
 from relax_events.ops.topic_apply import plan_changes
 from relax_events.rewards.pool import RewardItem, RewardPool
-from relax_events.sandbox.trial import try_walls
+from relax_events.sandbox.trial import check_isolation
 from relax_events.session.broker_address import (
     EMBEDDED,
     OPERATOR,
-    at_broker,
+    with_broker_address,
     embedded_broker,
     open_admin,
 )
-from relax_events.session.defaults import facts_of, last_session, settled
+from relax_events.session.defaults import read_checkpoint_facts, read_resolved, resolve_defaults
 from relax_events.topics import TopicPlan
 
 MIN_FREE_BYTES = 1024**3
@@ -66,7 +66,7 @@ class Finding:
     text: str
 
 
-def examine(config: RunConfig) -> list[Finding]:
+def run_checks(config: RunConfig) -> list[Finding]:
     """Run every check on a run whose defaults are settled; one that fails doesn't keep the others
     from running.
     """
@@ -77,25 +77,25 @@ def examine(config: RunConfig) -> list[Finding]:
         "object store": check_store,
         "disk": check_disk,
         "weights": check_weights,
-        "followers": check_followers,
+        "followers": check_dependent_runs,
         **REQUIREMENTS,
         "data": prompts.check_data,
-        "room": partial(require_room, num_rows=NUM_MEASURED, with_generated=True),
+        "room": partial(require_context_length, num_rows=NUM_MEASURED, with_generated=True),
         "reward": prompts.check_reward,
-        "walls": check_walls,
+        "walls": check_sandbox,
     }
     return [_finding(what, check, config) for what, check in checks.items()]
 
 
-def examine_with_defaults(config: RunConfig) -> tuple[list[Finding], list[Derived]]:
+def run_checks_with_defaults(config: RunConfig) -> tuple[list[Finding], list[Derived]]:
     """Run every check on a run file as it was read; return also what was derived for the keys that
     it leaves out.
     """
     try:
-        settings, derived = settled(config, known=last_session(config))
+        settings, derived = resolve_defaults(config, known=read_resolved(config))
     except ConfigError as error:  # nothing else can be judged without knowing what the model is
         return [Finding("model", False, str(error))], []
-    return examine(settings), derived
+    return run_checks(settings), derived
 
 
 def _finding(what: str, check: Callable[[RunConfig], str], config: RunConfig) -> Finding:
@@ -121,11 +121,11 @@ def check_broker(config: RunConfig) -> str:
     broker = embedded_broker(config)
     if broker is not None and not broker.is_running:
         java = find_java()
-        lanes = require_lanes(config, EMBEDDED_SHARE_GROUP_SIZE)
+        lanes = require_rollout_capacity(config, EMBEDDED_SHARE_GROUP_SIZE)
         return f"embedded, not running; Java {java.major} at {java.executable}; {lanes}"
-    reached = config if broker is None else at_broker(config, broker)
-    admin = open_admin(as_principal(reached, OPERATOR), name="doctor")
-    plan = TopicPlan.of(config)
+    reached = config if broker is None else with_broker_address(config, broker)
+    admin = open_admin(apply_principal(reached, OPERATOR), name="doctor")
+    plan = TopicPlan.from_config(config)
     changes = [
         change
         for change in plan_changes(plan.specs(), admin.topics(plan.topic("")))
@@ -133,7 +133,7 @@ def check_broker(config: RunConfig) -> str:
     ]
     if conflicts := [change for change in changes if change.kind == "conflict"]:
         raise CheckFailed(f"topic {conflicts[0].topic} {conflicts[0].detail}; take another run.id")
-    lanes = require_lanes(config, share_group_size(config, admin))
+    lanes = require_rollout_capacity(config, read_share_group_size(config, admin))
     return (
         f"{reached.broker.bootstrap_servers} answers; {len(changes)} topic change(s) to apply; "
         f"{lanes}"
@@ -145,13 +145,13 @@ def check_weights(config: RunConfig) -> str:
     broker = embedded_broker(config)
     if broker is not None and not broker.is_running:
         return "not compared with the model: the embedded broker does not run"
-    reached = as_principal(config if broker is None else at_broker(config, broker), OPERATOR)
-    topic = TopicPlan.of(config).topic("control.policy-versions")
+    reached = apply_principal(config if broker is None else with_broker_address(config, broker), OPERATOR)
+    topic = TopicPlan.from_config(config).topic("control.policy-versions")
     is_there = topic in open_admin(reached, name="doctor").topics(topic)
-    return require_fitting_model(config, newest_version(reached) if is_there else None)
+    return require_fitting_model(config, read_newest_version(reached) if is_there else None)
 
 
-def check_followers(config: RunConfig) -> str:
+def check_dependent_runs(config: RunConfig) -> str:
     """Runs that replay this one find the records that they still need."""
     broker = embedded_broker(config)
     if config.is_replay or (broker is not None and not broker.is_running):
@@ -161,11 +161,11 @@ def check_followers(config: RunConfig) -> str:
             else "not looked for: the embedded broker does not run"
         )
     return describe_followers(
-        as_principal(config if broker is None else at_broker(config, broker), OPERATOR)
+        apply_principal(config if broker is None else with_broker_address(config, broker), OPERATOR)
     )
 
 
-def check_walls(config: RunConfig) -> str:
+def check_sandbox(config: RunConfig) -> str:
     """Programs that a model wrote are kept from this machine, where the rewards run any: known ways
     out are tried.
     """
@@ -174,7 +174,7 @@ def check_walls(config: RunConfig) -> str:
     ]
     if not options:
         return "none needed: no reward runs programs"
-    return try_walls(allow_unprotected=all(one.get("allow_unprotected", False) for one in options))
+    return check_isolation(allow_unprotected=all(one.get("allow_unprotected", False) for one in options))
 
 
 def check_registry(config: RunConfig) -> str:
@@ -183,13 +183,13 @@ def check_registry(config: RunConfig) -> str:
         return "none: records carry their schema's fingerprint"
     return (
         f"{config.broker.schema_registry} answers; it holds "
-        f"{RegistryClient.of(config.broker).num_subjects()} subject(s)"
+        f"{RegistryClient.from_config(config.broker).count_subjects()} subject(s)"
     )
 
 
 def check_store(config: RunConfig) -> str:
     """The object store takes an object and gives it back."""
-    store = ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from)
+    store = ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases)
     reference = store.put_at("doctor/probe", PROBE)
     store.get(reference)
     store.delete(["doctor/probe"])
@@ -214,7 +214,7 @@ def _stored_bytes(config: RunConfig) -> int:
     they lie elsewhere, or the model is not here yet.
     """
     known = (
-        facts_of(config).get("model")
+        read_checkpoint_facts(config).get("model")
         if not config.objects.uri and config.model.path.exists()
         else None
     )
@@ -242,7 +242,7 @@ def _growth(config: RunConfig) -> str:
     ):
         return ""
     step = (
-        config.run.groups_per_step
+        config.run.prompts_per_step
         * config.run.samples_per_prompt
         * config.engine.max_context_tokens
         * LOG_BYTES_PER_TOKEN
@@ -273,23 +273,23 @@ class PromptCheck:
             return "; ".join(self._evaluated(config)) or NO_PROMPTS
         opened = [
             (part.source, open_source(part, seed=config.run.seed, section=section))
-            for section, part in named_parts(config.data)
+            for section, part in named_sources(config.data)
         ]
         self._first = opened[0][1].row(0)
-        texts = [f"{source.rows} prompts in {name}{_left_out(source)}" for name, source in opened]
-        if config.data.hook:
-            place = HookJudge(config.data.hook)(self._first, mean_rewards=(), train_step=0)
-            texts.append(f"{config.data.hook} gives {place} for the first")
+        texts = [f"{source.num_rows} prompts in {name}{_left_out(source)}" for name, source in opened]
+        if config.data.prompt_filter:
+            place = FunctionFilter(config.data.prompt_filter)(self._first, mean_rewards=(), train_step=0)
+            texts.append(f"{config.data.prompt_filter} gives {place} for the first")
         texts += [text for _, source in opened if (text := _lengths(config, source))]
         if not config.algorithm.has_rewards and config.model.path.exists():
             texts.append(_answers(config, self._first))
         return "; ".join([*texts, *self._evaluated(config)])
 
     def _evaluated(self, config: RunConfig) -> Iterator[str]:
-        for section, part in evaluated_parts(config):
+        for section, part in named_evaluation_datasets(config):
             source = open_source(part, seed=config.run.seed, section=section)
             self._first = self._first or source.row(0)
-            yield f"{source.rows} to evaluate {part.name} on{_left_out(source)}"
+            yield f"{source.num_rows} to evaluate {part.name} on{_left_out(source)}"
 
     def check_reward(self, config: RunConfig) -> str:
         """The reward function loads, and scores the reference answer of the first prompt in
@@ -337,15 +337,15 @@ class PromptCheck:
 
 
 def _left_out(source: PromptSource) -> str:
-    unfit = source.unfit
-    return f", {unfit.count} unfit left out, first {unfit.named[0]}" if unfit.count else ""
+    unfit = source.invalid_rows
+    return f", {unfit.count} unfit left out, first {unfit.examples[0]}" if unfit.count else ""
 
 
 def _answers(config: RunConfig, row: PromptRow) -> str:
     """Say how long the answers are that a row brings; raises PoisonSample where they can't be laid
     out.
     """
-    answers = answers_of(
+    answers = tokenize_targets(
         row,
         renderer=PromptRenderer.from_folder(
             config.model.path, config.data, media=config.model.media
@@ -360,11 +360,11 @@ def _lengths(config: RunConfig, source: PromptSource) -> str:
     """Say how many of a source's first rows the length filters take; nothing without filters, or
     before there is a tokenizer.
     """
-    if not judges_length(config.data) or not config.model.path.exists():
+    if not needs_token_counts(config.data) or not config.model.path.exists():
         return ""
     renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
-    judge = length_judge(renderer, config.data, messages_of=shown_messages(MediaLibrary(config)))
-    rows = range(min(source.rows, NUM_MEASURED))
+    judge = build_length_filter(renderer, config.data, read_messages=build_checking_reader(MediaLibrary(config)))
+    rows = range(min(source.num_rows, NUM_MEASURED))
     reasons = Counter(
         verdict
         for row in rows

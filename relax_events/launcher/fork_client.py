@@ -18,16 +18,16 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.errors import RunFailed
-from relax_events.launcher.fork_protocol import Order, hear, say, shared_environment
+from relax_events.launcher.fork_protocol import SpawnRequest, receive, send, shared_environment
 
 log = structlog.get_logger()
 START_SECONDS = 60.0
 """How long imports may take on a busy machine."""
-TOLD_SECONDS = 5.0
+EXIT_REPORT_SECONDS = 5.0
 """Within which the starter tells of an end."""
 
 
-class Starter:
+class ForkServer:
     """Starts worker processes: has them forked from one that has imported what they need. Used by
     one thread at a time.
     """
@@ -40,10 +40,10 @@ class Starter:
             log_path: For what goes wrong in the starter itself.
         """
         self._environment, self._log_path = dict(environment), log_path
-        self._process: StarterProcess | None = None
+        self._process: ForkServerProcess | None = None
 
     @classmethod
-    def of(cls, config: RunConfig) -> Starter:
+    def from_config(cls, config: RunConfig) -> ForkServer:
         """Return a run's starter."""
         return cls(shared_environment(), config.run_directory / "logs" / "starter.log")
 
@@ -54,10 +54,10 @@ class Starter:
 
     def prepare(self, imports: Sequence[str]) -> None:
         """Have modules imported that workers will need, and don't wait for it."""
-        self._there().prepare(imports)
+        self._running_process().prepare(imports)
 
-    def start(
-        self, order: Order, *, log_path: Path, listener: socket.socket | None = None
+    def spawn(
+        self, order: SpawnRequest, *, log_path: Path, listener: socket.socket | None = None
     ) -> ForkedWorker:
         """Start a worker in a session of its own.
 
@@ -78,7 +78,7 @@ class Starter:
                 *([listener.fileno()] if listener is not None else []),
             ]
             for _ in range(2):
-                if (worker := self._there().fork(order, descriptors)) is not None:
+                if (worker := self._running_process().fork(order, descriptors)) is not None:
                     return worker
                 self.close()
         raise RunFailed(
@@ -92,18 +92,18 @@ class Starter:
             self._process.close()
         self._process = None
 
-    def _there(self) -> StarterProcess:
+    def _running_process(self) -> ForkServerProcess:
         if self._process is None:
-            self._process = StarterProcess(self._environment, self._log_path)
+            self._process = ForkServerProcess(self._environment, self._log_path)
         return self._process
 
 
-class StarterProcess:
+class ForkServerProcess:
     """One process that forks."""
 
     def __init__(self, environment: Mapping[str, str], log_path: Path) -> None:
-        self._line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line.settimeout(START_SECONDS)
+        self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(START_SECONDS)
         self._codes: dict[int, int] = {}
         self._is_lost = False
         command = [sys.executable, "-m", "relax_events.launcher.fork_server", str(other.fileno())]
@@ -127,20 +127,20 @@ class StarterProcess:
     def prepare(self, imports: Sequence[str]) -> None:
         """Have modules imported."""
         with contextlib.suppress(OSError):  # it is gone, as the first order will find out
-            say(self._line, {"imports": list(imports)})
+            send(self._channel, {"imports": list(imports)})
 
-    def fork(self, order: Order, descriptors: Sequence[int]) -> ForkedWorker | None:
+    def fork(self, order: SpawnRequest, descriptors: Sequence[int]) -> ForkedWorker | None:
         """Have a worker forked whose output goes to the first descriptor, and that owns a copy of
         the rest; None when the process is gone.
         """
         with contextlib.suppress(OSError):
-            say(self._line, asdict(order), *descriptors)
+            send(self._channel, asdict(order), *descriptors)
         worker = None
         while worker is None and not self._is_lost:
-            worker = self._note()
+            worker = self._receive()
         return worker
 
-    def code_of(self, pid: int, *, seconds: float) -> int | None:
+    def wait_for_exit_code(self, pid: int, *, seconds: float) -> int | None:
         """Return the exit code of a worker that has ended, as soon as it is told; None if it is not
         in time.
         """
@@ -148,9 +148,9 @@ class StarterProcess:
         while (
             pid not in self._codes
             and not self._is_lost
-            and select.select([self._line], [], [], max(0.0, deadline - time.monotonic()))[0]
+            and select.select([self._channel], [], [], max(0.0, deadline - time.monotonic()))[0]
         ):
-            self._note()
+            self._receive()
         if pid not in self._codes and self._is_lost:
             return -signal.SIGKILL  # nobody has seen how it ended
         return self._codes.pop(pid, None)
@@ -158,14 +158,14 @@ class StarterProcess:
     def close(self) -> None:
         """End the process. Of workers whose end it has not told by now nobody learns more."""
         self._is_lost = True
-        self._line.close()
+        self._channel.close()
         self._process.kill()
         self._process.wait(10)
 
-    def _note(self) -> ForkedWorker | None:
+    def _receive(self) -> ForkedWorker | None:
         """Take a message, and return the worker if one was started."""
         try:
-            heard = hear(self._line)
+            heard = receive(self._channel)
         except OSError as error:
             log.warning("starter.lost", pid=self.pid, error=str(error))
             heard = None
@@ -187,14 +187,14 @@ class ForkedWorker:
         pid: Of its process, and of its process group.
     """
 
-    def __init__(self, parent: StarterProcess, pid: int, handle: int) -> None:
+    def __init__(self, parent: ForkServerProcess, pid: int, handle: int) -> None:
         self.pid = pid
         self._parent, self._handle = parent, handle
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """Return its exit code once it has ended, -N if signal N ended it."""
-        return self._ended(0, told_seconds=0)
+        return self._exit_code(0, told_seconds=0)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end, and return its exit code.
@@ -202,9 +202,9 @@ class ForkedWorker:
         Raises:
             subprocess.TimeoutExpired: It lives on.
         """
-        code = self._ended(timeout, told_seconds=TOLD_SECONDS)
+        code = self._exit_code(timeout, told_seconds=EXIT_REPORT_SECONDS)
         if code is None:
-            raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or TOLD_SECONDS)
+            raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or EXIT_REPORT_SECONDS)
         return code
 
     def terminate(self) -> None:
@@ -219,9 +219,9 @@ class ForkedWorker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def _ended(self, seconds: float | None, *, told_seconds: float) -> int | None:
+    def _exit_code(self, seconds: float | None, *, told_seconds: float) -> int | None:
         if self._code is None and select.select([self._handle], [], [], seconds)[0]:
-            self._code = self._parent.code_of(self.pid, seconds=told_seconds)
+            self._code = self._parent.wait_for_exit_code(self.pid, seconds=told_seconds)
             if self._code is not None:
                 os.close(self._handle)
         return self._code

@@ -15,14 +15,14 @@ from typing import Any
 import orjson
 
 from relax_events.kafka.credentials import SHARED_VARIABLES
-from relax_events.launcher.parent_watch import VARIABLE
+from relax_events.launcher.parent_watch import SUPERVISOR_PID_VARIABLE
 
 MAX_BYTES = 2**20
 MAX_DESCRIPTORS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SpawnRequest:
     """A worker to be started.
 
     Attributes:
@@ -42,12 +42,12 @@ class Order:
     socket_variable: str = ""
 
 
-def say(line: socket.socket, message: Mapping[str, Any], *descriptors: int) -> None:
+def send(line: socket.socket, message: Mapping[str, Any], *descriptors: int) -> None:
     """Send a message: what shall be imported, an order, who was started, who has ended."""
     socket.send_fds(line, [orjson.dumps(message)], list(descriptors))
 
 
-def hear(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Receive a message, and the descriptors beside it; None when nobody is left to send one."""
     content, descriptors, _, _ = socket.recv_fds(line, MAX_BYTES, MAX_DESCRIPTORS)
     for descriptor in descriptors:
@@ -65,7 +65,7 @@ def worker_environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    return {**defaults, **os.environ, VARIABLE: str(os.getpid())}
+    return {**defaults, **os.environ, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
 
 
 def shared_environment() -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from relax_events.launcher.fork_protocol import Order, hear, say
+from relax_events.launcher.fork_protocol import SpawnRequest, receive, send
 
 
 def main() -> None:
@@ -30,10 +30,10 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as line:
         found = serve(line)
     if found is not None:  # in a worker
-        become(*found)
+        exec_worker(*found)
 
 
-def serve(line: socket.socket) -> tuple[Order, list[int]] | None:
+def serve(line: socket.socket) -> tuple[SpawnRequest, list[int]] | None:
     """Fork a worker for each order, and tell of the end of each.
 
     Returns:
@@ -50,32 +50,32 @@ def serve(line: socket.socket) -> tuple[Order, list[int]] | None:
                 if key.data is not None:
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                    say(
+                    send(
                         line,
                         {
                             "ended": key.data,
                             "code": os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1]),
                         },
                     )
-                elif (heard := hear(line)) is None:
+                elif (heard := receive(line)) is None:
                     return None
-                elif (found := obey(*heard, line, selector)) is not None:
+                elif (found := handle(*heard, line, selector)) is not None:
                     return found
     return None
 
 
-def obey(
+def handle(
     message: dict[str, Any],
     descriptors: list[int],
     line: socket.socket,
     selector: selectors.BaseSelector,
-) -> tuple[Order, list[int]] | None:
+) -> tuple[SpawnRequest, list[int]] | None:
     """Import what is asked for, and fork a worker if one is ordered; see `serve`."""
-    load(message["imports"])
+    import_modules(message["imports"])
     if "module" not in message:
         return None
-    order = Order(**message)
-    if (pid := forked()) == 0:
+    order = SpawnRequest(**message)
+    if (pid := fork()) == 0:
         for worker in selector.get_map().values():
             if worker.data is not None:
                 os.close(worker.fd)
@@ -84,11 +84,11 @@ def obey(
         os.close(descriptor)
     handle = os.pidfd_open(pid)  # it is not waited for yet, and so the name of nobody else
     selector.register(handle, selectors.EVENT_READ, pid)
-    say(line, {"started": pid}, handle)
+    send(line, {"started": pid}, handle)
     return None
 
 
-def load(modules: Sequence[str]) -> None:
+def import_modules(modules: Sequence[str]) -> None:
     """Import what workers need."""
     for module in modules:
         with contextlib.suppress(
@@ -97,7 +97,7 @@ def load(modules: Sequence[str]) -> None:
             importlib.import_module(module)
 
 
-def forked() -> int:
+def fork() -> int:
     """Fork; the worker leads a session of its own, and so a process group, before anybody hears of
     it.
     """
@@ -116,7 +116,7 @@ def forked() -> int:
     return pid
 
 
-def become(order: Order, descriptors: Sequence[int]) -> None:
+def exec_worker(order: SpawnRequest, descriptors: Sequence[int]) -> None:
     """Be the process that a shell would have started.
 
     Args:

@@ -14,10 +14,10 @@ import threading
 import time
 import zlib
 
-VARIABLE = "RELAX_SUPERVISOR_PID"
+SUPERVISOR_PID_VARIABLE = "RELAX_SUPERVISOR_PID"
 
 
-def end_with_supervisor(*, drain_seconds: float) -> None:
+def drain_when_supervisor_exits(*, drain_seconds: float) -> None:
     """Drain when the supervisor is gone. A worker that was started by hand has none and is left
     alone.
 
@@ -25,7 +25,7 @@ def end_with_supervisor(*, drain_seconds: float) -> None:
         drain_seconds: After so long the process ends at once, as the supervisor would have had it:
             what was not committed is delivered again.
     """
-    supervisor = os.environ.get(VARIABLE)
+    supervisor = os.environ.get(SUPERVISOR_PID_VARIABLE)
     if supervisor is None:
         return
     try:
@@ -43,7 +43,7 @@ def end_with_supervisor(*, drain_seconds: float) -> None:
     threading.Thread(target=wait, name="supervisor-watch", daemon=True).start()
 
 
-def index_of_host() -> int:
+def worker_index_from_hostname() -> int:
     """Derive a worker's index from this machine's name.
 
     A container keeps its name when it is started again, so its worker is the same one, and what it

@@ -9,13 +9,13 @@ import sys
 
 from relax_events.config import RunConfig
 from relax_events.data.prompt_filter import find_hook
-from relax_events.data.rendering import own_template
-from relax_events.data.sources import evaluated_parts, is_generated, named_parts, open_source
+from relax_events.data.rendering import read_chat_template
+from relax_events.data.sources import named_evaluation_datasets, is_generated, named_sources, open_source
 from relax_events.errors import ConfigError, RunFailed
 from relax_events.launcher.fork_protocol import worker_environment
-from relax_events.launcher.requirements import REQUIREMENTS, require_room
+from relax_events.launcher.requirements import REQUIREMENTS, require_context_length
 from relax_events.runtime.private_files import write_private
-from relax_events.session.defaults import last_session, settled
+from relax_events.session.defaults import read_resolved, resolve_defaults
 
 
 def prepare_run(config: RunConfig) -> None:
@@ -33,7 +33,7 @@ def prepare_run(config: RunConfig) -> None:
     _check_rows(config)
     if not config.model.path.exists():
         _make_model(config)
-    require_room(settled(config, known=last_session(config))[0])
+    require_context_length(resolve_defaults(config, known=read_resolved(config))[0])
 
 
 def _check_rows(config: RunConfig) -> None:
@@ -43,13 +43,13 @@ def _check_rows(config: RunConfig) -> None:
     start.
     """
     prompts, evaluated = (
-        [] if config.is_replay else named_parts(config.data),
-        evaluated_parts(config),
+        [] if config.is_replay else named_sources(config.data),
+        named_evaluation_datasets(config),
     )
     if prompts or evaluated:
-        own_template(config.data)
-    if prompts and config.data.hook:
-        find_hook(config.data.hook)
+        read_chat_template(config.data)
+    if prompts and config.data.prompt_filter:
+        find_hook(config.data.prompt_filter)
     for section, part in [*prompts, *evaluated]:
         if not is_generated(part):
             open_source(part, seed=config.run.seed, section=section)

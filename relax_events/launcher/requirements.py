@@ -14,14 +14,14 @@ from pathlib import Path
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import find_algorithm
 from relax_events.controller.api_server import require_api_port
-from relax_events.data.prompt_filter import judges_length, length_judge
-from relax_events.data.rendering import PromptRenderer, judge_renderer
-from relax_events.data.sources import is_generated, media_brought, named_parts, open_source
-from relax_events.engines.sglang.checkpoint import SEEING, UNSEEN
+from relax_events.data.prompt_filter import needs_token_counts, build_length_filter
+from relax_events.data.rendering import PromptRenderer, load_judge_renderer
+from relax_events.data.sources import is_generated, media_modalities, named_sources, open_source
+from relax_events.engines.sglang.checkpoint import MEDIA_MODELS, UNTESTED_MEDIA_MODELS
 from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
 from relax_events.http.listener import open_listener
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
-from relax_events.model_folder import has_experts, read_settings
+from relax_events.model_folder import has_experts, read_model_json
 from relax_events.models.token_table import require_same_vocabulary
 from relax_events.plugins import (
     ENGINES,
@@ -39,9 +39,9 @@ from relax_events.telemetry.trackers import require_trackers
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
 MAX_PORT = 65_535
-NUM_TRIED = 100
+NUM_RENDERED = 100
 """Rows that are rendered before a run starts: a moment."""
-FAMILIES_OF_ENGINES = {"sglang": SEEING}
+ENGINE_MEDIA_FAMILIES = {"sglang": MEDIA_MODELS}
 """Whose media an engine shows to the model, where that is not all that the model reads."""
 
 
@@ -111,8 +111,8 @@ def require_model(config: RunConfig) -> str:
     """
     if missing := [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
-    _require_reader_of_media(config)
-    _require_replay_of_routing(config)
+    _require_media_support(config)
+    _require_routing_replay(config)
     path = config.model.path
     if not path.exists():
         if config.model.tiny is None:
@@ -136,14 +136,14 @@ def require_model(config: RunConfig) -> str:
     return f"{path} is complete"
 
 
-def _require_reader_of_media(config: RunConfig) -> None:
+def _require_media_support(config: RunConfig) -> None:
     """Refuse data that bring media where the engine, or the model as it is there or will be made,
     does not read such.
     """
     brought = {
         modality
         for part in (*config.data.parts, *config.evaluation.datasets)
-        for modality in media_brought(part)
+        for modality in media_modalities(part)
     }
     if not brought:
         return
@@ -154,15 +154,15 @@ def _require_reader_of_media(config: RunConfig) -> None:
             if path.exists()
             else MEDIA_FAMILIES.get(tiny.family if tiny else "")
         )
-        if unread := sorted(brought - set(layout.READS if layout else ())):
+        if unread := sorted(brought - set(layout.MODALITIES if layout else ())):
             what = (
                 f"model.path {path}"
                 if path.exists()
                 else f"model.tiny.family = {tiny.family if tiny else ''!r}"
             )
-            reads = " and ".join(layout.READS) if layout else "text alone"
+            reads = " and ".join(layout.MODALITIES) if layout else "text alone"
             able = ", ".join(
-                name for name, family in MEDIA_FAMILIES.items() if brought <= set(family.READS)
+                name for name, family in MEDIA_FAMILIES.items() if brought <= set(family.MODALITIES)
             )
             raise ConfigError(
                 f"the data bring media of kind {unread[0]} and {what} reads {reads}; take a "
@@ -170,21 +170,21 @@ def _require_reader_of_media(config: RunConfig) -> None:
             )
         family, shown = (
             _family_of(path) if path.exists() else tiny.family if tiny else "",
-            FAMILIES_OF_ENGINES.get(config.engine.name),
+            ENGINE_MEDIA_FAMILIES.get(config.engine.name),
         )
         if shown is not None and family not in shown:
             what = (
                 f"engine {config.engine.name!r} shows media to models of the families "
                 f"{', '.join(shown)} alone, and {path} is of {family}"
             )
-            why = f", {UNSEEN[family]}" if family in UNSEEN else ""
+            why = f", {UNTESTED_MEDIA_MODELS[family]}" if family in UNTESTED_MEDIA_MODELS else ""
             raise ConfigError(
                 f"the data bring media of kind {min(brought)}: {what}{why}; set engine.name "
                 "= 'transformers'"
             )
     if config.algorithm.needs_critic and (critic := config.critic.model_path) is not None:
         layout = MediaLayout.from_folder(critic, config.model.media)
-        if unread := sorted(brought - set(layout.READS if layout else ())):
+        if unread := sorted(brought - set(layout.MODALITIES if layout else ())):
             raise ConfigError(
                 f"the data bring media of kind {unread[0]}, and critic.model_path {critic} "
                 "does not read such; leave it out"
@@ -198,10 +198,10 @@ def _require_reader_of_media(config: RunConfig) -> None:
 
 def _family_of(path: Path) -> str:
     """Return what a model's folder says it is; `MediaLayout` has read it before."""
-    return str(read_settings(path / "config.json").get("model_type"))
+    return str(read_model_json(path / "config.json").get("model_type"))
 
 
-def _require_replay_of_routing(config: RunConfig) -> None:
+def _require_routing_replay(config: RunConfig) -> None:
     """Refuse a replay of the engine's routing where there are no experts."""
     if not config.model.replays_routing:
         return
@@ -286,7 +286,7 @@ def require_judge(config: RunConfig) -> str:
         )
     for source in config.judged_sources:
         load_grading(config.reward.chosen[source])
-    judge_renderer(config.judge, config.data)
+    load_judge_renderer(config.judge, config.data)
     num_judged, num_all = len(config.judged_sources), len(config.reward.chosen)
     return (
         f"{path} on engine "
@@ -328,8 +328,8 @@ def require_folder(config: RunConfig) -> str:
     return f"{wanted} can be written"
 
 
-def require_room(
-    config: RunConfig, *, num_rows: int = NUM_TRIED, with_generated: bool = False
+def require_context_length(
+    config: RunConfig, *, num_rows: int = NUM_RENDERED, with_generated: bool = False
 ) -> str:
     """Return how many of the first prompts leave the engine no token to answer, where that can be
     known: text alone, and a model that is there.
@@ -345,13 +345,13 @@ def require_room(
     if config.is_replay or not config.model.path.exists():
         return "not compared with the prompts yet"
     renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
-    judge = length_judge(renderer, config.data) if judges_length(config.data) else None
+    judge = build_length_filter(renderer, config.data) if needs_token_counts(config.data) else None
     lengths = []
-    for section, part in named_parts(config.data):
-        if media_brought(part) or (is_generated(part) and not with_generated):
+    for section, part in named_sources(config.data):
+        if media_modalities(part) or (is_generated(part) and not with_generated):
             continue
         source = open_source(part, seed=config.run.seed, section=section)
-        for row in islice(map(source.row, range(source.rows)), num_rows):
+        for row in islice(map(source.row, range(source.num_rows)), num_rows):
             if judge is None or not isinstance(judge(row, mean_rewards=(), train_step=0), str):
                 with suppress(
                     PoisonSample

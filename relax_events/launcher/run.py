@@ -15,40 +15,46 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.config.derived import LEAST_DRAIN_SECONDS
-from relax_events.controller.rollout_capacity import require_lanes, share_group_size
+from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
 from relax_events.errors import BrokerError, CheckFailed, Interrupted, RelaxError, RunFailed
 from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded, WorkerBeat
-from relax_events.history.runs.replay import settle_source
+from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.credentials import as_principal, without_credentials
+from relax_events.kafka.credentials import apply_principal, remove_credentials
 from relax_events.kafka.embedded import BrokerBusy
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.launcher.deaths import Progress
-from relax_events.launcher.fork_client import Starter
+from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.weights_fit import require_fitting_model
-from relax_events.launcher.worker_imports import imports_of
+from relax_events.launcher.worker_imports import run_modules
 from relax_events.ops.consumer_lag import consumer_lag
 from relax_events.ops.security import admin_connection, apply_security
 from relax_events.ops.topic_apply import apply_topics
+from relax_events.projections.base import ProjectionGroup
 from relax_events.projections.ledger import Ledger
-from relax_events.projections.run_state import FOLLOWED, RunState
+from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.scaling import ScaleState
 from relax_events.reports.run_report import make_report
 from relax_events.reports.terminal import ProgressDisplay
 from relax_events.runtime.control_view import ControlFollower
 from relax_events.runtime.drain import Drain
 from relax_events.runtime.private_files import write_private
-from relax_events.session.broker_address import OPERATOR, at_broker, embedded_broker, open_admin
-from relax_events.session.defaults import RESOLVED_FILE, log_derived, settled
+from relax_events.session.broker_address import (
+    OPERATOR,
+    embedded_broker,
+    open_admin,
+    with_broker_address,
+)
+from relax_events.session.defaults import RESOLVED_FILE, log_derived, resolve_defaults
 from relax_events.session.records import RunSessions
 from relax_events.session.resume import (
-    changes_since,
-    changes_text,
+    find_changes,
+    format_changes,
     known_settings,
     read_last_session,
     refuse_changes,
@@ -84,8 +90,9 @@ class RunSession:
         self._broker = embedded_broker(config)
         self._state, self._scaling = RunState(), ScaleState()
         self._lock = threading.Lock()
+        self._projections = ProjectionGroup(self._state, self._scaling, lock=self._lock)
         self._drain = Drain(seconds=config.workers.drain_seconds or LEAST_DRAIN_SECONDS)
-        self._asked_to_kill: list[str] = []
+        self._workers_to_kill: list[str] = []
         self._lag: dict[str, dict[int, int]] = {}
         self._lag_read_at = 0.0
         self._started_at = now_micros()
@@ -112,18 +119,18 @@ class RunSession:
             self._sessions = stack.enter_context(RunSessions(self._config.run_directory))
             display = stack.enter_context(ProgressDisplay(self._config))
             threading.Thread(
-                target=self._answer_interrupt, args=(display,), name="interrupt", daemon=True
+                target=self._report_interrupt, args=(display,), name="interrupt", daemon=True
             ).start()
-            starter = Starter.of(self._config)
+            starter = ForkServer.from_config(self._config)
             stack.callback(starter.close)
-            starter.prepare(imports_of(self._config))  # while the broker starts
+            starter.prepare(run_modules(self._config))  # while the broker starts
             self._start_broker(stack, display)
-            self._config = settle_source(self._config)
-            self._settle_settings(display)
+            self._config = resolve_parent(self._config)
+            self._resolve_settings(display)
             operator = open_admin(self._config, name="run")
-            require_lanes(self._config, share_group_size(self._config, operator))
+            require_rollout_capacity(self._config, read_share_group_size(self._config, operator))
             apply_topics(self._config, operator)
-            lag_connection = Connection.of(
+            lag_connection = Connection.from_config(
                 self._config.broker, client_id=f"{self._config.run.id}.lag"
             )
             admin = Admin(replace(lag_connection, request_timeout_seconds=LAG_TIMEOUT_SECONDS))
@@ -134,24 +141,24 @@ class RunSession:
             self._producer = stack.enter_context(
                 closing(
                     RecordProducer(
-                        Connection.of(self._config.broker, client_id=f"{self._config.run.id}.run")
+                        Connection.from_config(self._config.broker, client_id=f"{self._config.run.id}.run")
                     )
                 )
             )
-            self._take_up(display)
+            self._resume(display)
             try:
-                self._work(supervisor, admin, display)
+                self._run_workers(supervisor, admin, display)
             except RelaxError as error:
-                self._report_given_up(error, time.monotonic() - started)
+                self._report_abort(error, time.monotonic() - started)
                 raise
             follower.close()
-            return self._conclude(time.monotonic() - started)
+            return self._finish(time.monotonic() - started)
 
-    def _work(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
+    def _run_workers(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
         """Have the workers work until the run ends, and stop them."""
         try:
             if self._state.ended is None and not self._drain.requested:
-                self._notice_others(display)
+                self._warn_of_other_sessions(display)
                 supervisor.start()
                 self._watch(supervisor, admin, display)
         finally:
@@ -159,49 +166,49 @@ class RunSession:
                 timeout_seconds=self._config.workers.drain_seconds + 5,
                 tick=lambda: self._show(admin, display, supervisor),
             )
-            self._say_goodbyes(supervisor)
+            self._send_goodbyes(supervisor)
 
     def _start_broker(self, stack: ExitStack, display: ProgressDisplay) -> None:
         """Start the broker that the run brings along; if it is a secured one, see that it knows our
         principals.
         """
         if self._broker is None:
-            self._config = as_principal(self._config, OPERATOR)
+            self._config = apply_principal(self._config, OPERATOR)
             return
         is_new = stack.enter_context(self._broker.in_use("relax run"))
-        self._config = at_broker(self._config, self._broker)
+        self._config = with_broker_address(self._config, self._broker)
         display.note(
             f"broker {'started' if is_new else 'found'} at {self._broker.bootstrap_servers}"
         )
         if self._config.broker.credentials is not None:
             apply_security(self._config, admin_connection(self._config))
-            self._config = as_principal(self._config, OPERATOR)
+            self._config = apply_principal(self._config, OPERATOR)
 
-    def _settle_settings(self, display: ProgressDisplay) -> None:
+    def _resolve_settings(self, display: ProgressDisplay) -> None:
         """Fill in what the run file leaves out, and refuse what has changed in it since the last
         session, unless it was accepted.
         """
         described = read_last_session(self._config)
-        self._config, derived = settled(self._config, known=known_settings(self._config, described))
+        self._config, derived = resolve_defaults(self._config, known=known_settings(self._config, described))
         log_derived(derived)
-        changes = [] if described is None else changes_since(described, self._config)
+        changes = [] if described is None else find_changes(described, self._config)
         refuse_changes(self._config.run.id, changes, is_accepted=self._accepts_changes)
         if changes:
             display.note(
-                f"changed in the run file since the last session:\n{changes_text(changes)}"
+                f"changed in the run file since the last session:\n{format_changes(changes)}"
             )
         for one in derived:
             if one.is_warning:
                 display.note(f"{one.key} = {one.value}, derived: {one.reason}")
 
-    def _answer_interrupt(self, display: ProgressDisplay) -> None:
+    def _report_interrupt(self, display: ProgressDisplay) -> None:
         """Say at once that the interrupt was heard: draining takes up to
         `workers.drain_seconds`.
         """
         self._drain.wait(threading.TIMEOUT_MAX)
         display.note("draining; press Ctrl-C again to stop at once")
 
-    def _notice_others(self, display: ProgressDisplay) -> None:
+    def _warn_of_other_sessions(self, display: ProgressDisplay) -> None:
         """Tell a person that another `relax run` works on the run. Nothing gets lost by it: the
         workers share the work, and one trainer is fenced.
         """
@@ -217,23 +224,23 @@ class RunSession:
         write_private(
             path,
             orjson.dumps(
-                without_credentials(self._config).model_dump(mode="json"),
+                remove_credentials(self._config).model_dump(mode="json"),
                 option=orjson.OPT_INDENT_2,
             ),
         )
         return path
 
     def _follow(self, stack: ExitStack) -> ControlFollower:
-        connection = Connection.of(self._config.broker, client_id=f"{self._config.run.id}.progress")
+        connection = Connection.from_config(self._config.broker, client_id=f"{self._config.run.id}.progress")
         follower = ControlFollower(
-            connection, TopicPlan.of(self._config), self._codec, also=FOLLOWED
+            connection, TopicPlan.from_config(self._config), self._codec, also=RUN_STATE_TOPICS
         )
         stack.callback(follower.close)
-        follower.start(self._note)
+        follower.start(self._apply)
         self._follower = follower
         return follower
 
-    def _take_up(self, display: ProgressDisplay) -> None:
+    def _resume(self, display: ProgressDisplay) -> None:
         """Take back the end of an earlier session, unless the run has reached its goal."""
         with self._lock:
             ended, num_steps = self._state.ended, self._state.num_steps
@@ -246,39 +253,35 @@ class RunSession:
         )
         self._send("control.commands", resume)
         self._producer.flush()
-        with self._lock:
-            self._state.note(resume)
-            self._scaling.note(resume)
+        self._projections.apply(resume)
 
     def _send(self, entity: str, event: Event, *, key: str = "") -> None:
         """Hand an event to the client, and don't wait: we tend the broker as well."""
         self._producer.send(
-            OutRecord(TopicPlan.of(self._config).topic(entity), self._codec.encode(event), key=key)
+            ProducerRecord(TopicPlan.from_config(self._config).topic(entity), self._codec.encode(event), key=key)
         )
 
-    def _note(self, event: Event) -> None:
-        with self._lock:
-            self._state.note(event)
-            self._scaling.note(event)
+    def _apply(self, event: Event) -> None:
+        self._projections.apply(event)
         if (
             isinstance(event, RunCommanded)
             and event.command is Command.RESTART
             and event.worker_id
             and event.commanded_at > self._started_at
         ):
-            self._asked_to_kill.append(event.worker_id)
+            self._workers_to_kill.append(event.worker_id)
 
     def _watch(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
         """Look after everything until the controller ends the run, or somebody ends us."""
         is_told = not self._config.evaluation.datasets
         while self._state.ended is None and not self._drain.wait(TURN_SECONDS):
-            self._tend_broker(display)
+            self._restart_broker(display)
             self._follower.check()
-            while self._asked_to_kill:
-                supervisor.kill(self._asked_to_kill.pop())
-            self._revive_fenced(supervisor)
-            self._adjust(supervisor)
-            self._tend_workers(supervisor, display)
+            while self._workers_to_kill:
+                supervisor.kill(self._workers_to_kill.pop())
+            self._restart_fenced(supervisor)
+            self._reconcile(supervisor)
+            self._poll_workers(supervisor, display)
             if not is_told and self._state.num_steps >= self._config.num_train_steps:
                 is_told = True
                 display.note(
@@ -287,19 +290,19 @@ class RunSession:
                 )
             self._show(admin, display, supervisor)
 
-    def _tend_workers(self, supervisor: Supervisor, display: ProgressDisplay) -> None:
+    def _poll_workers(self, supervisor: Supervisor, display: ProgressDisplay) -> None:
         """Look after the workers; one that can't be kept going ends the run, and the log says so,
         unless another `relax run` works on it.
         """
         try:
-            for text in supervisor.tend(self._progress()):
+            for text in supervisor.poll(self._progress()):
                 display.note(text)
         except RelaxError as error:
             if not self._sessions.others:
-                self._say_given_up(str(error))
+                self._send_abort(str(error))
             raise
 
-    def _say_given_up(self, reason: str) -> None:
+    def _send_abort(self, reason: str) -> None:
         try:
             self._send(
                 "control.commands", RunCommanded(command=Command.STOP, reason=reason[:MAX_REASON])
@@ -312,56 +315,56 @@ class RunSession:
         with self._lock:
             return Progress(self._state.num_steps, dict(self._state.workers))
 
-    def _adjust(self, supervisor: Supervisor) -> None:
+    def _reconcile(self, supervisor: Supervisor) -> None:
         """Have the workers there that shall be by the log, and say on it who is gone; a goodbye
         that a worker could not say is said for it.
         """
         with self._lock:
             elastic = list(self._scaling.workers.values())
-        for worker, departure, reason in supervisor.adjust(elastic):
-            gone = worker.gone(departure, reason)
+        for worker, departure, reason in supervisor.reconcile(elastic):
+            gone = worker.exit_command(departure, reason)
             with self._lock:
                 beat = self._state.workers.get(worker.worker_id)
-                self._scaling.note(gone)
+                self._scaling.apply(gone)
             if beat is not None and beat.state is not WorkerState.STOPPED:
-                self._say_goodbye(beat)
+                self._send_goodbye(beat)
             self._send("control.commands", gone)
 
-    def _say_goodbye(self, beat: WorkerBeat) -> None:
+    def _send_goodbye(self, beat: WorkerBeat) -> None:
         """Say for a worker that it has stopped; `beat` is its newest heartbeat."""
         goodbye = replace(
             beat, state=WorkerState.STOPPED, num_in_flight=0, busy_since=None, beat_at=now_micros()
         )
         self._send(HEARTBEATS[beat.role], goodbye, key=beat.worker_id)
 
-    def _say_goodbyes(self, supervisor: Supervisor) -> None:
+    def _send_goodbyes(self, supervisor: Supervisor) -> None:
         """Say goodbye for our workers that ended without one, so that none counts as alive; not
         while another session works in their names.
         """
         with self._lock:
-            owed = [beat for beat in self._state.workers.values() if supervisor.owes_goodbye(beat)]
+            owed = [beat for beat in self._state.workers.values() if supervisor.lacks_final_heartbeat(beat)]
         if not owed or not self._sessions.is_alone():
             return
         try:
             for beat in owed:
-                self._say_goodbye(beat)
-        except BrokerError as error:  # they count as alive until `workers.hung_seconds` have passed
+                self._send_goodbye(beat)
+        except BrokerError as error:  # they count as alive until `workers.heartbeat_timeout_seconds` have passed
             log.warning("goodbye.not_written", error=str(error))
 
-    def _revive_fenced(self, supervisor: Supervisor) -> None:
+    def _restart_fenced(self, supervisor: Supervisor) -> None:
         """Start a fenced worker again once nobody else does its work."""
         for worker_id, fencing in supervisor.fenced.items():
             with self._lock:
                 beat = self._state.workers.get(worker_id)
             if fencing.is_over(
-                beat, now=now_micros(), hung_seconds=self._config.workers.hung_seconds
+                beat, now=now_micros(), heartbeat_timeout_seconds=self._config.workers.heartbeat_timeout_seconds
             ):
-                supervisor.revive(worker_id)
+                supervisor.restart_fenced(worker_id)
 
-    def _tend_broker(self, display: ProgressDisplay) -> None:
+    def _restart_broker(self, display: ProgressDisplay) -> None:
         if self._broker is not None and not self._broker.is_running:
             display.note("the broker died and is started again")
-            log.warning("broker.died", error=str(self._broker.died_error()))
+            log.warning("broker.died", error=str(self._broker.explain_death()))
             try:
                 self._broker.restart()
             # who stopped it may not be done yet, or somebody else starts it: look again at the next
@@ -379,14 +382,14 @@ class RunSession:
         with self._lock:
             display.update(self._state, lag=self._lag, alive=dict.fromkeys(supervisor.pids, True))
 
-    def _conclude(self, wall_seconds: float) -> dict[str, Any]:
+    def _finish(self, wall_seconds: float) -> dict[str, Any]:
         """Prove the books, write the report, and say whether the goal was reached."""
         ended = self._state.ended
         succeeded = ended is not None and ended.succeeded
         reason = (
             ended.reason if ended else "interrupted; the same command takes the run up where it is"
         )
-        report, ledger = self._report(wall_seconds, succeeded=succeeded, reason=reason)
+        report, ledger = self._write_report(wall_seconds, succeeded=succeeded, reason=reason)
         if problems := ledger.problems():
             raise CheckFailed("the ledger found broken promises:\n" + "\n".join(problems))
         if not succeeded:
@@ -398,18 +401,18 @@ class RunSession:
             )
         return report
 
-    def _report_given_up(self, error: RelaxError, wall_seconds: float) -> None:
+    def _report_abort(self, error: RelaxError, wall_seconds: float) -> None:
         """Write the report of a run that an error ends; the error is what people have to see,
         whatever becomes of the report.
         """
         if isinstance(error, BrokerError):
             return  # nothing can be read
         try:
-            self._report(wall_seconds, succeeded=False, reason=str(error))
+            self._write_report(wall_seconds, succeeded=False, reason=str(error))
         except (RelaxError, OSError) as second:
             log.warning("report.not_written", error=str(second))
 
-    def _report(
+    def _write_report(
         self, wall_seconds: float, *, succeeded: bool, reason: str
     ) -> tuple[dict[str, Any], Ledger]:
         total_seconds = partial(self._sessions.total_seconds, wall_seconds)

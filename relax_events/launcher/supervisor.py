@@ -28,28 +28,28 @@ from relax_events.errors import (
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerBeat
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
-from relax_events.kafka.credentials import credential_environment
-from relax_events.launcher.deaths import BACKOFF_SECONDS, Deaths, Progress
-from relax_events.launcher.fork_client import Starter
-from relax_events.launcher.fork_protocol import Order, shared_environment
-from relax_events.launcher.worker_imports import modules_of
-from relax_events.launcher.worker_processes import Ending, WorkerProcesses, orders_of_ranks
-from relax_events.projections.scaling import Departure, ElasticWorker, Standing
+from relax_events.kafka.credentials import build_worker_credentials
+from relax_events.launcher.deaths import BACKOFF_SECONDS, DeathCount, Progress
+from relax_events.launcher.fork_client import ForkServer
+from relax_events.launcher.fork_protocol import SpawnRequest, shared_environment
+from relax_events.launcher.worker_imports import worker_modules
+from relax_events.launcher.worker_processes import WorkerExit, WorkerProcesses, build_rank_requests
+from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason
 from relax_events.runtime.worker import RESTART_CODE
 
 log = structlog.get_logger()
 RELAX = "relax_events.cli"
 FATAL_CODES = {kind.exit_code: kind for kind in (ConfigError, SchemaError)}
-GIVEN_UP = {
+ABANDON_ERRORS = {
     BrokerRefused.exit_code: BrokerRefused
 }  # tried again at first: the brokers may be taking up new rights
-AWAY = frozenset({BrokerUnavailable.__name__, StoreUnavailable.__name__})
+UNAVAILABLE = frozenset({BrokerUnavailable.__name__, StoreUnavailable.__name__})
 """Errors of what a worker needs and can't have for now: it is started again for as long as that
 takes."""
-AWAY_SECONDS = BACKOFF_SECONDS[1]
+UNAVAILABLE_BACKOFF_SECONDS = BACKOFF_SECONDS[1]
 AFTER_DRAIN_SECONDS = 1.0  # the command to stop may reach a worker before it reaches us
 AFTER_GOODBYE_SECONDS = 5.0  # the same, for a worker that is not ours to wait for
-SAYS_GOODBYE = frozenset({0, Fenced.exit_code})
+CODES_WITH_GOODBYE = frozenset({0, Fenced.exit_code})
 """Exit codes of workers whose last heartbeat says that they have stopped."""
 LOG_TAIL_LINES = 12
 MAX_NOTE = 400
@@ -63,7 +63,7 @@ class Fencing:
     pid: int
     fenced_at: int
 
-    def is_over(self, beat: WorkerBeat | None, *, now: int, hung_seconds: float) -> bool:
+    def is_over(self, beat: WorkerBeat | None, *, now: int, heartbeat_timeout_seconds: float) -> bool:
         """Tell whether nobody does the work any more: the other instance said goodbye, or was
         silent for too long.
 
@@ -71,13 +71,13 @@ class Fencing:
             beat: The newest beat in the worker's name. One of our own process says nothing: it may
                 be younger than the other's.
             now: Microseconds since the epoch.
-            hung_seconds: After how much silence a worker counts as hung.
+            heartbeat_timeout_seconds: After how much silence a worker counts as hung.
         """
         other = beat if beat is not None and beat.pid != self.pid else None
         patience = (
             AFTER_GOODBYE_SECONDS
             if other is not None and other.state is WorkerState.STOPPED
-            else hung_seconds
+            else heartbeat_timeout_seconds
         )
         heard_at = max(self.fenced_at, other.beat_at if other is not None else 0)
         return now - heard_at > patience * 1e6
@@ -91,18 +91,18 @@ class ManagedProcess:
 
     worker_id: str
     role: str
-    orders: dict[str, Order]
+    requests: dict[str, SpawnRequest]
     logs: Path
     metrics_port: int = 0
     process: WorkerProcesses | None = None
     start_after: float = 0.0
-    deaths: Deaths = field(default_factory=Deaths)
+    deaths: DeathCount = field(default_factory=DeathCount)
     is_killed: bool = False
     fenced: Fencing | None = None
     is_elastic: bool = False
-    leave_by: float | None = None
-    given_up: str = ""
-    unheard: set[int] = field(default_factory=set)
+    drain_deadline: float | None = None
+    abandoned_reason: str = ""
+    pids_without_goodbye: set[int] = field(default_factory=set)
     """Pids of the processes since the last one that said goodbye."""
 
     @property
@@ -117,15 +117,15 @@ class ManagedProcess:
         """Whether the process lives."""
         return self.process is not None and self.process.poll() is None
 
-    def leave(self, *, seconds: float) -> None:
+    def drain_then_kill(self, *, seconds: float) -> None:
         """Ask the process to drain, once, and kill it when that takes longer; at once with 0
         seconds.
         """
-        if self.leave_by is None:
-            self.leave_by = time.monotonic() + seconds
+        if self.drain_deadline is None:
+            self.drain_deadline = time.monotonic() + seconds
             if self.process is not None and self.is_running and seconds:
                 self.process.terminate()
-        if self.process is not None and self.is_running and time.monotonic() >= self.leave_by:
+        if self.process is not None and self.is_running and time.monotonic() >= self.drain_deadline:
             log.warning(
                 "worker.killed",
                 worker_id=self.worker_id,
@@ -134,7 +134,7 @@ class ManagedProcess:
             self.process.kill_group()
 
 
-def log_tail(path: Path) -> str:
+def read_log_tail(path: Path) -> str:
     """Return the end of a worker's log."""
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -157,7 +157,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, config: RunConfig, config_path: Path, starter: Starter | None = None
+        self, config: RunConfig, config_path: Path, starter: ForkServer | None = None
     ) -> None:
         """Nothing is started yet.
 
@@ -169,33 +169,33 @@ class Supervisor:
         self._config, self._config_path = config, config_path
         self._logs = config.run_directory / "logs"
         self._environment = shared_environment()
-        self._starter = starter or Starter.of(config)
-        self._processes = {process.worker_id: process for process in self._planned()}
+        self._fork_server = starter or ForkServer.from_config(config)
+        self._processes = {process.worker_id: process for process in self._build_initial()}
         self._num_places = len(self._processes) + config.trainer.ranks - 1
 
-    def _planned(self) -> list[ManagedProcess]:
+    def _build_initial(self) -> list[ManagedProcess]:
         workers = [
             (role, index) for role, count in self._config.roles().items() for index in range(count)
         ]
         return [
-            self._process(role, index, place=place) for place, (role, index) in enumerate(workers)
+            self._build_process(role, index, place=place) for place, (role, index) in enumerate(workers)
         ]
 
-    def _process(
+    def _build_process(
         self, role: str, index: int, *, place: int, overrides: Sequence[str] = ()
     ) -> ManagedProcess:
         worker_id, port = f"{role}-{index}", self._config.telemetry.port_of(place)
         environment = self._environment | {
             "RELAX_TELEMETRY__METRICS_PORT": str(port),
-            **credential_environment(self._config, role),
+            **build_worker_credentials(self._config, role),
         }
-        order = Order(
+        order = SpawnRequest(
             RELAX,
             ["worker", role, str(self._config_path), *overrides],
             environment,
-            modules_of(self._config, role),
+            worker_modules(self._config, role),
         )
-        ranks = orders_of_ranks(
+        ranks = build_rank_requests(
             order, num_ranks=self._config.trainer.ranks if role == "trainer" else 1
         )
         named = {
@@ -204,48 +204,48 @@ class Supervisor:
         }
         return ManagedProcess(worker_id, role, named, self._logs, port)
 
-    def adjust(
+    def reconcile(
         self, elastic: Iterable[ElasticWorker]
-    ) -> list[tuple[ElasticWorker, Departure, str]]:
+    ) -> list[tuple[ElasticWorker, ExitReason, str]]:
         """Start the elastic workers that shall be there, have those go that shall, and return who
         is gone, how and why.
 
         Whoever is returned is forgotten: leave it out from then on.
         """
         gone = [
-            (worker, *found) for worker in elastic if (found := self._adjusted(worker)) is not None
+            (worker, *found) for worker in elastic if (found := self._reconcile_worker(worker)) is not None
         ]
         for worker, departure, reason in gone:
             self._processes.pop(worker.worker_id, None)
             log.info("worker.left", worker_id=worker.worker_id, departure=departure, reason=reason)
         return gone
 
-    def _adjusted(self, worker: ElasticWorker) -> tuple[Departure, str] | None:
+    def _reconcile_worker(self, worker: ElasticWorker) -> tuple[ExitReason, str] | None:
         """Bring one worker nearer to where it shall be; return how it went, and why, once it
         has.
         """
         managed = self._processes.get(worker.worker_id)
-        if managed is not None and managed.given_up:
-            return Departure.FAILED, managed.given_up
-        if worker.standing is Standing.WANTED and managed is None:
-            managed = self._processes[worker.worker_id] = self._elastic(worker)
+        if managed is not None and managed.abandoned_reason:
+            return ExitReason.FAILED, managed.abandoned_reason
+        if worker.desired_state is DesiredState.RUNNING and managed is None:
+            managed = self._processes[worker.worker_id] = self._build_elastic(worker)
             self._spawn(managed)
-        if worker.standing is not Standing.LEAVING:
+        if worker.desired_state is not DesiredState.LEAVING:
             return None
         if managed is None or managed.process is None:
-            return Departure.ABSENT, "there was no process"
+            return ExitReason.ABSENT, "there was no process"
         longest = self._config.workers.drain_seconds + AFTER_DRAIN_SECONDS
-        managed.leave(seconds=longest if worker.drain_micros is None else worker.drain_micros / 1e6)
+        managed.drain_then_kill(seconds=longest if worker.drain_micros is None else worker.drain_micros / 1e6)
         code = managed.process.poll()
         if code is None:
             return None
         return (
-            (Departure.DRAINED, "it drained")
+            (ExitReason.DRAINED, "it drained")
             if code == 0
-            else (Departure.KILLED, f"it ended with exit code {code}")
+            else (ExitReason.KILLED, f"it ended with exit code {code}")
         )
 
-    def _elastic(self, worker: ElasticWorker) -> ManagedProcess:
+    def _build_elastic(self, worker: ElasticWorker) -> ManagedProcess:
         """Return the place of an elastic worker; its port is the first free one behind those of the
         start.
         """
@@ -258,7 +258,7 @@ class Supervisor:
         overrides = (
             ["engine.name=sglang", f'engine.sglang.urls=["{worker.url}"]'] if worker.url else []
         )
-        managed = self._process(
+        managed = self._build_process(
             worker.role, int(worker.worker_id.rpartition("-")[2]), place=place, overrides=overrides
         )
         managed.is_elastic = True
@@ -281,11 +281,11 @@ class Supervisor:
 
     def _spawn(self, managed: ManagedProcess) -> None:
         managed.is_killed = False
-        managed.process = WorkerProcesses.start(self._starter, managed.orders, logs=managed.logs)
-        managed.unheard |= managed.process.started_pids
+        managed.process = WorkerProcesses.start(self._fork_server, managed.requests, logs=managed.logs)
+        managed.pids_without_goodbye |= managed.process.started_pids
         log.info("worker.spawned", worker_id=managed.worker_id, pid=managed.process.pid)
 
-    def tend(self, progress: Progress) -> list[str]:
+    def poll(self, progress: Progress) -> list[str]:
         """Look after the processes once.
 
         Args:
@@ -300,7 +300,7 @@ class Supervisor:
         now = time.monotonic()
         notes: list[str] = []
         for managed in self._processes.values():
-            if managed.leave_by is not None or managed.given_up:
+            if managed.drain_deadline is not None or managed.abandoned_reason:
                 continue
             if managed.process is None:
                 if managed.fenced is None and now >= managed.start_after:
@@ -308,39 +308,39 @@ class Supervisor:
             elif (code := managed.process.poll()) == Fenced.exit_code:
                 log.warning("worker.fenced", worker_id=managed.worker_id, pid=managed.process.pid)
                 managed.fenced, managed.process = Fencing(managed.process.pid, now_micros()), None
-                managed.unheard.clear()
+                managed.pids_without_goodbye.clear()
             elif code == 0:
                 log.info("worker.ended", worker_id=managed.worker_id)
                 managed.process, managed.start_after = None, now + AFTER_DRAIN_SECONDS
-                managed.unheard.clear()
+                managed.pids_without_goodbye.clear()
             elif code is not None:
-                notes.append(self._note_death(managed, managed.process, progress))
+                notes.append(self._handle_death(managed, managed.process, progress))
         return notes
 
-    def _note_death(
+    def _handle_death(
         self, managed: ManagedProcess, process: WorkerProcesses, progress: Progress
     ) -> str:
         """Count a death, and have the worker started again or give it up; return what a person
         shall read of it.
         """
-        ending = process.ending()
-        is_away = ending.error is not None and ending.error.error_class in AWAY
+        ending = process.exit()
+        is_away = ending.error is not None and ending.error.error_class in UNAVAILABLE
         is_asked = managed.is_killed or (ending.code == RESTART_CODE and not is_away)
         counts = (
             not is_asked and not is_away
         )  # the health manager counts what it asks for, and no worker is to blame for what is away
         if counts:
-            managed.deaths = managed.deaths.after(
+            managed.deaths = managed.deaths.count_death(
                 progress, worker_id=managed.worker_id, role=managed.role, pid=process.pid
             )
         is_too_often = counts and managed.deaths.exceeds(
             self._config.workers.max_restarts, is_elastic=managed.is_elastic
         )
-        if ending.has_misread:
-            self._examine_records()
+        if ending.has_client_abort:
+            self._enable_batch_verification()
         if ending.code in FATAL_CODES or is_too_often:
-            return self._give_up(managed, ending)
-        delay = 0.0 if is_asked else AWAY_SECONDS if is_away else managed.deaths.backoff_seconds
+            return self._abandon(managed, ending)
+        delay = 0.0 if is_asked else UNAVAILABLE_BACKOFF_SECONDS if is_away else managed.deaths.backoff_seconds
         log.warning(
             "worker.died",
             worker_id=ending.worker_id,
@@ -352,19 +352,19 @@ class Supervisor:
         what = "was ended by the health manager" if is_asked else f"died: {ending.text[:MAX_NOTE]}"
         return f"{ending.worker_id} {what}; it is started again; log: {ending.log_path}"
 
-    def _examine_records(self) -> None:
+    def _enable_batch_verification(self) -> None:
         """Have this process, and all that are started from now on, check record batches themselves:
         Kafka's client would abort again.
         """
         os.environ[EXAMINE] = "1"
         self._environment[EXAMINE] = "1"
         for managed in self._processes.values():
-            managed.orders = {
+            managed.requests = {
                 name: replace(order, environment=order.environment | {EXAMINE: "1"})
-                for name, order in managed.orders.items()
+                for name, order in managed.requests.items()
             }
 
-    def _give_up(self, managed: ManagedProcess, ending: Ending) -> str:
+    def _abandon(self, managed: ManagedProcess, ending: WorkerExit) -> str:
         """Give an elastic worker up, or end the run with the error of another one."""
         if ending.code in FATAL_CODES:
             what = "can't go on"
@@ -374,13 +374,13 @@ class Supervisor:
             what = f"died {managed.deaths.num_stalled} times in a row without a committed step"
         text = f"{ending.worker_id} {what}: {ending.text}; log: {ending.log_path}"
         if ending.error is None:
-            text += f", which ends in:\n{log_tail(ending.log_path)}"
+            text += f", which ends in:\n{read_log_tail(ending.log_path)}"
         log.error(
             "worker.given_up", worker_id=ending.worker_id, code=ending.code, error=ending.text
         )
         if not managed.is_elastic:
-            raise {**FATAL_CODES, **GIVEN_UP}.get(ending.code, RunFailed)(text)
-        managed.given_up = text
+            raise {**FATAL_CODES, **ABANDON_ERRORS}.get(ending.code, RunFailed)(text)
+        managed.abandoned_reason = text
         return text
 
     @property
@@ -392,7 +392,7 @@ class Supervisor:
             if managed.fenced is not None
         }
 
-    def revive(self, worker_id: str) -> None:
+    def restart_fenced(self, worker_id: str) -> None:
         """Let `tend` start a fenced worker again."""
         self._processes[worker_id].fenced = None
 
@@ -401,21 +401,21 @@ class Supervisor:
         Its leases and partitions are free at once.
         """
         managed = next(
-            (managed for managed in self._processes.values() if worker_id in managed.orders), None
+            (managed for managed in self._processes.values() if worker_id in managed.requests), None
         )
         if managed is not None and managed.process is not None and managed.is_running:
             log.warning("worker.killed", worker_id=worker_id)
             managed.is_killed = True
             managed.process.kill_group()
 
-    def owes_goodbye(self, beat: WorkerBeat) -> bool:
+    def lacks_final_heartbeat(self, beat: WorkerBeat) -> bool:
         """Tell whether a worker's newest heartbeat is of a process of ours that ended without
         saying goodbye.
 
         Not where another instance speaks in its name, or has fenced it.
         """
         managed = next(
-            (managed for managed in self._processes.values() if beat.worker_id in managed.orders),
+            (managed for managed in self._processes.values() if beat.worker_id in managed.requests),
             None,
         )
         if (
@@ -425,8 +425,8 @@ class Supervisor:
             or beat.host != socket.gethostname()
         ):
             return False
-        ended_in_order = managed.process is not None and managed.process.poll() in SAYS_GOODBYE
-        return not ended_in_order and beat.pid in managed.unheard
+        ended_in_order = managed.process is not None and managed.process.poll() in CODES_WITH_GOODBYE
+        return not ended_in_order and beat.pid in managed.pids_without_goodbye
 
     def stop(self, *, timeout_seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """Ask all to drain, wait, and kill what is left at the deadline."""
@@ -451,4 +451,4 @@ class Supervisor:
                 )
                 managed.process.kill_group()
                 managed.process.wait(10)
-        self._starter.close()
+        self._fork_server.close()

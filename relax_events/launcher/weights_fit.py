@@ -47,7 +47,7 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
         )
     try:
         manifest = WeightManifest.from_json(
-            ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from).get(
+            ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases).get(
                 newest.artifact
             )
         )
@@ -58,7 +58,7 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
         log.warning("weights.not_compared", policy_version=newest.policy_version, error=str(error))
         return f"not compared with policy version {newest.policy_version}: {error}"
     trained = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
-    if difference := difference_of(shapes_in(path), trained):
+    if difference := find_difference(read_shapes(path), trained):
         what = (
             f"model.path {path} is not the model of run {config.run.id}: {difference} in policy "
             f"version {newest.policy_version}"
@@ -69,7 +69,7 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
     return f"{path} fits policy version {newest.policy_version}"
 
 
-def newest_version(config: RunConfig) -> PolicyVersionPublished | None:
+def read_newest_version(config: RunConfig) -> PolicyVersionPublished | None:
     """Return the newest version on the log of a run whose topics exist.
 
     Args:
@@ -78,8 +78,8 @@ def newest_version(config: RunConfig) -> PolicyVersionPublished | None:
         BrokerError: The log can't be read.
     """
     follower = ControlFollower(
-        Connection.of(config.broker, client_id=f"{config.run.id}.weights"),
-        TopicPlan.of(config),
+        Connection.from_config(config.broker, client_id=f"{config.run.id}.weights"),
+        TopicPlan.from_config(config),
         open_codec(config.broker),
     )
     try:
@@ -88,7 +88,7 @@ def newest_version(config: RunConfig) -> PolicyVersionPublished | None:
         follower.close()
 
 
-def difference_of(model: Mapping[str, Shape], trained: Mapping[str, Shape]) -> str:
+def find_difference(model: Mapping[str, Shape], trained: Mapping[str, Shape]) -> str:
     """Say in what a model's folder and trained weights differ; empty where they do not.
 
     Only tensors that both name are compared: a folder may keep experts one by one, or parts that
@@ -117,7 +117,7 @@ def _num_layers(names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def shapes_in(folder: Path) -> dict[str, Shape]:
+def read_shapes(folder: Path) -> dict[str, Shape]:
     """Return the shape of each tensor in a model's folder, by name, from the headers of its
     safetensors files.
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_events.config import RunConfig
-from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, installed
+from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, list_installed
 
-COMPUTING = frozenset({"reference", "actor-forward", "critic", "teacher", "trainer"})
+BACKEND_ROLES = frozenset({"reference", "actor-forward", "critic", "teacher", "trainer"})
 """Roles that load the trainer's backend."""
-IMPORTING = frozenset({"trainer", "critic"})
+TORCH_ROLES = frozenset({"trainer", "critic"})
 """Roles whose own modules import torch."""
 COMMAND = "relax_events.cli.run"
 ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 """Devices of drivers. Where one is there, `auto` means a GPU."""
 
 
-def modules_of(config: RunConfig, role: str) -> list[str]:
+def worker_modules(config: RunConfig, role: str) -> list[str]:
     """Name the modules that a role's worker on this machine loads before its work."""
     is_on_cpu = computes_on_cpu(config)
-    names = [(ROLES, role)] if is_on_cpu or role not in IMPORTING else []
+    names = [(ROLES, role)] if is_on_cpu or role not in TORCH_ROLES else []
     if is_on_cpu:
         engines = {
             "rollout": config.rollout_engine,
@@ -28,11 +28,11 @@ def modules_of(config: RunConfig, role: str) -> list[str]:
         }
         names += [
             (ENGINES, engines.get(role, "")),
-            (TRAINER_BACKENDS, config.trainer.backend if role in COMPUTING else ""),
+            (TRAINER_BACKENDS, config.trainer.backend if role in BACKEND_ROLES else ""),
         ]
     return [
         COMMAND,
-        *(installed(group)[name].module for group, name in names if name in installed(group)),
+        *(list_installed(group)[name].module for group, name in names if name in list_installed(group)),
     ]
 
 
@@ -44,6 +44,6 @@ def computes_on_cpu(config: RunConfig) -> bool:
     return {config.model.device, config.judge.device, config.teacher.device} <= known
 
 
-def imports_of(config: RunConfig) -> list[str]:
+def run_modules(config: RunConfig) -> list[str]:
     """Name the modules of all roles of a run, each once."""
-    return list(dict.fromkeys(name for role in config.roles() for name in modules_of(config, role)))
+    return list(dict.fromkeys(name for role in config.roles() for name in worker_modules(config, role)))

@@ -17,10 +17,10 @@ from typing import Self
 import structlog
 
 from relax_events.errors import RankLost
-from relax_events.launcher.fork_client import ForkedWorker, Starter
-from relax_events.launcher.fork_protocol import Order
+from relax_events.launcher.fork_client import ForkedWorker, ForkServer
+from relax_events.launcher.fork_protocol import SpawnRequest
 from relax_events.telemetry.final_error import FinalError, read_final_error
-from relax_events.training.ranks import LISTENER
+from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE
 
 log = structlog.get_logger()
 LOOPBACK = "127.0.0.1"
@@ -30,7 +30,7 @@ fails at once, unless they hang."""
 CLIENT_ASSERTS, LOG_END_BYTES = b"rd_slice_", 16 * 1024
 """What librdkafka's assertions about the bytes of an answer have in their names, and how much of a
 log is searched for it."""
-MISREAD = (
+CLIENT_ABORT_TEXT = (
     "ended by SIGABRT: Kafka's client stumbled over what it misread behind a record batch "
     "whose checksum fails; what is started from now on "
     "checks record batches itself (RELAX_EXAMINE_RECORDS=1)"
@@ -38,7 +38,7 @@ MISREAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class WorkerExit:
     """How a worker ended: as the rank did that was the cause.
 
     Attributes:
@@ -54,7 +54,7 @@ class Ending:
     error: FinalError | None
 
     @property
-    def has_misread(self) -> bool:
+    def has_client_abort(self) -> bool:
         """Whether Kafka's client aborted over the bytes of an answer."""
         return self.code == -signal.SIGABRT and CLIENT_ASSERTS in _end_of(self.log_path)
 
@@ -63,8 +63,8 @@ class Ending:
         """Name the error, or what is known in its place."""
         if self.error is not None:
             return str(self.error)
-        if self.has_misread:
-            return MISREAD
+        if self.has_client_abort:
+            return CLIENT_ABORT_TEXT
         return (
             f"ended by {_signal_name(-self.code)}"
             if self.code < 0
@@ -85,7 +85,7 @@ def _signal_name(number: int) -> str:
     return f"signal {number}"
 
 
-def orders_of_ranks(order: Order, *, num_ranks: int) -> list[Order]:
+def build_rank_requests(order: SpawnRequest, *, num_ranks: int) -> list[SpawnRequest]:
     """Return the order of each rank: all variables that torch.distributed reads but for the port,
     which is chosen when they are started.
     """
@@ -108,10 +108,10 @@ class WorkerProcesses:
         self._processes, self._logs = dict(processes), logs
         self._killed: set[str] = set()
         self._kill_at: float | None = None
-        self._ending: Ending | None = None
+        self._ending: WorkerExit | None = None
 
     @classmethod
-    def start(cls, starter: Starter, orders: Mapping[str, Order], *, logs: Path) -> Self:
+    def start(cls, starter: ForkServer, orders: Mapping[str, SpawnRequest], *, logs: Path) -> Self:
         """Start them.
 
         Args:
@@ -124,7 +124,7 @@ class WorkerProcesses:
         if len(orders) == 1:
             return cls(
                 {
-                    name: starter.start(order, log_path=logs / f"{name}.log")
+                    name: starter.spawn(order, log_path=logs / f"{name}.log")
                     for name, order in orders.items()
                 },
                 logs,
@@ -141,9 +141,9 @@ class WorkerProcesses:
                 told = replace(
                     order,
                     environment=order.environment | port,
-                    socket_variable=LISTENER if is_first else "",
+                    socket_variable=RENDEZVOUS_FD_VARIABLE if is_first else "",
                 )
-                started[name] = starter.start(
+                started[name] = starter.spawn(
                     told, log_path=logs / f"{name}.log", listener=listener if is_first else None
                 )
             undo.pop_all()
@@ -173,7 +173,7 @@ class WorkerProcesses:
         codes = {name: process.poll() for name, process in self._processes.items()}
         living = [name for name, code in codes.items() if code is None]
         if not living:
-            return self.ending().code
+            return self.exit().code
         if any(codes.values()):
             self._end(living)
         return None
@@ -192,7 +192,7 @@ class WorkerProcesses:
             self._killed.add(name)
             self._processes[name].kill_group()
 
-    def ending(self) -> Ending:
+    def exit(self) -> WorkerExit:
         """Return how the worker ended, once all have: a rank that only misses another one is not
         the cause, nor is one that was killed for it.
         """
@@ -203,13 +203,13 @@ class WorkerProcesses:
             )
         return self._ending
 
-    def _ending_of(self, name: str, process: ForkedWorker) -> Ending:
+    def _ending_of(self, name: str, process: ForkedWorker) -> WorkerExit:
         path, code = self._logs / f"{name}.log", process.wait(0)
-        return Ending(
+        return WorkerExit(
             name, code, path, read_final_error(path, pid=process.pid) if code > 0 else None
         )
 
-    def _blame(self, ending: Ending) -> tuple[bool, bool, bool, int]:
+    def _blame(self, ending: WorkerExit) -> tuple[bool, bool, bool, int]:
         """Sort the cause first: what failed by itself, and of that the earliest; a signal leaves no
         time behind and comes before.
         """

@@ -27,7 +27,7 @@ BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ArchiveMember:
     """Where a member's bytes lie. `kind` says what it is if it is no file."""
 
     start: int
@@ -36,16 +36,16 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ArchiveIndex:
     """An archive's members by name; of two with one name the later, as tar has it. `damage` says
     why there may be more.
     """
 
-    members: dict[str, Member]
+    members: dict[str, ArchiveMember]
     damage: str = ""
 
 
-def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, place: str) -> bytes:
+def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, location: str) -> bytes:
     """Return a member's content.
 
     Args:
@@ -60,27 +60,27 @@ def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, place:
     """
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         _refuse(
-            place,
+            location,
             path,
             name,
             "members must have names that lead nowhere else, without / in front and ..",
             "unsafe_name",
         )
-    contents = _contents(path, path.stat().st_size, path.stat().st_mtime_ns)
+    contents = _read_index(path, path.stat().st_size, path.stat().st_mtime_ns)
     member = contents.members.get(name)
     if member is None:
         _refuse(
-            place,
+            location,
             path,
             name,
             contents.damage or "there is no such member",
             "truncated" if contents.damage else "missing",
         )
     if member.kind:
-        _refuse(place, path, name, f"it is {member.kind}, and must be a file", "no_file")
+        _refuse(location, path, name, f"it is {member.kind}, and must be a file", "no_file")
     if member.size > max_bytes:
         _refuse(
-            place,
+            location,
             path,
             name,
             f"it claims {member.size} bytes, and may have model.media.max_item_bytes = {max_bytes}",
@@ -90,29 +90,29 @@ def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, place:
     data = file.read(member.size)
     if len(data) < member.size:
         _refuse(
-            place, path, name, f"it ends after {len(data)} of its {member.size} bytes", "truncated"
+            location, path, name, f"it ends after {len(data)} of its {member.size} bytes", "truncated"
         )
     return data
 
 
-def _refuse(place: str, path: Path, name: str, why: str, reason: str) -> NoReturn:
+def _refuse(location: str, path: Path, name: str, why: str, reason: str) -> NoReturn:
     raise MediaError(
-        f"{place} names the member {name!r} of {path}, which can't be used: {why}", reason=reason
+        f"{location} names the member {name!r} of {path}, which can't be used: {why}", reason=reason
     )
 
 
 @lru_cache(maxsize=OPEN_ARCHIVES)
-def _contents(path: Path, num_bytes: int, changed: int) -> Contents:
+def _read_index(path: Path, num_bytes: int, changed: int) -> ArchiveIndex:
     """Read the heads of an archive, once for as long as its size and time of change stay."""
     del changed
-    members: dict[str, Member] = {}
+    members: dict[str, ArchiveMember] = {}
     with open_regular(path) as file:
         try:
-            with tarfile.open(fileobj=cast("BinaryIO", _Bounded(file)), mode="r:") as archive:
+            with tarfile.open(fileobj=cast("BinaryIO", _BoundedFile(file)), mode="r:") as archive:
                 for info in archive:
-                    members[info.name] = Member(info.offset_data, info.size, _kind(info))
+                    members[info.name] = ArchiveMember(info.offset_data, info.size, _describe_non_file(info))
                     if len(members) > MAX_MEMBERS:
-                        return Contents(
+                        return ArchiveIndex(
                             {}, f"the archive has more than {MAX_MEMBERS} members; part it"
                         )
                 end = archive.offset
@@ -122,10 +122,10 @@ def _contents(path: Path, num_bytes: int, changed: int) -> Contents:
                 if not members
                 else f"it can't be read behind {len(members)} members"
             )
-            return Contents(members, f"{rule} ({error})")
+            return ArchiveIndex(members, f"{rule} ({error})")
         file.seek(end)
         is_whole = file.read(BLOCK) == bytes(BLOCK)
-    return Contents(
+    return ArchiveIndex(
         members,
         ""
         if is_whole
@@ -135,7 +135,7 @@ def _contents(path: Path, num_bytes: int, changed: int) -> Contents:
     )
 
 
-def _kind(info: tarfile.TarInfo) -> str:
+def _describe_non_file(info: tarfile.TarInfo) -> str:
     """Say what a member is that is no file."""
     if info.issym() or info.islnk():
         return f"a link to {info.linkname[:80]!r}"
@@ -144,7 +144,7 @@ def _kind(info: tarfile.TarInfo) -> str:
     return "" if info.isreg() else "a folder or device"
 
 
-class _Bounded:
+class _BoundedFile:
     """A file of which nobody reads much at a time: what a head claims of itself is not believed."""
 
     def __init__(self, file: BinaryIO) -> None:

@@ -11,34 +11,34 @@ from jaxtyping import Float32
 from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
-from relax_events.media.av_files import OpenedStream, opened, require_whole
-from relax_events.media.facts import MediaFacts, broken, require_seconds
-from relax_events.media.preprocessing import Plan
+from relax_events.media.av_files import OpenedStream, open_stream, require_whole
+from relax_events.media.facts import MediaFacts, broken_file, require_seconds
+from relax_events.media.preprocessing import DecodePlan
 
 RATES = range(1_000, 768_001)
 MAX_CHANNELS = 64
 
 
-def inspect_sound(data: bytes, *, limits: MediaConfig, place: str) -> MediaFacts:
+def inspect_audio(data: bytes, *, limits: MediaConfig, location: str) -> MediaFacts:
     """Count a sound's samples; formats that compress don't say how many there are.
 
     Raises:
         MediaError: See `streams.opened`; or it is too long, cut off or broken, or of a rate that
             nobody hears.
     """
-    with opened(data, Modality.AUDIO, limits=limits, place=place) as found:
-        rate, total = _rate(found, place), 0
+    with open_stream(data, Modality.AUDIO, limits=limits, place=location) as found:
+        rate, total = _read_rate(found, location), 0
         for frame in found.container.decode(found.stream):
             total += frame.samples
-            require_seconds(total / rate, limits, place)
+            require_seconds(total / rate, limits, location)
         if not total:
-            raise broken(place, "it holds no sound")
-        require_whole(found, total / rate, place=place)
+            raise broken_file(location, "it holds no sound")
+        require_whole(found, total / rate, location=location)
         return MediaFacts(found.media_type, num_frames=total, rate_hertz=float(rate))
 
 
-def decode_sound(
-    data: bytes, *, plan: Plan, limits: MediaConfig, place: str
+def decode_audio(
+    data: bytes, *, plan: DecodePlan, limits: MediaConfig, location: str
 ) -> Float32[np.ndarray, " samples"]:
     """Decode a sound, all its channels mixed into one, at the plan's rate; what resampling leaves
     over or lacks at the end is cut or silent.
@@ -46,13 +46,13 @@ def decode_sound(
     Raises:
         MediaError: As for `inspect_sound`.
     """
-    return heard(
-        data, num_samples=plan.shape[0], rate_hertz=plan.rate_hertz, limits=limits, place=place
+    return decode_samples(
+        data, num_samples=plan.shape[0], rate_hertz=plan.rate_hertz, limits=limits, location=location
     )
 
 
-def heard(
-    data: bytes, *, num_samples: int, rate_hertz: int, limits: MediaConfig, place: str
+def decode_samples(
+    data: bytes, *, num_samples: int, rate_hertz: int, limits: MediaConfig, location: str
 ) -> Float32[np.ndarray, " samples"]:
     """Decode so many samples of a sound, or of what goes with a clip.
 
@@ -60,9 +60,9 @@ def heard(
         MediaError: As for `inspect_sound`.
     """
     samples, count = np.zeros(num_samples, np.float32), 0
-    with opened(data, Modality.AUDIO, limits=limits, place=place) as found:
-        _rate(found, place)
-        for piece in _resampled(found, rate_hertz):
+    with open_stream(data, Modality.AUDIO, limits=limits, place=location) as found:
+        _read_rate(found, location)
+        for piece in _resample(found, rate_hertz):
             kept = piece[: num_samples - count]
             samples[count : count + len(kept)] = kept
             if (count := count + len(kept)) == num_samples:
@@ -70,7 +70,7 @@ def heard(
     return samples
 
 
-def _resampled(found: OpenedStream, rate_hertz: int) -> Iterator[Float32[np.ndarray, " samples"]]:
+def _resample(found: OpenedStream, rate_hertz: int) -> Iterator[Float32[np.ndarray, " samples"]]:
     import av
 
     resampler = av.AudioResampler(format="flt", layout="mono", rate=rate_hertz)
@@ -85,12 +85,12 @@ def _frames(found: OpenedStream) -> Iterator[Any]:
     yield None
 
 
-def _rate(found: OpenedStream, place: str) -> int:
+def _read_rate(found: OpenedStream, location: str) -> int:
     rate, channels = int(found.stream.rate or 0), int(found.stream.codec_context.channels or 0)
     if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
         rule = (
             f"a sound has a rate of {RATES.start} to {RATES.stop - 1} Hz and at most "
             f"{MAX_CHANNELS} channels"
         )
-        raise MediaError(f"{place}: {rule}, got {rate} Hz and {channels}", reason="bad_shape")
+        raise MediaError(f"{location}: {rule}, got {rate} Hz and {channels}", reason="bad_shape")
     return rate

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from relax_events.config import MediaConfig
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
-from relax_events.media.facts import broken, require_bytes, require_seconds
+from relax_events.media.facts import broken_file, require_bytes, require_seconds
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -59,7 +59,7 @@ class OpenedStream:
     claimed_seconds: float
 
 
-def format_of(head: bytes) -> str | None:
+def detect_format(head: bytes) -> str | None:
     """Tell a file's kind by its first bytes, in the library's words; None where it is none that is
     read.
     """
@@ -80,8 +80,8 @@ def format_of(head: bytes) -> str | None:
 
 
 @contextmanager
-def opened(
-    data: bytes, modality: Modality, *, limits: MediaConfig, place: str
+def open_stream(
+    data: bytes, modality: Modality, *, limits: MediaConfig, location: str
 ) -> Iterator[OpenedStream]:
     """Open a file and find its sound or clip; what it raises while it is open is raised as a file
     that is cut off or broken.
@@ -95,18 +95,18 @@ def opened(
         MediaError: It is too large or too long, of no known kind, has nothing of the modality, or
             is broken.
     """
-    require_bytes(data, limits, place)
+    require_bytes(data, limits, location)
     try:
         import av
     except ImportError as error:
         raise EnvironmentProblem(
             f"sounds and clips need the package av ({error}); install relax-events[media]"
         ) from None
-    kind = format_of(data[:HEAD_BYTES])
+    kind = detect_format(data[:HEAD_BYTES])
     if kind is None:
         raise MediaError(
             (
-                f"{place} begins with {data[:8]!r}, which is no {modality.value} of the kinds "
+                f"{location} begins with {data[:8]!r}, which is no {modality.value} of the kinds "
                 f"{KINDS[modality]}"
             ),
             reason="wrong_type",
@@ -116,43 +116,43 @@ def opened(
         and (missing := int.from_bytes(data[4:8], "little") + 8 - len(data)) > 1
         and data[4:8] != b"\xff\xff\xff\xff"
     ):
-        raise broken(place, f"its head promises {missing} bytes more")
+        raise broken_file(location, f"its head promises {missing} bytes more")
     try:
-        with av.open(BytesIO(data), "r", format=kind, **_lenient(av.__version__)) as container:
-            yield _found(container, modality, data, place=place, limits=limits)
+        with av.open(BytesIO(data), "r", format=kind, **_open_options(av.__version__)) as container:
+            yield _find_stream(container, modality, data, location=location, limits=limits)
     except MemoryError:  # the library's own is one of its errors, too
         raise
     except (av.FFmpegError, IndexError, OverflowError, ZeroDivisionError) as error:
-        raise broken(place, error) from None
+        raise broken_file(location, error) from None
 
 
-def _lenient(version: str) -> dict[str, Any]:
+def _open_options(version: str) -> dict[str, Any]:
     """Return what has PyAV open a file whose tags are no UTF-8: from 19 on it does so by itself,
     and has no setting for it.
     """
     return {"metadata_errors": "ignore"} if int(version.partition(".")[0]) < FIRST_LENIENT else {}
 
 
-def _found(
-    container: InputContainer, modality: Modality, data: bytes, *, place: str, limits: MediaConfig
+def _find_stream(
+    container: InputContainer, modality: Modality, data: bytes, *, location: str, limits: MediaConfig
 ) -> OpenedStream:
     kind = container.format.name.partition(",")[0]
     streams: Any = (
         container.streams.audio if modality is Modality.AUDIO else container.streams.video
     )
     if not len(container.streams):
-        raise broken(place, "nothing is in it")
+        raise broken_file(location, "nothing is in it")
     if not streams:
         raise MediaError(
-            f"{place} is a file of kind {kind} without {modality.value}", reason="wrong_type"
+            f"{location} is a file of kind {kind} without {modality.value}", reason="wrong_type"
         )
     if streams[0].codec_context is None:
         raise MediaError(
-            f"{place} holds {modality.value} in a codec that the library does not know",
+            f"{location} holds {modality.value} in a codec that the library does not know",
             reason="wrong_type",
         )
     claimed = (container.duration or 0) / MICROSECONDS
-    require_seconds(claimed, limits, place)
+    require_seconds(claimed, limits, location)
     is_reliable = kind != "mp3" or any(mark in data[:HEAD_BYTES] for mark in (b"Xing", b"Info"))
     name = "webm" if WEBM in data[:64] else NAMES[kind]
     return OpenedStream(
@@ -160,11 +160,11 @@ def _found(
     )
 
 
-def require_whole(found: OpenedStream, seconds: float, *, place: str) -> None:
+def require_whole(found: OpenedStream, seconds: float, *, location: str) -> None:
     """Refuse a file that holds less than its head claims.
 
     Raises:
         MediaError: It is cut off.
     """
     if seconds < found.claimed_seconds * CLAIMED_SHARE - CLAIMED_SECONDS:
-        raise broken(place, f"{found.claimed_seconds:g} s are claimed and {seconds:g} s are there")
+        raise broken_file(location, f"{found.claimed_seconds:g} s are claimed and {seconds:g} s are there")

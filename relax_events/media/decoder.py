@@ -11,7 +11,7 @@ from relax_events.config import MediaConfig
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.facts import MediaFacts, require_bytes
-from relax_events.media.preprocessing import Plan
+from relax_events.media.preprocessing import DecodePlan
 from relax_events.runtime.subprocess_rpc import AnsweringChild, ChildLost
 
 START_SECONDS = 60.0
@@ -37,7 +37,7 @@ class Decoder:
         """Of the child, if there is one."""
         return None if self._child is None else self._child.pid
 
-    def inspect(self, data: bytes, modality: Modality, *, place: str) -> MediaFacts:
+    def inspect(self, data: bytes, modality: Modality, *, location: str) -> MediaFacts:
         """Check a file, and say what it holds.
 
         Args:
@@ -49,21 +49,21 @@ class Decoder:
                 it takes too long or too much.
             EnvironmentProblem: A library is not installed.
         """
-        answer, _ = self._asked(data, modality, None, place)
+        answer, _ = self._request(data, modality, None, location)
         return MediaFacts(**answer["facts"])
 
-    def decode(self, data: bytes, modality: Modality, plan: Plan, *, place: str) -> bytes:
+    def decode(self, data: bytes, modality: Modality, plan: DecodePlan, *, location: str) -> bytes:
         """Decode a file by a plan; errors as for `inspect`.
 
         Returns:
             The bytes of the plan's array; behind it, of a clip that is heard, those of its sound.
         """
-        return self._asked(data, modality, plan, place)[1]
+        return self._request(data, modality, plan, location)[1]
 
-    def _asked(
-        self, data: bytes, modality: Modality, plan: Plan | None, place: str
+    def _request(
+        self, data: bytes, modality: Modality, plan: DecodePlan | None, location: str
     ) -> tuple[dict[str, Any], bytes]:
-        require_bytes(data, self._limits, place)
+        require_bytes(data, self._limits, location)
         seconds = self._limits.decode_seconds + (START_SECONDS if self._child is None else 0)
         child = self._child = self._child or AnsweringChild(
             "relax_events.media.decoder_child",
@@ -72,26 +72,26 @@ class Decoder:
         )
         question = {
             "modality": modality,
-            "place": place,
+            "place": location,
             "plan": None if plan is None else asdict(plan),
         }
         try:
             head, content = child.ask(question, [data], seconds=seconds)
         except ChildLost as lost:
             self._child = None
-            raise self._refusal(lost, place) from None
+            raise self._lost_error(lost, location) from None
         if "error" in head:
             raise MediaError(**head["error"])
         if "problem" in head:
             raise EnvironmentProblem(head["problem"]["text"])
         return head, content
 
-    def _refusal(self, lost: ChildLost, place: str) -> MediaError:
+    def _lost_error(self, lost: ChildLost, location: str) -> MediaError:
         if lost.is_late:
             rule = f"model.media.decode_seconds = {self._limits.decode_seconds:g}"
             return MediaError(
-                f"{place} must be decoded within {rule}, and was not", reason="too_slow"
+                f"{location} must be decoded within {rule}, and was not", reason="too_slow"
             )
         return MediaError(
-            f"{place} ended the process that decoded it ({lost.ending})", reason="crashed_decoder"
+            f"{location} ended the process that decoded it ({lost.ending})", reason="crashed_decoder"
         )

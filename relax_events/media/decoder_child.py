@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 from relax_events.config import MediaConfig
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
-from relax_events.media.audio import decode_sound, heard, inspect_sound
+from relax_events.media.audio import decode_audio, decode_samples, inspect_audio
 from relax_events.media.facts import MediaFacts
-from relax_events.media.images import decode_picture, inspect_picture
-from relax_events.media.preprocessing import Plan
-from relax_events.media.videos import decode_clip, inspect_clip
+from relax_events.media.images import decode_image, inspect_image
+from relax_events.media.preprocessing import DecodePlan
+from relax_events.media.videos import decode_video, inspect_video
 from relax_events.runtime.subprocess_rpc import answer, failing_aloud, questions
 
 INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
-    Modality.IMAGE: inspect_picture,
-    Modality.AUDIO: inspect_sound,
-    Modality.VIDEO: inspect_clip,
+    Modality.IMAGE: inspect_image,
+    Modality.AUDIO: inspect_audio,
+    Modality.VIDEO: inspect_video,
 }
 
 
@@ -56,7 +56,7 @@ def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: Me
             said = {"facts": asdict(INSPECTORS[modality](data, limits=limits, place=place))}
         else:
             arrays = decode(
-                data, modality, plan=Plan(**question["plan"]), limits=limits, place=place
+                data, modality, plan=DecodePlan(**question["plan"]), limits=limits, location=place
             )
             said = {}
     except MediaError as error:
@@ -70,7 +70,7 @@ def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: Me
 
 
 def decode(
-    data: bytes, modality: Modality, *, plan: Plan, limits: MediaConfig, place: str
+    data: bytes, modality: Modality, *, plan: DecodePlan, limits: MediaConfig, location: str
 ) -> list[NDArray[Any]]:
     """Decode a file by its plan.
 
@@ -79,21 +79,21 @@ def decode(
     """
     if modality is Modality.IMAGE:
         return [
-            decode_picture(data, size=(plan.shape[0], plan.shape[1]), limits=limits, place=place)
+            decode_image(data, size=(plan.shape[0], plan.shape[1]), limits=limits, location=location)
         ]
     if modality is Modality.AUDIO:
-        return [decode_sound(data, plan=plan, limits=limits, place=place)]
-    pixels = decode_clip(data, plan=plan, limits=limits, place=place)
+        return [decode_audio(data, plan=plan, limits=limits, location=location)]
+    pixels = decode_video(data, plan=plan, limits=limits, location=location)
     if not plan.num_samples:
         return [pixels]
     return [
         pixels,
-        heard(
+        decode_samples(
             data,
             num_samples=plan.num_samples,
             rate_hertz=plan.rate_hertz,
             limits=limits,
-            place=place,
+            location=location,
         ),
     ]
 

@@ -21,12 +21,12 @@ class MediaFacts:
     rate_hertz: float | None = None
 
 
-def broken(place: str, error: object) -> MediaError:
+def broken_file(location: str, error: object) -> MediaError:
     """Make the error of a file that ends early, or whose content is damaged."""
-    return MediaError(f"{place} is cut off or broken: {error}", reason="truncated")
+    return MediaError(f"{location} is cut off or broken: {error}", reason="truncated")
 
 
-def require_bytes(data: bytes, limits: MediaConfig, place: str) -> None:
+def require_bytes(data: bytes, limits: MediaConfig, location: str) -> None:
     """Refuse a large file.
 
     Raises:
@@ -35,14 +35,14 @@ def require_bytes(data: bytes, limits: MediaConfig, place: str) -> None:
     if len(data) > limits.max_item_bytes:
         raise MediaError(
             (
-                f"{place} must be at most model.media.max_item_bytes = {limits.max_item_bytes}, "
+                f"{location} must be at most model.media.max_item_bytes = {limits.max_item_bytes}, "
                 f"got {len(data)} bytes"
             ),
             reason="too_large",
         )
 
 
-def require_pixels(width: int, height: int, limits: MediaConfig, place: str) -> None:
+def require_pixels(width: int, height: int, limits: MediaConfig, location: str) -> None:
     """Refuse a large picture or frame by what it claims.
 
     Raises:
@@ -51,12 +51,12 @@ def require_pixels(width: int, height: int, limits: MediaConfig, place: str) -> 
     if (pixels := width * height) > limits.max_image_pixels:
         rule = f"model.media.max_image_pixels = {limits.max_image_pixels}"
         raise MediaError(
-            f"{place} must have at most {rule}, got {width} x {height} = {pixels}",
+            f"{location} must have at most {rule}, got {width} x {height} = {pixels}",
             reason="too_many_pixels",
         )
 
 
-def require_seconds(seconds: float, limits: MediaConfig, place: str) -> None:
+def require_seconds(seconds: float, limits: MediaConfig, location: str) -> None:
     """Refuse a long sound or clip.
 
     Raises:
@@ -64,4 +64,4 @@ def require_seconds(seconds: float, limits: MediaConfig, place: str) -> None:
     """
     if seconds > limits.max_media_seconds:
         rule = f"model.media.max_media_seconds = {limits.max_media_seconds:g}"
-        raise MediaError(f"{place} must take at most {rule}, got {seconds:g}", reason="too_long")
+        raise MediaError(f"{location} must take at most {rule}, got {seconds:g}", reason="too_long")

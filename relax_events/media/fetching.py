@@ -62,7 +62,7 @@ class WebFetcher:
     may_connect: Callable[[str], bool] = is_public
     tls: ssl.SSLContext | None = None
 
-    def fetch(self, url: str, *, place: str) -> bytes:
+    def fetch(self, url: str, *, location: str) -> bytes:
         """Return the file behind an address.
 
         Args:
@@ -74,48 +74,48 @@ class WebFetcher:
         """
         deadline = time.monotonic() + self.seconds
         for _ in range(MAX_REDIRECTS + 1):
-            parts = self._judged(url, place)
+            parts = self._parse_allowed(url, location)
             try:
-                answer = self._ask(parts, deadline, place)
+                answer = self._request(parts, deadline, location)
             except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError too
                 raise MediaError(
-                    f"{place}: {_shown(url)} can't be fetched: {error or type(error).__name__}",
+                    f"{location}: {_without_query(url)} can't be fetched: {error or type(error).__name__}",
                     reason="not_fetched",
                 ) from None
             if isinstance(answer, bytes):
                 return answer
             url = urljoin(url, answer)
         raise MediaError(
-            f"{place}: {_shown(url)} is the end of {MAX_REDIRECTS} redirects and redirects again",
+            f"{location}: {_without_query(url)} is the end of {MAX_REDIRECTS} redirects and redirects again",
             reason="not_fetched",
         )
 
-    def _judged(self, url: str, place: str) -> SplitResult:
+    def _parse_allowed(self, url: str, location: str) -> SplitResult:
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
         except ValueError as error:
             raise MediaError(
-                f"{place}: {_shown(url)} is no address: {error}", reason="forbidden_address"
+                f"{location}: {_without_query(url)} is no address: {error}", reason="forbidden_address"
             ) from None
         if parts.scheme not in SCHEMES or host is None or parts.username is not None:
             raise MediaError(
-                f"{place}: {_shown(url)} must be http(s)://host/path without a login",
+                f"{location}: {_without_query(url)} must be http(s)://host/path without a login",
                 reason="forbidden_address",
             )
         if host not in self.hosts:
             allowed = ", ".join(sorted(self.hosts)) or "none"
             raise MediaError(
-                f"{place}: {_shown(url)} is of host {host!r}; media_hosts allows {allowed}",
+                f"{location}: {_without_query(url)} is of host {host!r}; media_hosts allows {allowed}",
                 reason="forbidden_address",
             )
         return parts
 
-    def _ask(self, parts: SplitResult, deadline: float, place: str) -> bytes | str:
+    def _request(self, parts: SplitResult, deadline: float, location: str) -> bytes | str:
         """Return a file, or where it has moved to."""
         host, port = parts.hostname or "", parts.port or SCHEMES[parts.scheme]
         with socket.create_connection(
-            (self._address(host, port, place), port), timeout=_left(deadline)
+            (self._resolve(host, port, location), port), timeout=_seconds_left(deadline)
         ) as plain:
             secured = (
                 (self.tls or ssl.create_default_context()).wrap_socket(plain, server_hostname=host)
@@ -125,7 +125,7 @@ class WebFetcher:
             connection = http.client.HTTPConnection(host, port)
             connection.sock = secured
             watch = threading.Timer(
-                _left(deadline), secured.shutdown, [socket.SHUT_RDWR]
+                _seconds_left(deadline), secured.shutdown, [socket.SHUT_RDWR]
             )  # a host that sends a byte now and then meets no timeout
             watch.start()
             try:
@@ -135,50 +135,50 @@ class WebFetcher:
                     headers={"Accept-Encoding": "identity"},
                 )
                 with connection.getresponse() as response:
-                    return self._answer(response, parts, deadline, place)
+                    return self._read_response(response, parts, deadline, location)
             finally:
                 watch.cancel()
                 connection.close()
 
-    def _answer(
-        self, response: http.client.HTTPResponse, parts: SplitResult, deadline: float, place: str
+    def _read_response(
+        self, response: http.client.HTTPResponse, parts: SplitResult, deadline: float, location: str
     ) -> bytes | str:
         if response.status in REDIRECTS and (target := response.getheader("Location")):
             return target
         if response.status != http.client.OK:
             raise MediaError(
-                f"{place}: {_shown(parts.geturl())} answers {response.status} {response.reason}",
+                f"{location}: {_without_query(parts.geturl())} answers {response.status} {response.reason}",
                 reason="not_fetched",
             )
         data = response.read(self.max_bytes + 1)
-        _left(deadline)  # a connection that was cut off at the deadline ends like any other
+        _seconds_left(deadline)  # a connection that was cut off at the deadline ends like any other
         if len(data) > self.max_bytes:
             raise MediaError(
-                f"{place} must be at most model.media.max_item_bytes = {self.max_bytes}, got more",
+                f"{location} must be at most model.media.max_item_bytes = {self.max_bytes}, got more",
                 reason="too_large",
             )
         return data
 
-    def _address(self, host: str, port: int, place: str) -> str:
+    def _resolve(self, host: str, port: int, location: str) -> str:
         found = sorted(
             {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         )
         if forbidden := [address for address in found if not self.may_connect(address)]:
             raise MediaError(
-                f"{place}: host {host!r} is at {forbidden[0]}, which is no public address",
+                f"{location}: host {host!r} is at {forbidden[0]}, which is no public address",
                 reason="forbidden_address",
             )
         return found[0]
 
 
-def _left(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("it took too long")
     return left
 
 
-def _shown(url: str) -> str:
+def _without_query(url: str) -> str:
     """Return an address without what stands behind the question mark, which may be a secret, for
     errors.
     """

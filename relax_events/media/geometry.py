@@ -22,7 +22,7 @@ KNOWN_PROCESSORS = (
 
 
 @dataclass(frozen=True, slots=True)
-class PictureGeometry:
+class ImageGeometry:
     """How a model cuts a picture into patches, and how many of them make a token.
 
     `side_multiple` is what sides are brought to, in pixels; 0 leaves a picture as it is.
@@ -38,7 +38,7 @@ class PictureGeometry:
     side_multiple: int
 
     @classmethod
-    def of(cls, processor: Mapping[str, Any], config: MediaConfig) -> Self:
+    def from_settings(cls, processor: Mapping[str, Any], config: MediaConfig) -> Self:
         """Take the cut from a model's `preprocessor_config.json`, and the bounds from the run file.
 
         Raises:
@@ -83,7 +83,7 @@ class PictureGeometry:
         """
         return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
 
-    def size(self, width: int, height: int) -> tuple[int, int]:
+    def target_size(self, width: int, height: int) -> tuple[int, int]:
         """Return height and width of a picture as the model is shown it.
 
         Raises:
@@ -116,5 +116,5 @@ class PictureGeometry:
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of tokens."""
-        shown = self.size(width, height)
+        shown = self.target_size(width, height)
         return shown[0] // self.token_side, shown[1] // self.token_side

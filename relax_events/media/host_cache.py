@@ -16,7 +16,7 @@ from blake3 import blake3
 DIGEST_BYTES = 32
 LOW_WATER = 3 / 4
 """Share of the bound that trimming leaves."""
-ADDED_BEFORE_LOOKING = 1 / 32
+TRIM_CHECK_SHARE = 1 / 32
 """Share of the bound that one worker adds before it looks at the whole folder: eight workers
 together stay within the bound."""
 
@@ -56,7 +56,7 @@ class HostCache:
             self._write(name, made)
             return made
 
-    def holds(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Whether something is kept under a name."""
         return self._path(name).is_file()
 
@@ -81,7 +81,7 @@ class HostCache:
             file.write(content)
         Path(file.name).replace(path)
         self._num_added_bytes += len(content)
-        if self._num_added_bytes >= self._max_bytes * ADDED_BEFORE_LOOKING:
+        if self._num_added_bytes >= self._max_bytes * TRIM_CHECK_SHARE:
             self._num_added_bytes = 0
             self._trim()
 

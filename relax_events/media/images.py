@@ -17,7 +17,7 @@ from jaxtyping import UInt8
 
 from relax_events.config import MediaConfig
 from relax_events.errors import EnvironmentProblem, MediaError
-from relax_events.media.facts import MediaFacts, broken, require_bytes, require_pixels
+from relax_events.media.facts import MediaFacts, broken_file, require_bytes, require_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -44,7 +44,7 @@ BROKEN = (
 Pixels = UInt8[np.ndarray, "height width 3"]
 
 
-def inspect_picture(data: bytes, *, limits: MediaConfig, place: str) -> MediaFacts:
+def inspect_image(data: bytes, *, limits: MediaConfig, location: str) -> MediaFacts:
     """Read a picture's head; nothing is decoded.
 
     Args:
@@ -54,13 +54,13 @@ def inspect_picture(data: bytes, *, limits: MediaConfig, place: str) -> MediaFac
     Raises:
         MediaError: It is too large, claims too many pixels, or is no picture of a known kind.
     """
-    with _opened(data, limits, place) as image:
+    with _open_image(data, limits, location) as image:
         width, height = image.size[::-1] if _orientation(image) in SIDEWAYS else image.size
         return MediaFacts(f"image/{(image.format or '').lower()}", width, height)
 
 
-def decode_picture(
-    data: bytes, *, size: tuple[int, int], limits: MediaConfig, place: str
+def decode_image(
+    data: bytes, *, size: tuple[int, int], limits: MediaConfig, location: str
 ) -> Pixels:
     """Decode a picture, turned upright, without transparency, at the given size; of several frames
     the first.
@@ -75,17 +75,17 @@ def decode_picture(
     """
     from PIL import ImageOps
 
-    with _opened(data, limits, place) as image:
+    with _open_image(data, limits, location) as image:
         try:
             upright = (
                 image if image.format in UNTURNED else ImageOps.exif_transpose(image)
             ).convert("RGB")
         except BROKEN as error:
-            raise broken(place, error) from None
-        return brought_to(upright, size)
+            raise broken_file(location, error) from None
+        return resize(upright, size)
 
 
-def brought_to(image: Image, size: tuple[int, int]) -> Pixels:
+def resize(image: Image, size: tuple[int, int]) -> Pixels:
     """Return the pixels of a picture or frame at a height and width."""
     from PIL.Image import Resampling
 
@@ -99,8 +99,8 @@ def brought_to(image: Image, size: tuple[int, int]) -> Pixels:
 
 
 @contextmanager
-def _opened(data: bytes, limits: MediaConfig, place: str) -> Iterator[Image]:
-    require_bytes(data, limits, place)
+def _open_image(data: bytes, limits: MediaConfig, location: str) -> Iterator[Image]:
+    require_bytes(data, limits, location)
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -115,18 +115,18 @@ def _opened(data: bytes, limits: MediaConfig, place: str) -> Iterator[Image]:
             image = Image.open(BytesIO(data), formats=FORMATS)
         except Image.DecompressionBombError as error:
             raise MediaError(
-                f"{place} claims too many pixels: {error}", reason="too_many_pixels"
+                f"{location} claims too many pixels: {error}", reason="too_many_pixels"
             ) from None
         except (UnidentifiedImageError, *BROKEN):
             raise MediaError(
                 (
-                    f"{place} begins with {data[:8]!r}, which is no picture of the kinds "
+                    f"{location} begins with {data[:8]!r}, which is no picture of the kinds "
                     f"{', '.join(FORMATS)}"
                 ),
                 reason="wrong_type",
             ) from None
         with image:
-            require_pixels(image.width, image.height, limits, place)
+            require_pixels(image.width, image.height, limits, location)
             yield image
 
 

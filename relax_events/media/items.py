@@ -55,7 +55,7 @@ class MediaItem:
 
     modality: Modality
     source: str | bytes = field(repr=False)
-    place: str
+    location: str
     access: MediaAccess = NO_ACCESS
     member: str = ""
 
@@ -79,23 +79,23 @@ class MediaItem:
         """
         max_bytes = limits.max_item_bytes
         if isinstance(self.source, bytes):
-            return self._bounded(self.source, max_bytes)
+            return self._require_size(self.source, max_bytes)
         if self.member:
-            return self._of_path(self.source, max_bytes)
+            return self._read_path(self.source, max_bytes)
         if self.source.startswith(DATA_URI):
-            return self._bounded(self._of_data_uri(self.source, max_bytes), max_bytes)
+            return self._require_size(self._read_data_uri(self.source, max_bytes), max_bytes)
         if self.source.startswith(WEB):
             return WebFetcher(self.access.hosts, max_bytes, limits.fetch_seconds).fetch(
-                self.source, place=self.place
+                self.source, location=self.location
             )
-        return self._of_path(self.source, max_bytes)
+        return self._read_path(self.source, max_bytes)
 
-    def _of_data_uri(self, uri: str, max_bytes: int) -> bytes:
+    def _read_data_uri(self, uri: str, max_bytes: int) -> bytes:
         head, comma, text = uri.partition(",")
         if not comma:
             raise MediaError(
                 (
-                    f"{self.place} is a data URI without a comma, {uri:.40}; write "
+                    f"{self.location} is a data URI without a comma, {uri:.40}; write "
                     "data:<type>;base64,<content>"
                 ),
                 reason="bad_data_uri",
@@ -112,14 +112,14 @@ class MediaItem:
             )
         except binascii.Error as error:
             raise MediaError(
-                f"{self.place} is no base64 after {head!r}: {error}", reason="bad_data_uri"
+                f"{self.location} is no base64 after {head!r}: {error}", reason="bad_data_uri"
             ) from None
 
-    def _of_path(self, path: str, max_bytes: int) -> bytes:
+    def _read_path(self, path: str, max_bytes: int) -> bytes:
         if self.access.root is None:
             raise MediaError(
                 (
-                    f"{self.place} names the file {path!r}, and rows may name none; set "
+                    f"{self.location} names the file {path!r}, and rows may name none; set "
                     "media_root beside multimodal_keys"
                 ),
                 reason="no_root",
@@ -128,24 +128,24 @@ class MediaItem:
             root, file = self.access.root.resolve(), (self.access.root / path).resolve()
             if not file.is_relative_to(root):
                 raise MediaError(
-                    f"{self.place} names {path!r}, which lies outside of media_root = {root}",
+                    f"{self.location} names {path!r}, which lies outside of media_root = {root}",
                     reason="outside_root",
                 )
             with open_regular(file) as opened:
                 if self.member:
                     return read_member(
-                        opened, self.member, path=file, max_bytes=max_bytes, place=self.place
+                        opened, self.member, path=file, max_bytes=max_bytes, location=self.location
                     )
                 data = opened.read(max_bytes + 1)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             what = getattr(error, "strerror", None) or error
             raise MediaError(
-                f"{self.place} names {path!r} in {self.access.root}, which can't be read: {what}",
+                f"{self.location} names {path!r} in {self.access.root}, which can't be read: {what}",
                 reason="missing",
             ) from None
-        return self._bounded(data, max_bytes)
+        return self._require_size(data, max_bytes)
 
-    def _bounded(self, data: bytes, max_bytes: int) -> bytes:
+    def _require_size(self, data: bytes, max_bytes: int) -> bytes:
         if len(data) > max_bytes:
             raise self._too_large(
                 "more" if len(data) == max_bytes + 1 else f"{len(data)} bytes", max_bytes
@@ -154,13 +154,13 @@ class MediaItem:
 
     def _too_large(self, seen: str, max_bytes: int) -> MediaError:
         return MediaError(
-            f"{self.place} must be at most model.media.max_item_bytes = {max_bytes}, got {seen}",
+            f"{self.location} must be at most model.media.max_item_bytes = {max_bytes}, got {seen}",
             reason="too_large",
         )
 
 
-def items_of(
-    value: Any, *, modality: Modality, place: str, access: MediaAccess = NO_ACCESS
+def read_items(
+    value: Any, *, modality: Modality, location: str, access: MediaAccess = NO_ACCESS
 ) -> list[MediaItem]:
     """Read a column's value: one piece of media, or a list of them, none where it is null.
 
@@ -170,7 +170,7 @@ def items_of(
     values = value if isinstance(value, list) else [] if value is None else [value]
     return [
         MediaItem(
-            modality, _source(one, f"{place}[{index}]"), f"{place}[{index}]", access, _member(one)
+            modality, _source(one, f"{location}[{index}]"), f"{location}[{index}]", access, _member(one)
         )
         for index, one in enumerate(values)
     ]
@@ -182,7 +182,7 @@ def _member(value: Any) -> str:
     )
 
 
-def _source(value: Any, place: str) -> str | bytes:
+def _source(value: Any, location: str) -> str | bytes:
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str | bytes) and value:
@@ -191,4 +191,4 @@ def _source(value: Any, place: str) -> str | bytes:
         "media are paths, web addresses, data URIs, bytes, or objects with one of the keys bytes "
         "and path, to which member may stand beside"
     )
-    raise MediaError(f"{place} is a {type(value).__name__}; {rule}", reason="wrong_type")
+    raise MediaError(f"{location} is a {type(value).__name__}; {rule}", reason="wrong_type")

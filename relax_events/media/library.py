@@ -29,7 +29,7 @@ from relax_events.media.decoder import Decoder
 from relax_events.media.host_cache import HostCache
 from relax_events.media.items import MediaItem, MediaKey
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.media.preprocessing import Plan, Showing
+from relax_events.media.preprocessing import DecodePlan, MediaPreprocessor
 from relax_events.media.token_layout import MediaLayout, modality_of
 from relax_events.objects.store import ObjectStore
 
@@ -75,9 +75,9 @@ class MediaLibrary:
         self._stores = {} if store is None else {OWN_ROOT: store}
         self._memory: OrderedDict[str, ProcessedMedia] = OrderedDict()
         self._folder = folder
-        self._admitted: OrderedDict[tuple[str, MediaKey], MediaRef] = OrderedDict()
+        self._added: OrderedDict[tuple[str, MediaKey], MediaRef] = OrderedDict()
 
-    def admit(self, item: MediaItem) -> MediaRef:
+    def add(self, item: MediaItem) -> MediaRef:
         """Check a piece of media and put it into the store; one that is there already is not sent
         again.
 
@@ -87,37 +87,37 @@ class MediaLibrary:
             ObjectError: The store failed.
         """
         folder = self._folder()
-        if (known := self._admitted.get((folder, item.key))) is not None:
+        if (known := self._added.get((folder, item.key))) is not None:
             return known
         data = item.read(self._bounds)
-        facts = self._shown(data, item).reference
-        stored = self._store_of(OWN_ROOT).put(
+        facts = self._check_and_process(data, item).reference
+        stored = self._open_store(OWN_ROOT).put(
             data, suffix=mimetypes.guess_extension(facts.media_type) or "", folder=folder
         )
-        self._admitted[folder, item.key] = reference = replace(facts, uri=stored.uri)
-        if len(self._admitted) > MAX_REMEMBERED:
-            self._admitted.popitem(last=False)
+        self._added[folder, item.key] = reference = replace(facts, uri=stored.uri)
+        if len(self._added) > MAX_REMEMBERED:
+            self._added.popitem(last=False)
         return reference
 
-    def show(self, item: MediaItem) -> ProcessedMedia:
+    def preprocess(self, item: MediaItem) -> ProcessedMedia:
         """Check a piece of media and return it as the model is shown it; nothing is stored, and its
         address is its place in the data.
 
         Raises:
             MediaError: As for `admit`.
         """
-        return self._shown(item.read(self._bounds), item)
+        return self._check_and_process(item.read(self._bounds), item)
 
-    def _shown(self, data: bytes, item: MediaItem) -> ProcessedMedia:
+    def _check_and_process(self, data: bytes, item: MediaItem) -> ProcessedMedia:
         """Check and process; a file that is cut off fails here, before its row is issued."""
         self._require_layout()
-        facts = self._decoder.inspect(data, item.modality, place=item.place)
+        facts = self._decoder.inspect(data, item.modality, location=item.location)
         reference = MediaRef(
-            item.place, sha256(data).digest(), num_bytes=len(data), **asdict(facts)
+            item.location, sha256(data).digest(), num_bytes=len(data), **asdict(facts)
         )
-        return self._made(reference, data)
+        return self._process(reference, data)
 
-    def processed(self, reference: MediaRef) -> ProcessedMedia:
+    def load(self, reference: MediaRef) -> ProcessedMedia:
         """Return a piece of media as the model is shown it.
 
         Raises:
@@ -125,22 +125,22 @@ class MediaLibrary:
                 names it.
             ObjectError: The store failed.
         """
-        name = self._name(reference)
+        name = self._cache_key(reference)
         if (known := self._memory.get(name)) is not None:
             self._memory.move_to_end(name)
             return known
-        self._memory[name] = processed = self._made(reference)
+        self._memory[name] = processed = self._process(reference)
         total = sum(piece.nbytes for piece in self._memory.values())
         while total > MEMORY_BYTES and len(self._memory) > 1:
             total -= self._memory.popitem(last=False)[1].nbytes
         return processed
 
-    def require(self, references: Iterable[MediaRef]) -> None:
+    def prefetch(self, references: Iterable[MediaRef]) -> None:
         """See to it that pieces of media are at hand on this machine; errors as for `processed`."""
         for reference in references:
-            name = self._name(reference)
-            if name not in self._memory and not self._cache.holds(name):
-                self._made(reference)
+            name = self._cache_key(reference)
+            if name not in self._memory and not self._cache.contains(name):
+                self._process(reference)
 
     def require_fit(
         self,
@@ -159,7 +159,7 @@ class MediaLibrary:
                 text alone.
         """
         if media:
-            self._require_layout().cells(tokens, given, media)
+            self._require_layout().find_media_tokens(tokens, given, media)
 
     def _require_layout(self) -> MediaLayout:
         if self._layout is None:
@@ -172,30 +172,30 @@ class MediaLibrary:
             )
         return self._layout
 
-    def _showing(self, reference: MediaRef) -> Showing:
-        return self._require_layout().showing(reference)
+    def _preprocessor_for(self, reference: MediaRef) -> MediaPreprocessor:
+        return self._require_layout().preprocessor_for(reference)
 
-    def _name(self, reference: MediaRef) -> str:
+    def _cache_key(self, reference: MediaRef) -> str:
         """Tell apart what differs in content, in what the reference says of it, or in how it is
         shown.
         """
         said = (reference.width, reference.height, reference.num_frames, reference.rate_hertz)
         facts = "x".join(str(value) for value in said if value is not None)
-        return f"{reference.digest.hex()}-{facts}-{self._showing(reference).digest}"
+        return f"{reference.digest.hex()}-{facts}-{self._preprocessor_for(reference).digest}"
 
-    def _made(self, reference: MediaRef, data: bytes | None = None) -> ProcessedMedia:
+    def _process(self, reference: MediaRef, data: bytes | None = None) -> ProcessedMedia:
         """Return what the model is shown, from the machine's cache or from the file, which is
         fetched if it is not at hand.
         """
-        plan = self._showing(reference).plan(reference)
+        plan = self._preprocessor_for(reference).plan(reference)
 
         def make() -> bytes:
-            file = self._fetched(reference) if data is None else data
-            return self._decoder.decode(file, modality_of(reference), plan, place=reference.uri)
+            file = self._fetch_and_check(reference) if data is None else data
+            return self._decoder.decode(file, modality_of(reference), plan, location=reference.uri)
 
-        return _of_bytes(reference, plan, self._cache.get(self._name(reference), make))
+        return _split_arrays(reference, plan, self._cache.get(self._cache_key(reference), make))
 
-    def file(self, reference: MediaRef) -> bytes:
+    def fetch_file(self, reference: MediaRef) -> bytes:
         """Fetch a file as it came, and verify it; errors as for `processed`."""
         if reference.num_bytes > self._bounds.max_item_bytes:
             bound = f"model.media.max_item_bytes = {self._bounds.max_item_bytes}"
@@ -212,7 +212,7 @@ class MediaLibrary:
             OWN_ROOT,
         )
         try:
-            data = self._store_of(root).get(
+            data = self._open_store(root).get(
                 ObjectRef(reference.uri, reference.digest, reference.num_bytes)
             )
         except ObjectError as error:
@@ -223,17 +223,17 @@ class MediaLibrary:
             raise
         return data
 
-    def _fetched(self, reference: MediaRef) -> bytes:
+    def _fetch_and_check(self, reference: MediaRef) -> bytes:
         """Fetch, verify and check."""
-        data = self.file(reference)
-        self._require_as_said(reference, data)
+        data = self.fetch_file(reference)
+        self._require_match(reference, data)
         return data
 
-    def _require_as_said(self, reference: MediaRef, data: bytes) -> None:
+    def _require_match(self, reference: MediaRef, data: bytes) -> None:
         """Refuse a file that is another than its reference says, which its tokens were counted
         by.
         """
-        facts = self._decoder.inspect(data, modality_of(reference), place=reference.uri)
+        facts = self._decoder.inspect(data, modality_of(reference), location=reference.uri)
         found = replace(reference, **asdict(facts)).extent
         if found != reference.extent:
             raise MediaError(
@@ -241,16 +241,16 @@ class MediaLibrary:
                 reason="wrong_size",
             )
 
-    def _store_of(self, root: str) -> ObjectStore:
+    def _open_store(self, root: str) -> ObjectStore:
         if root not in self._stores:
-            uri, moved_from = (
-                (root, ()) if root else (self._config.objects_uri, self._config.objects.moved_from)
+            uri, uri_aliases = (
+                (root, ()) if root else (self._config.objects_uri, self._config.objects.uri_aliases)
             )
-            self._stores[root] = ObjectStore.open(uri, moved_from=moved_from)
+            self._stores[root] = ObjectStore.open(uri, uri_aliases=uri_aliases)
         return self._stores[root]
 
 
-def _of_bytes(reference: MediaRef, plan: Plan, content: bytes | memoryview) -> ProcessedMedia:
+def _split_arrays(reference: MediaRef, plan: DecodePlan, content: bytes | memoryview) -> ProcessedMedia:
     """Take the arrays out of what decoding has left; they may be written to, as torch wants it."""
     whole = bytearray(content)
     first = np.frombuffer(whole, plan.dtype, count=int(np.prod(plan.shape))).reshape(plan.shape)

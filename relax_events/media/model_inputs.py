@@ -51,16 +51,16 @@ class MediaSequence:
 
     name: str
     tokens: NDArray[Any]
-    given: Bool[np.ndarray, " tokens"]
+    is_given: Bool[np.ndarray, " tokens"]
     media: Sequence[ProcessedMedia]
-    places: Int64[np.ndarray, " tokens"]
+    cells: Int64[np.ndarray, " tokens"]
 
     @property
     def references(self) -> list[MediaRef]:
         """Of its media."""
         return [piece.reference for piece in self.media]
 
-    def media_cells(self, layout: MediaLayout) -> Int64[np.ndarray, " media_tokens"]:
+    def find_media_tokens(self, layout: MediaLayout) -> Int64[np.ndarray, " media_tokens"]:
         """Return where in the sequence its media stand.
 
         Raises:
@@ -68,7 +68,7 @@ class MediaSequence:
                 names the sequence.
         """
         try:
-            return layout.cells(self.tokens, self.given, self.references)
+            return layout.find_media_tokens(self.tokens, self.is_given, self.references)
         except PoisonSample as error:
             raise PoisonSample(f"{self.name}: {error}") from None
 
@@ -91,7 +91,7 @@ class MediaInputs:
     media: tuple[ProcessedMedia, ...]
 
 
-def media_inputs(
+def build_media_inputs(
     sequences: Sequence[MediaSequence],
     *,
     layout: MediaLayout,
@@ -115,11 +115,11 @@ def media_inputs(
     num_rows = 0
     cells, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for sequence in sequences:
-        here = sequence.media_cells(layout)
-        positions[:, sequence.places] = layout.positions(
+        here = sequence.find_media_tokens(layout)
+        positions[:, sequence.cells] = layout.rotary_positions(
             len(sequence.tokens), here, sequence.references
         )
-        cells.append(sequence.places[here])
+        cells.append(sequence.cells[here])
         for piece in sequence.media:
             blocks, key = (
                 layout.blocks(piece.reference),

@@ -14,14 +14,14 @@ import numpy as np
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, MediaError
 from relax_events.events.parts import MediaRef
-from relax_events.media.geometry import PictureGeometry
+from relax_events.media.geometry import ImageGeometry
 
-SOUND_CHUNK_TOKENS = 13
+AUDIO_CHUNK_TOKENS = 13
 """What Qwen3-Omni's audio tower makes of a whole window."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DecodePlan:
     """What decoding makes of a file: an array.
 
     Attributes:
@@ -46,7 +46,7 @@ class Plan:
         return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
 
-class Showing(Protocol):
+class MediaPreprocessor(Protocol):
     """How pieces of one modality are shown."""
 
     @property
@@ -56,7 +56,7 @@ class Showing(Protocol):
         """
         ...
 
-    def plan(self, media: MediaRef) -> Plan:
+    def plan(self, media: MediaRef) -> DecodePlan:
         """Tell what decoding makes of a piece.
 
         Raises:
@@ -72,19 +72,19 @@ class Showing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PictureShowing:
+class ImagePreprocessor:
     """Pictures, brought to a size that patches fit into."""
 
-    geometry: PictureGeometry
+    geometry: ImageGeometry
 
     @property
     def digest(self) -> str:
         """See `Showing`."""
         return _digest(self)
 
-    def plan(self, media: MediaRef) -> Plan:
+    def plan(self, media: MediaRef) -> DecodePlan:
         """See `Showing`."""
-        return Plan((*self._size(media), 3), "uint8")
+        return DecodePlan((*self._size(media), 3), "uint8")
 
     def grid(self, media: MediaRef) -> tuple[int, int, int]:
         """See `Showing`."""
@@ -98,7 +98,7 @@ class PictureShowing:
                 reason="no_size",
             )
         try:
-            return self.geometry.size(media.width, media.height)
+            return self.geometry.target_size(media.width, media.height)
         except ValueError as error:
             raise MediaError(
                 f"{media.uri} can't be shown to the model: {error}", reason="bad_shape"
@@ -106,7 +106,7 @@ class PictureShowing:
 
 
 @dataclass(frozen=True, slots=True)
-class SoundShowing:
+class AudioPreprocessor:
     """Sounds, brought to one rate and one channel; the model hears their log-mel spectrogram.
 
     Attributes:
@@ -122,7 +122,7 @@ class SoundShowing:
     chunk: int
 
     @classmethod
-    def of(
+    def from_settings(
         cls, extractor: Mapping[str, Any], tower: Mapping[str, Any], config: MediaConfig
     ) -> Self:
         """Take the spectrogram from a model's `preprocessor_config.json`, and the tower's window
@@ -147,9 +147,9 @@ class SoundShowing:
         """See `Showing`."""
         return hashlib.sha256(f"sound/{self.rate_hertz}".encode()).hexdigest()[:16]
 
-    def plan(self, media: MediaRef) -> Plan:
+    def plan(self, media: MediaRef) -> DecodePlan:
         """See `Showing`."""
-        return Plan((self.num_samples(media),), "float32", rate_hertz=self.rate_hertz)
+        return DecodePlan((self.num_samples(media),), "float32", rate_hertz=self.rate_hertz)
 
     def grid(self, media: MediaRef) -> tuple[int, int, int]:
         """See `Showing`."""
@@ -159,7 +159,7 @@ class SoundShowing:
         """Return how many samples a piece has at the model's rate: a sound, or what is heard of a
         clip. Errors as for `plan`.
         """
-        total, rate = _length(media)
+        total, rate = _frames_and_rate(media)
         num_samples = -int(-total * self.rate_hertz // rate)
         if num_samples < self.window:
             need = f"must have {self.window / self.rate_hertz:g} s at least"
@@ -176,25 +176,25 @@ class SoundShowing:
         whole, rest = divmod(num_samples // self.hop, self.chunk)
         for _ in range(3):
             rest = (rest + 1) // 2
-        return whole * SOUND_CHUNK_TOKENS + rest
+        return whole * AUDIO_CHUNK_TOKENS + rest
 
 
 @dataclass(frozen=True, slots=True)
-class ClipShowing:
+class VideoPreprocessor:
     """Frames spread over a clip, so many of each of its seconds; several at a time make the tokens
     of one moment. `sound` goes with them if heard.
     """
 
-    frame: PictureShowing
+    frame: ImagePreprocessor
     fps: float
     min_frames: int
     max_frames: int
     factor: int
-    sound: SoundShowing | None = None
+    audio: AudioPreprocessor | None = None
 
     @classmethod
-    def of(
-        cls, picture: PictureShowing, config: MediaConfig, *, sound: SoundShowing | None = None
+    def from_settings(
+        cls, picture: ImagePreprocessor, config: MediaConfig, *, sound: AudioPreprocessor | None = None
     ) -> Self:
         """Cut frames as pictures are cut, within the run file's bounds for clips.
 
@@ -216,7 +216,7 @@ class ClipShowing:
             config.video_min_token_num * token_pixels,
             config.video_max_token_num * token_pixels,
         )
-        frame = PictureShowing(replace(picture.geometry, min_pixels=fewest, max_pixels=most))
+        frame = ImagePreprocessor(replace(picture.geometry, min_pixels=fewest, max_pixels=most))
         return cls(
             frame,
             config.video_fps,
@@ -231,18 +231,18 @@ class ClipShowing:
         """See `Showing`."""
         return _digest(self)
 
-    def plan(self, media: MediaRef) -> Plan:
+    def plan(self, media: MediaRef) -> DecodePlan:
         """See `Showing`."""
         frames = self._frames(media)
         shape = (len(frames), *self.frame.plan(media).shape)
-        if self.sound is None:
-            return Plan(shape, "uint8", frames=frames)
-        return Plan(
+        if self.audio is None:
+            return DecodePlan(shape, "uint8", frames=frames)
+        return DecodePlan(
             shape,
             "uint8",
             frames=frames,
-            num_samples=self.sound.num_samples(media),
-            rate_hertz=self.sound.rate_hertz,
+            num_samples=self.audio.num_samples(media),
+            rate_hertz=self.audio.rate_hertz,
         )
 
     def grid(self, media: MediaRef) -> tuple[int, int, int]:
@@ -250,22 +250,22 @@ class ClipShowing:
         _, rows, columns = self.frame.grid(media)
         return len(self._frames(media)) // self.frame.geometry.temporal_patch_size, rows, columns
 
-    def num_heard(self, media: MediaRef) -> int:
+    def num_audio_tokens(self, media: MediaRef) -> int:
         """Return how many tokens the sound of a clip has; 0 where it is not heard."""
-        return 0 if self.sound is None else self.sound.num_tokens(self.sound.num_samples(media))
+        return 0 if self.audio is None else self.audio.num_tokens(self.audio.num_samples(media))
 
     @property
-    def seconds_of_a_moment(self) -> float:
+    def temporal_patch_seconds(self) -> float:
         """What lies between two moments in a model's count of time, however many frames a short or
         long clip has.
         """
         return self.frame.geometry.temporal_patch_size / self.fps
 
-    def seconds(self, media: MediaRef) -> list[float]:
+    def timestamps(self, media: MediaRef) -> list[float]:
         """Return when each moment of a clip is, counted from its begin: half way between its first
         and its last frame.
         """
-        together, (_, rate) = self.frame.geometry.temporal_patch_size, _length(media)
+        together, (_, rate) = self.frame.geometry.temporal_patch_size, _frames_and_rate(media)
         frames = self._frames(media)
         return [
             (frames[first] / rate + frames[first + together - 1] / rate) / 2
@@ -276,13 +276,13 @@ class ClipShowing:
         """Choose frames. Source: `smart_nframes` of qwen-vl-utils; a clip with too few shows its
         frames more than once.
         """
-        total, rate = _length(media)
+        total, rate = _frames_and_rate(media)
         wanted = min(max(total / rate * self.fps, self.min_frames), self.max_frames, total)
         count = max(self.factor, int(wanted // self.factor) * self.factor)
         return tuple(np.linspace(0, total - 1, count).round().astype(int).tolist())
 
 
-def _length(media: MediaRef) -> tuple[int, float]:
+def _frames_and_rate(media: MediaRef) -> tuple[int, float]:
     """Return a piece's frames, and how many of them a second has."""
     if not media.num_frames or not media.rate_hertz or min(media.num_frames, media.rate_hertz) <= 0:
         raise MediaError(

@@ -36,9 +36,9 @@ from numpy.typing import NDArray
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
-from relax_events.media.geometry import PictureGeometry
-from relax_events.media.preprocessing import ClipShowing, PictureShowing, Showing, SoundShowing
-from relax_events.model_folder import read_settings, thinker_of
+from relax_events.media.geometry import ImageGeometry
+from relax_events.media.preprocessing import VideoPreprocessor, ImagePreprocessor, MediaPreprocessor, AudioPreprocessor
+from relax_events.model_folder import read_model_json, get_thinker_config
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class MediaBlock:
     ids: Int64[np.ndarray, " cells"]
     offsets: Int64[np.ndarray, "3 cells"]
     features: Int64[np.ndarray, " cells"]
-    first_last: int = 0
+    first_ending: int = 0
 
     def __len__(self) -> int:
         """Return the number of placeholders."""
@@ -64,10 +64,10 @@ class MediaBlock:
     @property
     def extent(self) -> int:
         """Positions that it takes."""
-        return int(self.offsets[:, self.first_last :].max()) + 1
+        return int(self.offsets[:, self.first_ending :].max()) + 1
 
 
-def seen_block(
+def visual_block(
     token: int, grid: tuple[int, int, int], *, interval: int = 0, first_feature: int = 0
 ) -> MediaBlock:
     """Lay out what is seen: moment by moment, row by row.
@@ -87,13 +87,13 @@ def seen_block(
     )
 
 
-def heard_block(token: int, num_tokens: int, *, first_feature: int = 0) -> MediaBlock:
+def audio_block(token: int, num_tokens: int, *, first_feature: int = 0) -> MediaBlock:
     """Lay out what is heard: one token after the other, as text."""
     line = np.arange(num_tokens)
     return MediaBlock(np.full(num_tokens, token), np.tile(line, (3, 1)), first_feature + line)
 
 
-def in_order_of_time(seen: MediaBlock, heard: MediaBlock) -> MediaBlock:
+def interleave_by_time(seen: MediaBlock, heard: MediaBlock) -> MediaBlock:
     """Lay out what is seen and heard at once, in the order of time; what is seen goes before what
     is heard at the same position.
 
@@ -112,7 +112,7 @@ def in_order_of_time(seen: MediaBlock, heard: MediaBlock) -> MediaBlock:
     return MediaBlock(ids[order], offsets[:, order], features[order], first_last)
 
 
-CLIP = re.compile(r"<\|vision_start\|><\|video_pad\|><\|vision_end\|>|<\|video_pad\|>")
+VIDEO_PLACEHOLDER = re.compile(r"<\|vision_start\|><\|video_pad\|><\|vision_end\|>|<\|video_pad\|>")
 """A clip's placeholder as chat templates write it."""
 
 
@@ -140,11 +140,11 @@ class MediaLayout:
     token ids by modality.
     """
 
-    READS: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.VIDEO)
+    MODALITIES: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.VIDEO)
 
     placeholders: dict[Modality, int]
-    pictures: PictureShowing
-    clips: ClipShowing
+    images: ImagePreprocessor
+    videos: VideoPreprocessor
 
     @classmethod
     def from_folder(cls, path: Path, config: MediaConfig) -> MediaLayout | None:
@@ -154,13 +154,13 @@ class MediaLayout:
         Raises:
             ConfigError: Its settings for media are missing or not known.
         """
-        settings = read_settings(path / "config.json") if (path / "config.json").is_file() else {}
+        settings = read_model_json(path / "config.json") if (path / "config.json").is_file() else {}
         family = MEDIA_FAMILIES.get(str(settings.get("model_type")))
         if family is None:
             return None
-        processor = read_settings(path / "preprocessor_config.json")
+        processor = read_model_json(path / "preprocessor_config.json")
         try:
-            return family.of(settings, processor, config)
+            return family.from_settings(settings, processor, config)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"the settings for media in {path} can't be used: {error!r}; take the "
@@ -168,7 +168,7 @@ class MediaLayout:
             ) from None
 
     @classmethod
-    def of(
+    def from_settings(
         cls, settings: Mapping[str, Any], processor: Mapping[str, Any], config: MediaConfig
     ) -> MediaLayout:
         """Take what is needed from `config.json`, `preprocessor_config.json` and the run file.
@@ -182,23 +182,23 @@ class MediaLayout:
                 "model.media.use_audio_in_video needs a model that hears; take one of "
                 "Qwen3-Omni's family, or leave it out"
             )
-        pictures = PictureShowing(PictureGeometry.of(processor, config))
-        return cls(_tokens(settings, cls.READS), pictures, ClipShowing.of(pictures, config))
+        pictures = ImagePreprocessor(ImageGeometry.from_settings(processor, config))
+        return cls(_tokens(settings, cls.MODALITIES), pictures, VideoPreprocessor.from_settings(pictures, config))
 
     @property
-    def showings(self) -> Mapping[Modality, Showing]:
+    def preprocessors(self) -> Mapping[Modality, MediaPreprocessor]:
         """How pieces are shown, by modality."""
-        return {Modality.IMAGE: self.pictures, Modality.VIDEO: self.clips}
+        return {Modality.IMAGE: self.images, Modality.VIDEO: self.videos}
 
-    def showing(self, media: MediaRef) -> Showing:
+    def preprocessor_for(self, media: MediaRef) -> MediaPreprocessor:
         """Return how a piece of media is shown.
 
         Raises:
             MediaError: The model can't read its kind; the text names it.
         """
         modality = modality_of(media)
-        if (showing := self.showings.get(modality)) is None:
-            kinds = ", ".join(known.value for known in self.showings)
+        if (showing := self.preprocessors.get(modality)) is None:
+            kinds = ", ".join(known.value for known in self.preprocessors)
             raise MediaError(
                 f"{media.uri} is of modality {modality.value}, and the model reads {kinds}",
                 reason="not_for_this_model",
@@ -212,29 +212,29 @@ class MediaLayout:
         Raises:
             MediaError: It can't be shown to the model; the text names it.
         """
-        moments, rows, columns = self.showing(media).grid(media)
+        moments, rows, columns = self.preprocessor_for(media).grid(media)
         token, size = self.placeholders[modality_of(media)], rows * columns
         return [
-            seen_block(token, (1, rows, columns), first_feature=moment * size)
+            visual_block(token, (1, rows, columns), first_feature=moment * size)
             for moment in range(moments)
         ]
 
-    def spelt(self, text: str, media: Sequence[MediaRef]) -> str:
+    def expand_videos(self, text: str, media: Sequence[MediaRef]) -> str:
         """Write out what a family says about the clips of a rendered prompt; more or fewer of them
         are left for `expanded` to refuse.
         """
         waiting = iter(
-            [self._spelt_clip(piece) for piece in media if modality_of(piece) is Modality.VIDEO]
+            [self._video_text(piece) for piece in media if modality_of(piece) is Modality.VIDEO]
         )
-        return CLIP.sub(lambda found: next(waiting, found[0]), text)
+        return VIDEO_PLACEHOLDER.sub(lambda found: next(waiting, found[0]), text)
 
-    def _spelt_clip(self, clip: MediaRef) -> str:
+    def _video_text(self, clip: MediaRef) -> str:
         return "".join(
             f"<{second:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>"
-            for second in self.clips.seconds(clip)
+            for second in self.videos.timestamps(clip)
         )
 
-    def expanded(self, tokens: NDArray[np.int32], media: Sequence[MediaRef]) -> NDArray[np.int32]:
+    def expand_placeholders(self, tokens: NDArray[np.int32], media: Sequence[MediaRef]) -> NDArray[np.int32]:
         """Repeat each placeholder as often as its piece of media has tokens there.
 
         Args:
@@ -267,7 +267,7 @@ class MediaLayout:
         whole[np.repeat(is_place, counts)] = _ids(blocks)
         return whole
 
-    def cells(
+    def find_media_tokens(
         self, tokens: NDArray[Any], given: Bool[np.ndarray, " tokens"], media: Sequence[MediaRef]
     ) -> Int64[np.ndarray, " media_tokens"]:
         """Return where in a sequence its media stand, all pieces one after the other.
@@ -296,7 +296,7 @@ class MediaLayout:
             )
         return cells
 
-    def positions(
+    def rotary_positions(
         self, num_tokens: int, cells: Int64[np.ndarray, " media_tokens"], media: Sequence[MediaRef]
     ) -> Int64[np.ndarray, "3 tokens"]:
         """Return the rotary positions of a sequence.
@@ -330,8 +330,8 @@ class OmniLayout(MediaLayout):
 
     READS: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.AUDIO, Modality.VIDEO)
 
-    sounds: SoundShowing
-    interval: int
+    audio: AudioPreprocessor
+    temporal_patch_positions: int
 
     @classmethod
     def of(
@@ -340,15 +340,15 @@ class OmniLayout(MediaLayout):
         """See `MediaLayout`; a folder that has the talker as well keeps the thinker's settings
         apart.
         """
-        thinker = thinker_of(settings)
+        thinker = get_thinker_config(settings)
         pictures, sounds = (
-            PictureShowing(PictureGeometry.of(processor, config)),
-            SoundShowing.of(processor, thinker["audio_config"], config),
+            ImagePreprocessor(ImageGeometry.from_settings(processor, config)),
+            AudioPreprocessor.from_settings(processor, thinker["audio_config"], config),
         )
-        clips = ClipShowing.of(
+        clips = VideoPreprocessor.from_settings(
             pictures, config, sound=sounds if config.use_audio_in_video else None
         )
-        interval = clips.seconds_of_a_moment * float(thinker["position_id_per_seconds"])
+        interval = clips.temporal_patch_seconds * float(thinker["position_id_per_seconds"])
         if interval != int(interval):
             rule = (
                 f"would put the moments of a clip {interval:g} positions apart, which must be whole"
@@ -360,31 +360,31 @@ class OmniLayout(MediaLayout):
         return cls(_tokens(thinker, cls.READS), pictures, clips, sounds, int(interval))
 
     @property
-    def showings(self) -> Mapping[Modality, Showing]:
+    def showings(self) -> Mapping[Modality, MediaPreprocessor]:
         """See `MediaLayout`."""
         return {
-            Modality.IMAGE: self.pictures,
-            Modality.AUDIO: self.sounds,
-            Modality.VIDEO: self.clips,
+            Modality.IMAGE: self.images,
+            Modality.AUDIO: self.audio,
+            Modality.VIDEO: self.videos,
         }
 
     def blocks(self, media: MediaRef) -> Sequence[MediaBlock]:
         """See `MediaLayout`."""
-        modality, grid = modality_of(media), self.showing(media).grid(media)
+        modality, grid = modality_of(media), self.preprocessor_for(media).grid(media)
         if modality is Modality.AUDIO:
-            return [heard_block(self.placeholders[modality], grid[0])]
-        seen = seen_block(self.placeholders[modality], grid, interval=self.interval)
-        if modality is Modality.IMAGE or not (num_heard := self.clips.num_heard(media)):
+            return [audio_block(self.placeholders[modality], grid[0])]
+        seen = visual_block(self.placeholders[modality], grid, interval=self.temporal_patch_positions)
+        if modality is Modality.IMAGE or not (num_heard := self.videos.num_audio_tokens(media)):
             return [seen]
         return [
-            in_order_of_time(
+            interleave_by_time(
                 seen,
-                heard_block(self.placeholders[Modality.AUDIO], num_heard, first_feature=len(seen)),
+                audio_block(self.placeholders[Modality.AUDIO], num_heard, first_feature=len(seen)),
             )
         ]
 
     def _spelt_clip(self, clip: MediaRef) -> str:
-        inner = "<|audio_start|><|video_pad|><|audio_end|>" if self.clips.sound else "<|video_pad|>"
+        inner = "<|audio_start|><|video_pad|><|audio_end|>" if self.videos.audio else "<|video_pad|>"
         return f"<|vision_start|>{inner}<|vision_end|>"
 
 

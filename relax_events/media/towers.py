@@ -14,37 +14,37 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from transformers import WhisperFeatureExtractor
 
-from relax_events.media.geometry import PictureGeometry
+from relax_events.media.geometry import ImageGeometry
 from relax_events.media.model_inputs import ProcessedMedia
 
-BRIGHTEST = 255.0
+MAX_PIXEL_VALUE = 255.0
 Layers = list[Float[Tensor, "features hidden"]]
 """Of a piece: what goes before the first layer, and then what is added behind each of the next
 ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Eyes:
+class VisionTower:
     """The vision tower; it looks at all pictures and clips of a forward together, or `apart` at
     each by itself.
     """
 
     tower: Any
-    geometry: PictureGeometry
-    apart: bool
+    geometry: ImageGeometry
+    separately: bool
 
-    def look(self, pieces: Sequence[ProcessedMedia]) -> Iterator[Layers]:
+    def encode(self, pieces: Sequence[ProcessedMedia]) -> Iterator[Layers]:
         """Give the layers of each piece."""
         weight = next(self.tower.parameters())
         frames = [torch.from_numpy(piece.pixels).to(weight.device) for piece in pieces]
         patches = [
-            clip_patches(one if one.ndim == 4 else one[None], self.geometry).to(weight.dtype)
+            cut_patches(one if one.ndim == 4 else one[None], self.geometry).to(weight.dtype)
             for one in frames
         ]
         grids = [self._grid(one) for one in frames]
         for look in (
             (slice(index, index + 1) for index in range(len(pieces)))
-            if self.apart
+            if self.separately
             else (slice(None),)
         ):
             seen = self.tower(
@@ -68,7 +68,7 @@ class Eyes:
 
 
 @dataclass(frozen=True, slots=True)
-class Ears:
+class AudioTower:
     """The audio tower; it hears sounds of one length together, or `apart` each by itself.
 
     Sounds of several lengths it would pad to the longest window among them, and its convolutions
@@ -77,16 +77,16 @@ class Ears:
 
     tower: Any
     extractor: Any
-    apart: bool
+    separately: bool
 
-    def listen(self, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
+    def encode(self, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
         """Return the layers of each piece, which is one."""
         weight = next(self.tower.parameters())
         spectra = [
-            spectrum_of(piece, self.extractor).to(weight.device, weight.dtype) for piece in pieces
+            log_mel_spectrogram(piece, self.extractor).to(weight.device, weight.dtype) for piece in pieces
         ]
         heard: list[Layers] = [[] for _ in pieces]
-        for together in _alike([spectrum.shape[1] for spectrum in spectra], apart=self.apart):
+        for together in _batches_of_equal_length([spectrum.shape[1] for spectrum in spectra], apart=self.separately):
             lengths = torch.tensor(
                 [spectra[index].shape[1] for index in together], device=weight.device
             )
@@ -100,7 +100,7 @@ class Ears:
         return heard
 
 
-def _alike(lengths: Sequence[int], *, apart: bool) -> Iterable[list[int]]:
+def _batches_of_equal_length(lengths: Sequence[int], *, apart: bool) -> Iterable[list[int]]:
     if apart:
         return ([index] for index in range(len(lengths)))
     return (
@@ -109,7 +109,7 @@ def _alike(lengths: Sequence[int], *, apart: bool) -> Iterable[list[int]]:
     )
 
 
-def joined_layers(
+def concatenate_layers(
     pieces: Sequence[Layers],
 ) -> tuple[Float[Tensor, "features hidden"], list[Float[Tensor, "features hidden"]]]:
     """Lay the pieces' layers end to end, the first and the next ones; what is only heard adds
@@ -128,12 +128,12 @@ def joined_layers(
     return first, others
 
 
-def extractor_of(path: Path) -> Any:
+def load_feature_extractor(path: Path) -> Any:
     """Load what makes the spectra that the model in a folder hears."""
     return WhisperFeatureExtractor.from_pretrained(path)
 
 
-def spectrum_of(piece: ProcessedMedia, extractor: Any) -> Float[Tensor, "mels frames"]:
+def log_mel_spectrogram(piece: ProcessedMedia, extractor: Any) -> Float[Tensor, "mels frames"]:
     """Make the log-mel spectrogram of what is heard of a piece, with what `extractor_of` has
     loaded.
     """
@@ -149,8 +149,8 @@ def spectrum_of(piece: ProcessedMedia, extractor: Any) -> Float[Tensor, "mels fr
     return spectrum
 
 
-def clip_patches(
-    frames: UInt8[Tensor, "frames height width 3"], geometry: PictureGeometry
+def cut_patches(
+    frames: UInt8[Tensor, "frames height width 3"], geometry: ImageGeometry
 ) -> Float[Tensor, "patches values"]:
     """Cut frames into normalised patches, those of a token next to each other, moment by moment; a
     lone frame fills all of its moment.
@@ -161,7 +161,7 @@ def clip_patches(
     mean, std = (
         torch.tensor(values, device=frames.device) for values in (geometry.mean, geometry.std)
     )
-    normal = (frames.float() / BRIGHTEST - mean) / std
+    normal = (frames.float() / MAX_PIXEL_VALUE - mean) / std
     if len(normal) == 1:
         normal = normal.expand(together, -1, -1, -1)
     moments, rows, columns = (

@@ -14,10 +14,10 @@ from jaxtyping import UInt8
 from relax_events.config import MediaConfig
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
-from relax_events.media.av_files import OpenedStream, opened, require_whole
-from relax_events.media.facts import MediaFacts, broken, require_pixels, require_seconds
-from relax_events.media.images import Pixels, brought_to
-from relax_events.media.preprocessing import Plan
+from relax_events.media.av_files import OpenedStream, open_stream, require_whole
+from relax_events.media.facts import MediaFacts, broken_file, require_pixels, require_seconds
+from relax_events.media.images import Pixels, resize
+from relax_events.media.preprocessing import DecodePlan
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,27 +41,27 @@ class FrameTable:
     keys: list[int]
 
 
-def inspect_clip(data: bytes, *, limits: MediaConfig, place: str) -> MediaFacts:
+def inspect_video(data: bytes, *, limits: MediaConfig, location: str) -> MediaFacts:
     """Count a clip's frames, and decode the first one alone, which says how the camera was held.
 
     Raises:
         MediaError: See `streams.opened`; or it has too many frames or pixels, is too long, cut off
             or broken.
     """
-    with opened(data, Modality.VIDEO, limits=limits, place=place) as found:
-        _require_size(found, limits, place)
-        table = _table(found, limits, place)
-        rate = _rate(found, place)
-        require_seconds(len(table.times) / rate, limits, place)
-        require_whole(found, len(table.times) / rate, place=place)
-        ((_, first),) = _decoded(found, table, [0], place)
+    with open_stream(data, Modality.VIDEO, limits=limits, place=location) as found:
+        _require_size(found, limits, location)
+        table = _read_frame_table(found, limits, location)
+        rate = _read_rate(found, location)
+        require_seconds(len(table.times) / rate, limits, location)
+        require_whole(found, len(table.times) / rate, location=location)
+        ((_, first),) = _decode_frames(found, table, [0], location)
         return MediaFacts(
-            found.media_type, *upright(first).size, num_frames=len(table.times), rate_hertz=rate
+            found.media_type, *rotate_upright(first).size, num_frames=len(table.times), rate_hertz=rate
         )
 
 
-def decode_clip(
-    data: bytes, *, plan: Plan, limits: MediaConfig, place: str
+def decode_video(
+    data: bytes, *, plan: DecodePlan, limits: MediaConfig, location: str
 ) -> UInt8[np.ndarray, "frames height width 3"]:
     """Decode the frames of a plan, upright and at its size; between them nothing is decoded that
     they do not need.
@@ -70,21 +70,21 @@ def decode_clip(
         MediaError: As for `inspect_clip`, or a frame is damaged.
     """
     pixels: dict[int, Pixels] = {}
-    with opened(data, Modality.VIDEO, limits=limits, place=place) as found:
-        _require_size(found, limits, place)
-        table = _table(found, limits, place)
+    with open_stream(data, Modality.VIDEO, limits=limits, place=location) as found:
+        _require_size(found, limits, location)
+        table = _read_frame_table(found, limits, location)
         wanted = sorted(set(plan.frames))
         if wanted[-1] >= len(table.times):
             raise MediaError(
-                f"{place} has {len(table.times)} frames, and its reference says more",
+                f"{location} has {len(table.times)} frames, and its reference says more",
                 reason="wrong_size",
             )
-        for index, frame in _decoded(found, table, wanted, place):
-            pixels[index] = brought_to(upright(frame), (plan.shape[1], plan.shape[2]))
+        for index, frame in _decode_frames(found, table, wanted, location):
+            pixels[index] = resize(rotate_upright(frame), (plan.shape[1], plan.shape[2]))
     return np.stack([pixels[index] for index in plan.frames])
 
 
-def _table(found: OpenedStream, limits: MediaConfig, place: str) -> FrameTable:
+def _read_frame_table(found: OpenedStream, limits: MediaConfig, location: str) -> FrameTable:
     times, keys = [], []
     for packet in found.container.demux(found.stream):
         if packet.size and packet.pts is not None and not packet.is_discard:
@@ -93,28 +93,28 @@ def _table(found: OpenedStream, limits: MediaConfig, place: str) -> FrameTable:
         if len(times) > limits.max_video_frames:
             rule = f"model.media.max_video_frames = {limits.max_video_frames}"
             raise MediaError(
-                f"{place} must have at most {rule}, got more", reason="too_many_frames"
+                f"{location} must have at most {rule}, got more", reason="too_many_frames"
             )
     if not times or (found.stream.frames and len(times) < found.stream.frames):
-        raise broken(
-            place,
+        raise broken_file(
+            location,
             f"its head promises {found.stream.frames or 'some'} frames, and {len(times)} are there",
         )
     return FrameTable(sorted(times), sorted(keys))
 
 
-def _rate(found: OpenedStream, place: str) -> float:
+def _read_rate(found: OpenedStream, location: str) -> float:
     rate = float(found.stream.average_rate or 0)
     if not 0 < rate <= MAX_RATE_HERTZ:
         raise MediaError(
-            f"{place}: a clip has at most {MAX_RATE_HERTZ} frames a second, got {rate:g}",
+            f"{location}: a clip has at most {MAX_RATE_HERTZ} frames a second, got {rate:g}",
             reason="bad_shape",
         )
     return rate
 
 
-def _decoded(
-    found: OpenedStream, table: FrameTable, wanted: list[int], place: str
+def _decode_frames(
+    found: OpenedStream, table: FrameTable, wanted: list[int], location: str
 ) -> Iterator[tuple[int, Any]]:
     """Decode frames by their ascending numbers: from the last key frame before each, or on from
     where decoding stands if that is nearer.
@@ -131,12 +131,12 @@ def _decoded(
             (frame for frame in frames if frame.pts is not None and frame.pts >= time), None
         )
         if frame is None or frame.is_corrupt:
-            raise broken(place, f"frame {index} can't be decoded")
+            raise broken_file(location, f"frame {index} can't be decoded")
         reached = frame.pts
         yield index, frame
 
 
-def upright(frame: Any) -> Image:
+def rotate_upright(frame: Any) -> Image:
     """Return a frame as it is to be looked at."""
     try:
         from PIL.Image import Transpose
@@ -149,8 +149,8 @@ def upright(frame: Any) -> Image:
     return image if turn is None else image.transpose(Transpose[turn])
 
 
-def _require_size(found: OpenedStream, limits: MediaConfig, place: str) -> None:
+def _require_size(found: OpenedStream, limits: MediaConfig, location: str) -> None:
     context = found.stream.codec_context
     if min(context.width, context.height) < 1:
-        raise broken(place, f"its frames are {context.width} x {context.height}")
-    require_pixels(context.width, context.height, limits, place)
+        raise broken_file(location, f"its frames are {context.width} x {context.height}")
+    require_pixels(context.width, context.height, limits, location)

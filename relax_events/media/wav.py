@@ -13,7 +13,7 @@ FULL_SCALE = 2**15 - 1
 Samples = Float64[np.ndarray, " samples"]
 
 
-def encoded(samples: Samples, *, rate_hertz: int = RATE_HERTZ) -> bytes:
+def encode_wav(samples: Samples, *, rate_hertz: int = RATE_HERTZ) -> bytes:
     """Write a sound as a WAV file."""
     file = BytesIO()
     with wave.open(file, "wb") as sound:

@@ -17,7 +17,7 @@ import orjson
 from relax_events.config.engine import TinyModelConfig
 from relax_events.config.inventory import CheckpointFacts
 from relax_events.errors import ConfigError
-from relax_events.model_folder import read_settings, text_of, thinker_of
+from relax_events.model_folder import read_model_json, get_text_config, get_thinker_config
 
 DTYPES = {
     "float32": "float32",
@@ -41,8 +41,8 @@ def read_facts(path: Path) -> CheckpointFacts:
         ConfigError: `config.json` or a file's header can't be read, or names no sizes; the text
             names the file.
     """
-    whole = read_settings(path / "config.json")
-    config = text_of(whole)
+    whole = read_model_json(path / "config.json")
+    config = get_text_config(whole)
     try:
         hidden, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         known = CheckpointFacts(
@@ -66,7 +66,7 @@ def read_facts(path: Path) -> CheckpointFacts:
     named = next(
         (
             str(name)
-            for part in (config, thinker_of(whole), whole)
+            for part in (config, get_thinker_config(whole), whole)
             if (name := part.get("dtype") or part.get("torch_dtype"))
         ),
         None,

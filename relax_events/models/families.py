@@ -28,9 +28,9 @@ from transformers import (
 
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.media.model_inputs import MediaInputs, MediaSequence, ProcessedMedia, media_inputs
+from relax_events.media.model_inputs import MediaInputs, MediaSequence, ProcessedMedia, build_media_inputs
 from relax_events.media.token_layout import MediaLayout, OmniLayout
-from relax_events.media.towers import Ears, Eyes, Layers, extractor_of, joined_layers
+from relax_events.media.towers import AudioTower, VisionTower, Layers, load_feature_extractor, concatenate_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Family:
     """
 
     layout: MediaLayout | None = None
-    apart: bool = False
+    separately: bool = False
     loader: Any = AutoModelForCausalLM
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"language": ("",)})
 
-    def inputs(
+    def build_inputs(
         self, sequences: Sequence[MediaSequence], *, position_ids: NDArray[np.int64]
     ) -> MediaInputs | None:
         """Lay out the media of a forward's sequences; None where there are none. For the arguments
@@ -68,20 +68,20 @@ class Family:
                 f"{named} brings media, and the model reads text alone; take a model of a "
                 "family that reads media"
             )
-        return media_inputs(sequences, layout=self.layout, position_ids=position_ids)
+        return build_media_inputs(sequences, layout=self.layout, position_ids=position_ids)
 
-    def language(self, module: Any) -> nn.Module:
+    def language_model(self, module: Any) -> nn.Module:
         """Return what computes hidden states from embeddings."""
         language: nn.Module = module.base_model
         return language
 
-    def headless(self, module: PreTrainedModel) -> nn.Module:
+    def remove_head(self, module: PreTrainedModel) -> nn.Module:
         """Return what `hidden` needs of a model that was loaded: all but the output head. The model
         itself is of no more use.
         """
         return module.base_model
 
-    def hidden(
+    def hidden_states(
         self,
         module: Any,
         input_ids: Int[Tensor, "rows length"],
@@ -101,7 +101,7 @@ class Family:
         assert media is None, (
             "a family that reads text alone was handed media; requests are checked before"
         )
-        states: Tensor = self.language(module)(
+        states: Tensor = self.language_model(module)(
             input_ids=input_ids, position_ids=position_ids, **settings
         ).last_hidden_state
         return states
@@ -164,12 +164,12 @@ class MediaFamily(Family):
     ) -> Float[Tensor, "rows length hidden"]:
         """Run a forward without the output head; see `Family`."""
         if media is None:
-            return Family.hidden(self, module, input_ids, position_ids, **settings)
+            return Family.hidden_states(self, module, input_ids, position_ids, **settings)
         device = input_ids.device
         cells, index = (
             torch.from_numpy(array).to(device) for array in (media.cells, media.features)
         )
-        features, deep = joined_layers(self._layers(module, media.media))
+        features, deep = concatenate_layers(self._encode_media(module, media.media))
         embedded = module.get_input_embeddings()(input_ids)
         flat = embedded.flatten(0, 1).index_copy(
             0, cells, features.index_select(0, index).to(embedded.dtype)
@@ -197,7 +197,7 @@ class MediaFamily(Family):
         """Return the position ids of one more token in each row; see `Family`."""
         return torch.stack([positions, *[positions + shifts] * 3])
 
-    def _layers(self, module: Any, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
+    def _encode_media(self, module: Any, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
         """Let the towers see and hear: of each piece what is seen, then what is heard."""
         assert self.layout is not None
         seen, heard = (
@@ -205,25 +205,25 @@ class MediaFamily(Family):
             for name in ("pixels", "samples")
         )
         eyes = (
-            Eyes(
-                module.get_submodule(self.vision_name), self.layout.pictures.geometry, self.apart
-            ).look(seen)
+            VisionTower(
+                module.get_submodule(self.vision_name), self.layout.images.geometry, self.separately
+            ).encode(seen)
             if seen
             else iter(())
         )
         ears = (
             iter(
-                Ears(module.get_submodule(self.audio_name), self.extractor, self.apart).listen(
+                AudioTower(module.get_submodule(self.audio_name), self.extractor, self.separately).encode(
                     heard
                 )
             )
             if heard
             else iter(())
         )
-        return [layers for piece in pieces for layers in _of_piece(piece, eyes, ears)]
+        return [layers for piece in pieces for layers in _take_layers(piece, eyes, ears)]
 
 
-def _of_piece(
+def _take_layers(
     piece: ProcessedMedia, eyes: Iterator[Layers], ears: Iterator[Layers]
 ) -> list[Layers]:
     return [
@@ -237,7 +237,7 @@ def omni_family(path: Path, layout: OmniLayout, *, apart: bool) -> MediaFamily:
     """Return the family of Qwen3-Omni's thinker: its language model is a mixture of experts."""
     return MediaFamily(
         layout=layout,
-        apart=apart,
+        separately=apart,
         loader=Qwen3OmniMoeThinkerForConditionalGeneration,
         parts={
             "language": ("model.", "lm_head."),
@@ -253,11 +253,11 @@ def omni_family(path: Path, layout: OmniLayout, *, apart: bool) -> MediaFamily:
         language_name="model",
         vision_name="visual",
         audio_name="audio_tower",
-        extractor=extractor_of(path),
+        extractor=load_feature_extractor(path),
     )
 
 
-def family_of(path: Path, config: MediaConfig, *, apart: bool = False) -> Family:
+def read_family(path: Path, config: MediaConfig, *, apart: bool = False) -> Family:
     """Return the family of the model in a folder.
 
     Args:
@@ -273,7 +273,7 @@ def family_of(path: Path, config: MediaConfig, *, apart: bool = False) -> Family
     return (
         omni_family(path, layout, apart=apart)
         if isinstance(layout, OmniLayout)
-        else MediaFamily(layout=layout, apart=apart)
+        else MediaFamily(layout=layout, separately=apart)
     )
 
 

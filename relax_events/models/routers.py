@@ -68,20 +68,20 @@ class Routers:
         for place, router in enumerate(self._routers):
             router.register_forward_hook(partial(self._routed, place))
 
-    def latest(self) -> Integer[np.ndarray, "tokens layers top_k"]:
+    def take_choices(self) -> Integer[np.ndarray, "tokens layers top_k"]:
         """Return what was chosen in the last forward, for each of its tokens, padding included,
         rows laid end to end.
         """
         chosen = torch.stack([output[2] for output in self._latest], dim=1)
-        self.forget()
+        self.clear()
         return self.shape.compact(chosen.cpu().numpy())
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Let go of what the last forward left."""
         self._latest = [None] * len(self._routers)
 
     @contextmanager
-    def given(
+    def replay(
         self,
         chosen: Integer[np.ndarray, "tokens layers top_k"],
         is_given: Bool[np.ndarray, " tokens"],
@@ -100,7 +100,7 @@ class Routers:
             yield
         finally:
             self._given = None
-            self.forget()
+            self.clear()
 
     @torch.no_grad()
     def require_known_rule(self, forward: Callable[[], object]) -> None:
@@ -111,7 +111,7 @@ class Routers:
         """
         forward()
         for router, (logits, weights, chosen) in zip(self._routers, self._latest, strict=True):
-            if not torch.allclose(weights_of(router, logits, chosen).to(weights.dtype), weights):
+            if not torch.allclose(expert_weights(router, logits, chosen).to(weights.dtype), weights):
                 rule = (
                     "replays routers that weigh the experts of the highest softmax probabilities "
                     "by these"
@@ -120,7 +120,7 @@ class Routers:
                     f"model.routing_replay {rule}, and {type(router).__name__} of the model "
                     f"in {self._path} does not; {REMEDY}"
                 )
-        self.forget()
+        self.clear()
 
     def _routed(
         self, place: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
@@ -131,10 +131,10 @@ class Routers:
         logits, weights, own = output
         experts, is_given = self._given
         chosen = torch.where(is_given, experts[:, place].to(own.dtype), own)
-        return logits, weights_of(router, logits, chosen).to(weights.dtype), chosen
+        return logits, expert_weights(router, logits, chosen).to(weights.dtype), chosen
 
 
-def weights_of(
+def expert_weights(
     router: Any, logits: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens top_k"]
 ) -> Float[Tensor, "tokens top_k"]:
     """Weigh chosen experts by the router's present probabilities, in the order of the choice."""
@@ -144,6 +144,6 @@ def weights_of(
     )
 
 
-def of_rows(experts: NDArray[np.generic], num_rows: int) -> NDArray[np.generic]:
+def split_rows(experts: NDArray[np.generic], num_rows: int) -> NDArray[np.generic]:
     """Part what `latest` gives by the rows of the forward: [rows, length, layers, top_k]."""
     return experts.reshape(num_rows, -1, *experts.shape[1:])

@@ -14,7 +14,7 @@ import structlog
 
 from relax_events.errors import EnvironmentProblem
 from relax_events.http.responses import TextHandler
-from relax_events.notifications.services import NotDelivered
+from relax_events.notifications.services import DeliveryError
 
 log = structlog.get_logger()
 MAX_BYTES = 1_000_000
@@ -32,7 +32,7 @@ class Target(Protocol):
         """Send a text, or raise `NotDelivered`."""
 
 
-def text_of(posted: bytes) -> dict[str, str]:
+def parse_alerts(posted: bytes) -> dict[str, str]:
     """Return title, body and kind of what Alertmanager posted about a group of alerts.
 
     Raises:
@@ -40,14 +40,14 @@ def text_of(posted: bytes) -> dict[str, str]:
     Source: Alertmanager's webhook, version 4 (prometheus.io/docs/alerting/latest/configuration).
     """
     try:
-        return _told(orjson.loads(posted))
+        return _build_message(orjson.loads(posted))
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"this is not what Alertmanager posts to a webhook: {type(error).__name__}: {error}"
         ) from None
 
 
-def _told(group: Mapping[str, Any]) -> dict[str, str]:
+def _build_message(group: Mapping[str, Any]) -> dict[str, str]:
     alerts = [(alert["status"], alert["labels"], alert["annotations"]) for alert in group["alerts"]]
     name = ", ".join(sorted({labels["alertname"] for _, labels, _ in alerts}))
     firing = [labels for is_firing, labels, _ in alerts if is_firing != RESOLVED]
@@ -57,10 +57,10 @@ def _told(group: Mapping[str, Any]) -> dict[str, str]:
         default="success",
     )
     title = f"{name}: {'over' if group['status'] == RESOLVED else f'{len(firing)} firing'}"
-    return {"title": title, "body": "\n".join(_line(*alert) for alert in alerts), "kind": kind}
+    return {"title": title, "body": "\n".join(_format_alert(*alert) for alert in alerts), "kind": kind}
 
 
-def _line(status: str, labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
+def _format_alert(status: str, labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
     told = annotations.get("summary") or ", ".join(
         f"{name}={value}" for name, value in sorted(labels.items())
     )
@@ -91,23 +91,23 @@ class AlertReceiver(ThreadingHTTPServer):
                 "--host or --port"
             ) from None
 
-    def tell(self, posted: bytes) -> tuple[int, str]:
+    def forward(self, posted: bytes) -> tuple[int, str]:
         """Tell everybody; return the answer's status and text."""
         try:
-            text = text_of(posted)
+            text = parse_alerts(posted)
         except ValueError as error:
             log.warning("alert.refused", error=str(error))
             return 400, str(error)
-        missed = [name for name in (self._missed(target, text) for target in self.targets) if name]
+        missed = [name for name in (self._send_to(target, text) for target in self.targets) if name]
         log.info(
             "alert.forwarded", title=text["title"], num_targets=len(self.targets), missed=missed
         )
         return (502, f"not taken by {', '.join(missed)}") if missed else (200, "told")
 
-    def _missed(self, target: Target, text: Mapping[str, str]) -> str:
+    def _send_to(self, target: Target, text: Mapping[str, str]) -> str:
         try:
             target.send(title=text["title"], body=text["body"], kind=text["kind"])
-        except NotDelivered:
+        except DeliveryError:
             return target.name
         return ""
 
@@ -116,18 +116,18 @@ class _Handler(TextHandler):
     server: AlertReceiver
 
     def do_GET(self) -> None:  # noqa: N802 as http.server calls it
-        self._say(200, "ok")
+        self._respond(200, "ok")
 
     def do_POST(self) -> None:  # noqa: N802 likewise
         said = self.headers.get("Content-Length", "")
         length = int(said) if LENGTH.fullmatch(said) else 0
         if not 0 < length <= MAX_BYTES:
-            self._say(
+            self._respond(
                 413 if length > MAX_BYTES else 400,
                 f"a body of 1 to {MAX_BYTES} bytes is expected, got {length}",
             )
             return
-        self._say(*self.server.tell(self.rfile.read(length)))
+        self._respond(*self.server.forward(self.rfile.read(length)))
 
-    def _say(self, status: int, text: str) -> None:
-        self.answer(status, f"{text}\n".encode())
+    def _respond(self, status: int, text: str) -> None:
+        self.respond(status, f"{text}\n".encode())

@@ -10,13 +10,13 @@ from typing import Literal
 
 from relax_events.events.parts import Command
 from relax_events.events.types import Event, RunCommanded, RunDescribed, TrainStepCommitted
-from relax_events.projections.health import Act, Tier
+from relax_events.projections.health import Intervention, RecoveryLevel
 
-MAX_NOTICES, WINDOW_MICROS = 10, 600 * 1_000_000
+MAX_NOTIFICATIONS, WINDOW_MICROS = 10, 600 * 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class Notification:
     """Something worth telling.
 
     Attributes:
@@ -34,7 +34,7 @@ class Notice:
     at: int
 
 
-class NoticeDesk:
+class NotificationBuilder:
     """Feed it every control event, in log order. At most ten notices in ten minutes are given out;
     the end of the run always is.
     """
@@ -45,18 +45,18 @@ class NoticeDesk:
         self._num_steps = self._num_held = 0
         self._restored_at = 0
         self._seen: set[str] = set()
-        self._given: deque[int] = deque(maxlen=MAX_NOTICES)
+        self._given: deque[int] = deque(maxlen=MAX_NOTIFICATIONS)
 
-    def note(self, event: Event) -> Notice | None:
+    def apply(self, event: Event) -> Notification | None:
         """Take in an event, and give the notice that is due."""
-        notice = self._notice(event)
+        notice = self._build(event)
         if notice is None or notice.key in self._seen:
             return None
         self._seen.add(notice.key)
         is_end = notice.key.startswith("ended/")
         if (
             not is_end
-            and len(self._given) == MAX_NOTICES
+            and len(self._given) == MAX_NOTIFICATIONS
             and notice.at - self._given[0] < WINDOW_MICROS
         ):
             self._num_held += 1
@@ -72,14 +72,14 @@ class NoticeDesk:
             else notice
         )
 
-    def _notice(self, event: Event) -> Notice | None:
+    def _build(self, event: Event) -> Notification | None:
         if isinstance(event, TrainStepCommitted):
-            return self._step(event)
+            return self._build_for_step(event)
         if isinstance(event, RunCommanded):
-            return self._commanded(event)
+            return self._build_for_command(event)
         if isinstance(event, RunDescribed) and not self._is_begun:
             self._is_begun = True
-            return self._made(
+            return self._create(
                 "begun",
                 "info",
                 "began",
@@ -88,14 +88,14 @@ class NoticeDesk:
             )
         return None
 
-    def _step(self, event: TrainStepCommitted) -> Notice | None:
+    def _build_for_step(self, event: TrainStepCommitted) -> Notification | None:
         self._num_steps = event.policy_version - self._first_version
         if event.update_skipped:
             body = (
                 f"Train step {event.train_step}: loss or gradient is not finite, and its update "
                 "was skipped."
             )
-            return self._made(
+            return self._create(
                 f"skipped/{event.train_step}",
                 "failure",
                 "has a step that is not finite",
@@ -107,17 +107,17 @@ class NoticeDesk:
             self._restored_at = restored
             return None
         body = f"Train step {event.train_step} is committed, the first one since the restore."
-        return self._made(
+        return self._create(
             f"recovered/{restored}", "success", "has recovered", body, at=event.committed_at
         )
 
-    def _commanded(self, event: RunCommanded) -> Notice | None:
-        at, act = event.commanded_at, Act.of(event)
+    def _build_for_command(self, event: RunCommanded) -> Notification | None:
+        at, act = event.commanded_at, Intervention.from_command(event)
         if (
-            act is not None and act.tier is Tier.RESTORE
+            act is not None and act.level is RecoveryLevel.PIPELINE_RESTART
         ):  # one command for each worker, and one notice
             self._restored_at = at
-            return self._made(
+            return self._create(
                 f"restored/{at}",
                 "failure",
                 "is restored",
@@ -125,7 +125,7 @@ class NoticeDesk:
                 at=at,
             )
         if act is not None:
-            return self._made(
+            return self._create(
                 f"restarted/{act.worker_id}/{at}",
                 "warning",
                 f"has {act.worker_id} restarted",
@@ -135,14 +135,14 @@ class NoticeDesk:
         if event.role is None and event.command is Command.STOP:
             told = "has reached its goal" if event.succeeded else "ended before its goal"
             body = f"{event.reason}; {self._num_steps} train steps."
-            return self._made(
+            return self._create(
                 f"ended/{at}", "success" if event.succeeded else "failure", told, body, at=at
             )
         if event.role is None and event.command is Command.RESUME:
-            return self._made(f"resumed/{at}", "info", "goes on", event.reason, at=at)
+            return self._create(f"resumed/{at}", "info", "goes on", event.reason, at=at)
         return None
 
-    def _made(
+    def _create(
         self,
         key: str,
         kind: Literal["info", "success", "warning", "failure"],
@@ -150,5 +150,5 @@ class NoticeDesk:
         body: str,
         *,
         at: int,
-    ) -> Notice:
-        return Notice(key, kind, f"Run {self._run_id} {told}", body, at)
+    ) -> Notification:
+        return Notification(key, kind, f"Run {self._run_id} {told}", body, at)

@@ -9,36 +9,36 @@ from pathlib import Path
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import now_micros
-from relax_events.notifications.builder import Notice
+from relax_events.notifications.builder import Notification
 from relax_events.notifications.services import AppriseTarget, open_targets
-from relax_events.telemetry.delivery import Feed
-from relax_events.telemetry.trackers import Memory
+from relax_events.telemetry.delivery import DeliveryQueue
+from relax_events.telemetry.trackers import DeliveryProgress
 
 MAX_AGE_MICROS = 3600 * 1_000_000
 """What is older is no news: who turns notices on for an old run is not told its history."""
 
 
-class Teller:
+class Notifier:
     """Tells one target."""
 
-    def __init__(self, target: AppriseTarget, memory: Memory) -> None:
+    def __init__(self, target: AppriseTarget, memory: DeliveryProgress) -> None:
         self._target, self._memory = target, memory
 
-    def tell(self, notice: Notice) -> None:
+    def send(self, notice: Notification) -> None:
         """Send a notice, unless it was sent before or is no news; raises as the target."""
-        if self._memory.note(notice.key) or now_micros() - notice.at > MAX_AGE_MICROS:
+        if self._memory.get_note(notice.key) or now_micros() - notice.at > MAX_AGE_MICROS:
             return
         self._target.send(title=notice.title, body=notice.body, kind=notice.kind)
-        self._memory.keep(notice.key, "told")
+        self._memory.set_note(notice.key, "told")
 
 
-def open_tellers(config: RunConfig, *, failed: Callable[[str], None]) -> list[Feed[Notice]]:
+def open_notifiers(config: RunConfig, *, failed: Callable[[str], None]) -> list[DeliveryQueue[Notification]]:
     """Begin to tell every target that the configuration names; raises as `open_targets`."""
     folder: Path = config.run_directory / "notices"
     targets = open_targets(config.telemetry)
     return [
-        Feed(
-            target.name, Teller(target, Memory(folder / f"{target.name}.json")).tell, failed=failed
+        DeliveryQueue(
+            target.name, Notifier(target, DeliveryProgress(folder / f"{target.name}.json")).send, failed=failed
         )
         for target in targets
     ]

@@ -13,10 +13,10 @@ from relax_events.config import TelemetryConfig
 from relax_events.errors import ConfigError
 from relax_events.telemetry.redaction import hide
 
-VARIABLE = "RELAX_NOTICE_URLS"
+VARIABLE = "RELAX_NOTIFICATION_URLS"
 
 
-class NotDelivered(Exception):
+class DeliveryError(Exception):
     """A service did not take a text. Apprise does not say why, or only with the URL in it."""
 
 
@@ -34,7 +34,7 @@ class AppriseTarget:
             import apprise
         except ImportError:
             raise ConfigError(
-                "notices need apprise; pip install 'relax-events[notices]', or name no URLs"
+                "notices need apprise; pip install 'relax-events[notifications]', or name no URLs"
             ) from None
         logging.getLogger("apprise").disabled = True  # it shows addresses
         hide(url)
@@ -52,28 +52,28 @@ class AppriseTarget:
             NotDelivered: The service is away, or said no.
         """
         if not self._target.notify(title=title, body=body, notify_type=kind):
-            raise NotDelivered(f"{self.name} did not take it")
+            raise DeliveryError(f"{self.name} did not take it")
 
 
-def notice_urls(config: TelemetryConfig) -> list[str]:
+def notification_urls(config: TelemetryConfig) -> list[str]:
     """Return the URLs, one a line or between blanks; none where neither file nor variable is given.
 
     Raises:
         ConfigError: The file can't be read.
     """
-    if config.notice_urls_file is None:
+    if config.notification_urls_file is None:
         return os.environ.get(VARIABLE, "").split()
     try:
-        return Path(config.notice_urls_file).read_text().split()
+        return Path(config.notification_urls_file).read_text().split()
     except OSError as error:
         raise ConfigError(
-            f"telemetry.notice_urls_file = {str(config.notice_urls_file)!r} can't be read: "
+            f"telemetry.notification_urls_file = {str(config.notification_urls_file)!r} can't be read: "
             f"{error.strerror}"
         ) from None
 
 
 def open_targets(config: TelemetryConfig) -> list[AppriseTarget]:
-    """Open every URL; raises as `notice_urls` and `AppriseTarget`."""
+    """Open every URL; raises as `notification_urls` and `AppriseTarget`."""
     return [
-        AppriseTarget(url, number=number) for number, url in enumerate(notice_urls(config), start=1)
+        AppriseTarget(url, number=number) for number, url in enumerate(notification_urls(config), start=1)
     ]

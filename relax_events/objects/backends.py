@@ -72,7 +72,7 @@ class Backend:
     directory: Path | None = None
     """Of a store on this machine."""
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Tell whether a store on this machine has its directory; of a remote one only its answers
         tell.
         """
@@ -128,7 +128,7 @@ def _open_directory(uri: str, parts: SplitResult) -> Backend:
 
 
 @contextmanager
-def translated(backend: Backend, action: str, key: str) -> Iterator[None]:
+def translate_errors(backend: Backend, action: str, key: str) -> Iterator[None]:
     """Raise storage errors as ours, naming the action, the object and the remedy.
 
     Args:
@@ -142,7 +142,7 @@ def translated(backend: Backend, action: str, key: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        if not backend.is_there():
+        if not backend.exists():
             errors[action] += 1
             raise StoreUnavailable(
                 f"can't {action} {backend.root}{key}: the store's directory is gone; mount "
@@ -165,7 +165,7 @@ def translated(backend: Backend, action: str, key: str) -> Iterator[None]:
         is_ours = isinstance(
             error, (AlreadyExistsError, InvalidPathError, NotSupportedError, ValueError)
         )
-        if is_ours or (not backend.is_remote and backend.is_there()):
+        if is_ours or (not backend.is_remote and backend.exists()):
             raise ObjectError(f"can't {action} {backend.root}{key}: {text}") from error
         raise StoreUnavailable(
             f"can't {action} {backend.root}{key}: {text}; is the store up, and may this "

@@ -21,7 +21,7 @@ EventT = TypeVar("EventT", bound="DataclassInstance")
 
 
 def check_in(
-    event: EventT, store: ObjectStore, *, inline_max_bytes: int, folder: str = ""
+    event: EventT, store: ObjectStore, *, claim_check_threshold_bytes: int, folder: str = ""
 ) -> EventT:
     """Store the large arrays of an event and return the event with references in their place.
 
@@ -30,7 +30,7 @@ def check_in(
     Args:
         event: A dataclass; only its own fields are looked at.
         store: Where the arrays go, by content.
-        inline_max_bytes: Arrays above this are stored.
+        claim_check_threshold_bytes: Arrays above this are stored.
         folder: Of the store, with a slash at its end.
     Raises:
         ObjectError: The store failed.
@@ -38,7 +38,7 @@ def check_in(
     stored = {}
     for name in _field_names(type(event)):
         value = getattr(event, name)
-        if isinstance(value, np.ndarray) and value.nbytes > inline_max_bytes:
+        if isinstance(value, np.ndarray) and value.nbytes > claim_check_threshold_bytes:
             stored[name] = store_array(value, store, folder=folder)
     return _replaced(event, stored)
 

@@ -23,7 +23,7 @@ MARKER = "relax-run.json"
 
 
 @dataclass(frozen=True, slots=True)
-class StoreMark:
+class StoreMarker:
     """What a marker holds."""
 
     run_id: str
@@ -33,7 +33,7 @@ class StoreMark:
     """Of the Kafka cluster on which the run was begun; empty where that is not known."""
 
 
-def read_mark(store: ObjectStore) -> StoreMark | None:
+def read_marker(store: ObjectStore) -> StoreMarker | None:
     """Return the marker of a store, None where there is none.
 
     Raises:
@@ -43,7 +43,7 @@ def read_mark(store: ObjectStore) -> StoreMark | None:
         return None
     try:
         fields = orjson.loads(store.get_at(MARKER))
-        return StoreMark(
+        return StoreMarker(
             str(fields["run_id"]), str(fields["value"]), str(fields.get("cluster_id", ""))
         )
     except (ObjectError, ValueError, KeyError, TypeError) as error:
@@ -54,7 +54,7 @@ def read_mark(store: ObjectStore) -> StoreMark | None:
         raise ConfigError(f"{text}; give the run another objects.uri") from error
 
 
-def claim(store: ObjectStore, *, run_id: str, cluster_id: str = "", told: str = "") -> StoreMark:
+def claim_store(store: ObjectStore, *, run_id: str, cluster_id: str = "", told: str = "") -> StoreMarker:
     """Return the marker of a run's store; write it first where there is none. Of several workers
     that do so at once one succeeds.
 
@@ -67,12 +67,12 @@ def claim(store: ObjectStore, *, run_id: str, cluster_id: str = "", told: str = 
         ConfigError: The store is another run's, or that of a run of the same name on another
             cluster; the text names both.
     """
-    mark = read_mark(store)
+    mark = read_marker(store)
     if mark is None:
         store.put_new(
-            MARKER, orjson.dumps(asdict(StoreMark(run_id, secrets.token_hex(16), cluster_id)))
+            MARKER, orjson.dumps(asdict(StoreMarker(run_id, secrets.token_hex(16), cluster_id)))
         )
-        mark = read_mark(store)
+        mark = read_marker(store)
     if mark is None or mark.run_id != run_id:
         owner = f"run {mark.run_id}" if mark else "somebody else"
         raise ConfigError(
@@ -96,12 +96,12 @@ def claim(store: ObjectStore, *, run_id: str, cluster_id: str = "", told: str = 
     return mark
 
 
-def told_mark(descriptions: Sequence[RunDescribed]) -> str:
+def find_logged_marker(descriptions: Sequence[RunDescribed]) -> str:
     """Return the newest value that a run's log tells; empty where it tells none."""
     return next((event.store_mark for event in reversed(descriptions) if event.store_mark), "")
 
 
-def require_mark(mark: StoreMark, *, told: str, store_uri: str) -> None:
+def require_marker(mark: StoreMarker, *, told: str, store_uri: str) -> None:
     """Refuse a store that has the run's name, and is not the one that its log knows.
 
     Args:

@@ -34,9 +34,9 @@ class Outages:
         self._clock = clock
         self._deadline_seconds = 0.0
         self._pause: Callable[[float], None] = time.sleep
-        self._away: dict[str, float] = {}
+        self._unavailable_since: dict[str, float] = {}
 
-    def arm(self, *, deadline_seconds: float, pause: Callable[[float], None]) -> None:
+    def start_waiting(self, *, deadline_seconds: float, pause: Callable[[float], None]) -> None:
         """Wait for stores from now on, until `disarm`.
 
         Args:
@@ -46,16 +46,16 @@ class Outages:
         """
         self._deadline_seconds, self._pause = deadline_seconds, pause
 
-    def disarm(self) -> None:
+    def stop_waiting(self) -> None:
         """Wait no more: the process ends."""
         self._deadline_seconds = 0.0
 
     @property
     def seconds(self) -> float:
         """For how long the store that is away for the longest has not answered; 0 when all do."""
-        return self._clock() - min(self._away.values()) if self._away else 0.0
+        return self._clock() - min(self._unavailable_since.values()) if self._unavailable_since else 0.0
 
-    def ride_out(self, root: str, call: Callable[[], ResultT]) -> ResultT:
+    def call_until_available(self, root: str, call: Callable[[], ResultT]) -> ResultT:
         """Call a store until it answers.
 
         Args:
@@ -72,24 +72,24 @@ class Outages:
             except StoreUnavailable as error:
                 self._wait(root, error, pause_seconds)
             except BaseException:
-                self._answered(root)
+                self._mark_available(root)
                 raise
             else:
-                self._answered(root)
+                self._mark_available(root)
                 return result
         raise AssertionError("pauses never end")
 
     def _wait(self, root: str, error: StoreUnavailable, pause_seconds: float) -> None:
         if not self._deadline_seconds:
             raise error
-        if root not in self._away:
+        if root not in self._unavailable_since:
             log.warning(
                 "objects.unavailable",
                 store=root,
                 error=str(error),
                 deadline_seconds=self._deadline_seconds,
             )
-        seconds = self._clock() - self._away.setdefault(root, self._clock())
+        seconds = self._clock() - self._unavailable_since.setdefault(root, self._clock())
         if seconds + pause_seconds > self._deadline_seconds:
             limit = f"objects.outage_deadline_seconds = {self._deadline_seconds:g}"
             raise StoreUnavailable(
@@ -105,8 +105,8 @@ class Outages:
         )
         self._pause(pause_seconds)
 
-    def _answered(self, root: str) -> None:
-        if (since := self._away.pop(root, None)) is not None:
+    def _mark_available(self, root: str) -> None:
+        if (since := self._unavailable_since.pop(root, None)) is not None:
             log.info("objects.available", store=root, away_seconds=round(self._clock() - since))
 
 

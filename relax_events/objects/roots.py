@@ -22,7 +22,7 @@ class AllowedRoots:
     roots: tuple[str, ...]
 
     @classmethod
-    def of(cls, store_root: str, extra: Iterable[str] = ()) -> AllowedRoots:
+    def for_store(cls, store_root: str, extra: Iterable[str] = ()) -> AllowedRoots:
         """Allow a store, and the extra roots."""
         return cls(tuple(root.rstrip("/") + "/" for root in (store_root, *extra)))
 
@@ -32,8 +32,8 @@ class AllowedRoots:
         Raises:
             ObjectError: One does; the text names it and the roots.
         """
-        for media in media_of(event):
-            if not self._holds(media.uri):
+        for media in list_media(event):
+            if not self._contains(media.uri):
                 rule = (
                     f"media must lie under {' or '.join(self.roots)}, without '..' or other detours"
                 )
@@ -42,7 +42,7 @@ class AllowedRoots:
                     "the run may read there"
                 )
 
-    def _holds(self, uri: str) -> bool:
+    def _contains(self, uri: str) -> bool:
         # What follows the root is held to the names of our objects, so neither '..' nor an encoded
         # one gets through.
         return any(
@@ -51,12 +51,12 @@ class AllowedRoots:
         )
 
 
-def media_of(event: Any) -> list[MediaRef]:
+def list_media(event: Any) -> list[MediaRef]:
     """Return all media that an event refers to, in order."""
     said = (*getattr(event, "messages", ()), *getattr(event, "turns", ()))
-    return [*getattr(event, "media", ()), *media_in(said)]
+    return [*getattr(event, "media", ()), *list_message_media(said)]
 
 
-def media_in(messages: Iterable[ChatMessage]) -> list[MediaRef]:
+def list_message_media(messages: Iterable[ChatMessage]) -> list[MediaRef]:
     """Return the media of a conversation, in order."""
     return [part.media for message in messages for part in message.parts if part.media is not None]

@@ -14,7 +14,7 @@ from obstore.exceptions import AlreadyExistsError
 
 from relax_events.errors import ObjectError
 from relax_events.events.parts import ObjectRef
-from relax_events.objects.backends import LOOK_UP, Backend, Deadlines, open_backend, translated
+from relax_events.objects.backends import LOOK_UP, Backend, Deadlines, open_backend, translate_errors
 from relax_events.objects.outages import ResultT, outages
 
 PART_BYTES = 16 * 1024**2
@@ -28,10 +28,10 @@ class ObjectStore:
     """
 
     def __init__(
-        self, backend: Backend, *, moved_from: Iterable[str] = (), waits: bool = True
+        self, backend: Backend, *, uri_aliases: Iterable[str] = (), waits: bool = True
     ) -> None:
         """Wrap an opened storage; `open` is the usual way."""
-        self._former_roots = tuple(f"{uri.rstrip('/')}/" for uri in moved_from)
+        self._former_roots = tuple(f"{uri.rstrip('/')}/" for uri in uri_aliases)
         self._backend, self._waits = backend, waits
         self._storage = backend.storage
         self._is_remote = backend.is_remote
@@ -43,7 +43,7 @@ class ObjectStore:
         uri: str,
         *,
         deadlines: Deadlines | None = None,
-        moved_from: Iterable[str] = (),
+        uri_aliases: Iterable[str] = (),
         waits: bool = True,
     ) -> Self:
         """Open the store at a URI; every `memory://` is a new, empty one.
@@ -52,7 +52,7 @@ class ObjectStore:
             uri: `file:///directory` (made if missing), `memory://`, `s3://bucket/prefix` or
                 `gs://bucket/prefix`.
             deadlines: Of calls to a remote store.
-            moved_from: URIs of stores whose objects were copied here: what refers to those is found
+            uri_aliases: URIs of stores whose objects were copied here: what refers to those is found
                 here.
             waits: Whether a worker waits when the store is away (see `outages`); else a call fails
                 after its own deadline.
@@ -61,7 +61,7 @@ class ObjectStore:
         """
         return cls(
             open_backend(uri, deadlines=deadlines or Deadlines()),
-            moved_from=moved_from,
+            uri_aliases=uri_aliases,
             waits=waits,
         )
 
@@ -103,7 +103,7 @@ class ObjectStore:
         try:
             self._call(
                 "write",
-                self._checked(key),
+                self._require_key(key),
                 lambda: obstore.put(self._storage, key, data, mode="create"),
             )
         except ObjectError as error:
@@ -132,13 +132,13 @@ class ObjectStore:
         Raises:
             ObjectError: It is missing or unreadable.
         """
-        return self._call("read", self._checked(key), lambda: self._read(key))
+        return self._call("read", self._require_key(key), lambda: self._read(key))
 
     def exists(self, key: str) -> bool:
         """Whether an object has this name."""
         return self.num_bytes(key) is not None
 
-    def folders(self, prefix: str) -> list[str]:
+    def list_folders(self, prefix: str) -> list[str]:
         """Give the folders right under a folder, with a slash at their end, sorted; at the cost of
         one request for a thousand of them.
 
@@ -175,7 +175,7 @@ class ObjectStore:
         Raises:
             ObjectError: The store refuses.
         """
-        checked = [self._checked(key) for key in keys]
+        checked = [self._require_key(key) for key in keys]
         batches = ([checked] if checked else []) if self._is_remote else [[key] for key in checked]
         for batch in batches:
             try:
@@ -202,9 +202,9 @@ class ObjectStore:
                 f"{uri} lies outside the object store {self._root}; set objects.uri to the "
                 "store that it was written to"
             )
-        return self._checked(uri.removeprefix(root))
+        return self._require_key(uri.removeprefix(root))
 
-    def _checked(self, key: str) -> str:
+    def _require_key(self, key: str) -> str:
         if not KEY_PATTERN.fullmatch(key):
             raise ObjectError(
                 f"{key!r} can't name an object: use letters, digits, '_', '=', '-', inner "
@@ -216,7 +216,7 @@ class ObjectStore:
         """Return the size of a named object, None where there is none."""
         try:
             size: int = self._call(
-                LOOK_UP, self._checked(key), lambda: obstore.head(self._storage, key)["size"]
+                LOOK_UP, self._require_key(key), lambda: obstore.head(self._storage, key)["size"]
             )
         except ObjectError as error:
             if isinstance(error.__cause__, FileNotFoundError):
@@ -234,7 +234,7 @@ class ObjectStore:
             chunk_size=PART_BYTES,
             max_concurrency=NUM_PARALLEL_PARTS,
         )
-        self._call("write", self._checked(key), put)
+        self._call("write", self._require_key(key), put)
 
     def _call(self, action: str, key: str, call: Callable[[], ResultT]) -> ResultT:
         """Do something with the storage, waiting for one that is away where this process waits at
@@ -242,10 +242,10 @@ class ObjectStore:
         """
 
         def attempt() -> ResultT:
-            with translated(self._backend, action, key):
+            with translate_errors(self._backend, action, key):
                 return call()
 
-        return outages.ride_out(self._root, attempt) if self._waits else attempt()
+        return outages.call_until_available(self._root, attempt) if self._waits else attempt()
 
     def _read(self, key: str, *, expected_bytes: int | None = None) -> bytes:
         num_bytes = obstore.head(self._storage, key)["size"]

@@ -15,18 +15,18 @@ from relax_events.objects.store import ObjectStore
 PREFIX = "samples/"
 
 
-def folder_of(policy_version: int) -> str:
+def build_version_folder(policy_version: int) -> str:
     """Return where the objects of a version lie, with a slash at the end."""
     return f"{PREFIX}{policy_version:08d}/"
 
 
-def stored_versions(store: ObjectStore) -> list[int]:
+def list_stored_versions(store: ObjectStore) -> list[int]:
     """Return the versions that have objects, oldest first."""
-    names = (folder.removeprefix(PREFIX).rstrip("/") for folder in store.folders(PREFIX))
+    names = (folder.removeprefix(PREFIX).rstrip("/") for folder in store.list_folders(PREFIX))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def delete_before(store: ObjectStore, policy_version: int) -> int:
+def delete_objects_before(store: ObjectStore, policy_version: int) -> int:
     """Delete the objects of all versions before this one; return how many went. What an interrupted
     call has left goes with the next.
 
@@ -34,9 +34,9 @@ def delete_before(store: ObjectStore, policy_version: int) -> int:
         StoreUnavailable: The store does not answer.
     """
     num_deleted = 0
-    for version in stored_versions(store):
+    for version in list_stored_versions(store):
         if version < policy_version:
-            keys = store.list(folder_of(version))
+            keys = store.list(build_version_folder(version))
             store.delete(keys)
             num_deleted += len(keys)
     return num_deleted

@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from relax_events.kafka.security.acls import ROLE_RIGHTS, username_of
-from relax_events.kafka.security.folder import LOCAL, SecurityFolder
-from relax_events.kafka.security.settings import broker_security
+from relax_events.kafka.security.acls import ROLE_PERMISSIONS, build_username
+from relax_events.kafka.security.folder import EMBEDDED_HOST, SecurityFolder
+from relax_events.kafka.security.settings import build_broker_settings
 
 CLIENTS = "CLIENT"
 """Name of the clients' listener: where one is called SASL_SSL, Kafka's image wants key stores with
@@ -47,11 +47,11 @@ def stack_overlay(folder: SecurityFolder, run_id: str) -> dict[str, Any]:
     users and rights are brought onto them.
     """
     hosts = sorted(
-        file.stem for file in folder.broker_file(LOCAL).parent.glob("*.pem") if file.stem != LOCAL
+        file.stem for file in folder.broker_file(EMBEDDED_HOST).parent.glob("*.pem") if file.stem != EMBEDDED_HOST
     )
-    principals = {**{role: role for role in ROLE_RIGHTS}, "topics": "operator", "relax": "operator"}
+    principals = {**{role: role for role in ROLE_PERMISSIONS}, "topics": "operator", "relax": "operator"}
     secrets = {
-        principal: {"file": str(folder.password_file(username_of(run_id, principal)))}
+        principal: {"file": str(folder.password_file(build_username(run_id, principal)))}
         for principal in {*principals.values()}
     }
     services: dict[str, Any] = {
@@ -71,7 +71,7 @@ def stack_overlay(folder: SecurityFolder, run_id: str) -> dict[str, Any]:
 def _client(run_id: str, principal: str) -> dict[str, Any]:
     return {
         "environment": {
-            "RELAX_BROKER__USERNAME": username_of(run_id, principal),
+            "RELAX_BROKER__USERNAME": build_username(run_id, principal),
             "RELAX_BROKER__PASSWORD_FILE": PASSWORD_FILE,
             "RELAX_BROKER__CA_FILE": CA_FILE,
         },
@@ -101,7 +101,7 @@ def _broker(folder: SecurityFolder, host: str, *, is_alone: bool) -> dict[str, A
     if is_alone:
         listeners["controller.quorum.voters"] = f"1@{host}:9093"
     settings = (
-        broker_security(folder, key_file=Path(BROKER_FILE), clients=CLIENTS)
+        build_broker_settings(folder, key_file=Path(BROKER_FILE), clients=CLIENTS)
         | {"ssl.truststore.location": CA_FILE}
         | listeners
     )

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from relax_events.config import RunConfig
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.history.run_log import RunLog
-from relax_events.kafka.admin import Admin, GroupState
+from relax_events.kafka.admin import Admin
 from relax_events.kafka.inventory import Inventory
+from relax_events.kafka.offset_admin import ConsumerGroupState
 from relax_events.ops.dependent_runs import find_followers
-from relax_events.topics import TopicPlan, slot_of
-from relax_events.topics.plan import CONSUMER_ROLES
-from relax_events.topics.role_inputs import Place, input_places, role_inputs
+from relax_events.topics import TopicPlan, compute_slot
+from relax_events.topics.partitions import TopicPartition
+from relax_events.topics.plan import CONSUMER_GROUP_ROLES
+from relax_events.topics.role_inputs import list_input_partitions, list_role_inputs
 
 NOBODY = "-"
 
@@ -24,7 +26,7 @@ def consumer_lag(config: RunConfig, admin: Admin) -> dict[str, dict[int, int]]:
     """Return records behind, by role and slot, summed over the slot's topics and shards: the
     operator's gauge of staleness.
     """
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     places = [
         (topic, partition)
         for topic in plan.sample_topics()
@@ -32,12 +34,12 @@ def consumer_lag(config: RunConfig, admin: Admin) -> dict[str, dict[int, int]]:
     ]
     ends = admin.end_offsets(places)
     lag: dict[str, dict[int, int]] = {}
-    for role in (*CONSUMER_ROLES, "trainer"):
-        committed = admin.committed(plan.consumer_group(role), places)
+    for role in (*CONSUMER_GROUP_ROLES, "trainer"):
+        committed = admin.committed_offsets(plan.consumer_group(role), places)
         slots: dict[int, int] = {}
         for (topic, partition), offset in committed.items():
             if (topic, partition) in ends:
-                slot = partition // plan.shards
+                slot = partition // plan.partitions_per_version
                 slots[slot] = slots.get(slot, 0) + max(ends[topic, partition] - offset, 0)
         if slots:
             lag[role] = slots
@@ -54,7 +56,7 @@ class PartitionLag:
     """
 
     role: str
-    place: Place
+    place: TopicPartition
     slot: int | None
     policy_version: int | None
     position: int
@@ -86,7 +88,7 @@ def slot_owners(
     """Return the newest published version of each slot."""
     owners: dict[int, PolicyVersionPublished] = {}
     for event in published:
-        slot = slot_of(event.policy_version, num_slots=num_slots)
+        slot = compute_slot(event.policy_version, num_slots=num_slots)
         if slot not in owners or owners[slot].policy_version < event.policy_version:
             owners[slot] = event
     return owners
@@ -104,8 +106,8 @@ def read_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
             (found.event for found in log.versions.values()), num_slots=log.plan.num_slots
         )
         inputs = {
-            role: (log.plan.consumer_group(role), input_places(config, role))
-            for role in role_inputs(config)
+            role: (log.plan.consumer_group(role), list_input_partitions(config, role))
+            for role in list_role_inputs(config)
         }
         if not config.is_replay:
             followers = find_followers(log.plan, admin, Inventory(log.connection))
@@ -130,24 +132,24 @@ def _lag_of(
     admin: Admin,
     role: str,
     group: str,
-    places: list[Place],
+    places: list[TopicPartition],
     owners: Mapping[int, PolicyVersionPublished],
 ) -> list[PartitionLag]:
-    committed = admin.committed(group, places)
-    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+    committed = admin.committed_offsets(group, places)
+    begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
     queue = plan.topic("prompt.groups")
     rows = []
     for place in places:
         position = max(committed.get(place, 0), begins[place])
-        slot = None if place[0] == queue else place[1] // plan.shards
+        slot = None if place[0] == queue else place[1] // plan.partitions_per_version
         owner = None if slot is None else owners.get(slot)
         behind = max(ends[place] - position, 0)
         starts = (
-            {(plan.entity(at.topic), at.partition): at.offset for at in owner.start_offsets}
+            {(plan.parse_entity(at.topic), at.partition): at.offset for at in owner.start_offsets}
             if owner
             else {}
         )
-        start = min(starts.get((plan.entity(place[0]), place[1]), 0), ends[place])
+        start = min(starts.get((plan.parse_entity(place[0]), place[1]), 0), ends[place])
         version = owner.policy_version if owner else None
         stale = max(start - position, 0)
         rows.append(
@@ -164,14 +166,14 @@ def _lag_of(
     return rows
 
 
-def _oldest_unread(log: RunLog, rows: Iterable[PartitionLag]) -> dict[tuple[Place, int], int]:
+def _oldest_unread(log: RunLog, rows: Iterable[PartitionLag]) -> dict[tuple[TopicPartition, int], int]:
     """Return when the first unread record of each partition was written, in milliseconds since the
     epoch.
 
     Roles that stand at different positions of one partition are read one after the other, a record
     each.
     """
-    found: dict[tuple[Place, int], int] = {}
+    found: dict[tuple[TopicPartition, int], int] = {}
     wanted = {(row.place, row.position) for row in rows if row.num_records}
     while wanted:
         spans = {place: (position, position + 1) for place, position in sorted(wanted)}
@@ -195,7 +197,7 @@ def lag_by_slot(rows: Iterable[PartitionLag], *, now_ms: int) -> list[LagRow]:
 
 
 def lag_by_member(
-    rows: Iterable[PartitionLag], groups: Mapping[str, GroupState], *, now_ms: int
+    rows: Iterable[PartitionLag], groups: Mapping[str, ConsumerGroupState], *, now_ms: int
 ) -> list[LagRow]:
     """Sum lag up by the group's member that holds the partition; what no member holds stands under
     `-`.
@@ -209,7 +211,7 @@ def lag_by_member(
         (role, place): member
         for role, group in groups.items()
         for member in group.members
-        for place in member.places
+        for place in member.partitions
     }
     held: dict[tuple[str, str, str], list[PartitionLag]] = {}
     for role, group in groups.items():
@@ -255,7 +257,7 @@ def _span(rows: Iterable[PartitionLag]) -> str:
     """Name the partitions of each topic: rollout.samples[0,2]."""
     topics: dict[str, list[int]] = {}
     for row in rows:
-        topics.setdefault(TopicPlan.entity(row.place[0]), []).append(row.place[1])
+        topics.setdefault(TopicPlan.parse_entity(row.place[0]), []).append(row.place[1])
     return " ".join(
         f"{entity}[{','.join(map(str, sorted(partitions)))}]"
         for entity, partitions in sorted(topics.items())

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord, Record
-from relax_events.kafka.security.acls import ROLE_RIGHTS
+from relax_events.kafka.records import ProducerRecord, Record
+from relax_events.kafka.security.acls import ROLE_PERMISSIONS
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import QUEUE_TOPICS, SAMPLE_TOPICS
 
@@ -74,7 +74,7 @@ def read_letters(log: RunLog, *, roles: Iterable[str] = ()) -> list[DeadLetter]:
 def letter_roles(log: RunLog) -> list[str]:
     """Return the roles that have a dead-letter topic."""
     return sorted(
-        log.plan.entity(topic).removesuffix(SUFFIX)
+        log.plan.parse_entity(topic).removesuffix(SUFFIX)
         for topic in log.topics
         if topic.endswith(SUFFIX)
     )
@@ -102,7 +102,7 @@ def _spans(log: RunLog, role: str) -> dict[tuple[str, int], tuple[int, int]]:
             f"role {role!r} has no dead letters; those that may have some: "
             f"{', '.join(letter_roles(log))}"
         )
-    return log.whole(f"{role}{SUFFIX}", range(1))
+    return log.full_ranges(f"{role}{SUFFIX}", range(1))
 
 
 def letter_of(role: str, record: Record) -> DeadLetter:
@@ -237,7 +237,7 @@ def require_origin(letter: DeadLetter, plan: TopicPlan) -> None:
     Raises:
         ConfigError: Its origin is no topic that its role reads, or no partition of it.
     """
-    reads = ROLE_RIGHTS[letter.role].reads if letter.role in ROLE_RIGHTS else ()
+    reads = ROLE_PERMISSIONS[letter.role].reads if letter.role in ROLE_PERMISSIONS else ()
     counts = dict.fromkeys(SAMPLE_TOPICS, plan.num_sample_partitions) | dict.fromkeys(
         QUEUE_TOPICS, plan.queue_partitions
     )
@@ -245,7 +245,7 @@ def require_origin(letter: DeadLetter, plan: TopicPlan) -> None:
     if not 0 <= letter.origin_partition < sizes.get(letter.origin_topic, 0):
         rule = (
             f"records of {letter.role} go back to "
-            f"{', '.join(plan.entity(topic) for topic in sizes)}"
+            f"{', '.join(plan.parse_entity(topic) for topic in sizes)}"
         )
         raise ConfigError(
             f"dead letter {letter.name} says that it came from {letter.origin or 'nowhere'}: "
@@ -260,7 +260,7 @@ def _require_same(log: RunLog, records: Sequence[tuple[Record, DeadLetter]]) -> 
         by_topic.setdefault(letter.origin_topic, []).append((record, letter))
     for topic, copies in by_topic.items():
         try:
-            there = log.at(
+            there = log.read_records_at(
                 topic, [(letter.origin_partition, letter.origin_offset) for _, letter in copies]
             )
         except BrokerUnavailable:
@@ -307,10 +307,10 @@ def batched(
         yield batch
 
 
-def untouched(record: Record) -> OutRecord:
+def untouched(record: Record) -> ProducerRecord:
     """Return the record of a letter as it was, for where it was."""
     headers = {name: text for name, text in record.headers.items() if name not in OUR_HEADERS}
-    return OutRecord(
+    return ProducerRecord(
         record.headers["origin-topic"],
         record.value,
         key=record.key,
@@ -319,9 +319,9 @@ def untouched(record: Record) -> OutRecord:
     )
 
 
-def mark(plan: TopicPlan, letter: DeadLetter, resolution: str, reason: str = "") -> OutRecord:
+def mark(plan: TopicPlan, letter: DeadLetter, resolution: str, reason: str = "") -> ProducerRecord:
     """Return the record that says what was done with a letter."""
     headers = {RESOLVES: f"0@{letter.offset}", RESOLUTION: resolution, REASON: reason}
-    return OutRecord(
+    return ProducerRecord(
         plan.topic(f"{letter.role}{SUFFIX}"), None, key=letter.key, partition=0, headers=headers
     )

@@ -16,9 +16,9 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.inventory import Inventory
 from relax_events.session.broker_address import open_admin
-from relax_events.topics import TopicPlan, slot_of
-from relax_events.topics.plan import FOLLOWER, NEEDS_NOTHING, SAMPLES
-from relax_events.topics.role_inputs import Place
+from relax_events.topics import TopicPlan, compute_slot
+from relax_events.topics.partitions import TopicPartition
+from relax_events.topics.plan import DEPENDENT_RUN, NO_RECORDS_NEEDED, SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Follower:
 
     run_id: str
     group: str
-    offsets: Mapping[Place, int]
+    offsets: Mapping[TopicPartition, int]
 
     def oldest_version(self, plan: TopicPlan, published: Iterable[PolicyVersionPublished]) -> int:
         """Return the oldest of the published versions whose records it may still need; -1 where
@@ -37,8 +37,8 @@ class Follower:
         """
         begun: dict[int, int] = {}
         for event in sorted(published, key=lambda event: event.policy_version):
-            slot = slot_of(event.policy_version, num_slots=plan.num_slots)
-            starts = [at for at in event.start_offsets if plan.entity(at.topic) == SAMPLES]
+            slot = compute_slot(event.policy_version, num_slots=plan.num_slots)
+            starts = [at for at in event.start_offsets if plan.parse_entity(at.topic) == SAMPLES]
             if slot not in begun or all(
                 self.offsets.get((plan.topic(SAMPLES), at.partition), 0) >= at.offset
                 for at in starts
@@ -55,10 +55,10 @@ def find_followers(plan: TopicPlan, admin: Admin, inventory: Inventory) -> list[
     found = []
     for group in inventory.groups("relax."):
         _, run_id, *role = group.split(".", 2)
-        if role != [FOLLOWER] or run_id == plan.run_id:
+        if role != [DEPENDENT_RUN] or run_id == plan.run_id:
             continue
-        committed = admin.committed(group, places)
-        if committed and NEEDS_NOTHING not in committed.values():
+        committed = admin.committed_offsets(group, places)
+        if committed and NO_RECORDS_NEEDED not in committed.values():
             found.append(
                 Follower(run_id, group, {place: committed.get(place, 0) for place in places})
             )
@@ -66,8 +66,8 @@ def find_followers(plan: TopicPlan, admin: Admin, inventory: Inventory) -> list[
 
 
 def follower_bounds(
-    followers: Iterable[Follower], floor: Mapping[Place, int]
-) -> dict[str, Mapping[Place, int]]:
+    followers: Iterable[Follower], floor: Mapping[TopicPartition, int]
+) -> dict[str, Mapping[TopicPartition, int]]:
     """Return from where on each follower keeps records, by a text that names it; what lies below
     `floor` is kept for nobody.
     """
@@ -85,20 +85,20 @@ def describe_followers(config: RunConfig) -> str:
     Raises:
         CheckFailed: One is so far behind that records which it needs are purged.
     """
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     with closing(open_admin(config, name="followers")) as admin:
         if not admin.topics(plan.topic("control.policy-versions")):
             return "none: the run has not begun"
         followers = find_followers(
             plan,
             admin,
-            Inventory(Connection.of(config.broker, client_id=f"{config.run.id}.followers")),
+            Inventory(Connection.from_config(config.broker, client_id=f"{config.run.id}.followers")),
         )
         if not followers:
             return "none"
         with RunLog(config, name="followers") as log:
             published = [found.event for found in log.versions.values()]
-        begins = admin.begin_offsets(
+        begins = admin.beginning_offsets(
             [place for follower in followers for place in follower.offsets]
         )
     newest, limit = max(event.policy_version for event in published), config.run.follower_versions

@@ -14,7 +14,8 @@ from relax_events.events.types import PolicyVersionPublished
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.topics import TopicPlan
-from relax_events.topics.role_inputs import Place, input_places, role_inputs
+from relax_events.topics.partitions import TopicPartition
+from relax_events.topics.role_inputs import list_input_partitions, list_role_inputs
 
 PLACE_PATTERN = re.compile(r"(?P<topic>[a-z0-9.-]+)\[(?P<partition>[0-9]+)\]@(?P<offset>[0-9]+)")
 DANGERS = {
@@ -60,7 +61,7 @@ class OffsetMove:
     `num_skipped` are read again.
     """
 
-    place: Place
+    place: TopicPartition
     before: int | None
     after: int
     num_skipped: int
@@ -92,7 +93,7 @@ def plan_reset(config: RunConfig, admin: Admin, role: str, target: ResetTarget) 
         ConfigError: The role keeps no committed offsets, or the target names no place of its
             topics.
     """
-    inputs = role_inputs(config)
+    inputs = list_role_inputs(config)
     if role not in inputs:
         others = f"those of this run that do are {', '.join(inputs) or 'none'}"
         because = (
@@ -101,10 +102,10 @@ def plan_reset(config: RunConfig, admin: Admin, role: str, target: ResetTarget) 
             else others
         )
         raise ConfigError(f"role {role!r} reads nothing by committed offsets: {because}")
-    plan = TopicPlan.of(config)
-    places = input_places(config, role)
-    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
-    committed = admin.committed(plan.consumer_group(role), places)
+    plan = TopicPlan.from_config(config)
+    places = list_input_partitions(config, role)
+    begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
+    committed = admin.committed_offsets(plan.consumer_group(role), places)
     moves = []
     for place, offset in target_offsets(
         config, admin, places, target, begins=begins, ends=ends
@@ -119,34 +120,34 @@ def plan_reset(config: RunConfig, admin: Admin, role: str, target: ResetTarget) 
 def target_offsets(
     config: RunConfig,
     admin: Admin,
-    places: Collection[Place],
+    places: Collection[TopicPartition],
     target: ResetTarget,
     *,
-    begins: Mapping[Place, int],
-    ends: Mapping[Place, int],
-) -> dict[Place, int]:
+    begins: Mapping[TopicPartition, int],
+    ends: Mapping[TopicPartition, int],
+) -> dict[TopicPartition, int]:
     """Return the offset of each place that the target speaks of."""
     if target.version is not None:
         with RunLog(config, name="reset") as log:
             published = [found.event for found in log.versions.values()]
         return version_offsets(
-            TopicPlan.of(config), published, places, version=target.version, ends=ends
+            TopicPlan.from_config(config), published, places, version=target.version, ends=ends
         )
     if target.time_ms is not None:
         return admin.offsets_at(places, timestamp_ms=target.time_ms)
     if target.offsets:
-        return named_offsets(TopicPlan.of(config), places, target.offsets)
+        return named_offsets(TopicPlan.from_config(config), places, target.offsets)
     return dict(begins if target.to_beginning else ends)
 
 
 def version_offsets(
     plan: TopicPlan,
     published: Collection[PolicyVersionPublished],
-    places: Collection[Place],
+    places: Collection[TopicPartition],
     *,
     version: int,
-    ends: Mapping[Place, int],
-) -> dict[Place, int]:
+    ends: Mapping[TopicPartition, int],
+) -> dict[TopicPartition, int]:
     """Return where each partition's records of this version and of what came after it begin.
 
     A slot that no such version owns yet holds older records only: there it is the end.
@@ -160,7 +161,7 @@ def version_offsets(
             f"policy version {version} was not published; the newest is {newest}; give "
             "--to-version one that was"
         )
-    if any(plan.entity(topic) == "prompt.groups" for topic, _ in places):
+    if any(plan.parse_entity(topic) == "prompt.groups" for topic, _ in places):
         raise ConfigError(
             "prompt groups are not ordered by version; reset rollout by --to-time, "
             "--to-offset, --to-beginning or --to-end"
@@ -168,13 +169,13 @@ def version_offsets(
     starts: dict[tuple[str, int], int] = {}
     for event in sorted(published, key=lambda event: event.policy_version):
         for at in event.start_offsets if event.policy_version >= version else ():
-            starts.setdefault((plan.entity(at.topic), at.partition), at.offset)
-    return {place: starts.get((plan.entity(place[0]), place[1]), ends[place]) for place in places}
+            starts.setdefault((plan.parse_entity(at.topic), at.partition), at.offset)
+    return {place: starts.get((plan.parse_entity(place[0]), place[1]), ends[place]) for place in places}
 
 
 def named_offsets(
-    plan: TopicPlan, places: Collection[Place], texts: Sequence[str]
-) -> dict[Place, int]:
+    plan: TopicPlan, places: Collection[TopicPartition], texts: Sequence[str]
+) -> dict[TopicPartition, int]:
     """Read places such as `rollout.samples[2]@17`; the topic may carry its full name.
 
     Raises:
@@ -194,7 +195,7 @@ def named_offsets(
             int(match["partition"]),
         )
         if place not in places:
-            readable = sorted({plan.entity(name) for name, _ in places})
+            readable = sorted({plan.parse_entity(name) for name, _ in places})
             raise ConfigError(
                 f"--to-offset {text!r} is not read by the role; it reads "
                 f"{', '.join(readable)}, partitions below {len(places)}"
@@ -241,6 +242,6 @@ def apply_reset(admin: Admin, plan: ResetPlan, *, allow: Collection[str] = ()) -
     """Move the offsets; raises as `refuse_reset`, and then nothing was changed."""
     refuse_reset(admin, plan, allow=allow)
     if plan.moves:
-        admin.set_committed(
+        admin.set_committed_offsets(
             plan.consumer_group, [TopicOffset(*move.place, move.after) for move in plan.moves]
         )

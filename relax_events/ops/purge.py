@@ -25,28 +25,29 @@ from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued, TrainStepCommitted
 from relax_events.kafka.admin import Admin
 from relax_events.staleness import Place as Seat
-from relax_events.topics import TopicPlan, slot_of
-from relax_events.topics.plan import TRAINED_FROM, TRAINER_INPUTS
-from relax_events.topics.role_inputs import Place, input_places, role_inputs
+from relax_events.topics import TopicPlan, compute_slot
+from relax_events.topics.partitions import TopicPartition
+from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES
+from relax_events.topics.role_inputs import list_input_partitions, list_role_inputs
 
 QUEUE = "prompt.groups"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DeleteRange:
     """What goes from one partition: the records from `begin` up to, not including, `below`.
     `held_by` names who keeps what follows.
     """
 
-    place: Place
+    place: TopicPartition
     begin: int
-    below: int
+    end: int
     held_by: str
 
     @property
     def num_records(self) -> int:
         """How many records go."""
-        return max(self.below - self.begin, 0)
+        return max(self.end - self.begin, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class QueuedGroup:
     issued: PromptGroupIssued | None
 
 
-Bounds = Mapping[Place, int]
+Bounds = Mapping[TopicPartition, int]
 
 
 def oldest_retained(
@@ -85,7 +86,7 @@ def oldest_retained(
 
 def version_bounds(
     plan: TopicPlan, published: Iterable[PolicyVersionPublished], *, before_version: int
-) -> dict[Place, int]:
+) -> dict[TopicPartition, int]:
     """Return below which offset of each sample partition only versions before `before_version` lie.
 
     Where the slot has no retained version yet, its newest owner's start counts, and its records
@@ -93,17 +94,17 @@ def version_bounds(
     """
     by_slot: dict[int, list[PolicyVersionPublished]] = {}
     for event in published:
-        by_slot.setdefault(slot_of(event.policy_version, num_slots=plan.num_slots), []).append(
+        by_slot.setdefault(compute_slot(event.policy_version, num_slots=plan.num_slots), []).append(
             event
         )
-    bounds: dict[Place, int] = {}
+    bounds: dict[TopicPartition, int] = {}
     for owners in by_slot.values():
         owners.sort(key=lambda event: event.policy_version)
         owner = next(
             (event for event in owners if event.policy_version >= before_version), owners[-1]
         )
         bounds |= {
-            (plan.topic(plan.entity(at.topic)), at.partition): at.offset
+            (plan.topic(plan.parse_entity(at.topic)), at.partition): at.offset
             for at in owner.start_offsets
         }
     return bounds
@@ -129,7 +130,7 @@ def oldest_with_records(
 
     def has_older(version: int) -> bool:
         return any(
-            begins.get((plan.topic(plan.entity(at.topic)), at.partition), 0) < at.offset
+            begins.get((plan.topic(plan.parse_entity(at.topic)), at.partition), 0) < at.offset
             for at in starts[version]
         )
 
@@ -151,7 +152,7 @@ def recovery_bounds(
     *,
     checkpoint_version: int,
     positions: Mapping[tuple[str, int], int],
-) -> dict[Place, int]:
+) -> dict[TopicPartition, int]:
     """Return below which offset of each partition a trainer that starts anew reads nothing.
 
     It trains the steps from the checkpoint's version on again, from their recorded offsets, then
@@ -163,7 +164,7 @@ def recovery_bounds(
         checkpoint_version: Of the newest usable checkpoint; 0 when there is none.
         positions: Where the steps had come to, by entity and partition.
     """
-    topic = plan.topic(TRAINED_FROM)
+    topic = plan.topic(TRAINING_SAMPLES)
     bounds = {
         (plan.topic(entity), partition): positions.get((entity, partition), 0)
         for entity in TRAINER_INPUTS
@@ -185,7 +186,7 @@ def queue_bounds(
     ended: Collection[str],
     trained: Mapping[Seat, int],
     before_version: int,
-) -> dict[Place, int]:
+) -> dict[TopicPartition, int]:
     """Return below which offset of each queue partition every prompt group is over and its seat was
     trained long ago.
 
@@ -223,16 +224,16 @@ def group_bounds(config: RunConfig, admin: Admin) -> dict[str, Bounds]:
     """Return, for each role, up to where it has committed at every place that it reads; 0 where it
     has not.
     """
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     bounds: dict[str, Bounds] = {}
-    for role in role_inputs(config):
-        places = input_places(config, role)
-        committed = admin.committed(plan.consumer_group(role), places)
+    for role in list_role_inputs(config):
+        places = list_input_partitions(config, role)
+        committed = admin.committed_offsets(plan.consumer_group(role), places)
         bounds[role] = {place: committed.get(place, 0) for place in places}
     return bounds
 
 
-def cuts_within(begins: Bounds, wanted: Bounds, bounds: Mapping[str, Bounds]) -> list[Cut]:
+def bounded_ranges(begins: Bounds, wanted: Bounds, bounds: Mapping[str, Bounds]) -> list[DeleteRange]:
     """Return what goes: up to what is wanted, and nowhere beyond one of the bounds.
 
     Args:
@@ -247,12 +248,12 @@ def cuts_within(begins: Bounds, wanted: Bounds, bounds: Mapping[str, Bounds]) ->
             *((bound[place], name) for name, bound in bounds.items() if place in bound),
         ]
         below, held_by = min(limits, key=lambda limit: limit[0])
-        cuts.append(Cut(place, begins[place], max(below, begins[place]), held_by))
+        cuts.append(DeleteRange(place, begins[place], max(below, begins[place]), held_by))
     return cuts
 
 
-def apply_cuts(admin: Admin, cuts: Iterable[Cut]) -> int:
+def delete_ranges(admin: Admin, cuts: Iterable[DeleteRange]) -> int:
     """Delete the records of the cuts; return how many went."""
     real = [cut for cut in cuts if cut.num_records]
-    admin.delete_records([TopicOffset(*cut.place, cut.below) for cut in real])
+    admin.delete_records([TopicOffset(*cut.place, cut.end) for cut in real])
     return sum(cut.num_records for cut in real)

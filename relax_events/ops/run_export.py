@@ -28,8 +28,9 @@ from relax_events.ops.export_manifest import (
     Manifest,
     digest_of,
 )
+from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import SAMPLE_TOPICS
-from relax_events.topics.role_inputs import Place, input_places, role_inputs
+from relax_events.topics.role_inputs import list_input_partitions, list_role_inputs
 
 NO_VERSION = 2**31
 """Above all policy versions."""
@@ -133,20 +134,20 @@ def _begun(folder: Path, config: RunConfig, wanted: ExportFilter) -> Manifest | 
 def _plan(config: RunConfig, admin: Admin, log: RunLog, wanted: ExportFilter) -> Manifest:
     """Fix the ends: control topics first, so that what they name lies within the samples' ends."""
     found = {
-        log.plan.entity(name): state for name, state in admin.topics(log.plan.topic("")).items()
+        log.plan.parse_entity(name): state for name, state in admin.topics(log.plan.topic("")).items()
     }
     if missing := sorted(set(wanted.entities) - found.keys()):
         raise ConfigError(
             f"run {config.run.id} has no topic {missing[0]!r}; it has {', '.join(sorted(found))}"
         )
-    spans: dict[Place, tuple[int, int]] = {}
+    spans: dict[TopicPartition, tuple[int, int]] = {}
     for entity in sorted(
         filter(wanted.wants, found), key=lambda entity: (not entity.startswith("control."), entity)
     ):
         spans |= _spans(admin, log, entity, found[entity].num_partitions, wanted)
     partitions = [
         ExportedPartition(
-            entity := log.plan.entity(topic),
+            entity := log.plan.parse_entity(topic),
             partition,
             begin,
             end,
@@ -172,16 +173,16 @@ def _plan(config: RunConfig, admin: Admin, log: RunLog, wanted: ExportFilter) ->
 
 def _spans(
     admin: Admin, log: RunLog, entity: str, num_partitions: int, wanted: ExportFilter
-) -> dict[Place, tuple[int, int]]:
+) -> dict[TopicPartition, tuple[int, int]]:
     """Return where reading begins and ends in each partition; with versions given, only what lies
     between their starts.
     """
     places = [(log.plan.topic(entity), partition) for partition in range(num_partitions)]
-    begins, ends = admin.begin_offsets(places), admin.stable_offsets(places)
+    begins, ends = admin.beginning_offsets(places), admin.last_stable_offsets(places)
     spans = {place: (begins[place], ends[place]) for place in places}
     if wanted.versions is None or entity not in SAMPLE_TOPICS:
         return spans
-    owned = log.spans(
+    owned = log.offset_ranges(
         entity, range(wanted.versions.start, min(wanted.versions.stop, log.newest_version + 1))
     )
     return {
@@ -198,10 +199,10 @@ def _committed(
 ) -> dict[str, list[tuple[str, int, int]]]:
     """Return the committed offsets of every role, as (entity, partition, offset)."""
     committed = {}
-    for role in role_inputs(config):
-        found = admin.committed(log.plan.consumer_group(role), input_places(config, role))
+    for role in list_role_inputs(config):
+        found = admin.committed_offsets(log.plan.consumer_group(role), list_input_partitions(config, role))
         committed[role] = [
-            (log.plan.entity(topic), partition, offset)
+            (log.plan.parse_entity(topic), partition, offset)
             for (topic, partition), offset in sorted(found.items())
         ]
     return committed
@@ -212,7 +213,7 @@ def _is_written(folder: Path, item: ExportedPartition) -> bool:
 
 
 def _write(
-    folder: Path, item: ExportedPartition, reader: LogReader, place: Place, wanted: ExportFilter
+    folder: Path, item: ExportedPartition, reader: LogReader, place: TopicPartition, wanted: ExportFilter
 ) -> None:
     path = folder / item.file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,15 +233,15 @@ def _write(
 
 
 def _chosen(
-    reader: LogReader, spans: dict[Place, tuple[int, int]], entity: str, wanted: ExportFilter
+    reader: LogReader, spans: dict[TopicPartition, tuple[int, int]], entity: str, wanted: ExportFilter
 ) -> Iterator[LoggedRecord]:
-    records = reader.stream_bytes(spans)
+    records = reader.stream_raw(spans)
     return filter(wanted.takes, records) if entity in SAMPLE_TOPICS else records
 
 
 def _copy_objects(config: RunConfig, folder: Path, manifest: Manifest, report: Report) -> None:
     """Copy every object that is not there yet."""
-    store = ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from)
+    store = ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases)
     manifest.objects_uri = store.uri("")
     known: Collection[str] = {item.key for item in manifest.objects}
     for key in store.list(""):

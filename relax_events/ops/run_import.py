@@ -21,14 +21,14 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.partition_writer import PartitionWriter
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
-from relax_events.objects.marker import claim
+from relax_events.objects.marker import claim_store
 from relax_events.ops.export_manifest import ExportedPartition, Manifest, check_files
 from relax_events.ops.topic_apply import apply_groups
 from relax_events.runtime.run_description import read_description
 from relax_events.topics import TopicPlan, TopicSpec
-from relax_events.topics.role_inputs import Place
+from relax_events.topics.partitions import TopicPartition
 
 Report = Callable[[str], None]
 DESCRIBED_ON = "control.commands"
@@ -66,7 +66,7 @@ def plan_import(config: RunConfig, admin: Admin, manifest: Manifest) -> ImportPl
         ConfigError: The run file gives the topics another shape than the export has.
         BrokerRefused: The run has records of its own already.
     """
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     specs = [_spec(plan, entity, topic) for entity, topic in manifest.topics.items()]
     found = admin.topics(plan.topic(""))
     unfinished = [
@@ -111,7 +111,7 @@ def _spec(plan: TopicPlan, entity: str, topic: dict[str, object]) -> TopicSpec:
         keys = (
             "broker.queue_partitions"
             if entity == "prompt.groups"
-            else "run.max_staleness and broker.shards"
+            else "run.max_staleness and broker.partitions_per_version"
         )
         shape = (
             f"{topic['num_partitions']} partitions in the export and {spec.num_partitions} by "
@@ -144,7 +144,7 @@ def import_run(
         BrokerError: Somebody else writes to the run, or the broker refuses.
     """
     check_files(folder, manifest)
-    topics = TopicPlan.of(config)
+    topics = TopicPlan.from_config(config)
     admin.delete(plan.unfinished)
     present = admin.topics(topics.topic(""))
     admin.create(
@@ -183,7 +183,7 @@ def verify_import(config: RunConfig, manifest: Manifest) -> None:
     Raises:
         CheckFailed: A partition differs; the text names it.
     """
-    topics, reader = TopicPlan.of(config), LogReader(_connection(config))
+    topics, reader = TopicPlan.from_config(config), LogReader(_connection(config))
     try:
         for item in manifest.partitions:
             _verify_partition(reader, (topics.topic(item.entity), item.partition), item)
@@ -191,14 +191,14 @@ def verify_import(config: RunConfig, manifest: Manifest) -> None:
         reader.close()
 
 
-def _verify_partition(reader: LogReader, place: Place, item: ExportedPartition) -> None:
+def _verify_partition(reader: LogReader, place: TopicPartition, item: ExportedPartition) -> None:
     what, end = f"{place[0]}[{place[1]}] is not as exported", reader.watermarks(*place)[1]
     if not item.is_compacted and (
         end < item.end or (end > item.end and item.entity != DESCRIBED_ON)
     ):
         raise CheckFailed(f"{what}: it ends at {end} instead of {item.end}")
     digest = RecordsDigest(with_offsets=not item.is_compacted)
-    for record in reader.stream_bytes({place: (0, end if item.is_compacted else item.end)}):
+    for record in reader.stream_raw({place: (0, end if item.is_compacted else item.end)}):
         digest.add(record)
     if digest.hex() != item.records_digest:
         raise CheckFailed(
@@ -207,7 +207,7 @@ def _verify_partition(reader: LogReader, place: Place, item: ExportedPartition) 
 
 
 def _connection(config: RunConfig) -> Connection:
-    return Connection.of(config.broker, client_id=f"{config.run.id}.import")
+    return Connection.from_config(config.broker, client_id=f"{config.run.id}.import")
 
 
 def _set_groups(config: RunConfig, topics: TopicPlan, admin: Admin, manifest: Manifest) -> None:
@@ -219,7 +219,7 @@ def _set_groups(config: RunConfig, topics: TopicPlan, admin: Admin, manifest: Ma
             if entity in manifest.topics
         ]
         if imported:
-            admin.set_committed(topics.consumer_group(role), imported)
+            admin.set_committed_offsets(topics.consumer_group(role), imported)
 
 
 def _describe(config: RunConfig, topics: TopicPlan, manifest: Manifest) -> None:
@@ -244,13 +244,13 @@ def _describe(config: RunConfig, topics: TopicPlan, manifest: Manifest) -> None:
     tree["run"] |= {"id": config.run.id, "directory": str(config.run.directory.resolve())}
     former = tree.get("objects", {})
     if manifest.objects:
-        moved_from = [*former.get("moved_from", ()), manifest.objects_uri]
+        uri_aliases = [*former.get("uri_aliases", ()), manifest.objects_uri]
         tree["objects"] = former | {
             "uri": config.objects.uri,
             "by_run": config.objects.by_run,
-            "moved_from": moved_from,
+            "uri_aliases": uri_aliases,
         }
-        mark = claim(
+        mark = claim_store(
             ObjectStore.open(config.objects_uri), run_id=config.run.id, cluster_id=cluster_id
         ).value
     else:
@@ -262,7 +262,7 @@ def _describe(config: RunConfig, topics: TopicPlan, manifest: Manifest) -> None:
     )
     if described.config != told.config:
         producer = RecordProducer(_connection(config))
-        producer.write([OutRecord(topics.topic(DESCRIBED_ON), EventCodec().encode(described))])
+        producer.write([ProducerRecord(topics.topic(DESCRIBED_ON), EventCodec().encode(described))])
         producer.close()
 
 

@@ -28,15 +28,15 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.inventory import Inventory
 from relax_events.objects import ObjectStore
-from relax_events.objects.version_objects import delete_before
+from relax_events.objects.version_objects import delete_objects_before
 from relax_events.ops.dependent_runs import find_followers, follower_bounds
 from relax_events.ops.purge import (
     QUEUE,
     Bounds,
-    Cut,
+    DeleteRange,
     QueuedGroup,
-    apply_cuts,
-    cuts_within,
+    bounded_ranges,
+    delete_ranges,
     group_bounds,
     oldest_retained,
     oldest_with_records,
@@ -44,19 +44,20 @@ from relax_events.ops.purge import (
     recovery_bounds,
     version_bounds,
 )
+from relax_events.projections.base import apply_events
 from relax_events.projections.training_history import advance_positions
 from relax_events.staleness import Place as Seat
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import TRAINED_FROM
-from relax_events.topics.role_inputs import Place
-from relax_events.training.checkpoint.critic_checkpoints import critic_checkpoints
+from relax_events.topics.partitions import TopicPartition
+from relax_events.topics.plan import TRAINING_SAMPLES
+from relax_events.training.checkpoint.critic_checkpoints import list_critic_checkpoints
 
 log = structlog.get_logger()
 SAMPLED_RECORDS = 20
 
 
 @dataclass(slots=True)
-class PurgeBooks:
+class RetentionState:
     """What the control log says that a purge has to know. Feed it every event, in log order within
     a topic.
     """
@@ -71,7 +72,7 @@ class PurgeBooks:
     ended: set[str] = field(default_factory=set)
     trained: dict[Seat, int] = field(default_factory=dict)
 
-    def note(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Take in an event."""
         if isinstance(event, TrainStepCommitted):
             self.steps.append(event)
@@ -107,7 +108,7 @@ class PurgeBooks:
         for old in [old for old in self.published if old < version]:
             del self.published[old]
 
-    def forget_but(self, queued: Collection[PromptGroupIssued]) -> None:
+    def keep_only(self, queued: Collection[PromptGroupIssued]) -> None:
         """Drop ends of all prompt groups but these, which are still queued: a purge asks for no
         others, and an end follows its issue.
         """
@@ -136,12 +137,12 @@ class Purger:
             codec: One that learns the schemas of the run's writers.
         """
         self._config, self._connection, self._store, self._codec = config, connection, store, codec
-        self._plan = TopicPlan.of(config)
+        self._plan = TopicPlan.from_config(config)
         self._admin, self._inventory = Admin(connection), Inventory(connection)
         self.oldest_with_records = 0
         """The oldest version that had records left after the newest purge."""
 
-    def plan(self, books: PurgeBooks, *, before_version: int | None = None) -> list[Cut]:
+    def plan(self, books: RetentionState, *, before_version: int | None = None) -> list[DeleteRange]:
         """Return what would go from each partition of the sample topics and the prompt queue.
 
         Args:
@@ -156,12 +157,12 @@ class Purger:
         queue = [
             (self._plan.topic(QUEUE), partition) for partition in range(self._plan.queue_partitions)
         ]
-        begins = self._admin.begin_offsets([*wanted, *queue])
+        begins = self._admin.beginning_offsets([*wanted, *queue])
         queued = self._queued(begins, queue)
         wanted |= queue_bounds(
             self._plan, queued, ended=books.ended, trained=books.trained, before_version=oldest
         )
-        books.forget_but([group.issued for group in queued if group.issued is not None])
+        books.keep_only([group.issued for group in queued if group.issued is not None])
         usable = self._usable_checkpoint(books)
         version = usable.policy_version if usable else 0
         is_known = (
@@ -176,38 +177,38 @@ class Purger:
             | {"recovery": recovery}
             | self._critic_bounds(books)
         )
-        return cuts_within(begins, wanted, bounds | self._follower_bounds(books, oldest))
+        return bounded_ranges(begins, wanted, bounds | self._follower_bounds(books, oldest))
 
-    def purge(self, cuts: list[Cut], books: PurgeBooks) -> Counter[str]:
+    def purge(self, cuts: list[DeleteRange], books: RetentionState) -> Counter[str]:
         """Delete what the cuts say, then the objects of versions that have no records left; return
         how many records went, by entity.
 
         Raises:
             StoreUnavailable: The records are gone, the objects will go with the next purge.
         """
-        apply_cuts(self._admin, cuts)
-        begins = self._admin.begin_offsets(
-            cut.place for cut in cuts if self._plan.entity(cut.place[0]) != QUEUE
+        delete_ranges(self._admin, cuts)
+        begins = self._admin.beginning_offsets(
+            cut.place for cut in cuts if self._plan.parse_entity(cut.place[0]) != QUEUE
         )
         self.oldest_with_records = oldest = oldest_with_records(
             self._plan, books.published.values(), begins
         )
-        if num_objects := delete_before(self._store, oldest):
+        if num_objects := delete_objects_before(self._store, oldest):
             log.info("objects.purged", before_version=oldest, num_objects=num_objects)
         gone = Counter[str]()
         for cut in cuts:
-            gone[self._plan.entity(cut.place[0])] += cut.num_records
+            gone[self._plan.parse_entity(cut.place[0])] += cut.num_records
         return +gone
 
-    def bytes_of(self, cuts: list[Cut]) -> dict[Place, int]:
+    def estimate_bytes(self, cuts: list[DeleteRange]) -> dict[TopicPartition, int]:
         """Return about how many bytes go with each cut, reckoned from its first records."""
         reader = LogReader(self._connection)
         spans = {
-            cut.place: (cut.begin, min(cut.below, cut.begin + SAMPLED_RECORDS))
+            cut.place: (cut.begin, min(cut.end, cut.begin + SAMPLED_RECORDS))
             for cut in cuts
             if cut.num_records
         }
-        sizes: dict[Place, list[int]] = {place: [] for place in spans}
+        sizes: dict[TopicPartition, list[int]] = {place: [] for place in spans}
         try:
             for record in reader.stream(spans):
                 sizes[record.topic, record.partition].append(len(record.value) + len(record.key))
@@ -223,7 +224,7 @@ class Purger:
         """Leave the broker."""
         self._admin.close()
 
-    def _queued(self, begins: dict[Place, int], queue: list[Place]) -> list[QueuedGroup]:
+    def _queued(self, begins: dict[TopicPartition, int], queue: list[TopicPartition]) -> list[QueuedGroup]:
         """Read what is left of the prompt queue: small records, and few of them where a purge runs
         now and then.
         """
@@ -245,7 +246,7 @@ class Purger:
             return None
         return event if isinstance(event, PromptGroupIssued) else None
 
-    def _follower_bounds(self, books: PurgeBooks, oldest: int) -> dict[str, Bounds]:
+    def _follower_bounds(self, books: RetentionState, oldest: int) -> dict[str, Bounds]:
         """Return below which offsets runs that train this run's samples need none of them, for as
         many versions as the run keeps for them.
         """
@@ -257,16 +258,16 @@ class Purger:
         )
         return follower_bounds(find_followers(self._plan, self._admin, self._inventory), floor)
 
-    def _critic_bounds(self, books: PurgeBooks) -> dict[str, Bounds]:
+    def _critic_bounds(self, books: RetentionState) -> dict[str, Bounds]:
         """Return below which offsets a critic that starts anew reads nothing; all is held while it
         has no checkpoint.
         """
         if "critic" not in self._config.roles():
             return {}
         digests = {step.policy_version: step.weights_digest for step in books.steps}
-        newest = next(critic_checkpoints(self._store, digests=digests), None)
+        newest = next(list_critic_checkpoints(self._store, digests=digests), None)
         consumed = newest.consumed if newest else {}
-        topic = self._plan.topic(TRAINED_FROM)
+        topic = self._plan.topic(TRAINING_SAMPLES)
         return {
             "critic's steps": {
                 (topic, partition): consumed.get(partition, 0)
@@ -274,7 +275,7 @@ class Purger:
             }
         }
 
-    def _usable_checkpoint(self, books: PurgeBooks) -> CheckpointRef | None:
+    def _usable_checkpoint(self, books: RetentionState) -> CheckpointRef | None:
         """Return the newest checkpoint that is there whole: its manifest as committed, and every
         shard that it names.
         """
@@ -302,17 +303,17 @@ class PlannedPurge:
     """A purge that has been planned and may be looked at before it is made."""
 
     before_version: int
-    cuts: list[Cut]
+    ranges: list[DeleteRange]
     purger: Purger
-    books: PurgeBooks
+    state: RetentionState
 
-    def bytes_of_cuts(self) -> dict[Place, int]:
+    def estimate_bytes(self) -> dict[TopicPartition, int]:
         """Return about how many bytes go with each cut."""
-        return self.purger.bytes_of(self.cuts)
+        return self.purger.estimate_bytes(self.ranges)
 
     def apply(self) -> Counter[str]:
         """Delete the records; return how many went, by entity."""
-        gone = self.purger.purge(self.cuts, self.books)
+        gone = self.purger.purge(self.ranges, self.state)
         log.info("records.purged", before_version=self.before_version, num_records=gone.total())
         return gone
 
@@ -331,21 +332,21 @@ def open_purge(config: RunConfig, *, before_version: int | None = None) -> Itera
     """
     if config.is_replay:
         raise ConfigError(
-            f"run {config.run.id} replays run {config.source.run} and has no samples of its "
+            f"run {config.run.id} replays run {config.parent.run} and has no samples of its "
             "own; purge that one"
         )
     if before_version is None and not config.run.retain_versions:
         raise ConfigError(
             "run.retain_versions = 0 keeps all records; set it, or give --before-version"
         )
-    books = PurgeBooks()
+    books = RetentionState()
     with RunLog(config, name="purge") as run_log:
-        for version in run_log.versions.values():
-            books.note(version.event)
-        for step in run_log.control("control.train-steps", TrainStepCommitted):
-            books.note(step.event)
-        for ended in run_log.control("control.group-outcomes", PromptGroupEnded):
-            books.note(ended.event)
+        apply_events(
+            run_log.read_control_events(
+                "control.policy-versions", "control.train-steps", "control.group-outcomes"
+            ),
+            books,
+        )
         if before_version is not None and before_version > books.newest_version:
             raise ConfigError(
                 f"policy version {before_version} was not published; the newest is "
@@ -354,7 +355,7 @@ def open_purge(config: RunConfig, *, before_version: int | None = None) -> Itera
         purger = Purger(
             config,
             run_log.connection,
-            ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from),
+            ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases),
             run_log.codec,
         )
         try:

@@ -77,7 +77,7 @@ def published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
     """Give each schema that writers of a run have published, with its fingerprint; what no reader
     would learn is named in the log and left out.
     """
-    topic = TopicPlan.of(config).topic("control.schemas")
+    topic = TopicPlan.from_config(config).topic("control.schemas")
     admin = open_admin(config, name="schemas")
     is_there = topic in admin.topics(topic)
     admin.close()
@@ -87,7 +87,7 @@ def published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
             "broker.bootstrap_servers"
         )
     codec, found = EventCodec(), dict[str, Schema]()
-    reader = LogReader(Connection.of(config.broker, client_id=f"{config.run.id}.schemas"))
+    reader = LogReader(Connection.from_config(config.broker, client_id=f"{config.run.id}.schemas"))
     try:
         for record in reader.read_to_end([(topic, 0)]):
             if not record.value:
@@ -95,7 +95,7 @@ def published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
             try:
                 codec.learn(record.value, key=record.key)
             except SchemaError as error:
-                log.warning("record.unreadable", place=record.place, error=str(error))
+                log.warning("record.unreadable", place=record.location, error=str(error))
             else:
                 found.setdefault(
                     record.key,

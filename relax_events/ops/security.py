@@ -16,24 +16,30 @@ import orjson
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.credentials import environment_of
+from relax_events.kafka.credentials import build_principal_environment
 from relax_events.kafka.protocol.quotas import (
-    ALL,
-    USUAL_LOAD,
+    DEFAULT_LOAD_QUOTAS,
+    QUOTA_NAMES,
     QuotaEntity,
     read_quotas,
     write_quotas,
 )
-from relax_events.kafka.security.acls import PRINCIPALS, Acl, acls_of, prefix_of, username_of
+from relax_events.kafka.security.acls import (
+    PRINCIPALS,
+    Acl,
+    build_acls,
+    build_run_prefix,
+    build_username,
+)
 from relax_events.kafka.security.folder import (
     ADMIN,
-    LOCAL,
+    EMBEDDED_HOST,
     SecurityFolder,
     read_secret,
     write_private,
 )
 from relax_events.kafka.security.principals import PrincipalAdmin, SecurityChanges
-from relax_events.kafka.security.settings import admin_security, broker_security
+from relax_events.kafka.security.settings import build_broker_settings, read_admin_settings
 from relax_events.ops.compose_overlay import stack_overlay
 
 
@@ -44,7 +50,7 @@ def quota_entities(config: RunConfig) -> list[QuotaEntity]:
     not a fence.
     """
     if config.broker.credentials is not None:
-        return [QuotaEntity("user", username_of(config.run.id, role)) for role in PRINCIPALS]
+        return [QuotaEntity("user", build_username(config.run.id, role)) for role in PRINCIPALS]
     workers = {**config.roles(), "trainer": config.trainer.ranks}
     return [
         QuotaEntity("client-id", f"{config.run.id}.{role}-{index}")
@@ -57,7 +63,7 @@ def quota_connection(config: RunConfig) -> Connection:
     """Return the connection that may set quotas: of the super user where there is one."""
     if config.broker.credentials is not None:
         return admin_connection(config)
-    return Connection.of(config.broker, client_id=f"{config.run.id}.quotas")
+    return Connection.from_config(config.broker, client_id=f"{config.run.id}.quotas")
 
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
@@ -99,7 +105,7 @@ def make_folder(
     """
     folder = SecurityFolder(path.absolute())
     written = _make_certificates(folder, hosts, lifetime=lifetime, renew=renewal.certificates)
-    users = [username_of(config.run.id, principal) for principal in PRINCIPALS]
+    users = [build_username(config.run.id, principal) for principal in PRINCIPALS]
     written += [
         folder.password_file(user)
         for user in users
@@ -109,7 +115,7 @@ def make_folder(
         written.append(folder.password_file(ADMIN))
     texts = {folder.environment_file(user): _environment_text(folder, user) for user in users}
     texts[folder.acl_file(config.run.id)] = orjson.dumps(
-        [acl.as_dict() for acl in rights_of(config)], option=orjson.OPT_INDENT_2
+        [acl.to_dict() for acl in rights_of(config)], option=orjson.OPT_INDENT_2
     )
     texts[folder.overlay_file(config.run.id)] = orjson.dumps(
         stack_overlay(folder, config.run.id), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS
@@ -128,7 +134,7 @@ def _make_certificates(
         make_broker_certificate,
     )
 
-    wanted = {LOCAL: LOCAL_HOSTS, **{host: (host,) for host in hosts}}
+    wanted = {EMBEDDED_HOST: LOCAL_HOSTS, **{host: (host,) for host in hosts}}
     written = []
     if not folder.ca_file.exists():
         authority = make_authority(lifetime=CA_LIFETIME)
@@ -163,7 +169,7 @@ def _write_if_new(file: Path, text: bytes) -> bool:
 
 def _environment_text(folder: SecurityFolder, user: str) -> bytes:
     return "".join(
-        f"{name}={value}\n" for name, value in environment_of(folder, user).items()
+        f"{name}={value}\n" for name, value in build_principal_environment(folder, user).items()
     ).encode()
 
 
@@ -183,7 +189,7 @@ def _properties_text(folder: SecurityFolder) -> bytes:
             "two locations say."
         ),
     ]
-    settings = broker_security(folder, key_file=Path("/etc/kafka/broker.pem")) | {
+    settings = build_broker_settings(folder, key_file=Path("/etc/kafka/broker.pem")) | {
         "ssl.truststore.location": "/etc/kafka/ca.pem"
     }
     return "\n".join([*lead, *(f"{key}={value}" for key, value in settings.items()), ""]).encode()
@@ -196,10 +202,10 @@ def admin_connection(config: RunConfig) -> Connection:
     Raises:
         ConfigError: There is neither.
     """
-    connection = Connection.of(config.broker, client_id=f"{config.run.id}.security")
+    connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.security")
     if config.broker.username:
         return connection
-    return replace(connection, credentials=admin_security(security_folder(config)))
+    return replace(connection, credentials=read_admin_settings(security_folder(config)))
 
 
 def security_folder(config: RunConfig) -> SecurityFolder:
@@ -218,13 +224,13 @@ def security_folder(config: RunConfig) -> SecurityFolder:
 
 def rights_of(config: RunConfig) -> list[Acl]:
     """Return all rights that the run's principals need."""
-    return acls_of(config.run.id, source_run_id=config.source.run)
+    return build_acls(config.run.id, source_run_id=config.parent.run)
 
 
 def plan_security(config: RunConfig, connection: Connection) -> SecurityChanges:
     """Return what `apply_security` would change."""
-    prefix, folder = prefix_of(config.run.id), security_folder(config)
-    return PrincipalAdmin(connection).changes(
+    prefix, folder = build_run_prefix(config.run.id), security_folder(config)
+    return PrincipalAdmin(connection).plan_changes(
         prefix, rights_of(config), folder.usernames(config.run.id)
     )
 
@@ -233,7 +239,7 @@ def plan_withdrawal(config: RunConfig, connection: Connection) -> SecurityChange
     """Return what `withdraw_security` would take off the cluster: all users and rights of the
     run.
     """
-    return PrincipalAdmin(connection).changes(prefix_of(config.run.id), [], [])
+    return PrincipalAdmin(connection).plan_changes(build_run_prefix(config.run.id), [], [])
 
 
 def withdraw_security(config: RunConfig, connection: Connection) -> list[Path]:
@@ -242,11 +248,11 @@ def withdraw_security(config: RunConfig, connection: Connection) -> list[Path]:
     """
     changes = plan_withdrawal(config, connection)
     write_quotas(
-        connection, [QuotaEntity("user", user) for user in changes.strangers], dict.fromkeys(ALL)
+        connection, [QuotaEntity("user", user) for user in changes.unexpected_users], dict.fromkeys(QUOTA_NAMES)
     )
     nobody: dict[str, str] = {}
     PrincipalAdmin(connection).apply(changes, password_of=nobody.__getitem__)
-    return security_folder(config).forget(config.run.id)
+    return security_folder(config).delete_run(config.run.id)
 
 
 def apply_security(config: RunConfig, connection: Connection) -> SecurityChanges:
@@ -277,7 +283,7 @@ def missing_quotas(
     found = read_quotas(connection, entities)
     lacking = {
         entity: {
-            name: value for name, value in USUAL_LOAD.items() if name not in found.get(entity, {})
+            name: value for name, value in DEFAULT_LOAD_QUOTAS.items() if name not in found.get(entity, {})
         }
         for entity in entities
     }

@@ -11,7 +11,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
 from relax_events.kafka.admin import Admin, TopicState
 from relax_events.topics import TopicPlan, TopicSpec
-from relax_events.topics.plan import CONSUMER_ROLES
+from relax_events.topics.plan import CONSUMER_GROUP_ROLES
 
 FOREVER = -1
 DELIVERY_LIMIT = 10
@@ -125,7 +125,7 @@ def _setting_changes(spec: TopicSpec, state: TopicState) -> list[Change]:
 def _extra_topics(names: Iterable[str], allow: Collection[str]) -> list[Change]:
     changes = []
     for name in sorted(names):
-        is_ours = TopicPlan.entity(name).startswith(EXTRA_OF_THE_RUN)
+        is_ours = TopicPlan.parse_entity(name).startswith(EXTRA_OF_THE_RUN)
         goes = "delete" in allow and not is_ours
         detail = "not in the plan" + (", made by a rescoring" if is_ours else "")
         changes.append(
@@ -162,7 +162,7 @@ def records_at_stake(
         for topic in sorted(topics)
         for partition in range(found[topic].num_partitions)
     ]
-    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+    begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
     at_stake: dict[str, int] = {}
     for place in places:
         at_stake[place[0]] = at_stake.get(place[0], 0) + ends[place] - begins[place]
@@ -181,7 +181,7 @@ def apply_topics(config: RunConfig, admin: Admin, *, allow: Collection[str] = ()
             every sample depends, or a change is dangerous and was not agreed to. Nothing was
             changed.
     """
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     changes = [
         change
         for change in plan_changes(plan.specs(), admin.topics(plan.topic("")), allow=allow)
@@ -191,7 +191,7 @@ def apply_topics(config: RunConfig, admin: Admin, *, allow: Collection[str] = ()
     admin.create([change.spec for change in changes if change.kind == "create" and change.spec])
     for change in changes:
         if change.kind == "conflict" and change.spec:
-            admin.grow(change.topic, change.spec.num_partitions)
+            admin.add_partitions(change.topic, change.spec.num_partitions)
     for spec in {
         change.topic: change.spec for change in changes if change.kind == "alter" and change.spec
     }.values():
@@ -227,11 +227,11 @@ def _keys_behind(change: Change) -> str:
     """Name the keys of the run file from which a topic's shape follows."""
     if "replicas" in change.detail:
         return "broker.replication_factor as it was"
-    is_queue = TopicPlan.entity(change.topic) == "prompt.groups"
+    is_queue = TopicPlan.parse_entity(change.topic) == "prompt.groups"
     return (
         "broker.queue_partitions as it was"
         if is_queue
-        else "run.max_staleness and broker.shards as they were"
+        else "run.max_staleness and broker.partitions_per_version as they were"
     )
 
 
@@ -250,8 +250,8 @@ def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
     if config.is_replay:
         # its trainer commits no offsets on its source's topics, and nobody else reads samples
         return
-    queue_is_shared = config.broker.lease == "share_group"
-    for role in CONSUMER_ROLES if queue_is_shared else (*CONSUMER_ROLES, "rollout"):
+    queue_is_shared = config.broker.prompt_queue == "share_group"
+    for role in CONSUMER_GROUP_ROLES if queue_is_shared else (*CONSUMER_GROUP_ROLES, "rollout"):
         admin.alter_group(plan.consumer_group(role), timings)
     if queue_is_shared:
         admin.alter_group(plan.consumer_group("rollout"), share)

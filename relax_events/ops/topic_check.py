@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from relax_events.config import RunConfig
 from relax_events.events.types import RunCommanded
 from relax_events.history.run_log import RunLog
-from relax_events.kafka.admin import Admin, GroupState, PartitionState, TopicState
+from relax_events.kafka.admin import Admin, PartitionState, TopicState
+from relax_events.kafka.offset_admin import ConsumerGroupState
 from relax_events.ops.dead_letters import DeadLetter, read_letters
 from relax_events.ops.topic_apply import Change, plan_changes
+from relax_events.projections.base import apply_events
 from relax_events.projections.run_state import RunState
 from relax_events.topics import TopicPlan
-from relax_events.topics.role_inputs import role_inputs
+from relax_events.topics.role_inputs import list_role_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class TopicFinding:
 
 def check_topics(config: RunConfig, admin: Admin) -> list[TopicFinding]:
     """Look at everything; the findings that need somebody come first."""
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     found = admin.topics(plan.topic(""))
     findings = [
         *drift_findings(plan_changes(plan.specs(), found)),
@@ -56,8 +58,7 @@ def check_topics(config: RunConfig, admin: Admin) -> list[TopicFinding]:
 def is_over(log: RunLog) -> bool:
     """Tell whether the run has ended, or has not begun: then nobody has to be at work."""
     state = RunState()
-    for found in log.control("control.commands", RunCommanded):
-        state.note(found.event)
+    apply_events(log.read_control_events("control.commands"), state)
     return state.ended is not None or not log.versions
 
 
@@ -127,11 +128,11 @@ def partition_findings(
 
 
 def group_findings(
-    config: RunConfig, groups: Mapping[str, GroupState], *, is_over: bool
+    config: RunConfig, groups: Mapping[str, ConsumerGroupState], *, is_over: bool
 ) -> Iterator[TopicFinding]:
     """Say which roles of a run that goes on have nobody at work."""
-    plan, missing = TopicPlan.of(config), []
-    for role in role_inputs(config):
+    plan, missing = TopicPlan.from_config(config), []
+    for role in list_role_inputs(config):
         group = groups.get(plan.consumer_group(role))
         if role != "trainer" and not (
             group and group.members
@@ -163,7 +164,7 @@ def transaction_findings(
         for name, state in sorted(found.items())
         for partition in range(state.num_partitions)
     ]
-    stable, ends = admin.stable_offsets(places), admin.end_offsets(places)
+    stable, ends = admin.last_stable_offsets(places), admin.end_offsets(places)
     hidden = {place: ends[place] - stable[place] for place in places if stable[place] < ends[place]}
     remedy = "start the run's trainer again: it ends what its predecessor left open"
     for (topic, partition), count in hidden.items():

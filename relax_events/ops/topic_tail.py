@@ -17,8 +17,8 @@ from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.records import Record
 from relax_events.ops.offset_reset import time_of, version_offsets
+from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import SAMPLE_TOPICS
-from relax_events.topics.role_inputs import Place
 
 FORMS = "beginning, end, an offset, version:V or a time like 2026-01-31T12:00:00Z"
 MAX_LISTED = 16
@@ -38,7 +38,7 @@ class TailedRecord:
 
 def tail_places(
     config: RunConfig, admin: Admin, entity: str, *, partition: int | None
-) -> list[Place]:
+) -> list[TopicPartition]:
     """Return the partitions of a topic of the run.
 
     Args:
@@ -63,7 +63,7 @@ def tail_places(
     return [(name, number) for number in (range(count) if partition is None else [partition])]
 
 
-def tail_starts(log: RunLog, admin: Admin, places: list[Place], text: str) -> dict[Place, int]:
+def tail_starts(log: RunLog, admin: Admin, places: list[TopicPartition], text: str) -> dict[TopicPartition, int]:
     """Return where to begin in each partition.
 
     Args:
@@ -74,7 +74,7 @@ def tail_starts(log: RunLog, admin: Admin, places: list[Place], text: str) -> di
     Raises:
         ConfigError: The text is none of these, or the topic is not ordered by version.
     """
-    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+    begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
     if text in ("beginning", "end"):
         return begins if text == "beginning" else ends
     if text.startswith("version:"):
@@ -90,12 +90,12 @@ def tail_starts(log: RunLog, admin: Admin, places: list[Place], text: str) -> di
 
 
 def _version_starts(
-    log: RunLog, places: list[Place], text: str, ends: Mapping[Place, int]
-) -> dict[Place, int]:
+    log: RunLog, places: list[TopicPartition], text: str, ends: Mapping[TopicPartition, int]
+) -> dict[TopicPartition, int]:
     version = text.removeprefix("version:")
     if not version.isdecimal():
         raise ConfigError(f"--from {text!r} names no version; it may be {FORMS}")
-    if log.plan.entity(places[0][0]) not in SAMPLE_TOPICS:
+    if log.plan.parse_entity(places[0][0]) not in SAMPLE_TOPICS:
         raise ConfigError(
             f"topic {places[0][0]} is not ordered by version; those that are: "
             f"{', '.join(SAMPLE_TOPICS)}"
@@ -105,7 +105,7 @@ def _version_starts(
 
 
 def tail(
-    log: RunLog, starts: Mapping[Place, int], *, stops: Mapping[Place, int] | None = None
+    log: RunLog, starts: Mapping[TopicPartition, int], *, stops: Mapping[TopicPartition, int] | None = None
 ) -> Iterator[TailedRecord]:
     """Give records from here on: for ever as they come, or up to `stops`."""
     if stops is not None:
@@ -123,7 +123,7 @@ def read_record(log: RunLog, record: Record) -> TailedRecord:
     """Decode a record; one that can't be is given with the reason."""
     if not record.value:
         return TailedRecord(record, "tombstone", {})
-    if log.plan.entity(record.topic) == "control.schemas":
+    if log.plan.parse_entity(record.topic) == "control.schemas":
         return TailedRecord(record, "schema", {"schema": record.value.decode("utf-8", "replace")})
     try:
         event = log.codec.decode(record.value)

@@ -1,3 +1,3 @@
-"""State as a fold of the log: each class takes every event in order and answers questions about
+"""State as a fold of the log: a projection is given every event in order and answers questions about
 what it has seen.
 """

@@ -16,7 +16,7 @@ from relax_events.events.types import (
 from relax_events.staleness import IssuedGroup
 
 
-def digest_of(array: Array) -> bytes:
+def array_digest(array: Array) -> bytes:
     """Return the SHA-256 of an array's values, which is also the address of one that lies in the
     object store.
     """
@@ -39,18 +39,18 @@ class Generated(NamedTuple):
     generation: str
 
     @classmethod
-    def of(cls, event: SampleRolledOut) -> Generated:
+    def from_event(cls, event: SampleRolledOut) -> Generated:
         """Read it off the record."""
         versions = [segment.policy_version for segment in event.version_segments] or [
-            event.min_policy_version,
-            event.max_policy_version,
+            event.key.min_policy_version,
+            event.key.max_policy_version,
         ]
         return cls(
             event.policy_version,
             min(versions),
             max(versions),
-            digest_of(event.tokens),
-            event.generation_digest,
+            array_digest(event.tokens),
+            event.key.generation_digest,
         )
 
 
@@ -67,16 +67,16 @@ class Ready(NamedTuple):
     num_samples: int
 
     @classmethod
-    def of(cls, event: SampleReady) -> Ready:
+    def from_event(cls, event: SampleReady) -> Ready:
         """Read it off the record."""
-        versions = (event.policy_version, event.min_policy_version, event.max_policy_version)
+        versions = (event.policy_version, event.key.min_policy_version, event.key.max_policy_version)
         return cls(
             event.sample_id,
             *versions,
-            digest_of(event.tokens),
-            event.generation_digest,
+            array_digest(event.tokens),
+            event.key.generation_digest,
             event.reward,
-            event.samples_per_prompt,
+            event.key.samples_per_prompt,
         )
 
 
@@ -94,12 +94,12 @@ class GroupFacts:
     """A prompt group."""
 
     group_id: str
-    seat: IssuedGroup | None
+    batch_slot: IssuedGroup | None
     """None where the id is no prompt group id."""
     is_issued: bool = False
     num_samples: int = 0
     """As issued; 0 where the issue was not read."""
-    ends: list[PromptGroupEnded] = field(default_factory=list)
+    outcomes: list[PromptGroupEnded] = field(default_factory=list)
     generated: dict[str, list[Generated]] = field(default_factory=dict)
     num_generated: int = 0
     rewards: dict[str, set[tuple[str, float]]] = field(default_factory=dict)
@@ -132,10 +132,10 @@ class StepFacts:
 
     train_step: int
     samples: list[Trained]
-    told_counts: list[int]
+    reported_counts: list[int]
 
     @classmethod
-    def of(cls, event: TrainStepCommitted) -> StepFacts:
+    def from_event(cls, event: TrainStepCommitted) -> StepFacts:
         """Read it off the record, whose arrays are as long as they should be."""
         places = zip(
             event.sample_ids,
@@ -148,3 +148,24 @@ class StepFacts:
             [Trained(name, event.train_step, *place) for name, *place in places],
             list(event.staleness_counts),
         )
+
+
+def find_contradiction(event: TrainStepCommitted) -> str:
+    """Return a contradiction between the fields of a step; empty where there is none."""
+    lengths = {
+        name: len(getattr(event, name))
+        for name in ("sample_ids", "partitions", "offsets", "ranks", "micro_batches")
+    }
+    if len(set(lengths.values())) > 1:
+        return (
+            "its lists differ in length: "
+            f"{', '.join(f'{name} {length}' for name, length in lengths.items())}"
+        )
+    if event.policy_version != event.train_step + 1:
+        return f"train step {event.train_step} makes version {event.policy_version}"
+    named = {name.rpartition("/")[0] for name in event.sample_ids}
+    if named != set(event.prompt_group_ids) or len(event.prompt_group_ids) != len(named):
+        return (
+            f"its samples are of {len(named)} prompt groups, it names {len(event.prompt_group_ids)}"
+        )
+    return ""

@@ -2,83 +2,84 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-NUM_EXAMPLES = 5
+MAX_EXAMPLES = 5
 
 FORK = (
     "the policy has learnt from it: fork the run at the version before (relax runs fork) and "
     "report it with the log"
 )
 WRITER = "see who else may write to the topic (relax security), and report it with the log"
-LOOK = "relax lineage prompt GROUP shows its records"
+LINEAGE = "relax lineage prompt GROUP shows its records"
 
 
 class Rule(StrEnum):
     """What holds in every run; each value says what was found where it does not."""
 
     TRAINED_TWICE = "sample trained twice"
-    SEAT_TWICE = "seat of a train step trained twice"
-    NOT_WHOLE = "prompt group not trained whole"
-    LOST = "sample of a trained prompt group was not trained"
+    SLOT_TRAINED_TWICE = "seat of a train step trained twice"
+    INCOMPLETE_GROUP = "prompt group not trained whole"
+    SAMPLE_NOT_TRAINED = "sample of a trained prompt group was not trained"
     NEVER_GENERATED = "sample trained that was never generated"
     OTHER_TOKENS = "sample trained with other tokens or versions than were generated"
     OTHER_RECORD = "trained offset holds another record than the train step says"
     NOT_SCORED = "sample trained with a reward that no score gives"
     NEVER_ISSUED = "prompt group trained that was never issued"
-    GUEST = "prompt group of a guest was trained"
+    EXTERNAL_TRAINED = "prompt group of a guest was trained"
     TOO_STALE = "staleness above max_staleness"
-    AHEAD = "sample trained by an older version than generated it"
-    MISCOUNTED = "train step counts staleness otherwise than its samples' versions"
+    TRAINED_BY_OLDER_VERSION = "sample trained by an older version than generated it"
+    WRONG_STALENESS_COUNTS = "train step counts staleness otherwise than its samples' versions"
     BAD_STEP = "train step contradicts itself"
     SKIPPED_MOVED = "train step that skipped its update committed other weights"
     NOT_AS_SOURCE = "replayed train step trained other samples than its source"
-    NO_END = "prompt group trained without an end on control.group-outcomes"
-    END_WITHOUT_STEP = "prompt group ended as trained that no step trained"
-    OTHER_END = "end of a prompt group contradicts its train step"
-    TWO_WAYS = "prompt group ended in two ways"
-    ENDED_TWICE = "prompt group ended twice"
+    NO_OUTCOME = "prompt group trained without an end on control.group-outcomes"
+    OUTCOME_WITHOUT_STEP = "prompt group ended as trained that no step trained"
+    OUTCOME_MISMATCH = "end of a prompt group contradicts its train step"
+    CONFLICTING_OUTCOMES = "prompt group ended in two ways"
+    DUPLICATE_OUTCOME = "prompt group ended twice"
     NO_REASON = "prompt group ended untrained without a reason"
-    LEFT_OPEN = "prompt group of a trained step never ended"
-    PASSED_OVER = "committed offsets passed a prompt group that never ended"
-    WENT_BACK = "consumed offset went back"
-    BELOW = "sample trained below the consumed offset"
-    STEPS = "train steps not in order"
-    VERSIONS = "policy versions not in order"
+    STEP_WITHOUT_OUTCOME = "prompt group of a trained step never ended"
+    OFFSETS_WITHOUT_OUTCOME = "committed offsets passed a prompt group that never ended"
+    OFFSET_WENT_BACK = "consumed offset went back"
+    TRAINED_BELOW_OFFSET = "sample trained below the consumed offset"
+    STEP_ORDER = "train steps not in order"
+    VERSION_ORDER = "policy versions not in order"
     UNPAIRED = "policy version published without its train step"
     MANIFEST = "weight manifest is not the one that was published"
 
 
 REMEDIES = {
     Rule.TRAINED_TWICE: FORK,
-    Rule.SEAT_TWICE: FORK,
-    Rule.NOT_WHOLE: FORK,
-    Rule.LOST: f"{LOOK}; {FORK}",
+    Rule.SLOT_TRAINED_TWICE: FORK,
+    Rule.INCOMPLETE_GROUP: FORK,
+    Rule.SAMPLE_NOT_TRAINED: f"{LINEAGE}; {FORK}",
     Rule.NEVER_GENERATED: FORK,
     Rule.OTHER_TOKENS: FORK,
     Rule.OTHER_RECORD: f"is this the run's own cluster, or was a topic restored incompletely? Otherwise {FORK}",
     Rule.NOT_SCORED: FORK,
     Rule.NEVER_ISSUED: f"{WRITER}; {FORK}",
-    Rule.GUEST: FORK,
+    Rule.EXTERNAL_TRAINED: FORK,
     Rule.TOO_STALE: FORK,
-    Rule.AHEAD: FORK,
-    Rule.MISCOUNTED: "take the ledger's counts, not the step's, and report it with the log",
+    Rule.TRAINED_BY_OLDER_VERSION: FORK,
+    Rule.WRONG_STALENESS_COUNTS: "take the ledger's counts, not the step's, and report it with the log",
     Rule.BAD_STEP: WRITER,
     Rule.SKIPPED_MOVED: f"{WRITER}; {FORK}",
     Rule.NOT_AS_SOURCE: "start the replay again under another run.id",
-    Rule.NO_END: f"{WRITER}; {LOOK}",
-    Rule.END_WITHOUT_STEP: f"{WRITER}; {LOOK}",
-    Rule.OTHER_END: f"{WRITER}; {LOOK}",
-    Rule.TWO_WAYS: f"{WRITER}; {LOOK}",
-    Rule.ENDED_TWICE: f"{WRITER}; {LOOK}",
-    Rule.NO_REASON: f"{WRITER}; {LOOK}",
-    Rule.LEFT_OPEN: f"was run.groups_per_step changed between two starts of the run? {LOOK}",
-    Rule.PASSED_OVER: f"the trainer will not read it again; {LOOK}",
-    Rule.WENT_BACK: WRITER,
-    Rule.BELOW: FORK,
-    Rule.STEPS: WRITER,
-    Rule.VERSIONS: WRITER,
+    Rule.NO_OUTCOME: f"{WRITER}; {LINEAGE}",
+    Rule.OUTCOME_WITHOUT_STEP: f"{WRITER}; {LINEAGE}",
+    Rule.OUTCOME_MISMATCH: f"{WRITER}; {LINEAGE}",
+    Rule.CONFLICTING_OUTCOMES: f"{WRITER}; {LINEAGE}",
+    Rule.DUPLICATE_OUTCOME: f"{WRITER}; {LINEAGE}",
+    Rule.NO_REASON: f"{WRITER}; {LINEAGE}",
+    Rule.STEP_WITHOUT_OUTCOME: f"was run.prompts_per_step changed between two starts of the run? {LINEAGE}",
+    Rule.OFFSETS_WITHOUT_OUTCOME: f"the trainer will not read it again; {LINEAGE}",
+    Rule.OFFSET_WENT_BACK: WRITER,
+    Rule.TRAINED_BELOW_OFFSET: FORK,
+    Rule.STEP_ORDER: WRITER,
+    Rule.VERSION_ORDER: WRITER,
     Rule.UNPAIRED: WRITER,
     Rule.MANIFEST: "restore the object from a backup, or fork the run at another version (relax runs fork)",
 }
@@ -112,7 +113,7 @@ class Findings:
         """Note a broken promise and where it was seen."""
         self.counts[rule] = self.counts.get(rule, 0) + 1
         examples = self.examples.setdefault(rule, [])
-        if len(examples) < NUM_EXAMPLES:
+        if len(examples) < MAX_EXAMPLES:
             examples.append(example)
 
     def add_all(self, other: Findings) -> None:
@@ -120,13 +121,30 @@ class Findings:
         for rule, count in other.counts.items():
             self.counts[rule] = self.counts.get(rule, 0) + count
             self.examples[rule] = [*self.examples.get(rule, ()), *other.examples[rule]][
-                :NUM_EXAMPLES
+                :MAX_EXAMPLES
             ]
 
-    def listed(self) -> list[Finding]:
+    def as_list(self) -> list[Finding]:
         """Return them in the order of the rules."""
         return [
             Finding(rule, self.counts[rule], tuple(self.examples[rule]))
             for rule in Rule
             if rule in self.counts
         ]
+
+
+@dataclass(slots=True)
+class LedgerTotals:
+    """Counts, staleness and findings that can be added up: once for finalized records, on demand for open ones."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    staleness: Counter[int] = field(default_factory=Counter)
+    unverified: Counter[str] = field(default_factory=Counter)
+    findings: Findings = field(default_factory=Findings)
+
+    def add(self, other: LedgerTotals) -> None:
+        """Add the totals of another."""
+        self.counts.update(other.counts)
+        self.staleness.update(other.staleness)
+        self.unverified.update(other.unverified)
+        self.findings.add_all(other.findings)

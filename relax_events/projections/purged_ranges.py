@@ -8,48 +8,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from relax_events.events.types import PolicyVersionPublished
-from relax_events.topics import TopicPlan, shard_of
+from relax_events.topics import TopicPlan, compute_shard
 
 
 @dataclass(slots=True)
-class PurgedLog:
+class PurgedRanges:
     """Where the partitions of the prompt queue and of the sample topics begin, by (entity,
     partition), and where versions began there.
     """
 
     plan: TopicPlan
-    begins: Mapping[tuple[str, int], int]
-    starts: dict[int, dict[tuple[str, int], int]] = field(default_factory=dict)
+    beginning_offsets: Mapping[tuple[str, int], int]
+    version_starts: dict[int, dict[tuple[str, int], int]] = field(default_factory=dict)
 
-    def note(self, published: PolicyVersionPublished) -> None:
+    def apply(self, published: PolicyVersionPublished) -> None:
         """Take in where a version's records begin, if anything was purged at all."""
-        if any(self.begins.values()):
-            self.starts[published.policy_version] = {
-                (self.plan.entity(at.topic), at.partition): at.offset
+        if any(self.beginning_offsets.values()):
+            self.version_starts[published.policy_version] = {
+                (self.plan.parse_entity(at.topic), at.partition): at.offset
                 for at in published.start_offsets
             }
 
     def forget_before(self, policy_version: int) -> None:
         """Drop what is known of versions that nobody will ask for."""
-        for version in [version for version in self.starts if version < policy_version]:
-            del self.starts[version]
+        for version in [version for version in self.version_starts if version < policy_version]:
+            del self.version_starts[version]
 
-    def had_issue(self, prompt_group_id: str) -> bool:
+    def may_have_purged_issue(self, prompt_group_id: str) -> bool:
         """Tell whether the record that issued a prompt group may have been purged."""
         return (
-            self.begins.get(
-                ("prompt.groups", shard_of(prompt_group_id, shards=self.plan.queue_partitions)), 0
+            self.beginning_offsets.get(
+                ("prompt.groups", compute_shard(prompt_group_id, shards=self.plan.queue_partitions)), 0
             )
             > 0
         )
 
-    def had_offset(self, entity: str, partition: int, offset: int) -> bool:
+    def is_purged(self, entity: str, partition: int, offset: int) -> bool:
         """Tell whether the record at an offset was purged."""
-        return self.begins.get((entity, partition), 0) > offset
+        return self.beginning_offsets.get((entity, partition), 0) > offset
 
-    def had_version(self, entity: str, partition: int, policy_version: int) -> bool:
+    def may_have_purged_version(self, entity: str, partition: int, policy_version: int) -> bool:
         """Tell whether records of a version may have been purged from one of its slot's
         partitions.
         """
-        start = self.starts.get(policy_version, {}).get((entity, partition), 0)
-        return self.had_offset(entity, partition, start)
+        start = self.version_starts.get(policy_version, {}).get((entity, partition), 0)
+        return self.is_purged(entity, partition, start)

@@ -26,13 +26,13 @@ from relax_events.events.types import (
 from relax_events.staleness import is_guest
 from relax_events.topics.plan import HEARTBEATS, METRICS
 
-NOTHING = np.zeros(0, np.int32)
-NUM_KEPT = 128
+EMPTY = np.zeros(0, np.int32)
+MAX_KEPT = 128
 """Newest steps, evaluations and reports that are kept: more than anybody shows of a run that goes
 on."""
-NUM_RECENT_ENDS = 20_000
+MAX_RECENT_IDS = 20_000
 """Newest ends among which one that is told twice is known."""
-FOLLOWED = (
+RUN_STATE_TOPICS = (
     "control.train-steps",
     "control.group-outcomes",
     *HEARTBEATS.values(),
@@ -58,25 +58,25 @@ class RunState:
     steps: list[TrainStepCommitted] = field(default_factory=list)
     evaluations: dict[tuple[int, str], PolicyEvaluated] = field(default_factory=dict)
     outcomes: Counter[str] = field(default_factory=Counter)
-    recent_ends: dict[str, None] = field(default_factory=dict)
-    failed_in_a_row: int = 0
+    recent_ended_ids: dict[str, None] = field(default_factory=dict)
+    num_consecutive_failures: int = 0
     last_failure: str = ""
     workers: dict[str, WorkerBeat] = field(default_factory=dict)
     metrics: dict[str, MetricsReported] = field(default_factory=dict)
     num_updates_skipped: int = 0
-    skipped_in_a_row: int = 0
-    critic_figures: dict[int, dict[str, float]] = field(default_factory=dict)
+    num_consecutive_skips: int = 0
+    critic_metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     ended: RunCommanded | None = None
     resumed_at: int = 0
     is_paused: bool = False
     descriptions: list[RunDescribed] = field(default_factory=list)
 
-    def note(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Take in an event."""
         if isinstance(event, TrainStepCommitted):
             self.num_steps += 1
             self._note_update(event)
-            self.steps.append(without_its_samples(event))
+            self.steps.append(strip_samples(event))
             self._bound(self.steps)
         elif isinstance(event, PolicyVersionPublished):
             self._note_version(event)
@@ -89,8 +89,8 @@ class RunState:
             self.workers[event.worker_id] = event
         elif isinstance(event, MetricsReported):
             if event.role == "critic" and "value_loss" in event.values:
-                self.critic_figures[event.policy_version - 1] = event.values
-                self._bound(self.critic_figures)
+                self.critic_metrics[event.policy_version - 1] = event.values
+                self._bound(self.critic_metrics)
             else:
                 self.metrics[event.worker_id] = event
         elif isinstance(event, RunDescribed):
@@ -101,8 +101,8 @@ class RunState:
     def _note_update(self, step: TrainStepCommitted) -> None:
         """Count updates that were skipped; in a row only those since the run was last taken up."""
         self.num_updates_skipped += step.update_skipped
-        self.skipped_in_a_row = (
-            self.skipped_in_a_row + (step.committed_at > self.resumed_at)
+        self.num_consecutive_skips = (
+            self.num_consecutive_skips + (step.committed_at > self.resumed_at)
             if step.update_skipped
             else 0
         )
@@ -112,7 +112,7 @@ class RunState:
             self.num_steps, self.outcomes = event.num_steps_before, Counter(event.ended_before)
         self.policy_version = max(self.policy_version, event.policy_version)
 
-    def _bound(self, kept: list[Any] | dict[Any, Any], *, limit: int = NUM_KEPT) -> None:
+    def _bound(self, kept: list[Any] | dict[Any, Any], *, limit: int = MAX_KEPT) -> None:
         """Drop the older half of what has grown to twice the limit."""
         if self.keeps_all or len(kept) < 2 * limit:
             return
@@ -129,22 +129,22 @@ class RunState:
             self.is_paused = True
         elif event.command is Command.RESUME:
             self.ended, self.is_paused, self.resumed_at = None, False, event.commanded_at
-            self.failed_in_a_row = self.skipped_in_a_row = 0
+            self.num_consecutive_failures = self.num_consecutive_skips = 0
 
     def _note_end(self, event: PromptGroupEnded) -> None:
-        if event.prompt_group_id in self.recent_ends or is_guest(event.prompt_group_id):
+        if event.prompt_group_id in self.recent_ended_ids or is_guest(event.prompt_group_id):
             return
-        self.recent_ends[event.prompt_group_id] = None
-        self._bound(self.recent_ends, limit=NUM_RECENT_ENDS)
+        self.recent_ended_ids[event.prompt_group_id] = None
+        self._bound(self.recent_ended_ids, limit=MAX_RECENT_IDS)
         self.outcomes[event.outcome.value] += 1
         if event.outcome is Outcome.FAILED and event.ended_at > self.resumed_at:
-            self.failed_in_a_row += 1
+            self.num_consecutive_failures += 1
             self.last_failure = event.reason
         elif event.outcome is Outcome.TRAINED:
-            self.failed_in_a_row = 0
+            self.num_consecutive_failures = 0
 
     @property
-    def described(self) -> RunDescribed | None:
+    def description(self) -> RunDescribed | None:
         """What the run says it is, the newest time."""
         return self.descriptions[-1] if self.descriptions else None
 
@@ -167,7 +167,7 @@ def is_silent(beat: WorkerBeat, *, seconds: float, newest_at: int) -> bool:
     )
 
 
-def without_its_samples(step: TrainStepCommitted) -> TrainStepCommitted:
+def strip_samples(step: TrainStepCommitted) -> TrainStepCommitted:
     """Return a step as it is kept over a whole run: a tenth of its size, since samples and places
     go and names are shared.
     """
@@ -176,15 +176,15 @@ def without_its_samples(step: TrainStepCommitted) -> TrainStepCommitted:
         for named in (step.figures, step.phase_seconds)
     )
     of_samples: dict[str, Any] = {"prompt_group_ids": [], "sample_ids": [], "consumed": []}
-    of_samples |= dict.fromkeys(("partitions", "offsets", "ranks", "micro_batches"), NOTHING)
+    of_samples |= dict.fromkeys(("partitions", "offsets", "ranks", "micro_batches"), EMPTY)
     return replace(step, **of_samples, figures=figures, phase_seconds=phases)
 
 
-def num_samples(step: TrainStepCommitted) -> int:
+def count_samples(step: TrainStepCommitted) -> int:
     """Return how many samples a train step had."""
     return sum(step.staleness_counts)
 
 
-def staleness_max(step: TrainStepCommitted) -> int:
+def max_sample_staleness(step: TrainStepCommitted) -> int:
     """Return how many policy versions the oldest sample of a train step was behind."""
     return max((age for age, count in enumerate(step.staleness_counts) if count), default=0)

@@ -18,6 +18,7 @@ from relax_events.events.types import (
     TrainStepCommitted,
 )
 from relax_events.kafka.consumer import LogReader
+from relax_events.projections.base import apply_events
 from relax_events.runtime.control_view import SUMMED_ENTITIES, begins_of, newest_publications
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import is_guest
@@ -52,7 +53,7 @@ class TrainingHistory:
         """
         reader = LogReader(worker.connection)
         try:
-            published = _since_checkpoint(reader, worker)
+            published = _read_since_checkpoint(reader, worker)
             return cls._read(
                 reader,
                 worker,
@@ -89,16 +90,15 @@ class TrainingHistory:
         places = {
             (worker.plan.topic(entity), 0): begins.get(entity, 0) for entity in SUMMED_ENTITIES
         }
-        for record in reader.stream(
+        records = reader.stream(
             {place: (start, reader.watermarks(*place)[1]) for place, start in places.items()}
-        ):
-            event = worker.decode(record)
-            if event is not None:
-                history.note(event)
-        history.refuse_gaps()
+        )
+        events = (event for record in records if (event := worker.decode(record)) is not None)
+        apply_events(events, history)
+        history.require_no_gaps()
         return history
 
-    def refuse_gaps(self) -> None:
+    def require_no_gaps(self) -> None:
         """Check that every published version has the step that made it; both were committed in one
         transaction.
 
@@ -119,7 +119,7 @@ class TrainingHistory:
                 "until it can"
             )
 
-    def note(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Add an event."""
         if isinstance(event, TrainStepCommitted):
             self.steps.append(event)
@@ -157,7 +157,7 @@ class TrainingHistory:
             )
         )
 
-    def require_from(self, first_version: int) -> None:
+    def require_steps_from(self, first_version: int) -> None:
         """Check that training can begin at the run's first version: the steps since are all here.
 
         Raises:
@@ -173,7 +173,7 @@ class TrainingHistory:
                 "from the newest published weights"
             )
 
-    def take_checkpoint(self, extra: Mapping[str, Any]) -> None:
+    def apply_checkpoint(self, extra: Mapping[str, Any]) -> None:
         """Take over a checkpoint's offsets and id window: they hold even where the control log was
         cut off or is behind.
         """
@@ -200,11 +200,11 @@ def advance_positions(
     imported log still names its first run's topics.
     """
     for at in consumed:
-        place = (TopicPlan.entity(at.topic), at.partition)
+        place = (TopicPlan.parse_entity(at.topic), at.partition)
         positions[place] = max(at.offset, positions.get(place, 0))
 
 
-def _since_checkpoint(reader: LogReader, worker: Worker) -> list[PolicyVersionPublished]:
+def _read_since_checkpoint(reader: LogReader, worker: Worker) -> list[PolicyVersionPublished]:
     """Return the publications since the version of the oldest checkpoint that is kept; all of them
     where there is none.
 
@@ -214,17 +214,17 @@ def _since_checkpoint(reader: LogReader, worker: Worker) -> list[PolicyVersionPu
     found = newest_publications(
         reader, worker.plan, worker.decode, enough=lambda found: len(found) > 1
     )
-    version = max(_named_since(found, reader, worker), default=-1)
+    version = max(_checkpoint_versions_since(found, reader, worker), default=-1)
     for _ in range(worker.config.trainer.keep_checkpoints):
-        found = _back_to(version, reader, worker)
-        older = min(_named_since(found, reader, worker), default=version)
+        found = _read_since_version(version, reader, worker)
+        older = min(_checkpoint_versions_since(found, reader, worker), default=version)
         if older == version:
             break
         version = older
     return found
 
 
-def _back_to(version: int, reader: LogReader, worker: Worker) -> list[PolicyVersionPublished]:
+def _read_since_version(version: int, reader: LogReader, worker: Worker) -> list[PolicyVersionPublished]:
     """Return the publications since that of a version."""
     found = newest_publications(
         reader,
@@ -235,7 +235,7 @@ def _back_to(version: int, reader: LogReader, worker: Worker) -> list[PolicyVers
     return [event for event in found if event.policy_version >= version]
 
 
-def _named_since(
+def _checkpoint_versions_since(
     published: Sequence[PolicyVersionPublished], reader: LogReader, worker: Worker
 ) -> set[int]:
     """Return the versions of the checkpoints that the steps since these publications name."""

@@ -17,7 +17,7 @@ def read_evaluations(log: RunLog) -> list[dict[str, Any]]:
     if log.plan.topic(ENTITY) not in log.topics:
         return []
     first: dict[tuple[int, str], PolicyEvaluated] = {}
-    for found in log.control(ENTITY, PolicyEvaluated):
+    for found in log.read_control(ENTITY, PolicyEvaluated):
         first.setdefault((found.event.policy_version, found.event.dataset), found.event)
     return evaluation_rows(first.values())
 

@@ -70,7 +70,7 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import now_micros
 from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.projections.ledger import Ledger
-from relax_events.projections.run_state import RunState, num_samples, staleness_max
+from relax_events.projections.run_state import RunState, count_samples, max_sample_staleness
 from relax_events.reports.report_page import report_page
 from relax_events.runtime.private_files import write_private
 from relax_events.runtime.run_description import config_digest
@@ -178,7 +178,7 @@ def build_report(
         "reward_first_10": mean(rewards[:EDGE_STEPS]),
         "reward_last_10": mean(rewards[-EDGE_STEPS:]),
         **throughput(steps, curves, started_at=started_at),
-        **ledger.figures(),
+        **ledger.totals(),
         "max_staleness": ledger.max_staleness,
         "phase_seconds": {
             phase: math.fsum(seconds) for phase, seconds in curves["phase_seconds"].items()
@@ -217,7 +217,7 @@ def step_curves(steps: Sequence[TrainStepCommitted], *, started_at: int) -> dict
     return {
         "train_step": [step.train_step for step in steps],
         **{name: [finite(step.figures.get(name)) for step in steps] for name in names},
-        "staleness_max": [staleness_max(step) for step in steps],
+        "staleness_max": [max_sample_staleness(step) for step in steps],
         "step_seconds": seconds,
         "tokens_per_second": [
             ratio(step.figures.get("num_tokens"), spent)
@@ -233,10 +233,10 @@ def critic_curves(state: RunState) -> dict[str, Any]:
     """Return the critic's curves, one entry per train step, None where it has not learned from one;
     nothing where there is no critic.
     """
-    names = dict.fromkeys(name for figures in state.critic_figures.values() for name in figures)
+    names = dict.fromkeys(name for figures in state.critic_metrics.values() for name in figures)
     return {
         name: [
-            finite(state.critic_figures.get(step.train_step, {}).get(name)) for step in state.steps
+            finite(state.critic_metrics.get(step.train_step, {}).get(name)) for step in state.steps
         ]
         for name in names
     }
@@ -273,7 +273,7 @@ def throughput(
         "tokens_trained": sum(tokens),
         "train_seconds": seconds,
         "tokens_per_second": ratio(sum(tokens[place] for place in mine), seconds),
-        "samples_per_second": ratio(sum(num_samples(steps[place]) for place in mine), seconds),
+        "samples_per_second": ratio(sum(count_samples(steps[place]) for place in mine), seconds),
     }
 
 

@@ -24,13 +24,23 @@ from relax_events.events.types import (
 )
 from relax_events.history.ledger import read_ledger
 from relax_events.history.run_log import RunLog
-from relax_events.history.runs.replay import source_curves
+from relax_events.history.runs.replay import read_source_curves
+from relax_events.projections.base import apply_events
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import write_report
 from relax_events.reports.sample_page import report_samples
-from relax_events.session.records import FILE, seconds_of, sessions_in
+from relax_events.session.records import SESSIONS_FILE, session_seconds, parse_sessions
 from relax_events.topics.plan import METRICS
+
+
+REPORTED_ENTITIES = (
+    "control.policy-versions",
+    "control.train-steps",
+    "control.evaluations",
+    *METRICS.values(),
+    "control.commands",
+)
 
 
 def read_state(config: RunConfig) -> RunState:
@@ -42,18 +52,7 @@ def read_state(config: RunConfig) -> RunState:
     """
     state = RunState(keeps_all=True)
     with RunLog(config, name="report") as log:
-        for version in sorted(log.versions):
-            state.note(log.versions[version].event)
-        for step in log.control("control.train-steps", TrainStepCommitted):
-            state.note(step.event)
-        for evaluation in log.control("control.evaluations", PolicyEvaluated):
-            state.note(evaluation.event)
-        for entity in filter(log.plan.has, METRICS.values()):
-            for report in log.control(entity, MetricsReported):
-                state.note(report.event)
-        for kind in (RunDescribed, RunCommanded):
-            for told in log.control("control.commands", kind):
-                state.note(told.event)
+        apply_events(log.read_control_events(*REPORTED_ENTITIES), state)
     return state
 
 
@@ -82,7 +81,7 @@ def make_report(
     ledger, state = read_ledger(config), read_state(config)
     steps = [step.train_step for step in state.steps]
     extras: dict[str, Any] = {
-        "source": source_curves(config, steps),
+        "source": read_source_curves(config, steps),
         "samples": report_samples(config, steps),
     }
     extras["total_seconds"] = total_seconds([step.committed_at for step in state.steps])
@@ -106,8 +105,8 @@ def remake_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
         [step.train_step for step in state.steps],
         [step.committed_at for step in state.steps],
     )
-    path = config.run_directory / FILE
-    sessions = sessions_in(path.read_bytes()) if path.exists() else []
+    path = config.run_directory / SESSIONS_FILE
+    sessions = parse_sessions(path.read_bytes()) if path.exists() else []
     until = max(
         [
             now_micros() if state.ended is None else 0,
@@ -116,7 +115,7 @@ def remake_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
         ],
         default=now_micros(),
     )
-    seconds = seconds_of(sessions, commits, until=until) or [
+    seconds = session_seconds(sessions, commits, until=until) or [
         (until - min(commits, default=until)) / MICROS
     ]
     ended_at = sessions[-1].started_at + int(seconds[-1] * MICROS) if sessions else until
@@ -130,7 +129,7 @@ def remake_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
         reason=ended.reason if ended else STANDS,
         total_seconds=sum(seconds),
         ended_at=ended_at,
-        source=source_curves(config, steps),
+        source=read_source_curves(config, steps),
         samples=report_samples(config, steps),
     )
     return report, ledger

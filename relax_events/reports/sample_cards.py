@@ -30,7 +30,7 @@ def group_card(views: Sequence[SampleView], *, newest_version: int, draw: Draw) 
     """
     sample = views[0].sample
     origin = (
-        f"version {sample.policy_version}, issued for step {sample.train_step}, row {sample.row} "
+        f"version {sample.policy_version}, issued for step {sample.key.train_step}, row {sample.key.row} "
         "of the prompt stream"
     )
     prompt = "".join(message_html(message, draw) for message in sample.messages)

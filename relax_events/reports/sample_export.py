@@ -80,7 +80,7 @@ class Export(AbstractContextManager["Export"]):
         """
         self._log, self._tokens = log, tokens
         self._store = ObjectStore.open(
-            log.config.objects_uri, moved_from=log.config.objects.moved_from
+            log.config.objects_uri, uri_aliases=log.config.objects.uri_aliases
         )
         base = Path() if path is None else path.parent
         self._media = MediaFolder(
@@ -131,11 +131,11 @@ def sample_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRe
     line, sample, score = asdict(view.line(newest_version)), view.sample, view.score
     return line | {
         "prompt_group_id": sample.prompt_group_id,
-        "sample_index": sample.sample_index,
-        "issued_for_step": sample.train_step,
-        "row": sample.row,
-        "min_policy_version": sample.min_policy_version,
-        "max_policy_version": sample.max_policy_version,
+        "sample_index": sample.key.sample_index,
+        "issued_for_step": sample.key.train_step,
+        "row": sample.key.row,
+        "min_policy_version": sample.key.min_policy_version,
+        "max_policy_version": sample.key.max_policy_version,
         "temperature": sample.temperature,
         "num_prompt_tokens": sample.num_prompt_tokens,
         "prompt": "\n".join(message.text for message in sample.messages),

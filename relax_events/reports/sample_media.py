@@ -16,7 +16,7 @@ from relax_events.errors import ConfigError, EnvironmentProblem, MediaError, Obj
 from relax_events.events.parts import MediaRef
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.media.wav import encoded
+from relax_events.media.wav import encode_wav
 from relax_events.objects import ObjectStore
 
 MAX_SIDE = 320
@@ -49,7 +49,7 @@ class Gallery:
         """Return a piece as HTML; of one that can't be shown its name, and why."""
         name = caption(media)
         try:
-            piece = self._opened().processed(media)
+            piece = self._opened().load(media)
             body = "".join(
                 [
                     *(picture(frame) for frame in frames_of(piece)),
@@ -118,7 +118,7 @@ def sounds_of(piece: ProcessedMedia, rate_hertz: int) -> list[str]:
     return [
         (
             "<audio controls "
-            f'src="{data_uri("audio/wav", encoded(begin, rate_hertz=rate_hertz))}"></audio>'
+            f'src="{data_uri("audio/wav", encode_wav(begin, rate_hertz=rate_hertz))}"></audio>'
         )
     ]
 

@@ -13,7 +13,7 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerError
 from relax_events.events.parts import now_micros
-from relax_events.history.live_run import RunWatch, silent_micros
+from relax_events.history.live_run import RunFollower, silent_micros
 from relax_events.kafka.admin import Admin
 from relax_events.ops.consumer_lag import consumer_lag
 from relax_events.reports.terminal import ProgressDisplay
@@ -72,7 +72,7 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         Args:
             config: The run, with the broker's address and the principal filled in.
         """
-        self._config, self._watch = config, RunWatch(config, name="status")
+        self._config, self._watch = config, RunFollower(config, name="status")
 
     def __enter__(self) -> Self:
         self._watch.__enter__()
@@ -103,7 +103,7 @@ class StatusReader(AbstractContextManager["StatusReader"]):
             )
             reason = state.ended.reason if state.ended is not None else ""
             return RunStatus(
-                self._config.run.id, self._watch.standing, reason, figures, workers, lag
+                self._config.run.id, self._watch.status, reason, figures, workers, lag
             )
 
     def show(self, stream: TextIO, *, turn_seconds: float) -> None:

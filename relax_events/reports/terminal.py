@@ -15,7 +15,7 @@ from relax_events.events.parts import now_micros
 from relax_events.printable import printable
 from relax_events.projections.run_state import RunState
 from relax_events.reports.terminal_values import ProgressFigures, WorkerRow, WorkerTable
-from relax_events.topics import num_slots
+from relax_events.topics import count_slots
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -144,7 +144,7 @@ class PanelSurface:
             figures=figures,
             workers=workers,
             lag=lag,
-            num_slots=num_slots(self._config.run.max_staleness),
+            num_slots=count_slots(self._config.run.max_staleness),
         )
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")

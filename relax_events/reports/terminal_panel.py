@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_events.reports.terminal_values import ProgressFigures, WorkerRow
-from relax_events.topics import slot_of
+from relax_events.topics import compute_slot
 
 BLOCKS = "".join(chr(0x2581 + height) for height in range(8))
 ASCII_BLOCKS = " .:-=+*#"
@@ -140,8 +140,8 @@ class ProgressPanel:
         ages = range(
             min(self.num_slots, room)
         )  # the slot of version - age; the last is the one that is cleared for the next version
-        slots = sorted(slot_of(version - age, num_slots=self.num_slots) for age in ages)
-        current = slot_of(version, num_slots=self.num_slots)
+        slots = sorted(compute_slot(version - age, num_slots=self.num_slots) for age in ages)
+        current = compute_slot(version, num_slots=self.num_slots)
         table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
         table.add_column("lag in records", no_wrap=True, min_width=LAG_NAME_WIDTH - 2)
         for slot in slots:

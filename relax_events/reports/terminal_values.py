@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from relax_events.config import RunConfig
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import TrainStepCommitted, WorkerBeat
-from relax_events.projections.run_state import RunState, num_samples, staleness_max
+from relax_events.projections.run_state import RunState, count_samples, max_sample_staleness
 
 RECENT_STEPS = 20
 SPARK_STEPS = 40
@@ -83,11 +83,11 @@ class ProgressFigures:
             loss=figures.get("loss"),
             kl_estimate=figures.get("kl_estimate"),
             staleness_mean=figures.get("staleness_mean"),
-            staleness_max=staleness_max(newest) if newest else None,
+            staleness_max=max_sample_staleness(newest) if newest else None,
             tokens_per_second=sum(step.figures.get("num_tokens", 0.0) for step in counted) / seconds
             if seconds > 0
             else None,
-            samples_per_second=sum(num_samples(step) for step in counted) / seconds
+            samples_per_second=sum(count_samples(step) for step in counted) / seconds
             if seconds > 0
             else None,
             remaining_seconds=max(config.num_train_steps - state.num_steps, 0)
@@ -147,7 +147,7 @@ class WorkerTable:
         self._local = {
             f"{role}-{index}" for role, count in config.roles().items() for index in range(count)
         }
-        self._silent_seconds = max(SILENT_SECONDS, 5 * config.workers.beat_seconds)
+        self._silent_seconds = max(SILENT_SECONDS, 5 * config.workers.heartbeat_seconds)
         self._processes: dict[str, tuple[str, int]] = {}
         self._restarts: dict[str, int] = {}
 

@@ -15,7 +15,7 @@ from relax_events.rewards.registry import LoadedReward, load_reward
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
+class RewardRoutes:
     """The run's reward function, and others by the value of a key of the metadata. All of them are
     called in the same way.
     """
@@ -35,13 +35,13 @@ class Routes:
         return self.default.is_async
 
     @property
-    def on_demand(self) -> list[str]:
+    def optional_arguments(self) -> list[str]:
         """What some of them are given because they have a parameter for it."""
         return sorted(
             {
                 name
                 for reward in (self.default, *self.by_source.values())
-                for name in reward.on_demand
+                for name in reward.optional_arguments
             }
         )
 
@@ -71,7 +71,7 @@ class Routes:
         return self.by_source.get(source, self.default) if isinstance(source, str) else self.default
 
 
-def load_routes(config: Mapping[str, Any]) -> Routes:
+def load_routes(config: Mapping[str, Any]) -> RewardRoutes:
     """Load all functions of a reward section, given as the dictionary that it is.
 
     Raises:
@@ -92,4 +92,4 @@ def load_routes(config: Mapping[str, Any]) -> Routes:
                     f"{only.name} {what} and {not_so.name} is not so; functions of one run "
                     "must be alike, see reward.routes"
                 )
-    return Routes(default, dict(zip(config["routes"], others, strict=True)), config["route_key"])
+    return RewardRoutes(default, dict(zip(config["routes"], others, strict=True)), config["route_key"])

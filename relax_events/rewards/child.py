@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 import orjson
 
 from relax_events.errors import RelaxError
-from relax_events.rewards.by_source import Routes, load_routes
+from relax_events.rewards.by_source import RewardRoutes, load_routes
 from relax_events.rewards.code_version import file_stamps
-from relax_events.rewards.scores import BY_TOKEN, BY_TURN, as_score
+from relax_events.rewards.scores import BY_TOKEN, BY_TURN, parse_score
 
 MAX_ERROR_CHARACTERS = 600
 
@@ -54,11 +54,11 @@ def main() -> int:
         "digest": routes.digest,
         "takes_prompt_group": routes.takes_prompt_group,
         "is_async": routes.is_async,
-        "on_demand": routes.on_demand,
+        "on_demand": routes.optional_arguments,
     }
     _send(answers, greeting | {"files": file_stamps(routes.files)})
     if routes.is_async:
-        asyncio.run(_serve_together(caller, requests, answers, concurrency=setup["concurrency"]))
+        asyncio.run(_serve_concurrently(caller, requests, answers, concurrency=setup["concurrency"]))
     _serve(caller, requests, answers)
     return 0
 
@@ -68,10 +68,10 @@ def _serve(caller: Caller, requests: BinaryIO, answers: BinaryIO) -> None:
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests, lines.put), daemon=True).start()
     while True:
-        _send(answers, caller.answer(orjson.loads(lines.get())))
+        _send(answers, caller.respond(orjson.loads(lines.get())))
 
 
-async def _serve_together(
+async def _serve_concurrently(
     caller: Caller, requests: BinaryIO, answers: BinaryIO, *, concurrency: int
 ) -> None:
     """Have so many calls under way at a time; the answers keep the order of the requests."""
@@ -80,7 +80,7 @@ async def _serve_together(
 
     async def call(line: bytes) -> dict[str, Any]:
         async with places:
-            return await caller.answer_async(orjson.loads(line))
+            return await caller.respond_async(orjson.loads(line))
 
     def begin(line: bytes) -> None:
         calls.put_nowait(loop.create_task(call(line)))
@@ -103,10 +103,10 @@ def _read(requests: BinaryIO, take: Callable[[bytes], object]) -> None:
 class Caller:
     """Calls the function that a request is for, and makes an answer of whatever comes of it."""
 
-    def __init__(self, routes: Routes, *, timeout_seconds: float) -> None:
+    def __init__(self, routes: RewardRoutes, *, timeout_seconds: float) -> None:
         self._routes, self._timeout_seconds = routes, timeout_seconds
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def respond(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request; whatever the function does short of ending the process is
         one.
         """
@@ -119,7 +119,7 @@ class Caller:
             return _failure(error, started)
         return self._success(value, request, started)
 
-    async def answer_async(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def respond_async(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do the same for an `async def`; its time limit is kept here, since the parent sees only
         the oldest of several calls.
         """
@@ -141,7 +141,7 @@ class Caller:
         completions, metadata = request["completions"], orjson.loads(request["metadata"])
         reward, takes_all = self._routes.reward_for(metadata), self._routes.takes_prompt_group
         first = completions if takes_all else completions[0]
-        more = {name: request[name] if takes_all else request[name][0] for name in reward.on_demand}
+        more = {name: request[name] if takes_all else request[name][0] for name in reward.optional_arguments}
         return reward.function(
             first, answer=request["answer"], metadata=metadata, prompt=request["prompt"], **more
         )
@@ -171,7 +171,7 @@ def _result(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
     if isinstance(value, Exception):
         return {"error": f"failed: {value}"[:MAX_ERROR_CHARACTERS]}
     try:
-        score = as_score(value, weights=weights)
+        score = parse_score(value, weights=weights)
     except (TypeError, ValueError, OverflowError) as error:
         return {"error": str(error)}
     parts = {BY_TURN: score.turn_rewards, BY_TOKEN: score.token_rewards}

@@ -15,9 +15,9 @@ from relax_events.config import RewardConfig
 from relax_events.errors import RewardError
 from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.scores import Score
-from relax_events.rewards.trial import Trial, TriedCompletion
+from relax_events.rewards.trial import RewardTrial, ScoredCompletion
 
-ITEMS_AT_ONCE = 256
+BATCH_ITEMS = 256
 END_CHARACTERS = 400
 TOLERANCE = 1e-9
 Result = Score | RewardError
@@ -48,7 +48,7 @@ class DifferenceCounts:
         self.num_both_failed += not is_first_scored and not is_second_scored
         if not isinstance(first, Score) or not isinstance(second, Score):
             return False
-        do_differ = _do_differ(first.reward, second.reward, threshold)
+        do_differ = _differ(first.reward, second.reward, threshold)
         self.num_agree += not do_differ
         self.num_differ += do_differ
         self.num_first_higher += do_differ and first.reward > second.reward
@@ -65,8 +65,8 @@ class Example:
     sample_id: str
     completion_end: str
     answer: str
-    first: TriedCompletion
-    second: TriedCompletion
+    first: ScoredCompletion
+    second: ScoredCompletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Differences:
     examples: list[Example] = field(default_factory=list)
 
 
-class EvenDraw(Generic[T]):
+class ReservoirSampler(Generic[T]):
     """Keeps some of many things, each with the same chance; the same ones each time."""
 
     def __init__(self, limit: int) -> None:
@@ -128,12 +128,12 @@ def compare_rewards(
     """
     counts = DifferenceCounts()
     differing, half_failed = (
-        EvenDraw[tuple[RewardItem, Result, Result]](limit),
-        EvenDraw[tuple[RewardItem, Result, Result]](limit),
+        ReservoirSampler[tuple[RewardItem, Result, Result]](limit),
+        ReservoirSampler[tuple[RewardItem, Result, Result]](limit),
     )
-    with Trial(first) as mine, Trial(second) as other:
+    with RewardTrial(first) as mine, RewardTrial(second) as other:
         waiting = iter(items)
-        while batch := list(islice(waiting, ITEMS_AT_ONCE)):
+        while batch := list(islice(waiting, BATCH_ITEMS)):
             for case in zip(batch, mine.score(batch), other.score(batch), strict=True):
                 if counts.add(case[1], case[2], threshold):
                     differing.add(case)
@@ -154,7 +154,7 @@ def compare_rewards(
         return Differences(mine.name, other.name, threshold, counts, examples)
 
 
-def _do_differ(first: float, second: float, threshold: float | None) -> bool:
+def _differ(first: float, second: float, threshold: float | None) -> bool:
     if threshold is not None:
         return (first >= threshold) != (second >= threshold)
     return not math.isclose(first, second, rel_tol=TOLERANCE, abs_tol=TOLERANCE)

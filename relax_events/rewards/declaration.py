@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-ATTRIBUTE = "reward_facts"
+INFO_ATTRIBUTE = "reward_facts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +17,12 @@ class Explanation:
     """
 
     answer: str | None
-    place: str
+    location: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class RewardFacts:
+class RewardInfo:
     """Where a reward function comes from, what it needs, and what has to be done before its first
     call.
     """
@@ -35,7 +35,7 @@ class RewardFacts:
     explain: Callable[..., Explanation] | None = None
 
 
-def declares(
+def reward(
     *,
     source: str = "",
     metadata: Mapping[str, str] | None = None,
@@ -57,16 +57,16 @@ def declares(
         explain: Called as the function is; says for `relax rewards score` what the function read in
             the completion.
     """
-    facts = RewardFacts(source, metadata or {}, packages, prepare, require, explain)
+    facts = RewardInfo(source, metadata or {}, packages, prepare, require, explain)
 
     def attach(function: Function) -> Function:
-        setattr(function, ATTRIBUTE, facts)
+        setattr(function, INFO_ATTRIBUTE, facts)
         return function
 
     return attach
 
 
-def facts_of(function: Callable[..., Any]) -> RewardFacts:
+def read_info(function: Callable[..., Any]) -> RewardInfo:
     """Return what a function declared, or nothing in particular."""
-    found = getattr(function, ATTRIBUTE, None)
-    return found if isinstance(found, RewardFacts) else RewardFacts()
+    found = getattr(function, INFO_ATTRIBUTE, None)
+    return found if isinstance(found, RewardInfo) else RewardInfo()

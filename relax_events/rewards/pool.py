@@ -23,7 +23,7 @@ from relax_events.config import RewardConfig
 from relax_events.data.completions import ASSISTANT
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.code_version import file_stamps
-from relax_events.rewards.process import START_SECONDS, Greeting, Request, RewardChild
+from relax_events.rewards.process import START_SECONDS, ChildReady, Request, RewardChild
 from relax_events.rewards.scores import BY_TOKEN, BY_TURN, Score
 
 MAX_REQUESTS_PER_CHILD = 64
@@ -70,7 +70,7 @@ class RewardPool:
         self._waiting: deque[Request] = deque()
         self._results: dict[int, Score | RewardError] = {}
         self._items: Sequence[RewardItem] = ()
-        self._greeting: Greeting | None = None
+        self._ready: ChildReady | None = None
         self.name = "; ".join(
             [
                 config.function,
@@ -84,8 +84,8 @@ class RewardPool:
             on_failure.callback(self.close)
             for _ in range(config.num_processes):
                 self._start_child()
-            while any(child.greeting is None for child in self._children):
-                self._turn(window=0)
+            while any(child.ready is None for child in self._children):
+                self._step(window=0)
             on_failure.pop_all()
 
     def __enter__(self) -> Self:
@@ -112,17 +112,17 @@ class RewardPool:
         return self._loaded.takes_prompt_group
 
     @property
-    def on_demand(self) -> list[str]:
+    def optional_arguments(self) -> list[str]:
         """What the function is given because it has a parameter for it: `turns`, `token_ids`."""
-        return self._loaded.on_demand
+        return self._loaded.optional_arguments
 
     @property
-    def _loaded(self) -> Greeting:
-        assert self._greeting is not None
-        return self._greeting
+    def _loaded(self) -> ChildReady:
+        assert self._ready is not None
+        return self._ready
 
     @property
-    def answer_seconds(self) -> float:
+    def max_response_seconds(self) -> float:
         """The longest time between two answers: a call that hangs, its next one in another child,
         and what both children take to load.
         """
@@ -144,7 +144,7 @@ class RewardPool:
             ConfigError: The function changed on the disk, or a child had to be started again and
                 could not load it.
         """
-        self._look_at_files()
+        self._reload_changed_files()
         self._items = items
         self._results = {}
         self._waiting = deque(self._requests(items))
@@ -155,7 +155,7 @@ class RewardPool:
             window = 2 * self._config.concurrency
         while len(self._results) < len(items):
             num_answered = len(self._results)
-            self._turn(window=window)
+            self._step(window=window)
             if len(self._results) > num_answered:
                 on_answer()
         return [self._results[index] for index in range(len(items))]
@@ -168,29 +168,29 @@ class RewardPool:
         self._children.clear()
         self._selector.close()
 
-    def _look_at_files(self) -> None:
+    def _reload_changed_files(self) -> None:
         """Load the function again where its files have been written since: `_check_version` refuses
         another one.
         """
         if file_stamps(self._loaded.files) == self._loaded.files:
             return
         for child in list(self._children):
-            self._renew(child, [])
-        while any(child.greeting is None for child in self._children):
-            self._turn(window=0)
+            self._restart_child(child, [])
+        while any(child.ready is None for child in self._children):
+            self._step(window=0)
 
     def _requests(self, items: Sequence[RewardItem]) -> Iterable[Request]:
         if not self._loaded.takes_prompt_group:
             return (
-                Request((index,), _line([item], self.on_demand)) for index, item in enumerate(items)
+                Request((index,), _encode_request([item], self.optional_arguments)) for index, item in enumerate(items)
             )
         prompt_groups = groupby(enumerate(items), key=lambda numbered: numbered[1].prompt_group_id)
-        return (_request_of(list(numbered), self.on_demand) for _, numbered in prompt_groups)
+        return (_build_request(list(numbered), self.optional_arguments) for _, numbered in prompt_groups)
 
-    def _turn(self, *, window: int) -> None:
+    def _step(self, *, window: int) -> None:
         """Give out requests, wait for the next answer or deadline, and deal with what came."""
         for child in self._children:
-            self._feed(child, window)
+            self._send_waiting(child, window)
         deadlines = [child.deadline for child in self._children if child.deadline is not None]
         for key, mask in self._selector.select(
             max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -198,7 +198,7 @@ class RewardPool:
             if mask & selectors.EVENT_WRITE:
                 key.data.write()
             if mask & selectors.EVENT_READ:
-                self._hear(key.data)
+                self._read_responses(key.data)
         # After reading, so that a parent that was itself held up does not take its own delay for
         # the child's.
         for child in [
@@ -206,16 +206,16 @@ class RewardPool:
             for child in self._children
             if child.deadline is not None and child.deadline <= time.monotonic()
         ]:
-            self._replace(child, self._overdue_text(child))
+            self._replace_failed_child(child, self._timeout_text(child))
 
-    def _feed(self, child: RewardChild, window: int) -> None:
+    def _send_waiting(self, child: RewardChild, window: int) -> None:
         if (
-            child.greeting is not None
+            child.ready is not None
             and self._waiting
             and len(child.requests) <= window // 2
-            and not child.is_examining
+            and not child.is_isolating_suspect
         ):
-            child.ask(self._next_requests(window - len(child.requests), is_idle=not child.requests))
+            child.send(self._next_requests(window - len(child.requests), is_idle=not child.requests))
         if child.has_outgoing and child.stdin not in self._selector.get_map():
             self._selector.register(child.stdin, selectors.EVENT_WRITE, child)
         elif not child.has_outgoing and child.stdin in self._selector.get_map():
@@ -230,14 +230,14 @@ class RewardPool:
             requests.append(self._waiting.popleft())
         return requests
 
-    def _hear(self, child: RewardChild) -> None:
-        was_ready = child.greeting is not None
+    def _read_responses(self, child: RewardChild) -> None:
+        was_ready = child.ready is not None
         answers = child.read()
         if answers is None:
-            self._replace(child, "")
+            self._replace_failed_child(child, "")
             return
-        if not was_ready and child.greeting is not None:
-            self._check_version(child.greeting)
+        if not was_ready and child.ready is not None:
+            self._check_version(child.ready)
         retried: list[Request] = []
         for request, answer in answers:
             child.num_answered += 1
@@ -246,20 +246,20 @@ class RewardPool:
                     request
                 )  # earlier calls may have leaked; its first call in another child will tell
             else:
-                self._settle(request, answer)
+                self._store_results(request, answer)
         if any(answer.get("is_exhausted") for _, answer in answers):
-            self._renew(child, retried)
+            self._restart_child(child, retried)
 
-    def _check_version(self, greeting: Greeting) -> None:
-        if self._greeting is not None and greeting.digest != self._greeting.digest:
-            versions = f"version {self._greeting.digest[:12]}, now {greeting.digest[:12]}"
+    def _check_version(self, greeting: ChildReady) -> None:
+        if self._ready is not None and greeting.digest != self._ready.digest:
+            versions = f"version {self._ready.digest[:12]}, now {greeting.digest[:12]}"
             raise ConfigError(
                 f"reward function {self.name} changed during the run ({versions}); start the "
                 "run again"
             )
-        self._greeting = greeting
+        self._ready = greeting
 
-    def _settle(self, request: Request, answer: dict[str, Any]) -> None:
+    def _store_results(self, request: Request, answer: dict[str, Any]) -> None:
         """Keep the results of a call, or its error for each of its samples."""
         seconds = answer["seconds"] / len(request.indices)
         results = answer.get("results") or [answer] * len(request.indices)
@@ -283,38 +283,38 @@ class RewardPool:
         for index in request.indices:
             self._results[index] = self._error(index, text)
 
-    def _overdue_text(self, child: RewardChild) -> str:
-        if child.greeting is None:
+    def _timeout_text(self, child: RewardChild) -> str:
+        if child.ready is None:
             return f"took longer than {START_SECONDS:g} s to load"
         return f"took longer than {self._config.timeout_seconds:g} s (reward.timeout_seconds)"
 
-    def _renew(self, child: RewardChild, retried: list[Request]) -> None:
+    def _restart_child(self, child: RewardChild, retried: list[Request]) -> None:
         """Start another child for one without memory."""
         retried += child.requests
-        self._end(child)
+        self._kill_child(child)
         self._waiting.extendleft(reversed(retried))
         self._start_child()
 
-    def _replace(self, child: RewardChild, text: str) -> None:
+    def _replace_failed_child(self, child: RewardChild, text: str) -> None:
         """Start another child for one that hangs or died, find out by which call, and ask the
         others again.
         """
-        ending = self._end(child)
+        ending = self._kill_child(child)
         text = text or f"died ({ending})"
-        if child.greeting is None:
+        if child.ready is None:
             raise ConfigError(
                 f"reward function {self.name} {text} before it was loaded; see "
                 "reward.function and reward.memory_bytes"
             )
         retried = list(child.requests)
-        if child.greeting.is_async and len(retried) > 1:
+        if child.ready.is_async and len(retried) > 1:
             retried = [replace(request, is_suspect=True) for request in retried]
         elif retried:
             self._fail(retried.pop(0), text)
         self._waiting.extendleft(reversed(retried))
         self._start_child()
 
-    def _end(self, child: RewardChild) -> str:
+    def _kill_child(self, child: RewardChild) -> str:
         for pipe in (child.stdin, child.stdout):
             if pipe in self._selector.get_map():
                 self._selector.unregister(pipe)
@@ -327,13 +327,13 @@ class RewardPool:
         self._selector.register(child.stdout, selectors.EVENT_READ, child)
 
 
-def _request_of(numbered: Sequence[tuple[int, RewardItem]], on_demand: Sequence[str]) -> Request:
+def _build_request(numbered: Sequence[tuple[int, RewardItem]], on_demand: Sequence[str]) -> Request:
     return Request(
-        tuple(index for index, _ in numbered), _line([item for _, item in numbered], on_demand)
+        tuple(index for index, _ in numbered), _encode_request([item for _, item in numbered], on_demand)
     )
 
 
-def _line(items: Sequence[RewardItem], on_demand: Sequence[str]) -> bytes:
+def _encode_request(items: Sequence[RewardItem], on_demand: Sequence[str]) -> bytes:
     first = items[0]
     request = {
         "completions": [item.completion for item in items],
@@ -341,7 +341,7 @@ def _line(items: Sequence[RewardItem], on_demand: Sequence[str]) -> bytes:
         "metadata": first.metadata,
         "prompt": first.prompt,
     }
-    more = {name: [WRITTEN[name](item) for item in items] for name in on_demand}
+    more = {name: [SERIALIZERS[name](item) for item in items] for name in on_demand}
     return orjson.dumps(request | more) + b"\n"
 
 
@@ -356,4 +356,4 @@ def _token_ids(item: RewardItem) -> list[int]:
     return [] if item.token_ids is None else list(map(int, item.token_ids.tolist()))
 
 
-WRITTEN: dict[str, Callable[[RewardItem], object]] = {"turns": _turns, "token_ids": _token_ids}
+SERIALIZERS: dict[str, Callable[[RewardItem], object]] = {"turns": _turns, "token_ids": _token_ids}

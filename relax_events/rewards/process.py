@@ -43,9 +43,9 @@ class PrintBudget:
         """
         self._budget, self._at = float(BURST_BYTES), now
         self._line_bytes = 0
-        self._num_left_out = 0
+        self._num_dropped_bytes = 0
 
-    def take(self, data: bytes, *, now: float) -> bytes:
+    def limit(self, data: bytes, *, now: float) -> bytes:
         """Return what is written of the next bytes; a line that is cut ends in dots."""
         self._budget = min(BURST_BYTES, self._budget + (now - self._at) * BYTES_PER_SECOND)
         self._at = now
@@ -66,13 +66,13 @@ class PrintBudget:
 
     def _allowed(self, part: bytes) -> bytes:
         if len(part) > self._budget:
-            self._num_left_out += len(part)
+            self._num_dropped_bytes += len(part)
             return b""
         self._budget -= len(part)
-        if not self._num_left_out:
+        if not self._num_dropped_bytes:
             return part
-        note, self._num_left_out = (
-            f"({self._num_left_out} bytes that the reward function printed are left out)\n".encode(),
+        note, self._num_dropped_bytes = (
+            f"({self._num_dropped_bytes} bytes that the reward function printed are left out)\n".encode(),
             0,
         )
         return note + part
@@ -97,7 +97,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
+class ChildReady:
     """What a child says once it has loaded the function; `files` are those that its version is made
     of, as they were on the disk.
     """
@@ -105,7 +105,7 @@ class Greeting:
     digest: str
     takes_prompt_group: bool
     is_async: bool
-    on_demand: list[str]
+    optional_arguments: list[str]
     files: dict[str, list[int]]
 
 
@@ -134,10 +134,10 @@ class RewardChild:
         assert self._process.stderr is not None
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
         threading.Thread(
-            target=_pass_on, args=(self._process.stderr,), name="reward-prints", daemon=True
+            target=_forward_prints, args=(self._process.stderr,), name="reward-prints", daemon=True
         ).start()
         os.set_blocking(self.stdin.fileno(), False)
-        self.greeting: Greeting | None = None
+        self.ready: ChildReady | None = None
         self.requests: deque[Request] = deque()
         self.num_answered = 0
         self._outgoing = bytearray(orjson.dumps(config.model_dump(exclude={"processes"})) + b"\n")
@@ -150,15 +150,15 @@ class RewardChild:
         """When the child must have said something, on the monotonic clock; None when nothing is
         asked of it.
         """
-        if self.greeting is None:
+        if self.ready is None:
             return self._clock + START_SECONDS
         # A child with several calls under way keeps their time itself; we end it when it does not
         # come to that.
-        grace = ASYNC_GRACE_SECONDS if self.greeting.is_async else 0.0
+        grace = ASYNC_GRACE_SECONDS if self.ready.is_async else 0.0
         return self._clock + self._config.timeout_seconds + grace if self.requests else None
 
     @property
-    def is_examining(self) -> bool:
+    def is_isolating_suspect(self) -> bool:
         """Whether it was given a suspect, which must be alone."""
         return bool(self.requests) and self.requests[0].is_suspect
 
@@ -167,7 +167,7 @@ class RewardChild:
         """Whether requests wait for room in the pipe."""
         return bool(self._outgoing)
 
-    def ask(self, requests: list[Request]) -> None:
+    def send(self, requests: list[Request]) -> None:
         """Queue requests and write as many as the pipe takes."""
         if not self.requests:
             self._clock = time.monotonic()
@@ -202,14 +202,14 @@ class RewardChild:
         answers = [orjson.loads(line) for line in lines]
         if answers:
             self._clock = time.monotonic()
-        if answers and self.greeting is None:
-            self._greet(answers.pop(0))
+        if answers and self.ready is None:
+            self._handle_ready(answers.pop(0))
         return [(self.requests.popleft(), answer) for answer in answers]
 
-    def _greet(self, greeting: dict[str, Any]) -> None:
+    def _handle_ready(self, greeting: dict[str, Any]) -> None:
         if "load_error" in greeting:
             raise ConfigError(greeting["load_error"])
-        self.greeting = Greeting(**greeting)
+        self.ready = ChildReady(**greeting)
 
     def kill(self) -> str:
         """End the process and whatever it started, and tell how it had ended."""
@@ -238,13 +238,13 @@ class RewardChild:
             os.killpg(self._process.pid, number)
 
 
-def _pass_on(printed: IO[bytes]) -> None:
+def _forward_prints(printed: IO[bytes]) -> None:
     """Write to our own stderr what the child prints, as far as the budget goes, until the child and
     all that it has started are gone.
     """
     budget = PrintBudget(now=time.monotonic())
     with printed:
         while data := os.read(printed.fileno(), READ_BYTES):
-            if shown := budget.take(data, now=time.monotonic()):
+            if shown := budget.limit(data, now=time.monotonic()):
                 sys.stderr.write(shown.decode(errors="replace"))
                 sys.stderr.flush()

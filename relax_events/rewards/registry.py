@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from pydantic import ConfigDict, ValidationError, create_model
 
 from relax_events.errors import ConfigError
-from relax_events.plugins import FUNCTION, REWARDS, find_plugin, installed
+from relax_events.plugins import FUNCTION, REWARDS, find_plugin, list_installed
 from relax_events.rewards.code_version import reward_digest, source_files
-from relax_events.rewards.declaration import facts_of
+from relax_events.rewards.declaration import read_info
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def describe_reward(name: str) -> RewardDescription:
     """
     function, _ = find_function(name)
     facts, (text, _, raised) = (
-        facts_of(function),
+        read_info(function),
         (inspect.getdoc(function) or "").partition("\n\nRaises:\n"),
     )
     return RewardDescription(
@@ -66,8 +66,8 @@ def describe_reward(name: str) -> RewardDescription:
 
 
 PROMPT_GROUP_PARAMETER = "completions"
-GIVEN = ("answer", "metadata", "prompt")
-ON_DEMAND = ("turns", "token_ids")
+REQUIRED_ARGUMENTS = ("answer", "metadata", "prompt")
+OPTIONAL_ARGUMENTS = ("turns", "token_ids")
 """Given to functions that have a parameter of that name."""
 
 
@@ -112,7 +112,7 @@ class LoadedReward:
     is_async: bool = False
     weights: Mapping[str, float] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
-    on_demand: tuple[str, ...] = ()
+    optional_arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class RewardOption:
 
 def reward_names() -> list[str]:
     """Return the names of all installed rewards."""
-    return sorted(installed(REWARDS))
+    return sorted(list_installed(REWARDS))
 
 
 def load_reward(
@@ -152,7 +152,7 @@ def load_reward(
             that this machine lacks.
     """
     function, module = find_function(name)
-    facts = facts_of(function)
+    facts = read_info(function)
     checked = check_options(function, name, options or {})
     if facts.require is not None:
         facts.require(checked)
@@ -164,7 +164,7 @@ def load_reward(
     bound = partial(function, **checked) if checked else function
     files = tuple(source_files(module).values())
     on_demand = tuple(
-        given for given in ON_DEMAND if given in inspect.signature(function).parameters
+        given for given in OPTIONAL_ARGUMENTS if given in inspect.signature(function).parameters
     )
     return LoadedReward(
         name,
@@ -229,7 +229,7 @@ def check_options(
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     if not takes_any and (
-        missing := [given for given in GIVEN if given not in inspect.signature(function).parameters]
+        missing := [given for given in REQUIRED_ARGUMENTS if given not in inspect.signature(function).parameters]
     ):
         text = f"{name} does not take {', '.join(missing)}"
         raise ConfigError(
@@ -268,6 +268,6 @@ def _option_fields(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
             ... if parameter.default is parameter.empty else parameter.default,
         )
         for parameter in list(inspect.signature(function).parameters.values())[1:]
-        if parameter.name not in (*GIVEN, *ON_DEMAND)
+        if parameter.name not in (*REQUIRED_ARGUMENTS, *OPTIONAL_ARGUMENTS)
         and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }

@@ -22,7 +22,7 @@ TAIL_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedReward:
+class JudgeReward:
     """A reward that a judge gives."""
 
     grading: Grading
@@ -30,7 +30,7 @@ class JudgedReward:
     digest: str
 
 
-def load_judged(config: RunConfig) -> dict[str | None, JudgedReward]:
+def load_judge_rewards(config: RunConfig) -> dict[str | None, JudgeReward]:
     """Return what the judge is asked about the samples of each source that it scores; see
     `RewardConfig.chosen`.
 
@@ -40,9 +40,9 @@ def load_judged(config: RunConfig) -> dict[str | None, JudgedReward]:
     gradings = {
         source: load_grading(config.reward.chosen[source]) for source in config.judged_sources
     }
-    model = model_facts(config.judge) if gradings else {}
+    model = describe_judge_model(config.judge) if gradings else {}
     return {
-        source: _judged(config.reward.chosen[source], grading, model)
+        source: _build_judge_reward(config.reward.chosen[source], grading, model)
         for source, grading in gradings.items()
     }
 
@@ -66,14 +66,14 @@ def load_grading(chosen: ChosenReward) -> Grading:
     )
 
 
-def _judged(chosen: ChosenReward, grading: Grading, model: Mapping[str, object]) -> JudgedReward:
+def _build_judge_reward(chosen: ChosenReward, grading: Grading, model: Mapping[str, object]) -> JudgeReward:
     if others := sorted(chosen.weights.keys() - {TOTAL}):
         raise ConfigError(
             f"reward.weights names {', '.join(others)}, and a judge gives {TOTAL} alone; "
             "leave it out"
         )
     options = {**chosen.options, "judge": model}
-    return JudgedReward(
+    return JudgeReward(
         grading,
         chosen.weights,
         reward_digest(
@@ -82,7 +82,7 @@ def _judged(chosen: ChosenReward, grading: Grading, model: Mapping[str, object])
     )
 
 
-def model_facts(config: JudgeConfig) -> dict[str, object]:
+def describe_judge_model(config: JudgeConfig) -> dict[str, object]:
     """Return all of a judge that decides its rewards.
 
     Of the model's files the names, sizes and ends count: reading tens of gigabytes would hold up
@@ -103,7 +103,7 @@ def model_facts(config: JudgeConfig) -> dict[str, object]:
         "sampling": config.engine.sampling.model_dump(),
         "chat_template_options": config.chat_template_options,
         "dtype": config.dtype,
-        "unreadable": config.unreadable,
+        "on_parse_error": config.on_parse_error,
     }
 
 

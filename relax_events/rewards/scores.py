@@ -26,7 +26,7 @@ class Score:
     token_rewards: tuple[float, ...] | None = None
 
 
-def as_score(
+def parse_score(
     value: Any, *, weights: Mapping[str, float] | None = None, seconds: float = 0.0
 ) -> Score:
     """Check what a reward function returned for a sample, and make the reward of it.
@@ -47,7 +47,7 @@ def as_score(
     if not components:
         raise TypeError(f"returned an empty dict; {RULE}")
     turn_rewards, token_rewards = (
-        _listed(components.pop(name), name) if name in components else None
+        _parse_list(components.pop(name), name) if name in components else None
         for name in (BY_TURN, BY_TOKEN)
     )
     for key, part in components.items():
@@ -57,7 +57,7 @@ def as_score(
             raise ValueError(f"returned {key!r}: {float(part)}; rewards must be finite")
     numbers = {key: float(part) for key, part in components.items()}
     if weights:
-        total = _weighted(numbers, weights)
+        total = _weighted_sum(numbers, weights)
         numbers.pop(TOTAL, None)
     else:
         total = numbers.pop(TOTAL) if TOTAL in numbers else math.fsum(numbers.values())
@@ -67,7 +67,7 @@ def as_score(
     return Score(reward, numbers, seconds, turn_rewards or None, token_rewards or None)
 
 
-def _listed(value: Any, name: str) -> tuple[float, ...]:
+def _parse_list(value: Any, name: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(part, Real) for part in value):
         raise TypeError(
             f"returned {name!r}: {value!r:.60} ({type(value).__name__}); it must be a list "
@@ -80,7 +80,7 @@ def _listed(value: Any, name: str) -> tuple[float, ...]:
     return numbers
 
 
-def _weighted(numbers: Mapping[str, float], weights: Mapping[str, float]) -> float:
+def _weighted_sum(numbers: Mapping[str, float], weights: Mapping[str, float]) -> float:
     if missing := sorted(weights.keys() - numbers.keys()):
         raise ValueError(
             f"returned {', '.join(sorted(numbers))}, but reward.weights also names "

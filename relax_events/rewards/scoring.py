@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from relax_events.algorithms.turns import rewards_on_the_way
+from relax_events.algorithms.turns import rewards_by_loss_token
 from relax_events.config import RewardConfig
 from relax_events.errors import RewardError
 from relax_events.events.parts import ChatMessage, StoredArray
@@ -17,7 +17,7 @@ from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.scores import Score
 
 
-def reward_item(sample: SampleRolledOut) -> RewardItem:
+def build_reward_item(sample: SampleRolledOut) -> RewardItem:
     """Return what a reward function is asked about a sample."""
     tokens, mask = sample.tokens, sample.loss_mask
     token_ids = (
@@ -31,18 +31,18 @@ def reward_item(sample: SampleRolledOut) -> RewardItem:
         answer=sample.answer,
         metadata=sample.metadata,
         prompt="\n".join(message.text for message in (*sample.messages, *sample.turns[:-1])),
-        prompt_group_id=f"{sample.prompt_group_id}@{sample.policy_version}.{sample.generation_digest}",
-        turns=said_in(sample.turns),
+        prompt_group_id=f"{sample.prompt_group_id}@{sample.policy_version}.{sample.key.generation_digest}",
+        turns=role_text_pairs(sample.turns),
         token_ids=token_ids,
     )
 
 
-def said_in(turns: Sequence[ChatMessage]) -> list[tuple[str, str]]:
+def role_text_pairs(turns: Sequence[ChatMessage]) -> list[tuple[str, str]]:
     """Return what was said, as a reward function is given it."""
     return [(message.role, message.text) for message in turns]
 
 
-def source_of(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
+def read_source(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
     """Return which of the section's functions scores a sample; one whose metadata can't be read
     goes to the first, which says so.
     """
@@ -54,7 +54,7 @@ def source_of(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
         return None
 
 
-def as_scored(
+def build_sample_scored(
     sample: SampleRolledOut,
     result: Score | RewardError,
     *,
@@ -68,14 +68,11 @@ def as_scored(
     A score whose rewards by turn or token are not as many as the sample has turns or loss tokens is
     a failure, too.
     """
-    fitting = _fitting(sample, result, reward_name) if isinstance(result, Score) else result
+    fitting = _check_lengths(sample, result, reward_name) if isinstance(result, Score) else result
     success = fitting if isinstance(fitting, Score) else None
     turn_rewards, token_rewards = _arrays(success) if success else (None, None)
     return SampleScored(
-        sample_id=sample.sample_id,
-        prompt_group_id=sample.prompt_group_id,
-        policy_version=sample.policy_version,
-        generation_digest=sample.generation_digest,
+        key=sample.key,
         reward=success.reward if success else None,
         components=success.components if success else {},
         turn_rewards=turn_rewards,
@@ -88,7 +85,7 @@ def as_scored(
     )
 
 
-def _fitting(sample: SampleRolledOut, score: Score, reward_name: str) -> Score | RewardError:
+def _check_lengths(sample: SampleRolledOut, score: Score, reward_name: str) -> Score | RewardError:
     turn_rewards, token_rewards = _arrays(score)
     if turn_rewards is None and token_rewards is None:
         return score
@@ -100,7 +97,7 @@ def _fitting(sample: SampleRolledOut, score: Score, reward_name: str) -> Score |
         )
         return RewardError(f"reward function {reward_name}: {rule}; {remedy}")
     try:
-        rewards_on_the_way(
+        rewards_by_loss_token(
             sample.loss_mask,
             turn_rewards=turn_rewards,
             token_rewards=token_rewards,

@@ -12,16 +12,16 @@ import orjson
 
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
-from relax_events.rewards.declaration import Explanation, facts_of
+from relax_events.rewards.declaration import Explanation, read_info
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.registry import check_options, find_function, takes_prompt_group
 from relax_events.rewards.scores import Score
 
-KEYS = ("completion", "answer", "prompt", "metadata")
+JSONL_KEYS = ("completion", "answer", "prompt", "metadata")
 
 
 @dataclass(frozen=True, slots=True)
-class TriedCompletion:
+class ScoredCompletion:
     """A completion's reward, or why there is none; `answer`, `place` and `why` where the function
     can explain itself.
     """
@@ -31,11 +31,11 @@ class TriedCompletion:
     components: Mapping[str, float]
     error: str | None = None
     answer: str | None = None
-    place: str | None = None
+    location: str | None = None
     why: str | None = None
 
 
-class Trial(AbstractContextManager["Trial"]):
+class RewardTrial(AbstractContextManager["Trial"]):
     """A reward function in child processes with a run's limits, that scores completions one by one
     and explains the rewards.
     """
@@ -58,7 +58,7 @@ class Trial(AbstractContextManager["Trial"]):
                     f"{name} scores prompt groups, and this command scores completions one "
                     "by one; use relax rescore"
                 )
-        self._facts = facts_of(functions[settings.function])
+        self._info = read_info(functions[settings.function])
         self._options = check_options(
             functions[settings.function], settings.function, settings.options
         )
@@ -81,30 +81,30 @@ class Trial(AbstractContextManager["Trial"]):
         """Score completions as a run would."""
         return self._pool.score_batch(items)
 
-    def explained(self, item: RewardItem, result: Score | RewardError) -> TriedCompletion:
+    def explain(self, item: RewardItem, result: Score | RewardError) -> ScoredCompletion:
         """Return what there is to say about a completion that was scored; where the section has
         routes, without an explanation.
         """
         if not isinstance(result, Score):
-            return TriedCompletion(item.sample_id, None, {}, error=str(result))
+            return ScoredCompletion(item.sample_id, None, {}, error=str(result))
         said: Explanation | None = None
-        if self._facts.explain is not None and not self._settings.routes:
-            if self._facts.prepare is not None:
-                self._facts.prepare()
-            said = self._facts.explain(
+        if self._info.explain is not None and not self._settings.routes:
+            if self._info.prepare is not None:
+                self._info.prepare()
+            said = self._info.explain(
                 item.completion,
                 answer=item.answer,
                 metadata=orjson.loads(item.metadata),
                 prompt=item.prompt,
                 **self._options,
             )
-        told = (said.answer, said.place, said.why) if said else (None, None, None)
-        return TriedCompletion(item.sample_id, result.reward, result.components, None, *told)
+        told = (said.answer, said.location, said.why) if said else (None, None, None)
+        return ScoredCompletion(item.sample_id, result.reward, result.components, None, *told)
 
 
-def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[TriedCompletion]:
+def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[ScoredCompletion]:
     """Score completions as a run would, and explain the rewards; raises as `Trial`."""
-    with Trial(settings) as trial:
+    with RewardTrial(settings) as trial:
         return [
             trial.explained(item, result)
             for item, result in zip(items, trial.score(items), strict=True)
@@ -136,7 +136,7 @@ def _item(line: bytes, place: str, sample_id: str) -> RewardItem:
     if not isinstance(found, dict) or not isinstance(found.get("completion"), str):
         raise ConfigError(
             f"{place} must be an object with the text `completion`, and may have "
-            f"{', '.join(KEYS[1:])}"
+            f"{', '.join(JSONL_KEYS[1:])}"
         )
     metadata = found.get("metadata") or {}
     said = parse_metadata(

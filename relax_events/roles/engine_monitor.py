@@ -86,8 +86,8 @@ class EngineWatch:
 def tokens_between(before: EngineUsage, now: EngineUsage) -> dict[str, int]:
     """Return the tokens between two looks, by what the engine did with them."""
     return {
-        "drawn": now.num_drawn - before.num_drawn,
+        "drawn": now.num_generated - before.num_generated,
         "prefilled": now.num_prefilled - before.num_prefilled,
-        "reused": now.num_reused - before.num_reused,
-        "resumed": now.num_resumed - before.num_resumed,
+        "reused": now.num_cached - before.num_cached,
+        "resumed": now.num_recomputed - before.num_recomputed,
     }

@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 
 from relax_events.config import EvaluationDatasetConfig, RunConfig
-from relax_events.data.placeholders import with_media
+from relax_events.data.placeholders import insert_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.engines.protocol import (
@@ -19,7 +19,7 @@ from relax_events.engines.protocol import (
     GeneratedSample,
     GenerationRequest,
     SampleRequest,
-    Task,
+    EnvironmentContext,
 )
 from relax_events.errors import PoisonSample, RewardError, RunFailed
 from relax_events.events.parts import FinishReason
@@ -28,7 +28,7 @@ from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.rewards.pool import RewardItem, RewardPool
-from relax_events.rewards.scoring import said_in
+from relax_events.rewards.scoring import role_text_pairs
 from relax_events.roles.evaluation_metrics import EvaluationTally
 
 log = structlog.get_logger()
@@ -95,11 +95,11 @@ class EvaluationPass:
     @property
     def is_over(self) -> bool:
         """Whether every sample is scored."""
-        return self._next_row == self._source.rows and not self._at_work
+        return self._next_row == self._source.num_rows and not self._at_work
 
     def turn(self) -> None:
         """Fill the engine, wait a moment for samples, and score them."""
-        while self._next_row < self._source.rows and self._has_room():
+        while self._next_row < self._source.num_rows and self._has_room():
             self._submit(self._next_row)
             self._next_row += 1
         samples = self._engine.poll(timeout_seconds=STEP_SECONDS)
@@ -125,7 +125,7 @@ class EvaluationPass:
         return PolicyEvaluated(
             policy_version=policy_version,
             dataset=self._dataset.name,
-            num_prompts=self._source.rows,
+            num_prompts=self._source.num_rows,
             samples_per_prompt=self._dataset.samples_per_prompt,
             reward_mean=tally.reward_mean,
             reward_stderr=tally.reward_stderr,
@@ -149,7 +149,7 @@ class EvaluationPass:
         name = f"{self._dataset.name}/{index}"
         try:
             media = tuple(self._shown(item) for item in row.media)
-            messages = with_media(row.messages, [piece.reference for piece in media])
+            messages = insert_media(row.messages, [piece.reference for piece in media])
             prompt_tokens = self._renderer.prompt_tokens(messages, tools=row.tools)
             self._engine.submit(
                 GenerationRequest(
@@ -162,7 +162,7 @@ class EvaluationPass:
                     sampling=self._sampling,
                     stop_token_ids=self._renderer.stop_token_ids,
                     media=media,
-                    task=Task(
+                    environment_context=EnvironmentContext(
                         messages=messages, answer=row.answer, metadata=row.metadata, tools=row.tools
                     ),
                 )
@@ -178,9 +178,9 @@ class EvaluationPass:
         child to have.
         """
         return (
-            self._library.processed(self._library.admit(item))
+            self._library.load(self._library.add(item))
             if self._has_environment
-            else self._library.show(item)
+            else self._library.preprocess(item)
         )
 
     def _sample(self, name: str, number: int) -> SampleRequest:
@@ -212,7 +212,7 @@ class EvaluationPass:
             self.tally.note_sample(
                 index,
                 reward=None if failed or isinstance(result, RewardError) else result.reward,
-                num_tokens=sample.num_chosen,
+                num_tokens=sample.num_sampled_tokens,
                 is_truncated=sample.finish_reason is FinishReason.LENGTH,
             )
             if missing > 1:
@@ -243,6 +243,6 @@ class EvaluationPass:
             answer=row.answer,
             metadata=row.metadata,
             prompt=prompt,
-            turns=said_in(sample.turns),
+            turns=role_text_pairs(sample.turns),
             token_ids=chosen,
         )

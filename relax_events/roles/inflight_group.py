@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from relax_events.data.sft_targets import LaidOutAnswer
+from relax_events.data.sft_targets import TokenizedTarget
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.events.parts import FinishReason
 from relax_events.events.types import PromptGroupIssued
 from relax_events.kafka.leases import Lease
-from relax_events.telemetry.traces import NOT_TRACED, Value, Work
+from relax_events.telemetry.traces import NOT_TRACED, Value, TracedWork
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class GroupInWork:
     leases: list[Lease]
     issued: PromptGroupIssued
     prompt_tokens: np.ndarray
-    answers: tuple[LaidOutAnswer, ...] = ()
+    answers: tuple[TokenizedTarget, ...] = ()
     """By sample index, where the data bring them and nothing is generated."""
     media: Future[None] | None = None
     """Done when what the prompt shows is on this machine, or can't be had; None where it shows
@@ -40,7 +40,7 @@ class GroupInWork:
     is_resumed: bool = False
     """Whether another worker had begun with it."""
     samples: list[GeneratedSample] = field(default_factory=list)
-    work: Work = NOT_TRACED
+    work: TracedWork = NOT_TRACED
     """What its trace shows of the generation."""
 
     @property

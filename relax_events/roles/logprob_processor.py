@@ -13,9 +13,9 @@ from relax_events.config import ModelConfig
 from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import SampleEvaluated, SampleRolledOut
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.runtime.worker import Worker
-from relax_events.training.backend.factory import backend_of
+from relax_events.training.backend.factory import find_backend
 from relax_events.training.backend.protocol import SampleScores, Scorer, TokenScorer
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ class Evaluating:
         self._worker, self._scorer, self._use_version = worker, scorer, use_version
         self._evaluator, self._topic = evaluator, topic
 
-    def __call__(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+    def __call__(self, samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
         """Evaluate the samples."""
         by_version: dict[int, list[SampleRolledOut]] = defaultdict(list)
         for sample in samples:
@@ -57,10 +57,7 @@ class Evaluating:
                 scores = self.scores_of(members)
             for sample, values in zip(members, scores, strict=True):
                 evaluated = SampleEvaluated(
-                    sample_id=sample.sample_id,
-                    prompt_group_id=sample.prompt_group_id,
-                    policy_version=sample.policy_version,
-                    generation_digest=sample.generation_digest,
+                    key=sample.key,
                     evaluator=self._evaluator,
                     evaluator_version=evaluator_version,
                     values=values.logprobs,
@@ -78,7 +75,7 @@ class Evaluating:
             self._worker.metrics.tokens(sum(len(sample.tokens) for sample in members))
         return records
 
-    def _ended(self, samples: Sequence[SampleRolledOut], error: WeightsError) -> list[OutRecord]:
+    def _ended(self, samples: Sequence[SampleRolledOut], error: WeightsError) -> list[ProducerRecord]:
         """Ask the trainer to end the prompt groups of a version whose weights are lost, so that
         they are issued again on another one.
         """
@@ -119,6 +116,6 @@ def open_scorer(
         if threads is None
         else config.trainer.model_copy(update={"threads": threads})
     )
-    return backend_of(config).open_scorer(
+    return find_backend(config).open_scorer(
         config.model_copy(update={"model": model or config.model, "trainer": trainer})
     )

@@ -33,7 +33,7 @@ class MediaAhead:
         """
         if not references:
             return None
-        coming = self._thread.submit(self._library.require, references)
+        coming = self._thread.submit(self._library.prefetch, references)
         coming.add_done_callback(lambda _: self._on_arrival())
         return coming
 

@@ -86,7 +86,7 @@ class LastDeliveries:
         for beat in self._beats():
             for prompt_group_id, held in self._held.items():
                 held.apply(prompt_group_id, beat, self._clock())
-        seconds, given_up = SILENT_BEATS * self._worker.config.workers.beat_seconds, list[Lease]()
+        seconds, given_up = SILENT_BEATS * self._worker.config.workers.heartbeat_seconds, list[Lease]()
         for prompt_group_id, held in list(self._held.items()):
             if held.is_ended:
                 log.info("prompt_group.ended_elsewhere", prompt_group_id=prompt_group_id)

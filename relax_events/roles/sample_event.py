@@ -10,6 +10,7 @@ from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.errors import ConfigError
+from relax_events.events.parts import SampleKey
 from relax_events.events.types import SampleRolledOut
 from relax_events.roles.inflight_group import GroupInWork
 from relax_events.runtime.worker import Worker
@@ -43,7 +44,7 @@ def rolled_out(
     loss_mask[len(prompt) :] = group.answers[index].loss_mask if group.answers else chosen
     logprobs = np.zeros(len(tokens), np.float32)
     logprobs[len(prompt) :] = sample.logprobs
-    return SampleRolledOut(
+    key = SampleKey(
         sample_id=sample.sample_id,
         prompt_group_id=issued.prompt_group_id,
         sample_index=index,
@@ -55,6 +56,9 @@ def rolled_out(
         policy_version=owner,
         min_policy_version=min(versions),
         max_policy_version=max(versions),
+    )
+    return SampleRolledOut(
+        key=key,
         version_segments=list(sample.segments),
         tokens=tokens,
         loss_mask=loss_mask,
@@ -105,7 +109,7 @@ def recorded_top_tokens(sample: GeneratedSample, config: RunConfig) -> np.ndarra
     """
     if not (num_wanted := config.algorithm.num_rollout_top_tokens):
         return None
-    wanted = (sample.num_chosen, num_wanted)
+    wanted = (sample.num_sampled_tokens, num_wanted)
     if sample.top_tokens is None or sample.top_tokens.shape != wanted:
         got = "none" if sample.top_tokens is None else f"shape {sample.top_tokens.shape}"
         need = (

@@ -27,7 +27,7 @@ class VersionLoading:
         self, worker: Worker, engine: Engine, transport: WeightsTransport, watch: EngineWatch
     ) -> None:
         self._worker, self._engine, self._transport, self._watch = worker, engine, transport, watch
-        self._mode = worker.config.run.on_new_version
+        self._mode = worker.config.run.weight_update_mode
         self._reload_after = 0.0
         self.refused_version = -1
         """The last one that the engine did not take."""
@@ -43,14 +43,14 @@ class VersionLoading:
             return False
         if newest.policy_version == self.refused_version and time.monotonic() < self._reload_after:
             return False
-        if self._mode == "finish" and self._engine.num_running:
+        if self._mode == "drain" and self._engine.num_running:
             return False
         try:
             with self._watch.doing("loading"), self._worker.transfer("load weights"):
                 weights = self._transport.fetch(newest)
                 failpoint("rollout.before_load")
                 self._engine.load_weights(
-                    weights, on_running="swap" if self._mode == "swap" else "restart"
+                    weights, on_running="swap" if self._mode == "in_flight" else "restart"
                 )
         except (WeightsError, ObjectError) as error:
             log.error(

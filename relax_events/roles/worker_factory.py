@@ -7,17 +7,17 @@ from collections.abc import Collection, Sequence
 from relax_events.config import RunConfig
 from relax_events.events.types import Event, RunDescribed
 from relax_events.kafka.protocol.eviction import evict_predecessors
-from relax_events.kafka.security.acls import ROLE_RIGHTS
+from relax_events.kafka.security.acls import ROLE_PERMISSIONS
 from relax_events.objects.backends import errors as object_errors
 from relax_events.objects.claim_check import check_in, check_out
-from relax_events.objects.marker import claim, told_mark
+from relax_events.objects.marker import claim_store, find_logged_marker
 from relax_events.objects.outages import outages
 from relax_events.objects.roots import AllowedRoots
 from relax_events.objects.store import ObjectStore
-from relax_events.objects.version_objects import folder_of
+from relax_events.objects.version_objects import build_version_folder
 from relax_events.runtime.control_view import RECENT_VERSIONS
 from relax_events.runtime.worker import Worker
-from relax_events.session.resume import changes_since, refuse_changes
+from relax_events.session.resume import find_changes, refuse_changes
 from relax_events.telemetry.metrics import ErrorMetrics
 
 ROUTING_ROLES = ("actor-forward", "trainer")
@@ -32,17 +32,17 @@ class StoreClaimCheck:
         self,
         store: ObjectStore,
         *,
-        inline_max_bytes: int,
+        claim_check_threshold_bytes: int,
         allowed_roots: Sequence[str] = (),
         leave: Collection[str] = (),
     ) -> None:
-        self._store, self._inline_max_bytes, self._leave = store, inline_max_bytes, leave
-        self._roots = AllowedRoots.of(store.uri(""), allowed_roots)
+        self._store, self._inline_max_bytes, self._leave = store, claim_check_threshold_bytes, leave
+        self._roots = AllowedRoots.for_store(store.uri(""), allowed_roots)
 
     def check_in(self, event: Event, *, policy_version: int | None) -> Event:
         """Store arrays above the limit with the objects of the version."""
-        folder = "" if policy_version is None else folder_of(policy_version)
-        return check_in(event, self._store, inline_max_bytes=self._inline_max_bytes, folder=folder)
+        folder = "" if policy_version is None else build_version_folder(policy_version)
+        return check_in(event, self._store, claim_check_threshold_bytes=self._inline_max_bytes, folder=folder)
 
     def check_out(self, event: Event) -> Event:
         """Fetch stored arrays that the role computes with, once all media are found to lie where
@@ -59,7 +59,7 @@ def open_store(config: RunConfig, *, waits: bool = True) -> ObjectStore:
         config: The run.
         waits: Whether the worker waits while the store is away, whatever else it has to do.
     """
-    return ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from, waits=waits)
+    return ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases, waits=waits)
 
 
 def open_worker(
@@ -83,7 +83,7 @@ def open_worker(
     leave = () if role in ROUTING_ROLES else ("routed_experts",)
     claim_check = StoreClaimCheck(
         opened,
-        inline_max_bytes=objects.inline_max_bytes,
+        claim_check_threshold_bytes=objects.claim_check_threshold_bytes,
         allowed_roots=objects.allowed_roots,
         leave=leave,
     )
@@ -108,16 +108,16 @@ def open_worker(
         descriptions = [
             event for event in worker.control.history if isinstance(event, RunDescribed)
         ]
-        claim(
+        claim_store(
             opened,
             run_id=config.run.id,
             cluster_id=worker.control.cluster_id,
-            told=told_mark(descriptions),
+            told=find_logged_marker(descriptions),
         )
         worker.drain.listen_to_signals()
         if descriptions:
-            refuse_changes(config.run.id, changes_since(descriptions[-1], config), is_accepted=True)
-        if ROLE_RIGHTS[role].is_member:
+            refuse_changes(config.run.id, find_changes(descriptions[-1], config), is_accepted=True)
+        if ROLE_PERMISSIONS[role].is_member:
             evict_predecessors(worker.connection, worker.plan.consumer_group(role))
     except BaseException:
         worker.close()

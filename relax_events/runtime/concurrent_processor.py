@@ -11,17 +11,17 @@ from typing import Protocol
 from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.runtime.processors import IDLE_SECONDS, MapRole
 from relax_events.runtime.worker import Worker
-from relax_events.telemetry.traces import Work
+from relax_events.telemetry.traces import TracedWork
 
 STEP_SECONDS = 0.25
 DRAIN_COMMIT_SECONDS = 5.0
 Place = tuple[str, int]
 Key = tuple[str, int, int]
 """Topic, partition and offset of a sample's record."""
-Done = tuple[Key, Sequence[OutRecord]]
+Done = tuple[Key, Sequence[ProducerRecord]]
 
 
 class Flow(Protocol):
@@ -65,7 +65,7 @@ class FlowMapRole(MapRole):
     def __init__(self, worker: Worker, flow: Flow, *, max_records: int = 256) -> None:
         super().__init__(worker, lambda _: (), max_records=max_records)
         self._flow = flow
-        self._held: dict[Place, dict[int, tuple[int, Work]]] = {}
+        self._held: dict[Place, dict[int, tuple[int, TracedWork]]] = {}
         """Version and trace of each sample at work, in the order of their offsets."""
         self._behind: dict[Place, int] = {}
         """Behind the last record that was taken."""

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import MappingProxyType
 
 import structlog
@@ -34,12 +35,13 @@ from relax_events.errors import (
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command
 from relax_events.events.types import EnginesEnlisted, Event, PolicyVersionPublished, RunCommanded
+from relax_events.kafka.auth_errors import AuthFailureTracker
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.records import Record
 from relax_events.topics import TopicPlan
 from relax_events.topics.contents import belongs_on
-from relax_events.topics.plan import REPORT_TOPICS
+from relax_events.topics.plan import METRICS_TOPICS
 
 SUMMED_ENTITIES = ("control.train-steps", "control.group-outcomes", "control.policy-versions")
 """Topics that the trainer writes in the transactions that publish versions."""
@@ -67,7 +69,7 @@ def newest_publications(
         enough: Told the publications found so far, oldest first.
     """
     found: list[PolicyVersionPublished] = []
-    for records in reader.backwards((plan.topic(PUBLICATIONS), 0)):
+    for records in reader.read_backwards((plan.topic(PUBLICATIONS), 0)):
         events = [decode(record) for record in records]
         found = [*(event for event in events if isinstance(event, PolicyVersionPublished)), *found]
         if enough(found):
@@ -80,7 +82,7 @@ def begins_of(published: Sequence[PolicyVersionPublished], plan: TopicPlan) -> M
     by entity; 0 is the oldest record left.
     """
     named = (
-        {plan.entity(at.topic): at.offset for at in published[0].control_offsets}
+        {plan.parse_entity(at.topic): at.offset for at in published[0].control_offsets}
         if published
         else {}
     )
@@ -145,7 +147,10 @@ class ControlFollower:
         self._heard_at = time.monotonic()
         self._checking: LogReader | None = None
         self._checked_to, self._checked_version = 0, -1
-        self._reader = LogReader(connection)
+        self._own = replace(
+            connection, auth_failures=AuthFailureTracker()
+        )  # this client is renewed where it loses the brokers, and ends no process
+        self._reader = LogReader(self._own)
         commands = [
             event
             for record in self._reader.read_to_end(self._places(WHOLE))
@@ -193,7 +198,7 @@ class ControlFollower:
         low, high = self._reader.watermarks(self._plan.topic(entity), 0)
         start = (
             max(high - RECENT_REPORTS, 0)
-            if entity in REPORT_TOPICS
+            if entity in METRICS_TOPICS
             else self._begins.get(entity, 0)
         )
         return max(begins.get(entity, start), low), high
@@ -305,7 +310,7 @@ class ControlFollower:
             AccessDenied: We may not read the control topics.
             ClientFailed: The client, or a listener, failed for good.
         """
-        self._connection.refusals.check()
+        self._connection.auth_failures.raise_fatal()
 
     def _follow(self) -> None:
         try:
@@ -317,7 +322,7 @@ class ControlFollower:
                 f"the thread that follows the control log ended with {type(error).__name__}: "
                 f"{error}"
             )
-            self._connection.refusals.deny(
+            self._connection.auth_failures.report_fatal(
                 ClientFailed(
                     f"{what}; this process must start again to hear of versions and commands"
                 )
@@ -330,7 +335,7 @@ class ControlFollower:
         except BrokerError as error:
             log.warning("control.disturbed", error=str(error))
             if isinstance(error, AccessDenied | ClientFailed):
-                self._connection.refusals.deny(error)
+                self._connection.auth_failures.report_fatal(error)
             self._closing.wait(timeout_seconds)  # the next try may fail as fast
             return
         for record in records:
@@ -349,7 +354,7 @@ class ControlFollower:
         """
         if self._reader.cluster_id(self._schemas_topic):
             return
-        reader = LogReader(self._connection)
+        reader = LogReader(self._own)
         if not reader.cluster_id(self._schemas_topic):
             reader.close()  # the brokers are away
             return
@@ -389,13 +394,13 @@ class ControlFollower:
             SchemaError,
             BrokerError,
         ) as error:  # of the broker's: a stranger's schema, and a registry that is away
-            log.error("control_record.refused", place=record.place, error=str(error))
+            log.error("control_record.refused", place=record.location, error=str(error))
             return None
-        if belongs_on(entity := self._plan.entity(record.topic), event):
+        if belongs_on(entity := self._plan.parse_entity(record.topic), event):
             return event
         log.error(
             "control_record.refused",
-            place=record.place,
+            place=record.location,
             error=f"{entity} holds no {type(event).__name__}: its writer may not say it",
         )
         return None
@@ -409,7 +414,7 @@ class ControlFollower:
             try:
                 self._codec.learn(record.value, key=record.key)
             except SchemaError as error:
-                log.error("control_record.refused", place=record.place, error=str(error))
+                log.error("control_record.refused", place=record.location, error=str(error))
             else:
                 self._published.add((record.key, record.value))
 

@@ -41,7 +41,7 @@ class JoinedGroup:
         """Whether all samples have been generated, so that its lease was or will be settled."""
         return (
             bool(self.samples)
-            and len(self.samples) == next(iter(self.samples.values())).samples_per_prompt
+            and len(self.samples) == next(iter(self.samples.values())).key.samples_per_prompt
         )
 
     def is_complete(self, evaluators: frozenset[str], *, needs_scores: bool = True) -> bool:
@@ -69,7 +69,7 @@ class JoinedGroup:
 
     def ordered_samples(self) -> list[SampleRolledOut]:
         """Return the samples by their index."""
-        return sorted(self.samples.values(), key=lambda sample: sample.sample_index)
+        return sorted(self.samples.values(), key=lambda sample: sample.key.sample_index)
 
 
 class GroupJoin:
@@ -99,7 +99,7 @@ class GroupJoin:
         What came before is ignored.
         """
         group = self._group_of(
-            record, (event.prompt_group_id, event.policy_version), event.generation_digest
+            record, (event.prompt_group_id, event.policy_version), event.key.generation_digest
         )
         if group is None:
             return None

@@ -64,7 +64,7 @@ class SourceRun:
             raise
         except BrokerError as error:
             raise ConfigError(
-                f"source.run = {run_id!r} is no run on {connection.bootstrap_servers}: "
+                f"parent.run = {run_id!r} is no run on {connection.bootstrap_servers}: "
                 f"{error}; see relax runs list"
             ) from error
         finally:
@@ -76,7 +76,7 @@ class SourceRun:
                 f"releases; {remedy}"
             )
         config = described_config(described, run_id=run_id, own=own)
-        return cls(config, TopicPlan.of(config), connection, own.source.objects_uri if own else "")
+        return cls(config, TopicPlan.from_config(config), connection, own.parent.objects_uri if own else "")
 
     def codec(self) -> EventCodec:
         """Return a codec that knows the schemas of the run's writers."""
@@ -86,7 +86,7 @@ class SourceRun:
                 try:
                     codec.learn(record.value, key=record.key)
                 except SchemaError as error:
-                    log.warning("record.unreadable", place=record.place, error=str(error))
+                    log.warning("record.unreadable", place=record.location, error=str(error))
         return codec
 
     def events(self, entity: str) -> Iterator[Event]:
@@ -96,7 +96,7 @@ class SourceRun:
             try:
                 yield codec.decode(record.value)
             except (CorruptRecord, SchemaError) as error:
-                log.warning("record.unreadable", place=record.place, error=str(error))
+                log.warning("record.unreadable", place=record.location, error=str(error))
 
     def steps(self) -> Iterator[TrainStepCommitted]:
         """Give the train steps that it has committed by now, one by one."""

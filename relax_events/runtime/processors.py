@@ -20,8 +20,8 @@ from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.tensors import dense
 from relax_events.events.types import Event, PolicyVersionPublished, SampleRolledOut
-from relax_events.kafka.consumer import GroupConsumer
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.consumer import SubscribedConsumer
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.runtime.control_view import Listener
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.join import GroupJoin
@@ -29,7 +29,7 @@ from relax_events.runtime.validation import check_sample
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import skip_targets
 
-Handle = Callable[[Sequence[SampleRolledOut]], Sequence[OutRecord]]
+Handle = Callable[[Sequence[SampleRolledOut]], Sequence[ProducerRecord]]
 """Raises PoisonSample when one of the samples can't be handled; it is then called for each
 alone."""
 Fit = tuple[Record, SampleRolledOut]
@@ -85,7 +85,7 @@ class MapRole:
         self._published: list[PolicyVersionPublished] = []
         self._listeners, self._between = listeners, between
         self._fetched: deque[Record] = deque()
-        self._consumer = GroupConsumer(
+        self._consumer = SubscribedConsumer(
             worker.connection,
             consumer_group=worker.plan.consumer_group(worker.role),
             topics=[self._topic],
@@ -126,7 +126,7 @@ class MapRole:
         taken, ready = self._take_part(started)
         beats.num_in_flight = len(ready)
         if ready:
-            with self._worker.traces.each(
+            with self._worker.traces.trace_groups(
                 self._operation,
                 (sample.prompt_group_id for _, sample in ready),
                 topic="rollout.samples",
@@ -190,7 +190,7 @@ class MapRole:
     def _give_back(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
         """Let go of what is held of partitions between parts: nothing."""
 
-    def _outputs(self, fit: Sequence[tuple[Record, SampleRolledOut]]) -> Sequence[OutRecord]:
+    def _outputs(self, fit: Sequence[tuple[Record, SampleRolledOut]]) -> Sequence[ProducerRecord]:
         """Handle the samples together; when one of them turns out to be poison, each for itself,
         and that one goes to the dead letters.
         """

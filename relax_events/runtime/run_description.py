@@ -25,10 +25,10 @@ from relax_events.topics import TopicPlan
 
 PLACE_KEYS = {"broker": {"bootstrap_servers", "client", "embedded_password_file"}}
 SHAPE_KEYS = (
-    "shards",
+"partitions_per_version",
     "queue_partitions",
     "replication_factor",
-    "lease",
+"prompt_queue",
     "lease_seconds",
     "compression",
 )
@@ -65,8 +65,8 @@ def describe(
         config=orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode(),
         config_digest=config_digest(config),
         package_version=__version__,
-        source_run=config.source.run or None,
-        source_version=config.source.from_version if config.source.run else None,
+        source_run=config.parent.run or None,
+        source_version=config.parent.from_version if config.parent.run else None,
         from_version=from_version,
         store_mark=store_mark,
     )
@@ -136,7 +136,7 @@ def _moved(config: RunConfig, run_id: str) -> RunConfig:
     was copied into its own.
     """
     objects = config.objects.model_copy(
-        update={"moved_from": (*config.objects.moved_from, config.objects_uri)}
+        update={"uri_aliases": (*config.objects.uri_aliases, config.objects_uri)}
     )
     return config.model_copy(
         update={"run": config.run.model_copy(update={"id": run_id}), "objects": objects}
@@ -148,10 +148,10 @@ def read_description(reader: LogReader, run_id: str) -> RunDescribed | None:
     exist.
     """
     codec, newest = EventCodec(), None
-    for record in _whole(reader, TopicPlan.topic_of(run_id, "control.schemas")):
+    for record in _whole(reader, TopicPlan.build_topic_name(run_id, "control.schemas")):
         with suppress(SchemaError):  # a stranger's record, which the roles have in their logs
             codec.learn(record.value, key=record.key)
-    for record in _whole(reader, TopicPlan.topic_of(run_id, "control.commands")):
+    for record in _whole(reader, TopicPlan.build_topic_name(run_id, "control.commands")):
         with suppress(CorruptRecord, SchemaError):
             event = codec.decode(record.value)
             newest = event if isinstance(event, RunDescribed) else newest

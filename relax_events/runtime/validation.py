@@ -20,7 +20,7 @@ from relax_events.events.types import (
 )
 from relax_events.staleness import IssuedGroup
 from relax_events.topics.contents import belongs_on
-from relax_events.topics.plan import TRAINED_FROM
+from relax_events.topics.plan import TRAINING_SAMPLES
 
 MAX_SAMPLES_PER_PROMPT = 4096
 
@@ -61,7 +61,7 @@ def outcomes_on(entity: str) -> tuple[Outcome, ...]:
     """
     return (
         (Outcome.FILTERED, Outcome.EXPIRED, Outcome.FAILED)
-        if entity == TRAINED_FROM
+        if entity == TRAINING_SAMPLES
         else (Outcome.EXPIRED, Outcome.FAILED)
     )
 
@@ -227,13 +227,13 @@ def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...])
         IssuedGroup.parse(event.prompt_group_id)
     except CorruptRecord as error:
         raise PoisonSample(f"{where}: {error}") from None
-    if event.sample_id != f"{event.prompt_group_id}/{event.sample_index}":
+    if event.sample_id != f"{event.prompt_group_id}/{event.key.sample_index}":
         raise PoisonSample(
-            f"{where}: sample_id must be {event.prompt_group_id}/{event.sample_index}, got "
+            f"{where}: sample_id must be {event.prompt_group_id}/{event.key.sample_index}, got "
             f"{event.sample_id}"
         )
-    if not 0 <= event.policy_version <= event.min_policy_version <= event.max_policy_version:
-        versions = f"{event.policy_version}, {event.min_policy_version}, {event.max_policy_version}"
+    if not 0 <= event.policy_version <= event.key.min_policy_version <= event.key.max_policy_version:
+        versions = f"{event.policy_version}, {event.key.min_policy_version}, {event.key.max_policy_version}"
         raise PoisonSample(
             f"{where}: policy_version <= min_policy_version <= max_policy_version must hold, "
             f"got {versions}"
@@ -242,10 +242,10 @@ def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...])
         raise PoisonSample(
             f"{where}: temperature must be above 0 and finite, got {event.temperature}"
         )
-    if not 0 <= event.sample_index < event.samples_per_prompt:
+    if not 0 <= event.key.sample_index < event.key.samples_per_prompt:
         raise PoisonSample(
             f"{where}: sample_index must be below samples_per_prompt, got "
-            f"{event.sample_index} of {event.samples_per_prompt}"
+            f"{event.key.sample_index} of {event.key.samples_per_prompt}"
         )
     tokens = event.tokens
     if tokens.shape in ((), (0,)) or len(tokens.shape) != 1:

@@ -32,7 +32,7 @@ from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import POLICY_VERSION_HEADER, OutRecord, Record
+from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.runtime.control_view import NO_BEGINS, RECENT_VERSIONS, ControlFollower, Listener
 from relax_events.runtime.drain import Drain
@@ -114,8 +114,8 @@ class Worker(AbstractContextManager["Worker"]):
         self.worker_id = f"{role}-{index}"
         configure_logs(config.telemetry, role=role, worker_id=self.worker_id, run_id=config.run.id)
         arm_failpoints(config.run_directory, os.environ)
-        self.plan = TopicPlan.of(config)
-        self.connection = Connection.of(
+        self.plan = TopicPlan.from_config(config)
+        self.connection = Connection.from_config(
             config.broker, client_id=f"{config.run.id}.{self.worker_id}"
         )
         self.codec = open_codec(config.broker)
@@ -129,7 +129,7 @@ class Worker(AbstractContextManager["Worker"]):
             self._beat,
             worker_id=self.worker_id,
             role=role,
-            interval_seconds=config.workers.beat_seconds,
+            interval_seconds=config.workers.heartbeat_seconds,
         )
         self.producer = RecordProducer(
             self.connection, linger_ms=config.broker.linger_ms if linger_ms is None else linger_ms
@@ -137,7 +137,7 @@ class Worker(AbstractContextManager["Worker"]):
         self.control = ControlFollower(
             self.connection, self.plan, self.codec, also=follow, num_versions=num_versions
         )
-        self._heartbeats = HeartbeatThread(self.beats, interval_seconds=config.workers.beat_seconds)
+        self._heartbeats = HeartbeatThread(self.beats, interval_seconds=config.workers.heartbeat_seconds)
         self._starting = ExitStack()
         self._outages: Outages | None = None
         self._loop_thread = threading.get_ident()
@@ -154,7 +154,7 @@ class Worker(AbstractContextManager["Worker"]):
     def __enter__(self) -> Worker:
         topic, published = self.plan.topic("control.schemas"), self.codec.published_form()
         self.producer.write(
-            OutRecord(topic, schema, key=name.hex())
+            ProducerRecord(topic, schema, key=name.hex())
             for name, schema in published.items()
             if not self.control.has_schema(name, schema)
         )
@@ -227,7 +227,7 @@ class Worker(AbstractContextManager["Worker"]):
             self.beats.advance()
             if threading.get_ident() == self._loop_thread:
                 self._tick_while_held_up()
-            self._has_ended.wait(min(left, self.config.workers.beat_seconds))
+            self._has_ended.wait(min(left, self.config.workers.heartbeat_seconds))
 
     def _tick_while_held_up(self) -> None:
         if self.beats.is_starting:
@@ -252,13 +252,13 @@ class Worker(AbstractContextManager["Worker"]):
         partition: int = -1,
         policy_version: int | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
-    ) -> OutRecord:
+    ) -> ProducerRecord:
         """Make a record of an event for one of the run's topics. Control records hold everything:
         they must outlive the object store.
 
         A record whose key is a prompt group that is traced carries its trace's context.
         """
-        headers = {**headers, **self.traces.headers_of(key)}
+        headers = {**headers, **self.traces.get_headers(key)}
         if policy_version is not None:
             headers[POLICY_VERSION_HEADER] = str(policy_version)
         stored = (
@@ -266,7 +266,7 @@ class Worker(AbstractContextManager["Worker"]):
             if entity.startswith("control.")
             else self._claim_check.check_in(event, policy_version=policy_version)
         )
-        return OutRecord(
+        return ProducerRecord(
             self.plan.topic(entity),
             self.codec.encode(stored),
             key=key,
@@ -276,7 +276,7 @@ class Worker(AbstractContextManager["Worker"]):
 
     def sample_record(
         self, entity: str, event: Event, *, prompt_group_id: str, policy_version: int
-    ) -> OutRecord:
+    ) -> ProducerRecord:
         """Make a record for a sample topic: the partition follows from prompt group and version,
         alike on all of them.
         """
@@ -293,7 +293,7 @@ class Worker(AbstractContextManager["Worker"]):
         *,
         policy_version: int | None = None,
         mean_reward: float | None = None,
-    ) -> OutRecord:
+    ) -> ProducerRecord:
         """Make the record that asks the trainer to end a prompt group untrained.
 
         It goes into the slot of the newest version, so that the trainer surely reads it; the
@@ -320,7 +320,7 @@ class Worker(AbstractContextManager["Worker"]):
         """Return a record's event; what can't be decoded goes to the dead letters and gives
         None.
         """
-        self.traces.take(record)
+        self.traces.add_record(record)
         if record.is_damaged:
             self.dead_letter(
                 record,
@@ -367,7 +367,7 @@ class Worker(AbstractContextManager["Worker"]):
             "worker-id": self.worker_id,
         }
         self.producer.send(
-            OutRecord(
+            ProducerRecord(
                 self.plan.topic(f"{self.role}.dead-letters"),
                 record.value,
                 key=record.key,
@@ -378,7 +378,7 @@ class Worker(AbstractContextManager["Worker"]):
         self.metrics.dead_lettered(reason)
         log.error(
             "record.dead_lettered",
-            place=record.place,
+            place=record.location,
             prompt_group_id=record.key,
             reason=reason,
             error=str(error),
@@ -452,12 +452,12 @@ class Worker(AbstractContextManager["Worker"]):
                 "whose deadline has passed"
             )
             return overdue if activity.is_overdue else ""
-        if silent > self.config.workers.hung_seconds and not self._is_unanswered:
-            return f"its work loop has not turned for {silent:.0f} s (workers.hung_seconds)"
-        stuck_seconds = self.config.health.stuck_seconds
+        if silent > self.config.workers.heartbeat_timeout_seconds and not self._is_unanswered:
+            return f"its work loop has not turned for {silent:.0f} s (workers.heartbeat_timeout_seconds)"
+        progress_timeout_seconds = self.config.health.progress_timeout_seconds
         return (
-            f"it has not got on with its work for {busy:.0f} s (health.stuck_seconds)"
-            if busy > stuck_seconds
+            f"it has not got on with its work for {busy:.0f} s (health.progress_timeout_seconds)"
+            if busy > progress_timeout_seconds
             else ""
         )
 
@@ -480,7 +480,7 @@ class Worker(AbstractContextManager["Worker"]):
         """Declare the work on one piece, such as a micro-batch: it may take as long as a worker may
         go without progress.
         """
-        return self.activity(name, deadline_seconds=self.config.health.stuck_seconds)
+        return self.activity(name, deadline_seconds=self.config.health.progress_timeout_seconds)
 
     def transfer(self, name: str) -> AbstractContextManager[None]:
         """Declare the reading or writing of a whole model: a version of the weights, or a
@@ -503,7 +503,7 @@ class Worker(AbstractContextManager["Worker"]):
 
     @property
     def _is_unanswered(self) -> bool:
-        return self.producer.seconds_unanswered > ANSWER_SECONDS
+        return self.producer.unacknowledged_seconds > ANSWER_SECONDS
 
     def finished(self, count: int, started: float) -> None:
         """Note a finished record batch; `started` is `time.monotonic()` at its begin."""
@@ -516,11 +516,11 @@ class Worker(AbstractContextManager["Worker"]):
 
         Args:
             working: Whether there is work at hand that this worker can get on with now; one that
-                says so for `health.stuck_seconds` and finishes nothing is started again.
+                says so for `health.progress_timeout_seconds` and finishes nothing is started again.
         Raises:
             AccessDenied: A background thread was denied what the role needs, or is let in no more.
         """
-        self.connection.refusals.check()
+        self.connection.auth_failures.raise_fatal()
         self.metrics.policy_version(self.control.policy_version)
         self.metrics.in_flight(self.beats.num_in_flight)
         self._beat_if_due(WorkerState.WORKING if working else WorkerState.IDLE)
@@ -540,10 +540,10 @@ class Worker(AbstractContextManager["Worker"]):
 
     def _tell_lag(self, reader: Reader) -> None:
         lag = {
-            (self.plan.entity(topic), partition): count
+            (self.plan.parse_entity(topic), partition): count
             for (topic, partition), count in reader.lag().items()
         }
-        self.metrics.consumer_lag(lag, shards=self.plan.shards)
+        self.metrics.consumer_lag(lag, shards=self.plan.partitions_per_version)
 
     def _beat(self, event: WorkerBeat | MetricsReported) -> None:
         topics = HEARTBEATS if isinstance(event, WorkerBeat) else METRICS

@@ -7,6 +7,6 @@ two boxes; they exchange plain values by two pipes.
 """
 
 from relax_events.sandbox.box import Limits, Sandbox, Verdict
-from relax_events.sandbox.walls import Walls, find_walls, require_walls
+from relax_events.sandbox.walls import Isolation, find_isolation, require_isolation
 
-__all__ = ["Limits", "Sandbox", "Verdict", "Walls", "find_walls", "require_walls"]
+__all__ = ["Limits", "Sandbox", "Verdict", "Isolation", "find_isolation", "require_isolation"]

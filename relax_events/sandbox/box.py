@@ -23,7 +23,7 @@ import psutil
 
 from relax_events.errors import RewardError
 from relax_events.sandbox.inside.entry import LIMIT_EXIT_CODE
-from relax_events.sandbox.walls import ENTRY, Walls, bubblewrap_arguments, require_walls, setup_of
+from relax_events.sandbox.walls import ENTRY, Isolation, build_bubblewrap_command, require_isolation, build_setup
 
 MAX_PROCESSES = 32
 MAX_OPEN_FILES = 64
@@ -32,15 +32,15 @@ MAX_FOLDER_BYTES = 64 * 1024**2
 SETUP_SECONDS = 30.0
 END_SECONDS = 5.0
 LEAVE_SECONDS = 0.5
-END_LOOK_SECONDS = 0.005
-FIRST_LOOK_SECONDS = 0.1
-LOOK_SECONDS = 0.05
-OWN_PROCESSES = 3
+KILL_POLL_SECONDS = 0.005
+FIRST_CHECK_SECONDS = 0.1
+CHECK_SECONDS = 0.05
+WRAPPER_PROCESSES = 3
 """Those that lead inside."""
 SHARED_BYTES = 16 * 1024**2
 """Of the interpreter, which every process of it has in its account though it lies in memory
 once."""
-GONE_EXIT_CODE = 78
+SOLUTION_GONE_EXIT_CODE = 78
 READABLE = 0o644
 """Of files that a program of another user is to read, whatever the file mode mask of ours is."""
 
@@ -64,7 +64,7 @@ class Limits:
 class Sandbox:
     """A solution in a temporary folder, to be run several times. Use it as a context manager."""
 
-    def __init__(self, solution: str, limits: Limits, *, walls: Walls | None = None) -> None:
+    def __init__(self, solution: str, limits: Limits, *, walls: Isolation | None = None) -> None:
         """Write the solution down; nothing runs yet.
 
         Args:
@@ -74,7 +74,7 @@ class Sandbox:
         Raises:
             EnvironmentProblem: This machine has none that are enough.
         """
-        self._limits, self._walls = limits, walls or require_walls()
+        self._limits, self._walls = limits, walls or require_isolation()
         self._folder = Path(tempfile.mkdtemp(prefix="relax-sandbox-"))
         self._folder.chmod(0o711)  # whom a program becomes must get to the folder of its run
         self._solution = self._folder / "solution.py"
@@ -92,8 +92,8 @@ class Sandbox:
         stdout.
         """
         with (
-            _file(given.encode(errors="replace")) as stdin,
-            _file() as stdout,
+            _open_temporary_file(given.encode(errors="replace")) as stdin,
+            _open_temporary_file() as stdout,
             self._box("run") as folder,
         ):
             process = _Process(
@@ -150,7 +150,7 @@ class Sandbox:
             until = time.monotonic() + self._limits.seconds
             decided = judge.finish(until)
             has_passed = to_us.read.read(1) == b"1"
-            is_gone = judge.code == GONE_EXIT_CODE
+            is_gone = judge.code == SOLUTION_GONE_EXIT_CODE
             ending = solution.finish(
                 until if is_gone else time.monotonic() + LEAVE_SECONDS
             )  # it ends by itself when nobody asks it any more
@@ -180,7 +180,7 @@ class _Process:
 
     def __init__(
         self,
-        walls: Walls,
+        walls: Isolation,
         limits: Limits,
         folder: Path,
         task: Mapping[str, object],
@@ -193,7 +193,7 @@ class _Process:
         self.code: int | None = None
         """Exit code, once it has ended by itself."""
         started, ready = os.pipe()
-        setup = setup_of(
+        setup = build_setup(
             walls,
             folder=folder,
             limits=self._resource_limits(),
@@ -202,7 +202,7 @@ class _Process:
             task=task,
         )
         leading = (
-            bubblewrap_arguments(walls, folder=folder)
+            build_bubblewrap_command(walls, folder=folder)
             if walls.has_private_root
             else list(walls.command)
         )
@@ -225,11 +225,11 @@ class _Process:
         finally:
             os.close(ready)
         try:
-            self._await_walls(started)
+            self._await_setup(started)
         finally:
             os.close(started)
 
-    def _await_walls(self, started: int) -> None:
+    def _await_setup(self, started: int) -> None:
         readable, _, _ = select.select([started], [], [], SETUP_SECONDS)
         if not readable or not os.read(started, 1):
             self.end()
@@ -246,18 +246,18 @@ class _Process:
             until: `time.monotonic()` at which it is late.
         """
         try:
-            return self._watched(until)
+            return self._watch(until)
         finally:
             self.end()
 
-    def _watched(self, until: float) -> Verdict:
-        look = FIRST_LOOK_SECONDS
+    def _watch(self, until: float) -> Verdict:
+        look = FIRST_CHECK_SECONDS
         while True:
             try:
                 self.code = code = self._process.wait(max(0.0, min(look, until - time.monotonic())))
             except subprocess.TimeoutExpired:
-                look = LOOK_SECONDS
-                if self._takes_too_much() or time.monotonic() >= until:
+                look = CHECK_SECONDS
+                if self._exceeds_limits() or time.monotonic() >= until:
                     return Verdict.OUT_OF_LIMITS
             else:
                 if code == 0:
@@ -268,7 +268,7 @@ class _Process:
                     else Verdict.FAILED
                 )
 
-    def _takes_too_much(self) -> bool:
+    def _exceeds_limits(self) -> bool:
         """Tell whether all that the program has started takes more together than the limits
         allow.
         """
@@ -279,10 +279,10 @@ class _Process:
                 count += 1
         if (
             memory > self._limits.memory_bytes + count * SHARED_BYTES
-            or count > MAX_PROCESSES + OWN_PROCESSES
+            or count > MAX_PROCESSES + WRAPPER_PROCESSES
         ):
             return True
-        return _folder_bytes(self._folder) > MAX_FOLDER_BYTES
+        return _measure_folder(self._folder) > MAX_FOLDER_BYTES
 
     def _descendants(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
@@ -302,12 +302,12 @@ class _Process:
         self._process.wait()
         until = time.monotonic() + END_SECONDS
         while (
-            left := [process for process in left if _lives(process)]
+            left := [process for process in left if _is_alive(process)]
         ) and time.monotonic() < until:
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            time.sleep(END_LOOK_SECONDS)
+            time.sleep(KILL_POLL_SECONDS)
 
     def _resource_limits(self) -> dict[str, int]:
         return {
@@ -319,7 +319,7 @@ class _Process:
         }
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     """Tell whether a process can still do anything; one that nobody has waited for yet can't."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
@@ -327,7 +327,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _folder_bytes(folder: Path) -> int:
+def _measure_folder(folder: Path) -> int:
     total = 0
     for root, _, files in os.walk(folder):
         for name in files:
@@ -336,7 +336,7 @@ def _folder_bytes(folder: Path) -> int:
     return total
 
 
-def _file(content: bytes = b"") -> IO[bytes]:
+def _open_temporary_file(content: bytes = b"") -> IO[bytes]:
     file = tempfile.TemporaryFile()  # noqa: SIM115 closed by who asked for it
     file.write(content)
     file.seek(0)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import relax_events
 from relax_events.sandbox.inside import landlock, seccomp
-from relax_events.sandbox.walls import DEVICES, SYSTEM_FILES, SYSTEM_FOLDERS, interpreter_folders
+from relax_events.sandbox.walls import DEVICES, SYSTEM_FILES, SYSTEM_FOLDERS, list_interpreter_folders
 
 
 def confine() -> None:
@@ -23,7 +23,7 @@ def confine() -> None:
     if landlock.version():
         package = str(Path(relax_events.__file__).parent)
         landlock.restrict(
-            readable=[*SYSTEM_FOLDERS, *SYSTEM_FILES, *DEVICES, *interpreter_folders(), package],
+            readable=[*SYSTEM_FOLDERS, *SYSTEM_FILES, *DEVICES, *list_interpreter_folders(), package],
             writable=["/dev/null"],
         )
     if platform.machine() in seccomp.ARCHITECTURES:

@@ -13,10 +13,10 @@ import orjson
 
 from relax_events.errors import CheckFailed
 from relax_events.sandbox.box import Limits, Sandbox, Verdict
-from relax_events.sandbox.walls import require_walls
+from relax_events.sandbox.walls import require_isolation
 
-TRIAL_SECONDS = 30.0
-WAYS_OUT = {
+CHECK_SECONDS = 30.0
+ESCAPES = {
     "read a file of the account's": "open(outside['file']).read()",
     "write to a file of the account's": "open(outside['file'], 'w')",
     "list the account's home": "os.listdir(outside['home'])",
@@ -46,20 +46,20 @@ print(json.dumps(open_ways))
 """
 
 
-def try_walls(*, allow_unprotected: bool = False) -> str:
+def check_isolation(*, allow_unprotected: bool = False) -> str:
     """Try every known way out; return what stands, and how many ways were tried.
 
     Raises:
         EnvironmentProblem: There are no walls that are enough.
         CheckFailed: A way out leads somewhere; the text names it.
     """
-    walls = require_walls(allow_unprotected=allow_unprotected)
+    walls = require_isolation(allow_unprotected=allow_unprotected)
     with (
-        _outside() as things,
-        Sandbox(PROGRAM, Limits(seconds=TRIAL_SECONDS), walls=walls) as sandbox,
+        _create_targets() as things,
+        Sandbox(PROGRAM, Limits(seconds=CHECK_SECONDS), walls=walls) as sandbox,
     ):
         verdict, printed = sandbox.run_with_input(
-            f"{orjson.dumps(things).decode()}\n{orjson.dumps(WAYS_OUT).decode()}\n"
+            f"{orjson.dumps(things).decode()}\n{orjson.dumps(ESCAPES).decode()}\n"
         )
     if verdict is not Verdict.PASSED:
         raise CheckFailed(
@@ -69,13 +69,13 @@ def try_walls(*, allow_unprotected: bool = False) -> str:
     if open_ways := orjson.loads(printed):
         raise CheckFailed(f"a program behind {walls.describe()} can {', '.join(open_ways)}")
     return (
-        f"programs run behind {walls.describe()}; {len(WAYS_OUT)} ways out tried, none leads "
+        f"programs run behind {walls.describe()}; {len(ESCAPES)} ways out tried, none leads "
         "anywhere"
     )
 
 
 @contextmanager
-def _outside() -> Iterator[dict[str, object]]:
+def _create_targets() -> Iterator[dict[str, object]]:
     with (
         tempfile.TemporaryDirectory() as name,
         socket.create_server(("127.0.0.1", 0)) as server,

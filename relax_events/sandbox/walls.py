@@ -37,11 +37,11 @@ DEVICES = ("/dev/zero", "/dev/urandom", "/dev/random")
 PROBE = "import decimal, json, statistics\nprint('here')\n"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 """What root needs to make programs another user's, and to end and delete them."""
-ACCEPT = "reward.options.allow_unprotected = true"
+ALLOW_UNPROTECTED = "reward.options.allow_unprotected = true"
 
 
 @dataclass(frozen=True, slots=True)
-class Walls:
+class Isolation:
     """What stands around a program."""
 
     command: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Walls:
         return self.has_namespaces or self.landlock >= landlock.SCOPE_VERSION
 
     @property
-    def are_enough(self) -> bool:
+    def is_sufficient(self) -> bool:
         """Whether a program of a stranger may run behind them."""
         return self.guards_files and self.guards_network and self.guards_processes
 
@@ -98,7 +98,7 @@ class Walls:
         return ", ".join(name for name, stands in parts.items() if stands) or "nothing"
 
 
-def readable_paths(walls: Walls, folder: Path) -> list[str]:
+def list_readable_paths(walls: Isolation, folder: Path) -> list[str]:
     """Return what a program may read and run: the system's software and the interpreter with its
     packages.
     """
@@ -106,13 +106,13 @@ def readable_paths(walls: Walls, folder: Path) -> list[str]:
         *SYSTEM_FOLDERS,
         *SYSTEM_FILES,
         *DEVICES,
-        *interpreter_folders(),
+        *list_interpreter_folders(),
         str(ENTRY.parent),
         *(str(folder / name) for _, name in walls.binds),
     ]
 
 
-def interpreter_folders() -> list[str]:
+def list_interpreter_folders() -> list[str]:
     """Return the folders of our interpreter: of the standard library, and of the packages installed
     beside it.
     """
@@ -129,13 +129,13 @@ def interpreter_folders() -> list[str]:
 
 
 @cache
-def find_walls() -> Walls:
+def find_isolation() -> Isolation:
     """Return the strongest walls that this machine lets us build, by running a program behind them.
 
     Raises:
         EnvironmentProblem: No interpreter runs behind any.
     """
-    found = next((walls for walls in _candidates() if _holds(walls)), None)
+    found = next((walls for walls in _candidates() if _works(walls)), None)
     if found is None:
         as_root = (
             "run it as another user than root, or give it the capabilities "
@@ -149,7 +149,7 @@ def find_walls() -> Walls:
     return found
 
 
-def require_walls(*, allow_unprotected: bool = False) -> Walls:
+def require_isolation(*, allow_unprotected: bool = False) -> Isolation:
     """Return this machine's walls, if a program that a model wrote may run behind them.
 
     Args:
@@ -158,8 +158,8 @@ def require_walls(*, allow_unprotected: bool = False) -> Walls:
     Raises:
         EnvironmentProblem: They are not enough, or there are none.
     """
-    found = find_walls()
-    if found.are_enough or allow_unprotected:
+    found = find_isolation()
+    if found.is_sufficient or allow_unprotected:
         return found
     guards = {
         "files (that takes bubblewrap, or Landlock)": found.guards_files,
@@ -172,11 +172,11 @@ def require_walls(*, allow_unprotected: bool = False) -> Walls:
         "Install bubblewrap, use a kernel with Landlock (5.13 or"
         " newer) and, in a container, a seccomp profile that lets Landlock through, as "
         "Docker's own does, or accept the risk, on a machine that"
-        f" holds nothing of value, with {ACCEPT}"
+        f" holds nothing of value, with {ALLOW_UNPROTECTED}"
     )
 
 
-def _candidates() -> list[Walls]:
+def _candidates() -> list[Isolation]:
     is_root = os.geteuid() == 0
     user = FIRST_SPARE_USER + os.getpid() % NUM_SPARE_USERS if is_root else None
     known, filters = landlock.version(), platform.machine() in seccomp.ARCHITECTURES
@@ -188,15 +188,15 @@ def _candidates() -> list[Walls]:
     ]
     binds = tuple(
         (folder, f"python-{number}")
-        for number, folder in enumerate(interpreter_folders())
-        if user is not None and not _is_open(folder)
+        for number, folder in enumerate(list_interpreter_folders())
+        if user is not None and not _is_world_accessible(folder)
     )
-    candidates: list[Walls] = []
+    candidates: list[Isolation] = []
     if (
         bwrap := shutil.which("bwrap")
     ) and not is_root:  # as root its programs stay root, whose processes no limit counts
         candidates.append(
-            Walls(
+            Isolation(
                 (bwrap,),
                 has_namespaces=True,
                 has_private_root=True,
@@ -207,7 +207,7 @@ def _candidates() -> list[Walls]:
     for command in ((*unshare, "--mount-proc"), unshare, ()):
         shown = binds if "--mount-proc" in command else ()
         candidates += [
-            Walls(
+            Isolation(
                 command,
                 bool(command),
                 landlock=known,
@@ -221,13 +221,13 @@ def _candidates() -> list[Walls]:
     return candidates
 
 
-def _is_open(folder: str) -> bool:
+def _is_world_accessible(folder: str) -> bool:
     """Tell whether other users can get into a folder."""
     path = Path(folder).resolve()
     return all(one.stat().st_mode & 0o001 for one in (path, *path.parents))
 
 
-def _holds(walls: Walls) -> bool:
+def _works(walls: Isolation) -> bool:
     """Run a program behind walls, and see that it can import and print."""
     from relax_events.sandbox.box import Limits, Sandbox, Verdict
 
@@ -238,7 +238,7 @@ def _holds(walls: Walls) -> bool:
         return False
 
 
-def bubblewrap_arguments(walls: Walls, *, folder: Path) -> list[str]:
+def build_bubblewrap_command(walls: Isolation, *, folder: Path) -> list[str]:
     """Return the command that gives a program a root of its own: the system's software, the
     interpreter, and one folder to write in.
     """
@@ -252,7 +252,7 @@ def bubblewrap_arguments(walls: Walls, *, folder: Path) -> list[str]:
     ]
     arguments += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # noqa: S108 inside
     for path in dict.fromkeys(
-        [*SYSTEM_FOLDERS, *SYSTEM_FILES, *interpreter_folders(), str(ENTRY.parent), sys.prefix]
+        [*SYSTEM_FOLDERS, *SYSTEM_FILES, *list_interpreter_folders(), str(ENTRY.parent), sys.prefix]
     ):
         if Path(path).is_symlink():
             arguments += ["--symlink", str(Path(path).readlink()), path]
@@ -261,8 +261,8 @@ def bubblewrap_arguments(walls: Walls, *, folder: Path) -> list[str]:
     return [*arguments, "--bind", str(folder), str(folder), "--chdir", str(folder), "--"]
 
 
-def setup_of(
-    walls: Walls,
+def build_setup(
+    walls: Isolation,
     *,
     folder: Path,
     limits: dict[str, int],
@@ -282,6 +282,6 @@ def setup_of(
         "binds": [[source, str(folder / name)] for source, name in walls.binds],
     }
     if walls.landlock:
-        setup["readable"] = readable_paths(walls, folder)
+        setup["readable"] = list_readable_paths(walls, folder)
         setup["writable"] = [str(folder), "/dev/null"]
     return orjson.dumps(setup).decode()

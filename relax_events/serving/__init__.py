@@ -1,3 +1,2 @@
-"""The engine `transformers` behind SGLang's HTTP API, and as much of OpenAI's as people ask a model
-by: what `relax serve` serves.
+"""`relax serve`: the engine `transformers` behind SGLang's HTTP API and OpenAI's completion routes.
 """

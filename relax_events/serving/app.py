@@ -16,22 +16,22 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import ConfigError, EngineFailed, PoisonSample, RelaxError
-from relax_events.http.guard import Guard
-from relax_events.serving.completions import Respondent
-from relax_events.serving.engine_runner import Station
+from relax_events.http.guard import RequestGuard
+from relax_events.serving.completions import CompletionService
+from relax_events.serving.engine_runner import EngineRunner
 from relax_events.serving.openai_routes import openai_routes
-from relax_events.serving.sglang_routes import native_routes
+from relax_events.serving.sglang_routes import sglang_routes
 
 SUMMARY = "A model by engine `transformers`, behind SGLang's HTTP API."
 CALLERS = "http"
-"""Where prompts come from."""
+"""Data source of the renderer: HTTP requests."""
 BAD, BROKEN = 400, 503
 MAX_BODY_BYTES = 256 * 1024**2
-"""Of a call: prompts of many samples, with their media."""
+"""Of a request: prompts of many samples, with their media."""
 BODY_SECONDS = 120.0
 
 
-def make_app(
+def build_app(
     model: ModelConfig,
     engine: EngineConfig,
     *,
@@ -40,31 +40,31 @@ def make_app(
     host: str = "127.0.0.1",
     token: str = "",
     weights_root: Path | None = None,
-) -> Guard:
-    """Load a model and make the application that serves it; the engine runs while the application
+) -> RequestGuard:
+    """Load a model and build the application that serves it; the engine runs while the application
     does.
 
     Args:
-        model: Folder, dtype and device, and whether it is told which experts tokens go through.
+        model: Folder, dtype and device, and whether experts are recorded.
         engine: Bounds on rows and context.
-        model_name: What OpenAI's clients call it.
-        is_incremental: Whether a streamed event has what is new, or all so far.
-        host: What it listens on.
-        token: Without which nobody is answered; empty for everybody who reaches it.
-        weights_root: Folder that weights may be loaded from; None is any for those who bring the
-            token, and none where there is no token.
+        model_name: For OpenAI's clients.
+        is_incremental: Whether a streamed event has only new tokens, or all so far.
+        host: Address to listen on.
+        token: Required from every client; empty requires none.
+        weights_root: Folder that weights may be loaded from. None allows any folder if a token is
+            set, else none.
     Raises:
         ConfigError: The model can't be loaded or served.
     """
     recorded = ModelFolder.read(model.path, records_experts=True) if model.replays_routing else None
-    station = Station(TransformersEngine(model.path, config=engine, model=model))
-    respondent = Respondent(station, _renderer(model.path))
+    runner = EngineRunner(TransformersEngine(model.path, config=engine, model=model))
+    service = CompletionService(runner, _renderer(model.path))
 
     @asynccontextmanager
     async def runs(_: FastAPI) -> AsyncIterator[None]:
-        station.open()
+        runner.open()
         yield
-        station.close()
+        runner.close()
 
     app = FastAPI(
         title="Relax Events",
@@ -75,8 +75,8 @@ def make_app(
         redoc_url=None,
     )
     app.include_router(
-        native_routes(
-            respondent,
+        sglang_routes(
+            service,
             model_path=model.path.absolute(),
             recorded=recorded,
             is_incremental=is_incremental,
@@ -89,12 +89,12 @@ def make_app(
     )
     app.include_router(
         openai_routes(
-            respondent, model_name=model_name, max_context_tokens=engine.max_context_tokens
+            service, model_name=model_name, max_context_tokens=engine.max_context_tokens
         )
     )
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(RelaxError, _refused)
-    return Guard(
+    return RequestGuard(
         app,
         problem=_problem_body,
         host=host,
@@ -107,7 +107,7 @@ def make_app(
 def _renderer(path: Path) -> PromptRenderer:
     try:
         return PromptRenderer.from_folder(path, DataConfig(source=CALLERS))
-    except ConfigError:  # without a chat template; what else is wrong is so without one, too
+    except ConfigError:  # without a chat template; any other error repeats below
         return PromptRenderer.from_folder(path, DataConfig(source=CALLERS, chat_template=False))
 
 

@@ -1,6 +1,4 @@
-"""From a question to its answer, in tokens and text: what SGLang's routes and OpenAI's have in
-common.
-"""
+"""Complete requests in tokens and text, for both SGLang's routes and OpenAI's."""
 
 from __future__ import annotations
 
@@ -17,24 +15,24 @@ from numpy.typing import NDArray
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.events.parts import FinishReason
-from relax_events.serving.engine_runner import Station, new_seed
+from relax_events.serving.engine_runner import EngineRunner, new_seed
 from relax_events.serving.schemas import SamplingParams
 
 INTERNAL_ERROR = 500
 Finish = dict[str, Any]
-"""Why an answer ended, in SGLang's words."""
+"""Finish reason in SGLang's format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """One completion to draw.
+class CompletionRequest:
+    """One completion to generate.
 
     Attributes:
-        rid: Its id, among all that are under way.
+        rid: Its id, unique among in-flight requests.
         tokens: Of the prompt.
-        params: How it is drawn; of its `n` this is one.
-        num_top: How many most probable tokens are wanted with each.
-        is_streamed: Whether the answer is wanted while it grows.
+        params: Sampling parameters; this is one of their `n` completions.
+        num_top: How many most probable tokens to return with each.
+        is_streamed: Whether to yield partial completions.
     """
 
     rid: str
@@ -45,19 +43,17 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A completion as it stands.
+class Completion:
+    """A completion, partial or finished.
 
     Attributes:
-        tokens: All so far; of a text that stops it, the token that completes it is the last.
+        tokens: All so far; the last one completes the stop text, if there is one.
         logprobs: Of each, in nats.
-        top_tokens: Most probable ids at each, [tokens, num_top]; None where none are wanted.
-        text: Without special tokens unless they are wanted, and without the text that stopped it.
-        finish: Why it ended; None while it goes on.
-        experts: Which the tokens of prompt and completion went through, all but the last, [tokens,
-            layers, top_k]; None where that is not recorded.
-        spans: Runs of tokens by the name of their weights.
-        seconds: Since it was asked for.
+        top_tokens: Most probable ids at each, [tokens, num_top]; None if not requested. text:
+            Without special tokens unless requested, and without the stop text. finish: Why it
+            finished; None while it is partial. experts: Of the tokens of prompt and completion, all
+            but the last, [tokens, layers, top_k]; None if not recorded. version_spans: Runs of
+            tokens by the name of their weights. seconds: Since the request.
     """
 
     tokens: NDArray[np.int32]
@@ -65,66 +61,66 @@ class Answer:
     top_tokens: NDArray[np.int32] | None
     text: str
     finish: Finish | None
-    spans: list[dict[str, Any]]
+    version_spans: list[dict[str, Any]]
     seconds: float
     experts: NDArray[np.generic] | None = None
 
 
-class Respondent:
-    """Answers questions by an engine, and turns text into tokens and back by its tokenizer."""
+class CompletionService:
+    """Generates completions with an engine, and encodes and decodes text with its tokenizer."""
 
-    def __init__(self, station: Station, renderer: PromptRenderer) -> None:
-        """Answer by an engine.
+    def __init__(self, runner: EngineRunner, renderer: PromptRenderer) -> None:
+        """Create the service.
 
         Args:
-            station: Where it runs.
+            runner: Of the engine.
             renderer: Of its model.
         """
-        self.station, self.renderer = station, renderer
+        self.runner, self.renderer = runner, renderer
 
-    async def answer(self, question: Question) -> AsyncGenerator[Answer]:
-        """Draw a completion: give it as it grows, if it is to be streamed, and at its end.
+    async def completion(self, request: CompletionRequest) -> AsyncGenerator[Completion]:
+        """Generate a completion: yield partial ones if it is streamed, and the finished one.
 
         Raises:
             PoisonSample: It can't be generated.
-            EngineFailed: The engine is broken.
+            EngineFailed: The engine has failed.
         """
-        params, asked_at = question.params, time.monotonic()
+        params, started_at = request.params, time.monotonic()
         if params.max_new_tokens == 0:
             nothing = np.empty(0, np.int32)
             ended: Finish = {"type": "length", "length": 0}
-            yield Answer(
+            yield Completion(
                 tokens=nothing,
                 logprobs=nothing.astype(np.float32),
                 top_tokens=None,
                 text="",
                 finish=ended,
-                spans=[],
+                version_spans=[],
                 seconds=0.0,
             )
             return
-        is_looked_at = question.is_streamed or bool(params.stops)
+        is_streamed = request.is_streamed or bool(params.stops)
         async with aclosing(
-            self.station.generate(self._request(question), is_streamed=is_looked_at)
+            self.runner.generate(self._build_request(request), is_streamed=is_streamed)
         ) as samples:
             async for sample, has_ended in samples:
-                answer = self._answer(
-                    question, sample, has_ended=has_ended, seconds=time.monotonic() - asked_at
+                completion = self._build_completion(
+                    request, sample, has_ended=has_ended, seconds=time.monotonic() - started_at
                 )
-                if question.is_streamed or answer.finish is not None:
-                    yield answer
-                if answer.finish is not None:
+                if request.is_streamed or completion.finish is not None:
+                    yield completion
+                if completion.finish is not None:
                     return
 
     def text(self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
         """Decode tokens."""
         return self.renderer.completion_text(tokens, skip_special_tokens=skip_special_tokens)
 
-    def _request(self, question: Question) -> GenerationRequest:
-        params, empty = question.params, np.empty(0, np.int32)
+    def _build_request(self, request: CompletionRequest) -> GenerationRequest:
+        params, empty = request.params, np.empty(0, np.int32)
         seed = new_seed() if params.sampling_seed is None else params.sampling_seed
         sample = SampleRequest(
-            sample_id=question.rid,
+            sample_id=request.rid,
             seed=seed,
             tokens=empty,
             logprobs=empty.astype(np.float32),
@@ -132,109 +128,109 @@ class Respondent:
         )
         own = () if params.ignore_eos else self.renderer.stop_token_ids
         return GenerationRequest(
-            prompt_group_id=question.rid,
-            prompt_tokens=question.tokens,
+            prompt_group_id=request.rid,
+            prompt_tokens=request.tokens,
             samples=(sample,),
             sampling=params.sampling,
             stop_token_ids=(*own, *(params.stop_token_ids or ())),
-            num_top_tokens=question.num_top,
+            num_top_tokens=request.num_top,
         )
 
-    def _answer(
-        self, question: Question, sample: GeneratedSample, *, has_ended: bool, seconds: float
-    ) -> Answer:
-        params, tokens, matched = question.params, sample.tokens, ""
+    def _build_completion(
+        self, request: CompletionRequest, sample: GeneratedSample, *, has_ended: bool, seconds: float
+    ) -> Completion:
+        params, tokens, matched = request.params, sample.tokens, ""
         text = self.text(tokens, skip_special_tokens=params.skip_special_tokens)
         if any(stop in text for stop in params.stops):
-            count, matched = self._stopped(tokens, params)
+            count, matched = self._find_stop(tokens, params)
             tokens = tokens[:count]
             whole = self.text(tokens, skip_special_tokens=params.skip_special_tokens)
             text = whole if params.no_stop_trim else whole[: whole.index(matched)]
-        return Answer(
+        return Completion(
             tokens=tokens,
             logprobs=sample.logprobs[: len(tokens)],
             top_tokens=None if sample.top_tokens is None else sample.top_tokens[: len(tokens)],
             text=text,
             finish={"type": "stop", "matched": matched}
             if matched
-            else _finish(sample)
+            else _finish_fields(sample)
             if has_ended
             else None,
-            spans=self._spans(sample, len(tokens)),
+            version_spans=self._version_spans(sample, len(tokens)),
             seconds=seconds,
             experts=None
             if sample.routed_experts is None
-            else sample.routed_experts[: len(question.tokens) + len(tokens) - 1],
+            else sample.routed_experts[: len(request.tokens) + len(tokens) - 1],
         )
 
-    def _stopped(self, tokens: NDArray[np.int32], params: SamplingParams) -> tuple[int, str]:
-        """Return how many tokens hold the first text that stops the completion, and that text."""
+    def _find_stop(self, tokens: NDArray[np.int32], params: SamplingParams) -> tuple[int, str]:
+        """Return the number of tokens up to the first stop text, and that text."""
 
         def found(count: int) -> str:
             text = self.text(tokens[:count], skip_special_tokens=params.skip_special_tokens)
             return min((stop for stop in params.stops if stop in text), key=text.index, default="")
 
         low, high = 1, len(tokens)
-        while low < high:  # a text that is there stays there
+        while low < high:  # a stop text that is found in a prefix is found in every longer one
             middle = (low + high) // 2
             low, high = (low, middle) if found(middle) else (middle + 1, high)
         return low, found(low)
 
-    def _spans(self, sample: GeneratedSample, count: int) -> list[dict[str, Any]]:
+    def _version_spans(self, sample: GeneratedSample, count: int) -> list[dict[str, Any]]:
         ends = np.minimum(
             np.cumsum([segment.num_tokens for segment in sample.segments]), count
         ).tolist()
-        spans, start = [], 0
+        version_spans, start = [], 0
         for segment, end in zip(sample.segments, ends, strict=True):
             if end > start:
-                spans.append(
+                version_spans.append(
                     {
-                        "version": self.station.names[segment.policy_version],
+                        "version": self.runner.names[segment.policy_version],
                         "start": start,
                         "end": end,
                     }
                 )
             start = end
-        return spans
+        return version_spans
 
 
-async def merged(
-    respondent: Respondent, questions: Sequence[Question]
-) -> AsyncGenerator[tuple[int, Answer]]:
-    """Give the answers to several questions as they come, each with its question's place; who stops
-    listening ends them all.
+async def merge_streams(
+    service: CompletionService, requests: Sequence[CompletionRequest]
+) -> AsyncGenerator[tuple[int, Completion]]:
+    """Yield the completions of several requests as they arrive, each with its request's index;
+    closing the generator aborts all.
 
     Raises:
-        PoisonSample, EngineFailed: As `Respondent.answer`, of the first that fails.
+        PoisonSample, EngineFailed: As `CompletionService.complete`, of the first that fails.
     """
-    found = asyncio.Queue[tuple[int, Answer | Exception]]()
+    found = asyncio.Queue[tuple[int, Completion | Exception]]()
 
-    async def carry(place: int, question: Question) -> None:
+    async def carry(place: int, request: CompletionRequest) -> None:
         try:
-            async with aclosing(respondent.answer(question)) as answers:
-                async for answer in answers:
-                    found.put_nowait((place, answer))
+            async with aclosing(service.completion(request)) as completions:
+                async for completion in completions:
+                    found.put_nowait((place, completion))
         except Exception as error:
             found.put_nowait((place, error))
 
     tasks = [
-        asyncio.create_task(carry(place, question)) for place, question in enumerate(questions)
+        asyncio.create_task(carry(place, request)) for place, request in enumerate(requests)
     ]
     num_open = len(tasks)
     try:
         while num_open:
-            place, answer = await found.get()
-            if isinstance(answer, Exception):
-                raise answer
-            num_open -= answer.finish is not None
-            yield place, answer
+            place, completion = await found.get()
+            if isinstance(completion, Exception):
+                raise completion
+            num_open -= completion.finish is not None
+            yield place, completion
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _finish(sample: GeneratedSample) -> Finish:
+def _finish_fields(sample: GeneratedSample) -> Finish:
     match sample.finish_reason:
         case FinishReason.STOP:
             return {"type": "stop", "matched": int(sample.tokens[-1])}
@@ -243,7 +239,7 @@ def _finish(sample: GeneratedSample) -> Finish:
         case FinishReason.ABORT:
             return {
                 "type": "abort",
-                "message": "it was aborted",
+                "message": "the request was aborted",
                 "status_code": None,
                 "err_type": None,
             }

@@ -30,20 +30,20 @@ Result = TypeVar("Result")
 POLL_SECONDS = 0.05
 """Between two looks at samples that have not ended."""
 CLOSE_SECONDS = 30.0
-FIRST_NAME = "default"
+INITIAL_VERSION_NAME = "default"
 """Of the weights in the model's folder, as SGLang calls them."""
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
 @dataclass(slots=True)
-class Listener:
+class Subscriber:
     """Who waits for a sample: told of every token, or of the end alone."""
 
-    tell: Callable[[GeneratedSample | EngineFailed, bool], None]
+    notify: Callable[[GeneratedSample | EngineFailed, bool], None]
     is_streamed: bool
 
 
-class Station:
+class EngineRunner:
     """See the module's docstring. Called from event loops, `open` and `close` apart.
 
     Attributes:
@@ -54,10 +54,10 @@ class Station:
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
-        self.names = [FIRST_NAME]
+        self.names = [INITIAL_VERSION_NAME]
         self.failure: EngineFailed | None = None
-        self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listeners: dict[str, Listener] = {}
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._subscribers: dict[str, Subscriber] = {}
         self._pause: PauseMode | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -67,7 +67,7 @@ class Station:
 
     def close(self) -> None:
         """Drop what runs, and free the engine."""
-        self._errands.put(None)
+        self._tasks.put(None)
         self.engine.interrupt()
         self._thread.join(CLOSE_SECONDS)
 
@@ -89,13 +89,13 @@ class Station:
             asyncio.Queue[tuple[GeneratedSample | EngineFailed, bool]](),
         )
 
-        def tell(what: GeneratedSample | EngineFailed, has_ended: bool) -> None:
+        def notify(what: GeneratedSample | EngineFailed, has_ended: bool) -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(found.put_nowait, (what, has_ended))
 
         def begin() -> None:
             self.engine.submit(request)
-            self._listeners[sample.sample_id] = Listener(tell, is_streamed)
+            self._subscribers[sample.sample_id] = Subscriber(notify, is_streamed)
 
         await self.call(begin)
         has_ended = False
@@ -107,7 +107,7 @@ class Station:
                 yield what, has_ended
         finally:
             if not has_ended:
-                self._soon(lambda: self._drop(sample.sample_id))
+                self._enqueue(lambda: self._drop(sample.sample_id))
 
     async def call(self, work: Callable[[], Result]) -> Result:
         """Have something done by the engine's thread, between two tokens; raises what it raises."""
@@ -118,7 +118,7 @@ class Station:
             if not done.done():
                 set_it(value)
 
-        def errand() -> None:
+        def task() -> None:
             try:
                 result = work()
             except Exception as error:
@@ -126,7 +126,7 @@ class Station:
             else:
                 loop.call_soon_threadsafe(finish, done.set_result, result)
 
-        self._soon(errand)
+        self._enqueue(task)
         if (
             self.failure is not None
         ):  # looked at last: nobody does errands any more that come after it
@@ -156,7 +156,7 @@ class Station:
 
         await self.call(stop)
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """Undo `pause`."""
 
         def start() -> None:
@@ -164,7 +164,7 @@ class Station:
 
         await self.call(start)
 
-    async def load(self, read: Callable[[], Mapping[str, Tensor]], *, name: str) -> None:
+    async def load_weights(self, read: Callable[[], Mapping[str, Tensor]], *, name: str) -> None:
         """Go over to other weights; what runs goes on under them, its cache computed again unless
         it was paused in place.
 
@@ -185,59 +185,59 @@ class Station:
 
         await self.call(swap)
 
-    def _soon(self, errand: Callable[[], None]) -> None:
-        self._errands.put(errand)
+    def _enqueue(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
         self.engine.interrupt()
 
     def _matching(self, rid: str) -> list[str]:
         """Return the samples of a request: of several that it asked for, each has the request's id
         and a number.
         """
-        return [name for name in self._listeners if name == rid or name.rpartition("/")[0] == rid]
+        return [name for name in self._subscribers if name == rid or name.rpartition("/")[0] == rid]
 
     def _drop(self, sample_id: str) -> None:
-        self._listeners.pop(sample_id, None)
+        self._subscribers.pop(sample_id, None)
         self.engine.abort([sample_id])
 
     def _run(self) -> None:
         try:
-            while self._do_errands():
+            while self._run_tasks():
                 if self._pause is None:
                     self._hand_out(self.engine.poll(timeout_seconds=POLL_SECONDS))
-                    for sample in self.engine.so_far(
-                        [name for name, one in self._listeners.items() if one.is_streamed]
+                    for sample in self.engine.snapshot(
+                        [name for name, one in self._subscribers.items() if one.is_streamed]
                     ):
-                        self._listeners[sample.sample_id].tell(sample, False)
+                        self._subscribers[sample.sample_id].notify(sample, False)
         except Exception as error:
             log.exception("engine.failed")
             self.failure = EngineFailed(f"the engine is broken: {error!r}; start it again")
-            for listener in self._listeners.values():
-                listener.tell(self.failure, True)
-            self._do_last_errands()
+            for subscriber in self._subscribers.values():
+                subscriber.notify(self.failure, True)
+            self._run_remaining_tasks()
         self.engine.close()
 
-    def _do_errands(self) -> bool:
+    def _run_tasks(self) -> bool:
         """Do what waits, and wait for something where there is nothing to generate; return False at
         the end.
         """
         is_idle = self._pause is not None or not self.engine.num_running
-        while is_idle or not self._errands.empty():
-            if (errand := self._errands.get()) is None:
+        while is_idle or not self._tasks.empty():
+            if (task := self._tasks.get()) is None:
                 return False
-            errand()
+            task()
             is_idle = self._pause is not None or not self.engine.num_running
         return True
 
-    def _do_last_errands(self) -> None:
+    def _run_remaining_tasks(self) -> None:
         """Answer who called in the instant of the failure."""
-        while not self._errands.empty():
-            if (errand := self._errands.get()) is not None:
-                errand()
+        while not self._tasks.empty():
+            if (task := self._tasks.get()) is not None:
+                task()
 
     def _hand_out(self, samples: list[GeneratedSample]) -> None:
         for sample in samples:
-            if (listener := self._listeners.pop(sample.sample_id, None)) is not None:
-                listener.tell(sample, True)
+            if (subscriber := self._subscribers.pop(sample.sample_id, None)) is not None:
+                subscriber.notify(sample, True)
 
 
 def new_seed() -> int:

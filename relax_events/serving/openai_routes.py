@@ -1,4 +1,4 @@
-"""The part of OpenAI's API that asks a model for text."""
+"""OpenAI's routes for text completion and chat completion."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from numpy.typing import NDArray
 
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
-from relax_events.serving.completions import Answer, Question, Respondent, merged
+from relax_events.serving.completions import Completion, CompletionRequest, CompletionService, merge_streams
 from relax_events.serving.schemas import ChatBody, CompletionBody, SamplingParams
-from relax_events.serving.streams import event_stream, unless_gone
+from relax_events.serving.streams import event_stream, cancel_on_disconnect
 
 Choice = Callable[[str, bool], dict[str, Any]]
-"""Puts a text into a choice, whole or a piece of it."""
+"""Builds a choice from a text; the flag tells whether it is a streamed delta."""
 
 
-def openai_routes(respondent: Respondent, *, model_name: str, max_context_tokens: int) -> APIRouter:
-    """Make the routes.
+def openai_routes(service: CompletionService, *, model_name: str, max_context_tokens: int) -> APIRouter:
+    """Build the routes.
 
     Args:
-        respondent: Answers.
-        model_name: What the model is called.
-        max_context_tokens: Prompt and answer together; an answer that is given no bound has what is
-            left.
+        service: Generates the completions.
+        model_name: Name of the model.
+        max_context_tokens: Prompt and completion together; a completion without a limit may use the
+            rest.
     """
-    routes, renderer = APIRouter(prefix="/v1"), respondent.renderer
+    routes, renderer = APIRouter(prefix="/v1"), service.renderer
 
     @routes.get("/models")
     def models() -> dict[str, Any]:
-        """Name the one model that is served."""
+        """List the served model."""
         return {
             "object": "list",
             "data": [
@@ -52,7 +52,7 @@ def openai_routes(respondent: Respondent, *, model_name: str, max_context_tokens
 
     @routes.post("/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
-        """Go on from a text."""
+        """Continue a text."""
         prompts: Any = (
             body.prompt
             if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
@@ -62,20 +62,20 @@ def openai_routes(respondent: Respondent, *, model_name: str, max_context_tokens
             renderer.encode(one) if isinstance(one, str) else np.array(one, np.int32)
             for one in prompts
         ]
-        answers = _Answers(
-            respondent, "text_completion", model_name, lambda text, _: {"text": text}
+        completions = _ResponseWriter(
+            service, "text_completion", model_name, lambda text, _: {"text": text}
         )
-        return await answers.reply(
+        return await completions.respond(
             request,
-            _questions(tokens, body.params(body.max_tokens), is_streamed=body.stream),
+            _build_requests(tokens, body.params(body.max_tokens), is_streamed=body.stream),
             is_streamed=body.stream,
         )
 
     @routes.post("/chat/completions")
     async def chat_completions(request: Request, body: ChatBody) -> Response:
-        """Answer the last message of a conversation."""
+        """Reply to the last message of a conversation."""
         if not renderer.has_template:
-            raise ConfigError("the model's tokenizer has no chat template; ask /v1/completions")
+            raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
         tokens = renderer.prompt_tokens(
             [ChatMessage.of_text(turn.role, turn.text) for turn in body.messages]
         )
@@ -84,10 +84,10 @@ def openai_routes(respondent: Respondent, *, model_name: str, max_context_tokens
             or body.max_tokens
             or max(1, max_context_tokens - len(tokens))
         )
-        answers = _Answers(respondent, "chat.completion", model_name, _message)
-        return await answers.reply(
+        completions = _ResponseWriter(service, "chat.completion", model_name, _message)
+        return await completions.respond(
             request,
-            _questions([tokens], body.params(bound), is_streamed=body.stream),
+            _build_requests([tokens], body.params(bound), is_streamed=body.stream),
             is_streamed=body.stream,
         )
 
@@ -98,13 +98,13 @@ def _message(text: str, is_piece: bool) -> dict[str, Any]:
     return {"delta" if is_piece else "message": {"role": "assistant", "content": text}}
 
 
-def _questions(
+def _build_requests(
     prompts: list[NDArray[np.int32]], params: SamplingParams, *, is_streamed: bool
-) -> list[Question]:
-    """Ask for `n` answers to each prompt; seeds that were given count on, so that the answers
+) -> list[CompletionRequest]:
+    """Build `n` requests for each prompt; a given seed is incremented, so that the completions
     differ.
     """
-    questions = []
+    requests = []
     for tokens in prompts:
         for number in range(params.n):
             own = (
@@ -113,50 +113,50 @@ def _questions(
                 else {"sampling_seed": params.sampling_seed + number}
             )
             rid = secrets.token_hex(16)
-            questions.append(
-                Question(
+            requests.append(
+                CompletionRequest(
                     rid=rid,
                     tokens=tokens,
                     params=params.model_copy(update=own),
                     is_streamed=is_streamed,
                 )
             )
-    return questions
+    return requests
 
 
-class _Answers:
-    """Writes answers in OpenAI's form."""
+class _ResponseWriter:
+    """Writes completions in OpenAI's format."""
 
-    def __init__(self, respondent: Respondent, kind: str, model_name: str, choice: Choice) -> None:
-        self._respondent, self._kind, self._choice = respondent, kind, choice
+    def __init__(self, service: CompletionService, kind: str, model_name: str, choice: Choice) -> None:
+        self._service, self._kind, self._choice = service, kind, choice
         self._head = {
             "id": f"relax-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model_name,
         }
 
-    async def reply(
-        self, request: Request, questions: list[Question], *, is_streamed: bool
+    async def respond(
+        self, request: Request, requests: list[CompletionRequest], *, is_streamed: bool
     ) -> Response:
-        """Answer, at once or piece by piece."""
+        """Respond, at once or streamed."""
         if is_streamed:
             return StreamingResponse(
-                event_stream(self._pieces(questions)), media_type="text/event-stream"
+                event_stream(self._pieces(requests)), media_type="text/event-stream"
             )
-        return JSONResponse(await unless_gone(request, self._whole(questions)))
+        return JSONResponse(await cancel_on_disconnect(request, self._whole(requests)))
 
-    async def _whole(self, questions: list[Question]) -> dict[str, Any]:
-        async with aclosing(merged(self._respondent, questions)) as answers:
-            found = {number: answer async for number, answer in answers}
+    async def _whole(self, requests: list[CompletionRequest]) -> dict[str, Any]:
+        async with aclosing(merge_streams(self._service, requests)) as completions:
+            found = {number: completion async for number, completion in completions}
         choices = [
-            self._choice(found[number].text, False) | _ending(found[number]) | {"index": number}
-            for number in range(len(questions))
+            self._choice(found[number].text, False) | _finish_reason_fields(found[number]) | {"index": number}
+            for number in range(len(requests))
         ]
         prompt_tokens = sum(
             len(tokens)
-            for tokens in {id(question.tokens): question.tokens for question in questions}.values()
+            for tokens in {id(request.tokens): request.tokens for request in requests}.values()
         )
-        completion_tokens = sum(len(answer.tokens) for answer in found.values())
+        completion_tokens = sum(len(completion.tokens) for completion in found.values())
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -164,21 +164,21 @@ class _Answers:
         }
         return self._head | {"object": self._kind, "choices": choices, "usage": usage}
 
-    async def _pieces(self, questions: list[Question]) -> AsyncGenerator[bytes]:
-        shown = [0] * len(questions)
+    async def _pieces(self, requests: list[CompletionRequest]) -> AsyncGenerator[bytes]:
+        shown = [0] * len(requests)
         kind = self._kind if self._kind == "text_completion" else f"{self._kind}.chunk"
-        async with aclosing(merged(self._respondent, questions)) as answers:
-            async for number, answer in answers:
+        async with aclosing(merge_streams(self._service, requests)) as completions:
+            async for number, completion in completions:
                 # Bytes that are no whole character yet come as a replacement, which the next piece
                 # must not follow.
-                text = answer.text if answer.finish else answer.text.rstrip("\ufffd")
+                text = completion.text if completion.finish else completion.text.rstrip("\ufffd")
                 choice = (
-                    self._choice(text[shown[number] :], True) | _ending(answer) | {"index": number}
+                    self._choice(text[shown[number] :], True) | _finish_reason_fields(completion) | {"index": number}
                 )
                 shown[number] = max(shown[number], len(text))
                 yield orjson.dumps(self._head | {"object": kind, "choices": [choice]})
 
 
-def _ending(answer: Answer) -> dict[str, Any]:
-    finish = answer.finish or {"type": None}
+def _finish_reason_fields(completion: Completion) -> dict[str, Any]:
+    finish = completion.finish or {"type": None}
     return {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}

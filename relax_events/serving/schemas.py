@@ -1,5 +1,5 @@
-"""What callers send, in SGLang's words and OpenAI's. What would change the answer and is not done
-here is refused.
+"""Request bodies in SGLang's and OpenAI's format. Unsupported fields that would change the result
+are rejected.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from relax_events.config import SamplingConfig
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
     "min_p": (0, None),
     "min_new_tokens": (0, None),
     "frequency_penalty": (0, None),
@@ -27,8 +27,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, None),
     "stream_interval": (None, 1),
 }
-"""Settings of SGLang's sampling that we don't have, with the values that ask for nothing."""
-NOT_DONE = (
+"""Unsupported sampling settings of SGLang, with the values that have no effect."""
+UNSUPPORTED_FIELDS = (
     "image_data",
     "video_data",
     "audio_data",
@@ -37,15 +37,15 @@ NOT_DONE = (
     "session_params",
     "custom_logit_processor",
 )
-"""Fields of SGLang's requests that ask for what we don't have."""
-CHAT_NOT_DONE = (
+"""Unsupported fields of SGLang's requests."""
+UNSUPPORTED_OPENAI_FIELDS = (
     "tools", "logit_bias", "response_format", "functions", "top_logprobs", "return_routed_experts", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
-"""Fields of OpenAI's requests that ask for what we don't have, unless they are empty or 0."""
+"""Unsupported fields of OpenAI's requests, unless they are empty or 0."""
 
 
 class SamplingParams(BaseModel):
-    """How one completion is drawn, in SGLang's words."""
+    """Sampling parameters of a completion, in SGLang's format."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,17 +64,17 @@ class SamplingParams(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, data: Any) -> Any:
-        """Drop settings that ask for nothing."""
+        """Drop settings without effect."""
         if not isinstance(data, dict):
             return data
         if asked := [
-            key for key, values in NEUTRAL.items() if key in data and data[key] not in values
+            key for key, values in UNSUPPORTED_SAMPLING.items() if key in data and data[key] not in values
         ]:
             raise ValueError(
-                f"sampling by {asked[0]} is not supported here; leave it out, or ask an "
+                f"sampling by {asked[0]} is not supported here; leave it out, or use an "
                 "SGLang server"
             )
-        return {key: value for key, value in data.items() if key not in NEUTRAL}
+        return {key: value for key, value in data.items() if key not in UNSUPPORTED_SAMPLING}
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class SamplingParams(BaseModel):
 
     @property
     def sampling(self) -> SamplingConfig:
-        """Give it in the engine's words: without temperature the most probable token is drawn."""
+        """The engine's sampling parameters; temperature 0 takes the most probable token."""
         top_k = 1 if self.temperature == 0 else max(0, self.top_k)
         return SamplingConfig(
             temperature=self.temperature or 1.0,
@@ -98,8 +98,7 @@ class SamplingParams(BaseModel):
 
 
 class GenerateBody(BaseModel):
-    """`POST /generate`: one prompt, or several in lists; what is not known is passed over, as
-    SGLang does.
+    """`POST /generate`: one prompt, or several in lists; unknown fields are ignored, as in SGLang.
     """
 
     text: str | list[str] | None = None
@@ -116,11 +115,11 @@ class GenerateBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_what_is_done(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (asked := [key for key in NOT_DONE if data.get(key)]):
+    def _reject_unsupported(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (asked := [key for key in UNSUPPORTED_FIELDS if data.get(key)]):
             raise ValueError(
-                f"{asked[0]} is not taken here, the engine shows its model text alone; leave "
-                "it out, or ask an SGLang server"
+                f"{asked[0]} is not accepted here, the engine feeds its model text only; leave "
+                "it out, or use an SGLang server"
             )
         if isinstance(data, dict) and data.get("sampling_params") is None:
             return {key: value for key, value in data.items() if key != "sampling_params"}
@@ -129,7 +128,7 @@ class GenerateBody(BaseModel):
     @model_validator(mode="after")
     def _prompts_are_given_once(self) -> GenerateBody:
         if (self.text is None) == (self.input_ids is None):
-            raise ValueError("the prompt is given once, as text or as input_ids")
+            raise ValueError("give the prompt once, as text or as input_ids")
         for key in (
             "sampling_params",
             "rid",
@@ -140,18 +139,18 @@ class GenerateBody(BaseModel):
             value = getattr(self, key)
             if isinstance(value, list) and len(value) != self.num_prompts:
                 raise ValueError(
-                    f"{key} is a list of as many as there are prompts, {self.num_prompts}, "
+                    f"{key} must be a list with one entry per prompt, {self.num_prompts}, "
                     f"got {len(value)}"
                 )
         if self.num_prompts > 1 and isinstance(self.rid, str):
             raise ValueError(
-                f"each of {self.num_prompts} prompts has a rid of its own; give a list"
+                f"each of {self.num_prompts} prompts needs a rid of its own; give a list"
             )
         return self
 
     @property
     def is_batch(self) -> bool:
-        """Whether answers come as a list."""
+        """Whether the response is a list."""
         prompts = self.text if self.input_ids is None else self.input_ids
         return isinstance(prompts, list) and (
             self.input_ids is None or (bool(prompts) and isinstance(prompts[0], list))
@@ -159,12 +158,12 @@ class GenerateBody(BaseModel):
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts there are."""
+        """Number of prompts."""
         prompts = self.text if self.input_ids is None else self.input_ids
         return len(prompts) if self.is_batch and prompts is not None else 1
 
     def of(self, key: str, place: int) -> Any:
-        """Give a setting that is the same for all prompts, or of the prompt at a place."""
+        """Return a setting for the prompt at an index; a scalar applies to all prompts."""
         value = getattr(self, key)
         return (
             value[place]
@@ -200,8 +199,8 @@ class CheckBody(BaseModel):
     action: Literal["checksum"]
 
 
-class Asked(BaseModel):
-    """What OpenAI's two ways to ask have in common."""
+class OpenAIBody(BaseModel):
+    """Common fields of OpenAI's two routes."""
 
     model: str = ""
     temperature: float = Field(default=1.0, ge=0)
@@ -213,13 +212,13 @@ class Asked(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_what_is_done(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (asked := [key for key in CHAT_NOT_DONE if data.get(key)]):
+    def _reject_unsupported(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (asked := [key for key in UNSUPPORTED_OPENAI_FIELDS if data.get(key)]):
             raise ValueError(f"{asked[0]} is not supported here; leave it out")
         return data
 
     def params(self, max_new_tokens: int) -> SamplingParams:
-        """Give it in SGLang's words."""
+        """Return the parameters in SGLang's format."""
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
@@ -230,7 +229,7 @@ class Asked(BaseModel):
         )
 
 
-class CompletionBody(Asked):
+class CompletionBody(OpenAIBody):
     """`POST /v1/completions`."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
@@ -238,13 +237,13 @@ class CompletionBody(Asked):
 
 
 class ChatPart(BaseModel):
-    """A piece of a message."""
+    """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatTurn(BaseModel):
+class ChatMessageBody(BaseModel):
     """A message."""
 
     role: str
@@ -252,7 +251,7 @@ class ChatTurn(BaseModel):
 
     @property
     def text(self) -> str:
-        """All that it says."""
+        """The text of all parts."""
         return (
             self.content
             if isinstance(self.content, str)
@@ -260,9 +259,9 @@ class ChatTurn(BaseModel):
         )
 
 
-class ChatBody(Asked):
+class ChatBody(OpenAIBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatTurn] = Field(min_length=1)
+    messages: list[ChatMessageBody] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)

@@ -1,5 +1,5 @@
-"""SGLang's own routes, as version 0.5.23 has them: generation by token ids or text, and the control
-of weights and requests.
+"""SGLang's native routes, as in version 0.5.23: generation from token ids or text, and control of
+weights and requests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from numpy.typing import NDArray
 
-from relax_events.engines.sglang.checkpoint import ModelFolder, single_tensors
-from relax_events.engines.sglang.client import SUPPORTED
-from relax_events.engines.sglang.weight_checksums import Recipe
+from relax_events.engines.sglang.checkpoint import ModelFolder, split_experts
+from relax_events.engines.sglang.client import SUPPORTED_VERSIONS
+from relax_events.engines.sglang.weight_checksums import TensorRecipe
 from relax_events.errors import EngineFailed, PoisonSample, RelaxError
-from relax_events.serving.completions import Answer, Question, Respondent, merged
-from relax_events.serving.engine_runner import Station
+from relax_events.serving.completions import Completion, CompletionRequest, CompletionService, merge_streams
+from relax_events.serving.engine_runner import EngineRunner
 from relax_events.serving.schemas import (
     AbortBody,
     CheckBody,
@@ -32,33 +32,33 @@ from relax_events.serving.schemas import (
     PauseBody,
     SamplingParams,
 )
-from relax_events.serving.streams import event_stream, unless_gone
+from relax_events.serving.streams import event_stream, cancel_on_disconnect
 
 PROBE_SECONDS = 20.0
 Logprob = tuple[float | None, int, str | None]
-"""Of a token, in nats; null where it is no finite number or not known. Its id, and its text where
-that is wanted."""
-ELSEWHERE = (
+"""A token's log-probability in nats, None if not finite or unknown; its id; its text if requested.
+"""
+LOAD_FORBIDDEN = (
     "weights are not loaded from there; start the server with --weights-root, or with --token-file"
 )
 
 
-def native_routes(
-    respondent: Respondent,
+def sglang_routes(
+    service: CompletionService,
     *,
     model_path: Path,
     recorded: ModelFolder | None,
     is_incremental: bool,
     may_load: Callable[[Path], bool],
 ) -> APIRouter:
-    """Make the routes.
+    """Build the routes.
 
     Args:
-        respondent: Answers.
-        model_path: Of the model that is served.
-        recorded: The same with its experts, where it is told which of them tokens go through.
-        is_incremental: Whether a streamed event has what is new, or all so far.
-        may_load: Tells whether weights may be loaded from a folder.
+        service: Generates the completions.
+        model_path: Of the served model.
+        recorded: The model with its experts, if they are recorded.
+        is_incremental: Whether a streamed event has only new tokens, or all so far.
+        may_load: Returns whether weights may be loaded from a folder.
     """
     routes, said = (
         APIRouter(),
@@ -67,57 +67,57 @@ def native_routes(
             "enable_return_routed_experts": recorded is not None,
         },
     )
-    routes.include_router(_asking(respondent, recorded, is_incremental=is_incremental))
-    routes.include_router(_telling(respondent, {"model_path": str(model_path), **said}))
-    routes.include_router(_steering(respondent.station, may_load))
+    routes.include_router(_generation_routes(service, recorded, is_incremental=is_incremental))
+    routes.include_router(_info_routes(service, {"model_path": str(model_path), **said}))
+    routes.include_router(_control_routes(service.runner, may_load))
     return routes
 
 
-def _asking(
-    respondent: Respondent, recorded: ModelFolder | None, *, is_incremental: bool
+def _generation_routes(
+    service: CompletionService, recorded: ModelFolder | None, *, is_incremental: bool
 ) -> APIRouter:
-    """Generation, and its end before its time."""
-    routes, station = APIRouter(), respondent.station
+    """Routes that generate and abort."""
+    routes, runner = APIRouter(), service.runner
 
     @routes.post("/generate")
     async def generate(request: Request, body: GenerateBody) -> Response:
         """Generate for one prompt or several."""
-        asked = _Asked(respondent, body, recorded=recorded, is_incremental=is_incremental)
-        asked.input_logprobs = await station.call(asked.input_scores)
+        asked = _GenerateCall(service, body, recorded=recorded, is_incremental=is_incremental)
+        asked.input_logprobs = await runner.call(asked.input_scores)
         if body.stream:
             return StreamingResponse(event_stream(_events(asked)), media_type="text/event-stream")
-        return JSONResponse(await unless_gone(request, _whole(asked)))
+        return JSONResponse(await cancel_on_disconnect(request, _whole(asked)))
 
     @routes.post("/abort_request")
     async def abort_request(body: AbortBody) -> Response:
-        """End a request, or all, before its time; it is answered with what it has."""
-        await station.abort(None if body.abort_all else body.rid)
+        """Abort a request, or all; the response has the tokens so far."""
+        await runner.abort(None if body.abort_all else body.rid)
         return Response()
 
     return routes
 
 
-def _telling(respondent: Respondent, said: dict[str, Any]) -> APIRouter:
-    """What the server says of itself, and how it is."""
-    routes, station = APIRouter(), respondent.station
+def _info_routes(service: CompletionService, said: dict[str, Any]) -> APIRouter:
+    """Routes that describe the server and its health."""
+    routes, runner = APIRouter(), service.runner
 
     @routes.get("/ready")
     @routes.get("/health")
     def health() -> Response:
-        """Tell whether the engine lives."""
-        return Response(status_code=200 if station.failure is None else 503)
+        """Report whether the engine is running."""
+        return Response(status_code=200 if runner.failure is None else 503)
 
     @routes.get("/health_generate")
     async def health_generate() -> Response:
-        """Draw a token, and tell whether that went well."""
-        probe = Question(
+        """Generate a token, and report whether it succeeded."""
+        probe = CompletionRequest(
             rid=f"probe-{secrets.token_hex(4)}",
             tokens=np.zeros(1, np.int32),
             params=SamplingParams(max_new_tokens=1),
         )
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                [_ async for _ in respondent.answer(probe)]
+                [_ async for _ in service.completion(probe)]
         except (TimeoutError, EngineFailed):
             return Response(status_code=503)
         return Response(status_code=200)
@@ -125,37 +125,37 @@ def _telling(respondent: Respondent, said: dict[str, Any]) -> APIRouter:
     @routes.get("/server_info")
     @routes.get("/get_server_info")
     def server_info() -> dict[str, Any]:
-        """Say which SGLang this is like."""
-        return {"version": SUPPORTED[-1], "server": "relax-events", **said}
+        """Report the version of SGLang whose API this is."""
+        return {"version": SUPPORTED_VERSIONS[-1], "server": "relax-events", **said}
 
     @routes.get("/model_info")
     @routes.get("/get_model_info")
     def model_info() -> dict[str, Any]:
-        """Say what is served."""
+        """Describe the served model."""
         return {
             "model_path": said["model_path"],
             "is_generation": True,
-            "weight_version": station.names[-1],
+            "weight_version": runner.names[-1],
         }
 
     return routes
 
 
-def _steering(station: Station, may_load: Callable[[Path], bool]) -> APIRouter:
-    """Pauses, and other weights."""
+def _control_routes(runner: EngineRunner, may_load: Callable[[Path], bool]) -> APIRouter:
+    """Routes that pause, resume and load weights."""
     routes = APIRouter()
 
     @routes.post("/pause_generation")
     async def pause_generation(body: PauseBody) -> dict[str, str]:
-        """Draw no further token."""
-        await station.pause(body.mode)
+        """Pause generation."""
+        await runner.pause(body.mode)
         return {"status": "ok", "message": f"paused, {body.mode}"}
 
     @routes.post("/continue_generation")
     async def continue_generation() -> dict[str, str]:
-        """Go on drawing."""
-        await station.go_on()
-        return {"status": "ok", "message": "goes on"}
+        """Resume generation."""
+        await runner.resume()
+        return {"status": "ok", "message": "resumed"}
 
     @routes.api_route("/flush_cache", methods=["GET", "POST"])
     def flush_cache() -> Response:
@@ -164,14 +164,14 @@ def _steering(station: Station, may_load: Callable[[Path], bool]) -> APIRouter:
 
     @routes.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: LoadBody) -> JSONResponse:
-        """Load a folder's weights between two tokens; what runs goes on under them."""
+        """Load a folder's weights between two tokens; running samples continue with them."""
         if not may_load(Path(body.model_path)):
-            return JSONResponse({"success": False, "message": ELSEWHERE}, status_code=403)
+            return JSONResponse({"success": False, "message": LOAD_FORBIDDEN}, status_code=403)
         if body.abort_all_requests:
-            await station.abort(None)
+            await runner.abort(None)
         try:
-            await station.load(
-                lambda: station.engine.read_weights(Path(body.model_path)), name=body.weight_version
+            await runner.load_weights(
+                lambda: runner.engine.read_weights(Path(body.model_path)), name=body.weight_version
             )
         except RelaxError as error:
             return JSONResponse({"success": False, "message": str(error)}, status_code=400)
@@ -179,11 +179,11 @@ def _steering(station: Station, may_load: Callable[[Path], bool]) -> APIRouter:
 
     @routes.post("/weights_checker")
     async def weights_checker(_: CheckBody) -> dict[str, Any]:
-        """Give the digest of every tensor that serves, by its name in a checkpoint."""
+        """Return the digest of every loaded tensor, by its name in a checkpoint."""
         return {
             "success": True,
             "ranks": [
-                {"checksums": await station.call(lambda: _checksums(station.engine.tensors()))}
+                {"checksums": await runner.call(lambda: _checksums(runner.engine.tensors()))}
             ],
         }
 
@@ -194,52 +194,52 @@ def _checksums(tensors: dict[str, Any]) -> dict[str, str]:
     single = {
         name: part.cpu()
         for whole, tensor in tensors.items()
-        for name, part in single_tensors(whole, tensor)
+        for name, part in split_experts(whole, tensor)
     }
     return {
-        name: Recipe((name,)).digest(single, dtype=tensor.dtype) for name, tensor in single.items()
+        name: TensorRecipe((name,)).digest(single, dtype=tensor.dtype) for name, tensor in single.items()
     }
 
 
-class _Asked:
-    """A call of `/generate` on its way.
+class _GenerateCall:
+    """An in-flight call of `/generate`.
 
     Attributes:
-        respondent: Answers.
-        questions: One for each sample of each prompt, in the order of the answers.
+        service: Generates the completions.
+        requests: One for each sample of each prompt, in the order of the response.
     """
 
     def __init__(
         self,
-        respondent: Respondent,
+        service: CompletionService,
         body: GenerateBody,
         *,
         recorded: ModelFolder | None,
         is_incremental: bool,
     ) -> None:
         self.body, self.input_logprobs = body, dict[int, list[Logprob]]()
-        self.respondent, self._recorded, self._is_incremental = (
-            respondent,
+        self.service, self._recorded, self._is_incremental = (
+            service,
             recorded,
             is_incremental and body.stream,
         )
         self._prompts = [self._prompt(place) for place in range(body.num_prompts)]
         asked = [
-            (place, question)
+            (place, request)
             for place in range(body.num_prompts)
-            for question in self._questions(place)
+            for request in self._build_requests(place)
         ]
-        self._places, self.questions = (
+        self._prompt_indices, self.requests = (
             [place for place, _ in asked],
-            [question for _, question in asked],
+            [request for _, request in asked],
         )
-        self._shown: dict[str, tuple[int, str]] = {}
+        self._sent: dict[str, tuple[int, str]] = {}
         self._require_own_rids()
         if body.return_routed_experts:
             self._require_record()
 
-    def _questions(self, place: int) -> list[Question]:
-        """Return what is asked of a prompt, once for each of its samples."""
+    def _build_requests(self, place: int) -> list[CompletionRequest]:
+        """Build the requests of a prompt, one for each of its samples."""
         params: SamplingParams = self.body.of("sampling_params", place)
         rid: str = self.body.of("rid", place) or secrets.token_hex(16)
         names = [rid] if params.n == 1 else [f"{rid}/{number}" for number in range(params.n)]
@@ -248,7 +248,7 @@ class _Asked:
         )
         tokens = self._prompts[place]
         return [
-            Question(
+            CompletionRequest(
                 rid=name,
                 tokens=tokens,
                 params=params,
@@ -261,7 +261,7 @@ class _Asked:
     def _require_own_rids(self) -> None:
         repeated = [
             rid
-            for rid, count in Counter(question.rid for question in self.questions).items()
+            for rid, count in Counter(request.rid for request in self.requests).items()
             if count > 1
         ]
         if repeated:
@@ -271,8 +271,8 @@ class _Asked:
             )
 
     def input_scores(self) -> dict[int, list[Logprob]]:
-        """Compute the prompts' own log-probabilities, by place, where they are wanted; called by
-        the engine's thread.
+        """Compute the prompts' own log-probabilities, by prompt index, if requested; called in the
+        engine's thread.
         """
         scores = {}
         for place, tokens in enumerate(self._prompts):
@@ -280,51 +280,51 @@ class _Asked:
             if self.body.of("return_logprob", place) and start >= 0:
                 found: list[float | None] = [
                     None,
-                    *self.respondent.station.engine.score(tokens).tolist(),
+                    *self.service.runner.engine.score(tokens).tolist(),
                 ]
                 scores[place] = self._entries(tokens[start:], found[start:])
         return scores
 
-    def event(self, number: int, answer: Answer) -> dict[str, Any]:
-        """Write an answer as SGLang does: all of it, or what is new since the last event."""
-        question, place, version = (
-            self.questions[number],
-            self._places[number],
-            self.respondent.station.names[-1],
+    def event(self, number: int, completion: Completion) -> dict[str, Any]:
+        """Build an event as SGLang does: all tokens, or those since the last event."""
+        request, place, version = (
+            self.requests[number],
+            self._prompt_indices[number],
+            self.service.runner.names[-1],
         )
-        tokens, text = self._shown.get(question.rid, (0, "")) if self._is_incremental else (0, "")
-        self._shown[question.rid] = (len(answer.tokens), answer.text)
+        tokens, text = self._sent.get(request.rid, (0, "")) if self._is_incremental else (0, "")
+        self._sent[request.rid] = (len(completion.tokens), completion.text)
         meta: dict[str, Any] = {
-            "id": question.rid,
-            "finish_reason": answer.finish,
-            "prompt_tokens": len(question.tokens),
-            "completion_tokens": len(answer.tokens),
+            "id": request.rid,
+            "finish_reason": completion.finish,
+            "prompt_tokens": len(request.tokens),
+            "completion_tokens": len(completion.tokens),
             "cached_tokens": 0,
-            "weight_version": answer.spans[-1]["version"] if answer.spans else version,
-            "weight_versions": answer.spans,
-            "e2e_latency": answer.seconds,
+            "weight_version": completion.version_spans[-1]["version"] if completion.version_spans else version,
+            "weight_versions": completion.version_spans,
+            "e2e_latency": completion.seconds,
         }
         if self.body.of("return_logprob", place):
-            fresh = answer.tokens[tokens:]
-            meta["output_token_logprobs"] = self._entries(fresh, answer.logprobs[tokens:].tolist())
+            fresh = completion.tokens[tokens:]
+            meta["output_token_logprobs"] = self._entries(fresh, completion.logprobs[tokens:].tolist())
             meta["input_token_logprobs"] = self.input_logprobs.get(place, [])
-            if answer.top_tokens is not None:
+            if completion.top_tokens is not None:
                 meta["output_top_logprobs"] = [
-                    self._entries(row, [None] * len(row)) for row in answer.top_tokens[tokens:]
+                    self._entries(row, [None] * len(row)) for row in completion.top_tokens[tokens:]
                 ]
         if (
             self.body.return_routed_experts
-            and answer.finish
-            and answer.experts is not None
-            and len(answer.experts)
+            and completion.finish
+            and completion.experts is not None
+            and len(completion.experts)
         ):
-            assert self._recorded is not None, "refused before"
-            meta["routed_experts"] = self._recorded.told_experts(
-                answer.experts[self.body.routed_experts_start_len :]
+            assert self._recorded is not None, "rejected earlier"
+            meta["routed_experts"] = self._recorded.encode_experts(
+                completion.experts[self.body.routed_experts_start_len :]
             )
         return {
-            "text": answer.text[len(text) :],
-            "output_ids": answer.tokens[tokens:].tolist(),
+            "text": completion.text[len(text) :],
+            "output_ids": completion.tokens[tokens:].tolist(),
             "meta_info": meta,
             "index": number,
         }
@@ -332,16 +332,16 @@ class _Asked:
     def _prompt(self, place: int) -> NDArray[np.int32]:
         given = self.body.of("text" if self.body.input_ids is None else "input_ids", place)
         tokens = (
-            self.respondent.renderer.encode(given)
+            self.service.renderer.encode(given)
             if isinstance(given, str)
             else np.array(given, np.int64)
         )
         if (
             len(tokens) == 0
             or tokens.min() < 0
-            or tokens.max() >= self.respondent.station.engine.vocab_size
+            or tokens.max() >= self.service.runner.engine.vocab_size
         ):
-            vocabulary = f"ids from 0 to {self.respondent.station.engine.vocab_size - 1}"
+            vocabulary = f"ids from 0 to {self.service.runner.engine.vocab_size - 1}"
             raise PoisonSample(
                 f"prompt {place} must have at least one token, of {vocabulary}; got "
                 f"{tokens.tolist()[:8]}"
@@ -360,10 +360,10 @@ class _Asked:
                 f"routed_experts_start_len must lie in each prompt, got {start} for one of "
                 f"{shortest} tokens"
             )
-        if any(question.params.max_new_tokens == 0 for question in self.questions):
+        if any(request.params.max_new_tokens == 0 for request in self.requests):
             raise PoisonSample(
-                "return_routed_experts with max_new_tokens = 0: a prompt that nothing is "
-                "drawn after is not read; draw a token"
+                "return_routed_experts with max_new_tokens = 0: a prompt without new tokens "
+                "is not computed; generate a token"
             )
 
     def _entries(
@@ -372,21 +372,21 @@ class _Asked:
         texts: list[str | None] = [None] * len(tokens)
         if self.body.return_text_in_logprobs:
             texts = [
-                self.respondent.text(tokens[place : place + 1], skip_special_tokens=False)
+                self.service.text(tokens[place : place + 1], skip_special_tokens=False)
                 for place in range(len(tokens))
             ]
         values = (value if value is not None and np.isfinite(value) else None for value in logprobs)
         return list(zip(values, tokens.tolist(), texts, strict=True))
 
 
-async def _events(asked: _Asked) -> AsyncGenerator[bytes]:
-    async with aclosing(merged(asked.respondent, asked.questions)) as answers:
-        async for number, answer in answers:
-            yield orjson.dumps(asked.event(number, answer))
+async def _events(asked: _GenerateCall) -> AsyncGenerator[bytes]:
+    async with aclosing(merge_streams(asked.service, asked.requests)) as completions:
+        async for number, completion in completions:
+            yield orjson.dumps(asked.event(number, completion))
 
 
-async def _whole(asked: _Asked) -> Any:
-    async with aclosing(merged(asked.respondent, asked.questions)) as answers:
-        found = {number: asked.event(number, answer) async for number, answer in answers}
-    replies = [found[number] for number in range(len(asked.questions))]
+async def _whole(asked: _GenerateCall) -> Any:
+    async with aclosing(merge_streams(asked.service, asked.requests)) as completions:
+        found = {number: asked.event(number, completion) async for number, completion in completions}
+    replies = [found[number] for number in range(len(asked.requests))]
     return replies if asked.body.is_batch or len(replies) > 1 else replies[0]

@@ -1,4 +1,4 @@
-"""Answers over HTTP: events as they come, and an end to what nobody waits for."""
+"""HTTP responses: server-sent events, and cancellation if the client disconnects."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ END = b"data: [DONE]\n\n"
 
 
 async def event_stream(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-    """Write server-sent events; an error is the last of them.
+    """Yield server-sent events; an error is the last one.
 
     Args:
-        events: JSON.
+        events: JSON texts.
     """
     try:
         async for event in events:
@@ -34,24 +34,24 @@ async def event_stream(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
     yield END
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do work for a caller, and give it up when the caller hangs up.
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Run work for a client, and cancel it if the client disconnects.
 
     Raises:
-        HTTPException: The caller is gone.
+        HTTPException: The client has disconnected.
     """
 
-    async def hang_up() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    doing, waiting = asyncio.create_task(work), asyncio.create_task(hang_up())
+    work_task, disconnect_task = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
     try:
-        await asyncio.wait({doing, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise HTTPException(CLIENT_CLOSED, "the caller has hung up")
-        return doing.result()
+        await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not work_task.done():
+            raise HTTPException(CLIENT_CLOSED, "the client has disconnected")
+        return work_task.result()
     finally:
-        for task in (doing, waiting):
+        for task in (work_task, disconnect_task):
             task.cancel()
-        await asyncio.gather(doing, waiting, return_exceptions=True)
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)

@@ -11,7 +11,7 @@ from relax_events.config import BrokerConfig, RunConfig
 from relax_events.errors import BrokerUnavailable, ConfigError
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.credentials import as_principal
+from relax_events.kafka.credentials import apply_principal
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.topics import TopicPlan
 
@@ -37,16 +37,16 @@ def embedded_broker(config: RunConfig) -> EmbeddedBroker | None:
     return broker if is_meant else None
 
 
-def at_broker(config: RunConfig, broker: EmbeddedBroker) -> RunConfig:
+def with_broker_address(config: RunConfig, broker: EmbeddedBroker) -> RunConfig:
     """Return the configuration with the address of an embedded broker filled in, and with where its
     password lies.
     """
     return config.model_copy(
-        update={"broker": reached(config.broker, broker.bootstrap_servers, broker.password_file)}
+        update={"broker": with_address(config.broker, broker.bootstrap_servers, broker.password_file)}
     )
 
 
-def reached(
+def with_address(
     config: BrokerConfig, bootstrap_servers: str, password_file: Path | None
 ) -> BrokerConfig:
     """Return a broker table with the address of an embedded broker filled in, and with where its
@@ -58,7 +58,7 @@ def reached(
 
 
 @contextmanager
-def attached(
+def attach(
     config: RunConfig, *, by: str, principal: str = OPERATOR, brings_up: bool = True
 ) -> Iterator[RunConfig]:
     """Give the configuration of a process that reaches the broker: with its address, and with who
@@ -74,12 +74,12 @@ def attached(
             was one.
         ConfigError: `broker.credentials` has no password for the principal.
     """
-    with located(config, by=by, brings_up=brings_up) as found:
-        yield as_principal(found, principal)
+    with locate_broker(config, by=by, brings_up=brings_up) as found:
+        yield apply_principal(found, principal)
 
 
 @contextmanager
-def located(config: RunConfig, *, by: str, brings_up: bool = True) -> Iterator[RunConfig]:
+def locate_broker(config: RunConfig, *, by: str, brings_up: bool = True) -> Iterator[RunConfig]:
     """Give the configuration with the address of the embedded broker, which is up while the block
     runs; a cluster's stays as it is.
 
@@ -102,12 +102,12 @@ def located(config: RunConfig, *, by: str, brings_up: bool = True) -> Iterator[R
         raise BrokerUnavailable(
             f"{rule}; start a run, or the broker with: relax broker start --directory {where}"
         )
-    with keep_up(broker, by=by) if brings_up else broker.kept():
-        yield at_broker(config, broker)
+    with keep_running(broker, by=by) if brings_up else broker.hold():
+        yield with_broker_address(config, broker)
 
 
 @contextmanager
-def keep_up(broker: EmbeddedBroker, *, by: str) -> Iterator[None]:
+def keep_running(broker: EmbeddedBroker, *, by: str) -> Iterator[None]:
     """Keep an embedded broker up for a command, which says on stderr that it starts one: that takes
     seconds.
     """
@@ -130,7 +130,7 @@ def require_run(config: RunConfig, topics: Container[str]) -> None:
     Raises:
         ConfigError: The run's schemas have no topic there.
     """
-    if TopicPlan.of(config).topic("control.schemas") not in topics:
+    if TopicPlan.from_config(config).topic("control.schemas") not in topics:
         raise ConfigError(
             f"the broker has no topics of a run {config.run.id!r}; see run.id and "
             "broker.bootstrap_servers"
@@ -149,6 +149,6 @@ def open_admin(config: RunConfig, *, name: str, timeout_seconds: float = ANSWER_
         BrokerUnavailable: None answered in time; the text names the address and the remedy.
         BrokerRefused: One is there and does not let us in; the text says why.
     """
-    admin = Admin(Connection.of(config.broker, client_id=f"{config.run.id}.{name}"))
+    admin = Admin(Connection.from_config(config.broker, client_id=f"{config.run.id}.{name}"))
     admin.ping(timeout_seconds=min(timeout_seconds, config.broker.request_timeout_seconds))
     return admin

@@ -13,14 +13,14 @@ from relax_events.config.derived import Derived, derive
 from relax_events.config.inventory import CheckpointFacts
 from relax_events.config.unset_keys import OF_MACHINE, missing_keys, value_of, with_values
 from relax_events.models.checkpoint_facts import read_facts, tiny_facts
-from relax_events.session.machine import this_machine
+from relax_events.session.machine import inspect_machine
 
 log = structlog.get_logger()
 RESOLVED_FILE = "run.json"
 """In a run's folder: the run file with everything filled in."""
 
 
-def settled(
+def resolve_defaults(
     config: RunConfig, *, known: RunConfig | None = None, role: str = ""
 ) -> tuple[RunConfig, list[Derived]]:
     """Return the configuration with the keys that its run file leaves out, and what they became and
@@ -44,7 +44,7 @@ def settled(
     roles = ({role: 1} if role else config.roles()) | (
         {"trainer": config.trainer.ranks} if role in ("", "trainer") else {}
     )
-    fresh = derive(config, facts_of(config), this_machine(roles)) if missing_keys(config) else []
+    fresh = derive(config, read_checkpoint_facts(config), inspect_machine(roles)) if missing_keys(config) else []
     return with_values(config, {derived.key: derived.value for derived in fresh}), kept + fresh
 
 
@@ -57,7 +57,7 @@ def _kept(known: RunConfig, keys: list[str]) -> list[Derived]:
     ]
 
 
-def facts_of(config: RunConfig) -> dict[str, CheckpointFacts]:
+def read_checkpoint_facts(config: RunConfig) -> dict[str, CheckpointFacts]:
     """Return what the run's checkpoints are, as far as they are there or will be made."""
     tiny = config.model.tiny
     paths: dict[str, Path | None] = {
@@ -73,7 +73,7 @@ def facts_of(config: RunConfig) -> dict[str, CheckpointFacts]:
     return found if "model" in found or tiny is None else found | {"model": tiny_facts(tiny)}
 
 
-def last_session(config: RunConfig) -> RunConfig | None:
+def read_resolved(config: RunConfig) -> RunConfig | None:
     """Return what a run's last session on this machine was resolved to; None where there was none,
     or it can't be read any more.
     """

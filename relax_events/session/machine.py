@@ -16,7 +16,7 @@ ASK_GPUS = ("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounit
 ANSWER_SECONDS = 20.0
 
 
-def this_machine(roles: Mapping[str, int]) -> Machine:
+def inspect_machine(roles: Mapping[str, int]) -> Machine:
     """Return what this process may use of its machine.
 
     Args:
@@ -50,10 +50,10 @@ def _gpus() -> tuple[int, ...]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    return gpu_memory(answer, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return parse_gpu_memory(answer, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def gpu_memory(answer: str, *, visible: str | None) -> tuple[int, ...]:
+def parse_gpu_memory(answer: str, *, visible: str | None) -> tuple[int, ...]:
     """Return the bytes of each visible GPU.
 
     Args:

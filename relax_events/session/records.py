@@ -18,7 +18,7 @@ import orjson
 
 from relax_events.events.parts import now_micros
 
-FILE = "sessions.jsonl"
+SESSIONS_FILE = "sessions.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RunSessions(AbstractContextManager["RunSessions"]):
         Args:
             folder: Of the run.
         """
-        self._path = folder / FILE
+        self._path = folder / SESSIONS_FILE
         self._file: IO[bytes] | None = None
         self._mine = Session(os.getpid(), socket.gethostname(), now_micros())
         self.earlier: list[Session] = []
@@ -59,7 +59,7 @@ class RunSessions(AbstractContextManager["RunSessions"]):
         self._file = self._path.open("a+b", buffering=0)
         is_alone = _lock(self._file)
         self._file.seek(0)
-        self.earlier = sessions_in(self._file.read())
+        self.earlier = parse_sessions(self._file.read())
         self.others = (
             []
             if is_alone
@@ -93,7 +93,7 @@ class RunSessions(AbstractContextManager["RunSessions"]):
             commits: When train steps were committed. A session that was killed counts up to its
                 last one.
         """
-        return wall_seconds + sum(seconds_of(self.earlier, commits, until=self._mine.started_at))
+        return wall_seconds + sum(session_seconds(self.earlier, commits, until=self._mine.started_at))
 
 
 def _lock(file: IO[bytes]) -> bool:
@@ -111,7 +111,7 @@ def _line(session: Session) -> bytes:
     return orjson.dumps(asdict(session)) + b"\n"
 
 
-def sessions_in(content: bytes) -> list[Session]:
+def parse_sessions(content: bytes) -> list[Session]:
     """Return the sessions in a file's content, oldest first: each has a line of its start, and
     mostly one of its end.
     """
@@ -123,7 +123,7 @@ def sessions_in(content: bytes) -> list[Session]:
     return sorted(found.values(), key=lambda session: session.started_at)
 
 
-def seconds_of(sessions: Sequence[Session], commits: Sequence[int], *, until: int) -> list[float]:
+def session_seconds(sessions: Sequence[Session], commits: Sequence[int], *, until: int) -> list[float]:
     """Return how long each session took; one that was killed counts up to the last step before the
     next one began.
 

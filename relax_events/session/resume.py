@@ -21,7 +21,7 @@ from relax_events.kafka.consumer import LogReader
 from relax_events.runtime.parent_run import SourceRun
 from relax_events.runtime.run_description import describe, described_config, read_description
 from relax_events.session.broker_address import open_admin
-from relax_events.session.defaults import log_derived, settled
+from relax_events.session.defaults import log_derived, resolve_defaults
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
@@ -43,12 +43,12 @@ def read_last_session(config: RunConfig) -> RunDescribed | None:
     Raises:
         BrokerError: The log can't be read.
     """
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     with closing(open_admin(config, name="run")) as admin:
         if plan.topic("control.commands") not in admin.topics(plan.topic("")):
             return None
     with closing(
-        LogReader(Connection.of(config.broker, client_id=f"{config.run.id}.run"))
+        LogReader(Connection.from_config(config.broker, client_id=f"{config.run.id}.run"))
     ) as reader:
         return read_description(reader, config.run.id)
 
@@ -60,9 +60,9 @@ def known_settings(config: RunConfig, described: RunDescribed | None) -> RunConf
     if described is None:
         return (
             SourceRun.read(
-                Connection.of(config.broker, client_id=f"{config.run.id}.source"), config.source.run
+                Connection.from_config(config.broker, client_id=f"{config.run.id}.source"), config.parent.run
             ).config
-            if config.source.run
+            if config.parent.run
             else None
         )
     with suppress(ConfigError):  # of a release that this one can't read: `changes_since` says so
@@ -70,7 +70,7 @@ def known_settings(config: RunConfig, described: RunDescribed | None) -> RunConf
     return None
 
 
-def settled_worker(config: RunConfig, role: str) -> RunConfig:
+def resolve_worker_config(config: RunConfig, role: str) -> RunConfig:
     """Return the configuration of a worker that is started by itself, with the keys that its run
     file leaves out.
 
@@ -83,7 +83,7 @@ def settled_worker(config: RunConfig, role: str) -> RunConfig:
     """
     if not missing_keys(config):
         return config
-    whole, derived = settled(
+    whole, derived = resolve_defaults(
         config, known=known_settings(config, read_last_session(config)), role=role
     )
     log_derived(derived)
@@ -100,7 +100,7 @@ def settled_worker(config: RunConfig, role: str) -> RunConfig:
     return whole
 
 
-def changes_since(described: RunDescribed, config: RunConfig) -> list[Change]:
+def find_changes(described: RunDescribed, config: RunConfig) -> list[Change]:
     """Return what differs between the log's description of a run and what is wanted; nothing where
     it is of a release that this one can't read.
     """
@@ -135,7 +135,7 @@ def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool)
         ).rstrip()
         raise ConfigError(
             f"run {run_id} can't go on with these changes of its run file; "
-            f"{remedy}\n{changes_text(fixed)}"
+            f"{remedy}\n{format_changes(fixed)}"
         )
     if not is_accepted and (
         asked := [change for change in changes if change.rule is Rule.ACCEPTED]
@@ -146,11 +146,11 @@ def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool)
         )
         raise ChangesNotAccepted(
             f"these changes of the run file change what run {run_id} trains from here on; "
-            f"{remedy}\n{changes_text(asked)}"
+            f"{remedy}\n{format_changes(asked)}"
         )
 
 
-def changes_text(changes: Iterable[Change]) -> str:
+def format_changes(changes: Iterable[Change]) -> str:
     """Return a line for each change, with its reason."""
     return "\n".join(f"  {change}  ({change.reason})" for change in changes)
 
@@ -166,7 +166,7 @@ def settings_history(
         with suppress(
             ConfigError
         ):  # of a release that this one can't read: `RunSummary.config` says so
-            if changes := changes_since(old, described_config(new, run_id=run_id)):
+            if changes := find_changes(old, described_config(new, run_id=run_id)):
                 found.append((new.from_version or 0, changes))
     return found
 

@@ -105,13 +105,13 @@ def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int
     )
 
 
-def due_places(issued: Iterable[Place], *, steps: range, groups_per_step: int) -> list[Place]:
+def due_places(issued: Iterable[Place], *, steps: range, prompts_per_step: int) -> list[Place]:
     """Return the seats of the admitted steps that no prompt group was ever issued for, in order."""
     taken = set(issued)
     return [
         place
         for step in steps
-        for index in range(groups_per_step)
+        for index in range(prompts_per_step)
         if (place := Place(step, index)) not in taken
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-BatchOrder = Literal["in_order", "ready_first"]
+SampleOrder = Literal["fifo", "ready_first"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,11 +23,11 @@ class ReadyGroup:
 
 
 def select_groups(
-    ready: Iterable[ReadyGroup], *, trainer_version: int, count: int, order: BatchOrder
+    ready: Iterable[ReadyGroup], *, trainer_version: int, count: int, order: SampleOrder
 ) -> list[ReadyGroup]:
     """Return at most `count` prompt groups for the step at `trainer_version`, oldest first.
 
-    `in_order` takes only prompt groups that were issued for this step or an earlier one: since
+    `"fifo"` takes only prompt groups that were issued for this step or an earlier one: since
     exactly as many are issued for each step as it takes, none is overtaken and so none expires for
     being slow. `ready_first` takes whatever
     is complete: the step never waits for a straggler, and a straggler may expire.

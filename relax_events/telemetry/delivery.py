@@ -20,7 +20,7 @@ GIVEN_UP_SECONDS = 900.0
 Item = TypeVar("Item")
 
 
-class Feed(Generic[Item]):
+class DeliveryQueue(Generic[Item]):
     """One service. `put` never waits; `close` waits for no longer than it is told."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Feed(Generic[Item]):
 
     def _run(self) -> None:
         while (item := self._next()) is not None:
-            if not self._insist(item) and self._closing.is_set():
+            if not self._deliver_with_retries(item) and self._closing.is_set():
                 break  # what follows would not go out either
             with self._changed:
                 self._num_unfinished -= 1
@@ -96,7 +96,7 @@ class Feed(Generic[Item]):
             self._changed.wait_for(lambda: self._queue or self._closing.is_set())
             return self._queue.popleft() if self._queue else None
 
-    def _insist(self, item: Item) -> bool:
+    def _deliver_with_retries(self, item: Item) -> bool:
         """Try until it is taken, with pauses that grow; return whether it was."""
         pause, given_up_at = BACKOFF_SECONDS, time.monotonic() + GIVEN_UP_SECONDS
         while not self._try(lambda: self._deliver(item)):

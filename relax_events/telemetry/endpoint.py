@@ -53,7 +53,7 @@ class WorkerEndpoint:
                     self.path.partition("?")[0],
                     lambda: (404, b"try /metrics, /healthz or /readyz\n"),
                 )()
-                self.answer(status, body, content_type="text/plain; version=0.0.4; charset=utf-8")
+                self.respond(status, body, content_type="text/plain; version=0.0.4; charset=utf-8")
 
         try:
             self._server = ThreadingHTTPServer((config.metrics_host, config.metrics_port), Handler)

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 
-class FiguresFile:
+class MetricsFile:
     """JSON lines, and beside them in `<name>.position.json` how many bytes of the file belong to
     which positions of the log.
 
@@ -52,7 +52,7 @@ class FiguresFile:
         newer.write_bytes(orjson.dumps({"bytes": self._file.tell(), "positions": self.positions}))
         os.replace(newer, self._notes)
 
-    def __enter__(self) -> FiguresFile:
+    def __enter__(self) -> MetricsFile:
         return self
 
     def __exit__(

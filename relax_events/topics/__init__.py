@@ -1,20 +1,20 @@
-"""The topic plan, and where in it a sample belongs: policy version -> slot -> partition."""
+"""The topics of a run, and the partition of a sample: policy version -> slot -> partition."""
 
 from relax_events.topics.partitions import (
-    num_slots,
-    partition_of,
-    partitions_of_slot,
-    shard_of,
-    slot_of,
+    compute_partition,
+    compute_shard,
+    compute_slot,
+    count_slots,
+    list_slot_partitions,
 )
 from relax_events.topics.plan import TopicPlan, TopicSpec
 
 __all__ = [
     "TopicPlan",
     "TopicSpec",
-    "num_slots",
-    "partition_of",
-    "partitions_of_slot",
-    "shard_of",
-    "slot_of",
+    "count_slots",
+    "compute_partition",
+    "list_slot_partitions",
+    "compute_shard",
+    "compute_slot",
 ]

@@ -1,5 +1,7 @@
-"""Which events a topic holds. Who may write a topic is the broker's to say; so an event counts only
-where those write who may say it.
+"""The event types of each topic.
+
+The broker's ACLs decide who may write a topic. So an event is accepted only on the topic whose
+writers may produce it.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from relax_events.events.types import (
 )
 from relax_events.topics.plan import (
     END_REQUESTS,
-    EVALUATOR_TOPICS,
     HEARTBEATS,
+    LOGPROB_TOPICS,
     METRICS,
-    TRAINED_FROM,
+    TRAINING_SAMPLES,
 )
 
 EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
     "prompt.groups": (PromptGroupIssued,),
     "rollout.samples": (SampleRolledOut,),
     "reward.scores": (SampleScored,),
-    **dict.fromkeys(EVALUATOR_TOPICS.values(), (SampleEvaluated,)),
-    TRAINED_FROM: (SampleReady, PromptGroupEnded),
+    **dict.fromkeys(LOGPROB_TOPICS.values(), (SampleEvaluated,)),
+    TRAINING_SAMPLES: (SampleReady, PromptGroupEnded),
     END_REQUESTS: (PromptGroupEnded,),
     "control.policy-versions": (PolicyVersionPublished,),
     "control.train-steps": (TrainStepCommitted,),
@@ -50,16 +52,15 @@ EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
 
 
 def belongs_on(entity: str, event: Event) -> bool:
-    """Tell whether an event may stand on a topic, given without its run: others there are not what
-    their writer may say.
+    """Return whether an event belongs on a topic, given without the run's prefix.
 
-    Heartbeats and metrics of a worker stand on the topic of its role.
+    A worker's heartbeats and metrics belong on the topic of its role.
     """
     if isinstance(event, SampleEvaluated):
-        return EVALUATOR_TOPICS.get(event.evaluator) == entity
+        return LOGPROB_TOPICS.get(event.evaluator) == entity
     if isinstance(event, WorkerBeat | MetricsReported):
         topics = HEARTBEATS if isinstance(event, WorkerBeat) else METRICS
         return topics.get(event.role) == entity and event.worker_id.rpartition("-")[0] == event.role
-    if entity.startswith("reward.scores."):  # what another reward function gave to old samples
+    if entity.startswith("reward.scores."):  # the scores of another reward function for old samples
         entity = "reward.scores"
     return isinstance(event, EVENTS_ON.get(entity, ()))

@@ -1,8 +1,4 @@
-"""Every topic of a run, declared in one place.
-
-Where a run that trains another run's samples tells how far it is: committed offsets of a group that
-nobody is a member of.
-"""
+"""Declares every topic of a run, with its partitions and settings."""
 
 from __future__ import annotations
 
@@ -12,16 +8,21 @@ from dataclasses import dataclass, field
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.topics.partitions import num_slots, partition_of, partitions_of_slot, slot_of
+from relax_events.topics.partitions import (
+    compute_partition,
+    compute_slot,
+    count_slots,
+    list_slot_partitions,
+)
 
 QUEUE_TOPICS = {"prompt.groups": "PromptGroupIssued: the rollout workers' queue"}
-EVALUATOR_TOPICS = {
+LOGPROB_TOPICS = {
     "reference": "reference.logprobs",
     "actor": "actor.logprobs",
     "critic": "critic.values",
     "teacher": "teacher.logprobs",
 }
-"""Where SampleEvaluated goes, by the name that its evaluator has in it."""
+"""The topic of SampleEvaluated, by the event's `evaluator`."""
 SAMPLE_TOPICS = {
     "rollout.samples": "SampleRolledOut, one for each generated sample",
     "reward.scores": "SampleScored, one for each sample",
@@ -37,13 +38,13 @@ SAMPLE_TOPICS = {
         "PromptGroupEnded: other roles ask the trainer to end a prompt group that failed or expired"
     ),
 }
-TRAINED_FROM = "advantage.samples"
+TRAINING_SAMPLES = "advantage.samples"
 END_REQUESTS = "prompt.end-requests"
-TRAINER_INPUTS = (TRAINED_FROM, END_REQUESTS)
-"""What the trainer reads, from positions that it commits with its steps."""
-TRAINER_NEIGHBOUR = "advantage"
-"""The role that writes what is trained. Other roles' requests have a topic of their own, so that
-none of them may write samples."""
+TRAINER_INPUTS = (TRAINING_SAMPLES, END_REQUESTS)
+"""The trainer's inputs, whose offsets it commits with its steps."""
+ADVANTAGE_ROLE = "advantage"
+"""The role that writes training samples. Other roles' end requests have a separate topic, so that
+those roles cannot write samples."""
 CONTROL_TOPICS = {
     "control.policy-versions": (
         "PolicyVersionPublished: which weights may be used, where their records begin, and what "
@@ -75,9 +76,10 @@ ROLES = (
 )
 HEARTBEATS = {role: f"control.heartbeats.{role}" for role in ROLES}
 METRICS = {role: f"control.metrics.{role}" for role in ROLES}
-"""A topic for each role, which it alone may write: no role can speak for another one's workers."""
-OF_ROLES = frozenset({*HEARTBEATS.values(), *METRICS.values()})
-REPORT_TOPICS = {
+"""A topic for each role, which only that role may write: no role can impersonate another role's
+workers."""
+PER_ROLE_TOPICS = frozenset({*HEARTBEATS.values(), *METRICS.values()})
+METRICS_TOPICS = {
     entity: f"MetricsReported: metrics of the workers of {role}, kept for a while"
     for role, entity in METRICS.items()
 }
@@ -87,34 +89,34 @@ COMPACTED_TOPICS = {
 }
 SUMMARY_TOPICS = {"control.summaries": "PromptsSummed: the prompter's state, the newest"}
 _DAY_MS = 86_400_000
-BOUNDED_REPORTS = {
+METRICS_RETENTION = {
     "retention.ms": str(7 * _DAY_MS),
     "retention.bytes": str(256 << 20),
     "segment.bytes": str(16 << 20),
     "segment.ms": str(_DAY_MS),
 }
-"""Nobody needs old reports to go on: the metrics role has them in the run's folder, and at the
-trackers."""
+"""Old metrics are not needed to resume a run: the metrics role has stored them in the run's folder
+and sent them to the trackers."""
 COMPACTION = {
     "cleanup.policy": "compact",
     "segment.bytes": str(1 << 20),
     "segment.ms": "600000",
     "min.cleanable.dirty.ratio": "0.1",
 }
-"""Only closed files are compacted. Heartbeats come every second for weeks, and with files of 1 GiB,
-the default, every one of them would be read by whoever starts."""
-MAP_ROLES = ("reward", "judge", "reference", "actor-forward", "critic", "teacher")
-"""Roles that look at each sample by itself and write one event for it."""
-CONSUMER_ROLES = (*MAP_ROLES, "advantage")
-"""Roles whose workers share their topics' partitions as a consumer group."""
-DEAD_LETTER_ROLES = ("rollout", *CONSUMER_ROLES, "trainer")
+"""Only closed segments are compacted. Heartbeats arrive every second for weeks, and with the
+default segment of 1 GiB every starting worker would read all of them."""
+PER_SAMPLE_ROLES = ("reward", "judge", "reference", "actor-forward", "critic", "teacher")
+"""Roles that process each sample separately and write one event for it."""
+CONSUMER_GROUP_ROLES = (*PER_SAMPLE_ROLES, "advantage")
+"""Roles whose workers divide their topics' partitions as a consumer group."""
+DEAD_LETTER_ROLES = ("rollout", *CONSUMER_GROUP_ROLES, "trainer")
 SCORES_PATTERN = re.compile("[a-z0-9][a-z0-9_-]{0,47}")
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TopicSpec:
-    """A topic as it should be."""
+    """A topic's required partitions, replication and settings."""
 
     name: str
     num_partitions: int
@@ -125,36 +127,34 @@ class TopicSpec:
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """The run's topics, consumer groups and transactional ids, and the arithmetic of its
-    partitions.
-    """
+    """Names and partitions of a run's topics, and its consumer groups and transactional ids."""
 
     run_id: str
     max_staleness: int
-    shards: int
+    partitions_per_version: int
     queue_partitions: int
     replication_factor: int
     compression: str
     source_run_id: str = ""
-    """A replay has no prompts and samples of its own: they are those of this run."""
+    """The parent run whose prompts and samples a replay reads; empty for other runs."""
     segment_seconds: float = 0.0
-    """After so long a file of the log is closed, so that it can go when its records are purged; 0
-    leaves that to the broker."""
+    """The age at which a log segment is closed, so that it can be deleted once its records are
+    purged; 0 uses the broker's setting."""
     roles: tuple[str, ...] = ROLES
-    """Those of the run, which have topics of heartbeats and metrics."""
+    """The run's roles, which have topics for heartbeats and metrics."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> TopicPlan:
-        """Read the plan off a run's configuration."""
+    def from_config(cls, config: RunConfig) -> TopicPlan:
+        """Create the plan of a run's configuration."""
         broker = config.broker
         return cls(
             run_id=config.run.id,
             max_staleness=config.run.max_staleness,
-            shards=broker.shards,
+            partitions_per_version=broker.partitions_per_version,
             queue_partitions=broker.queue_partitions,
             replication_factor=broker.replication_factor,
             compression=broker.compression,
-            source_run_id=config.source.run if config.is_replay else "",
+            source_run_id=config.parent.run if config.is_replay else "",
             segment_seconds=broker.segment_seconds if config.run.retain_versions else 0.0,
             roles=tuple(role for role in ROLES if role in config.roles()),
         )
@@ -162,39 +162,41 @@ class TopicPlan:
     @property
     def num_slots(self) -> int:
         """Slots in the policy-version ring."""
-        return num_slots(self.max_staleness)
+        return count_slots(self.max_staleness)
 
     @property
     def num_sample_partitions(self) -> int:
         """Partitions of every sample topic."""
-        return self.num_slots * self.shards
+        return self.num_slots * self.partitions_per_version
 
     def topic(self, entity: str) -> str:
         """Return the full name of a topic, for example of `rollout.samples`; a replay's sample
-        topics are its source's.
+        topics are those of its parent.
         """
         is_sample_topic = (
             entity in QUEUE_TOPICS or entity in SAMPLE_TOPICS or entity.startswith("reward.scores.")
         )
-        return self.topic_of(
+        return self.build_topic_name(
             self.source_run_id if self.source_run_id and is_sample_topic else self.run_id, entity
         )
 
     @staticmethod
-    def topic_of(run_id: str, entity: str) -> str:
-        """Return the full name of a run's own topic."""
+    def build_topic_name(run_id: str, entity: str) -> str:
+        """Return the full name of a topic of a run."""
         return f"relax.{run_id}.{entity}"
 
     @staticmethod
-    def entity(topic: str) -> str:
-        """Return what a full topic name says besides its run, for example `rollout.samples`; a run
-        id holds no dot.
+    def parse_entity(topic: str) -> str:
+        """Return the part of a full topic name behind the run's prefix, for example
+        `rollout.samples`. Run ids contain no dots.
         """
         return topic.split(".", 2)[-1]
 
     def end_requests(self, role: str) -> str:
-        """Return the entity to which a role writes when it asks for the end of a prompt group."""
-        return TRAINED_FROM if role == TRAINER_NEIGHBOUR else END_REQUESTS
+        """Return the topic, without the run's prefix, to which a role writes a request to end a
+        prompt group.
+        """
+        return TRAINING_SAMPLES if role == ADVANTAGE_ROLE else END_REQUESTS
 
     def consumer_group(self, role: str) -> str:
         """Return the role's consumer group (or share group)."""
@@ -206,31 +208,35 @@ class TopicPlan:
 
     def partition(self, prompt_group_id: str, policy_version: int) -> int:
         """Return the partition of a prompt group's samples."""
-        return partition_of(
-            prompt_group_id, policy_version, num_slots=self.num_slots, shards=self.shards
+        return compute_partition(
+            prompt_group_id,
+            policy_version,
+            num_slots=self.num_slots,
+            shards=self.partitions_per_version,
         )
 
     def partitions_of_version(self, policy_version: int) -> range:
         """Return the partitions of the slot that the version owns."""
-        return partitions_of_slot(
-            slot_of(policy_version, num_slots=self.num_slots), shards=self.shards
+        return list_slot_partitions(
+            compute_slot(policy_version, num_slots=self.num_slots),
+            shards=self.partitions_per_version,
         )
 
     def sample_topics(self) -> list[str]:
         """Return the full names of the run's own sample topics, which all have the same partitions;
-        a replay has none.
+        empty for a replay.
         """
         return [] if self.source_run_id else [self.topic(entity) for entity in SAMPLE_TOPICS]
 
     def specs(self) -> list[TopicSpec]:
-        """Return every topic of the run's own."""
-        rest = "could not use, untouched, with the error in their headers"
+        """Return the specifications of the run's own topics."""
+        rest = "could not process, unchanged, with the error in their headers"
         roles = ("trainer",) if self.source_run_id else DEAD_LETTER_ROLES
         letters = {f"{role}.dead-letters": f"records that {role} {rest}" for role in roles}
         return [
             *self._sample_specs(),
             *self._specs(CONTROL_TOPICS, 1),
-            *self._specs(self._present(REPORT_TOPICS), 1, BOUNDED_REPORTS),
+            *self._specs(self._present(METRICS_TOPICS), 1, METRICS_RETENTION),
             *self._specs(self._present(COMPACTED_TOPICS), 1, COMPACTION),
             *self._specs(
                 SUMMARY_TOPICS, 1, COMPACTION | {"segment.bytes": str(2 * MAX_RECORD_BYTES)}
@@ -242,17 +248,17 @@ class TopicPlan:
         return {entity: doc for entity, doc in entities.items() if self.has(entity)}
 
     def has(self, entity: str) -> bool:
-        """Tell whether a topic of reports is of a role that the run has; any other topic is the
-        run's.
+        """Return whether the run has a topic: heartbeat and metrics topics exist only for the run's
+        roles.
         """
-        return entity not in OF_ROLES or entity.rpartition(".")[-1] in self.roles
+        return entity not in PER_ROLE_TOPICS or entity.rpartition(".")[-1] in self.roles
 
     def scores_entity(self, name: str) -> str:
-        """Return the topic, without its run, of scores that another reward function gave to old
+        """Return the topic, without the run's prefix, of another reward function's scores for old
         samples.
 
         Raises:
-            ConfigError: The name is unfit for a topic.
+            ConfigError: The name is not valid in a topic name.
         """
         if not SCORES_PATTERN.fullmatch(name):
             rule = "1 to 48 of a-z, 0-9, '-' and '_', with a letter or digit first"
@@ -260,8 +266,8 @@ class TopicPlan:
         return f"reward.scores.{name}"
 
     def scores_spec(self, name: str) -> TopicSpec:
-        """Return that topic as it should be; it is made when samples are rescored, and is no part
-        of `specs`.
+        """Return the specification of a scores topic, which is created when samples are rescored
+        and is not part of `specs`.
         """
         entity = self.scores_entity(name)
         settings = {"compression.type": self.compression.replace("none", "uncompressed")}
@@ -299,7 +305,7 @@ class TopicPlan:
         ]
 
 
-FOLLOWER = "follower"
+DEPENDENT_RUN = "follower"
 SAMPLES = "advantage.samples"
-NEEDS_NOTHING = 2**62
-"""The committed offset of a follower that has reached its goal: no record lies behind it."""
+NO_RECORDS_NEEDED = 2**62
+"""The committed offset of a dependent run that has reached its goal: no record has a higher one."""

@@ -14,7 +14,7 @@ from relax_events.events.parts import CheckpointRef, ObjectRef, Outcome, TopicOf
 from relax_events.events.types import PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.consumer import LogReader
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.control_view import SUMMED_ENTITIES
@@ -22,7 +22,7 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import end_of, is_guest
 from relax_events.telemetry.traces import NO_HEADERS
-from relax_events.training.step_record import StepLayout, StepShare
+from relax_events.training.step_record import StepRecord, RankStepResult
 
 log = structlog.get_logger()
 
@@ -44,23 +44,23 @@ class StepCommitter:
         self._writer = TransactionalWriter(
             worker.connection, transactional_id=worker.plan.transactional_id("trainer")
         )
-        self._begins = self._control_ends()  # no earlier trainer writes behind it any more
+        self._control_offsets = self._control_end_offsets()  # no earlier trainer writes behind it any more
         self._num_steps, self._ended = 0, Counter[str]()
 
-    def take_up(self, history: TrainingHistory) -> None:
+    def resume(self, history: TrainingHistory) -> None:
         """Count on from what the log says: publications sum up what lies before them."""
         self._num_steps, self._ended = history.num_steps, history.outcomes
 
     def publish_initial(self, artifact: ObjectRef, *, policy_version: int = 0) -> None:
         """Publish the version that the run begins with."""
         self._writer.commit(
-            [self._published(policy_version, artifact)],
+            [self._version_record(policy_version, artifact)],
             already_real=lambda: not self._history().is_fresh,
         )
 
     def commit_step(
         self,
-        shares: Sequence[StepShare],
+        shares: Sequence[RankStepResult],
         *,
         train_step: int,
         artifact: ObjectRef,
@@ -77,7 +77,7 @@ class StepCommitter:
         Without figures the step's update was skipped.
         """
         has_rewards = self._worker.config.algorithm.has_rewards
-        layout = StepLayout.of(shares, has_rewards=has_rewards)
+        layout = StepRecord.merge(shares, has_rewards=has_rewards)
         step = TrainStepCommitted(
             train_step=train_step,
             policy_version=train_step + 1,
@@ -89,7 +89,7 @@ class StepCommitter:
             micro_batches=layout.micro_batches,
             consumed=layout.consumed,
             staleness_counts=layout.staleness_counts,
-            figures={**(figures or {}), **layout.figures},
+            figures={**(figures or {}), **layout.metrics},
             phase_seconds=dict(phase_seconds),
             weights_digest=digest,
             checkpoint=checkpoint,
@@ -97,14 +97,14 @@ class StepCommitter:
         )
         ended = [
             *(end for share in shares for end in share.ended),
-            *trained_outcomes(shares, train_step, has_rewards=has_rewards),
+            *build_trained_outcomes(shares, train_step, has_rewards=has_rewards),
         ]
         records = [
             self._worker.outbound(
                 "control.train-steps", step, key=str(train_step), headers=step_headers
             ),
-            *(self._outcome(end) for end in ended),
-            self._published(train_step + 1, artifact, headers=version_headers),
+            *(self._outcome_record(end) for end in ended),
+            self._version_record(train_step + 1, artifact, headers=version_headers),
         ]
         self._writer.commit(
             records,
@@ -114,7 +114,7 @@ class StepCommitter:
             before_commit=lambda: failpoint("trainer.in_transaction"),
         )
         self._num_steps += 1
-        self._count(ended)
+        self._count_outcomes(ended)
         return step
 
     def commit_outcomes(self, ended: Sequence[PromptGroupEnded], *, train_step: int) -> None:
@@ -126,19 +126,19 @@ class StepCommitter:
         """
         wanted = {group.prompt_group_id for group in ended}
         self._writer.commit(
-            [self._outcome(group) for group in ended],
+            [self._outcome_record(group) for group in ended],
             already_real=lambda: self._are_committed(wanted, train_step),
         )
-        self._count(ended)
+        self._count_outcomes(ended)
 
-    def _count(self, ended: Sequence[PromptGroupEnded]) -> None:
+    def _count_outcomes(self, ended: Sequence[PromptGroupEnded]) -> None:
         self._ended.update(end.outcome.value for end in ended if not is_guest(end.prompt_group_id))
 
     def _history(self) -> TrainingHistory:
         """Read what was committed since the transaction before the last publication of ours, or
         since we began.
         """
-        return TrainingHistory.read_from(self._worker, self._begins)
+        return TrainingHistory.read_from(self._worker, self._control_offsets)
 
     def _is_committed(self, step: TrainStepCommitted) -> bool:
         """Tell whether an unsure commit of ours became real.
@@ -171,14 +171,14 @@ class StepCommitter:
             )
         return bool(known)
 
-    def _outcome(self, ended: PromptGroupEnded) -> OutRecord:
+    def _outcome_record(self, ended: PromptGroupEnded) -> ProducerRecord:
         self._worker.metrics.ended(ended.outcome)
         return self._worker.outbound("control.group-outcomes", ended, key=ended.prompt_group_id)
 
-    def _published(
+    def _version_record(
         self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS
-    ) -> OutRecord:
-        self._begins = self._control_ends()
+    ) -> ProducerRecord:
+        self._control_offsets = self._control_end_offsets()
         event = PolicyVersionPublished(
             policy_version=version,
             artifact=artifact,
@@ -186,7 +186,7 @@ class StepCommitter:
             start_offsets=self._start_offsets(version),
             control_offsets=[
                 TopicOffset(self._worker.plan.topic(entity), 0, offset)
-                for entity, offset in self._begins.items()
+                for entity, offset in self._control_offsets.items()
             ],
             num_steps_before=self._num_steps,
             ended_before=dict(self._ended),
@@ -210,7 +210,7 @@ class StepCommitter:
             for (topic, partition), offset in sorted(self._admin.end_offsets(places).items())
         ]
 
-    def _control_ends(self) -> dict[str, int]:
+    def _control_end_offsets(self) -> dict[str, int]:
         """Ask where the topics end that we alone write."""
         places = {(self._worker.plan.topic(entity), 0): entity for entity in SUMMED_ENTITIES}
         return {places[place]: offset for place, offset in self._admin.end_offsets(places).items()}
@@ -220,8 +220,8 @@ class StepCommitter:
         self._writer.close()
 
 
-def trained_outcomes(
-    shares: Sequence[StepShare], train_step: int, *, has_rewards: bool = True
+def build_trained_outcomes(
+    shares: Sequence[RankStepResult], train_step: int, *, has_rewards: bool = True
 ) -> list[PromptGroupEnded]:
     """Return the ends of the prompt groups that a step trained, with their mean rewards where there
     are any.

@@ -40,24 +40,24 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.parent_run import SourceRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import METRICS, TRAINED_FROM
-from relax_events.training.backend.protocol import Critic, ValueFigures
-from relax_events.training.batch.packing import pack_order
-from relax_events.training.batch.token_sequence import plain
+from relax_events.topics.plan import METRICS, TRAINING_SAMPLES
+from relax_events.training.backend.protocol import Critic, ValueMetrics
+from relax_events.training.batch.packing import micro_batch_slices
+from relax_events.training.batch.token_sequence import read_array
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.checkpoint.critic_checkpoints import (
     FOLDER,
-    critic_checkpoints,
-    stored_versions,
+    list_critic_checkpoints,
+    stored_checkpoint_versions,
 )
 from relax_events.training.checkpoint.pending import PendingCheckpoint
 from relax_events.training.ranks import SingleRank
-from relax_events.training.replay.parent_steps import SourceSteps
+from relax_events.training.replay.parent_steps import ReplaySource
 from relax_events.training.replay.recorded_batches import RecordedBatch, RecordedBatches
-from relax_events.training.replay.relabel import Rejudging
+from relax_events.training.replay.relabel import AdvantageRelabeller
 
 log = structlog.get_logger()
-TURN_SECONDS = 0.5
+POLL_SECONDS = 0.5
 STEP_SECONDS = 30.0
 """A published version's step, which was committed with it, is readable well before this."""
 REMEDY = (
@@ -65,7 +65,7 @@ REMEDY = (
 )
 
 
-class CriticLearning:
+class CriticLearner:
     """See the module's docstring. Use it as a context manager."""
 
     def __init__(self, worker: Worker, critic: Critic, store: ObjectStore) -> None:
@@ -77,15 +77,15 @@ class CriticLearning:
             RunFailed: A step can't be learned from.
         """
         self._worker, self._critic = worker, critic
-        critic.tell_progress(worker.progressed)
+        critic.on_progress(worker.progressed)
         self._checkpoints = Checkpoints(
             store, ranks=SingleRank(), keep=worker.config.trainer.keep_checkpoints, folder=FOLDER
         )
         self._pending: PendingCheckpoint | None = None
         self._checkpoint_begun = time.monotonic()
         self._consumed: dict[int, int] = {}
-        self._skipped_in_a_row = 0
-        begin = self._begin(store)
+        self._consecutive_skips = 0
+        begin = self._find_start_offset(store)
         digests = self._recorded_digests(begin)
         self._restore(store, digests)
         own = SourceRun(worker.config, worker.plan, worker.connection)
@@ -94,11 +94,11 @@ class CriticLearning:
         judge = (
             None
             if own_returns is None
-            else Rejudging(own_returns, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
+            else AdvantageRelabeller(own_returns, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
         )
         batches = RecordedBatches(worker, SingleRank(), judge=judge)
         begin = begin if first in digests else 0
-        self._steps = SourceSteps(
+        self._steps = ReplaySource(
             own,
             batches,
             first=first,
@@ -107,29 +107,29 @@ class CriticLearning:
             decode=lambda record: worker.codec.decode(record.value),
             remedy=REMEDY,
         )
-        self._learn_to(max(digests, default=first), or_drain=True)
+        self._learn_until(max(digests, default=first), or_drain=True)
 
-    def before(self, policy_version: int) -> int:
+    def learn_up_to(self, policy_version: int) -> int:
         """Learn from every step that led to a policy version, and return the version that the
         critic has come to: this one, or a newer.
 
         Raises:
             BrokerUnavailable: A step of a version that is published can't be read.
         """
-        self._learn_to(policy_version, or_drain=False)
+        self._learn_until(policy_version, or_drain=False)
         return self._critic.policy_version
 
-    def turn(self) -> None:
+    def step_if_ready(self) -> None:
         """Learn from the next step if it is there."""
         if self._steps.has_next(timeout_seconds=0.0):
             self._learn(self._take())
         self._poll_checkpoint()
 
-    def _begin(self, store: ObjectStore) -> int:
+    def _find_start_offset(self, store: ObjectStore) -> int:
         """Return where the steps since the oldest stored checkpoint begin on control.train-steps;
         where there is none all have to be learned.
         """
-        oldest = min(stored_versions(store), default=-1)
+        oldest = min(stored_checkpoint_versions(store), default=-1)
         if oldest < 0:
             return 0
         reader, plan, decode = (
@@ -163,7 +163,7 @@ class CriticLearning:
         return digests
 
     def _restore(self, store: ObjectStore, digests: Mapping[int, bytes]) -> None:
-        for found in critic_checkpoints(store, digests=digests):
+        for found in list_critic_checkpoints(store, digests=digests):
             try:
                 self._critic.load_state(self._checkpoints.load(found.reference).state)
             except ObjectError as error:
@@ -173,12 +173,12 @@ class CriticLearning:
             log.info("checkpoint.loaded", policy_version=self._critic.policy_version)
             return
 
-    def _learn_to(self, policy_version: int, *, or_drain: bool) -> None:
+    def _learn_until(self, policy_version: int, *, or_drain: bool) -> None:
         deadline = Deadline(STEP_SECONDS)
         while self._critic.policy_version < policy_version and not (
             or_drain and self._worker.drain.requested
         ):
-            if self._steps.has_next(timeout_seconds=TURN_SECONDS):
+            if self._steps.has_next(timeout_seconds=POLL_SECONDS):
                 self._learn(self._take())
                 deadline = Deadline(STEP_SECONDS)
             elif deadline.passed:
@@ -201,9 +201,9 @@ class CriticLearning:
         result is the same each time.
         """
         started, samples = time.monotonic(), [placed.sample for placed in batch.samples]
-        lengths = [len(plain(sample, "tokens")) for sample in samples]
+        lengths = [len(read_array(sample, "tokens")) for sample in samples]
         try:
-            for part in pack_order(
+            for part in micro_batch_slices(
                 lengths, max_tokens=self._worker.config.trainer.max_tokens_per_micro_batch
             ):
                 with self._worker.piece("train a micro-batch"):
@@ -216,7 +216,7 @@ class CriticLearning:
             ) from error
         figures = self._update()
         failpoint("critic.learning")
-        for at in (at for at in batch.step.consumed if TopicPlan.entity(at.topic) == TRAINED_FROM):
+        for at in (at for at in batch.step.consumed if TopicPlan.parse_entity(at.topic) == TRAINING_SAMPLES):
             self._consumed[at.partition] = max(at.offset, self._consumed.get(at.partition, 0))
         if figures is not None:
             self._report(figures)
@@ -224,7 +224,7 @@ class CriticLearning:
         self._worker.metrics.tokens(sum(lengths))
         self._worker.finished(len(samples), started)
 
-    def _update(self) -> ValueFigures | None:
+    def _update(self) -> ValueMetrics | None:
         """Update the critic and return its figures; None where loss or gradient is not finite and
         the update is skipped.
 
@@ -235,18 +235,18 @@ class CriticLearning:
             try:
                 figures = self._critic.step()
             except StepNotFinite as error:
-                self._skipped_in_a_row += 1
+                self._consecutive_skips += 1
                 log.error(
-                    "critic_update.skipped", num_in_a_row=self._skipped_in_a_row, error=str(error)
+                    "critic_update.skipped", num_in_a_row=self._consecutive_skips, error=str(error)
                 )
-                if self._skipped_in_a_row >= self._worker.config.trainer.max_steps_not_finite:
+                if self._consecutive_skips >= self._worker.config.trainer.max_steps_not_finite:
                     raise
                 self._critic.skip_step()
                 return None
-        self._skipped_in_a_row = 0
+        self._consecutive_skips = 0
         return figures
 
-    def _report(self, figures: ValueFigures) -> None:
+    def _report(self, figures: ValueMetrics) -> None:
         worker, version = self._worker, self._critic.policy_version
         lag = max(worker.control.policy_version - version, 0)
         worker.beats.policy_version = version
@@ -277,7 +277,7 @@ class CriticLearning:
         seconds = time.monotonic() - self._checkpoint_begun
         is_due = (
             self._worker.config.trainer.checkpoint_is_due(step.policy_version, seconds=seconds)
-            and not self._skipped_in_a_row
+            and not self._consecutive_skips
         )
         if not is_due or self._pending is not None:
             return

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from relax_events.errors import EnvironmentProblem, RankLost
-from relax_events.training.ranks import LISTENER, Around, Ranks, SingleRank
+from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE, CollectiveContext, Ranks, SingleRank
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,11 +43,11 @@ def open_ranks(*, timeout_seconds: float) -> Ranks:
     return TorchRanks(timeout_seconds=timeout_seconds)
 
 
-def served_rendezvous(num_ranks: int, *, timeout_seconds: float) -> TCPStore | None:
+def serve_rendezvous(num_ranks: int, *, timeout_seconds: float) -> TCPStore | None:
     """Serve the store by which the ranks find each other, where a listening socket was handed to
     this rank; all ranks join it as clients.
     """
-    if (listener := os.environ.pop(LISTENER, None)) is None:
+    if (listener := os.environ.pop(RENDEZVOUS_FD_VARIABLE, None)) is None:
         return None
     host, port, timeout = (
         os.environ["MASTER_ADDR"],
@@ -71,9 +71,9 @@ class TorchRanks:
         self.rank, self.size, self.local_rank = (
             int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         )
-        self._around: Around = nullcontext
+        self._collective_context: CollectiveContext = nullcontext
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        self._store = served_rendezvous(self.size, timeout_seconds=timeout_seconds)
+        self._store = serve_rendezvous(self.size, timeout_seconds=timeout_seconds)
         self._attempt(
             "joining",
             lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds)),
@@ -81,7 +81,7 @@ class TorchRanks:
 
     def _attempt(self, what: str, collective: Callable[[], object]) -> None:
         try:
-            with self._around():
+            with self._collective_context():
                 collective()
         except RuntimeError as error:
             raise RankLost(
@@ -130,9 +130,9 @@ class TorchRanks:
         """Replace the tensor by its sum over ranks, in place."""
         self._attempt("all_reduce", lambda: dist.all_reduce(tensor))
 
-    def enter_around(self, around: Around) -> None:
+    def wrap_collectives(self, around: CollectiveContext) -> None:
         """See `Ranks`."""
-        self._around = around
+        self._collective_context = around
 
     def close(self) -> None:
         """Leave the group; a second call does nothing."""

@@ -13,25 +13,25 @@ from relax_events.errors import CorruptRecord, ForeignRecord
 from relax_events.events.types import SampleReady
 from relax_events.kafka.records import Record
 from relax_events.staleness import IssuedGroup
-from relax_events.topics import TopicPlan, shard_of
+from relax_events.topics import TopicPlan, compute_shard
 
 
 @dataclass(frozen=True, slots=True)
-class IssueTerms:
+class IssueRules:
     """Under which terms prompt groups are issued; none of these keys may change while a run is
     under way.
     """
 
     plan: TopicPlan
-    groups_per_step: int
+    prompts_per_step: int
     samples_per_prompt: int
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
+    def from_config(cls, config: RunConfig) -> Self:
         """Read them off a run's configuration."""
-        return cls(TopicPlan.of(config), config.run.groups_per_step, config.run.samples_per_prompt)
+        return cls(TopicPlan.from_config(config), config.run.prompts_per_step, config.run.samples_per_prompt)
 
-    def require_met(self, record: Record, sample: SampleReady, *, trainer_version: int) -> None:
+    def check_sample(self, record: Record, sample: SampleReady, *, trainer_version: int) -> None:
         """Check that a sample can be one of a prompt group that was issued by now, and stands where
         the advantage role writes it.
 
@@ -45,7 +45,7 @@ class IssueTerms:
                 "such a record"
             )
 
-    def require_own_shard(self, record: Record, prompt_group_id: str) -> None:
+    def check_shard(self, record: Record, prompt_group_id: str) -> None:
         """Check that what ends a prompt group is read by the rank that reads its samples: another
         one would end what this one trains.
 
@@ -53,13 +53,13 @@ class IssueTerms:
             ForeignRecord: It stands on a partition of another shard; the text names both.
         """
         expected, found = (
-            shard_of(prompt_group_id, shards=self.plan.shards),
-            record.partition % self.plan.shards,
+            compute_shard(prompt_group_id, shards=self.plan.partitions_per_version),
+            record.partition % self.plan.partitions_per_version,
         )
         if found != expected:
             raise ForeignRecord(
                 f"what ends prompt group {prompt_group_id} stands on partitions of shard "
-                f"{expected}, got {found} ({record.place})"
+                f"{expected}, got {found} ({record.location})"
             )
 
     def _problems(self, record: Record, sample: SampleReady, trainer_version: int) -> Iterator[str]:
@@ -70,17 +70,17 @@ class IssueTerms:
             return
         place, newest = issued.place, trainer_version + self.plan.max_staleness
         if (named := (place.train_step, place.group_index, issued.attempt)) != (
-            sample.train_step,
-            sample.group_index,
-            sample.attempt,
+            sample.key.train_step,
+            sample.key.group_index,
+            sample.key.attempt,
         ):
             yield (
                 f"its id names {named} where train_step, group_index and attempt are "
-                f"{(sample.train_step, sample.group_index, sample.attempt)}"
+                f"{(sample.key.train_step, sample.key.group_index, sample.key.attempt)}"
             )
-        if place.group_index >= self.groups_per_step:
+        if place.group_index >= self.prompts_per_step:
             yield (
-                f"group_index must be below run.groups_per_step = {self.groups_per_step}, got "
+                f"group_index must be below run.prompts_per_step = {self.prompts_per_step}, got "
                 f"{place.group_index}"
             )
         if place.train_step > newest:
@@ -88,10 +88,10 @@ class IssueTerms:
                 f"prompt groups are issued up to train step {newest} at version "
                 f"{trainer_version}, got {place.train_step}"
             )
-        if sample.samples_per_prompt != self.samples_per_prompt:
+        if sample.key.samples_per_prompt != self.samples_per_prompt:
             yield (
                 f"samples_per_prompt must be run.samples_per_prompt = {self.samples_per_prompt}, "
-                f"got {sample.samples_per_prompt}"
+                f"got {sample.key.samples_per_prompt}"
             )
         if record.key != sample.prompt_group_id:
             yield f"its key must be its prompt group, got {record.key[:80]!r}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Phases:
+class PhaseTimer:
     """Seconds by phase of one step. What comes after the step's figures were written (its commit)
     counts to the next step.
     """
@@ -17,16 +17,16 @@ class Phases:
         self.seconds: dict[str, float] = defaultdict(float)
         self._written: dict[str, float] = {}
 
-    def written(self) -> dict[str, float]:
+    def snapshot(self) -> dict[str, float]:
         """Return the seconds so far, for the step's record."""
         self._written = dict(self.seconds)
         return self._written
 
-    def successor(self) -> Phases:
+    def next_step(self) -> PhaseTimer:
         """Return the next step's phases, with what this one spent since its figures were
         written.
         """
-        following = Phases()
+        following = PhaseTimer()
         following.seconds |= {
             phase: rest
             for phase, seconds in self.seconds.items()

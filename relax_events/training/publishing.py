@@ -3,7 +3,7 @@
     trained --> weights to the store, and to engines --> one transaction: step, outcomes, version,
     offsets --> what nobody wants any more goes
 
-With `weights.overlap` the weights are written while the next step is trained already, and the
+With `weights.async_publish` the weights are written while the next step is trained already, and the
 step's record waits for them: the trainer is ahead of the log by one step. A crash in between costs
 that step's training and no more: on the log it never was.
 """
@@ -25,13 +25,13 @@ from relax_events.objects import ObjectStore
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
-from relax_events.telemetry.traces import Work
+from relax_events.telemetry.traces import TracedWork
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.commit import StepCommitter
-from relax_events.training.step_record import StepShare
+from relax_events.training.step_record import RankStepResult
 from relax_events.weights.artifact_writer import delete_weights, stored_versions
-from relax_events.weights.factory import open_sending
-from relax_events.weights.retention import BestVersions, num_newest, unwanted_versions
+from relax_events.weights.factory import open_weights_publisher
+from relax_events.weights.retention import BestVersions, num_newest, deletable_versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +44,8 @@ class TrainedStep:
     """A step that is trained, as its record will tell it."""
 
     train_step: int
-    shares: Sequence[StepShare]
-    figures: Mapping[str, float] | None
+    shares: Sequence[RankStepResult]
+    metrics: Mapping[str, float] | None
     """None where the update was skipped."""
     phase_seconds: Mapping[str, float]
     checkpoint: CheckpointRef | None
@@ -62,36 +62,36 @@ class StepPublisher:
         """Fence every earlier trainer of the run."""
         self._worker, self._store, self._checkpoints = worker, store, checkpoints
         self._committer = StepCommitter(worker, reader)
-        self._transport = open_sending(worker, store)
+        self._transport = open_weights_publisher(worker, store)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-writer")
         self._written: Future[tuple[ObjectRef, bytes]] = Future()
         self._trained: TrainedStep | None = None
         self._pruned_to: CheckpointRef | None = None
         self.best = BestVersions(worker.config.weights.keep_best)
         for event in worker.control.history:
-            self.best.note(event)
+            self.best.apply(event)
         self._write_began_ns = 0
 
     @property
-    def is_behind(self) -> bool:
+    def has_uncommitted_step(self) -> bool:
         """Whether a trained step is not committed."""
         return self._trained is not None
 
     @property
-    def is_written(self) -> bool:
+    def weights_are_written(self) -> bool:
         """Whether the weights of the step at hand are."""
         return self._written.done()
 
-    def take_up(self, history: TrainingHistory) -> None:
+    def resume(self, history: TrainingHistory) -> None:
         """Go on with the run's counts where the log says."""
-        self._committer.take_up(history)
+        self._committer.resume(history)
 
     def publish_initial(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
         """Publish the version that the run begins with."""
         artifact, _ = self._transport.publish(tensors, policy_version=policy_version)
         self._committer.publish_initial(artifact, policy_version=policy_version)
 
-    def restore_newest(
+    def rewrite_newest_weights(
         self, published: PolicyVersionPublished, tensors: Mapping[str, Tensor]
     ) -> None:
         """Write the newest version again, whose artifact is lost: engines and scorers that start
@@ -110,15 +110,15 @@ class StepPublisher:
             is_same=artifact == published.artifact,
         )
 
-    def write(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
-        """Write a version, which is a snapshot: nobody may change it. With `weights.overlap` this
+    def write_weights(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
+        """Write a version, which is a snapshot: nobody may change it. With `weights.async_publish` this
         only begins.
 
         Raises:
             ObjectError: It can't be written.
         """
         self._write_began_ns = time.time_ns()
-        if self._worker.config.weights.overlap:
+        if self._worker.config.weights.async_publish:
             self._written = self._writer.submit(
                 self._transport.publish, tensors, policy_version=policy_version
             )
@@ -128,7 +128,7 @@ class StepPublisher:
                 self._transport.publish(tensors, policy_version=policy_version)
             )
 
-    def await_written(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until it is written.
 
         Raises:
@@ -136,11 +136,11 @@ class StepPublisher:
         """
         self._written.result()
 
-    def trained(self, step: TrainedStep) -> None:
+    def set_trained_step(self, step: TrainedStep) -> None:
         """Take over a step whose weights are being written."""
         self._trained = step
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Commit the step that is trained, if there is one, once its weights are written.
 
         Raises:
@@ -158,25 +158,25 @@ class StepPublisher:
             train_step=trained.train_step,
             artifact=artifact,
             digest=digest,
-            figures=trained.figures,
+            figures=trained.metrics,
             phase_seconds=trained.phase_seconds,
             checkpoint=trained.checkpoint,
             step_headers=step.headers,
             version_headers=publication.headers,
         )
         publication.end()
-        step.end(_told(committed))
+        step.end(_span_attributes(committed))
         failpoint("trainer.after_commit")
-        self._report(committed)
-        self._forget_old(committed)
+        self._log_step(committed)
+        self._prune(committed)
 
-    def _begin_traces(self, trained: TrainedStep) -> tuple[Work, Work]:
+    def _begin_traces(self, trained: TrainedStep) -> tuple[TracedWork, TracedWork]:
         """Begin what the traces show of a step, and in it of the way of its weights."""
         headers = [headers for share in trained.shares for headers in share.trace_headers]
-        step = self._worker.traces.step(
+        step = self._worker.traces.begin_train_step(
             trained.train_step, began_ns=trained.began_ns, headers=headers
         )
-        return step, self._worker.traces.publication(
+        return step, self._worker.traces.begin_publication(
             step, trained.train_step + 1, began_ns=self._write_began_ns
         )
 
@@ -186,22 +186,22 @@ class StepPublisher:
         """
         self._committer.commit_outcomes(ended, train_step=train_step)
 
-    def forget_unwanted(self, policy_version: int) -> None:
+    def prune_weights(self, policy_version: int) -> None:
         """Delete all weights that nobody can want, those that a crash between a commit and its
         clean-up left too.
         """
         weights = self._worker.config.weights
-        unwanted = unwanted_versions(
+        unwanted = deletable_versions(
             stored_versions(self._store),
             newest=policy_version,
             num_newest=num_newest(self._worker.config, num_slots=self._worker.plan.num_slots),
             every=weights.keep_every,
-            full_every=weights.full_every,
+            full_snapshot_interval=weights.full_snapshot_interval,
             best=self.best.versions(),
         )
         delete_weights(self._store, *unwanted)
 
-    def _report(self, step: TrainStepCommitted) -> None:
+    def _log_step(self, step: TrainStepCommitted) -> None:
         self._worker.beats.policy_version = step.policy_version
         figures: dict[str, Any] = {name: round(value, 6) for name, value in step.figures.items()}
         log.info(
@@ -212,11 +212,11 @@ class StepPublisher:
             **figures,
         )
 
-    def _forget_old(self, step: TrainStepCommitted) -> None:
+    def _prune(self, step: TrainStepCommitted) -> None:
         """Delete what the step just committed made superfluous: weights that nobody can want,
         checkpoints but the newest.
         """
-        self.forget_unwanted(step.policy_version)
+        self.prune_weights(step.policy_version)
         if step.checkpoint is not None and step.checkpoint != self._pruned_to:
             self._pruned_to = step.checkpoint
             self._checkpoints.prune(step.checkpoint)
@@ -228,7 +228,7 @@ class StepPublisher:
         self._committer.close()
 
 
-def _told(step: TrainStepCommitted) -> dict[str, int | float]:
+def _span_attributes(step: TrainStepCommitted) -> dict[str, int | float]:
     """Return what a step's trace tells of it: its figures, and where its time went."""
     figures = {f"figure.{name}": value for name, value in step.figures.items()}
     phases = {f"phase.{name}_seconds": seconds for name, seconds in step.phase_seconds.items()}

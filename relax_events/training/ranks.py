@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-LISTENER = "RELAX_RENDEZVOUS_FD"
+RENDEZVOUS_FD_VARIABLE = "RELAX_RENDEZVOUS_FD"
 """Names, in rank 0's environment, a socket that listens on MASTER_PORT. The supervisor binds it, so
 that no other process can take the port."""
 
 
-Around = Callable[[], AbstractContextManager[None]]
+CollectiveContext = Callable[[], AbstractContextManager[None]]
 """Entered around every collective, which may wait for the others for long."""
 
 
@@ -50,7 +50,7 @@ class Ranks(Protocol):
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over ranks, in place."""
 
-    def enter_around(self, around: Around) -> None:
+    def wrap_collectives(self, around: CollectiveContext) -> None:
         """Enter this around every collective from now on. Not collective."""
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class SingleRank:
     def all_reduce(self, tensor: Tensor) -> None:
         """Leave the tensor as it is."""
 
-    def enter_around(self, around: Around) -> None:
+    def wrap_collectives(self, around: CollectiveContext) -> None:
         """Do nothing: nobody is waited for."""
 
     def close(self) -> None:

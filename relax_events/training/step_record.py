@@ -11,11 +11,11 @@ import orjson
 
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded
-from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.batch.assembly import LocatedSample
 
 
 @dataclass(slots=True)
-class StepShare:
+class RankStepResult:
     """What one rank trained in one step, in trained order."""
 
     rank: int
@@ -33,7 +33,7 @@ class StepShare:
     trace_headers: list[dict[str, str]] = field(default_factory=list)
     """The context of each prompt group's trace; empty of those that are not traced."""
 
-    def note(self, micro_batch: Sequence[PlacedSample], *, trainer_version: int) -> None:
+    def add_micro_batch(self, micro_batch: Sequence[LocatedSample], *, trainer_version: int) -> None:
         """Add a trained micro-batch."""
         for placed in micro_batch:
             sample = placed.sample
@@ -41,12 +41,12 @@ class StepShare:
             self.partitions.append(placed.partition)
             self.offsets.append(placed.offset)
             self.micro_batches.append(self.num_micro_batches)
-            self.staleness.append(trainer_version - sample.min_policy_version)
+            self.staleness.append(trainer_version - sample.key.min_policy_version)
             self.rewards.append(sample.reward)
             self.completion_lengths.append(len(sample.tokens) - sample.num_prompt_tokens)
         self.num_micro_batches += 1
 
-    def take_micro_batches(self) -> list[list[str]]:
+    def pop_micro_batches(self) -> list[list[str]]:
         """Return the sample ids of each trained micro-batch, and forget that they were trained."""
         trained: list[list[str]] = [[] for _ in range(self.num_micro_batches)]
         for sample_id, index in zip(self.sample_ids, self.micro_batches, strict=True):
@@ -69,7 +69,7 @@ class StepShare:
         return orjson.dumps(self)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> StepShare:
+    def from_bytes(cls, data: bytes) -> RankStepResult:
         """Read what `to_bytes` wrote."""
         fields: dict[str, Any] = orjson.loads(data)
         ended = [
@@ -81,7 +81,7 @@ class StepShare:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLayout:
+class StepRecord:
     """All ranks' shares side by side, as TrainStepCommitted holds them."""
 
     prompt_group_ids: list[str]
@@ -92,10 +92,10 @@ class StepLayout:
     micro_batches: np.ndarray
     consumed: list[TopicOffset]
     staleness_counts: list[int]
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
     @classmethod
-    def of(cls, shares: Sequence[StepShare], *, has_rewards: bool = True) -> StepLayout:
+    def merge(cls, shares: Sequence[RankStepResult], *, has_rewards: bool = True) -> StepRecord:
         """Put shares together, in rank order; samples that nobody rewarded give no figures of
         rewards.
         """

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, deserialize
 from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
-from relax_events.weights.delta import POSITIONS, VALUES, changed
+from relax_events.weights.delta import POSITIONS, VALUES, apply_delta
 from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights, tensor_header
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ class RawTensors(Mapping[str, "Tensor"]):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class CachedWeights:
     """Weights that were read before, and that nobody has changed."""
 
     digest: bytes
     tensors: RawTensors
 
 
-def read_weights(store: ObjectStore, reference: ObjectRef, *, held: Held | None = None) -> Weights:
+def read_weights(store: ObjectStore, reference: ObjectRef, *, held: CachedWeights | None = None) -> Weights:
     """Read an artifact, and hand out its tensors only when every digest, name, dtype and shape
     agrees.
 
@@ -91,7 +91,7 @@ def read_weights(store: ObjectStore, reference: ObjectRef, *, held: Held | None 
             held.tensors.raw if held is not None and chain[0].base is not None else {}
         )
         for manifest in chain:
-            tensors = _read_on(store, manifest, tensors)
+            tensors = _read_files(store, manifest, tensors)
     except (ObjectError, WeightsError, SafetensorError) as error:
         raise WeightsError(f"weights {reference.uri} can't be used: {error}") from error
     newest = chain[-1]
@@ -119,7 +119,7 @@ def is_stored(store: ObjectStore, reference: ObjectRef) -> bool:
         return False
 
 
-def _chain(store: ObjectStore, reference: ObjectRef, held: Held | None) -> list[WeightManifest]:
+def _chain(store: ObjectStore, reference: ObjectRef, held: CachedWeights | None) -> list[WeightManifest]:
     """Return the manifests that have to be read one on top of the other, the oldest first.
 
     Raises:
@@ -140,7 +140,7 @@ def _chain(store: ObjectStore, reference: ObjectRef, held: Held | None) -> list[
     return chain
 
 
-def _read_on(
+def _read_files(
     store: ObjectStore, manifest: WeightManifest, tensors: Mapping[str, RawTensor]
 ) -> dict[str, RawTensor]:
     """Return the tensors of a manifest, read on top of those of its base.
@@ -155,7 +155,7 @@ def _read_on(
         entries = [entry for entry in manifest.tensors if entry.file == number]
         for entry in entries:
             if entry.name in manifest.changed:
-                loaded[entry.name] = _changed(
+                loaded[entry.name] = _apply_tensor_delta(
                     entry,
                     tensors,
                     loaded.pop(entry.name + POSITIONS, None),
@@ -166,7 +166,7 @@ def _read_on(
     return read
 
 
-def _changed(
+def _apply_tensor_delta(
     entry: TensorEntry,
     tensors: Mapping[str, RawTensor],
     positions: RawTensor | None,
@@ -184,7 +184,7 @@ def _changed(
             "be put into are missing"
         )
     places = np.frombuffer(positions.data, dtype=positions.dtype)
-    return RawTensor(old.dtype, old.shape, changed(entry.name, old.data, places, values.data))
+    return RawTensor(old.dtype, old.shape, apply_delta(entry.name, old.data, places, values.data))
 
 
 def _deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.runtime.failpoints import failpoint
-from relax_events.weights.delta import POSITIONS, VALUES, changes_of
+from relax_events.weights.delta import POSITIONS, VALUES, compute_delta
 from relax_events.weights.manifest import Base, TensorEntry, WeightManifest, tensor_header
 
 PREFIX = "weights/"
@@ -41,7 +41,7 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
         tensors: On any device.
     """
     digest = sha256()
-    _read_through(tensors, digest)
+    _update_digest(tensors, digest)
     return digest.digest()
 
 
@@ -50,11 +50,11 @@ def transit_digest(tensors: Mapping[str, Tensor]) -> bytes:
     times as fast, for tensors on their way.
     """
     digest = blake3()
-    _read_through(tensors, digest)
+    _update_digest(tensors, digest)
     return digest.digest()
 
 
-def _read_through(tensors: Mapping[str, Tensor], digest: Hash) -> None:
+def _update_digest(tensors: Mapping[str, Tensor], digest: Hash) -> None:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(tensor_header(name, dtype_name(tensor), tuple(tensor.shape)))
@@ -62,7 +62,7 @@ def _read_through(tensors: Mapping[str, Tensor], digest: Hash) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenWeights:
     """A version that was written, with a copy of its tensors on the CPU: what the next one may be
     written as changes of.
     """
@@ -78,7 +78,7 @@ def write_weights(
     policy_version: int,
     model_type: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
-    former: Written | None = None,
+    former: WrittenWeights | None = None,
     in_transit: bytes | None = None,
 ) -> tuple[ObjectRef, bytes]:
     """Write an artifact; return where its manifest lies, and the weights' digest.
@@ -102,16 +102,16 @@ def write_weights(
     files: list[ObjectRef] = []
     entries: list[TensorEntry] = []
     changed: set[str] = set()
-    for names in file_shares(tensors, max_file_bytes=max_file_bytes):
+    for names in split_into_files(tensors, max_file_bytes=max_file_bytes):
         entries += [
             TensorEntry(name, dtype_name(tensors[name]), tuple(tensors[name].shape), len(files))
             for name in names
         ]
         stored: dict[str, Tensor] = {}
         for name in names:
-            changes = _changes(former, name, tensors[name])
+            changes = _compute_tensor_delta(former, name, tensors[name])
             stored |= (
-                {name: _plain(tensors[name])}
+                {name: _copy_to_cpu(tensors[name])}
                 if changes is None
                 else {name + POSITIONS: changes[0], name + VALUES: changes[1]}
             )
@@ -139,16 +139,16 @@ def write_weights(
     ), digest
 
 
-def _changes(former: Written | None, name: str, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+def _compute_tensor_delta(former: WrittenWeights | None, name: str, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     old = former.tensors.get(name) if former is not None else None
     if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
         return None
-    return changes_of(old, tensor.detach().to("cpu"))
+    return compute_delta(old, tensor.detach().to("cpu"))
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors to the CPU."""
-    return {name: _plain(tensor) for name, tensor in tensors.items()}
+    return {name: _copy_to_cpu(tensor) for name, tensor in tensors.items()}
 
 
 def delete_weights(store: ObjectStore, *policy_versions: int) -> None:
@@ -169,14 +169,14 @@ def stored_versions(store: ObjectStore) -> list[int]:
     Raises:
         ObjectError: The store can't be read.
     """
-    return sorted(int(folder.removeprefix(PREFIX).rstrip("/")) for folder in store.folders(PREFIX))
+    return sorted(int(folder.removeprefix(PREFIX).rstrip("/")) for folder in store.list_folders(PREFIX))
 
 
 def _folder(policy_version: int) -> str:
     return f"{PREFIX}{policy_version:08d}/"
 
 
-def file_shares(tensors: Mapping[str, Tensor], *, max_file_bytes: int) -> Iterable[list[str]]:
+def split_into_files(tensors: Mapping[str, Tensor], *, max_file_bytes: int) -> Iterable[list[str]]:
     """Split the names, in order, into files; a tensor above the limit gets a file of its own."""
     share: list[str] = []
     num_bytes = 0
@@ -195,7 +195,7 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
     # A copy of its own: safetensors refuses tensors that share memory, as tied embeddings and
     # slices of one flat buffer do.
     return tensor.detach().to("cpu", copy=True).contiguous()

@@ -21,7 +21,7 @@ POSITIONS, VALUES = "@positions", "@values"
 MAX_INT32 = 2**31 - 1
 
 
-def changes_of(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
+def compute_delta(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the positions in row-major order (int32 or int64, ascending) and the values at which a
     tensor differs; None when all of it is smaller.
 
@@ -40,7 +40,7 @@ def changes_of(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
     return positions, flat.view(bits)[positions].view(flat.dtype)
 
 
-def changed(name: str, old: bytearray, positions: np.ndarray, values: bytearray) -> bytearray:
+def apply_delta(name: str, old: bytearray, positions: np.ndarray, values: bytearray) -> bytearray:
     """Return a tensor's bytes with other values at some positions; the old ones stay as they are.
 
     Raises:

@@ -13,7 +13,7 @@ from relax_events.events.parts import ObjectRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT, FORMAT_ON_A_BASE = 1, 2
+FORMAT, DELTA_FORMAT = 1, 2
 """Releases that know only the first one refuse the second by name."""
 
 
@@ -72,11 +72,11 @@ class WeightManifest:
     tensors: tuple[TensorEntry, ...]
     base: Base | None = None
     changed: frozenset[str] = frozenset()
-    in_transit: bytes | None = None
+    transit_digest: bytes | None = None
 
     def to_json(self) -> bytes:
         """Give the manifest as JSON, the same bytes for the same manifest."""
-        number = FORMAT if self.base is None else FORMAT_ON_A_BASE
+        number = FORMAT if self.base is None else DELTA_FORMAT
         files = [_reference_value(file) for file in self.files]
         value = {
             "format": number,
@@ -90,8 +90,8 @@ class WeightManifest:
                 "weights_digest": self.base.digest.hex()
             }
             value["changed"] = sorted(self.changed)
-        if self.in_transit is not None:
-            value["in_transit"] = self.in_transit.hex()
+        if self.transit_digest is not None:
+            value["in_transit"] = self.transit_digest.hex()
         return json.dumps(
             value | {"tensors": [asdict(tensor) for tensor in self.tensors]}, indent=1
         ).encode()
@@ -105,8 +105,8 @@ class WeightManifest:
         """
         try:
             value: dict[str, Any] = json.loads(data)
-            if value["format"] not in (FORMAT, FORMAT_ON_A_BASE):
-                known = f"{FORMAT} and {FORMAT_ON_A_BASE}"
+            if value["format"] not in (FORMAT, DELTA_FORMAT):
+                known = f"{FORMAT} and {DELTA_FORMAT}"
                 raise WeightsError(
                     f"weight manifest has format {value['format']!r}, this release reads "
                     f"{known}; use the release that wrote it"

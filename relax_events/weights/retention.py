@@ -18,13 +18,13 @@ def num_newest(config: RunConfig, *, num_slots: int) -> int:
     return max(config.weights.keep_newest, 2 * num_slots)
 
 
-def unwanted_versions(
+def deletable_versions(
     stored: Iterable[int],
     *,
     newest: int,
     num_newest: int,
     every: int,
-    full_every: int,
+    full_snapshot_interval: int,
     best: Collection[int],
 ) -> list[int]:
     """Return the versions that can be deleted, oldest first.
@@ -37,7 +37,7 @@ def unwanted_versions(
         newest: The newest one that the log knows.
         num_newest: How many of the newest stay.
         every: Versions that this divides stay; 0 keeps none so.
-        full_every: As `weights.full_every`.
+        full_snapshot_interval: As `weights.full_snapshot_interval`.
         best: Versions that stay for how good they are.
     """
     found = sorted(stored)
@@ -46,7 +46,7 @@ def unwanted_versions(
         for version in found
         if version > newest - num_newest or version in best or (every and version % every == 0)
     }
-    needed = {base for version in kept for base in range(version - version % full_every, version)}
+    needed = {base for version in kept for base in range(version - version % full_snapshot_interval, version)}
     return [version for version in found if version > 0 and version not in kept | needed]
 
 
@@ -59,7 +59,7 @@ class BestVersions:
     num_kept: int
     _rewards: dict[int, dict[str, float]] = field(default_factory=dict)
 
-    def note(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Take in an evaluation; one without a reward says nothing."""
         if self.num_kept and isinstance(event, PolicyEvaluated) and event.reward_mean is not None:
             self._rewards = self._rewards | {

@@ -16,13 +16,13 @@ from relax_events.errors import WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifact_reader import Held, RawTensors, read_weights
+from relax_events.weights.artifact_reader import CachedWeights, RawTensors, read_weights
 from relax_events.weights.manifest import Base, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from relax_events.weights.artifact_writer import Written
+    from relax_events.weights.artifact_writer import WrittenWeights
 
 log = structlog.get_logger()
 
@@ -69,7 +69,7 @@ class WeightsTransport(Protocol):
         ...
 
 
-class VersionsOnly:
+class NullWeightsReader:
     """Follows versions without their tensors, for an engine that holds none."""
 
     name = "none"
@@ -106,29 +106,29 @@ class StoreTransport:
 
     name = "store"
 
-    def __init__(self, store: ObjectStore, *, full_every: int = 1) -> None:
+    def __init__(self, store: ObjectStore, *, full_snapshot_interval: int = 1) -> None:
         """Open either side.
 
         Args:
             store: The run's.
-            full_every: As `weights.full_every`. Above 1 a copy of the newest version is kept, on
+            full_snapshot_interval: As `weights.full_snapshot_interval`. Above 1 a copy of the newest version is kept, on
                 both sides.
         """
-        self._store, self._full_every = store, full_every
-        self._written: Written | None = None
-        self._held: Held | None = None
+        self._store, self._full_every = store, full_snapshot_interval
+        self._written: WrittenWeights | None = None
+        self._held: CachedWeights | None = None
 
     def publish(
         self, tensors: Mapping[str, Tensor], *, policy_version: int, in_transit: bytes | None = None
     ) -> tuple[ObjectRef, bytes]:
         """See `WeightsTransport.publish`; `in_transit` as `artifacts.write_weights` has it."""
-        from relax_events.weights.artifact_writer import Written, copied, write_weights
+        from relax_events.weights.artifact_writer import WrittenWeights, copy_to_cpu, write_weights
 
         if self._full_every == 1:
             return write_weights(
                 self._store, tensors, policy_version=policy_version, in_transit=in_transit
             )
-        tensors = copied(
+        tensors = copy_to_cpu(
             tensors
         )  # off the device once, for the digest, the comparison, the files and the next version
         former = self._written if policy_version % self._full_every else None
@@ -139,7 +139,7 @@ class StoreTransport:
             former=former,
             in_transit=in_transit,
         )
-        self._written = Written(Base(reference, digest), tensors)
+        self._written = WrittenWeights(Base(reference, digest), tensors)
         return reference, digest
 
     def is_coming(self, published: PolicyVersionPublished) -> bool:
@@ -168,7 +168,7 @@ class StoreTransport:
             )  # without what we held, which may be what is wrong
             weights = read_weights(self._store, reference)
         if self._full_every > 1 and isinstance(weights.tensors, RawTensors):
-            self._held = Held(weights.digest, weights.tensors)
+            self._held = CachedWeights(weights.digest, weights.tensors)
         return weights
 
     def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:

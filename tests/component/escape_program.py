@@ -22,7 +22,7 @@ from typing import Any
 from escapes import ATTEMPTS, ESCAPES, HONEST, OTHER_TESTS, TESTS, VERDICTS
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.sandbox import Limits, Sandbox, Verdict, Walls, require_walls, walls
+from relax_events.sandbox import Isolation, Limits, Sandbox, Verdict, require_isolation, walls
 from relax_events.sandbox.inside import entry
 
 KINDS = {
@@ -37,10 +37,10 @@ WITH_A_PROCESS = (
 SECONDS = {"ways": 100, "tricks": 540}
 
 
-def walls_of(kind: str) -> Walls | None:
+def walls_of(kind: str) -> Isolation | None:
     """Return the walls of a kind, if this machine has them."""
     return next(
-        (one for one in walls._candidates() if KINDS[kind](one) and walls._holds(one)), None
+        (one for one in walls._candidates() if KINDS[kind](one) and walls._works(one)), None
     )
 
 
@@ -100,7 +100,7 @@ def outside() -> Iterator[dict[str, Any]]:
                 victim.wait()
 
 
-def attempts(behind: Walls, things: dict[str, Any]) -> list[str]:
+def attempts(behind: Isolation, things: dict[str, Any]) -> list[str]:
     """Try all ways out; return those that led somewhere."""
     with Sandbox(ATTEMPTS, Limits(seconds=60), walls=behind) as sandbox:
         verdict, printed = sandbox.run_with_input(f"{json.dumps(things)}\n{json.dumps(ESCAPES)}\n")
@@ -111,7 +111,7 @@ def attempts(behind: Walls, things: dict[str, Any]) -> list[str]:
     return lines[:-1]
 
 
-def tricks(behind: Walls) -> list[str]:
+def tricks(behind: Isolation) -> list[str]:
     """Try all programs that pass without being right; return those that did.
 
     Raises:
@@ -129,15 +129,15 @@ def tricks(behind: Walls) -> list[str]:
     return passed
 
 
-def find(kind: str) -> Walls | None:
+def find(kind: str) -> Isolation | None:
     """Return the walls that the command line names.
 
     Raises:
         EnvironmentProblem: Those that a reward would take are not enough.
     """
     if kind == NOTHING:
-        return Walls()
-    return require_walls() if kind == CHOSEN else walls_of(kind)
+        return Isolation()
+    return require_isolation() if kind == CHOSEN else walls_of(kind)
 
 
 def main(kind: str, what: str = "ways") -> None:
@@ -155,7 +155,7 @@ def main(kind: str, what: str = "ways") -> None:
     os._exit(0)
 
 
-def _try(found: Walls | None, what: str) -> None:
+def _try(found: Isolation | None, what: str) -> None:
     if found is None:
         print(json.dumps({"walls": None, "escaped": []}))
     elif what == "tricks":
@@ -176,7 +176,7 @@ def _try(found: Walls | None, what: str) -> None:
                 )
             )
             sys.stdout.flush()
-            if found == Walls():
+            if found == Isolation():
                 os._exit(0)
 
 

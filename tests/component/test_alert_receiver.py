@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.notifications.alert_receiver import MAX_BYTES, AlertReceiver, text_of
-from relax_events.notifications.services import AppriseTarget, NotDelivered
+from relax_events.notifications.alert_receiver import MAX_BYTES, AlertReceiver, parse_alerts
+from relax_events.notifications.services import AppriseTarget, DeliveryError
 
 ANSWER_SECONDS = 60
 pytestmark = pytest.mark.filterwarnings(
@@ -54,7 +54,7 @@ class Deaf:
     name = "chat 1"
 
     def send(self, *, title: str, body: str, kind: str) -> None:
-        raise NotDelivered(self.name)
+        raise DeliveryError(self.name)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def chat() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def test_text_names_the_alerts_and_leads_to_their_pages() -> None:
-    text = text_of(
+    text = parse_alerts(
         group(alert("RelaxRunStalled"), alert("RelaxRunStalled", summary="Run yours stands still."))
     )
     assert text["title"] == "RelaxRunStalled: 2 firing"
@@ -121,11 +121,11 @@ def test_text_names_the_alerts_and_leads_to_their_pages() -> None:
 def test_kind_is_that_of_the_worst_alert_that_still_fires(
     alerts: list[dict[str, Any]], kind: str
 ) -> None:
-    assert text_of(group(*alerts))["kind"] == kind
+    assert parse_alerts(group(*alerts))["kind"] == kind
 
 
 def test_group_that_is_over_says_so() -> None:
-    text = text_of(group(alert("RelaxRunStalled", status="resolved"), status="resolved"))
+    text = parse_alerts(group(alert("RelaxRunStalled", status="resolved"), status="resolved"))
     assert (text["title"], text["body"]) == (
         "RelaxRunStalled: over",
         "over: Run mine stands still.",
@@ -145,7 +145,7 @@ def test_group_that_is_over_says_so() -> None:
 )
 def test_what_alertmanager_would_not_post_is_refused(posted: bytes) -> None:
     with pytest.raises(ValueError, match="this is not what Alertmanager posts to a webhook"):
-        text_of(posted)
+        parse_alerts(posted)
 
 
 def test_alert_reaches_a_service_by_apprise(chat: tuple[str, list[dict[str, Any]]]) -> None:
@@ -241,5 +241,5 @@ def test_command_without_anybody_to_tell_says_how_to_name_one() -> None:
     )
     assert (
         asked.returncode,
-        "name a file with --urls, or set RELAX_NOTICE_URLS" in asked.stderr,
+        "name a file with --urls, or set RELAX_NOTIFICATION_URLS" in asked.stderr,
     ) == (2, True)

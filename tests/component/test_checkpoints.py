@@ -14,7 +14,7 @@ from relax_events.errors import ObjectError, RunFailed
 from relax_events.objects import ObjectStore
 from relax_events.training.backend.protocol import TrainerState
 from relax_events.training.backend.torch_backend import TorchBackend
-from relax_events.training.checkpoint.checkpoints import Checkpoints, _share
+from relax_events.training.checkpoint.checkpoints import Checkpoints, _assign_tensors
 from relax_events.training.ranks import SingleRank
 from tests.unit.trainer_samples import make_samples, run_config
 
@@ -249,7 +249,7 @@ def test_share_gives_every_tensor_to_one_rank_and_balances_bytes():
         f"t{index}": torch.zeros(int(size))
         for index, size in enumerate(generator.integers(1, 1000, 60))
     }
-    shares = [_share(tensors, rank=rank, size=3) for rank in range(3)]
+    shares = [_assign_tensors(tensors, rank=rank, size=3) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(tensors)
     loads = [sum(tensors[name].nbytes for name in share) for share in shares]
     assert max(loads) - min(loads) <= max(tensor.nbytes for tensor in tensors.values())

@@ -12,7 +12,7 @@ import torch
 from relax_events.objects import ObjectStore
 from relax_events.training.backend.protocol import TrainerState
 from relax_events.training.checkpoint.checkpoints import Checkpoints
-from relax_events.training.checkpoint.critic_checkpoints import FOLDER, critic_checkpoints
+from relax_events.training.checkpoint.critic_checkpoints import FOLDER, list_critic_checkpoints
 from relax_events.training.ranks import SingleRank
 
 DIGESTS = {2: b"two", 4: b"four", 6: b"six"}
@@ -33,14 +33,14 @@ def save(store: ObjectStore, version: int, digest: bytes) -> None:
 
 
 def found(store: ObjectStore, digests: dict[int, bytes] = DIGESTS) -> list[int]:
-    return [one.reference.policy_version for one in critic_checkpoints(store, digests=digests)]
+    return [one.reference.policy_version for one in list_critic_checkpoints(store, digests=digests)]
 
 
 def test_newest_comes_first_with_what_it_needs_of_the_log(store: ObjectStore) -> None:
     for version, digest in DIGESTS.items():
         save(store, version, digest)
     assert found(store) == [6, 4, 2]
-    newest = next(critic_checkpoints(store, digests=DIGESTS))
+    newest = next(list_critic_checkpoints(store, digests=DIGESTS))
     assert newest.consumed == {0: 60, 3: 6}
     with Checkpoints(store, ranks=SingleRank(), keep=9, folder=FOLDER) as checkpoints:
         assert checkpoints.load(newest.reference).state.tensors["model.a"].tolist() == [6.0, 6.0]
@@ -58,7 +58,7 @@ def test_folder_of_the_critic_is_pruned_apart_from_the_trainers(store: ObjectSto
             TrainerState(policy_version=1, tensors={"model.a": torch.zeros(1)}), extra={}
         ).wait(10.0)
         assert trainers.prune(mine) == 0
-        assert critics.prune(next(critic_checkpoints(store, digests=DIGESTS)).reference) == 4
+        assert critics.prune(next(list_critic_checkpoints(store, digests=DIGESTS)).reference) == 4
         assert trainers.load(mine).state.policy_version == 1
     assert found(store) == [6]
 

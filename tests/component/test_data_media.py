@@ -11,10 +11,10 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from relax_events.config import DataConfig
-from relax_events.data.placeholders import with_media
-from relax_events.data.prompt_filter import judges_of
+from relax_events.data.placeholders import insert_media
+from relax_events.data.prompt_filter import build_filters
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.row_media import stored_messages
+from relax_events.data.row_media import build_storing_reader
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, PoisonSample
@@ -52,7 +52,7 @@ def test_placeholders_become_places_for_the_pictures_in_order(tmp_path: Path) ->
         (IMAGE, None),
         (TEXT, "?"),
     ]
-    assert [(item.source, item.place) for item in row.media] == [
+    assert [(item.source, item.location) for item in row.media] == [
         ("a.png", f"{tmp_path}/rows.jsonl:row 0: images[0]"),
         ("b.png", f"{tmp_path}/rows.jsonl:row 0: images[1]"),
     ]
@@ -101,7 +101,7 @@ def test_row_whose_pictures_and_places_differ_is_refused_by_name(
     with pytest.raises(ConfigError, match=rf"rows.jsonl:1: .*{text}|rows.jsonl:1: {text}"):
         rows_of(tmp_path, {"prompt": prompt, "images": images})
     good = {"prompt": "<image>", "images": ["a.png"]}
-    assert rows_of(tmp_path, {"prompt": prompt, "images": images}, good, max_bad_rows=1).rows == 1
+    assert rows_of(tmp_path, {"prompt": prompt, "images": images}, good, max_invalid_rows=1).num_rows == 1
 
 
 def test_column_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issue
         *({"prompt": "<image>?", "images": [image]} for image in images),
         media_root=tmp_path / "pictures",
     )
-    messages_of = stored_messages(MediaLibrary(picture_run(tmp_path)))
+    read_messages = build_storing_reader(MediaLibrary(picture_run(tmp_path)))
     config = DataConfig.model_validate({"source": "jsonl:x", **KEYS})
-    (judge,) = judges_of(config, renderer=None, messages_of=messages_of)
+    (judge,) = build_filters(config, renderer=None, read_messages=read_messages)
     verdicts = [judge(source.row(index), mean_rewards=(), train_step=0) for index in range(5)]
     assert verdicts == [
         "media_outside_root",
@@ -172,20 +172,20 @@ def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issue
         "media_wrong_type",
         0.0,
     ]
-    (message,) = messages_of(source.row(4))
+    (message,) = read_messages(source.row(4))
     assert message.parts[0].media is not None
     assert (message.parts[0].media.width, message.parts[0].media.height) == (96, 96)
 
 
 def test_length_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
-    source = open_source(DataConfig(source="scenes:colour"), seed=0)
-    bounded = DataConfig(source="scenes:colour", max_prompt_tokens=36)  # 34 of text
+    source = open_source(DataConfig(source="synthetic_images:colour"), seed=0)
+    bounded = DataConfig(source="synthetic_images:colour", max_prompt_tokens=36)  # 34 of text
     renderer = PromptRenderer.from_folder(picture_model(), bounded, media=BOUNDS)
-    judges = judges_of(
-        bounded, renderer=renderer, messages_of=stored_messages(MediaLibrary(picture_run(tmp_path)))
+    judges = build_filters(
+        bounded, renderer=renderer, read_messages=build_storing_reader(MediaLibrary(picture_run(tmp_path)))
     )
     num_tokens = len(
-        renderer.prompt_tokens(stored_messages(MediaLibrary(picture_run(tmp_path)))(source.row(0)))
+        renderer.prompt_tokens(build_storing_reader(MediaLibrary(picture_run(tmp_path)))(source.row(0)))
     )
     assert num_tokens == 34 + 4
     assert [judge(source.row(0), mean_rewards=(), train_step=0) for judge in judges] == [
@@ -196,15 +196,15 @@ def test_length_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
 
 def test_picture_stands_between_its_marks_in_the_prompt(tmp_path: Path) -> None:
     renderer = PromptRenderer.from_folder(
-        picture_model(), DataConfig(source="scenes:colour"), media=BOUNDS
+        picture_model(), DataConfig(source="synthetic_images:colour"), media=BOUNDS
     )
     reference = (
         MediaLibrary(picture_run(tmp_path))
-        .show(open_source(DataConfig(source="scenes:colour"), seed=0).row(0).media[0])
+        .preprocess(open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0])
         .reference
     )
     messages = question(reference)
-    assert renderer.templated(messages) == (
+    assert renderer.apply_template(messages) == (
         "<|im_start|>user\nso <|vision_start|><|image_pad|><|vision_end|>What is "
         "it?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -212,12 +212,12 @@ def test_picture_stands_between_its_marks_in_the_prompt(tmp_path: Path) -> None:
 
 def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Path) -> None:
     renderer = PromptRenderer.from_folder(
-        picture_model(), DataConfig(source="scenes:colour"), media=BOUNDS
+        picture_model(), DataConfig(source="synthetic_images:colour"), media=BOUNDS
     )
     source = rows_of(tmp_path, {"prompt": "<image> or <|image_pad|>?", "images": ["data:,"]})
     reference = (
         MediaLibrary(picture_run(tmp_path))
-        .show(open_source(DataConfig(source="scenes:colour"), seed=0).row(0).media[0])
+        .preprocess(open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0])
         .reference
     )
     with pytest.raises(
@@ -227,15 +227,15 @@ def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Pa
             "hold one by itself"
         ),
     ):
-        renderer.prompt_tokens(with_media(source.row(0).messages, [reference]))
+        renderer.prompt_tokens(insert_media(source.row(0).messages, [reference]))
 
 
 def test_model_of_text_refuses_a_prompt_with_pictures(tmp_path: Path) -> None:
     path = make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)
-    renderer = PromptRenderer.from_folder(path, DataConfig(source="scenes:colour"), media=BOUNDS)
+    renderer = PromptRenderer.from_folder(path, DataConfig(source="synthetic_images:colour"), media=BOUNDS)
     reference = (
         MediaLibrary(picture_run(tmp_path))
-        .show(open_source(DataConfig(source="scenes:colour"), seed=0).row(0).media[0])
+        .preprocess(open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0])
         .reference
     )
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Conversations that a warm start learns: the answers are the row's, and the environment says the
+"""Conversations that a SFT warm-up learns: the answers are the row's, and the environment says the
 rest."""
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
-from relax_events.examples.sft_warmup import IGNORED, SupervisedExample, num_answered, pad_left
-from relax_events.examples.warmup_conversations import Demonstrations
-from relax_events.models.families import family_of
+from relax_events.examples.sft_warmup import IGNORED, SupervisedExample, count_correct, pad_left
+from relax_events.examples.warmup_conversations import WarmupConversations
+from relax_events.models.families import read_family
 from tests.unit.pictures import picture_model, picture_run
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environments_of_tests.py"
@@ -30,16 +30,16 @@ ENVIRONMENTS = Path(__file__).parents[1] / "environments_of_tests.py"
 
 @contextmanager
 def played(
-    folder: Path, function: str = "zoom", *, answers_key: str = "answers"
-) -> Iterator[tuple[Demonstrations, RunConfig]]:
-    tree = picture_run(folder, data={"source": "scenes:zoom"}).model_dump(
+    folder: Path, function: str = "zoom", *, assistant_turns_key: str = "answers"
+) -> Iterator[tuple[WarmupConversations, RunConfig]]:
+    tree = picture_run(folder, data={"source": "synthetic_images:zoom"}).model_dump(
         mode="json", exclude_unset=True
     )
     environment = {"function": function}
     config = small_run(
-        tree | {"environment": environment, "warm_start": {"answers_key": answers_key}}
+        tree | {"environment": environment, "sft_warmup": {"assistant_turns_key": assistant_turns_key}}
     )
-    with closing(Demonstrations(config, model_path=picture_model())) as opened:
+    with closing(WarmupConversations(config, model_path=picture_model())) as opened:
         yield opened, config
 
 
@@ -54,12 +54,12 @@ def test_answers_stand_where_the_template_puts_them_and_the_quarter_between(tmp_
             picture_model(), config.data, media=config.model.media
         )
         for row in rows_of(config, 4):
-            example = demonstrations.of(row)
+            example = demonstrations.build_example(row)
             small, shown = (piece.reference for piece in example.media)
             assert small.digest != shown.digest
             where, colour = [
                 renderer.completion_text(part)
-                for part in runs(example.answer_tokens, example.chosen)
+                for part in runs(example.answer_tokens, example.loss_mask)
             ]
             assert colour == row.answer
             question = row.messages[0].text
@@ -89,49 +89,49 @@ def runs(tokens: np.ndarray, chosen: np.ndarray) -> list[np.ndarray]:
 
 
 def test_reference_answer_is_the_only_one_without_a_key(tmp_path: Path) -> None:
-    with played(tmp_path, answers_key="") as (demonstrations, config):
+    with played(tmp_path, assistant_turns_key="") as (demonstrations, config):
         (row,) = rows_of(config, 1)
-        example = demonstrations.of(row)
+        example = demonstrations.build_example(row)
     assert len(example.media) == 1
-    assert example.chosen.all()
+    assert example.loss_mask.all()
 
 
 @pytest.mark.parametrize(
-    ("function", "answers_key", "text"),
+    ("function", "assistant_turns_key", "text"),
     [
         (
             f"{ENVIRONMENTS}:silent",
             "answers",
-            r"ends the sample at answer 1 of 2: \['.*', '.*'\]; see warm_start.answers_key",
+            r"ends the sample at answer 1 of 2: \['.*', '.*'\]; see sft_warmup.assistant_turns_key",
         ),
         (
             "zoom",
             "original",
             (
                 "metadata has original = 'data:image/png.*'; it must be a list of answers: set "
-                "warm_start.answers_key"
+                "sft_warmup.assistant_turns_key"
             ),
         ),
         ("zoom", "none", "metadata has none = 'None'; it must be a list of answers"),
     ],
 )
 def test_row_that_can_not_be_played_is_refused(
-    tmp_path: Path, function: str, answers_key: str, text: str
+    tmp_path: Path, function: str, assistant_turns_key: str, text: str
 ) -> None:
     with (
-        played(tmp_path, function, answers_key=answers_key) as (demonstrations, config),
+        played(tmp_path, function, assistant_turns_key=assistant_turns_key) as (demonstrations, config),
         pytest.raises(ConfigError, match=text),
     ):
-        demonstrations.of(rows_of(config, 1)[0])
+        demonstrations.build_example(rows_of(config, 1)[0])
 
 
 def test_only_what_the_policy_says_is_learnt(tmp_path: Path) -> None:
     with played(tmp_path) as (demonstrations, config):
-        examples = [demonstrations.of(row) for row in rows_of(config, 3)]
-        family = family_of(picture_model(), config.model.media)
+        examples = [demonstrations.build_example(row) for row in rows_of(config, 3)]
+        family = read_family(picture_model(), config.model.media)
     labels = pad_left(examples, device=torch.device("cpu"), family=family).labels.numpy()
     for row, example in zip(labels, examples, strict=True):
-        assert row[row != IGNORED].tolist() == example.answer_tokens[example.chosen].tolist()
+        assert row[row != IGNORED].tolist() == example.answer_tokens[example.loss_mask].tolist()
 
 
 def test_example_is_answered_when_every_token_to_learn_is_the_likeliest() -> None:
@@ -149,5 +149,5 @@ def test_example_is_answered_when_every_token_to_learn_is_the_likeliest() -> Non
         SupervisedExample(prompt, np.array(tokens, np.int32), np.array(chosen))
         for tokens, chosen in answers
     ]
-    assert [num_answered(model, [example]) for example in examples] == [1, 1, 0, 0]
-    assert num_answered(model, examples) == 2
+    assert [count_correct(model, [example]) for example in examples] == [1, 1, 0, 0]
+    assert count_correct(model, examples) == 2

@@ -27,8 +27,8 @@ from relax_events.launcher.doctor import (
     check_broker,
     check_disk,
     check_store,
-    examine,
-    examine_with_defaults,
+    run_checks,
+    run_checks_with_defaults,
 )
 
 MakeRunConfig = Callable[..., RunConfig]
@@ -61,7 +61,7 @@ def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
 
 
 def test_examine_reports_every_check_even_where_some_fail(make_data: MakeRunConfig) -> None:
-    findings = examine(make_data(engine={"name": "vroom"}))
+    findings = run_checks(make_data(engine={"name": "vroom"}))
     names = [
         "broker",
         "schema registry",
@@ -90,7 +90,7 @@ def test_check_whose_package_is_not_here_keeps_no_other_from_running(
         raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
 
     monkeypatch.setattr(doctor, "require_room", no_tokenizer)
-    (room,) = [finding for finding in examine(make_data()) if finding.what == "room"]
+    (room,) = [finding for finding in run_checks(make_data()) if finding.what == "room"]
     assert room == Finding(
         "room",
         True,
@@ -207,7 +207,7 @@ def test_reward_without_prompts_says_that_it_was_not_tried(make_data: MakeRunCon
 def test_finding_of_a_failed_check_carries_its_text(make_data: MakeRunConfig) -> None:
     findings = {
         finding.what: finding
-        for finding in examine(make_data(data={"source": "jsonl:nowhere.jsonl"}))
+        for finding in run_checks(make_data(data={"source": "jsonl:nowhere.jsonl"}))
     }
     assert findings["data"] == Finding(
         "data", False, "data file nowhere.jsonl does not exist; set data.source = 'jsonl:<path>'"
@@ -225,16 +225,16 @@ def test_doctor_runs_nothing_that_a_replay_does_not_use(
     )
     evil = f"{tmp_path / 'evil.py'}:f"
     config = make_data(
-        data={"source": "jsonl:/no/such/file", "hook": evil},
+        data={"source": "jsonl:/no/such/file", "prompt_filter": evil},
         reward={"function": evil},
-        source={"run": "theirs"},
+        parent={"run": "theirs"},
     )
     prompts = PromptCheck()
     told = "none needed: a replay trains what was generated and scored before"
     assert (prompts.check_data(config), prompts.check_reward(config)) == (told, told)
     assert not trace.exists()
     part = {"name": "a", "source": f"jsonl:{tmp_path / 'rows.jsonl'}"}
-    config = make_data(source={"run": "theirs"}, evaluation={"datasets": [part]})
+    config = make_data(parent={"run": "theirs"}, evaluation={"datasets": [part]})
     assert prompts.check_data(config) == "1 to evaluate a on"
     assert "exact gives 1 for the reference answer" in prompts.check_reward(config)
 
@@ -258,7 +258,7 @@ def test_what_the_run_file_leaves_out_is_told_with_its_reason(tmp_path: Path, ru
     config = RunConfig.model_validate(
         tree | {"data": {"source": "jsonl:nowhere"}, "engine": {"threads": 3}}
     )
-    _, derived = examine_with_defaults(config)
+    _, derived = run_checks_with_defaults(config)
     told = {one.key: (one.value, one.reason) for one in derived}
     assert told["trainer.learning_rate"] == (
         1e-6,
@@ -276,7 +276,7 @@ def test_model_that_can_not_be_read_is_the_only_finding(tmp_path: Path, run_id: 
         "model": {"path": str(tmp_path)},
         "data": {"source": "jsonl:nowhere"},
     }
-    (finding,), derived = examine_with_defaults(RunConfig.model_validate(tree))
+    (finding,), derived = run_checks_with_defaults(RunConfig.model_validate(tree))
     assert (finding.what, finding.is_good, derived) == ("model", False, [])
     assert "config.json does not say what the model is" in finding.text
 
@@ -284,7 +284,7 @@ def test_model_that_can_not_be_read_is_the_only_finding(tmp_path: Path, run_id: 
 def test_growth_of_the_log_is_told_where_all_of_it_is_kept(make_run_config: MakeRunConfig) -> None:
     """64 groups x 16 samples x 8,192 tokens x 48 bytes are 0.403 GB a step, and 403 GB in a
     thousand."""
-    run = {"groups_per_step": 64, "samples_per_prompt": 16, "num_steps": 1000}
+    run = {"prompts_per_step": 64, "samples_per_prompt": 16, "num_steps": 1000}
     told = check_disk(make_run_config(run=run, engine={"max_context_tokens": 8192}))
     assert "grows by up to 0.403 GB a step, 403 GB in all (run.retain_versions bounds it)" in told
     assert "grows" not in check_disk(make_run_config(run=run | {"retain_versions": 9}))

@@ -13,29 +13,23 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.controller.scaling_admission import Asked, plan
-from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.scaling_admission import ScaleCommand, admit
+from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerBeat
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.launcher.deaths import Progress
 from relax_events.launcher.run import RunSession
-from relax_events.launcher.supervisor import ManagedProcess, Supervisor, log_tail
-from relax_events.projections.scaling import (
-    Departure,
-    ElasticWorker,
-    Kind,
-    ScaleState,
-    Standing,
-    Status,
-)
+from relax_events.launcher.supervisor import ManagedProcess, Supervisor, read_log_tail
+from relax_events.projections.scale_requests import Kind, Status
+from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason, ScaleState
 from relax_events.session.records import RunSessions
 from tests.unit.run_events import beat
 
 MakeRunConfig = Callable[..., RunConfig]
-WANTED = ElasticWorker("rollout-1", "rollout", "", Standing.WANTED)
-LEAVING = replace(WANTED, standing=Standing.LEAVING)
+WANTED = ElasticWorker("rollout-1", "rollout", "", DesiredState.RUNNING)
+LEAVING = replace(WANTED, standing=DesiredState.LEAVING)
 
 
 @pytest.fixture
@@ -52,31 +46,31 @@ def supervisor(make_run_config: MakeRunConfig, tmp_path: Path) -> Iterator[Super
 
 def started(supervisor: Supervisor, *deed: str, monkeypatch: pytest.MonkeyPatch) -> ManagedProcess:
     """Have a program stand in for the elastic worker, and wait until it has said something."""
-    plain = Supervisor._elastic
+    plain = Supervisor._build_elastic
 
     def stand_in(self: Supervisor, worker: ElasticWorker) -> ManagedProcess:
         managed = plain(self, worker)
-        managed.orders = {
+        managed.requests = {
             name: replace(order, module="tests.unit.stand_in", imports=[], arguments=list(deed))
-            for name, order in managed.orders.items()
+            for name, order in managed.requests.items()
         }
         return managed
 
     monkeypatch.setattr(Supervisor, "_elastic", stand_in)
-    assert supervisor.adjust([WANTED]) == []
+    assert supervisor.reconcile([WANTED]) == []
     managed = supervisor._processes["rollout-1"]
     deadline = time.monotonic() + 60
-    while not log_tail(managed.log_path) and managed.is_running:
+    while not read_log_tail(managed.log_path) and managed.is_running:
         assert time.monotonic() < deadline
     return managed
 
 
-def gone(supervisor: Supervisor, worker: ElasticWorker) -> tuple[Departure, str]:
+def gone(supervisor: Supervisor, worker: ElasticWorker) -> tuple[ExitReason, str]:
     """Wait until a worker is gone, and return how and why."""
     deadline = time.monotonic() + 60
-    while not (found := supervisor.adjust([worker])):
+    while not (found := supervisor.reconcile([worker])):
         assert time.monotonic() < deadline
-        supervisor.tend(Progress())
+        supervisor.poll(Progress())
     ((left, departure, reason),) = found
     assert left == worker
     assert supervisor.pids == {}
@@ -88,12 +82,12 @@ def test_worker_is_started_once_with_a_port_of_its_own_and_drains_when_it_shall_
 ) -> None:
     managed = started(supervisor, "drain", monkeypatch=monkeypatch)
     pid = supervisor.pids["rollout-1"]
-    assert supervisor.adjust([WANTED]) == []
+    assert supervisor.reconcile([WANTED]) == []
     assert (supervisor.pids, managed.metrics_port) == ({"rollout-1": pid}, 9107), (
         "the trainer is the last of the start, on 9106"
     )
-    assert gone(supervisor, LEAVING) == (Departure.DRAINED, "it drained")
-    supervisor.tend(Progress())
+    assert gone(supervisor, LEAVING) == (ExitReason.DRAINED, "it drained")
+    supervisor.poll(Progress())
     assert supervisor.pids == {}, "one that has left is not started again"
 
 
@@ -104,15 +98,15 @@ def test_worker_that_does_not_drain_is_killed_at_its_deadline(
     started(supervisor, "ignore", monkeypatch=monkeypatch)
     began = time.monotonic()
     assert gone(supervisor, replace(LEAVING, drain_micros=drain_micros)) == (
-        Departure.KILLED,
+        ExitReason.KILLED,
         "it ended with exit code -9",
     )
     assert time.monotonic() - began >= drain_micros / 1e6
 
 
 def test_worker_that_was_never_started_is_gone_at_once(supervisor: Supervisor) -> None:
-    assert supervisor.adjust([replace(WANTED, standing=Standing.PLANNED)]) == []
-    assert supervisor.adjust([LEAVING]) == [(LEAVING, Departure.ABSENT, "there was no process")]
+    assert supervisor.reconcile([replace(WANTED, standing=DesiredState.PENDING)]) == []
+    assert supervisor.reconcile([LEAVING]) == [(LEAVING, ExitReason.ABSENT, "there was no process")]
 
 
 def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(
@@ -120,7 +114,7 @@ def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(
 ) -> None:
     started(supervisor, "end", "2", monkeypatch=monkeypatch)
     departure, reason = gone(supervisor, WANTED)
-    assert departure is Departure.FAILED
+    assert departure is ExitReason.FAILED
     assert reason.startswith("rollout-1 can't go on: ended with exit code 2; log: ")
     assert reason.endswith("error: the reason")
 
@@ -130,7 +124,7 @@ def test_worker_that_always_dies_is_given_up_though_the_run_gets_on(
 ) -> None:
     started(supervisor, "end", "OutOfMemoryError", monkeypatch=monkeypatch)
     departure, reason = gone(supervisor, WANTED)
-    assert departure is Departure.FAILED
+    assert departure is ExitReason.FAILED
     assert reason.startswith(
         "rollout-1 died 1 times in a row without a finished record: OutOfMemoryError: no "
         "room for 7.42 GiB; log: "
@@ -138,8 +132,8 @@ def test_worker_that_always_dies_is_given_up_though_the_run_gets_on(
 
 
 def test_worker_for_a_server_is_told_where_it_is(supervisor: Supervisor) -> None:
-    managed = supervisor._elastic(replace(WANTED, url="http://10.0.0.7:30000"))
-    assert managed.orders["rollout-1"].arguments[-4:] == [
+    managed = supervisor._build_elastic(replace(WANTED, url="http://10.0.0.7:30000"))
+    assert managed.requests["rollout-1"].arguments[-4:] == [
         "engine.name=sglang",
         'engine.sglang.urls=["http://10.0.0.7:30000"]',
         "--index",
@@ -148,20 +142,20 @@ def test_worker_for_a_server_is_told_where_it_is(supervisor: Supervisor) -> None
 
 
 def test_ports_of_those_that_left_are_free_again(supervisor: Supervisor) -> None:
-    supervisor._processes["rollout-1"] = supervisor._elastic(WANTED)
-    second = supervisor._elastic(replace(WANTED, worker_id="rollout-2"))
+    supervisor._processes["rollout-1"] = supervisor._build_elastic(WANTED)
+    second = supervisor._build_elastic(replace(WANTED, worker_id="rollout-2"))
     assert (supervisor._processes["rollout-1"].metrics_port, second.metrics_port) == (9107, 9108)
     del supervisor._processes["rollout-1"]
-    assert supervisor._elastic(replace(WANTED, worker_id="rollout-3")).metrics_port == 9107
+    assert supervisor._build_elastic(replace(WANTED, worker_id="rollout-3")).metrics_port == 9107
 
 
 class Written:
     """Takes what a session says on the log."""
 
     def __init__(self) -> None:
-        self.records: list[OutRecord] = []
+        self.records: list[ProducerRecord] = []
 
-    def send(self, record: OutRecord) -> None:
+    def send(self, record: ProducerRecord) -> None:
         self.records.append(record)
 
 
@@ -170,18 +164,18 @@ def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not
 ) -> None:
     session, written = RunSession(make_run_config()), Written()
     session._producer = written  # type: ignore[assignment]
-    opening = plan(
+    opening = admit(
         ScaleState(),
-        Bounds.of(make_run_config(), is_supervised=True),
-        Asked(kind=Kind.OUT, target=3),
+        ScalingBounds.from_config(make_run_config(), is_supervised=True),
+        ScaleCommand(kind=Kind.OUT, target=3),
         now=1_000_000,
     ).request
     assert opening is not None
-    taken_back = opening.step(Status.REMOVING, now=2_000_000, outcome=Status.CANCELLED)
-    for event in (opening.opening(reason="asked"), beat("rollout-1", at_seconds=2), taken_back):
-        session._note(event)
+    taken_back = opening.status_command(Status.REMOVING, now=2_000_000, outcome=Status.CANCELLED)
+    for event in (opening.open_command(reason="asked"), beat("rollout-1", at_seconds=2), taken_back):
+        session._apply(event)
     for _ in range(2):
-        session._adjust(supervisor)
+        session._reconcile(supervisor)
     codec = EventCodec()
     said = [codec.decode(record.value) for record in written.records]
     goodbye, first, second = said
@@ -197,9 +191,9 @@ def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not
     ]
     assert [record.key for record in written.records] == ["rollout-1", "", ""]
     state = ScaleState()
-    for event in (opening.opening(reason="asked"), taken_back, first, second):
-        state.note(event)
-    assert (state.workers, state.requests[opening.request_id].left) == (
+    for event in (opening.open_command(reason="asked"), taken_back, first, second):
+        state.apply(event)
+    assert (state.workers, state.requests[opening.request_id].exited_workers) == (
         {},
         {"rollout-1", "rollout-2"},
     )
@@ -223,16 +217,16 @@ def test_run_says_the_goodbye_of_its_workers_that_died_unless_another_one_works_
         num_in_flight=3,
     )
     for event in (newest, replace(newest, worker_id="rollout-0", pid=1)):
-        session._note(event)
+        session._apply(event)
     with ExitStack() as stack:
         session._sessions = stack.enter_context(RunSessions(tmp_path))
         if not is_alone:
             stack.enter_context(RunSessions(tmp_path))
-        session._say_goodbyes(supervisor)
+        session._send_goodbyes(supervisor)
         assert written.records == [], "it is alive"
         supervisor.stop(timeout_seconds=0)
         assert not managed.is_running
-        session._say_goodbyes(supervisor)
+        session._send_goodbyes(supervisor)
     said = [EventCodec().decode(record.value) for record in written.records]
     assert [
         (event.worker_id, event.state, event.num_in_flight)

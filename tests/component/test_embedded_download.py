@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.kafka.embedded.jars import Jar, Lock, ensure_jars, repository_address
+from relax_events.kafka.embedded.jars import Jar, JarLock, ensure_jars, read_repository_address
 
 CONTENTS = {
     f"org/example/part{index}/part{index}-1.jar": f"part {index} ".encode() * 1000
     for index in range(12)
 }
-LOCK = Lock(
+LOCK = JarLock(
     "9.9.9",
     tuple(
         Jar(path, len(content), hashlib.sha256(content).hexdigest())
@@ -203,7 +203,7 @@ def test_repository_address_refuses_when_scheme_is_unknown(monkeypatch: pytest.M
             "'ftp://mirror/maven'"
         ),
     ):
-        repository_address()
+        read_repository_address()
 
 
 def test_repository_address_is_the_public_one_when_nothing_is_set(
@@ -212,4 +212,4 @@ def test_repository_address_is_the_public_one_when_nothing_is_set(
     from jgo.constants import MAVEN_CENTRAL_URL
 
     monkeypatch.delenv("RELAX_MAVEN_REPOSITORY", raising=False)
-    assert repository_address() == MAVEN_CENTRAL_URL.rstrip("/")
+    assert read_repository_address() == MAVEN_CENTRAL_URL.rstrip("/")

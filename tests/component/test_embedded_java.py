@@ -10,8 +10,8 @@ from relax_events.errors import EnvironmentProblem
 from relax_events.kafka.embedded import java as java_module
 from relax_events.kafka.embedded.java import (
     Java,
-    broker_command,
-    class_archive_path,
+    build_broker_command,
+    locate_class_archive,
     find_java,
     parse_major,
 )
@@ -119,12 +119,12 @@ def test_find_java_says_that_it_hangs(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_class_archive_path_differs_when_runtime_or_jars_differ() -> None:
     java = Java(Path("/usr/bin/java"), 17, "17.0.15")
     paths = {
-        class_archive_path(java, JARS, Path("/cache")),
-        class_archive_path(Java(Path("/usr/bin/java"), 17, "17.0.16"), JARS, Path("/cache")),
-        class_archive_path(java, JARS[:1], Path("/cache")),
+        locate_class_archive(java, JARS, Path("/cache")),
+        locate_class_archive(Java(Path("/usr/bin/java"), 17, "17.0.16"), JARS, Path("/cache")),
+        locate_class_archive(java, JARS[:1], Path("/cache")),
     }
     assert len(paths) == 3
-    assert class_archive_path(java, JARS, Path("/cache")) in paths
+    assert locate_class_archive(java, JARS, Path("/cache")) in paths
 
 
 @pytest.mark.parametrize("at_exit", [None, "/cache/new.tmp"])
@@ -136,7 +136,7 @@ def test_broker_command_reads_or_writes_the_archive(
     major: int, read: str, write: str, at_exit: str | None
 ) -> None:
     java = Java(Path("/usr/bin/java"), major, "any")
-    command = broker_command(
+    command = build_broker_command(
         java,
         JARS,
         Path("/node/server.properties"),

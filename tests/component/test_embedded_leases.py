@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from relax_events.kafka.embedded.directory import Lease, lease_holders
+from relax_events.kafka.embedded.directory import UserLock, list_users
 
 HOLDER = """
 import pathlib, sys
@@ -16,17 +16,17 @@ sys.stdin.read()
 
 
 def test_nobody_holds_a_lease_when_the_broker_was_never_used(tmp_path: Path) -> None:
-    assert lease_holders(tmp_path / "node") == []
+    assert list_users(tmp_path / "node") == []
 
 
 def test_each_lease_counts_until_it_is_released(tmp_path: Path) -> None:
-    first, second = Lease(tmp_path), Lease(tmp_path)
-    assert len(lease_holders(tmp_path)) == 2
+    first, second = UserLock(tmp_path), UserLock(tmp_path)
+    assert len(list_users(tmp_path)) == 2
     first.release()
     first.release()
-    assert len(lease_holders(tmp_path)) == 1
+    assert len(list_users(tmp_path)) == 1
     second.release()
-    assert lease_holders(tmp_path) == []
+    assert list_users(tmp_path) == []
     assert list((tmp_path / "leases").iterdir()) == []
 
 
@@ -38,11 +38,11 @@ def test_lease_is_free_when_its_holder_was_killed(tmp_path: Path) -> None:
     assert holder.stdout is not None
     with holder.stdin, holder.stdout:
         assert holder.stdout.readline() == b"held\n"
-        assert lease_holders(tmp_path) == [holder.pid]
+        assert list_users(tmp_path) == [holder.pid]
         holder.kill()
         holder.wait(10)
-    assert lease_holders(tmp_path) == []
-    own = Lease(tmp_path)
+    assert list_users(tmp_path) == []
+    own = UserLock(tmp_path)
     assert len(list((tmp_path / "leases").iterdir())) == 1, (
         "the file of the one who was killed is gone"
     )
@@ -50,11 +50,11 @@ def test_lease_is_free_when_its_holder_was_killed(tmp_path: Path) -> None:
 
 
 def test_a_program_that_a_holder_starts_does_not_hold_its_lease(tmp_path: Path) -> None:
-    lease = Lease(tmp_path)
+    lease = UserLock(tmp_path)
     child = subprocess.Popen(["sleep", "60"])
     try:
         lease.release()
-        assert lease_holders(tmp_path) == []
+        assert list_users(tmp_path) == []
     finally:
         child.kill()
         child.wait(10)

@@ -17,11 +17,11 @@ import pytest
 from relax_events.cli.broker import start as start_command
 from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError, EnvironmentProblem
 from relax_events.kafka.embedded import EmbeddedBroker, launch
-from relax_events.kafka.embedded.directory import BrokerBusy, sole_access
-from relax_events.kafka.embedded.jars import Jar, Lock
+from relax_events.kafka.embedded.directory import BrokerBusy, exclusive_access
+from relax_events.kafka.embedded.jars import Jar, JarLock
 
 JAR = b"not really a jar"
-LOCK = Lock(
+LOCK = JarLock(
     "9.9.9", (Jar("org/example/node-9.9.9.jar", len(JAR), hashlib.sha256(JAR).hexdigest()),)
 )
 
@@ -121,7 +121,7 @@ def test_start_refuses_while_another_process_starts_or_stops_it(
 ) -> None:
     (tmp_path / "node").mkdir()
     broker = EmbeddedBroker(tmp_path / "node")
-    with sole_access(tmp_path / "node"):
+    with exclusive_access(tmp_path / "node"):
         with pytest.raises(
             BrokerBusy, match="another process is starting or stopping the broker in"
         ):
@@ -205,14 +205,14 @@ def test_bootstrap_servers_say_what_to_do_when_nothing_was_started(tmp_path: Pat
         match=r"no broker was ever started in .*; start one with `relax broker start`",
     ):
         _ = broker.bootstrap_servers
-    assert isinstance(broker.died_error(), BrokerUnavailable)
+    assert isinstance(broker.explain_death(), BrokerUnavailable)
 
 
 def test_stop_does_nothing_when_there_is_no_broker(tmp_path: Path) -> None:
     broker = EmbeddedBroker(tmp_path / "node")
     broker.stop()
     broker.kill()
-    assert broker.ended_within(0)
+    assert broker.wait_for_end(0)
     assert not (tmp_path / "node").exists()
 
 
@@ -267,7 +267,7 @@ def test_stop_keeps_the_archive_that_a_clean_exit_wrote(
     deadline = time.monotonic() + 60
     while "up" not in broker.log_path.read_text():
         assert time.monotonic() < deadline
-        assert not broker.ended_within(0.01)
+        assert not broker.wait_for_end(0.01)
     assert broker.pid == running.pid
     broker.stop()
     assert state.archive_at_exit is not None

@@ -11,15 +11,15 @@ import psutil
 import pytest
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.kafka.embedded.process import end, ended_within, find, spawn
+from relax_events.kafka.embedded.process import terminate, wait_for_end, find_process, spawn
 
 
 @pytest.fixture
 def sleeper(tmp_path: Path) -> Iterator[psutil.Process]:
     running = spawn(["/bin/sleep", "60"], log=tmp_path / "log")
     yield running
-    if not ended_within(running, 0):
-        end(running, timeout_seconds=0)
+    if not wait_for_end(running, 0):
+        terminate(running, timeout_seconds=0)
 
 
 def test_spawn_gives_a_session_of_its_own(sleeper: psutil.Process) -> None:
@@ -30,7 +30,7 @@ def test_spawn_appends_both_streams_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("before\n")
     running = spawn(["/bin/sh", "-c", "echo out; echo err >&2; cat"], log=log)
-    assert ended_within(running, 60)
+    assert wait_for_end(running, 60)
     assert log.read_text() == "before\nout\nerr\n"
 
 
@@ -40,23 +40,23 @@ def test_spawn_names_the_program_when_it_is_missing(tmp_path: Path) -> None:
 
 
 def test_find_returns_the_process_when_id_and_start_agree(sleeper: psutil.Process) -> None:
-    found = find(sleeper.pid, sleeper.create_time())
+    found = find_process(sleeper.pid, sleeper.create_time())
     assert found is not None
     assert found.pid == sleeper.pid
 
 
 def test_find_returns_none_when_the_id_belongs_to_another(sleeper: psutil.Process) -> None:
-    assert find(sleeper.pid, sleeper.create_time() - 60) is None
+    assert find_process(sleeper.pid, sleeper.create_time() - 60) is None
 
 
 def test_find_returns_none_when_nothing_was_recorded() -> None:
-    assert find(None, None) is None
+    assert find_process(None, None) is None
 
 
 def test_find_returns_none_when_the_process_ended(sleeper: psutil.Process) -> None:
     started = sleeper.create_time()
-    assert end(sleeper, timeout_seconds=60)
-    assert find(sleeper.pid, started) is None
+    assert terminate(sleeper, timeout_seconds=60)
+    assert find_process(sleeper.pid, started) is None
 
 
 def test_ended_within_is_true_when_the_process_waits_for_another_parent(tmp_path: Path) -> None:
@@ -72,22 +72,22 @@ def test_ended_within_is_true_when_the_process_waits_for_another_parent(tmp_path
     ) as parent:
         assert parent.stdout is not None
         zombie = psutil.Process(int(parent.stdout.readline()))
-        assert ended_within(zombie, 60)
+        assert wait_for_end(zombie, 60)
         assert zombie.status() == psutil.STATUS_ZOMBIE
         parent.communicate("\n", timeout=60)
 
 
 def test_ended_within_is_false_when_the_process_goes_on(sleeper: psutil.Process) -> None:
-    assert not ended_within(sleeper, 0.01)
+    assert not wait_for_end(sleeper, 0.01)
 
 
 def test_ended_within_falls_back_to_waiting_when_the_system_has_no_pidfd(
     sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not ended_within(sleeper, 0.01)
+    assert not wait_for_end(sleeper, 0.01)
     sleeper.kill()
-    assert ended_within(sleeper, 60)
+    assert wait_for_end(sleeper, 60)
 
 
 def test_end_is_by_force_when_asking_is_not_heard(tmp_path: Path) -> None:
@@ -96,12 +96,12 @@ def test_end_is_by_force_when_asking_is_not_heard(tmp_path: Path) -> None:
         ["/bin/sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done"], log=log
     )
     while not log.exists() or "ready" not in log.read_text():
-        assert not ended_within(running, 0.01)
-    assert not end(running, timeout_seconds=0.1)
-    assert find(running.pid, running.create_time() if running.is_running() else 0.0) is None
+        assert not wait_for_end(running, 0.01)
+    assert not terminate(running, timeout_seconds=0.1)
+    assert find_process(running.pid, running.create_time() if running.is_running() else 0.0) is None
 
 
 def test_end_returns_at_once_when_the_process_is_gone(sleeper: psutil.Process) -> None:
     os.kill(sleeper.pid, signal.SIGKILL)
-    assert ended_within(sleeper, 60)
-    assert not end(sleeper, timeout_seconds=5)
+    assert wait_for_end(sleeper, 60)
+    assert not terminate(sleeper, timeout_seconds=5)

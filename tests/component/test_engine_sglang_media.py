@@ -12,11 +12,11 @@ from transformers import WhisperFeatureExtractor
 
 from relax_events.config import MediaConfig
 from relax_events.engines.protocol import GenerationRequest
-from relax_events.engines.requests import admitted_samples
+from relax_events.engines.requests import build_samples
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.inflight import Flight
+from relax_events.engines.sglang.inflight import InflightRequest
 from relax_events.engines.sglang.media_features import HEAD, read, requested
-from relax_events.engines.transformers.rows import Sample
+from relax_events.engines.transformers.rows import SampleState
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import Modality
 from relax_events.media.library import MediaLibrary
@@ -41,7 +41,7 @@ PICTURE, CLIP, SOUND = (
 @pytest.fixture
 def request_of_both(tmp_path: Path) -> GenerationRequest:
     library = MediaLibrary(media_run(tmp_path, picture_model()))
-    media = tuple(library.processed(library.admit(item_of(*kind))) for kind in (PICTURE, CLIP))
+    media = tuple(library.load(library.add(item_of(*kind))) for kind in (PICTURE, CLIP))
     return replace(
         request_about(1, (), num_samples=3),
         prompt_tokens=prompt_of(media, bounds=BOUNDS),
@@ -51,11 +51,11 @@ def request_of_both(tmp_path: Path) -> GenerationRequest:
 
 def samples_of(
     request: GenerationRequest, path: Path | None = None, bounds: MediaConfig = BOUNDS
-) -> tuple[list[Sample], ModelFolder, MediaLayout]:
+) -> tuple[list[SampleState], ModelFolder, MediaLayout]:
     model = ModelFolder.read(path or picture_model(), media=bounds)
     assert model.layout is not None
     return (
-        admitted_samples(request, first_order=0, taken=(), model=model, max_context_tokens=512),
+        build_samples(request, first_order=0, taken=(), model=model, max_context_tokens=512),
         model,
         model.layout,
     )
@@ -107,7 +107,7 @@ def test_what_is_heard_is_sent_as_a_spectrum_and_of_a_clip_beside_what_is_seen(
 ) -> None:
     library = MediaLibrary(media_run(tmp_path, omni_model(), use_audio_in_video=True))
     media, bounds = (
-        tuple(library.processed(library.admit(item_of(*kind))) for kind in (SOUND, CLIP)),
+        tuple(library.load(library.add(item_of(*kind))) for kind in (SOUND, CLIP)),
         MediaConfig(**SMALL, use_audio_in_video=True),
     )
     prompt = prompt_of(media, path=omni_model(), bounds=bounds)
@@ -171,7 +171,7 @@ def test_another_length_of_the_prompt_refuses_its_tokens(
     request_of_both: GenerationRequest,
 ) -> None:
     samples, _, _ = samples_of(request_of_both)
-    flight = Flight(samples[0], "rid", 1)
+    request = InflightRequest(samples[0], "rid", 1)
     num_sent = len(request_of_both.prompt_tokens)
     meta = {
         "prompt_tokens": num_sent - 5,
@@ -179,11 +179,11 @@ def test_another_length_of_the_prompt_refuses_its_tokens(
         "finish_reason": None,
         "output_token_logprobs": [[-1.0, 65, None]],
     }
-    flight.take({"meta_info": meta, "output_ids": [65]})
-    flight.take({"meta_info": meta | {"finish_reason": {"type": "length"}}, "output_ids": [65]})
-    assert flight.has_landed
-    assert flight.tokens == []
-    assert f"it read {num_sent - 5} tokens, and its prompt has {num_sent}" in flight.refusal
+    request.take({"meta_info": meta, "output_ids": [65]})
+    request.take({"meta_info": meta | {"finish_reason": {"type": "length"}}, "output_ids": [65]})
+    assert request.has_finished
+    assert request.tokens == []
+    assert f"it read {num_sent - 5} tokens, and its prompt has {num_sent}" in request.refusal
 
 
 def test_media_for_a_model_that_servers_are_not_sent_media_for_are_refused(
@@ -193,6 +193,6 @@ def test_media_for_a_model_that_servers_are_not_sent_media_for_are_refused(
     with pytest.raises(
         PoisonSample, match="the engine shows its model text alone; take engine 'transformers'"
     ):
-        admitted_samples(
+        build_samples(
             request_of_both, first_order=0, taken=(), model=model, max_context_tokens=512
         )

@@ -96,14 +96,14 @@ def test_killed_server_leaves_no_process_and_no_shared_memory(server: Server) ->
         "it, the process that it started, and multiprocessing's tracker"
     )
     assert [file.exists() for file in server.shared] == [True, True]
-    assert serve.shared_memory_of(server.process.pid) == {server.loads}
-    serve.end_processes(server.process.pid)
+    assert serve.find_shared_memory(server.process.pid) == {server.loads}
+    serve.kill_processes(server.process.pid)
     server.until_gone(*server.shared)
 
 
 def test_stopped_server_is_killed_as_well(server: Server) -> None:
     os.killpg(server.process.pid, signal.SIGSTOP)
-    serve.end_processes(server.process.pid)
+    serve.kill_processes(server.process.pid)
     server.until_gone(*server.shared)
 
 

@@ -16,7 +16,7 @@ import pytest
 from relax_events.config import SamplingConfig
 from relax_events.engines.sglang import client
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.client import ServerRefused, SGLangClient, _server_sent
+from relax_events.engines.sglang.client import ServerRejected, SGLangClient, _server_sent
 from relax_events.events.routed_experts import ExpertShape
 
 ANSWER = b"HTTP/1.1 %d X\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -93,7 +93,7 @@ def test_event_without_an_end_is_refused_at_the_bound() -> None:
             yield b"x" * 1000
 
     with pytest.raises(
-        ServerRefused,
+        ServerRejected,
         match=r"POST http://a/generate: an event of the answer has 11000 bytes or more, .* at most 10000; is it an SG",
     ):
         asyncio.run(events(endless(), max_bytes=10_000))
@@ -106,7 +106,7 @@ def test_event_that_comes_at_once_is_bounded_too(num_bytes: int, fits: bool) -> 
     if fits:
         assert asyncio.run(events([stream * 2], max_bytes=10_000)) == [b"x" * (num_bytes - 6)] * 2
         return
-    with pytest.raises(ServerRefused, match="has 10001 bytes"):
+    with pytest.raises(ServerRejected, match="has 10001 bytes"):
         asyncio.run(events([stream * 2], max_bytes=10_000))
 
 
@@ -166,7 +166,7 @@ async def generated(status: int, piece: bytes, *, sent: list[int]) -> None:
 )
 def test_answer_without_an_end_is_cut_off_and_the_server_named(status: int, what: str) -> None:
     sent = [0]
-    with pytest.raises(ServerRefused, match=rf"POST http://127\.0\.0\.1:\d+/generate: {what}"):
+    with pytest.raises(ServerRejected, match=rf"POST http://127\.0\.0\.1:\d+/generate: {what}"):
         asyncio.run(asyncio.wait_for(generated(status, b"x" * PIECE, sent=sent), 60))
     assert sent[0] < 64 * 2**20  # what was read, and what the sockets hold
 
@@ -192,7 +192,7 @@ def test_bound_lets_the_largest_answer_through() -> None:
             "output_top_logprobs": [[entry] * num_top] * num_new,
             "weight_versions": [{"version": "20000-0123abcd", "start": 1_000_000, "end": 1_000_001}]
             * num_new,
-            "routed_experts": model.told_experts(
+            "routed_experts": model.encode_experts(
                 np.full((num_prompt + num_new, 48, 8), 127, np.uint8)
             ),
         },

@@ -20,11 +20,11 @@ from PIL import Image
 from small_settings import small_run
 
 from relax_events.config import EngineConfig, MediaConfig, ModelConfig, SamplingConfig
-from relax_events.data.placeholders import MARKERS
+from relax_events.data.placeholders import PLACEHOLDERS
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest, Task
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest, EnvironmentContext
 from relax_events.engines.transformers.engine import TransformersEngine
-from relax_events.environments.episodes import Episodes, turn_seed
+from relax_events.environments.episodes import MultiTurnEngine, turn_seed
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, Modality
@@ -32,9 +32,9 @@ from relax_events.events.types import SampleReady
 from relax_events.examples.zoom import quarter
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import modality_of
-from relax_events.models.families import family_of
+from relax_events.models.families import read_family
 from relax_events.objects import ObjectStore
-from relax_events.objects.roots import media_in
+from relax_events.objects.roots import list_message_media
 from relax_events.roles.handover import Partials
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.scoring import LogprobScorer
@@ -61,7 +61,7 @@ def engine_of(path: Path, media: MediaConfig, *, records_experts: bool) -> Trans
         routing_replay="rollout" if records_experts else "none",
     )
     engine = TransformersEngine(path, config=EngineConfig(threads=1, **ENGINE), model=model_config)
-    model = family_of(path, media).loader.from_pretrained(path, dtype=torch.float32)
+    model = read_family(path, media).loader.from_pretrained(path, dtype=torch.float32)
     engine.load_weights(
         Weights(
             1,
@@ -100,7 +100,7 @@ class Talk:
             engine_of(path, self.config.model.media, records_experts=hears),
             EnvironmentPool(self.config),
         )
-        self.engine = Episodes(
+        self.engine = MultiTurnEngine(
             self.inner, self.pool, config=self.config, renderer=self.renderer, library=self.library
         )
 
@@ -127,8 +127,8 @@ class Talk:
             ),
             sampling=SamplingConfig(**SETTINGS | sampling),
             stop_token_ids=self.stops,
-            media=tuple(map(self.library.processed, references)),
-            task=Task(messages=messages, answer="red", metadata='{"word": "so"}'),
+            media=tuple(map(self.library.load, references)),
+            environment_context=EnvironmentContext(messages=messages, answer="red", metadata='{"word": "so"}'),
         )
 
 
@@ -142,7 +142,7 @@ def talk(folder: Path, function: str, **settings: Any) -> Iterator[Talk]:
         opened.pool.close()
 
 
-def finish(engine: Episodes, seconds: float = 100.0) -> dict[str, GeneratedSample]:
+def finish(engine: MultiTurnEngine, seconds: float = 100.0) -> dict[str, GeneratedSample]:
     deadline, ended = time.monotonic() + seconds, {}
     while engine.num_running:
         assert time.monotonic() < deadline
@@ -154,7 +154,7 @@ def ready(request: GenerationRequest, sample: GeneratedSample) -> SampleReady:
     """Make what the trainer reads of a sample."""
     assert sample.loss_mask is not None
     mask = np.append(np.zeros(len(request.prompt_tokens), np.uint8), sample.loss_mask)
-    media = [*(piece.reference for piece in request.media), *media_in(sample.turns)]
+    media = [*(piece.reference for piece in request.media), *list_message_media(sample.turns)]
     plain = pictures.ready(request, sample, int(sample.sample_id[-1]))
     return replace(
         plain,
@@ -165,9 +165,9 @@ def ready(request: GenerationRequest, sample: GeneratedSample) -> SampleReady:
     )
 
 
-def shown_by_hand(renderer: PromptRenderer, task: Task, turns: Sequence[ChatMessage]) -> str:
+def shown_by_hand(renderer: PromptRenderer, task: EnvironmentContext, turns: Sequence[ChatMessage]) -> str:
     """Render a whole conversation as the tokenizer's template does, from its beginning."""
-    return renderer.templated([*task.messages, *turns], is_whole=True)
+    return renderer.apply_template([*task.messages, *turns], is_whole=True)
 
 
 def test_texts_go_back_and_forth_until_the_environment_is_silent(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_texts_go_back_and_forth_until_the_environment_is_silent(tmp_path: Path)
         assert roles == ["assistant", "user"] * (len(roles) // 2) + ["assistant"]
         assert len(roles) <= 5
         assert sample.loss_mask is not None
-        assert sample.num_chosen == sample.loss_mask.sum() <= 12
+        assert sample.num_sampled_tokens == sample.loss_mask.sum() <= 12
         assert (sample.logprobs[sample.loss_mask == 0] == 0).all()
         assert (sample.logprobs[sample.loss_mask == 1] < 0).all()
         for before, reply in zip(sample.turns[::2], sample.turns[1::2], strict=False):
@@ -242,7 +242,7 @@ def test_trainer_reads_token_by_token_what_the_engine_read(
             else {kind: sizes for kind, sizes in KINDS.items() if kind is Modality.IMAGE}
         )
         references = [
-            one.library.admit(item_of(kind, sizes[0], seed=9)) for kind, sizes in kinds.items()
+            one.library.add(item_of(kind, sizes[0], seed=9)) for kind, sizes in kinds.items()
         ]
         requests = [
             one.request(f"g{number}", references=references[:number], seed=100 * number)
@@ -260,14 +260,14 @@ def test_trainer_reads_token_by_token_what_the_engine_read(
         assert max(len(sample.media) for sample in samples) >= 2
         if hears:
             assert {modality_of(media) for sample in samples for media in sample.media} == set(
-                MARKERS
+                PLACEHOLDERS
             )
         policy = PolicyModel(
             one.config.model.path, config=one.config.model, device=torch.device("cpu")
         )
         media = SampleMedia(policy.family, one.library)
         for sample in samples:
-            batch = media.added(pack([sample], vocab_size=policy.vocab_size), [sample])
+            batch = media.add_to(pack([sample], vocab_size=policy.vocab_size), [sample])
             tokens, positions, features = read.pop(
                 np.asarray(sample.tokens)[: sample.num_prompt_tokens].tobytes(), sample
             )
@@ -326,7 +326,7 @@ def record_forwards(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch)
             positions = np.tile(places, (3, 1))
             if sequences:
                 alone = replace(sequences[row], places=places)
-                made = family.inputs([alone], position_ids=places[None])
+                made = family.build_inputs([alone], position_ids=places[None])
                 if made is not None:
                     positions, cells = (
                         made.positions[:, 0],
@@ -360,7 +360,7 @@ def check_logprobs(
             {"share_rows": False, "row_multiple": 16},
             {"sharing": sharing},
         ):
-            batch = media.added(
+            batch = media.add_to(
                 pack(samples, vocab_size=policy.vocab_size, experts=policy.experts, **layout),
                 samples,
             )  # type: ignore[arg-type]
@@ -383,7 +383,7 @@ def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(
     tmp_path: Path, hears: bool
 ) -> None:
     with talk(tmp_path, "show_pictures", hears=hears) as one:
-        request = one.request(references=[one.library.admit(item_of(Modality.IMAGE, (32, 32)))])
+        request = one.request(references=[one.library.add(item_of(Modality.IMAGE, (32, 32)))])
         one.engine.submit(request)
         whole = finish(one.engine)
         one.engine.submit(request)
@@ -410,7 +410,7 @@ def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(
             assert sample.tokens.tolist() == whole[name].tokens.tolist()
             assert sample.turns == whole[name].turns
             assert (sample.loss_mask == whole[name].loss_mask).all()
-            assert sample.num_chosen == whole[name].num_chosen
+            assert sample.num_sampled_tokens == whole[name].num_sampled_tokens
             assert (sample.routed_experts is not None) == hears
             if sample.routed_experts is not None:
                 assert (
@@ -468,12 +468,12 @@ def test_what_goes_wrong_in_an_environment_costs_that_sample_alone(tmp_path: Pat
     with talk(tmp_path, "hostile", timeout_seconds=5.0) as one:
         for number, what in enumerate(TOLD):
             request = one.request(what, num_samples=1, seed=number)
-            assert request.task is not None
+            assert request.environment_context is not None
             one.engine.submit(
                 replace(
                     request,
                     stop_token_ids=tuple(range(one.inner._model.vocab_size)),
-                    task=replace(request.task, answer=what),
+                    task=replace(request.environment_context, answer=what),
                 )
             )
         ended = finish(one.engine)
@@ -489,14 +489,14 @@ def test_what_goes_wrong_in_an_environment_costs_that_sample_alone(tmp_path: Pat
 
 
 def test_answers_and_tokens_are_bounded(tmp_path: Path) -> None:
-    with talk(tmp_path, "echo_always", max_answers=3) as one:
+    with talk(tmp_path, "echo_always", max_turns=3) as one:
         one.engine.submit(one.request("g0", max_new_tokens=60))
         assert {
             sum(message.role == "assistant" for message in sample.turns)
             for sample in finish(one.engine).values()
         } <= {1, 2, 3}
         one.engine.submit(one.request("g1", max_new_tokens=3))
-        assert max(sample.num_chosen for sample in finish(one.engine).values()) <= 3
+        assert max(sample.num_sampled_tokens for sample in finish(one.engine).values()) <= 3
         one.engine._max_context_tokens = len(one.request().prompt_tokens) + 14
         one.engine.submit(one.request("g2", max_new_tokens=60))
         for sample in finish(one.engine).values():

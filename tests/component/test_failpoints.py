@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relax_events.errors import ConfigError
-from relax_events.runtime.failpoints import MAP_POINTS, MAP_ROLES, POINTS, Failpoints, parsed
+from relax_events.runtime.failpoints import MAP_POINTS, PER_SAMPLE_ROLES, POINTS, Failpoints, parsed
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -132,7 +132,7 @@ def passed_points() -> Iterator[str]:
                 else:
                     assert isinstance(argument, ast.JoinedStr)
                     assert isinstance(argument.values[-1], ast.Constant)
-                    yield from (f"{role}{argument.values[-1].value}" for role in MAP_ROLES)
+                    yield from (f"{role}{argument.values[-1].value}" for role in PER_SAMPLE_ROLES)
 
 
 def test_every_declared_point_stands_in_the_code_once() -> None:

@@ -9,7 +9,7 @@ from engine_requests import finish
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError
 from relax_events.media.library import MediaLibrary
-from relax_events.models.families import family_of, freeze
+from relax_events.models.families import read_family, freeze
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
 from tests.unit.moving_and_sounding import omni_model
@@ -107,7 +107,7 @@ def test_something_must_be_left_to_train(tmp_path: Path) -> None:
 def test_parts_of_a_model_that_hears_are_told_apart(
     part: str, frozen: set[str], free: set[str]
 ) -> None:
-    family = family_of(omni_model(), MediaConfig())
+    family = read_family(omni_model(), MediaConfig())
     module = family.loader.from_pretrained(omni_model())
     freeze(module, [part], family=family)
     learns = {name: parameter.requires_grad for name, parameter in module.named_parameters()}

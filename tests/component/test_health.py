@@ -13,7 +13,7 @@ from relax_events.cli.health import VARIABLE, health
 from relax_events.config import TelemetryConfig
 from relax_events.errors import CheckFailed, ConfigError
 from relax_events.launcher import parent_watch as replicas
-from relax_events.launcher.parent_watch import index_of_host
+from relax_events.launcher.parent_watch import worker_index_from_hostname
 from relax_events.telemetry.endpoint import WorkerEndpoint
 from relax_events.telemetry.metrics import WorkerMetrics
 
@@ -113,7 +113,7 @@ def test_health_check_of_a_container_loads_nothing_heavy(endpoint: WorkerEndpoin
 def test_index_of_a_host_is_its_own_and_lasting(monkeypatch: pytest.MonkeyPatch) -> None:
     def index(name: str) -> int:
         monkeypatch.setattr(replicas.socket, "gethostname", lambda: name)
-        return index_of_host()
+        return worker_index_from_hostname()
 
     names = ["4f2a9c1b77e3", "4f2a9c1b77e4", "rollout-0", "rollout-1"]
     assert len({index(name) for name in names}) == len(names)

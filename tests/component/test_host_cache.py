@@ -22,9 +22,9 @@ def files_in(folder: Path) -> list[Path]:
 def test_thing_is_made_once_for_all_that_share_the_folder(tmp_path: Path) -> None:
     assert HostCache(tmp_path, max_bytes=1000).get("ab1", lambda: b"made") == b"made"
     other = HostCache(tmp_path, max_bytes=1000)
-    assert other.holds("ab1")
+    assert other.contains("ab1")
     assert other.get("ab1", never) == b"made"
-    assert not other.holds("ab2")
+    assert not other.contains("ab2")
 
 
 def test_workers_that_want_the_same_wait_for_the_one_that_makes_it(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_cache_stays_within_its_bound_and_keeps_what_was_read_last(tmp_path: Pat
         cache.get(f"{number:02}", lambda: bytes(968))  # 1000 with its digest
         cache.get("00", lambda: bytes(968))
         assert sum(path.stat().st_size for path in files_in(tmp_path)) <= 10_000
-    assert cache.holds("00")
-    assert cache.holds("39")
-    assert not cache.holds("10")
+    assert cache.contains("00")
+    assert cache.contains("39")
+    assert not cache.contains("10")
 
 
 def test_lock_of_a_worker_that_died_is_free(tmp_path: Path) -> None:

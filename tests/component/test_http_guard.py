@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from relax_events.http import guard as http_guard
-from relax_events.http.guard import Guard, server_settings
+from relax_events.http.guard import RequestGuard, build_server_config
 from relax_events.http.listener import open_listener
 
 TOKEN = "of-this-run"
@@ -64,7 +64,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def start(*, host: str = "127.0.0.1", token: str = TOKEN) -> Served:
         echo = Echo()
         problem = lambda status, text: json.dumps([status, text]).encode()  # noqa: E731
-        guard = Guard(
+        guard = RequestGuard(
             echo,
             problem=problem,
             host=host,
@@ -74,7 +74,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         )
         listener = open_listener("127.0.0.1", 0, remedies=("", ""), what="a test")
         listener.listen()
-        server = uvicorn.Server(server_settings(guard, lifespan="off"))
+        server = uvicorn.Server(build_server_config(guard, lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         running.append((server, thread, listener))

@@ -13,12 +13,12 @@ from confluent_kafka import KafkaError, KafkaException
 from relax_events.config.broker import BrokerConfig
 from relax_events.errors import BrokerRefused, ClientFailed
 from relax_events.kafka import group_leases, share_leases
-from relax_events.kafka.auth_errors import Refusals
+from relax_events.kafka.auth_errors import AuthFailureTracker
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.group_leases import GroupLeases
+from relax_events.kafka.group_leases import ConsumerGroupLeases
 from relax_events.kafka.leases import Lease
 from relax_events.kafka.records import Record
-from relax_events.kafka.share_leases import ShareLeases
+from relax_events.kafka.share_leases import ShareGroupLeases
 
 FATAL = KafkaError(KafkaError._FATAL, "fenced for good", fatal=True)
 
@@ -99,10 +99,10 @@ class Consumers:
 
 def lane_of(
     consumers: Consumers, monkeypatch: pytest.MonkeyPatch, taken: list[Lease]
-) -> ShareLeases:
+) -> ShareGroupLeases:
     monkeypatch.setattr(share_leases, "ShareConsumer", consumers)
-    connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
-    return ShareLeases(connection, group="group", topic="queue", lanes=1, on_lease=taken.append)
+    connection = Connection.from_config(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
+    return ShareGroupLeases(connection, group="group", topic="queue", lanes=1, on_lease=taken.append)
 
 
 def settled(lease: list[Lease]) -> None:
@@ -156,15 +156,15 @@ def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(
     monkeypatch.setattr(group_leases, "GroupConsumer", Failing)
     denied = threading.Event()
     monkeypatch.setattr(
-        Refusals, "deny", lambda self, error, deny=Refusals.deny: (deny(self, error), denied.set())
+        AuthFailureTracker, "deny", lambda self, error, deny=AuthFailureTracker.report_fatal: (deny(self, error), denied.set())
     )
-    connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
-    source = GroupLeases(
+    connection = Connection.from_config(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
+    source = ConsumerGroupLeases(
         connection, group="group", topic="queue", lanes=1, on_lease=lambda lease: None
     )
     assert denied.wait(60)
     with pytest.raises(ClientFailed, match="its heartbeats have stopped"):
-        connection.refusals.check()
+        connection.auth_failures.raise_fatal()
     source.close()
 
 
@@ -190,10 +190,10 @@ def test_worker_ends_with_the_reason_when_the_share_group_stays_full(
     monkeypatch.setattr(share_leases, "FULL_SECONDS", 0.05)
     denied = threading.Event()
     monkeypatch.setattr(
-        Refusals, "deny", lambda self, error, deny=Refusals.deny: (deny(self, error), denied.set())
+        AuthFailureTracker, "deny", lambda self, error, deny=AuthFailureTracker.report_fatal: (deny(self, error), denied.set())
     )
-    connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
-    source = ShareLeases(
+    connection = Connection.from_config(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
+    source = ShareGroupLeases(
         connection, group="relax.r.rollout", topic="queue", lanes=2, on_lease=lambda lease: None
     )
     assert denied.wait(10)
@@ -201,6 +201,6 @@ def test_worker_ends_with_the_reason_when_the_share_group_stays_full(
         BrokerRefused,
         match=r"relax.r.rollout has no room for all 2 lanes of this worker.*lower engine.max_prompt_groups",
     ):
-        connection.refusals.check()
+        connection.auth_failures.raise_fatal()
     assert source.stopping
     source.close()

@@ -123,7 +123,7 @@ def test_next_worker_goes_on_where_one_left_with_the_same_tokens(
     taking.generate(num_tokens=3 * NUM_TOKENS)
     taking.loop._write(list(taking.loop._running.values()), 0.0)
     assert (taking.settled, store.list(PREFIX)) == ([True], [])
-    assert taking.engine.usage.num_resumed == leaving.engine.num_tokens
+    assert taking.engine.usage.num_recomputed == leaving.engine.num_tokens
     assert taking.engine.num_tokens + leaving.engine.num_tokens == undisturbed.engine.num_tokens, (
         "no token was drawn twice"
     )

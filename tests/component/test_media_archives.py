@@ -12,7 +12,7 @@ from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
 from relax_events.media import archives
-from relax_events.media.items import MediaAccess, MediaItem, items_of
+from relax_events.media.items import MediaAccess, MediaItem, read_items
 from relax_events.media.library import MediaLibrary
 from tests.unit.pictures import picture_file, picture_run
 
@@ -37,10 +37,10 @@ def special(kind: bytes, target: str = "") -> tarfile.TarInfo:
 
 
 def item(root: Path, path: str = "0.tar", member: str = "a.png") -> MediaItem:
-    (found,) = items_of(
+    (found,) = read_items(
         {"path": path, "member": member},
         modality=Modality.IMAGE,
-        place="row 1: images",
+        location="row 1: images",
         access=MediaAccess(root),
     )
     return found
@@ -66,9 +66,9 @@ def test_members_are_read_where_they_lie(tmp_path: Path) -> None:
 
 def test_heads_are_read_once_until_the_archive_changes(tmp_path: Path) -> None:
     tar_of(tmp_path / "0.tar", ("a.png", b"one"))
-    before = archives._contents.cache_info().misses
+    before = archives._read_index.cache_info().misses
     assert [item(tmp_path).read(LIMITS) for _ in range(5)] == [b"one"] * 5
-    assert archives._contents.cache_info().misses == before + 1
+    assert archives._read_index.cache_info().misses == before + 1
     tar_of(tmp_path / "0.tar", ("b.png", bytes(2000)), ("a.png", b"two"))
     assert item(tmp_path).read(LIMITS) == b"two"
 
@@ -82,7 +82,7 @@ def test_member_becomes_a_picture_in_the_store_once(tmp_path: Path) -> None:
     )
     library = MediaLibrary(picture_run(tmp_path / "run"))
     one, same, other = (
-        library.admit(item(tmp_path, member=name)) for name in ("a.png", "b.png", "c.png")
+        library.add(item(tmp_path, member=name)) for name in ("a.png", "b.png", "c.png")
     )
     assert (one.width, one.height) == (48, 32)
     assert one.uri == same.uri != other.uri

@@ -77,15 +77,15 @@ def fetcher(*hosts: str, seconds: float = 20.0) -> WebFetcher:
 
 def check_refused(one: WebFetcher, url: str, reason: str) -> str:
     with pytest.raises(MediaError) as caught:
-        one.fetch(url, place="row 1")
+        one.fetch(url, location="row 1")
     assert caught.value.reason == reason
     assert str(caught.value).startswith("row 1")
     return str(caught.value)
 
 
 def test_file_is_fetched_at_once_and_behind_redirects(port: int) -> None:
-    assert fetcher().fetch(f"http://127.0.0.1:{port}/a.png?size=2", place="row 1") == CONTENT
-    assert fetcher().fetch(f"http://127.0.0.1:{port}/to/to/b.png", place="row 1") == CONTENT
+    assert fetcher().fetch(f"http://127.0.0.1:{port}/a.png?size=2", location="row 1") == CONTENT
+    assert fetcher().fetch(f"http://127.0.0.1:{port}/to/to/b.png", location="row 1") == CONTENT
 
 
 @pytest.mark.parametrize(

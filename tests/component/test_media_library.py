@@ -36,7 +36,7 @@ def of_path(path: Path) -> MediaItem:
 
 def check_fails(library: MediaLibrary, reference: MediaRef, reason: str) -> str:
     with pytest.raises(MediaError) as caught:
-        library.processed(reference)
+        library.load(reference)
     assert caught.value.reason == reason
     return str(caught.value)
 
@@ -45,7 +45,7 @@ def test_same_picture_is_stored_once_under_its_content(
     library: MediaLibrary, tmp_path: Path
 ) -> None:
     one, other = (
-        library.admit(replace(picture_item(48, 32), place=place)) for place in ("row 1", "row 2")
+        library.add(replace(picture_item(48, 32), place=place)) for place in ("row 1", "row 2")
     )
     assert one == other
     (file,) = object_files(tmp_path)
@@ -62,9 +62,9 @@ def test_same_picture_is_stored_once_under_its_content(
 def test_row_that_comes_again_is_not_read_again(library: MediaLibrary, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(picture_file(32, 32))
-    first = library.admit(of_path(path))
+    first = library.add(of_path(path))
     path.unlink()
-    assert library.admit(of_path(path)) == first
+    assert library.add(of_path(path)) == first
 
 
 def test_places_of_one_name_in_two_datasets_are_told_apart(
@@ -85,44 +85,44 @@ def test_places_of_one_name_in_two_datasets_are_told_apart(
         replace(picture_item(32, 32, seed=seed), place="rows.jsonl:row 0: images[0]")
         for seed in (7, 8)
     ]
-    assert len({library.admit(item).digest for item in (*items, *inline)}) == 4
+    assert len({library.add(item).digest for item in (*items, *inline)}) == 4
 
 
 def test_workers_of_a_machine_fetch_and_process_a_picture_once(
     library: MediaLibrary, tmp_path: Path
 ) -> None:
-    reference = library.admit(picture_item(48, 32))
-    pixels = library.processed(reference).pixels
-    assert library.processed(reference).pixels is pixels
+    reference = library.add(picture_item(48, 32))
+    pixels = library.load(reference).pixels
+    assert library.load(reference).pixels is pixels
     for file in object_files(tmp_path):
         file.unlink()
     neighbour = MediaLibrary(picture_run(tmp_path))
-    neighbour.require([reference])
-    assert np.array_equal(neighbour.processed(reference).pixels, pixels)
+    neighbour.prefetch([reference])
+    assert np.array_equal(neighbour.load(reference).pixels, pixels)
     assert len(cached_files(tmp_path)) == 1
 
 
 def test_worker_of_another_machine_fetches_for_itself(
     library: MediaLibrary, tmp_path: Path
 ) -> None:
-    reference = library.admit(picture_item(100, 70))
+    reference = library.add(picture_item(100, 70))
     elsewhere = picture_run(
         tmp_path / "elsewhere",
         objects={"uri": (tmp_path / "runs" / "pictures" / "objects").as_uri(), "by_run": False},
     )
     assert np.array_equal(
-        MediaLibrary(elsewhere).processed(reference).pixels, library.processed(reference).pixels
+        MediaLibrary(elsewhere).load(reference).pixels, library.load(reference).pixels
     )
 
 
 def test_showing_a_row_stores_nothing(library: MediaLibrary, tmp_path: Path) -> None:
-    piece = library.show(picture_item(48, 32))
+    piece = library.preprocess(picture_item(48, 32))
     assert piece.pixels.shape == (32, 48, 3)
     assert object_files(tmp_path) == []
 
 
 def test_sequence_must_hold_the_placeholders_of_its_media(library: MediaLibrary) -> None:
-    reference = library.admit(picture_item(64, 64))
+    reference = library.add(picture_item(64, 64))
     layout = library._require_layout()
     (block,) = layout.blocks(reference)
     fit = np.concatenate([[1], block.ids, [2]])
@@ -141,27 +141,27 @@ def test_sequence_must_hold_the_placeholders_of_its_media(library: MediaLibrary)
 
 
 def test_picture_that_vanished_is_named(library: MediaLibrary, tmp_path: Path) -> None:
-    reference = library.admit(picture_item(48, 32))
+    reference = library.add(picture_item(48, 32))
     for file in [*object_files(tmp_path), *cached_files(tmp_path)]:
         file.unlink()
     assert reference.uri in check_fails(MediaLibrary(picture_run(tmp_path)), reference, "vanished")
     with pytest.raises(MediaError, match="there is no such object"):
-        MediaLibrary(picture_run(tmp_path)).require([reference])
+        MediaLibrary(picture_run(tmp_path)).prefetch([reference])
 
 
 @pytest.mark.parametrize("content", [picture_file(48, 32, seed=9), b"", b"other"])
 def test_picture_that_was_altered_is_named(
     library: MediaLibrary, tmp_path: Path, content: bytes
 ) -> None:
-    reference = library.admit(picture_item(48, 32))
+    reference = library.add(picture_item(48, 32))
     cached_files(tmp_path)[0].unlink()
     object_files(tmp_path)[0].write_bytes(content)
     assert "was altered" in check_fails(MediaLibrary(picture_run(tmp_path)), reference, "altered")
 
 
 def test_reference_that_lies_about_its_size_is_refused(library: MediaLibrary) -> None:
-    reference = library.admit(picture_item(48, 32))
-    library.processed(reference)
+    reference = library.add(picture_item(48, 32))
+    library.load(reference)
     text = check_fails(library, replace(reference, width=32, height=48), "wrong_size")
     assert text.endswith("is 48 x 32, and its reference says 32 x 48")
 
@@ -182,17 +182,17 @@ def test_reference_into_an_allowed_root_is_fetched_from_there(tmp_path: Path) ->
         stored.uri, stored.digest, "image/png", stored.num_bytes, width=48, height=32
     )
     allowed = picture_run(tmp_path, objects={"allowed_roots": [(tmp_path / "pictures").as_uri()]})
-    assert MediaLibrary(allowed).processed(reference).pixels.shape == (32, 48, 3)
+    assert MediaLibrary(allowed).load(reference).pixels.shape == (32, 48, 3)
 
 
 def test_store_that_fails_is_no_fault_of_the_picture(library: MediaLibrary, tmp_path: Path) -> None:
-    reference = library.admit(picture_item(48, 32))
+    reference = library.add(picture_item(48, 32))
     cached_files(tmp_path)[0].unlink()
     file = object_files(tmp_path)[0]
     file.unlink()
     file.symlink_to(file)  # to be followed for ever
     with pytest.raises(ObjectError):
-        MediaLibrary(picture_run(tmp_path)).processed(reference)
+        MediaLibrary(picture_run(tmp_path)).load(reference)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_hostile_picture_is_refused_before_it_is_stored(
         )
     )
     with pytest.raises(MediaError) as caught:
-        library.admit(MediaItem(Modality.IMAGE, content, "rows:5"))
+        library.add(MediaItem(Modality.IMAGE, content, "rows:5"))
     assert caught.value.reason == reason
     assert object_files(tmp_path) == []
 
@@ -224,4 +224,4 @@ def test_model_of_text_is_shown_no_picture(tmp_path: Path) -> None:
         tmp_path, model={"path": make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)}
     )
     with pytest.raises(MediaError, match="the model reads text alone, and the prompt brings media"):
-        MediaLibrary(config).admit(picture_item(32, 32))
+        MediaLibrary(config).add(picture_item(32, 32))

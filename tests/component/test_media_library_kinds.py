@@ -30,14 +30,14 @@ def opened(folder: Path, **media: Any) -> MediaLibrary:
 
 def refused(library: MediaLibrary, item: MediaItem) -> str:
     with pytest.raises(MediaError) as caught:
-        library.admit(item)
+        library.add(item)
     return caught.value.reason
 
 
 def test_clip_and_sound_are_stored_once_and_processed_once_on_a_machine(tmp_path: Path) -> None:
     library = opened(tmp_path)
-    clip, sound = library.admit(item_of(*CLIP)), library.admit(item_of(*SOUND))
-    assert library.admit(replace(item_of(*CLIP), place="another row")) == clip
+    clip, sound = library.add(item_of(*CLIP)), library.add(item_of(*SOUND))
+    assert library.add(replace(item_of(*CLIP), place="another row")) == clip
     assert (clip.media_type, clip.width, clip.height, clip.num_frames, clip.rate_hertz) == (
         "video/mp4",
         48,
@@ -50,10 +50,10 @@ def test_clip_and_sound_are_stored_once_and_processed_once_on_a_machine(tmp_path
         8_000,
         16_000.0,
     )
-    first = [library.processed(reference) for reference in (clip, sound)]
+    first = [library.load(reference) for reference in (clip, sound)]
     for file in object_files(tmp_path):
         file.unlink()
-    seen, heard = (opened(tmp_path).processed(reference) for reference in (clip, sound))
+    seen, heard = (opened(tmp_path).load(reference) for reference in (clip, sound))
     assert np.array_equal(seen.pixels, first[0].pixels)
     assert np.array_equal(heard.samples, first[1].samples)
     assert (seen.pixels.shape, seen.samples, heard.samples.shape, heard.pixels) == (
@@ -68,18 +68,18 @@ def test_clip_and_sound_are_stored_once_and_processed_once_on_a_machine(tmp_path
 def test_file_may_be_there_as_a_clip_and_as_a_sound(tmp_path: Path) -> None:
     library, data = opened(tmp_path), talking_clip_file(32, 32, 4)
     clip, sound = (
-        library.admit(MediaItem(modality, data, "row"))
+        library.add(MediaItem(modality, data, "row"))
         for modality in (Modality.VIDEO, Modality.AUDIO)
     )
     assert clip.digest == sound.digest
     assert (clip.media_type, sound.media_type) == ("video/mp4", "audio/mp4")
-    assert library.processed(clip).pixels.shape == (4, 32, 32, 3)
-    assert len(library.processed(sound).samples) == library._showing(sound).plan(sound).shape[0]
+    assert library.load(clip).pixels.shape == (4, 32, 32, 3)
+    assert len(library.load(sound).samples) == library._preprocessor_for(sound).plan(sound).shape[0]
 
 
 def test_clip_is_kept_with_what_is_heard_of_it(tmp_path: Path) -> None:
     library = opened(tmp_path, use_audio_in_video=True)
-    clip = library.processed(library.admit(item_of(*CLIP)))
+    clip = library.load(library.add(item_of(*CLIP)))
     assert (clip.pixels.shape, clip.samples.shape) == ((8, 32, 48, 3), (64_000,))
     tone = np.abs(np.fft.rfft(clip.samples[16_000:48_000])).argmax() / 2
     assert tone == pytest.approx(300, abs=1)
@@ -87,12 +87,12 @@ def test_clip_is_kept_with_what_is_heard_of_it(tmp_path: Path) -> None:
 
 def test_reference_that_lies_about_its_length_is_refused(tmp_path: Path) -> None:
     library = opened(tmp_path)
-    sound = library.admit(item_of(*SOUND))
+    sound = library.add(item_of(*SOUND))
     with pytest.raises(
         MediaError,
         match=r"is 8000 frames at 16000 Hz, and its reference says 9000 frames at 16000 Hz",
     ) as caught:
-        library.processed(replace(sound, num_frames=9_000))
+        library.load(replace(sound, num_frames=9_000))
     assert caught.value.reason == "wrong_size"
 
 

@@ -16,10 +16,10 @@ import pytest
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Command, now_micros
 from relax_events.events.types import Event, RunCommanded, RunDescribed
-from relax_events.notifications.builder import MAX_NOTICES, NoticeDesk
-from relax_events.notifications.notifier import open_tellers
+from relax_events.notifications.builder import MAX_NOTIFICATIONS, NotificationBuilder
+from relax_events.notifications.notifier import open_notifiers
 from relax_events.notifications.services import VARIABLE
-from relax_events.projections.health import Act, Symptom, Tier
+from relax_events.projections.health import Intervention, Symptom, RecoveryLevel
 from relax_events.telemetry import delivery as feeding
 from relax_events.telemetry.redaction import redacted
 from tests.unit.run_events import run_config, train_step
@@ -33,24 +33,24 @@ def described(at: int) -> RunDescribed:
     )
 
 
-def act(tier: Tier, worker_id: str, at: int) -> RunCommanded:
-    return Act(at, tier, Symptom.STUCK, worker_id, worker_id[:-2]).command(
+def act(tier: RecoveryLevel, worker_id: str, at: int) -> RunCommanded:
+    return Intervention(at, tier, Symptom.STUCK, worker_id, worker_id[:-2]).to_command(
         reason="has had work for 900 s and has not got on with it"
     )
 
 
 def titles(*events: Event) -> list[tuple[str, str]]:
-    desk = NoticeDesk("shown")
+    desk = NotificationBuilder("shown")
     return [
-        (notice.kind, notice.title) for event in events if (notice := desk.note(event)) is not None
+        (notice.kind, notice.title) for event in events if (notice := desk.apply(event)) is not None
     ]
 
 
 def test_run_is_told_of_from_its_begin_to_its_end() -> None:
     events: list[Event] = [
         described(1), described(2), train_step(0, at_seconds=1),
-        act(Tier.RESTART, "rollout-0", 2 * SECOND),
-        act(Tier.RESTORE, "rollout-0", 3 * SECOND), act(Tier.RESTORE, "trainer-0", 3 * SECOND),
+        act(RecoveryLevel.WORKER_RESTART, "rollout-0", 2 * SECOND),
+        act(RecoveryLevel.PIPELINE_RESTART, "rollout-0", 3 * SECOND), act(RecoveryLevel.PIPELINE_RESTART, "trainer-0", 3 * SECOND),
         train_step(1, at_seconds=2.5), train_step(2, at_seconds=4), replace(train_step(3, at_seconds=5), update_skipped=True),
         RunCommanded(command=Command.STOP, role="reward", reason="one role", commanded_at=7 * SECOND),
         RunCommanded(command=Command.STOP, reason="all 4 train steps are committed", succeeded=True, commanded_at=8 * SECOND),
@@ -67,10 +67,10 @@ def test_run_is_told_of_from_its_begin_to_its_end() -> None:
 
 
 def test_ten_notices_in_ten_minutes_are_enough_but_the_end_is_told_and_what_was_held_back() -> None:
-    desk = NoticeDesk("shown")
-    told = [desk.note(act(Tier.RESTART, "rollout-0", second * SECOND)) for second in range(1, 41)]
-    assert [notice is not None for notice in told] == [True] * MAX_NOTICES + [False] * 30
-    end = desk.note(RunCommanded(command=Command.STOP, reason="in vain", commanded_at=50 * SECOND))
+    desk = NotificationBuilder("shown")
+    told = [desk.apply(act(RecoveryLevel.WORKER_RESTART, "rollout-0", second * SECOND)) for second in range(1, 41)]
+    assert [notice is not None for notice in told] == [True] * MAX_NOTIFICATIONS + [False] * 30
+    end = desk.apply(RunCommanded(command=Command.STOP, reason="in vain", commanded_at=50 * SECOND))
     assert end is not None
     assert (end.kind, end.title, end.body.splitlines()[1]) == (
         "failure", "Run shown ended before its goal", "(30 notices before this one were held back; see the log)",
@@ -126,12 +126,12 @@ def test_notices_arrive_once_although_service_and_worker_fail(
     monkeypatch.setenv(VARIABLE, service.url)
     config, now = run_config(tmp_path), now_micros()
     end = RunCommanded(command=Command.STOP, reason="in vain", commanded_at=now + 1)
-    events = [described(now - 7200 * SECOND), act(Tier.RESTART, "rollout-0", now), end]
+    events = [described(now - 7200 * SECOND), act(RecoveryLevel.WORKER_RESTART, "rollout-0", now), end]
     errors: list[str] = []
     for num_read in (2, 3):  # the second process of the metrics role reads all of the log again
-        (teller,), desk = open_tellers(config, failed=errors.append), NoticeDesk("shown")
+        (teller,), desk = open_notifiers(config, failed=errors.append), NotificationBuilder("shown")
         for event in events[:num_read]:
-            if (notice := desk.note(event)) is not None:
+            if (notice := desk.apply(event)) is not None:
                 teller.put(notice)
         if num_read == 2:
             while not service.got:
@@ -146,15 +146,15 @@ def test_notices_arrive_once_although_service_and_worker_fail(
 def test_url_is_a_secret_in_its_file_and_in_errors(tmp_path: Path, service: Service) -> None:
     config = run_config(tmp_path)
     (tmp_path / "urls").write_text(f"{service.url}\nnonsense://s3cret-token@nowhere\n")
-    telemetry = config.telemetry.model_copy(update={"notice_urls_file": tmp_path / "urls"})
+    telemetry = config.telemetry.model_copy(update={"notification_urls_file": tmp_path / "urls"})
     with pytest.raises(
         ConfigError, match="notice URL number 2 is none that Apprise knows"
     ) as refused:
-        open_tellers(config.model_copy(update={"telemetry": telemetry}), failed=lambda _: None)
+        open_notifiers(config.model_copy(update={"telemetry": telemetry}), failed=lambda _: None)
     assert "s3cret" not in str(refused.value)
     assert redacted(f"posting to {service.url} failed") == "posting to (hidden) failed"
-    missing = config.telemetry.model_copy(update={"notice_urls_file": tmp_path / "missing"})
+    missing = config.telemetry.model_copy(update={"notification_urls_file": tmp_path / "missing"})
     with pytest.raises(
-        ConfigError, match=r"telemetry.notice_urls_file = .*missing' can't be read: No such file"
+        ConfigError, match=r"telemetry.notification_urls_file = .*missing' can't be read: No such file"
     ):
-        open_tellers(config.model_copy(update={"telemetry": missing}), failed=lambda _: None)
+        open_notifiers(config.model_copy(update={"telemetry": missing}), failed=lambda _: None)

@@ -55,8 +55,8 @@ def away() -> StoreUnavailable:
 
 
 def test_call_is_repeated_with_growing_pauses_until_the_store_answers(clock: Clock) -> None:
-    clock.outages.arm(deadline_seconds=3600, pause=clock.pause)
-    assert clock.outages.ride_out(ROOT, failing(12, away)) == "answer"
+    clock.outages.start_waiting(deadline_seconds=3600, pause=clock.pause)
+    assert clock.outages.call_until_available(ROOT, failing(12, away)) == "answer"
     assert len(clock.pauses) == 12
     longest = [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 30, 30]
     assert all(
@@ -67,11 +67,11 @@ def test_call_is_repeated_with_growing_pauses_until_the_store_answers(clock: Clo
 
 
 def test_store_that_stays_away_is_given_up_after_the_deadline(clock: Clock) -> None:
-    clock.outages.arm(deadline_seconds=100, pause=clock.pause)
+    clock.outages.start_waiting(deadline_seconds=100, pause=clock.pause)
     with pytest.raises(
         StoreUnavailable, match=r"503; waited for \d+ s \(objects.outage_deadline_seconds = 100\)"
     ) as caught:
-        clock.outages.ride_out(ROOT, failing(10**6, away))
+        clock.outages.call_until_available(ROOT, failing(10**6, away))
     assert 70 <= sum(clock.pauses) <= 100
     assert caught.value.exit_code == 8
 
@@ -79,17 +79,17 @@ def test_store_that_stays_away_is_given_up_after_the_deadline(clock: Clock) -> N
 @pytest.mark.parametrize("is_disarmed", [False, True])
 def test_nobody_waits_who_did_not_ask_to(clock: Clock, *, is_disarmed: bool) -> None:
     if is_disarmed:
-        clock.outages.arm(deadline_seconds=100, pause=clock.pause)
-        clock.outages.disarm()
+        clock.outages.start_waiting(deadline_seconds=100, pause=clock.pause)
+        clock.outages.stop_waiting()
     with pytest.raises(StoreUnavailable, match=r"503$"):
-        clock.outages.ride_out(ROOT, failing(1, away))
+        clock.outages.call_until_available(ROOT, failing(1, away))
     assert clock.pauses == []
 
 
 def test_missing_object_is_an_answer(clock: Clock) -> None:
-    clock.outages.arm(deadline_seconds=100, pause=clock.pause)
+    clock.outages.start_waiting(deadline_seconds=100, pause=clock.pause)
     with pytest.raises(ObjectError, match="no such object"):
-        clock.outages.ride_out(ROOT, failing(1, lambda: ObjectError("there is no such object")))
+        clock.outages.call_until_available(ROOT, failing(1, lambda: ObjectError("there is no such object")))
     assert clock.pauses == []
     assert clock.outages.seconds == 0
 
@@ -98,9 +98,9 @@ def test_what_the_pause_raises_ends_the_wait(clock: Clock) -> None:
     def pause(_: float) -> None:
         raise StoreUnavailable("the worker was asked to end")
 
-    clock.outages.arm(deadline_seconds=100, pause=pause)
+    clock.outages.start_waiting(deadline_seconds=100, pause=pause)
     with pytest.raises(StoreUnavailable, match="asked to end"):
-        clock.outages.ride_out(ROOT, failing(1, away))
+        clock.outages.call_until_available(ROOT, failing(1, away))
 
 
 def test_directory_that_is_gone_is_an_outage_and_a_missing_file_is_not(

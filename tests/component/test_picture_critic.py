@@ -61,7 +61,7 @@ def test_values_are_the_same_packed_padded_and_by_themselves(tmp_path: Path) -> 
         ]
     )
     for shares in (True, False):
-        batch = mine._media.added(
+        batch = mine._media.add_to(
             pack(samples, vocab_size=mine._model.vocab_size, share_rows=shares), samples
         )
         with torch.no_grad():
@@ -89,7 +89,7 @@ def test_values_are_those_of_transformers_states_and_depend_on_the_pictures(tmp_
         expected = mine._model.module.head(states)[:-1]
     mask = np.asarray(sample.loss_mask).astype(bool)
     np.testing.assert_allclose(values[mask], expected.numpy()[mask[1:]], rtol=0, atol=1e-5)
-    other = MediaLibrary(picture_run(tmp_path)).admit(picture_item(64, 48, seed=99))
+    other = MediaLibrary(picture_run(tmp_path)).add(picture_item(64, 48, seed=99))
     assert (
         np.abs(mine.score([replace(sample, media=[other, sample.media[1]])])[0] - values).max()
         > 1e-3

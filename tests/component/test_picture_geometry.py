@@ -14,10 +14,10 @@ from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
 from relax_events.examples.tiny_models import PREPROCESSOR
-from relax_events.media.geometry import PictureGeometry
+from relax_events.media.geometry import ImageGeometry
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MediaLayout
-from relax_events.media.towers import clip_patches
+from relax_events.media.towers import cut_patches
 from tests.unit.pictures import (
     BOUNDS,
     picture_file,
@@ -29,7 +29,7 @@ from tests.unit.pictures import (
     shown,
 )
 
-GEOMETRY = PictureGeometry.of(
+GEOMETRY = ImageGeometry.from_settings(
     PREPROCESSOR, MediaConfig(image_min_token_num=4, image_max_token_num=64)
 )
 
@@ -48,29 +48,29 @@ def reference(width: int, height: int) -> MediaRef:
 def test_size_is_that_of_transformers(width: int, height: int) -> None:
     if max(width, height) > 200 * min(width, height):
         with pytest.raises(ValueError, match="one side must be at most 200 times the other"):
-            GEOMETRY.size(width, height)
+            GEOMETRY.target_size(width, height)
         return
     expected = smart_resize(height, width, factor=16, min_pixels=4 * 256, max_pixels=64 * 256)
-    assert GEOMETRY.size(width, height) == expected
+    assert GEOMETRY.target_size(width, height) == expected
     rows, columns = GEOMETRY.grid(width, height)
     assert (16 * rows, 16 * columns) == expected
 
 
 def test_factor_brings_sides_to_multiples_of_several_tokens() -> None:
-    wide = PictureGeometry.of(PREPROCESSOR, MediaConfig(image_resize_scale_factor=2))
-    assert wide.size(100, 60) == (64, 96)
+    wide = ImageGeometry.from_settings(PREPROCESSOR, MediaConfig(image_resize_scale_factor=2))
+    assert wide.target_size(100, 60) == (64, 96)
     assert wide.grid(100, 60) == (4, 6)
 
 
 def test_factor_of_zero_leaves_pictures_alone_and_refuses_those_that_do_not_fit() -> None:
-    untouched = PictureGeometry.of(PREPROCESSOR, MediaConfig(image_resize_scale_factor=0))
-    assert untouched.size(16, 48) == (48, 16)
+    untouched = ImageGeometry.from_settings(PREPROCESSOR, MediaConfig(image_resize_scale_factor=0))
+    assert untouched.target_size(16, 48) == (48, 16)
     with pytest.raises(ValueError, match="sides must be multiples of 16, got 17 x 48"):
-        untouched.size(17, 48)
+        untouched.target_size(17, 48)
 
 
 def test_other_bounds_have_other_names_in_the_cache() -> None:
-    assert GEOMETRY.digest != PictureGeometry.of(PREPROCESSOR, BOUNDS).digest
+    assert GEOMETRY.digest != ImageGeometry.from_settings(PREPROCESSOR, BOUNDS).digest
 
 
 @pytest.mark.parametrize("size", [(32, 32), (48, 32), (100, 70), (9, 40)])
@@ -79,9 +79,9 @@ def test_pixels_and_patches_are_those_of_transformers(
 ) -> None:
     (piece,) = shown(MediaLibrary(picture_run(tmp_path)), size)
     expected = plain_pixels([picture_file(*size)])
-    patches = clip_patches(torch.from_numpy(piece.pixels)[None], layout().pictures.geometry)
+    patches = cut_patches(torch.from_numpy(piece.pixels)[None], layout().images.geometry)
     torch.testing.assert_close(patches, expected["pixel_values"], rtol=0, atol=1e-6)
-    rows, columns = layout().pictures.grid(piece.reference)[1:]
+    rows, columns = layout().images.grid(piece.reference)[1:]
     assert expected["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]]
 
 
@@ -96,16 +96,16 @@ def test_positions_are_those_of_transformers(tmp_path: Path, sizes: list[tuple[i
     grids = torch.tensor(
         [
             [1, 2 * rows, 2 * columns]
-            for rows, columns in (layout().pictures.grid(piece.reference)[1:] for piece in media)
+            for rows, columns in (layout().images.grid(piece.reference)[1:] for piece in media)
         ]
     )
     expected, _ = plain_model(picture_model()).model.get_rope_index(
         ids, mm_token_type_ids=kinds, image_grid_thw=grids
     )
     references = [piece.reference for piece in media]
-    cells = layout().cells(tokens, np.ones(len(tokens), bool), references)
+    cells = layout().find_media_tokens(tokens, np.ones(len(tokens), bool), references)
     assert np.array_equal(
-        layout().positions(len(tokens), cells, references), expected[:, 0].numpy()
+        layout().rotary_positions(len(tokens), cells, references), expected[:, 0].numpy()
     )
 
 
@@ -113,7 +113,7 @@ def test_positions_are_those_of_the_drawing() -> None:
     pad = layout().placeholders[Modality.IMAGE]
     tokens = np.array([1, 2, *[pad] * 6, 3, 4], np.int32)
     media = [reference(48, 32)]
-    found = layout().positions(10, layout().cells(tokens, np.ones(10, bool), media), media)
+    found = layout().rotary_positions(10, layout().find_media_tokens(tokens, np.ones(10, bool), media), media)
     assert found.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
@@ -125,17 +125,17 @@ def test_placeholders_that_the_policy_wrote_stand_for_nothing() -> None:
     pad = layout().placeholders[Modality.IMAGE]
     tokens = np.array([1, *[pad] * 4, 2, pad, pad], np.int32)
     given_tokens = np.arange(8) < 6
-    assert layout().cells(tokens, given_tokens, [reference(32, 32)]).tolist() == [1, 2, 3, 4]
+    assert layout().find_media_tokens(tokens, given_tokens, [reference(32, 32)]).tolist() == [1, 2, 3, 4]
     with pytest.raises(
         PoisonSample, match="1 pieces of media have 4 tokens, and the sequence holds 6 placeholders"
     ):
-        layout().cells(tokens, np.ones(8, bool), [reference(32, 32)])
+        layout().find_media_tokens(tokens, np.ones(8, bool), [reference(32, 32)])
 
 
 def test_prompt_grows_by_the_tokens_of_its_pictures_and_refuses_a_placeholder_too_many() -> None:
     pad = layout().placeholders[Modality.IMAGE]
     media = [reference(32, 32), reference(16, 80)]
-    assert layout().expanded(np.array([7, pad, 8, pad, 9], np.int32), media).tolist() == [
+    assert layout().expand_placeholders(np.array([7, pad, 8, pad, 9], np.int32), media).tolist() == [
         7,
         *[pad] * 4,
         8,
@@ -143,16 +143,16 @@ def test_prompt_grows_by_the_tokens_of_its_pictures_and_refuses_a_placeholder_to
         9,
     ]
     with pytest.raises(PoisonSample, match="renders to 2 media placeholders and brings 1 pieces"):
-        layout().expanded(np.array([7, pad, 8, pad], np.int32), media[:1])
+        layout().expand_placeholders(np.array([7, pad, 8, pad], np.int32), media[:1])
 
 
 def test_reference_without_size_or_of_an_impossible_shape_is_named() -> None:
     with pytest.raises(MediaError, match="file:///picture says no width and height"):
-        layout().pictures.grid(MediaRef("file:///picture", bytes(32), "image/png", 10))
+        layout().images.grid(MediaRef("file:///picture", bytes(32), "image/png", 10))
     with pytest.raises(
         MediaError, match="one side must be at most 200 times the other, got 4000 x 2"
     ):
-        layout().pictures.grid(reference(4000, 2))
+        layout().images.grid(reference(4000, 2))
 
 
 def test_model_of_text_has_no_layout_and_a_broken_folder_is_named(tmp_path: Path) -> None:

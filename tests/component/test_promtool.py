@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stack.dashboards import DASHBOARDS, plain_query
+from compose.grafana.generate import DASHBOARDS, plain_query
 
 ALERTS = Path(__file__).parents[2] / "compose" / "prometheus"
 PROMTOOL = shutil.which("promtool")

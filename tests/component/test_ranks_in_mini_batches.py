@@ -68,7 +68,7 @@ def test_two_ranks_train_like_one_however_the_prompt_groups_lie(num_first, max_k
                     shares,
                 )
             )
-            expected = train(alone).as_figures()
+            expected = train(alone).to_metrics()
             assert mine[0] == mine[1] == pytest.approx(expected, rel=1e-5, abs=1e-7)
             assert expected["is_stopped_by_kl"] == (max_kl > 0)
     for one in both:

@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka import KafkaError
 
 from relax_events.errors import AccessDenied
-from relax_events.kafka.auth_errors import Refusals, refusal_error
+from relax_events.kafka.auth_errors import AuthFailureTracker, explain_refusal
 from relax_events.kafka.security.certificates import (
     KeyPair,
     make_authority,
@@ -76,7 +76,7 @@ def test_expired_certificate_is_said_to_be(
 ) -> None:
     expired = make_broker_certificate(authority, ["127.0.0.1"], lifetime=-DAY)
     with answering(tmp_path, certificate=expired) as address:
-        error = refusal_error(
+        error = explain_refusal(
             "reaching it",
             KafkaError(KafkaError._SSL, "handshake failed"),
             {**tls, "bootstrap.servers": address},
@@ -91,7 +91,7 @@ def test_expired_certificate_is_said_to_be(
 
 def test_broker_without_tls_is_said_to_be(tls: dict[str, str], tmp_path: Path) -> None:
     with answering(tmp_path, certificate=None, greeting=b"\0\0\0\4nope") as address:
-        error = refusal_error(
+        error = explain_refusal(
             "reaching it",
             KafkaError(KafkaError._SSL, "handshake failed"),
             {**tls, "bootstrap.servers": address},
@@ -106,7 +106,7 @@ def test_client_without_tls_is_told_that_the_broker_has_it(
     with answering(
         tmp_path, certificate=make_broker_certificate(authority, ["127.0.0.1"], lifetime=DAY)
     ) as address:
-        error = refusal_error("reaching it", None, {"bootstrap.servers": address})
+        error = explain_refusal("reaching it", None, {"bootstrap.servers": address})
     assert error is not None
     assert (
         f"the broker at {address} speaks TLS and this client does not; set broker.credentials"
@@ -117,10 +117,10 @@ def test_client_without_tls_is_told_that_the_broker_has_it(
 def test_broker_that_is_away_refuses_nobody(tls: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nobody = f"127.0.0.1:{listener.getsockname()[1]}"
-    assert refusal_error("reaching it", None, {"bootstrap.servers": nobody}) is None
-    assert refusal_error("reaching it", None, {**tls, "bootstrap.servers": nobody}) is None
+    assert explain_refusal("reaching it", None, {"bootstrap.servers": nobody}) is None
+    assert explain_refusal("reaching it", None, {**tls, "bootstrap.servers": nobody}) is None
     assert (
-        refusal_error(
+        explain_refusal(
             "reaching it",
             KafkaError(KafkaError._SSL, "handshake cut off"),
             {**tls, "bootstrap.servers": nobody},
@@ -144,7 +144,7 @@ def test_broker_that_hangs_up_on_clients_that_do_not_log_in_is_named_behind_one_
         thread = threading.Thread(target=hang_up)
         thread.start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        error = refusal_error("reaching it", None, {"bootstrap.servers": f"{nobody}, {address}"})
+        error = explain_refusal("reaching it", None, {"bootstrap.servers": f"{nobody}, {address}"})
         thread.join(PATIENCE_SECONDS)
     assert error is not None
     assert (
@@ -159,7 +159,7 @@ def test_authority_file_that_is_not_there_is_named(tls: dict[str, str], tmp_path
         "ssl.ca.location": str(tmp_path / "nowhere.pem"),
         "bootstrap.servers": "127.0.0.1:1",
     }
-    error = refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake failed"), settings)
+    error = explain_refusal("reaching it", KafkaError(KafkaError._SSL, "handshake failed"), settings)
     assert error is not None
     assert (
         f"broker.ca_file {tmp_path / 'nowhere.pem'} can't be used: No such file or directory"
@@ -169,7 +169,7 @@ def test_authority_file_that_is_not_there_is_named(tls: dict[str, str], tmp_path
 
 def test_wrong_password_names_the_user_and_never_the_password(tls: dict[str, str]) -> None:
     settings = {**tls, "bootstrap.servers": "127.0.0.1:1", "sasl.password": "hunter2-hunter2"}
-    error = refusal_error(
+    error = explain_refusal(
         "writing", KafkaError(KafkaError._AUTHENTICATION, "invalid credentials"), settings
     )
     assert error is not None
@@ -181,29 +181,29 @@ def test_wrong_password_names_the_user_and_never_the_password(tls: dict[str, str
 
 
 def test_refusal_lasts_until_somebody_gets_through() -> None:
-    refusals = Refusals()
+    refusals = AuthFailureTracker()
     assert (refusals.latest, refusals.seconds) == (None, 0.0)
     refused = KafkaError(KafkaError._AUTHENTICATION, "invalid credentials")
-    refusals.note(refused)
-    refusals.note(KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
+    refusals.record(refused)
+    refusals.record(KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
     assert refusals.latest is refused
     assert refusals.seconds > 0
-    refusals.forget()
+    refusals.clear()
     assert (refusals.latest, refusals.seconds) == (None, 0.0)
 
 
 def test_broker_that_goes_away_has_refused_nothing() -> None:
-    refusals = Refusals()
-    refusals.note(KafkaError(KafkaError._SSL, "handshake cut off"))
-    refusals.note(
+    refusals = AuthFailureTracker()
+    refusals.record(KafkaError(KafkaError._SSL, "handshake cut off"))
+    refusals.record(
         KafkaError(KafkaError._TRANSPORT, "Connect to ipv4#127.0.0.1:1 failed: Connection refused")
     )
     assert refusals.latest is None
 
 
 def test_denial_of_a_background_thread_is_raised_where_it_is_asked_for() -> None:
-    refusals = Refusals()
-    refusals.check()
-    refusals.deny(AccessDenied("leasing records: GROUP_AUTHORIZATION_FAILED"))
+    refusals = AuthFailureTracker()
+    refusals.raise_fatal()
+    refusals.report_fatal(AccessDenied("leasing records: GROUP_AUTHORIZATION_FAILED"))
     with pytest.raises(AccessDenied, match="leasing records"):
-        refusals.check()
+        refusals.raise_fatal()

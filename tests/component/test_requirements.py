@@ -19,7 +19,7 @@ from relax_events.launcher.requirements import (
     require_roles,
     require_teacher,
 )
-from relax_events.model_folder import read_settings
+from relax_events.model_folder import read_model_json
 from relax_events.models.token_table import read_vocabulary
 
 MakeRunConfig = Callable[..., RunConfig]
@@ -179,7 +179,7 @@ def test_teacher_is_whole_and_has_the_policys_vocabulary(
 ) -> None:
     assert require_teacher(make_run_config()) == "none: algorithm.distill_coefficient is 0"
     assert (
-        require_teacher(make_run_config(algorithm={"name": "opd"}, source={"run": "old"}))
+        require_teacher(make_run_config(algorithm={"name": "opd"}, parent={"run": "old"}))
         == "none: a replay reads what was recorded"
     )
     teacher = write_vocabulary(whole_model(tmp_path / "teacher"), "a", "b")
@@ -243,7 +243,7 @@ def test_metrics_take_free_ports_unless_told(make_run_config: MakeRunConfig) -> 
 
 def test_metrics_need_a_port_for_every_worker_and_rank(make_run_config: MakeRunConfig) -> None:
     first = 65_535 - 8  # seven workers and two more ranks take 9 ports
-    sections = {"trainer": {"ranks": 3}, "broker": {"shards": 3}}
+    sections = {"trainer": {"ranks": 3}, "broker": {"partitions_per_version": 3}}
     assert (
         require_metrics_ports(make_run_config(telemetry={"metrics_port": first}, **sections))
         == f"127.0.0.1, ports {first} to 65535"
@@ -288,4 +288,4 @@ def test_model_folder_with_a_pipe_is_refused(
     ):
         require_model(make_run_config())
     with pytest.raises(ConfigError, match=r"can't be read: .*it is no regular file"):
-        read_settings(folder / name)
+        read_model_json(folder / name)

@@ -102,7 +102,7 @@ def test_function_with_a_parameter_for_turns_is_given_them_and_may_reward_each(
     )
     assert (lone.reward, lone.turn_rewards, lone.token_rewards) == (5.0, (4.0,), None)
     pool = pool_of("ranked_by_turn")
-    assert pool.on_demand == ["turns"]
+    assert pool.optional_arguments == ["turns"]
     given = [
         RewardItem(name, "de", prompt_group_id="g", turns=turns)
         for name, turns in (("a", said), ("b", said[:1]))

@@ -14,8 +14,8 @@ from escapes import programs_left
 
 from relax_events.errors import EnvironmentProblem, RewardError
 from relax_events.rewards.verifiers.code import code, python_block
-from relax_events.rewards.verifiers.code import tests_of as read_tests
-from relax_events.sandbox import Limits, Sandbox, Verdict, Walls, find_walls, require_walls, walls
+from relax_events.rewards.verifiers.code import read_tests as read_tests
+from relax_events.sandbox import Limits, Sandbox, Verdict, Isolation, find_isolation, require_isolation, walls
 
 pytestmark = pytest.mark.unit
 
@@ -195,7 +195,7 @@ def test_sandbox_has_no_network_no_environment_and_ends_what_it_started(
 
 def test_sandbox_that_can_not_be_set_up_is_a_failure() -> None:
     with (
-        Sandbox("x = 1", Limits(), walls=Walls(("false",), has_namespaces=True)) as sandbox,
+        Sandbox("x = 1", Limits(), walls=Isolation(("false",), has_namespaces=True)) as sandbox,
         pytest.raises(RewardError, match="could not be set up"),
     ):
         sandbox.run_with_input("")
@@ -204,21 +204,21 @@ def test_sandbox_that_can_not_be_set_up_is_a_failure() -> None:
 def test_programs_are_not_run_where_nothing_keeps_them_from_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(walls, "find_walls", lambda: Walls(filters=True))
+    monkeypatch.setattr(walls, "find_walls", lambda: Isolation(filters=True))
     with pytest.raises(
         EnvironmentProblem,
         match=r"nothing keeps them from files .*reward\.options\.allow_unprotected = true",
     ):
         judge("x = 1", {"tests": ["pass"]})
-    assert require_walls(allow_unprotected=True) == Walls(filters=True)
+    assert require_isolation(allow_unprotected=True) == Isolation(filters=True)
 
 
 def test_programs_are_not_run_where_nothing_keeps_them_from_the_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(walls, "find_walls", lambda: Walls(landlock=7))
+    monkeypatch.setattr(walls, "find_walls", lambda: Isolation(landlock=7))
     with pytest.raises(EnvironmentProblem, match=r"from the network .* and other processes"):
-        require_walls()
+        require_isolation()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_machine_on_which_no_interpreter_runs_behind_walls_is_refused(
     monkeypatch.setattr(walls, "_holds", lambda _: False)
     monkeypatch.setattr(walls.os, "geteuid", lambda: user)
     with pytest.raises(EnvironmentProblem, match=f"does not start behind any of them; {remedy}"):
-        find_walls.__wrapped__()
+        find_isolation.__wrapped__()
 
 
 DEFINITIONS = """

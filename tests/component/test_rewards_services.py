@@ -23,7 +23,7 @@ from relax_events.rewards.verifiers.llm_judge import (
     load_template,
     read_score,
     read_verdict,
-    share_of_wins,
+    win_shares,
 )
 
 pytestmark = pytest.mark.unit
@@ -274,7 +274,7 @@ def test_genrm_pairwise_does_not_reward_the_place(service: Service) -> None:
 
 def test_comparison_without_verdict_fails_the_two_that_it_was_about() -> None:
     error = RewardError("no verdict")
-    assert share_of_wins(3, [(0, 1), (0, 2), (1, 2)], [error, 1.0, 0.5]) == [error, error, 0.25]
+    assert win_shares(3, [(0, 1), (0, 2), (1, 2)], [error, 1.0, 0.5]) == [error, error, 0.25]
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ from routed_samples import chosen_by
 
 from relax_events.engines.replicas import policies as loading
 from relax_events.engines.replicas.policies import (
-    LONGEST_PAUSE_SECONDS,
-    Circuit,
-    most_samples,
-    preferred,
+    MAX_PAUSE_SECONDS,
+    CircuitBreaker,
+    max_samples_per_engine,
+    rank_engines,
 )
 from relax_events.engines.replicas.router import Router
 from relax_events.errors import (
@@ -74,7 +74,7 @@ def wait_for(router: Router, condition: Callable[[], bool]) -> None:
 
 def home_of(sites: list[Site], number: int) -> Site:
     """Give the site that a prompt group goes to first."""
-    first = preferred(f"g{number}", [site.name for site in sites])[0]
+    first = rank_engines(f"g{number}", [site.name for site in sites])[0]
     return next(site for site in sites if site.name == first)
 
 
@@ -95,14 +95,14 @@ def test_only_the_groups_of_an_engine_that_goes_move(
     gone = data.draw(st.sampled_from(names))
     left = [name for name in names if name != gone]
     for key in keys:
-        before, after = preferred(key, names), preferred(key, left)
+        before, after = rank_engines(key, names), rank_engines(key, left)
         assert after == [name for name in before if name != gone]
-        assert preferred(key, reversed(names)) == before
+        assert rank_engines(key, reversed(names)) == before
 
 
 def test_groups_are_spread_evenly() -> None:
     names = [f"http://10.0.0.{place}:30000" for place in range(8)]
-    homes = Counter(preferred(f"group-{number}", names)[0] for number in range(8000))
+    homes = Counter(rank_engines(f"group-{number}", names)[0] for number in range(8000))
     assert min(homes.values()) > 850
     assert max(homes.values()) < 1150
 
@@ -111,16 +111,16 @@ def test_groups_are_spread_evenly() -> None:
 def test_some_engine_has_room_and_none_gets_far_above_the_mean(
     counts: list[int], num_new: int
 ) -> None:
-    most = most_samples(sum(counts), num_new=num_new, num_engines=len(counts))
+    most = max_samples_per_engine(sum(counts), num_new=num_new, num_engines=len(counts))
     mean = (sum(counts) + num_new) / len(counts)
     assert min(counts) + num_new <= most + num_new - 1 or min(counts) == 0
     assert most <= max(num_new, 1.25 * mean + 1)
 
 
 def test_pauses_grow_until_a_sample_ends() -> None:
-    circuit = Circuit()
+    circuit = CircuitBreaker()
     assert [circuit.lose() for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, 8.0]
-    assert max(circuit.lose() for _ in range(2000)) == LONGEST_PAUSE_SECONDS
+    assert max(circuit.lose() for _ in range(2000)) == MAX_PAUSE_SECONDS
     assert circuit.is_half_open
     circuit.close()
     assert (circuit.is_half_open, circuit.lose()) == (False, 0.0)
@@ -417,7 +417,7 @@ def test_sleeping_engines_wake_and_go_on(open_router: OpenRouter, gate: Gate) ->
 def test_losses_are_counted(open_router: OpenRouter) -> None:
     registry = CollectorRegistry()
     router, sites = open_router(2)
-    router.report_to(RoutingMetrics("rollout", registry))
+    router.set_metrics(RoutingMetrics("rollout", registry))
 
     def value(name: str) -> float | None:
         return registry.get_sample_value(name, {"role": "rollout"})

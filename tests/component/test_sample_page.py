@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from event_samples import ended, rolled_out, scored
+from event_samples import changed, ended, rolled_out, scored
 from PIL import Image
 
 from relax_events.config import RunConfig
@@ -50,7 +50,7 @@ def library(config: RunConfig) -> MediaLibrary:
 
 
 def put(library: MediaLibrary, modality: Modality, file: bytes) -> MediaRef:
-    return library.admit(MediaItem(modality, file, "rows:1"))
+    return library.add(MediaItem(modality, file, "rows:1"))
 
 
 def view(
@@ -94,7 +94,7 @@ def test_page_shows_what_the_model_was_shown_beside_answer_and_reward(
     media = [put(library, modality, file) for modality, file in files.items()]
     page = page_of(config, view(*media, completion="red", answer="blue", reward=0.25))
     shown = [np.asarray(Image.open(BytesIO(source))) for source in page.sources("img")]
-    picture, clip, sound = (library.processed(piece) for piece in media)
+    picture, clip, sound = (library.load(piece) for piece in media)
     assert clip.pixels is not None
     assert sound.samples is not None
     np.testing.assert_array_equal(shown[0], picture.pixels)
@@ -117,7 +117,7 @@ def test_hostile_texts_stay_texts(config: RunConfig, library: MediaLibrary) -> N
     score = scored(index=0, version=1)
     failed = replace(hostile, score=replace(score, reward=None, error=HOSTILE))
     page = page_of(
-        config, replace(hostile, sample=replace(hostile.sample, prompt_group_id=HOSTILE)), failed
+        config, replace(hostile, sample=changed(hostile.sample, prompt_group_id=HOSTILE)), failed
     )
     assert not [
         tag

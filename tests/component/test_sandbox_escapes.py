@@ -21,7 +21,7 @@ from relax_events.errors import CheckFailed, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.decoder import Decoder
 from relax_events.sandbox import Limits, Sandbox, Verdict, trial
-from relax_events.sandbox.trial import try_walls
+from relax_events.sandbox.trial import check_isolation
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = Path(__file__).parent / "escape_program.py"
@@ -174,14 +174,14 @@ def test_nothing_is_left_of_what_a_program_started(kind: str) -> None:
 
 def test_doctor_tries_known_ways_out() -> None:
     assert re.fullmatch(
-        r"programs run behind .*; 11 ways out tried, none leads anywhere", try_walls()
+        r"programs run behind .*; 11 ways out tried, none leads anywhere", check_isolation()
     )
 
 
 def test_doctor_names_the_ways_out_that_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "WAYS_OUT", {"add numbers": "1 + 1", "divide by zero": "1 / 0"})
     with pytest.raises(CheckFailed, match=r"a program behind .* can add numbers$"):
-        try_walls()
+        check_isolation()
 
 
 CONFINED = """
@@ -225,7 +225,7 @@ def test_process_that_decodes_is_kept_from_files_network_and_processes(tmp_path:
 def test_decoder_runs_confined() -> None:
     decoder = Decoder(MediaConfig())
     with pytest.raises(MediaError):
-        decoder.inspect(b"no picture", Modality.IMAGE, place="test")
+        decoder.inspect(b"no picture", Modality.IMAGE, location="test")
     status = Path(f"/proc/{decoder.pid}/status").read_text()
     assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
     assert re.search(r"^Seccomp:\t2$", status, re.MULTILINE)

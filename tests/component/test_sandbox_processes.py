@@ -124,7 +124,7 @@ def test_program_goes_first_where_memory_runs_out(
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
     program = "import time\ntime.sleep(600)\n"
-    stand, await_walls = threading.Event(), box._Process._await_walls
+    stand, await_walls = threading.Event(), box._Process._await_setup
     monkeypatch.setattr(
         box._Process,
         "_await_walls",

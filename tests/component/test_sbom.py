@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from relax_events.kafka.embedded.jars import read_lock
-from stack.engine import StackError
-from stack.sbom import bill, pinned, write
+from relax_events.kafka.embedded.jars import read_jar_lock
+from tests.stack.container_engine import StackError
+from tests.stack.sbom import bill, pinned, write
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / ".venv-sbom" / "bin" / "cyclonedx-py"
@@ -58,12 +58,12 @@ def test_bill_names_every_pinned_package_once_and_every_jar(tool: Path, tmp_path
         for one in made["components"]
         if one["purl"].startswith("pkg:maven/")
     }
-    assert jars == {jar.sha256 for jar in read_lock().jars}
+    assert jars == {jar.sha256 for jar in read_jar_lock().jars}
     assert made["bomFormat"] == "CycloneDX"
 
 
 def test_jar_is_named_as_maven_does() -> None:
-    jar = next(jar for jar in read_lock().jars if jar.path.endswith("lz4-java-1.10.2.jar"))
+    jar = next(jar for jar in read_jar_lock().jars if jar.path.endswith("lz4-java-1.10.2.jar"))
     (component,) = bill({"components": []}, {}, [jar])["components"]
     assert component["purl"] == "pkg:maven/at.yawk.lz4/lz4-java@1.10.2"
 

@@ -21,14 +21,15 @@ from small_settings import small_run
 from relax_events.cli import scale
 from relax_events.config import RunConfig
 from relax_events.controller.api_client import ScaleClient
-from relax_events.controller.api_endpoint import ApiPlace
+from relax_events.controller.api_endpoint import ApiEndpointFile
 from relax_events.controller.api_server import ApiServer, require_api_port
-from relax_events.controller.scaling_bounds import Bounds
-from relax_events.controller.scaling_service import Errand, ScaleDesk
+from relax_events.controller.scaling_bounds import ScalingBounds
+from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import BrokerUnavailable, CheckFailed, ConfigError, EnvironmentProblem
 from relax_events.events.types import RunCommanded
 from relax_events.launcher.requirements import require_roles
-from relax_events.projections.scaling import ScaleState, Status
+from relax_events.projections.scale_requests import Status
+from relax_events.projections.scaling import ScaleState
 from tests.unit.run_events import beat, run_config
 
 
@@ -37,7 +38,7 @@ class Served:
     """An API, and what stands in for the controller's loop behind it."""
 
     config: RunConfig
-    desk: ScaleDesk
+    desk: ScalingService
     server: ApiServer
     commands: list[RunCommanded]
     client: ScaleClient
@@ -70,24 +71,24 @@ class Served:
 def served(tmp_path: Path) -> Iterator[Served]:
     config = run_config(tmp_path)
     state, commands = ScaleState(), []
-    state.note(beat("rollout-0", at_seconds=1))
-    inbox: queue.SimpleQueue[Errand[object] | None] = queue.SimpleQueue()
+    state.apply(beat("rollout-0", at_seconds=1))
+    inbox: queue.SimpleQueue[MainThreadTask[object] | None] = queue.SimpleQueue()
 
     def give(given: Sequence[RunCommanded]) -> None:
         commands.extend(given)
         for command in given:
-            state.note(command)
+            state.apply(command)
 
     def loop() -> None:
         while (errand := inbox.get()) is not None:
             errand.run()
 
-    desk = ScaleDesk(state, Bounds.of(config, is_supervised=True), give)
+    desk = ScalingService(state, ScalingBounds.from_config(config, is_supervised=True), give)
     thread = threading.Thread(target=loop)
     thread.start()
     with closing(ApiServer(config, desk, inbox.put)) as server:
-        place = ApiPlace.of(config)
-        yield Served(config, desk, server, commands, ScaleClient(place.url(), place.token()))
+        place = ApiEndpointFile.from_config(config)
+        yield Served(config, desk, server, commands, ScaleClient(place.read_url(), place.read_token()))
     inbox.put(None)
     thread.join(60)
 
@@ -153,7 +154,7 @@ def test_request_is_opened_looked_at_and_cancelled(served: Served) -> None:
 
 def test_engines_are_shown_with_those_of_the_start_first(served: Served) -> None:
     served.client.call("POST", "scale_out", {"num_replicas": 2})
-    served.desk.tend()
+    served.desk.reconcile()
     engines = served.client.call("GET", "engines?model_name=default")
     groups = engines["models"]["default"]["engine_groups"]
     told = [
@@ -265,29 +266,29 @@ def test_run_is_refused_when_the_port_is_taken(tmp_path: Path) -> None:
 
 
 def test_run_that_has_ended_leaves_no_address_and_no_token(tmp_path: Path) -> None:
-    place = ApiPlace.of(run_config(tmp_path))
+    place = ApiEndpointFile.from_config(run_config(tmp_path))
     place.address_file.parent.mkdir(parents=True, exist_ok=True)
     place.open_token()
-    place.announce("http://127.0.0.1:2")
-    place.withdraw("http://127.0.0.1:1")
+    place.write_url("http://127.0.0.1:2")
+    place.remove("http://127.0.0.1:1")
     assert place.address_file.exists(), "it is another controller's by now"
-    place.withdraw("http://127.0.0.1:2")
-    place.withdraw("http://127.0.0.1:2")
+    place.remove("http://127.0.0.1:2")
+    place.remove("http://127.0.0.1:2")
     assert not place.address_file.exists()
     assert not place.token_file.exists()
 
 
 def test_client_says_what_is_missing(tmp_path: Path) -> None:
-    place = ApiPlace.of(run_config(tmp_path))
+    place = ApiEndpointFile.from_config(run_config(tmp_path))
     with pytest.raises(
         CheckFailed,
         match=r"api.json does not exist: the run has served no API here; start the run, or give --url",
     ):
-        place.url()
+        place.read_url()
     with pytest.raises(
         ConfigError, match=r"api-token does not exist: the run has not served its API here"
     ):
-        place.token()
+        place.read_token()
     with pytest.raises(
         CheckFailed,
         match=r"http://127.0.0.1:9 does not answer: .*refused.*; the run has ended, or its controller starts again",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from relax_events.reports.run_report import closing_line
-from relax_events.session.records import RunSessions, Session, seconds_of, sessions_in
+from relax_events.session.records import RunSessions, Session, session_seconds, parse_sessions
 
 SECOND = 1_000_000
 HOLD = (
@@ -24,13 +24,13 @@ def test_session_that_was_killed_counts_up_to_its_last_step() -> None:
         Session(3, "here", 300 * SECOND),
     ]
     commits = [20 * SECOND, 130 * SECOND, 160 * SECOND, 510 * SECOND]
-    assert seconds_of(sessions, commits, until=500 * SECOND) == [30.0, 60.0, 0.0]
-    assert seconds_of([], commits, until=5 * SECOND) == []
+    assert session_seconds(sessions, commits, until=500 * SECOND) == [30.0, 60.0, 0.0]
+    assert session_seconds([], commits, until=5 * SECOND) == []
 
 
 def test_line_that_was_cut_is_left_out() -> None:
     content = b'{"pid":1,"host":"here","started_at":5,"ended_at":null}\n{"pid":1,"host":"here","started_at":5,"ended_at":9}\n{"pid":2,"ho'
-    assert sessions_in(content) == [Session(1, "here", 5, 9)]
+    assert parse_sessions(content) == [Session(1, "here", 5, 9)]
 
 
 def test_another_session_is_known_while_its_process_lives_and_no_longer(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ import pytest
 from relax_events.config import RunConfig
 from relax_events.errors import RunFailed
 from relax_events.launcher import worker_imports as imports
-from relax_events.launcher.fork_client import ForkedWorker, Starter
-from relax_events.launcher.fork_protocol import Order
-from relax_events.launcher.worker_imports import imports_of, modules_of
+from relax_events.launcher.fork_client import ForkedWorker, ForkServer
+from relax_events.launcher.fork_protocol import SpawnRequest
+from relax_events.launcher.worker_imports import run_modules, worker_modules
 
 pytestmark = pytest.mark.unit
 STAND_IN = "tests.unit.stand_in"
@@ -28,39 +28,39 @@ SECONDS = 60.0
 
 
 @pytest.fixture
-def starter(tmp_path: Path) -> Iterator[Starter]:
+def starter(tmp_path: Path) -> Iterator[ForkServer]:
     """Give a starter that ends with its test."""
-    made = Starter(os.environ, tmp_path / "starter.log")
+    made = ForkServer(os.environ, tmp_path / "starter.log")
     yield made
     made.close()
 
 
 def ordered(
     *words: str, environment: dict[str, str] | None = None, needs: list[str] | None = None
-) -> Order:
+) -> SpawnRequest:
     """Order the stand-in to do something."""
-    return Order(
+    return SpawnRequest(
         STAND_IN, list(words), dict(os.environ) if environment is None else environment, needs or []
     )
 
 
-def started(starter: Starter, log: Path, *words: str) -> ForkedWorker:
+def started(starter: ForkServer, log: Path, *words: str) -> ForkedWorker:
     """Start the stand-in, and wait until it has said something."""
-    worker, deadline = starter.start(ordered(*words), log_path=log), time.monotonic() + SECONDS
+    worker, deadline = starter.spawn(ordered(*words), log_path=log), time.monotonic() + SECONDS
     while not log.read_text():
         assert worker.poll() is None
         assert time.monotonic() < deadline
     return worker
 
 
-def process_of(starter: Starter) -> psutil.Process:
+def process_of(starter: ForkServer) -> psutil.Process:
     """Return the starter's process."""
     assert starter.pid is not None
     return psutil.Process(starter.pid)
 
 
 def test_worker_is_the_process_that_a_shell_would_have_started(
-    starter: Starter, tmp_path: Path
+    starter: ForkServer, tmp_path: Path
 ) -> None:
     order = ordered(
         "show",
@@ -69,7 +69,7 @@ def test_worker_is_the_process_that_a_shell_would_have_started(
         environment={"PATH": "/bin", "RELAX_MINE": "1"},
         needs=["colorsys"],
     )
-    worker = starter.start(order, log_path=tmp_path / "logs" / "worker.log")
+    worker = starter.spawn(order, log_path=tmp_path / "logs" / "worker.log")
     assert worker.wait(SECONDS) == worker.poll() == 0
     assert json.loads((tmp_path / "logs" / "worker.log").read_text()) == {
         "arguments": ["show", "colorsys", "this"],
@@ -82,7 +82,7 @@ def test_worker_is_the_process_that_a_shell_would_have_started(
 
 
 def test_worker_is_known_to_others_by_its_own_command_line_and_has_nothing_of_the_starters_open(
-    starter: Starter, tmp_path: Path
+    starter: ForkServer, tmp_path: Path
 ) -> None:
     words = ["reward", "runs/a-run-of-some-name/run.json", "--index", "0"]
     first, second = (
@@ -102,20 +102,20 @@ def test_worker_is_known_to_others_by_its_own_command_line_and_has_nothing_of_th
     [("drain", ForkedWorker.terminate, 0), ("ignore", ForkedWorker.kill_group, -9)],
 )
 def test_end_of_a_worker_is_told_as_it_was(
-    starter: Starter, tmp_path: Path, deed: str, end: Callable[[ForkedWorker], None], code: int
+    starter: ForkServer, tmp_path: Path, deed: str, end: Callable[[ForkedWorker], None], code: int
 ) -> None:
     worker = started(starter, tmp_path / "worker.log", deed)
     end(worker)
     assert worker.wait(SECONDS) == worker.poll() == code
     end(worker)  # whose process id may be another's by now
-    assert starter.start(ordered("end", "5"), log_path=tmp_path / "next.log").wait(SECONDS) == 5
+    assert starter.spawn(ordered("end", "5"), log_path=tmp_path / "next.log").wait(SECONDS) == 5
 
 
 def test_module_that_can_not_be_imported_is_left_to_the_worker_that_needs_it(
-    starter: Starter, tmp_path: Path
+    starter: ForkServer, tmp_path: Path
 ) -> None:
     assert (
-        starter.start(
+        starter.spawn(
             ordered("end", "0", needs=["nowhere.at_all", "colorsys"]),
             log_path=tmp_path / "worker.log",
         ).wait(SECONDS)
@@ -124,23 +124,23 @@ def test_module_that_can_not_be_imported_is_left_to_the_worker_that_needs_it(
 
 
 def test_workers_outlive_the_starter_and_another_one_takes_its_place(
-    starter: Starter, tmp_path: Path
+    starter: ForkServer, tmp_path: Path
 ) -> None:
     worker = started(starter, tmp_path / "worker.log", "drain")
     lost = process_of(starter)
     lost.kill()
     lost.wait(SECONDS)
     assert worker.poll() is None
-    assert starter.start(ordered("end", "3"), log_path=tmp_path / "next.log").wait(SECONDS) == 3
+    assert starter.spawn(ordered("end", "3"), log_path=tmp_path / "next.log").wait(SECONDS) == 3
     worker.terminate()
     assert worker.wait(SECONDS) == -signal.SIGKILL, "it drained, but nobody is left who could tell"
 
 
 def test_starter_ends_with_whoever_orders_and_leaves_the_workers_alone(tmp_path: Path) -> None:
-    starter = Starter(os.environ, tmp_path / "starter.log")
+    starter = ForkServer(os.environ, tmp_path / "starter.log")
     worker = started(starter, tmp_path / "worker.log", "drain")
     assert starter._process is not None
-    starter._process._line.close()
+    starter._process._channel.close()
     assert starter._process._process.wait(SECONDS) == 0
     assert worker.poll() is None
     starter.close()
@@ -150,28 +150,28 @@ def test_starter_ends_with_whoever_orders_and_leaves_the_workers_alone(tmp_path:
 
 
 def test_starter_that_can_not_begin_is_named_with_its_log(tmp_path: Path) -> None:
-    starter = Starter({"PYTHONHOME": str(tmp_path)}, tmp_path / "starter.log")
+    starter = ForkServer({"PYTHONHOME": str(tmp_path)}, tmp_path / "starter.log")
     with pytest.raises(
         RunFailed,
         match=r"no worker can be started: the process that forks them ended twice; see .*starter\.log",
     ):
-        starter.start(ordered("end", "0"), log_path=tmp_path / "worker.log")
+        starter.spawn(ordered("end", "0"), log_path=tmp_path / "worker.log")
     assert "PYTHONHOME" in (tmp_path / "starter.log").read_text()
 
 
 def test_starter_has_no_thread_and_nothing_open_after_imports(
-    make_run_config: Callable[..., RunConfig], starter: Starter, tmp_path: Path
+    make_run_config: Callable[..., RunConfig], starter: ForkServer, tmp_path: Path
 ) -> None:
     starter._environment |= {"OMP_NUM_THREADS": "1"}
     starter.prepare(
-        imports_of(
+        run_modules(
             make_run_config(
                 model={"device": "cpu"}, judge={"device": "cpu"}, teacher={"device": "cpu"}
             )
         )
     )
     order = ordered("show", "torch", "transformers", "workers.trainer", environment={})
-    assert starter.start(order, log_path=tmp_path / "worker.log").wait(SECONDS) == 0
+    assert starter.spawn(order, log_path=tmp_path / "worker.log").wait(SECONDS) == 0
     assert set(json.loads((tmp_path / "worker.log").read_text())["modules"].values()) == {True}
     process = process_of(starter)
     assert process.num_threads() == 1
@@ -186,7 +186,7 @@ def test_roles_import_what_they_load_and_no_torch_where_gpus_are(
     config = make_run_config(engine={"name": "transformers"})
     monkeypatch.setattr(imports, "ACCELERATORS", (tmp_path / "none",))
     found = {
-        role: modules_of(config, role)[1:] for role in ("reward", "rollout", "trainer", "nobody")
+        role: worker_modules(config, role)[1:] for role in ("reward", "rollout", "trainer", "nobody")
     }
     assert found == {
         "reward": ["workers.reward"],
@@ -194,11 +194,11 @@ def test_roles_import_what_they_load_and_no_torch_where_gpus_are(
         "trainer": ["workers.trainer", "relax_events.training.backend.torch_backend"],
         "nobody": [],
     }
-    assert modules_of(make_run_config(model={"device": "xpu"}), "rollout")[1:] == [
+    assert worker_modules(make_run_config(model={"device": "xpu"}), "rollout")[1:] == [
         "workers.rollout"
     ]
     monkeypatch.setattr(imports, "ACCELERATORS", (tmp_path,))
-    assert modules_of(config, "rollout")[1:] == ["workers.rollout"]
+    assert worker_modules(config, "rollout")[1:] == ["workers.rollout"]
 
 
 def test_nothing_that_is_imported_before_a_fork_loads_torch_where_a_gpu_is_meant(
@@ -208,7 +208,7 @@ def test_nothing_that_is_imported_before_a_fork_loads_torch_where_a_gpu_is_meant
     assert {"trainer", "critic"} <= config.roles().keys()
     code = (
         "import importlib, sys; [importlib.import_module(name) for name in "
-        f"{imports_of(config)}]; print('torch' in sys.modules)"
+        f"{run_modules(config)}]; print('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=True

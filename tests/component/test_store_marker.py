@@ -13,7 +13,7 @@ from relax_events.errors import ConfigError, ObjectError
 from relax_events.events.parts import ObjectRef
 from relax_events.history.runs.deletion import overlap
 from relax_events.objects import ObjectStore
-from relax_events.objects.marker import MARKER, claim, read_mark, require_mark
+from relax_events.objects.marker import MARKER, claim_store, read_marker, require_marker
 
 
 def run_of(folder: Path, name: str, uri: str) -> RunConfig:
@@ -28,52 +28,52 @@ def run_of(folder: Path, name: str, uri: str) -> RunConfig:
 
 def test_store_is_claimed_once_and_known_again(tmp_path: Path) -> None:
     first = ObjectStore.open(tmp_path.as_uri())
-    assert read_mark(first) is None
-    mark = claim(first, run_id="mine")
-    assert claim(ObjectStore.open(tmp_path.as_uri()), run_id="mine") == mark
+    assert read_marker(first) is None
+    mark = claim_store(first, run_id="mine")
+    assert claim_store(ObjectStore.open(tmp_path.as_uri()), run_id="mine") == mark
     assert len(mark.value) == 32
 
 
 def test_second_run_is_refused_by_name(tmp_path: Path) -> None:
-    claim(ObjectStore.open(tmp_path.as_uri()), run_id="mine")
+    claim_store(ObjectStore.open(tmp_path.as_uri()), run_id="mine")
     with pytest.raises(
         ConfigError,
         match=r"belongs to run mine, and this is run theirs; give this run another objects\.uri",
     ):
-        claim(ObjectStore.open(tmp_path.as_uri()), run_id="theirs")
+        claim_store(ObjectStore.open(tmp_path.as_uri()), run_id="theirs")
 
 
 def test_store_of_a_namesake_is_refused_by_the_value_on_the_log(tmp_path: Path) -> None:
     store = ObjectStore.open(tmp_path.as_uri())
-    mark = claim(store, run_id="mine")
-    require_mark(mark, told=mark.value, store_uri=store.uri(""))
-    require_mark(mark, told="", store_uri=store.uri(""))
+    mark = claim_store(store, run_id="mine")
+    require_marker(mark, told=mark.value, store_uri=store.uri(""))
+    require_marker(mark, told="", store_uri=store.uri(""))
     with pytest.raises(
         ConfigError,
         match=f"must hold {'0' * 32}, got {mark.value}; give this run another run.id or objects.uri",
     ):
-        require_mark(mark, told="0" * 32, store_uri=store.uri(""))
+        require_marker(mark, told="0" * 32, store_uri=store.uri(""))
 
 
 def test_namesake_on_another_cluster_is_refused_by_name_before_it_writes(tmp_path: Path) -> None:
     store = ObjectStore.open(tmp_path.as_uri())
-    mark = claim(store, run_id="mine", cluster_id="first")
+    mark = claim_store(store, run_id="mine", cluster_id="first")
     text = r"belongs to run mine of Kafka cluster first, and this is a run of that name on cluster second; give this run another run\.id"
     with pytest.raises(ConfigError, match=text):
-        claim(store, run_id="mine", cluster_id="second")
+        claim_store(store, run_id="mine", cluster_id="second")
     with pytest.raises(ConfigError, match=text):
-        claim(store, run_id="mine", cluster_id="second", told="0" * 32)
-    assert claim(store, run_id="mine", cluster_id="first") == mark
-    assert claim(store, run_id="mine", cluster_id="second", told=mark.value) == mark, (
+        claim_store(store, run_id="mine", cluster_id="second", told="0" * 32)
+    assert claim_store(store, run_id="mine", cluster_id="first") == mark
+    assert claim_store(store, run_id="mine", cluster_id="second", told=mark.value) == mark, (
         "it has moved there with its log"
     )
-    assert claim(store, run_id="mine") == mark, "a broker that does not tell its cluster"
+    assert claim_store(store, run_id="mine") == mark, "a broker that does not tell its cluster"
 
 
 def test_marker_of_an_older_release_names_no_cluster(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text('{"run_id": "mine", "value": "' + "a" * 32 + '"}')
     assert (
-        claim(ObjectStore.open(tmp_path.as_uri()), run_id="mine", cluster_id="second").cluster_id
+        claim_store(ObjectStore.open(tmp_path.as_uri()), run_id="mine", cluster_id="second").cluster_id
         == ""
     )
 
@@ -81,7 +81,7 @@ def test_marker_of_an_older_release_names_no_cluster(tmp_path: Path) -> None:
 def test_marker_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text("[]")
     with pytest.raises(ConfigError, match="must be a marker with run_id and value"):
-        claim(ObjectStore.open(tmp_path.as_uri()), run_id="mine")
+        claim_store(ObjectStore.open(tmp_path.as_uri()), run_id="mine")
 
 
 def test_objects_of_runs_with_one_uri_lie_apart(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_store_on_this_machine_is_claimed_before_workers_that_only_read_it_start
     )
     run_file.write_text(tables)
     prepare(run_file)
-    mark = read_mark(ObjectStore.open(load_run_config(run_file).objects_uri))
+    mark = read_marker(ObjectStore.open(load_run_config(run_file).objects_uri))
     assert mark is not None
     assert mark.run_id == "mine"
 

@@ -25,7 +25,7 @@ from relax_events.events.types import WorkerBeat
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
 from relax_events.launcher.deaths import Progress
 from relax_events.launcher.supervisor import Fencing, Supervisor
-from relax_events.launcher.worker_processes import MISREAD
+from relax_events.launcher.worker_processes import CLIENT_ABORT_TEXT
 from relax_events.runtime.worker import RESTART_CODE
 
 MakeRunConfig = Callable[..., RunConfig]
@@ -43,11 +43,11 @@ def ended(tmp_path: Path) -> Iterator[MakeEnded]:
         supervisor = Supervisor(config, tmp_path / "run.json")
         made.append(supervisor)
         for managed in supervisor._processes.values():
-            managed.orders = {
+            managed.requests = {
                 name: replace(
                     order, module="tests.unit.stand_in", imports=[], arguments=["end", str(how)]
                 )
-                for name, order in managed.orders.items()
+                for name, order in managed.requests.items()
             }
         supervisor.start()
         for managed in supervisor._processes.values():
@@ -83,7 +83,7 @@ def test_each_rank_of_a_trainer_is_told_its_place(
     make_run_config: MakeRunConfig, tmp_path: Path
 ) -> None:
     supervisor = Supervisor(make_run_config(trainer={"ranks": 2}), tmp_path / "run.json")
-    orders = supervisor._processes["trainer-0"].orders
+    orders = supervisor._processes["trainer-0"].requests
     assert [*orders] == ["trainer-0", "trainer-1"]
     for rank, order in enumerate(orders.values()):
         assert [order.module, *order.arguments] == [
@@ -99,7 +99,7 @@ def test_each_rank_of_a_trainer_is_told_its_place(
             order.environment["LOCAL_RANK"],
             order.environment["WORLD_SIZE"],
         ) == (str(rank), str(rank), "2")
-    ((_, alone),) = supervisor._processes["reward-0"].orders.items()
+    ((_, alone),) = supervisor._processes["reward-0"].requests.items()
     assert alone.arguments == ["worker", "reward", str(tmp_path / "run.json"), "--index", "0"]
     assert "RANK" not in alone.environment
 
@@ -115,14 +115,14 @@ def test_run_ends_as_its_worker_did_where_a_restart_would_not_help(
         error,
         match=rf"controller-0 .*: ended with exit code {code}; log: .*controller-0.log, which ends in:\nerror: the reason",
     ):
-        supervisor.tend(Progress())
+        supervisor.poll(Progress())
 
 
 def test_worker_that_died_is_named_with_its_error_and_its_log_and_started_again(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     supervisor = ended(make_run_config(), "OutOfMemoryError")
-    notes = supervisor.tend(Progress())
+    notes = supervisor.poll(Progress())
     assert len(notes) == len(supervisor._processes)
     assert notes[0].startswith(
         "controller-0 died: OutOfMemoryError: no room for 7.42 GiB; it is started again; log: "
@@ -138,11 +138,11 @@ def test_all_examine_records_once_a_workers_client_has_misread_the_log(
     monkeypatch.setenv(EXAMINE, "")
     supervisor = ended(make_run_config(), "misread")
     assert (
-        f"controller-0 died: {MISREAD}; it is started again; log: "
-        in supervisor.tend(Progress())[0]
+        f"controller-0 died: {CLIENT_ABORT_TEXT}; it is started again; log: "
+        in supervisor.poll(Progress())[0]
     )
     orders = [
-        order for managed in supervisor._processes.values() for order in managed.orders.values()
+        order for managed in supervisor._processes.values() for order in managed.requests.values()
     ]
     assert {os.environ[EXAMINE], *(order.environment[EXAMINE] for order in orders)} == {"1"}
 
@@ -150,11 +150,11 @@ def test_all_examine_records_once_a_workers_client_has_misread_the_log(
 def died_again(supervisor: Supervisor, progress: Progress) -> list[str]:
     """Have all workers started again and die once more, however long the run would wait before."""
     for managed in supervisor._processes.values():
-        if managed.process is None and not managed.given_up:
+        if managed.process is None and not managed.abandoned_reason:
             supervisor._spawn(managed)
         assert managed.process is not None
         managed.process.wait(30)
-    return supervisor.tend(progress)
+    return supervisor.poll(progress)
 
 
 def test_run_ends_with_the_error_of_a_worker_that_always_dies(
@@ -163,7 +163,7 @@ def test_run_ends_with_the_error_of_a_worker_that_always_dies(
     supervisor = ended(make_run_config(workers={"max_restarts": 2}), "OutOfMemoryError")
     for managed in list(supervisor._processes.values())[1:]:
         supervisor._processes.pop(managed.worker_id)
-    assert len(supervisor.tend(Progress(num_steps=7))) == 1
+    assert len(supervisor.poll(Progress(num_steps=7))) == 1
     assert len(died_again(supervisor, Progress(num_steps=7))) == 1
     expected = r"controller-0 died 3 times in a row without a committed step: OutOfMemoryError: no room for 7.42 GiB; log: .*controller-0.log$"
     with pytest.raises(RunFailed, match=expected):
@@ -181,7 +181,7 @@ def test_run_goes_on_while_steps_are_committed_and_while_broker_or_store_is_away
         supervisor = ended(make_run_config(workers={"max_restarts": 1}), error)
         for managed in list(supervisor._processes.values())[1:]:
             supervisor._processes.pop(managed.worker_id)
-        supervisor.tend(Progress())
+        supervisor.poll(Progress())
         for num_steps in range(1, 4):
             assert len(died_again(supervisor, Progress(num_steps=num_steps * has_steps))) == 1
 
@@ -190,7 +190,7 @@ def test_workers_that_the_health_manager_ends_are_its_own_to_count(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     supervisor = ended(make_run_config(workers=NO_RESTART), RESTART_CODE)
-    assert supervisor.tend(Progress())[0].startswith("controller-0 was ended by the health manager")
+    assert supervisor.poll(Progress())[0].startswith("controller-0 was ended by the health manager")
 
 
 def test_reason_is_told_although_the_folder_of_the_run_was_deleted(
@@ -200,7 +200,7 @@ def test_reason_is_told_although_the_folder_of_the_run_was_deleted(
     for managed in supervisor._processes.values():
         shutil.rmtree(managed.logs, ignore_errors=True)
         managed.process = None
-    supervisor.tend(Progress())
+    supervisor.poll(Progress())
     for managed in supervisor._processes.values():
         assert managed.process is not None
         managed.process.wait(30)
@@ -208,14 +208,14 @@ def test_reason_is_told_although_the_folder_of_the_run_was_deleted(
         ConfigError,
         match=r"controller-0 can't go on: ended with exit code 2; log: .*:\nerror: the reason",
     ):
-        supervisor.tend(Progress())
+        supervisor.poll(Progress())
 
 
 def test_worker_that_drained_is_started_again_a_moment_later_and_without_alarm(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     supervisor = ended(make_run_config(), 0)
-    assert supervisor.tend(Progress()) == supervisor.tend(Progress()) == []
+    assert supervisor.poll(Progress()) == supervisor.poll(Progress()) == []
     assert {managed.process for managed in supervisor._processes.values()} == {None}, (
         "the run may be ending: its command reaches workers first"
     )
@@ -228,11 +228,11 @@ def test_fenced_worker_stays_down_until_it_is_revived(
     trainer = supervisor._processes["trainer-0"]
     assert trainer.process is not None
     pid = trainer.process.pid
-    supervisor.tend(Progress())
-    supervisor.tend(Progress())
+    supervisor.poll(Progress())
+    supervisor.poll(Progress())
     assert (trainer.process, supervisor.fenced["trainer-0"].pid) == (None, pid)
-    supervisor.revive("trainer-0")
-    supervisor.tend(Progress())
+    supervisor.restart_fenced("trainer-0")
+    supervisor.poll(Progress())
     assert trainer.process is not None
     trainer.process.wait(30)
     assert "trainer-0" not in supervisor.fenced
@@ -255,17 +255,17 @@ def test_goodbye_is_owed_for_workers_that_ended_without_one(
     process = supervisor._processes["trainer-0"].process
     assert process is not None
     newest = replace(beat(process.pid, beat_at=FENCED_AT), host=socket.gethostname())
-    assert supervisor.owes_goodbye(newest) is is_owed
-    supervisor.tend(Progress())
+    assert supervisor.lacks_final_heartbeat(newest) is is_owed
+    supervisor.poll(Progress())
     assert supervisor._processes["trainer-0"].process is None, "it is to be started again later"
-    assert supervisor.owes_goodbye(newest) is is_owed
+    assert supervisor.lacks_final_heartbeat(newest) is is_owed
     for different in (
         {"state": WorkerState.STOPPED},
         {"pid": 1},
         {"host": "elsewhere"},
         {"worker_id": "other-0"},
     ):
-        assert not supervisor.owes_goodbye(replace(newest, **different))
+        assert not supervisor.lacks_final_heartbeat(replace(newest, **different))
 
 
 def test_goodbye_is_owed_for_any_of_the_processes_that_died_since_the_last_goodbye(
@@ -275,9 +275,9 @@ def test_goodbye_is_owed_for_any_of_the_processes_that_died_since_the_last_goodb
     trainer = supervisor._processes["trainer-0"]
     assert trainer.process is not None
     first = replace(beat(trainer.process.pid, beat_at=FENCED_AT), host=socket.gethostname())
-    supervisor.tend(Progress())
+    supervisor.poll(Progress())
     died_again(supervisor, Progress(num_steps=1))
-    assert supervisor.owes_goodbye(first), "the second one died before it said anything"
+    assert supervisor.lacks_final_heartbeat(first), "the second one died before it said anything"
 
 
 SECOND = 1_000_000
@@ -319,7 +319,7 @@ def test_fencing_is_over_when_the_other_has_been_silent_for_long_or_said_goodbye
 ) -> None:
     fencing = Fencing(OURS, FENCED_AT)
     over = [
-        fencing.is_over(newest, now=FENCED_AT + after * SECOND, hung_seconds=60.0)
+        fencing.is_over(newest, now=FENCED_AT + after * SECOND, heartbeat_timeout_seconds=60.0)
         for after in (over_after_seconds, over_after_seconds + 1)
     ]
     assert over == [False, True]

@@ -23,7 +23,7 @@ from relax_events.telemetry.component_metrics import SpanMetrics
 from relax_events.telemetry.traces import NOT_TRACED, Traces, open_traces, require_tracing
 from relax_events.telemetry.traces import export as sending
 from relax_events.telemetry.traces import factory as opening
-from relax_events.telemetry.traces.recorded import is_chosen, root_of
+from relax_events.telemetry.traces.recorded import is_sampled, derive_root
 
 MakeRunConfig = Callable[..., RunConfig]
 GROUP = "000007-0003-0"
@@ -75,20 +75,20 @@ def test_every_role_continues_the_trace_that_the_prompter_began(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     prompter, rollout, trainer = (open_role(role) for role in ("prompter", "rollout", "trainer"))
-    prompter.issue(GROUP, topic="prompt.groups", train_step=7).end()
-    headers = dict(prompter.headers_of(GROUP))
+    prompter.begin_group(GROUP, topic="prompt.groups", train_step=7).end()
+    headers = dict(prompter.get_headers(GROUP))
     assert headers.keys() == {"traceparent"}
 
-    rollout.take(record(headers))
-    rollout.waited(GROUP, "prompt.groups")
+    rollout.add_record(record(headers))
+    rollout.record_wait(GROUP, "prompt.groups")
     work = rollout.begin("generate", GROUP, topic="prompt.groups", engine="transformers")
-    assert rollout.headers_of(GROUP) == headers
+    assert rollout.get_headers(GROUP) == headers
     work.end({"policy_versions": [3, 4]})
 
-    trainer.take(record(headers, topic="advantage.samples"))
+    trainer.add_record(record(headers, topic="advantage.samples"))
     trainer.begin("train", GROUP, topic="advantage.samples", train_step=7).end()
-    step = trainer.step(7, began_ns=time.time_ns(), headers=[trainer.headers_of(GROUP), {}])
-    publication = trainer.publication(step, 8, began_ns=time.time_ns())
+    step = trainer.begin_train_step(7, began_ns=time.time_ns(), headers=[trainer.get_headers(GROUP), {}])
+    publication = trainer.begin_publication(step, 8, began_ns=time.time_ns())
     publication.end()
     step.end({"figure.loss": 0.5})
     for role in (prompter, rollout, trainer):
@@ -143,9 +143,9 @@ def test_prompt_group_that_is_issued_twice_has_one_trace_and_the_next_attempt_le
 ) -> None:
     one, other = open_role("prompter"), open_role("prompter")
     for prompter in (one, other):
-        prompter.issue(GROUP, topic="prompt.groups").end()
-    assert one.headers_of(GROUP) == other.headers_of(GROUP)
-    one.issue("000007-0003-1", topic="prompt.groups", instead_of=GROUP).end()
+        prompter.begin_group(GROUP, topic="prompt.groups").end()
+    assert one.get_headers(GROUP) == other.get_headers(GROUP)
+    one.begin_group("000007-0003-1", topic="prompt.groups", instead_of=GROUP).end()
     one.close()
     first, second = collector.spans
     assert second.links == (first.place,)
@@ -156,24 +156,24 @@ def test_prompter_alone_chooses_what_is_traced(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     names = [f"{step:06d}-{seat:04d}-0" for step in range(100) for seat in range(20)]
-    chosen = {name for name in names if is_chosen(root_of("test", name).trace_id, 0.25)}
+    chosen = {name for name in names if is_sampled(derive_root("test", name).trace_id, 0.25)}
     assert 0.2 < len(chosen) / len(names) < 0.3
     judge = TraceIdRatioBased(0.25)
     assert chosen == {
         name
         for name in names
-        if judge.should_sample(None, root_of("test", name).trace_id, "").decision.is_sampled()
+        if judge.should_sample(None, derive_root("test", name).trace_id, "").decision.is_sampled()
     }
 
     prompter, rollout = open_role("prompter", ratio=0.25), open_role("rollout", ratio=0.25)
     for name in names[:40]:
-        prompter.issue(name, topic="prompt.groups").end()
-        rollout.take(record(dict(prompter.headers_of(name)), key=name))
-        rollout.waited(name, "prompt.groups")
+        prompter.begin_group(name, topic="prompt.groups").end()
+        rollout.add_record(record(dict(prompter.get_headers(name)), key=name))
+        rollout.record_wait(name, "prompt.groups")
         rollout.begin("generate", name, topic="prompt.groups").end()
     prompter.close()
     rollout.close()
-    assert {name for name in names[:40] if prompter.headers_of(name)} == chosen & set(names[:40])
+    assert {name for name in names[:40] if prompter.get_headers(name)} == chosen & set(names[:40])
     assert len(collector.spans) == 3 * len(chosen & set(names[:40]))
     assert len(chosen & set(names[:40])) > 0
 
@@ -185,20 +185,20 @@ def test_record_without_a_sampled_context_is_not_traced(
     open_role: Callable[..., Traces], header: str
 ) -> None:
     rollout = open_role("rollout")
-    rollout.take(record({"traceparent": header} if header else {}))
-    rollout.waited(GROUP, "prompt.groups")
+    rollout.add_record(record({"traceparent": header} if header else {}))
+    rollout.record_wait(GROUP, "prompt.groups")
     assert rollout.begin("generate", GROUP, topic="prompt.groups") is NOT_TRACED
-    assert rollout.headers_of(GROUP) == {}
+    assert rollout.get_headers(GROUP) == {}
 
 
 def test_trace_of_a_guest_is_continued(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     rollout = open_role("rollout")
-    rollout.take(record({"traceparent": FOREIGN, "tracestate": "theirs=1"}))
+    rollout.add_record(record({"traceparent": FOREIGN, "tracestate": "theirs=1"}))
     rollout.begin("generate", GROUP, topic="prompt.groups").end()
     rollout.close()
-    assert rollout.headers_of(GROUP) == {"traceparent": FOREIGN, "tracestate": "theirs=1"}
+    assert rollout.get_headers(GROUP) == {"traceparent": FOREIGN, "tracestate": "theirs=1"}
     (span,) = collector.spans
     assert (span.place[0].hex(), span.parent.hex()) == (FOREIGN[3:35], FOREIGN[36:52])
 
@@ -207,10 +207,10 @@ def test_trace_of_what_is_not_trained_ends_with_the_reason(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     trainer = open_role("trainer")
-    trainer.take(record({"traceparent": FOREIGN}, topic="advantage.samples"))
-    trainer.ended(GROUP, outcome="expired", reason="version 3 left the window of version 5")
-    trainer.ended(GROUP, outcome="failed", reason="reward: no number")
-    trainer.ended("000000-0000-0", outcome="failed", reason="nobody traces it")
+    trainer.add_record(record({"traceparent": FOREIGN}, topic="advantage.samples"))
+    trainer.record_group_end(GROUP, outcome="expired", reason="version 3 left the window of version 5")
+    trainer.record_group_end(GROUP, outcome="failed", reason="reward: no number")
+    trainer.record_group_end("000000-0000-0", outcome="failed", reason="nobody traces it")
     trainer.close()
     expired, failed = collector.named("end control.group-outcomes")
     assert (expired.facts["relax.outcome"], expired.facts["relax.reason"]) == (
@@ -224,10 +224,10 @@ def test_work_that_is_given_up_ends_as_failed(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     reward = open_role("reward")
-    reward.take(record({"traceparent": FOREIGN}, topic="rollout.samples"))
+    reward.add_record(record({"traceparent": FOREIGN}, topic="rollout.samples"))
     with (
         pytest.raises(ZeroDivisionError),
-        reward.each("score", [GROUP, GROUP, "another"], topic="rollout.samples"),
+        reward.trace_groups("score", [GROUP, GROUP, "another"], topic="rollout.samples"),
     ):
         raise ZeroDivisionError
     reward.close()
@@ -240,7 +240,7 @@ def test_step_links_more_prompt_groups_than_the_sdk_would_by_itself(
 ) -> None:
     trainer = open_role("trainer")
     headers = [{"traceparent": f"00-{FOREIGN[3:35]}-{number:016x}-01"} for number in range(1, 301)]
-    trainer.step(0, began_ns=time.time_ns(), headers=headers).end(
+    trainer.begin_train_step(0, began_ns=time.time_ns(), headers=headers).end(
         {f"figure.{number}": 1.0 for number in range(150)}
     )
     trainer.close()
@@ -257,9 +257,9 @@ def test_nothing_is_written_without_a_collector(make_run_config: MakeRunConfig) 
         worker_id="prompter-0",
         counts=SpanMetrics("prompter", CollectorRegistry()),
     )
-    assert traces.issue(GROUP, topic="prompt.groups") is NOT_TRACED
-    traces.take(record({"traceparent": FOREIGN}))
-    assert traces.headers_of(GROUP) == traces.step(0, began_ns=0, headers=()).headers == {}
+    assert traces.begin_group(GROUP, topic="prompt.groups") is NOT_TRACED
+    traces.add_record(record({"traceparent": FOREIGN}))
+    assert traces.get_headers(GROUP) == traces.begin_train_step(0, began_ns=0, headers=()).headers == {}
 
 
 def lost(registry: CollectorRegistry, reason: str) -> float:
@@ -293,7 +293,7 @@ def test_collector_that_is_away_costs_spans_alone(
         )
         counts = Noticed(registry)
         traces = open_traces(config, role="rollout", worker_id="rollout-0", counts=counts)
-        traces.take(record({"traceparent": FOREIGN}))
+        traces.add_record(record({"traceparent": FOREIGN}))
         for _ in range(600):
             traces.begin("generate", GROUP, topic="prompt.groups").end()
         assert counts.event.wait(60)
@@ -330,7 +330,7 @@ def test_queue_is_bounded_and_what_it_drops_is_counted(
         traces = open_traces(
             config, role="rollout", worker_id="rollout-0", counts=SpanMetrics("rollout", registry)
         )
-        traces.take(record({"traceparent": FOREIGN}))
+        traces.add_record(record({"traceparent": FOREIGN}))
         for _ in range(100):
             traces.begin("generate", GROUP, topic="prompt.groups").end()
         assert 100 - 16 - 8 <= lost(registry, "queue") <= 100 - 16

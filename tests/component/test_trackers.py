@@ -14,12 +14,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.telemetry import delivery as feeding
-from relax_events.telemetry.delivery import Feed
+from relax_events.telemetry.delivery import DeliveryQueue
 from relax_events.telemetry.trackers import (
-    Figures,
-    Memory,
-    feed_tracker,
-    open_feeds,
+    StepMetrics,
+    DeliveryProgress,
+    open_tracker_queue,
+    open_tracker_queues,
     require_trackers,
 )
 from tests.unit.run_events import run_config
@@ -36,7 +36,7 @@ class Kept:
         self.released = threading.Event()
         self.is_closed = False
 
-    def write(self, figures: Figures) -> None:
+    def write(self, figures: StepMetrics) -> None:
         if self.hangs:
             self.released.wait(PATIENCE_SECONDS)
         if self.refusals:
@@ -48,8 +48,8 @@ class Kept:
         self.is_closed = True
 
 
-def figures(step: int, series: str = "train") -> Figures:
-    return Figures(
+def figures(step: int, series: str = "train") -> StepMetrics:
+    return StepMetrics(
         series,
         step,
         1_700_000_000_000_000 + step,
@@ -60,15 +60,15 @@ def figures(step: int, series: str = "train") -> Figures:
 @pytest.fixture
 def feed_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Feed[Figures], list[str]]]:
+) -> Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]]:
     monkeypatch.setattr(feeding, "BACKOFF_SECONDS", 0.01)
 
-    def make(tracker: Kept) -> tuple[Feed[Figures], list[str]]:
+    def make(tracker: Kept) -> tuple[DeliveryQueue[StepMetrics], list[str]]:
         errors: list[str] = []
-        return feed_tracker(
+        return open_tracker_queue(
             "kept",
             lambda memory: tracker,
-            memory=Memory(tmp_path / "kept.json"),
+            memory=DeliveryProgress(tmp_path / "kept.json"),
             failed=errors.append,
         ), errors
 
@@ -76,7 +76,7 @@ def feed_of(
 
 
 def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(
-    feed_of: Callable[..., tuple[Feed[Figures], list[str]]],
+    feed_of: Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]],
 ) -> None:
     tracker = Kept(refusals=4)
     feed, errors = feed_of(tracker)
@@ -91,7 +91,7 @@ def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(
 
 
 def test_tracker_that_hangs_holds_up_neither_the_worker_nor_its_end(
-    feed_of: Callable[..., tuple[Feed[Figures], list[str]]], monkeypatch: pytest.MonkeyPatch
+    feed_of: Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeding, "MAX_QUEUED", 10)
     tracker = Kept(hangs=True)
@@ -105,7 +105,7 @@ def test_tracker_that_hangs_holds_up_neither_the_worker_nor_its_end(
 
 
 def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(
-    feed_of: Callable[..., tuple[Feed[Figures], list[str]]],
+    feed_of: Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]],
 ) -> None:
     feed, errors = feed_of(Kept(refusals=10**9))
     for step in range(5):
@@ -122,7 +122,7 @@ def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(
     ],
 )
 def test_worker_that_starts_again_doubles_nothing(
-    feed_of: Callable[..., tuple[Feed[Figures], list[str]]],
+    feed_of: Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]],
     remembers: bool,
     again: list[tuple[str, int]],
 ) -> None:
@@ -144,11 +144,11 @@ def test_unknown_tracker_and_missing_package_are_named(
         ConfigError,
         match=r"telemetry.trackers: 'aim' is not installed; installed are clearml, mlflow, tensorboard, wandb",
     ):
-        open_feeds(with_trackers(tmp_path, "aim"), failed=lambda _: None)
+        open_tracker_queues(with_trackers(tmp_path, "aim"), failed=lambda _: None)
     own = tmp_path / "mine.py"
     own.write_text("import no_such_library\n\nclass Mine: ...\n")
     with pytest.raises(ConfigError, match="no_such_library"):
-        open_feeds(with_trackers(tmp_path, f"{own}:Mine"), failed=lambda _: None)
+        open_tracker_queues(with_trackers(tmp_path, f"{own}:Mine"), failed=lambda _: None)
 
 
 def test_tracker_whose_package_is_missing_is_named_before_it_is_loaded(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def fed(config: RunConfig, *steps: int) -> list[str]:
     """Feed steps to the trackers of a run, as one process of the metrics role would; return the
     errors."""
     errors: list[str] = []
-    feeds = open_feeds(config, failed=errors.append)
+    feeds = open_tracker_queues(config, failed=errors.append)
     for step in steps:
         for feed in feeds:
             feed.put(figures(step))

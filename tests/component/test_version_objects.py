@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
-from event_samples import published, rolled_out
+from event_samples import changed, published, rolled_out
 
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PolicyVersionPublished, SampleRolledOut
 from relax_events.objects import ObjectStore, check_in, check_out
-from relax_events.objects.version_objects import delete_before, folder_of, stored_versions
+from relax_events.objects.version_objects import (
+    build_version_folder,
+    delete_objects_before,
+    list_stored_versions,
+)
 from relax_events.ops.purge import oldest_with_records
 from relax_events.topics import TopicPlan
 
@@ -71,7 +74,7 @@ def stored_sample(store: ObjectStore, version: int, *, size: int) -> SampleRolle
     """Make a sample whose routed experts lie in the store, as a role that writes it does."""
     experts = np.random.default_rng(version).integers(0, 128, (3, size, 8)).astype(np.uint8)
     sample = rolled_out(f"{version:06d}-0000-0", version=version, routed_experts=experts)
-    return check_in(sample, store, inline_max_bytes=1000, folder=folder_of(version))
+    return check_in(sample, store, claim_check_threshold_bytes=1000, folder=build_version_folder(version))
 
 
 def num_bytes(folder: Path) -> int:
@@ -86,9 +89,9 @@ def test_store_of_a_long_run_stays_bounded(store: ObjectStore, tmp_path: Path) -
     for version in range(60):
         samples[version] = stored_sample(store, version, size=size)
         assert store.put(store.get(images[version % 3]), suffix=".png") == images[version % 3]
-        delete_before(store, version - RETAINED + 1)
+        delete_objects_before(store, version - RETAINED + 1)
         largest = max(largest, num_bytes(tmp_path))
-    assert stored_versions(store) == [56, 57, 58, 59]
+    assert list_stored_versions(store) == [56, 57, 58, 59]
     assert largest <= (RETAINED + 1) * 3 * size * 8 + 3 * 1000
     assert [
         check_out(samples[version], store).routed_experts.shape for version in range(56, 60)
@@ -100,24 +103,24 @@ def test_equal_arrays_of_one_version_are_stored_once_and_of_two_versions_apart(
     store: ObjectStore,
 ) -> None:
     sample = rolled_out(tokens=np.arange(4, dtype=np.int32) + 1)
-    one = check_in(sample, store, inline_max_bytes=8, folder=folder_of(3))
+    one = check_in(sample, store, claim_check_threshold_bytes=8, folder=build_version_folder(3))
     same = check_in(
-        dataclasses.replace(sample, sample_id="000000-0000-0/1"),
+        changed(sample, sample_id="000000-0000-0/1"),
         store,
-        inline_max_bytes=8,
-        folder=folder_of(3),
+        claim_check_threshold_bytes=8,
+        folder=build_version_folder(3),
     )
-    later = check_in(sample, store, inline_max_bytes=8, folder=folder_of(4))
+    later = check_in(sample, store, claim_check_threshold_bytes=8, folder=build_version_folder(4))
     assert one.tokens.reference == same.tokens.reference != later.tokens.reference  # type: ignore[union-attr]
-    assert delete_before(store, 4) == 2, "tokens, and the log-probabilities of the engine"
+    assert delete_objects_before(store, 4) == 2, "tokens, and the log-probabilities of the engine"
     assert np.asarray(check_out(later, store).tokens).tolist() == [1, 2, 3, 4]
 
 
 def test_interrupted_deletion_is_finished_by_the_next(store: ObjectStore) -> None:
     for version in (1, 2, 3):
-        store.put(b"first", folder=folder_of(version))
-        store.put(b"second", folder=folder_of(version))
-    store.delete(store.list(folder_of(1))[:1])
-    assert delete_before(store, 3) == 3
-    assert delete_before(store, 3) == 0
-    assert stored_versions(store) == [3]
+        store.put(b"first", folder=build_version_folder(version))
+        store.put(b"second", folder=build_version_folder(version))
+    store.delete(store.list(build_version_folder(1))[:1])
+    assert delete_objects_before(store, 3) == 3
+    assert delete_objects_before(store, 3) == 0
+    assert list_stored_versions(store) == [3]

@@ -13,7 +13,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.examples.tiny_models import make_tiny
-from relax_events.launcher.weights_fit import difference_of, require_fitting_model, shapes_in
+from relax_events.launcher.weights_fit import find_difference, require_fitting_model, read_shapes
 from relax_events.objects import ObjectStore
 from relax_events.weights.artifact_writer import write_weights
 
@@ -80,7 +80,7 @@ def test_nothing_is_compared_where_there_is_nothing(
 
 
 def test_tensors_that_only_one_of_them_names_say_nothing() -> None:
-    assert difference_of({"a": (1,), "experts.0.w": (2,)}, {"a": (1,), "experts.w": (4, 2)}) == ""
+    assert find_difference({"a": (1,), "experts.0.w": (2,)}, {"a": (1,), "experts.w": (4, 2)}) == ""
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_file_that_is_cut_is_named(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(
         ConfigError, match=r"model\.safetensors is not a whole safetensors file .*; fetch it again"
     ):
-        shapes_in(tmp_path)
+        read_shapes(tmp_path)
 
 
 def test_shapes_are_those_of_the_tensors(
     published: tuple[RunConfig, PolicyVersionPublished],
 ) -> None:
     path = published[0].model.path
-    assert shapes_in(path) == {
+    assert read_shapes(path) == {
         name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()
     }

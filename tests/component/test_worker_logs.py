@@ -12,7 +12,7 @@ import pytest
 
 from relax_events.cli.logs import logs
 from relax_events.errors import ConfigError
-from relax_events.history.worker_logs import LogParser, LogTail, log_files, read_lines, severe
+from relax_events.history.worker_logs import LogParser, LogTail, log_files, read_lines, filter_by_level
 
 SECONDS = 60.0
 
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 def test_line_is_readable_and_what_is_no_event_keeps_the_time_of_the_line_before() -> None:
     parser = LogParser("reward-0")
     lines = [
-        parser.line(raw)
+        parser.parse_line(raw)
         for raw in (
             event(7, "x.done", count=3, why="a b"),
             b"printed\n",
@@ -79,7 +79,7 @@ def test_logs_are_in_order_of_time_and_those_of_a_role_or_worker_can_be_had(fold
     ]
     assert [*log_files(folder, ["trainer"])] == ["trainer-0", "trainer-1"]
     assert [
-        line.text for line in severe(read_lines(log_files(folder, ["trainer-0", "run"])), "error")
+        line.text for line in filter_by_level(read_lines(log_files(folder, ["trainer-0", "run"])), "error")
     ] == [
         "Traceback (most recent call last):",
         'worker.failed text="no room"',

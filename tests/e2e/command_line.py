@@ -103,7 +103,7 @@ def run_file_text(
 [run]
 id = "{run_id}"
 num_steps = 3
-groups_per_step = 4
+prompts_per_step = 4
 samples_per_prompt = 4
 {more}
 
@@ -125,7 +125,7 @@ function = "{prepared / "reward.py"}:spread"
 learning_rate = {learning_rate}
 
 [workers]
-beat_seconds = 0.2
+heartbeat_seconds = 0.2
 
 [scaling]
 api = "off"

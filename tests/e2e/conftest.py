@@ -21,7 +21,7 @@ from command_line import (
 )
 
 from relax_events.config import load_run_config
-from stack.told import Told
+from tests.stack.webhook_sink import Told
 
 
 @pytest.fixture
@@ -97,14 +97,14 @@ def finished_run(
     The first test that asks waits for it, so all that ask need `pytest.mark.timeout(300)`.
     """
     folder = tmp_path_factory.mktemp("finished")
-    run_file, notice_urls = folder / "run.toml", folder / "notice_urls"
+    run_file, notification_urls = folder / "run.toml", folder / "notification_urls"
     more = f'directory = "{folder / ".relax"}"'
     text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=more)
-    telling = f'[telemetry]\nnotice_urls_file = "{notice_urls}"'
+    telling = f'[telemetry]\nnotice_urls_file = "{notification_urls}"'
     run_file.write_text(f'{text}\n{telling}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
     with Told() as told:
         threading.Thread(target=told.serve_forever, daemon=True).start()
-        notice_urls.write_text(f"json://127.0.0.1:{told.server_port}/\n")
+        notification_urls.write_text(f"json://127.0.0.1:{told.server_port}/\n")
         ended = call_relax("run", run_file, cwd=folder, timeout_seconds=200)
         told.shutdown()
     (folder / "told").write_text("\n".join(told.titles))

@@ -24,7 +24,7 @@ RUN = """
 [run]
 id = "{run_id}"
 num_steps = {steps}
-groups_per_step = {groups}
+prompts_per_step = {groups}
 
 [model]
 path = "{prepared}/model"
@@ -43,7 +43,7 @@ name = "{algorithm}"
 learning_rate = 5e-3
 
 [workers]
-beat_seconds = 0.2
+heartbeat_seconds = 0.2
 
 [broker]
 bootstrap_servers = "{bootstrap_servers}"
@@ -147,7 +147,7 @@ def samples_of(run: FinishedRun) -> list[SampleRolledOut]:
         LogReader(Connection(run.config.broker.bootstrap_servers, client_id="test")),
         EventCodec(),
     )
-    partitions = range(TopicPlan.of(run.config).num_sample_partitions)
+    partitions = range(TopicPlan.from_config(run.config).num_sample_partitions)
     records = reader.read_to_end(
         (f"relax.{run.config.run.id}.rollout.samples", partition) for partition in partitions
     )
@@ -252,7 +252,7 @@ def test_pairs_move_apart(pairs_run: FinishedRun) -> None:
 def test_sample_of_a_pair_is_chosen_or_rejected_by_its_index(pairs_run: FinishedRun) -> None:
     for sample in samples_of(pairs_run):
         word = sample.messages[0].text.split()[1]
-        assert sample.completion == (word, 3 * word[0])[sample.sample_index]
+        assert sample.completion == (word, 3 * word[0])[sample.key.sample_index]
 
 
 @pytest.mark.long

@@ -42,7 +42,7 @@ def fails(completion, *, answer, metadata, prompt):
             'broker.client={"acks"="1"}',
             ["acks carries a delivery promise", "remove it from broker.client"],
         ),
-        ("trainer.ranks=3", ["trainer.ranks = 3 needs broker.shards >= 3, got 2"]),
+        ("trainer.ranks=3", ["trainer.ranks = 3 needs broker.partitions_per_version >= 3, got 2"]),
         (
             "engine.name=vroom",
             ["engine.name = 'vroom' is not installed; installed are", "transformers"],
@@ -266,14 +266,14 @@ def test_run_whose_rewards_all_fail_ends_with_the_reasons(
         "reward.timeout_seconds=0.5",
         "reward.processes=4",
         "run.samples_per_prompt=2",
-        "run.max_failed_groups=6",
+        "run.max_failed_prompt_groups=6",
         timeout_seconds=200,
     )
     assert ended.code == 1
     assert "Traceback" not in ended.err
     assert f"run {run_id} ended before its goal: " in ended.err
     assert (
-        "prompt groups failed in a row (run.max_failed_groups); the last one: reward: reward "
+        "prompt groups failed in a row (run.max_failed_prompt_groups); the last one: reward: reward "
         "function"
     ) in ended.err
     report = report_of(tmp_path, run_id)

@@ -21,11 +21,11 @@ def test_changed_run_file_is_taken_only_where_the_run_can_go_on_with_it(
 
     further = ("run", run_file, broker, "run.num_steps=5")
     refused = relax(
-        *further, "run.groups_per_step=2", "--accept-changes", timeout_seconds=RUN_SECONDS
+        *further, "run.prompts_per_step=2", "--accept-changes", timeout_seconds=RUN_SECONDS
     )
     assert refused.code == 2
-    assert "run.groups_per_step: 4 -> 2" in refused.err
-    assert f"relax runs fork {run_id} NEW_ID run.groups_per_step=2" in refused.err
+    assert "run.prompts_per_step: 4 -> 2" in refused.err
+    assert f"relax runs fork {run_id} NEW_ID run.prompts_per_step=2" in refused.err
 
     asked = relax(*further, "trainer.learning_rate=1e-4", timeout_seconds=RUN_SECONDS)
     assert asked.code == 2

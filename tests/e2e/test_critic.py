@@ -11,7 +11,7 @@ import orjson
 import pytest
 from command_line import FinishedRun, Relax, call_relax, log_of, report_of, run_file_text
 
-from relax_events.algorithms.gae import GroupValues, generalised_advantages
+from relax_events.algorithms.gae import GroupValues, gae_advantages
 from relax_events.config import load_run_config
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, SampleEvaluated, SampleReady
@@ -46,8 +46,8 @@ def ppo_run(
 
 
 def events(run: FinishedRun, entity: str) -> list[Event]:
-    plan, codec = TopicPlan.of(run.config), EventCodec()
-    reader = LogReader(Connection.of(run.config.broker, client_id="test"))
+    plan, codec = TopicPlan.from_config(run.config), EventCodec()
+    reader = LogReader(Connection.from_config(run.config.broker, client_id="test"))
     places = [(plan.topic(entity), partition) for partition in range(plan.num_sample_partitions)]
     found = [codec.decode(record.value) for record in reader.read_to_end(places)]
     reader.close()
@@ -100,7 +100,7 @@ def test_advantages_are_those_of_the_recorded_values(ppo_run: FinishedRun) -> No
         np.testing.assert_array_equal(np.asarray(sample.values), values[sample.sample_id])
         rewards = np.zeros((1, mask.sum()))
         rewards[0, -1] = sample.reward
-        given = generalised_advantages(
+        given = gae_advantages(
             GroupValues(rewards, np.asarray(sample.values, np.float64)[None, mask]),
             gamma=1.0,
             gae_lambda=0.95,

@@ -33,7 +33,7 @@ def test_run_keeps_in_its_second_session_what_was_derived_in_the_first(
 [run]
 id = "{run_id}"
 num_steps = 1
-groups_per_step = 2
+prompts_per_step = 2
 samples_per_prompt = 2
 
 [model]
@@ -50,7 +50,7 @@ sampling = {{ max_new_tokens = 6 }}
 function = "{prepared / "reward.py"}:spread"
 
 [workers]
-beat_seconds = 0.2
+heartbeat_seconds = 0.2
 
 [scaling]
 api = "off"

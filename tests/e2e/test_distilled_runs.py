@@ -45,7 +45,7 @@ def test_policy_comes_nearer_to_its_teacher(
         "algorithm.distill_placement=loss",
         "algorithm.distill_tokens=student_topk",
         "algorithm.distill_top_k=64",
-        "run.groups_per_step=8",
+        "run.prompts_per_step=8",
     )
     distil(relax, run_file, bootstrap_servers, f"teacher.model_path={teacher}", *sets)
     curves = curves_of(run_file, run_id)
@@ -68,7 +68,7 @@ def test_drawn_tokens_are_distilled_again_with_another_coefficient(
         run_file,
         bootstrap_servers,
         f"teacher.model_path={teacher}",
-        "run.groups_per_step=8",
+        "run.prompts_per_step=8",
         "run.num_steps=20",
         *sync,
     )

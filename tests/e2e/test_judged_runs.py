@@ -24,7 +24,7 @@ path = "{folder}/judge"
 tiny = {{ hidden_size = 64, num_layers = 2 }}
 [data]
 source = "jsonl:{folder}/judgements.jsonl"
-[warm_start]
+[sft_warmup]
 steps = {steps}
 target_loss = 0.002
 """
@@ -88,13 +88,13 @@ def test_quickstart_learns_from_a_judge(
     engine = {"max_context_tokens": 128, "max_running_samples": 64, "sampling": sampling}
     config["judge"] = {
         "model_path": str(tmp_path / "judge"),
-        "unreadable": "zero",
+        "on_parse_error": "zero",
         "engine": engine,
     }
     dataset = {
         "name": "truth",
         "source": config["data"]["source"],
-        "size": 200,
+        "num_problems": 200,
         "options": TASK,
         "reward": {"function": "reasoning_gym"},
     }

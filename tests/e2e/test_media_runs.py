@@ -25,8 +25,8 @@ from relax_events.events.types import (
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
-from relax_events.objects.roots import media_of
+from relax_events.kafka.records import ProducerRecord
+from relax_events.objects.roots import list_media
 from relax_events.topics import TopicPlan
 from tests.unit.moving_and_sounding import clip_file, sound_file
 from tests.unit.pictures import picture_file
@@ -37,7 +37,7 @@ SETTINGS = """
 [run]
 id = "{run_id}"
 num_steps = 2
-groups_per_step = 4
+prompts_per_step = 4
 samples_per_prompt = 4
 mode = "sync"
 max_staleness = 0
@@ -150,7 +150,7 @@ def ask_about_a_picture_that_is_gone(
     ) as producer:
         producer.write(
             [
-                OutRecord(
+                ProducerRecord(
                     f"relax.{run_id}.prompt.groups",
                     EventCodec().encode(issued),
                     key=GUEST,
@@ -200,7 +200,7 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
     samples = [
         event
         for event in events_of(
-            bootstrap_servers, run_id, rollout_samples=TopicPlan.of(config).num_sample_partitions
+            bootstrap_servers, run_id, rollout_samples=TopicPlan.from_config(config).num_sample_partitions
         )
         if isinstance(event, SampleRolledOut)
     ]
@@ -219,7 +219,7 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
         "audio/x-wav": "14400 frames at 16000 Hz",
         "video/mp4": "48 x 32, 8 frames at 2 Hz",
     }
-    for reference in media_of(about_all):
+    for reference in list_media(about_all):
         assert (
             f"[{reference.media_type}, {extents[reference.media_type]}, "
             f"{reference.num_bytes} bytes: {reference.uri}]"
@@ -237,7 +237,7 @@ TALKING = """
 [run]
 id = "{run_id}"
 num_steps = 2
-groups_per_step = 2
+prompts_per_step = 2
 samples_per_prompt = 2
 mode = "sync"
 max_staleness = 0
@@ -246,7 +246,7 @@ max_staleness = 0
 path = "model"
 tiny = {{ family = "qwen3_vl", hidden_size = 32, num_layers = 1, corpus_rows = 4 }}
 
-[warm_start] # until it knows how answers end
+[sft_warmup] # until it knows how answers end
 steps = 20
 batch_size = 8
 learning_rate = 1e-2
@@ -338,12 +338,12 @@ def test_run_talks_with_an_environment_that_shows_pictures_and_a_bad_one_ends_it
     samples = [
         event
         for event in events_of(
-            bootstrap_servers, run_id, rollout_samples=TopicPlan.of(config).num_sample_partitions
+            bootstrap_servers, run_id, rollout_samples=TopicPlan.from_config(config).num_sample_partitions
         )
         if isinstance(event, SampleRolledOut)
     ]
     (talked, *_) = [sample for sample in samples if len(sample.turns) == 3]
-    first, second = media_of(talked)
+    first, second = list_media(talked)
     assert (
         first.digest == second.digest
     )  # the environment showed what the prompt had shown; what it shows goes with the sample's version

@@ -273,7 +273,7 @@ def until_described(connection: Connection, run_id: str, process: subprocess.Pop
     [
         (
             ("replay", "no-such-run"),
-            r"source.run = 'no-such-run' is no run on .*see relax runs list",
+            r"parent.run = 'no-such-run' is no run on .*see relax runs list",
         ),
         (
             ("replay", "SOURCE", "--until-version", "9"),
@@ -288,8 +288,8 @@ def until_described(connection: Connection, run_id: str, process: subprocess.Pop
             r"--verify compares bit for bit, so \[trainer\] must be as in run",
         ),
         (
-            ("replay", "SOURCE", "source.from_version=1"),
-            r"override 'source.from_version=1': which run goes back to which is said by",
+            ("replay", "SOURCE", "parent.from_version=1"),
+            r"override 'parent.from_version=1': which run goes back to which is said by",
         ),
         (
             ("fork", "SOURCE"),

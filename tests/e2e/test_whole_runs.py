@@ -90,7 +90,7 @@ def rolled_out(
 def test_two_ranks_train_what_one_rank_trains(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str
 ) -> None:
-    sync = ("run.mode=sync", "run.max_staleness=0", "broker.shards=2", "trainer.learning_rate=1e-3")
+    sync = ("run.mode=sync", "run.max_staleness=0", "broker.partitions_per_version=2", "trainer.learning_rate=1e-3")
     one = run_to_goal(relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-one")
     two = run_to_goal(
         relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-two", "trainer.ranks=2"
@@ -116,11 +116,11 @@ def test_rollout_workers_share_a_consumer_group(
         run_file,
         bootstrap_servers,
         f"run.id={run_id}",
-        "broker.lease=consumer_group",
+        "broker.prompt_queue=consumer_group",
         "broker.queue_partitions=4",
         "workers.rollout=2",
-        "run.on_new_version=swap",
-        "run.batch_order=ready_first",
+        "run.weight_update_mode=in_flight",
+        "run.sample_order=ready_first",
         "run.num_steps=8",
         f"reward.function={tmp_path / 'shared.py'}:spread",
         "reward.timeout_seconds=120",
@@ -140,9 +140,9 @@ def test_uniform_prompt_groups_are_filtered_and_replaced(
         run_file,
         bootstrap_servers,
         f"run.id={run_id}",
-        "run.on_new_version=restart",
+        "run.weight_update_mode=recompute",
         "model.dtype=bfloat16",
-        "weights.full_every=2",
+        "weights.full_snapshot_interval=2",
         "trainer.learning_rate=1e-6",
         "algorithm.filter_uniform_rewards=true",
         f"reward.function={tmp_path / 'judge.py'}:judged",
@@ -223,7 +223,7 @@ def test_experts_of_the_engine_are_those_of_the_trainer(
     steps = (
         "run.num_steps=6",
         "algorithm.old_logprobs=actor",
-        "objects.inline_max_bytes=64",
+        "objects.claim_check_threshold_bytes=64",
         "trainer.learning_rate=1e-3",
     )
     sync = run_to_goal(
@@ -237,7 +237,7 @@ def test_experts_of_the_engine_are_those_of_the_trainer(
         "run.max_staleness=0",
     )
     assert max(sync["curves"]["mismatch_max_abs"]) < 1e-4
-    ahead = ("run.mode=async", "run.max_staleness=2", "run.on_new_version=restart")
+    ahead = ("run.mode=async", "run.max_staleness=2", "run.weight_update_mode=recompute")
     late = run_to_goal(
         relax, run_file, bootstrap_servers, *own, *steps, f"run.id={run_id}-async", *ahead
     )

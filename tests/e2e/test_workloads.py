@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 def test_workload_takes_no_less_time_than_its_bound(bootstrap_servers: str) -> None:
     small = replace(
-        OMNI_30B, groups_per_step=4, samples_per_prompt=2, num_engines=2, lanes_per_engine=4
+        OMNI_30B, prompts_per_step=4, samples_per_prompt=2, num_engines=2, lanes_per_engine=4
     )
     workload = replace(small, forward_device_seconds=0.0, time_scale=0.005)
     mode = Mode(name="async K=1", colocated=False, max_staleness=1, num_steps=3, first_step=1)

@@ -55,14 +55,14 @@ def token_counts(engine: Engine) -> list[int]:
     if isinstance(engine, Router):
         return [
             count
-            for member in engine._members
+            for member in engine._replicas
             if member._engine is not None
             for count in token_counts(member._engine)
         ]
     if isinstance(engine, Fragile):
         return token_counts(engine._engine)
     if isinstance(engine, SGLangServer):
-        return [len(flight.tokens) for flight in list(engine._serving.generation._flights.values())]
+        return [len(request.tokens) for request in list(engine._lifecycle.generation._requests.values())]
     assert isinstance(engine, TransformersEngine)
     counts: list[int] = engine._table._counts[: engine._table.num_rows].tolist()
     return counts
@@ -187,12 +187,12 @@ def test_usage_counts_what_was_drawn_and_what_prompts_cost(make: MakeEngine) -> 
     finish(engine)
     usage = engine.usage
     assert (usage.num_decoding, usage.num_waiting) == (0, 0)
-    assert usage.num_drawn - before.num_drawn == 3 * 4 * 5
+    assert usage.num_generated - before.num_generated == 3 * 4 * 5
     num_prefilled, num_reused = (
         usage.num_prefilled - before.num_prefilled,
-        usage.num_reused - before.num_reused,
+        usage.num_cached - before.num_cached,
     )
-    num_resumed = usage.num_resumed - before.num_resumed
+    num_resumed = usage.num_recomputed - before.num_recomputed
     assert_at_least(
         engine,
         [num_prefilled + num_reused, num_resumed],
@@ -213,7 +213,7 @@ def test_usage_counts_tokens_of_samples_that_go_on(make: MakeEngine, gate: Gate)
     finish(engine)
     assert_at_least(
         engine,
-        [engine.usage.num_resumed - before.num_resumed],
+        [engine.usage.num_recomputed - before.num_recomputed],
         [sum(len(sample.tokens) for sample in partial)],
     )
 

@@ -27,10 +27,10 @@ from engine_requests import (
 from torch import Tensor
 
 from relax_events.config import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
-from relax_events.engines.replicas.replica import Member
+from relax_events.engines.replicas.replica import Replica
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.engine import SGLangEngine
-from relax_events.engines.sglang.lifecycle import Serving
+from relax_events.engines.sglang.lifecycle import ServerLifecycle
 from relax_events.engines.sglang.server import SGLangServer
 from relax_events.errors import EngineFailed, EnvironmentProblem, WeightsError
 from relax_events.events.parts import VersionSegment
@@ -217,7 +217,7 @@ def test_server_that_keeps_dying_ends_the_engine(engine: SGLangEngine, directory
 def await_servers(engine: SGLangEngine, count: int) -> None:
     """Wait until so many servers serve, while nothing runs."""
     pause = threading.Event()
-    while len(engine._serving) < count:
+    while len(engine._lifecycle) < count:
         assert engine.poll(timeout_seconds=0.0) == []
         pause.wait(0.2)
 
@@ -232,9 +232,9 @@ def test_samples_of_a_killed_server_go_on_in_the_other_one(
     requests = [make_request(number, max_new_tokens=LONG) for number in range(4)]
     for request in requests:
         engine.submit(request)
-    victim, other = sorted(engine._members, key=lambda member: member.num_samples, reverse=True)
+    victim, other = sorted(engine._replicas, key=lambda member: member.num_samples, reverse=True)
     assert other.num_samples
-    while victim.usage.num_drawn < 1000:
+    while victim.usage.num_generated < 1000:
         assert engine.poll(timeout_seconds=0.3) == []
     begun = {name: tokens for name, tokens in begun_in(victim).items() if tokens}
     assert begun
@@ -264,19 +264,19 @@ def test_samples_of_a_killed_server_go_on_in_the_other_one(
     assert list(tmp_path.iterdir()) == []
 
 
-def serving_of(member: Member) -> Serving:
+def serving_of(member: Replica) -> ServerLifecycle:
     """Give what tends the server of a member."""
     server = member._engine
     assert isinstance(server, SGLangServer)
-    return server._serving
+    return server._lifecycle
 
 
-def begun_in(member: Member) -> dict[str, list[int]]:
+def begun_in(member: Replica) -> dict[str, list[int]]:
     """Give the tokens that have come of each sample that a member has."""
-    flights = serving_of(member).generation._flights.values()
+    requests = serving_of(member).generation._requests.values()
     return {
-        flight.sample.sample_id: [*flight.sample.tokens.tolist(), *flight.tokens]
-        for flight in flights
+        request.sample.sample_id: [*request.sample.tokens.tolist(), *request.tokens]
+        for request in requests
     }
 
 

@@ -24,13 +24,13 @@ from sglang_servers import engines_at, started_server
 
 from relax_events.config import MediaConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, Task
+from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, EnvironmentContext
 from relax_events.engines.sglang import generation
 from relax_events.engines.sglang import media_features as media_wire
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.inflight import Flight
+from relax_events.engines.sglang.inflight import InflightRequest
 from relax_events.engines.sglang.media_features import HEAD
-from relax_events.environments.episodes import Episodes
+from relax_events.environments.episodes import MultiTurnEngine
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, Modality, VersionSegment
@@ -40,8 +40,8 @@ from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import MediaSequence, ProcessedMedia
 from relax_events.media.token_layout import MediaLayout, OmniLayout
 from relax_events.model_folder import has_experts
-from relax_events.models.families import family_of
-from relax_events.objects.roots import media_in
+from relax_events.models.families import read_family
+from relax_events.objects.roots import list_message_media
 from relax_events.weights import Weights
 from relax_events.weights.artifact_writer import weights_digest
 from tests.folders import kept_folder
@@ -90,10 +90,10 @@ def deep_omni_model(seed: int = 3) -> Path:
 
 HEARING = [deep_omni_model, pytest.param(whole_omni_model, marks=pytest.mark.long)]
 MIXED = [*HEARING, pytest.param(expert_model, marks=pytest.mark.long)]
-SEEING = [*MIXED, pytest.param(picture_model, marks=pytest.mark.long)]
+MEDIA_MODELS = [*MIXED, pytest.param(picture_model, marks=pytest.mark.long)]
 
 
-@pytest.fixture(scope="module", params=SEEING)
+@pytest.fixture(scope="module", params=MEDIA_MODELS)
 def model(request: pytest.FixtureRequest) -> Model:
     """Return what makes tiny models of a family, one for each seed."""
     made: Model = request.param
@@ -147,7 +147,7 @@ def pieces_of(
 ) -> tuple[ProcessedMedia, ...]:
     """Put pieces into a library, and take them out as the model is shown them."""
     return tuple(
-        library.processed(library.admit(item_of(*kind, seed=seed + place)))
+        library.load(library.add(item_of(*kind, seed=seed + place)))
         for place, kind in enumerate(kinds)
     )
 
@@ -194,16 +194,16 @@ def expected(
 ) -> NDArray[np.float64]:
     """Compute log-probabilities of a completion, or of all from a token on, from one whole forward
     as the trainer makes it, in float64."""
-    family, model = family_of(path, bounds), plain(path)
+    family, model = read_family(path, bounds), plain(path)
     whole = np.concatenate([request.prompt_tokens, tokens])
-    given, places = np.append(request.given, np.zeros(len(tokens), bool)), np.arange(len(whole))
-    media = family.inputs(
+    given, places = np.append(request.is_given, np.zeros(len(tokens), bool)), np.arange(len(whole))
+    media = family.build_inputs(
         [MediaSequence("expected", whole, given, request.media, places)], position_ids=places[None]
     )
     ids = torch.from_numpy(whole.astype(np.int64))[None]
     with torch.no_grad():
         logits = model.lm_head(
-            family.hidden(model, ids, torch.from_numpy(places)[None], media, use_cache=False)
+            family.hidden_states(model, ids, torch.from_numpy(places)[None], media, use_cache=False)
         )[0]
     picked: NDArray[np.float64] = (
         logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
@@ -250,7 +250,7 @@ def chosen_by(
             .indices
         )
 
-    layers = family_of(path, BOUNDS).language(plain(path)).get_submodule("layers")
+    layers = read_family(path, BOUNDS).language_model(plain(path)).get_submodule("layers")
     hooks = [layer.get_submodule("mlp").register_forward_hook(note) for layer in layers.children()]
     expected(request, tokens, path=path)
     for hook in hooks:
@@ -388,7 +388,7 @@ def test_pictures_of_the_same_patches_and_another_shape_share_no_cache(
         file = BytesIO()
         Image.new("RGB", size, (200, 30, 30)).save(file, "PNG")
         item = MediaItem(Modality.IMAGE, file.getvalue(), f"rows:{size}")
-        requests.append(asked(model(), number, (library.processed(library.admit(item)),)))
+        requests.append(asked(model(), number, (library.load(library.add(item)),)))
     assert len({request.prompt_tokens.tobytes() for request in requests}) == 1
     for request in requests:
         check(engine, [request], path=model())
@@ -410,12 +410,12 @@ def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
     )
     stops = (*renderer.stop_token_ids, *range(0, 256, 3))  # so that answers end soon
     with closing(pool):
-        engine = Episodes(inner, pool, config=config, renderer=renderer, library=library)
+        engine = MultiTurnEngine(inner, pool, config=config, renderer=renderer, library=library)
         engine.submit(
             replace(
                 request,
                 stop_token_ids=stops,
-                task=Task(messages=question(*(piece.reference for piece in request.media))),
+                task=EnvironmentContext(messages=question(*(piece.reference for piece in request.media))),
             )
         )
         samples = list(finish(engine).values())
@@ -425,7 +425,7 @@ def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
         assert sample.error == ""
         assert sample.loss_mask is not None
         media = request.media + tuple(
-            library.processed(reference) for reference in media_in(sample.turns)
+            library.load(reference) for reference in list_message_media(sample.turns)
         )
         whole, is_chosen = (
             np.append(prompt, sample.tokens),
@@ -440,7 +440,7 @@ def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
         shown = sample.logprobs[is_chosen[len(prompt) :]], found[is_chosen[len(prompt) :]]
         np.testing.assert_allclose(*shown, rtol=0, atol=TOLERANCE, err_msg=what)
     first_turns = sum(len(sample.turns) > 1 for sample in samples)
-    assert inner.usage.num_reused >= first_turns * len(
+    assert inner.usage.num_cached >= first_turns * len(
         prompt
     )  # a turn reads nothing again that the server has in its cache
 
@@ -508,15 +508,15 @@ def test_prompt_that_the_server_reads_otherwise_fails_by_name(
     make: MakeEngine, model: Model, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, request = make(), asked(model(), 1, pieces_of(library, []))
-    whole = Flight.prompt.fget
+    whole = InflightRequest.prompt.fget
     assert whole is not None
     monkeypatch.setattr(
-        Flight,
+        InflightRequest,
         "prompt",
         property(
-            lambda flight: {
-                **whole(flight),
-                "input_ids": [*flight.sample.sequence.tolist(), 65, 66],
+            lambda request: {
+                **whole(request),
+                "input_ids": [*request.sample.sequence.tolist(), 65, 66],
             }
         ),
     )

@@ -250,7 +250,7 @@ def test_what_is_asked_amiss_is_refused_by_name(
 def test_other_weights_take_over_between_two_tokens(tmp_path: Path, gate: Gate) -> None:
     weights, other = other_weights(1)
     folder = ModelFolder.read(tiny_model())
-    version = folder.write_version(folder.fitted(weights.tensors), tmp_path / "version")
+    version = folder.write_version(folder.match_tensors(weights.tensors), tmp_path / "version")
     with served(max_context_tokens=4096) as url:
         replies: list[Any] = []
         caller = threading.Thread(
@@ -354,7 +354,7 @@ def test_checksums_of_experts_are_those_of_the_checkpoint(tmp_path: Path) -> Non
         (rank,) = ask(url, "/weights_checker", {"action": "checksum"})["ranks"]
     folder = ModelFolder.read(path)
     assert (
-        rank["checksums"].keys() == folder.fitted(Weights(0, folder.tensors(), b"").tensors).keys()
+        rank["checksums"].keys() == folder.match_tensors(Weights(0, folder.tensors(), b"").tensors).keys()
     )
 
 

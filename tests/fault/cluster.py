@@ -19,7 +19,7 @@ from node import Node, choose_ports
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded.ports import HOST
-from relax_events.kafka.embedded.storage import new_id
+from relax_events.kafka.embedded.storage import create_id
 
 NUM_NODES = 3
 REPLICATED = {
@@ -54,7 +54,7 @@ class Cluster:
         voters = ",".join(
             f"{number}@{HOST}:{port}" for number, port in controller_link_ports.items()
         )
-        cluster_id = new_id()
+        cluster_id = create_id()
         self._cut_off: int | None = None
         self._stack = ExitStack()
         self._links: list[Link] = []

@@ -36,7 +36,7 @@ from relax_events.kafka.records import Record
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.projections.run_state import RunState
 from relax_events.runtime.failpoints import VARIABLE, marks_folder, parsed
-from relax_events.session.broker_address import reached
+from relax_events.session.broker_address import with_address
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import HEARTBEATS
 
@@ -90,9 +90,9 @@ class FaultRun:
         self.folder.mkdir(parents=True)
         self.run_file = self.folder / "given.json"
         self.run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
-        self.plan = TopicPlan.of(config)
-        connection = reached(config.broker, broker.bootstrap_servers, broker.password_file)
-        self.connection = Connection.of(connection, client_id=f"{config.run.id}.test")
+        self.plan = TopicPlan.from_config(config)
+        connection = with_address(config.broker, broker.bootstrap_servers, broker.password_file)
+        self.connection = Connection.from_config(connection, client_id=f"{config.run.id}.test")
         apply_topics(config, Admin(self.connection))
         self._reader = LogReader(
             self.connection, start={(self.plan.topic(entity), 0): 0 for entity in WATCHED}
@@ -395,7 +395,7 @@ class FaultRun:
     def _pump(self) -> None:
         for record in self._reader.fetch(timeout_seconds=0.1):
             event = self._codec.decode(record.value)
-            self.state.note(event)
+            self.state.apply(event)
             if self.state.num_steps and not self._first_step_at:
                 self._first_step_at = time.monotonic()
             if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.FAILED:
@@ -422,7 +422,7 @@ def assert_books_balance(run: FaultRun) -> dict[str, Any]:
     assert report["succeeded"], report["reason"]
     assert report["ledger_problems"] == []
     outcomes = ledger["outcomes"]
-    assert outcomes["trained"] == config.num_steps * config.groups_per_step
+    assert outcomes["trained"] == config.num_steps * config.prompts_per_step
     assert outcomes["issued"] == sum(
         outcomes[name] for name in ("trained", "filtered", "expired", "failed", "in_flight")
     )

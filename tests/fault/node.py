@@ -11,11 +11,11 @@ import psutil
 
 from relax_events.kafka.embedded import process as processes
 from relax_events.kafka.embedded.directory import START_SECONDS
-from relax_events.kafka.embedded.jars import cache_directory, ensure_jars, read_lock
-from relax_events.kafka.embedded.java import broker_command, class_archive_path, find_java
+from relax_events.kafka.embedded.jars import locate_cache, ensure_jars, read_jar_lock
+from relax_events.kafka.embedded.java import build_broker_command, locate_class_archive, find_java
 from relax_events.kafka.embedded.ports import HOST, choose_port
-from relax_events.kafka.embedded.process import becomes_ready
-from relax_events.kafka.embedded.settings import server_properties
+from relax_events.kafka.embedded.process import wait_until_ready
+from relax_events.kafka.embedded.settings import build_server_properties
 from relax_events.kafka.embedded.storage import NODE_ID, ensure_formatted
 
 STOP_SECONDS = 10.0
@@ -51,7 +51,7 @@ class Node:
         self.directory, self.port = directory, port
         (directory / "tmp").mkdir(parents=True)
         ensure_formatted(self.data, node_id=node_id, cluster_id=cluster_id)
-        text = server_properties(
+        text = build_server_properties(
             self.data, port=port, controller_port=controller_port, overrides={}
         )
         self._properties = directory / "server.properties"
@@ -73,7 +73,7 @@ class Node:
     @property
     def pid(self) -> int | None:
         """Process id while it runs."""
-        if self._process is None or processes.ended_within(self._process, 0):
+        if self._process is None or processes.wait_for_end(self._process, 0):
             return None
         return self._process.pid
 
@@ -81,17 +81,17 @@ class Node:
         """Start its process unless it runs, and don't wait."""
         if self.pid is not None:
             return
-        java, lock = find_java(), read_lock()
-        jars = ensure_jars(lock, cache_directory(lock))
-        archive = class_archive_path(java, jars, jars[0].parent)
-        words = broker_command(java, jars, self._properties, archive=archive, archive_at_exit=None)
+        java, lock = find_java(), read_jar_lock()
+        jars = ensure_jars(lock, locate_cache(lock))
+        archive = locate_class_archive(java, jars, jars[0].parent)
+        words = build_broker_command(java, jars, self._properties, archive=archive, archive_at_exit=None)
         self._process = processes.spawn(words, log=self.directory / "broker.log")
 
     def start(self) -> None:
         """Start it unless it runs, and wait until it serves."""
         self.spawn()
         assert self._process is not None
-        ready = becomes_ready(
+        ready = wait_until_ready(
             self._process, self.port, deadline_seconds=time.monotonic() + START_SECONDS, client={}
         )
         assert ready, (self.directory / "broker.log").read_text()[-3000:]
@@ -99,12 +99,12 @@ class Node:
     def stop(self) -> None:
         """End it in good order."""
         if self._process is not None:
-            assert processes.end(self._process, timeout_seconds=STOP_SECONDS)
+            assert processes.terminate(self._process, timeout_seconds=STOP_SECONDS)
 
     def kill(self) -> None:
         """End it at once, as a crash would."""
         if self._process is not None:
-            processes.end(self._process, timeout_seconds=0)
+            processes.terminate(self._process, timeout_seconds=0)
 
     def __enter__(self) -> Self:
         self.start()

@@ -16,7 +16,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ObjectRef, StoredArray
 from relax_events.events.types import Event
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.topics import TopicPlan
 
 CODEC = EventCodec()
@@ -57,7 +57,7 @@ def poison_samples(producer: RecordProducer, plan: TopicPlan, *, version: int) -
         "advantage.samples": ready(STRANGE, of=4, version=version),
     }
     records = [
-        OutRecord(plan.topic(entity), value, key=key, partition=partition)
+        ProducerRecord(plan.topic(entity), value, key=key, partition=partition)
         for entity, event in events.items()
         for _, value in poisoned(event)
         for key, partition in (("", 0), (STRANGE, 1))
@@ -75,5 +75,5 @@ def poison_prompts(producer: RecordProducer, plan: TopicPlan, *, version: int) -
         (STRANGE, sample),
         (STRANGE, b"\xc3\x01"),
     )
-    producer.write(OutRecord(plan.topic("prompt.groups"), value, key=key) for key, value in values)
+    producer.write(ProducerRecord(plan.topic("prompt.groups"), value, key=key) for key, value in values)
     return len(values)

@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 from harness import FaultRun, command, environment
 
-from relax_events.projections.scaling import ScaleState, Status
+from relax_events.projections.scale_requests import Status
+from relax_events.projections.scaling import ScaleState
 
 API = {"scaling": {"api": "on"}}
 
@@ -27,7 +28,7 @@ def state_of(run: FaultRun) -> ScaleState:
     """Fold the control log, as every reader does."""
     state = ScaleState()
     for record in run.records("control.commands"):
-        state.note(run.decode(record))
+        state.apply(run.decode(record))
     return state
 
 

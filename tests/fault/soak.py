@@ -44,17 +44,17 @@ START_SECONDS = 120.0
 LAST_STEPS = 5
 SLOW_SECONDS = 120.0
 LEAST_SLOW_SECONDS = (
-    30.0  # below that, `workers.hung_seconds` would be less than workers are paused for
+    30.0  # below that, `workers.heartbeat_timeout_seconds` would be less than workers are paused for
 )
 ENDLESS = 1_000_000
 MAX_ROLLOUT = 2
 VIOLATED = 6
 MODES: tuple[dict[str, Any], ...] = (
     {"mode": "async", "max_staleness": 2},
-    {"mode": "async", "max_staleness": 1, "on_new_version": "swap"},
+    {"mode": "async", "max_staleness": 1, "weight_update_mode": "in_flight"},
     {"mode": "sync", "max_staleness": 0},
-    {"mode": "async", "max_staleness": 4, "on_new_version": "restart"},
-    {"mode": "async", "max_staleness": 2, "batch_order": "ready_first"},
+    {"mode": "async", "max_staleness": 4, "weight_update_mode": "recompute"},
+    {"mode": "async", "max_staleness": 2, "sample_order": "ready_first"},
 )
 
 
@@ -180,10 +180,10 @@ class Soak:
         )
         lease = random.choice(["share_group", "share_group", "consumer_group"])
         queue = {
-            "lease": lease,
+            "prompt_queue": lease,
             "queue_partitions": 1 if lease == "share_group" else MAX_ROLLOUT,
         }  # a worker without a partition gets no prompts
-        limits = {"max_restarts": max_restarts, "hung_seconds": self.slow_seconds / SLOW_FACTOR}
+        limits = {"max_restarts": max_restarts, "heartbeat_timeout_seconds": self.slow_seconds / SLOW_FACTOR}
         tree = laid_over(
             usual_tree(self.folder, f"soak-{self.seed}-{number}{suffix}"),
             {
@@ -191,11 +191,11 @@ class Soak:
                 | {
                     "num_steps": ENDLESS,
                     "seed": random.randrange(2**31),
-                    "max_failed_groups": ENDLESS,
+                    "max_failed_prompt_groups": ENDLESS,
                 },
                 "broker": queue | over_link,
                 # All share one store; the arrays of most samples travel by reference.
-                "objects": {"uri": (self.folder / "bucket").as_uri(), "inline_max_bytes": 60},
+                "objects": {"uri": (self.folder / "bucket").as_uri(), "claim_check_threshold_bytes": 60},
                 "engine": {"name": f"{soak_plugins.__file__}:SoakedEngine"},
                 "trainer": {"backend": f"{soak_plugins.__file__}:SoakedTrainer"},
                 "reward": {
@@ -214,7 +214,7 @@ class Soak:
     def _soak_one(self, run: FaultRun, random: Random) -> None:
         config = run.config
         settings = {
-            "lease": config.broker.lease,
+            "prompt_queue": config.broker.prompt_queue,
             "rollout": config.workers.rollout,
             "advantage": config.workers.advantage,
             "link": run.link is not None,

@@ -26,13 +26,13 @@ from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.runtime.failpoints import POINTS
 
 MAX_RESTARTS = 6
 """`workers.max_restarts` of runs that must go on."""
 SLOW_FACTOR = 3
-"""How many times `workers.hung_seconds` a slow step takes."""
+"""How many times `workers.heartbeat_timeout_seconds` a slow step takes."""
 CALLS = {
     "accumulate": "train a micro-batch",
     "step": "step the optimizer",
@@ -135,7 +135,7 @@ def oversize(run: FaultRun, random: Random) -> str:
     entity = random.choice(["prompt.groups", "rollout.samples", "advantage.samples"])
     with stranger(run) as producer:
         try:
-            producer.write([OutRecord(run.plan.topic(entity), bytes(OVERSIZE_BYTES))])
+            producer.write([ProducerRecord(run.plan.topic(entity), bytes(OVERSIZE_BYTES))])
         except BrokerRefused:
             return entity
     raise AssertionError(f"{entity} took a record of {OVERSIZE_BYTES} bytes")
@@ -216,7 +216,7 @@ def slow_step(run: FaultRun, random: Random) -> str:
     """Let one call of the trainer take longer than any worker may be silent; nobody may be taken
     for hung, or be started again."""
     call, activity = random.choice(sorted(CALLS.items()))
-    seconds = SLOW_FACTOR * run.config.workers.hung_seconds
+    seconds = SLOW_FACTOR * run.config.workers.heartbeat_timeout_seconds
     run.until(
         lambda: "trainer-0" in run.living() and run.is_ready("trainer-0"), "there is a trainer"
     )
@@ -237,7 +237,7 @@ def slow_step(run: FaultRun, random: Random) -> str:
     assert (commanded_restarts(run), len(run.logged("run", "worker.died"))) == restarts, (
         f"workers were started again during a slow {call!r}"
     )
-    return f"{activity}, {seconds:g} s of {run.config.workers.hung_seconds:g}"
+    return f"{activity}, {seconds:g} s of {run.config.workers.heartbeat_timeout_seconds:g}"
 
 
 def hanging_verifier(run: FaultRun, random: Random) -> str:

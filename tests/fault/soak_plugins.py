@@ -20,7 +20,7 @@ from torch import Tensor
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.types import SampleReady
-from relax_events.training.backend.protocol import StepFigures
+from relax_events.training.backend.protocol import StepMetrics
 from relax_events.training.backend.torch_backend import TorchBackend
 
 SLOW_STEP = "slow_step"
@@ -71,7 +71,7 @@ class SoakedTrainer(TorchBackend):
         self._linger("accumulate")
         super().accumulate(micro_batch)
 
-    def step(self) -> StepFigures:
+    def step(self) -> StepMetrics:
         """Step the optimizer as usual."""
         self._linger("step")
         return super().step()

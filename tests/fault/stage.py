@@ -187,7 +187,7 @@ def usual_tree(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
         "run": {
             "id": run_id,
             "directory": str(folder),
-            "groups_per_step": 8,
+            "prompts_per_step": 8,
             "samples_per_prompt": 4,
             "max_staleness": 2,
         },
@@ -204,7 +204,7 @@ def usual_tree(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
         "reward": {"function": f"{folder / 'reward.py'}:slowly"},
         "algorithm": {"kl_coefficient": 0.001, "old_logprobs": "actor"},
         "trainer": {"checkpoint_every": 5, "learning_rate": 1e-3, "threads": 1},
-        "workers": {"beat_seconds": 0.2, "drain_seconds": 20.0},
+        "workers": {"heartbeat_seconds": 0.2, "drain_seconds": 20.0},
         "scaling": {"api": "off"},
     }
 

@@ -10,12 +10,12 @@ import pytest
 from harness import FaultRun, assert_books_balance
 from scaling_calls import state_of, until_over
 
-from relax_events.projections.scaling import Kind, ScaleRequest, Status
+from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
 
 QUICK = {
     "enabled": True,
-    "look_seconds": 0.5,
-    "out_queue_groups": 1,
+    "interval_seconds": 0.5,
+    "out_queue_prompt_groups": 1,
     "out_queue_seconds": 2,
     "out_cooldown_seconds": 20,
     "out_workers": 1,

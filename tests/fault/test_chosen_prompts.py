@@ -28,9 +28,9 @@ def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(
     run = start_run(
         run={"num_steps": 12},
         data={
-            "hook": f"{directory / 'hook.py'}:choose",
-            "hook_block_rows": BLOCK_ROWS,
-            "pass_rate": [0.15, 0.95],
+            "prompt_filter": f"{directory / 'hook.py'}:choose",
+            "filter_window_rows": BLOCK_ROWS,
+            "pass_rate_range": [0.15, 0.95],
         },
         algorithm={"filter_uniform_rewards": True},
     )
@@ -60,11 +60,11 @@ def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(
         int(row): reason for event in issued.values() for row, reason in event.passed_over.items()
     }
     assert not passed_over.keys() & set(rows)
-    assert "hook" in passed_over.values()
+    assert "prompt_filter" in passed_over.values()
     assert not [event for event in issued.values() if "tea" in event.messages[-1].text]
     begun = max(rows) // BLOCK_ROWS * BLOCK_ROWS
     assert {*rows, *passed_over} >= set(range(begun))
-    assert run.report()["prompts_passed_over"]["hook"] == list(passed_over.values()).count("hook")
+    assert run.report()["prompts_passed_over"]["prompt_filter"] == list(passed_over.values()).count("prompt_filter")
 
 
 def _takes_the_seat_of(prompt_group_id: str, ended: set[str]) -> bool:

@@ -19,9 +19,9 @@ from relax_events.events.types import PromptGroupEnded
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import GroupConsumer, LogReader
+from relax_events.kafka.consumer import SubscribedConsumer, LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.topics.plan import TopicSpec
 
 READERS = ("reward", "reference", "actor", "advantage")
@@ -153,7 +153,7 @@ def test_readers_pass_over_an_altered_batch_once(
     for batch in range(3):
         producer.write(
             [
-                OutRecord("altered", f"{batch}-{number}".encode() * 20, key=f"key-{number}")
+                ProducerRecord("altered", f"{batch}-{number}".encode() * 20, key=f"key-{number}")
                 for number in range(5)
             ]
         )
@@ -167,7 +167,7 @@ def test_readers_pass_over_an_altered_batch_once(
         (offset, altered.first <= offset <= altered.last, f"key-{offset % 5}")
         for offset in range(15)
     ]
-    group = GroupConsumer(connection, consumer_group="readers", topics=["altered"])
+    group = SubscribedConsumer(connection, consumer_group="readers", topics=["altered"])
     for reader in (LogReader(connection, start={("altered", 0): 0}), group):
         records: list[Record] = []
         while not records or records[-1].offset < 14:

@@ -110,7 +110,7 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(
         teacher={"model_path": str(directory / "model")} if is_taught else {},
         trainer={"checkpoint_every": 3}
         | ({"num_epochs": 2, "num_mini_batches": 2} if points[0].startswith("trainer.") else {}),
-        weights={"transport": "gloo", "bucket_bytes": 4096, "overlap": True}
+        weights={"transport": "gloo", "bucket_bytes": 4096, "async_publish": True}
         if is_broadcast
         else {},
         workers={"advantage": 2, "max_restarts": len(points)},

@@ -13,7 +13,7 @@ from scaling_calls import API, scale, state_of, statuses, until_over
 from stage import judged_by
 
 from relax_events.events.parts import WorkerState
-from relax_events.projections.scaling import Status
+from relax_events.projections.scale_requests import Status
 
 
 @pytest.mark.long
@@ -64,7 +64,7 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
     assert (code, shrunk["selected_engines"]) == (0, ["rollout-2", "rollout-1"])
     assert until_over(run, shrunk["request_id"]) is Status.COMPLETED
     left = state_of(run)
-    assert (left.workers, sorted(left.requests[shrunk["request_id"]].left)) == (
+    assert (left.workers, sorted(left.requests[shrunk["request_id"]].exited_workers)) == (
         {},
         ["rollout-1", "rollout-2"],
     )

@@ -14,8 +14,8 @@ import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_books_balance
 from stage import SLOW_SECONDS
 
-HEALTH = {"stuck_seconds": 5.0, "backoff_seconds": 1.0}
-WORKERS = {"beat_seconds": 0.2, "hung_seconds": 10.0}
+HEALTH = {"progress_timeout_seconds": 5.0, "backoff_seconds": 1.0}
+WORKERS = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 10.0}
 
 
 def asked(run: FaultRun, worker_id: str, path: str) -> str:
@@ -106,8 +106,8 @@ def test_hung_worker_is_started_again(start_run: Callable[..., FaultRun]) -> Non
 def test_trainer_whose_calls_take_longer_than_silence_may_last_is_left_alone(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
-    workers = {"beat_seconds": 0.2, "hung_seconds": SLOW_SECONDS / 2}
-    health = HEALTH | {"stuck_seconds": 8 * SLOW_SECONDS, "max_restarts": 1, "max_restores": 0}
+    workers = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": SLOW_SECONDS / 2}
+    health = HEALTH | {"progress_timeout_seconds": 8 * SLOW_SECONDS, "max_restarts": 1, "max_pipeline_restarts": 0}
     run = start_run(
         run={"num_steps": 3},
         trainer={"backend": f"{directory / 'trainer.py'}:Slow"},
@@ -133,7 +133,7 @@ def test_trainer_whose_calls_take_longer_than_silence_may_last_is_left_alone(
 def test_trainer_that_hangs_inside_a_call_is_started_again_at_its_deadline_and_then_given_up_by_name(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
-    health = HEALTH | {"max_restarts": 1, "max_restores": 0}
+    health = HEALTH | {"max_restarts": 1, "max_pipeline_restarts": 0}
     run = start_run(
         run={"num_steps": 3},
         trainer={"backend": f"{directory / 'trainer.py'}:Hung"},
@@ -156,12 +156,12 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(
         "max_running_samples": 4,
         "max_prompt_groups": 1,
     }
-    health = HEALTH | {"stuck_seconds": 15.0, "max_restarts": 1, "max_restores": 1}
+    health = HEALTH | {"progress_timeout_seconds": 15.0, "max_restarts": 1, "max_pipeline_restarts": 1}
     few_roles = {"kl_coefficient": 0.0, "old_logprobs": "rollout"}
     sections = {
-        "run": {"num_steps": 40, "groups_per_step": 64},
+        "run": {"num_steps": 40, "prompts_per_step": 64},
         "algorithm": few_roles,
-        "workers": {"beat_seconds": 0.2, "hung_seconds": 20.0},
+        "workers": {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 20.0},
     }
     run = start_run(**sections, engine=engine, health=health)
     run.start()
@@ -173,7 +173,7 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(
     assert run.state.ended is not None
     assert run.state.ended.reason.startswith("rollout-0 has had work for ")
     assert run.state.ended.reason.endswith(
-        "1 restarts were in vain; and 1 restores were (health.max_restores); see "
+        "1 restarts were in vain; and 1 restores were (health.max_pipeline_restarts); see "
         "docs/how-to/alerts/relax-run-given-up.md"
     )
 
@@ -182,7 +182,7 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(
 def test_controller_that_hangs_ends_itself_when_it_can_again(
     start_run: Callable[..., FaultRun],
 ) -> None:
-    run = start_run(run={"num_steps": 240}, workers=WORKERS | {"hung_seconds": 25.0})
+    run = start_run(run={"num_steps": 240}, workers=WORKERS | {"heartbeat_timeout_seconds": 25.0})
     run.start()
     run.until_steps(3)
     hung = run.signal(signal.SIGSTOP, "controller-0")

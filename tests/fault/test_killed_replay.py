@@ -25,7 +25,7 @@ def test_replay_comes_out_as_its_source_when_its_trainer_is_killed(
     assert source.until_ended(source.start()) == 0
     replay = start_run(
         run={"num_steps": STEPS},
-        source={"run": source.config.run.id},
+        parent={"run": source.config.run.id},
         trainer={"checkpoint_every": 3},
     )
     replay.arm(*POINTS)

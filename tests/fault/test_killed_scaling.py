@@ -10,7 +10,7 @@ import pytest
 from harness import FaultRun, assert_books_balance, mark_of
 from scaling_calls import API, scale, state_of, statuses, until_over
 
-from relax_events.projections.scaling import Status
+from relax_events.projections.scale_requests import Status
 
 OUT = ["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", "ACTIVE"]
 IN = ["DRAINING", "REMOVING", "COMPLETED"]

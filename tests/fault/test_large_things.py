@@ -17,10 +17,10 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import StoredArray
 from relax_events.events.types import PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 
 # tokens and log-probabilities of every sample are larger, here as elsewhere those of long ones
-INLINE_MAX_BYTES = 64
+CLAIM_CHECK_THRESHOLD_BYTES = 64
 
 
 def rolled_out(run: FaultRun) -> dict[str, Path]:
@@ -49,7 +49,7 @@ def num_waiting(run: FaultRun) -> int:
 def test_lost_and_altered_objects_cost_their_prompt_groups_alone(
     start_run: Callable[..., FaultRun],
 ) -> None:
-    run = start_run(run={"num_steps": 12}, objects={"inline_max_bytes": INLINE_MAX_BYTES})
+    run = start_run(run={"num_steps": 12}, objects={"claim_check_threshold_bytes": CLAIM_CHECK_THRESHOLD_BYTES})
     run.start()
     run.until_steps(2)
     run.signal(signal.SIGSTOP, "rollout-0")
@@ -98,9 +98,9 @@ def test_oversize_record_is_refused_by_the_broker(
     run = start_run()
     producer = RecordProducer(run.connection)
     with pytest.raises(BrokerRefused, match="MSG_SIZE_TOO_LARGE"):
-        producer.write([OutRecord(run.plan.topic(entity), bytes(OVERSIZE_BYTES), partition=0)])
+        producer.write([ProducerRecord(run.plan.topic(entity), bytes(OVERSIZE_BYTES), partition=0)])
     producer.write(
-        [OutRecord(run.plan.topic(entity), b"the producer is of use still", partition=0)]
+        [ProducerRecord(run.plan.topic(entity), b"the producer is of use still", partition=0)]
     )
     producer.close()
     assert [record.value for record in run.records(entity)] == [b"the producer is of use still"]

@@ -3,19 +3,18 @@ nobody else."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
-from event_samples import rolled_out
+from event_samples import changed, rolled_out
 from harness import LIVING_SECONDS, FaultRun, assert_books_balance
 from poison import CODEC, STRANGE, poison_prompts, poison_samples, poisoned
 
 from relax_events.errors import ForeignRecord, PoisonSample
 from relax_events.events.types import PromptGroupEnded
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 
 SCORERS = ("reward", "reference", "actor-forward", "advantage")
 
@@ -26,10 +25,10 @@ def test_poison_is_dead_lettered_and_the_run_goes_on(start_run: Callable[..., Fa
     run.until_steps(3)
     version = run.state.policy_version
     sample = rolled_out(STRANGE, of=4, version=version)
-    strange_version = dataclasses.replace(
+    strange_version = changed(
         sample, policy_version=10**6, min_policy_version=10**6, max_policy_version=10**6
     )
-    strange_tokens = dataclasses.replace(
+    strange_tokens = changed(
         sample,
         tokens=np.array([5, 6, 10**8, 8], np.int32),
         prompt_group_id="000900-0001-0",
@@ -40,7 +39,7 @@ def test_poison_is_dead_lettered_and_the_run_goes_on(start_run: Callable[..., Fa
     num_prompts = poison_prompts(producer, run.plan, version=version)
     for event in (strange_version, strange_tokens):
         producer.send(
-            OutRecord(
+            ProducerRecord(
                 run.plan.topic("rollout.samples"),
                 CODEC.encode(event),
                 key=event.prompt_group_id,

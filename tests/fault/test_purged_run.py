@@ -10,7 +10,7 @@ from harness import FaultRun, assert_books_balance
 
 from relax_events.kafka.admin import Admin
 from relax_events.objects import ObjectStore
-from relax_events.objects.version_objects import stored_versions
+from relax_events.objects.version_objects import list_stored_versions
 
 
 @pytest.mark.long
@@ -18,7 +18,7 @@ def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., Fau
     run = start_run(
         run={"num_steps": 24, "retain_versions": 3},
         trainer={"checkpoint_every": 2},
-        objects={"inline_max_bytes": 60},
+        objects={"claim_check_threshold_bytes": 60},
     )
     process = run.start()
     admin = Admin(run.connection)
@@ -31,7 +31,7 @@ def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., Fau
         places = [
             (topic, partition) for topic in topics for partition in range(run.plan.queue_partitions)
         ]
-        begins = admin.begin_offsets(places)
+        begins = admin.beginning_offsets(places)
         return all(any(begins[place] for place in places if place[0] == topic) for topic in topics)
 
     run.until(is_purged, "records of every kind are purged")
@@ -52,5 +52,5 @@ def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., Fau
     assert run.logged("trainer-0", "checkpoint.loaded")
     assert run.logged("controller-0", "records.purged")
     assert run.logged("controller-0", "objects.purged")
-    versions = stored_versions(ObjectStore.open(run.config.objects_uri))
+    versions = list_stored_versions(ObjectStore.open(run.config.objects_uri))
     assert versions[0] > 0, "arrays of versions that were purged are gone"

@@ -12,7 +12,7 @@ from harness import LIVING_SECONDS, FaultRun, assert_books_balance
 from relax_events.deadline import Deadline
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleScored
-from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.consumer import SubscribedConsumer
 
 NUM_VISITS = 20
 VISIT_SECONDS = 1.0
@@ -26,7 +26,7 @@ def visit(run: FaultRun, role: str) -> int:
     """Join a role's group, wait until partitions are given, commit nothing, leave; return how many
     there were."""
     given: set[tuple[str, int]] = set()
-    member = GroupConsumer(
+    member = SubscribedConsumer(
         run.connection,
         consumer_group=run.plan.consumer_group(role),
         topics=[run.plan.topic(entity) for entity in TOPICS[role]],
@@ -45,11 +45,11 @@ def visit(run: FaultRun, role: str) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lease", ["share_group", "consumer_group"])
+@pytest.mark.parametrize("prompt_queue", ["share_group", "consumer_group"])
 def test_run_goes_on_while_members_come_and_go(
     start_run: Callable[..., FaultRun], lease: str
 ) -> None:
-    run = start_run(run={"num_steps": 64}, broker={"lease": lease})
+    run = start_run(run={"num_steps": 64}, broker={"prompt_queue": lease})
     run.start()
     run.until_steps(3)
     pids = {worker_id: run.pid(worker_id) for worker_id in run.worker_ids}

@@ -56,8 +56,8 @@ def test_prompt_whose_samples_all_hang_the_verifier_fails_and_never_ends_the_run
         "timeout_seconds": 2.0,
         "processes": 1,
     }
-    workers = {"beat_seconds": 0.2, "hung_seconds": 10.0}
-    health = {"backoff_seconds": 0.5, "max_restarts": 1, "max_restores": 0}
+    workers = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 10.0}
+    health = {"backoff_seconds": 0.5, "max_restarts": 1, "max_pipeline_restarts": 0}
     sections = {
         "run": {"num_steps": 2, "samples_per_prompt": 8},
         "algorithm": {"kl_coefficient": 0.0, "old_logprobs": "rollout"},

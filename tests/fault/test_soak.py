@@ -181,5 +181,5 @@ def test_every_setting_that_a_soak_draws_is_one_that_a_run_takes(tmp_path: Path)
         soak.Soak(tmp_path, seed=1, minutes=1.0)._settings(number, random, None)
         for number in range(60)
     ]
-    kinds = {(config.broker.lease, config.workers.rollout, config.run.mode) for config in drawn}
+    kinds = {(config.broker.prompt_queue, config.workers.rollout, config.run.mode) for config in drawn}
     assert len(kinds) == 8, "each lease with one and two rollout workers, async and sync"

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from relax_events.controller.api_schemas import CancelBody, ScaleInBody, ScaleOutBody
-from relax_events.http.guard import Guard
-from relax_events.notifications.alert_receiver import text_of
+from relax_events.http.guard import RequestGuard
+from relax_events.notifications.alert_receiver import parse_alerts
 from relax_events.serving.schemas import (
     AbortBody,
     ChatBody,
@@ -119,18 +119,18 @@ class Chunks:
 def stream(data: bytes) -> None:
     """Read a server's stream in pieces of several sizes: the same events come out of all."""
     from relax_events.engines.sglang.inflight import (
-        Flight,  # loads torch, which no other target needs
+        InflightRequest,  # loads torch, which no other target needs
     )
 
     found = [_run(_events(Chunks(data, size))) for size in (max(1, len(data)), 1000, 7)]
     assert found[0] == found[1] == found[2]
     sample = SimpleNamespace(top_tokens=np.zeros((0, 1), np.int32), sequence=np.zeros(2, np.int32))
-    flight = Flight(sample, "a", 1)  # type: ignore[arg-type]
+    request = InflightRequest(sample, "a", 1)  # type: ignore[arg-type]
     with suppress(
         ValueError, KeyError, TypeError, IndexError, AttributeError
     ):  # what it can't understand makes the engine doubt the server
         for event in found[0]:
-            flight.take(orjson.loads(event))
+            request.take(orjson.loads(event))
 
 
 async def _events(chunks: Any) -> list[bytes]:
@@ -142,7 +142,7 @@ async def _events(chunks: Any) -> list[bytes]:
 def alert(data: bytes) -> None:
     """Read what is posted to the receiver of alerts."""
     with suppress(ValueError):
-        told = text_of(data)
+        told = parse_alerts(data)
         assert set(told) == {"title", "body", "kind"}
 
 
@@ -163,7 +163,7 @@ def guard(data: bytes) -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
-    guarded = Guard(
+    guarded = RequestGuard(
         app, problem=lambda status, text: text.encode("ascii"), host="127.0.0.1", token="token"
     )
     asyncio.run(guarded({"type": "http", "headers": headers}, receive, send))

@@ -27,12 +27,12 @@ from relax_events.events.container import ContainerWriter, LoggedRecord, read_co
 from relax_events.events.parts import Modality
 from relax_events.kafka.embedded.directory import read_state
 from relax_events.media.archives import read_member
-from relax_events.media.audio import inspect_sound
-from relax_events.media.images import decode_picture, inspect_picture
-from relax_events.media.items import MediaAccess, items_of
-from relax_events.media.videos import inspect_clip
+from relax_events.media.audio import inspect_audio
+from relax_events.media.images import decode_image, inspect_image
+from relax_events.media.items import MediaAccess, read_items
+from relax_events.media.videos import inspect_video
 from relax_events.models.token_table import read_vocabulary
-from relax_events.objects.marker import MARKER, read_mark
+from relax_events.objects.marker import MARKER, read_marker
 from relax_events.objects.store import ObjectStore
 from relax_events.ops.export_manifest import MANIFEST, Manifest
 from relax_events.weights.manifest import WeightManifest
@@ -75,11 +75,11 @@ def override(data: bytes) -> None:
 def rows(data: bytes) -> None:
     """Open a file of rows and read all of them."""
     config = DataConfig(
-        source="jsonl:rows", max_bad_rows=3, multimodal_keys={"image": "image"}, media_root=FOLDER
+        source="jsonl:rows", max_invalid_rows=3, multimodal_keys={"image": "image"}, media_root=FOLDER
     )
     with suppress(ConfigError):
         source = JsonlSource(_as_file("rows.jsonl", data), config)
-        for index in range(min(source.rows, 50)):
+        for index in range(min(source.num_rows, 50)):
             source.row(index)
 
 
@@ -114,7 +114,7 @@ def marker(data: bytes) -> None:
     store = ObjectStore.open("memory://", waits=False)
     store.put_at(MARKER, data)
     with suppress(ConfigError):
-        read_mark(store)
+        read_marker(store)
 
 
 def broker_state(data: bytes) -> None:
@@ -133,27 +133,27 @@ def vocabulary(data: bytes) -> None:
 def picture(data: bytes) -> None:
     """Check a picture, and bring it to a size."""
     with suppress(MediaError, MemoryError):
-        inspect_picture(data, limits=LIMITS, place="picture")
-        decode_picture(data, size=(16, 16), limits=LIMITS, place="picture")
+        inspect_image(data, limits=LIMITS, location="picture")
+        decode_image(data, size=(16, 16), limits=LIMITS, location="picture")
 
 
 def sound(data: bytes) -> None:
     """Check a sound."""
     with suppress(MediaError, MemoryError):
-        inspect_sound(data, limits=LIMITS, place="sound")
+        inspect_audio(data, limits=LIMITS, location="sound")
 
 
 def clip(data: bytes) -> None:
     """Check a clip."""
     with suppress(MediaError, MemoryError):
-        inspect_clip(data, limits=LIMITS, place="clip")
+        inspect_video(data, limits=LIMITS, location="clip")
 
 
 def archive(data: bytes) -> None:
     """Read a member of an archive."""
     file = _as_file("archive.tar", data)
     with file.open("rb") as opened, suppress(MediaError):
-        read_member(opened, "a/b.png", path=file, max_bytes=LIMITS.max_item_bytes, place="row")
+        read_member(opened, "a/b.png", path=file, max_bytes=LIMITS.max_item_bytes, location="row")
 
 
 def media_item(data: bytes) -> None:
@@ -165,7 +165,7 @@ def media_item(data: bytes) -> None:
     inside = MediaAccess(root=FOLDER)
     (FOLDER / "a").mkdir(parents=True, exist_ok=True)
     with suppress(MediaError):
-        for item in items_of(value, modality=Modality.IMAGE, place="row", access=inside):
+        for item in read_items(value, modality=Modality.IMAGE, location="row", access=inside):
             if not (isinstance(item.source, str) and item.source.startswith("http")):
                 assert len(item.read(LIMITS)) <= LIMITS.max_item_bytes
 

@@ -181,7 +181,7 @@ def read_headers(data: bytes) -> None:
         offset=lambda: 0,
         timestamp=lambda: (1, 1),
     )
-    record = Record.of(message)
+    record = Record.from_message(message)
     assert record.policy_version is None or abs(record.policy_version) < 10**18
     letter_of("reward", record)
 
@@ -190,7 +190,7 @@ def reference(data: bytes) -> None:
     """Look up a reference: what is accepted lies in the store's folder."""
     uri = data.decode(errors="surrogateescape")
     store, roots = _local_store()
-    if roots._holds(uri):
+    if roots._contains(uri):
         _require_inside(Path(uri.removeprefix("file://")))
     with suppress(ObjectError):
         key = store.key(uri)
@@ -211,7 +211,7 @@ REFERENCES = [
 def _local_store() -> tuple[ObjectStore, AllowedRoots]:
     STORE.mkdir(parents=True, exist_ok=True)
     store = ObjectStore.open(f"file://{STORE}", waits=False)
-    return store, AllowedRoots.of(store.uri(""))
+    return store, AllowedRoots.for_store(store.uri(""))
 
 
 def _require_inside(path: Path) -> None:

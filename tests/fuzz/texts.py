@@ -34,7 +34,7 @@ def budget(data: bytes) -> None:
     printed = PrintBudget(now=0.0)
     pieces = [data[at : at + 97] for at in range(0, len(data), 97)]
     assert sum(
-        len(printed.take(piece, now=1.0)) for piece in pieces
+        len(printed.limit(piece, now=1.0)) for piece in pieces
     ) <= BURST_BYTES + 2_000 + 80 * len(pieces)
 
 

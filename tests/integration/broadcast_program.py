@@ -18,7 +18,7 @@ from relax_events.runtime.failpoints import arm_failpoints
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.weights.artifact_writer import weights_digest
 from relax_events.weights.broadcast.receiver import Receiver
-from relax_events.weights.broadcast.transports import ReceivingTransport
+from relax_events.weights.broadcast.transports import BroadcastReader
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
         WeightsConfig(stall_seconds=float(seconds)),
         metrics=WorkerMetrics("rollout").weights,
     )
-    with closing(ReceivingTransport(ObjectStore.open(store_uri), receiver)) as transport:
+    with closing(BroadcastReader(ObjectStore.open(store_uri), receiver)) as transport:
         note = transport.follow(lambda: None)
         for line in sys.stdin:
             event = json.loads(line)

@@ -100,7 +100,7 @@ def apply_run(
         config = make_run_config(**sections)
         apply_topics(config, admin)
         for role in ("reward", "reference", "actor-forward", "critic", "teacher", "advantage"):
-            admin.alter_group(TopicPlan.of(config).consumer_group(role), QUICK_GROUP)
+            admin.alter_group(TopicPlan.from_config(config).consumer_group(role), QUICK_GROUP)
         return config
 
     return make

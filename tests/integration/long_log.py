@@ -39,7 +39,7 @@ from relax_events.events.types import (
 )
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.projections.run_state import RunState
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.control_view import ControlFollower
@@ -67,19 +67,19 @@ class LongLog:
 
     def __init__(self, config: RunConfig, *, num_steps: int, reports: int) -> None:
         self._config, self._num_steps, self._reports = config, num_steps, reports
-        self._plan, self._codec = TopicPlan.of(config), EventCodec()
-        self._groups, self._staleness = config.run.groups_per_step, config.run.max_staleness
+        self._plan, self._codec = TopicPlan.from_config(config), EventCodec()
+        self._groups, self._staleness = config.run.prompts_per_step, config.run.max_staleness
         self.bytes: dict[str, int] = {}
 
     def write(self) -> None:
         """Write all of it, step by step, as the roles would."""
         producer = RecordProducer(
-            Connection.of(self._config.broker, client_id=f"{self._config.run.id}.long"),
+            Connection.from_config(self._config.broker, client_id=f"{self._config.run.id}.long"),
             linger_ms=50,
         )
         schemas = self._codec.published_form()
         producer.write(
-            OutRecord(self._plan.topic("control.schemas"), schema, key=name.hex())
+            ProducerRecord(self._plan.topic("control.schemas"), schema, key=name.hex())
             for name, schema in schemas.items()
         )
         start: list[tuple[str, str, Event]] = [
@@ -92,10 +92,10 @@ class LongLog:
             producer.write(self._out(*item) for step in steps for item in self._step(step))
         producer.close()
 
-    def _out(self, entity: str, key: str, event: Event) -> OutRecord:
+    def _out(self, entity: str, key: str, event: Event) -> ProducerRecord:
         value = self._codec.encode(event)
         self.bytes[entity] = self.bytes.get(entity, 0) + len(value)
-        return OutRecord(self._plan.topic(entity), value, key=key, partition=0)
+        return ProducerRecord(self._plan.topic(entity), value, key=key, partition=0)
 
     def _group_ids(self, step: int) -> list[str]:
         return [
@@ -301,7 +301,7 @@ def start_controller(config: RunConfig) -> Any:
 def start_metrics(config: RunConfig) -> Any:
     """Go on with the file of figures where it was saved."""
     from relax_events.roles.worker_factory import open_worker
-    from relax_events.telemetry.metrics_file import FiguresFile
+    from relax_events.telemetry.metrics_file import MetricsFile
     from workers.metrics import FOLLOWED, MetricsLoop
 
     with open_worker("metrics", config, index=0, follow=FOLLOWED) as worker:
@@ -312,7 +312,7 @@ def start_metrics(config: RunConfig) -> Any:
         }
         reader.close()
         path = config.run_directory / "metrics.jsonl"
-        with FiguresFile(path) as file:
+        with MetricsFile(path) as file:
             file.save({entity: max(end - 500, 0) for entity, end in ends.items()})
         worker.drain.start()
         MetricsLoop(worker).run()
@@ -322,10 +322,10 @@ def start_metrics(config: RunConfig) -> Any:
 def start_follower(config: RunConfig) -> Any:
     """Follow control as every worker does; a rollout worker does nothing more."""
     connection, inbox = (
-        Connection.of(config.broker, client_id=f"{config.run.id}.follower"),
+        Connection.from_config(config.broker, client_id=f"{config.run.id}.follower"),
         queue.SimpleQueue[Event](),
     )
-    follower = ControlFollower(connection, TopicPlan.of(config), EventCodec())
+    follower = ControlFollower(connection, TopicPlan.from_config(config), EventCodec())
     follower.start(inbox.put)
     version = follower.policy_version
     follower.close()

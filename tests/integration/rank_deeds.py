@@ -12,7 +12,7 @@ import numpy as np
 
 from relax_events import cli
 from relax_events.errors import ConfigError, Fenced, RelaxError
-from relax_events.launcher.parent_watch import end_with_supervisor
+from relax_events.launcher.parent_watch import drain_when_supervisor_exits
 from relax_events.training.distributed import open_ranks
 
 DEEDS: dict[str, RelaxError] = {
@@ -23,7 +23,7 @@ DEEDS: dict[str, RelaxError] = {
 
 def act() -> None:
     """Fail if this is the rank that shall, else wait for the others."""
-    end_with_supervisor(drain_seconds=1.0)
+    drain_when_supervisor_exits(drain_seconds=1.0)
     failing, deed = int(sys.argv[2]), sys.argv[3]
     with open_ranks(timeout_seconds=60.0) as ranks:
         ranks.all_gather(np.zeros(1))

@@ -12,10 +12,11 @@ import torch
 from relax_events.errors import RelaxError
 from relax_events.objects import ObjectStore
 from relax_events.training.backend.torch_backend import TorchBackend
-from relax_events.training.batch.packing import pack_order
+from relax_events.training.batch.packing import micro_batch_slices
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.distributed import open_ranks
-from tests.unit.trainer_samples import changed, make_samples, run_config
+from tests.event_samples import changed
+from tests.unit.trainer_samples import make_samples, run_config
 
 SPLITS = {"even": (0.0, 0.5, 1.0), "uneven": (0.0, 0.2, 1.0), "one_idle": (0.0, 1.0, 1.0)}
 PLAIN = {"kl_coefficient": 0.1, "aggregation": "sample_mean"}
@@ -38,9 +39,9 @@ def train(ranks, model_path, bounds, algorithm=PLAIN):
         samples = make_samples(12, seed=step, model_path=model_path)
         start, end = (int(share * len(samples)) for share in bounds[ranks.rank : ranks.rank + 2])
         mine = samples[start:end]
-        for part in pack_order([len(sample.tokens) for sample in mine], max_tokens=50):
+        for part in micro_batch_slices([len(sample.tokens) for sample in mine], max_tokens=50):
             backend.accumulate(mine[part])
-        all_figures.append(backend.step().as_figures())
+        all_figures.append(backend.step().to_metrics())
     return all_figures, backend.weights()
 
 

@@ -14,7 +14,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded.ports import choose_port
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.ops.consumer_lag import consumer_lag
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.topics import TopicPlan, TopicSpec
@@ -38,8 +38,8 @@ def test_ping_names_address_and_remedy_when_no_broker_answers() -> None:
 def test_applied_topics_are_those_of_the_plan(
     admin: Admin, apply_run: Callable[..., RunConfig]
 ) -> None:
-    broker = {"shards": 3, "lease": "consumer_group", "queue_partitions": 5, "compression": "zstd"}
-    plan = TopicPlan.of(apply_run(run={"max_staleness": 2}, broker=broker))
+    broker = {"partitions_per_version": 3, "prompt_queue": "consumer_group", "queue_partitions": 5, "compression": "zstd"}
+    plan = TopicPlan.from_config(apply_run(run={"max_staleness": 2}, broker=broker))
     found = admin.topics(plan.topic(""))
     assert found.keys() == {spec.name for spec in plan.specs()}
     for topic in plan.sample_topics():
@@ -68,7 +68,7 @@ def test_apply_refuses_another_number_of_partitions(
     apply_run(run={"max_staleness": 1})
     with pytest.raises(
         BrokerRefused,
-        match=r"has 6 partitions, the plan says 8; keep run.max_staleness and broker.shards as they were",
+        match=r"has 6 partitions, the plan says 8; keep run.max_staleness and broker.partitions_per_version as they were",
     ):
         apply_run(run={"max_staleness": 2})
 
@@ -102,7 +102,7 @@ def test_offsets_are_those_of_the_log(
     fill(producer, topic, [b"x"] * 7)
     assert admin.end_offsets([(topic, 0), (topic, 1)]) == {(topic, 0): 7, (topic, 1): 0}
     assert admin.end_offsets([]) == {}
-    assert admin.committed(f"{run_id}.nobody", [(topic, 0)]) == {}
+    assert admin.committed_offsets(f"{run_id}.nobody", [(topic, 0)]) == {}
 
 
 def test_end_offsets_name_a_topic_that_does_not_exist(connection: Connection, run_id: str) -> None:
@@ -121,8 +121,8 @@ def test_consumer_lag_is_counted_by_slot(
     from relax_events.kafka.consumer import LogReader
     from relax_events.kafka.transactions import TransactionalWriter
 
-    config = apply_run(run={"max_staleness": 0}, broker={"shards": 2})
-    plan = TopicPlan.of(config)
+    config = apply_run(run={"max_staleness": 0}, broker={"partitions_per_version": 2})
+    plan = TopicPlan.from_config(config)
     topic, group = plan.topic("advantage.samples"), plan.consumer_group("trainer")
     for partition, count in enumerate((5, 3, 2, 0)):
         fill(producer, topic, [b"x"] * count, partition=partition)
@@ -144,8 +144,8 @@ def test_write_is_refused_when_the_record_is_larger_than_the_topic_allows(
 ) -> None:
     topic = make_topic("a", max_message_bytes="1000")
     with pytest.raises(BrokerRefused, match="delivering records: MSG_SIZE_TOO_LARGE"):
-        producer.write([OutRecord(topic, bytes(5000))])
-    producer.write([OutRecord(topic, b"small")])
+        producer.write([ProducerRecord(topic, bytes(5000))])
+    producer.write([ProducerRecord(topic, b"small")])
 
 
 def test_write_is_refused_when_the_record_is_larger_than_the_client_allows(
@@ -155,7 +155,7 @@ def test_write_is_refused_when_the_record_is_larger_than_the_client_allows(
     with pytest.raises(
         BrokerRefused, match=f"writing 67108865 bytes to {topic}: MSG_SIZE_TOO_LARGE"
     ):
-        producer.write([OutRecord(topic, bytes(64 * 1024**2 + 1))])
+        producer.write([ProducerRecord(topic, bytes(64 * 1024**2 + 1))])
 
 
 def test_write_is_refused_when_the_topic_does_not_exist(
@@ -165,4 +165,4 @@ def test_write_is_refused_when_the_topic_does_not_exist(
     with pytest.raises(
         BrokerRefused, match=r"delivering records: (_UNKNOWN_TOPIC|UNKNOWN_TOPIC_OR_PART)"
     ):
-        RecordProducer(quick).write([OutRecord(f"{run_id}.missing", b"x")])
+        RecordProducer(quick).write([ProducerRecord(f"{run_id}.missing", b"x")])

@@ -85,7 +85,7 @@ def test_incompatible_schema_is_a_schema_error(
     open_codec(config)
     client.set_compatibility(NAME, "FULL_TRANSITIVE")
     edit, *_ = FORBIDDEN["field added without a default"]
-    registry = RegistryClient.of(config)
+    registry = RegistryClient.from_config(config)
     with pytest.raises(SchemaError, match=f"registering {NAME}: HTTP 409") as caught:
         registry.register(NAME, json.dumps(changed(edit).schemas[NAME]))
     registry.close()

@@ -32,11 +32,11 @@ from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.weights.artifact_writer import weights_digest
 from relax_events.weights.broadcast import receiver
 from relax_events.weights.broadcast.buckets import Layout
-from relax_events.weights.broadcast.channel import LinkLost
-from relax_events.weights.broadcast.control_socket import Line
+from relax_events.weights.broadcast.channel import ConnectionLost
+from relax_events.weights.broadcast.control_socket import ControlSocket
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
-from relax_events.weights.broadcast.transports import ReceivingTransport, SendingTransport
+from relax_events.weights.broadcast.transports import BroadcastReader, BroadcastPublisher
 
 PROGRAM = Path(__file__).parent / "broadcast_program.py"
 ROOT = Path(__file__).parents[2]
@@ -76,12 +76,12 @@ class Trainer:
         self.metrics = WorkerMetrics("trainer")
         seconds = {"deadline_seconds": PATIENCE_SECONDS, "stall_seconds": STALL_SECONDS}
         config = WeightsConfig(
-            transport="gloo", shares_memory=way == "memory", bucket_bytes=bucket_bytes, **seconds
+            transport="gloo", use_shared_memory=way == "memory", bucket_bytes=bucket_bytes, **seconds
         )
         self.broadcaster = Broadcaster(
             config, metrics=self.metrics.weights, announce=self._tell, last_list=last_list
         )
-        self._transport = SendingTransport(store, self.broadcaster)
+        self._transport = BroadcastPublisher(store, self.broadcaster)
 
     def _tell(self, enlisted: EnginesEnlisted) -> None:
         self.lists.append(enlisted)
@@ -125,7 +125,7 @@ class Engine:
         self.receiver = Receiver(
             worker_id, WeightsConfig(stall_seconds=STALL_SECONDS), metrics=self.metrics.weights
         )
-        self.transport = ReceivingTransport(store, self.receiver)
+        self.transport = BroadcastReader(store, self.receiver)
         self.woken = threading.Semaphore(0)
         self.note = self.transport.follow(self.woken.release)
 
@@ -306,7 +306,7 @@ def test_altered_bucket_is_noticed_on_both_sides(
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
-    filled = Layout.filled
+    filled = Layout.gather
 
     def altered(
         layout: Layout, bucket: range, tensors: Mapping[str, Tensor], *, staging: Tensor
@@ -354,7 +354,7 @@ def test_ports_are_free_once_both_sides_are_closed(store: ObjectStore, way: str)
         trainer.tell(engine.note)
         engine.fetch(trainer.publish(0))
         trainer.until_joined("rollout-0")
-        port = trainer.broadcaster.meeting_port
+        port = trainer.broadcaster.rendezvous_port
         assert port in listened_at() - before
     del trainer, engine
     until(lambda: not listened_at() - before, "nothing new listens any more")
@@ -372,10 +372,10 @@ def listened_at() -> set[int]:
 @pytest.mark.parametrize("ticket", ["0" * 32, "\u00fc", None])
 def test_nobody_joins_without_the_ticket(trainer: Trainer, ticket: str | None) -> None:
     host, _, port = trainer.lists[0].address.rpartition(":")
-    with Line.call(host, int(port), deadline=Deadline(PATIENCE_SECONDS)) as line:
-        line.say(deadline=Deadline(PATIENCE_SECONDS), ticket=ticket, worker_id="stranger")
-        with pytest.raises(LinkLost, match="has left"):
-            line.hear(Deadline(PATIENCE_SECONDS))
+    with ControlSocket.connect(host, int(port), deadline=Deadline(PATIENCE_SECONDS)) as line:
+        line.send(deadline=Deadline(PATIENCE_SECONDS), ticket=ticket, worker_id="stranger")
+        with pytest.raises(ConnectionLost, match="has left"):
+            line.receive(Deadline(PATIENCE_SECONDS))
     assert trainer.broadcaster.engines == []
 
 

@@ -16,7 +16,7 @@ from relax_events.cli.broker import app
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerUnavailable, CheckFailed
 from relax_events.kafka.embedded import EmbeddedBroker
-from relax_events.session.broker_address import attached
+from relax_events.session.broker_address import attach
 
 USER = """
 import pathlib, sys
@@ -129,17 +129,17 @@ def test_command_brings_the_broker_up_for_itself(
     broker = EmbeddedBroker(config.run.directory / "broker")
     with (
         pytest.raises(BrokerUnavailable, match="no broker was ever started"),
-        attached(config, by="relax ledger check"),
+        attach(config, by="relax ledger check"),
     ):
         pass
     with broker:
         pass
     with (
         pytest.raises(BrokerUnavailable, match="does not run; start it with"),
-        attached(config, by="relax worker reward", brings_up=False),
+        attach(config, by="relax worker reward", brings_up=False),
     ):
         pass
-    with attached(config, by="relax ledger check") as reached:
+    with attach(config, by="relax ledger check") as reached:
         assert reached.broker.bootstrap_servers == broker.bootstrap_servers
         assert broker.is_running
     assert "is down; starting it for relax ledger check" in capsys.readouterr().err

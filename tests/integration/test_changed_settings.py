@@ -11,7 +11,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.run_description import describe
 from relax_events.topics import TopicPlan
@@ -22,14 +22,14 @@ def test_worker_refuses_a_run_file_that_the_run_can_not_go_on_with(
     apply_run: Callable[..., RunConfig], producer: RecordProducer, role: str
 ) -> None:
     config = apply_run()
-    topic = TopicPlan.of(config).topic("control.commands")
-    producer.write([OutRecord(topic, EventCodec().encode(describe(config)), key="k")])
+    topic = TopicPlan.from_config(config).topic("control.commands")
+    producer.write([ProducerRecord(topic, EventCodec().encode(describe(config)), key="k")])
     changed = config.model_copy(
         update={
-            "run": config.run.model_copy(update={"groups_per_step": 2 * config.run.groups_per_step})
+            "run": config.run.model_copy(update={"prompts_per_step": 2 * config.run.prompts_per_step})
         }
     )
-    with pytest.raises(ConfigError, match=r"run.groups_per_step: 16 -> 32"):
+    with pytest.raises(ConfigError, match=r"run.prompts_per_step: 16 -> 32"):
         open_worker(role, changed, index=0)
     with open_worker(role, config, index=0) as worker:
         assert worker.worker_id == f"{role}-0"

@@ -15,11 +15,11 @@ from relax_events.errors import ClientFailed
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka import consumer as consumers
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.client_statistics import HeartbeatWatch
+from relax_events.kafka.client_statistics import HeartbeatMonitor
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.kafka.transactions import TransactionalWriter
 
 MakeTopic = Callable[..., str]
@@ -42,7 +42,7 @@ sys.stdin.read()
 """
 
 
-def partitions_of(consumer: GroupConsumer, topic: str) -> set[int]:
+def partitions_of(consumer: SubscribedConsumer, topic: str) -> set[int]:
     return {partition for name, partition in consumer.positions if name == topic}
 
 
@@ -53,15 +53,15 @@ def test_member_reads_all_records_in_order_when_it_is_alone(
     headers = {"policy-version": "7", "note": "caf\u00e9"}
     producer.write(
         [
-            OutRecord(topic, b"a", key="k", partition=0, headers=headers),
-            OutRecord(topic, b"b", partition=0),
+            ProducerRecord(topic, b"a", key="k", partition=0, headers=headers),
+            ProducerRecord(topic, b"b", partition=0),
         ]
     )
-    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     first, second = fetch_until(consumer, lambda records: len(records) == 2)
     assert (first.value, first.key, first.headers, first.policy_version) == (b"a", "k", headers, 7)
     assert (second.offset, second.key, second.headers, second.policy_version) == (1, "", {}, None)
-    assert first.place == f"{topic}[0]@0"
+    assert first.location == f"{topic}[0]@0"
     assert consumer.positions == {(topic, 0): 2}
     consumer.close()
 
@@ -70,14 +70,14 @@ def test_member_that_is_paused_takes_nothing_gives_partitions_back_and_goes_on(
     connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:
     topic, group = make_topic("work", 2), make_group("reward")
-    paused = GroupConsumer(connection, consumer_group=group, topics=[topic])
+    paused = SubscribedConsumer(connection, consumer_group=group, topics=[topic])
     turn_until(
         lambda: partitions_of(paused, topic) == {0, 1}, lambda: paused.fetch(timeout_seconds=0.1)
     )
     paused.pause()
     fill(producer, topic, [b"a"] * 3)
     fill(producer, topic, [b"b"] * 3, partition=1)
-    other, taken = GroupConsumer(connection, consumer_group=group, topics=[topic]), list[Record]()
+    other, taken = SubscribedConsumer(connection, consumer_group=group, topics=[topic]), list[Record]()
 
     def turn() -> None:
         assert paused.fetch(timeout_seconds=0.1) == []
@@ -108,7 +108,7 @@ def test_lag_of_a_member_is_what_it_has_not_fetched(
     topic = make_topic("work", 2)
     fill(producer, topic, [b"x"] * 10)
     fill(producer, topic, [b"x"] * 4, partition=1)
-    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     assert consumer.lag() == {}
     taken: list[Record] = []
     turn_until(
@@ -132,13 +132,13 @@ def test_heartbeats_show_in_the_clients_statistics_however_idle_the_member(
 ) -> None:
     noted: list[tuple[int, float]] = []
 
-    class Seen(HeartbeatWatch):
+    class Seen(HeartbeatMonitor):
         def note(self, statistics: str) -> None:
-            super().note(statistics)
+            super().update(statistics)
             noted.append((self._num_heartbeats, self._silent_seconds))
 
     monkeypatch.setattr(consumers, "HeartbeatWatch", Seen)
-    consumer = GroupConsumer(
+    consumer = SubscribedConsumer(
         connection, consumer_group=make_group("reward"), topics=[make_topic("work")]
     )
     turn_until(lambda: len(noted) >= 4, lambda: consumer.fetch(timeout_seconds=0.2))
@@ -154,9 +154,9 @@ def test_member_whose_heartbeats_have_stopped_ends_its_worker(
     make_group: MakeGroup,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(HeartbeatWatch, "is_silent", True)
+    monkeypatch.setattr(HeartbeatMonitor, "is_silent", True)
     group = make_group("reward")
-    consumer = GroupConsumer(connection, consumer_group=group, topics=[make_topic("work")])
+    consumer = SubscribedConsumer(connection, consumer_group=group, topics=[make_topic("work")])
     with pytest.raises(ClientFailed, match=f"heartbeats for {re.escape(group)} have stopped"):
         consumer.fetch(timeout_seconds=0.2)
     consumer.close()
@@ -167,7 +167,7 @@ def test_members_hold_the_same_partitions_of_all_topics_when_there_are_two(
 ) -> None:
     topics = [make_topic("rollout.samples", 4), make_topic("reward.scores", 4)]
     group = make_group("advantage")
-    members = [GroupConsumer(connection, consumer_group=group, topics=topics) for _ in range(2)]
+    members = [SubscribedConsumer(connection, consumer_group=group, topics=topics) for _ in range(2)]
 
     def is_divided() -> bool:
         return all(len(partitions_of(member, topics[0])) == 2 for member in members) and all(
@@ -202,10 +202,10 @@ def test_revoked_member_commits_first_when_a_second_one_joins(
         revoked.extend(offsets)
         first.commit(offsets, wait=deadline)
 
-    first = GroupConsumer(connection, consumer_group=group, topics=[topic], on_revoked=give_back)
+    first = SubscribedConsumer(connection, consumer_group=group, topics=[topic], on_revoked=give_back)
     fetch_until(first, lambda records: len(records) == 10)
     assigned: list[TopicOffset] = []
-    second = GroupConsumer(
+    second = SubscribedConsumer(
         connection, consumer_group=group, topics=[topic], on_assigned=assigned.extend
     )
     turn_until(
@@ -230,7 +230,7 @@ def test_next_member_starts_at_the_commit_when_one_is_killed(
     fill(producer, topic, [str(index).encode() for index in range(10)])
     with other_process(CRASHING_MEMBER, bootstrap_servers, group, topic) as member:
         assert next_line(member) == "10"
-    consumer = GroupConsumer(connection, consumer_group=group, topics=[topic])
+    consumer = SubscribedConsumer(connection, consumer_group=group, topics=[topic])
     records = fetch_until(consumer, lambda records: len(records) == 6)
     assert [record.value for record in records] == [b"4", b"5", b"6", b"7", b"8", b"9"]
     consumer.close()
@@ -245,11 +245,11 @@ def test_commit_outlives_the_member_when_nobody_waited_for_it(
 ) -> None:
     topic, group = make_topic("work"), make_group("reward")
     fill(producer, topic, [b"a", b"b", b"c"])
-    consumer = GroupConsumer(connection, consumer_group=group, topics=[topic])
+    consumer = SubscribedConsumer(connection, consumer_group=group, topics=[topic])
     fetch_until(consumer, lambda records: len(records) == 3)
     consumer.commit([TopicOffset(topic, 0, 2)])
     consumer.close()
-    assert admin.committed(group, [(topic, 0)]) == {(topic, 0): 2}
+    assert admin.committed_offsets(group, [(topic, 0)]) == {(topic, 0): 2}
 
 
 def test_seek_passes_stale_records_without_reading_them(
@@ -257,7 +257,7 @@ def test_seek_passes_stale_records_without_reading_them(
 ) -> None:
     topic = make_topic("work")
     fill(producer, topic, [str(index).encode() for index in range(100)])
-    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     fetch_until(consumer, lambda records: len(records) >= 1)
     consumer.seek(topic, 0, 98)
     assert consumer.positions[topic, 0] == 98
@@ -270,7 +270,7 @@ def test_pause_keeps_the_membership_and_the_records(
     connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:
     topic = make_topic("work")
-    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     turn_until(lambda: bool(consumer.positions), lambda: consumer.fetch(timeout_seconds=0.05))
     consumer.pause()
     fill(producer, topic, [b"held back"])
@@ -298,8 +298,8 @@ def test_member_asks_again_when_the_coordinator_was_too_busy_to_tell_where_to_be
     connection: Connection, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:
     topic = make_topic("work")
-    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
-    (place,) = consumer._committed(BusyCoordinator(), [TopicPartition(topic, 0)])
+    consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    (place,) = consumer._read_committed(BusyCoordinator(), [TopicPartition(topic, 0)])
     assert place.offset == 7
     consumer.close()
 
@@ -313,7 +313,7 @@ def test_client_that_does_not_fetch_one_of_its_partitions_any_more_is_given_up(
 ) -> None:
     monkeypatch.setattr("relax_events.kafka.protocol.group_membership.LOOK_SECONDS", 0.3)
     topic = make_topic("work", 2)
-    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     turn_until(lambda: len(consumer.positions) == 2, lambda: consumer.fetch(timeout_seconds=0.1))
     consumer._consumer.pause(
         [TopicPartition(topic, 1)]
@@ -338,16 +338,16 @@ def test_marks_of_a_transaction_that_nobody_is_given_are_no_reason_to_give_a_cli
     monkeypatch.setattr("relax_events.kafka.protocol.group_membership.LOOK_SECONDS", 0.1)
     topic = make_topic("work")
     writer = TransactionalWriter(connection, transactional_id=f"{run_id}.marks")
-    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     looks = []
     monkeypatch.setattr(
         consumer,
         "_prove_unreadable",
         lambda unread: (
-            looks.append(dict(unread)) or GroupConsumer._prove_unreadable(consumer, unread)
+            looks.append(dict(unread)) or SubscribedConsumer._check_fetch_stalled(consumer, unread)
         ),
     )
-    writer.commit([OutRecord(topic, b"comes", partition=0)])
+    writer.commit([ProducerRecord(topic, b"comes", partition=0)])
     turn_until(lambda: bool(looks), lambda: consumer.fetch(timeout_seconds=0.1))
     assert looks == [{(topic, 0): 1}]
     consumer.close()
@@ -362,7 +362,7 @@ def test_client_that_is_paused_is_not_given_up(
 ) -> None:
     monkeypatch.setattr("relax_events.kafka.protocol.group_membership.LOOK_SECONDS", 0.1)
     topic = make_topic("work")
-    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     turn_until(lambda: len(consumer.positions) == 1, lambda: consumer.fetch(timeout_seconds=0.1))
     consumer.pause()
     fill(producer, topic, [b"waits"])

@@ -37,9 +37,9 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.embedded.ports import choose_port
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects import ObjectStore
-from relax_events.objects.marker import claim
+from relax_events.objects.marker import claim_store
 from relax_events.roles.worker_factory import StoreClaimCheck, open_store, open_worker
 from relax_events.runtime.control_view import ControlFollower
 from relax_events.runtime.worker import Worker
@@ -50,18 +50,18 @@ CODEC = EventCodec()
 
 @pytest.fixture
 def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
-    return apply_run(run={"max_staleness": 1}, objects={"inline_max_bytes": 1000})
+    return apply_run(run={"max_staleness": 1}, objects={"claim_check_threshold_bytes": 1000})
 
 
 @pytest.fixture
 def plan(config: RunConfig) -> TopicPlan:
-    return TopicPlan.of(config)
+    return TopicPlan.from_config(config)
 
 
 @pytest.fixture
 def tell(producer: RecordProducer, plan: TopicPlan) -> Callable[[str, Event], None]:
     def write(entity: str, event: Event) -> None:
-        producer.write([OutRecord(plan.topic(entity), CODEC.encode(event))])
+        producer.write([ProducerRecord(plan.topic(entity), CODEC.encode(event))])
 
     return write
 
@@ -70,7 +70,7 @@ def tell(producer: RecordProducer, plan: TopicPlan) -> Callable[[str, Event], No
 def worker(config: RunConfig, tmp_path: Path) -> Iterator[Worker]:
     store = ObjectStore.open((tmp_path / "objects").as_uri())
     with Worker(
-        "reward", config, claim_check=StoreClaimCheck(store, inline_max_bytes=1000), index=3
+        "reward", config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=1000), index=3
     ) as opened:
         yield opened
 
@@ -239,7 +239,7 @@ def test_follower_goes_on_when_a_control_record_is_corrupt(
     tell: Callable[[str, Event], None],
 ) -> None:
     for topic in ("control.policy-versions", "control.schemas"):
-        producer.write([OutRecord(plan.topic(topic), b"no event", key="x")])
+        producer.write([ProducerRecord(plan.topic(topic), b"no event", key="x")])
     tell("control.policy-versions", published(0))
     follower = ControlFollower(connection, plan, EventCodec())
     assert follower.policy_version == 0
@@ -273,7 +273,7 @@ def test_follower_takes_nothing_that_its_writer_may_not_say(
     ):
         producer.write(
             [
-                OutRecord(
+                ProducerRecord(
                     plan.topic("control.heartbeats.reward"), CODEC.encode(event), key="reward-0"
                 )
             ]
@@ -299,7 +299,7 @@ def test_honest_schema_can_be_neither_blanked_nor_overwritten(
     forged = next(schema for name, schema in published_form.items() if b"WorkerBeat" in schema)
     keys = [name.hex() for name in published_form]
     producer.write(
-        OutRecord(topic, value, key=key) for key in keys for value in (b"", forged, b"{}")
+        ProducerRecord(topic, value, key=key) for key in keys for value in (b"", forged, b"{}")
     )
     first = {}
     for record in read(connection, topic):
@@ -436,8 +436,8 @@ def test_dead_letter_keeps_the_record_untouched(
     poison = bytes(reversed(range(256)))
     producer.write(
         [
-            OutRecord(source, b"first", partition=2),
-            OutRecord(
+            ProducerRecord(source, b"first", partition=2),
+            ProducerRecord(
                 source, poison, key="000001-0002-0", partition=2, headers={"policy-version": "1"}
             ),
         ]
@@ -496,7 +496,7 @@ def test_worker_learns_a_schema_that_was_published_after_its_start(
     fastavro.schemaless_writer(body, fastavro.parse_schema(newer), values)
     producer.write(
         [
-            OutRecord(
+            ProducerRecord(
                 plan.topic("control.schemas"), json.dumps(newer).encode(), key=fingerprint.hex()
             )
         ]
@@ -545,7 +545,7 @@ def test_tombstone_goes_into_the_newest_versions_slot(
     tell("control.policy-versions", published(5))
     assert worker.control.wait_for_version(5, timeout_seconds=TIMEOUT_SECONDS)
     record = worker.tombstone("000004-0002-1", Outcome.FAILED, "engine: no", policy_version=3)
-    assert (plan.entity(record.topic), record.partition in plan.partitions_of_version(5)) == (
+    assert (plan.parse_entity(record.topic), record.partition in plan.partitions_of_version(5)) == (
         "prompt.end-requests",
         True,
     )
@@ -569,7 +569,7 @@ def test_worker_of_a_namesake_on_another_cluster_is_refused_before_it_writes(
     follower = ControlFollower(connection, plan, EventCodec())
     assert len(follower.cluster_id) == 22, "Kafka's ids are UUIDs in base64"
     follower.close()
-    claim(open_store(config), run_id=config.run.id, cluster_id="another-cluster")
+    claim_store(open_store(config), run_id=config.run.id, cluster_id="another-cluster")
     text = rf"belongs to run {config.run.id} of Kafka cluster another-cluster, and this is a run of that name on cluster {follower.cluster_id}"
     with pytest.raises(ConfigError, match=text), open_worker("reward", config, index=0):
         pytest.fail("it went to work")

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from event_samples import ready
+from event_samples import changed, ready
 from written_run import CODEC, WrittenRun
 
 from relax_events.config import AlgorithmConfig, RunConfig
@@ -22,11 +21,11 @@ from relax_events.events.types import SampleReady, TrainStepCommitted
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.admin import Admin
 from relax_events.objects import ObjectStore
-from relax_events.ops.run_purger import PurgeBooks, Purger
+from relax_events.ops.run_purger import Purger, RetentionState
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.torch_critic import TorchCritic
-from relax_events.training.critic_learning import CriticLearning
+from relax_events.training.critic_learning import CriticLearner
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(apply_run: Callable[..., RunConfig], model: Path) -> Iterator[WrittenRun]:
     config = apply_run(
         run={"max_staleness": 1, "num_steps": 20},
-        broker={"shards": 1},
+        broker={"partitions_per_version": 1},
         model={"path": str(model), "device": "cpu"},
         algorithm={"name": "ppo"},
         trainer={"checkpoint_every": 2, "keep_checkpoints": 2, "max_tokens_per_micro_batch": 8},
@@ -64,7 +63,7 @@ def train_steps(run: WrittenRun, first: int, last: int, **changes: Any) -> list[
             }
             run.write_sample(
                 "advantage.samples",
-                replace(ready(group_id, index, version=step, of=4), **numbers | changes),
+                changed(ready(group_id, index, version=step, of=4), **numbers | changes),
             )
             place = (run.plan.topic("advantage.samples"), run.plan.partition(group_id, step))
             places.append((place[1], run.end_offset(place) - 1))
@@ -107,15 +106,15 @@ def test_critic_skips_the_update_of_a_step_that_is_not_finite_and_ends_after_sev
 
 
 @contextmanager
-def learning(run: WrittenRun, folder: Path) -> Iterator[tuple[TorchCritic, CriticLearning, Worker]]:
+def learning(run: WrittenRun, folder: Path) -> Iterator[tuple[TorchCritic, CriticLearner, Worker]]:
     """Start a critic with its checkpoints in a folder."""
     store = ObjectStore.open(folder.as_uri())
     with Worker(
-        "critic", run.config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+        "critic", run.config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6)
     ) as worker:
         worker.follow()
         critic = TorchCritic(run.config)
-        with CriticLearning(worker, critic, store) as learner:
+        with CriticLearner(worker, critic, store) as learner:
             yield critic, learner, worker
 
 
@@ -130,13 +129,13 @@ def test_critic_that_was_killed_has_the_bits_of_one_that_was_not(
     with learning(run, tmp_path / "killed") as (critic, learner, _):
         assert critic.policy_version == 3
         before = tensors(critic)
-        assert learner.before(2) == 3
-        learner.turn()
+        assert learner.learn_up_to(2) == 3
+        learner.step_if_ready()
     train_steps(run, 3, 5)
     with learning(run, tmp_path / "killed") as (critic, learner, worker):
         assert critic.policy_version == 5
         train_steps(run, 5, 6)
-        assert learner.before(6) == 6
+        assert learner.learn_up_to(6) == 6
         resumed = tensors(critic)
         assert "relax_critic_explained_variance_ratio" in worker.metrics.exposition().decode()
     with learning(run, tmp_path / "whole") as (critic, _, _):
@@ -172,9 +171,9 @@ def test_critic_learns_returns_of_its_own_lambda(
 
 
 def test_what_the_critic_has_not_read_stays_on_the_log(run: WrittenRun, tmp_path: Path) -> None:
-    store, books = ObjectStore.open(tmp_path.as_uri()), PurgeBooks()
+    store, books = ObjectStore.open(tmp_path.as_uri()), RetentionState()
     for step in train_steps(run, 0, 5):
-        books.note(step)
+        books.apply(step)
     purger = Purger(run.config, run.connection, store, CODEC)
     assert {
         name: set(bounds.values()) for name, bounds in purger._critic_bounds(books).items()

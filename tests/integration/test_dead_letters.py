@@ -25,7 +25,7 @@ from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.consumer import LogReader
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects import ObjectStore
 from relax_events.ops.dead_letters import (
     DeadLetter,
@@ -37,8 +37,8 @@ from relax_events.ops.dead_letters import (
 )
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime.worker import Worker
-from relax_events.training.batch.assembly import GroupAssembler
-from relax_events.training.issue_terms import IssueTerms
+from relax_events.training.batch.assembly import BatchAssembler
+from relax_events.training.issue_terms import IssueRules
 from workers.advantage import AdvantageLoop
 from workers.trainer import TrainLoop
 
@@ -47,7 +47,7 @@ GROUP = "000000-0000-0"
 
 @pytest.fixture
 def written(apply_run: Callable[..., RunConfig]) -> Iterator[WrittenRun]:
-    run = WrittenRun(apply_run(run={"max_staleness": 1}, broker={"shards": 1}))
+    run = WrittenRun(apply_run(run={"max_staleness": 1}, broker={"partitions_per_version": 1}))
     run.publish(0)
     yield run
     run.close()
@@ -58,7 +58,7 @@ def open_worker(written: WrittenRun, tmp_path: Path) -> Callable[[str], Worker]:
     def opened(role: str) -> Worker:
         store = ObjectStore.open((tmp_path / "objects").as_uri())
         return Worker(
-            role, written.config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+            role, written.config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6)
         )
 
     return opened
@@ -82,20 +82,20 @@ def test_letters_of_the_trainer_are_safe_before_the_offsets_that_pass_their_reco
     written: WrittenRun, tmp_path: Path, is_read_again: bool
 ) -> None:
     places: list[tuple[int, int]] = []
-    record = OutRecord(
+    record = ProducerRecord(
         written.plan.topic("advantage.samples"), b"no event", key="nobody's", partition=1
     )
     written.producer.write([record])
     claim_check = StoreClaimCheck(
-        ObjectStore.open((tmp_path / "objects").as_uri()), inline_max_bytes=10**6
+        ObjectStore.open((tmp_path / "objects").as_uri()), claim_check_threshold_bytes=10**6
     )
     with Worker(
         "trainer", written.config, claim_check=claim_check, linger_ms=100_000
     ) as worker:  # nothing goes by itself
         loop: Any = SimpleNamespace(
-            _worker=worker, _terms=IssueTerms.of(written.config), _topic=record.topic
+            _worker=worker, _terms=IssueRules.from_config(written.config), _topic=record.topic
         )
-        loop._assembler = GroupAssembler(
+        loop._assembler = BatchAssembler(
             max_staleness=written.config.run.max_staleness, decided=set()
         )
         for found in records_of(written, "advantage.samples"):
@@ -206,7 +206,7 @@ def test_forged_letter_writes_nothing(
         "origin-offset": "0",
     }
     written.producer.write(
-        [OutRecord(written.plan.topic("reward.dead-letters"), b"forged", headers=headers)]
+        [ProducerRecord(written.plan.topic("reward.dead-letters"), b"forged", headers=headers)]
     )
     with pytest.raises(
         ConfigError,
@@ -251,7 +251,7 @@ def test_operator_writes_nothing_that_a_role_has_forged(
     }
     forged = EventCodec().encode(rolled_out(GROUP, tokens=np.array([6, 6, 6, 6], np.int32)))
     written.producer.write(
-        [OutRecord(written.plan.topic("reward.dead-letters"), forged, key=GROUP, headers=headers)]
+        [ProducerRecord(written.plan.topic("reward.dead-letters"), forged, key=GROUP, headers=headers)]
     )
     with pytest.raises(ConfigError, match=text):
         requeue_all(written)
@@ -288,7 +288,7 @@ def await_consumed(written: WrittenRun, admin: Admin, entity: str) -> None:
     ]
     ends = {place: end for place, end in admin.end_offsets(places).items() if end}
     turn_until(
-        lambda: admin.committed(written.plan.consumer_group("advantage"), list(ends)) == ends
+        lambda: admin.committed_offsets(written.plan.consumer_group("advantage"), list(ends)) == ends
     )
 
 
@@ -335,13 +335,13 @@ def test_requeued_sample_that_was_trained_is_a_duplicate_for_the_trainer(
         written.write_sample("advantage.samples", ready(GROUP, index))
     dead_letter("trainer", "advantage.samples", PoisonSample("the model was too small"))
     requeue_all(written)
-    assembler = GroupAssembler(max_staleness=1, decided={GROUP})
+    assembler = BatchAssembler(max_staleness=1, decided={GROUP})
     with RunLog(written.config, name="test") as log:
         for record in log.records(
-            log.whole("advantage.samples", range(written.plan.num_sample_partitions))
+            log.full_ranges("advantage.samples", range(written.plan.num_sample_partitions))
         ):
             event = log.decode(record)
             assert isinstance(event, SampleReady)
             assembler.add(record, event, trainer_version=1)
-    assert (assembler.ready(), assembler.pending_ends(), assembler.num_duplicates) == ([], [], 4)
+    assert (assembler.ready(), assembler.pending_outcomes(), assembler.num_duplicates) == ([], [], 4)
     assert [offset.offset for offset in assembler.consumed()] == [4]

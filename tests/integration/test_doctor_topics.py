@@ -18,7 +18,7 @@ def test_new_run_has_all_its_topics_to_create(
     make_run_config: Callable[..., RunConfig], bootstrap_servers: str, admin: Admin
 ) -> None:
     config = make_run_config(broker={"bootstrap_servers": bootstrap_servers})
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     assert check_broker(config).startswith(
         f"{bootstrap_servers} answers; {len(plan.specs())} topic change(s) to apply; room for "
     )

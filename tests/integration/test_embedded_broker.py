@@ -28,7 +28,7 @@ from confluent_kafka.admin import (
 
 from relax_events.errors import EnvironmentProblem
 from relax_events.kafka.embedded import EmbeddedBroker
-from relax_events.kafka.embedded.jars import cache_directory, read_lock
+from relax_events.kafka.embedded.jars import locate_cache, read_jar_lock
 
 TIMEOUT_SECONDS = 30.0
 
@@ -260,7 +260,7 @@ def test_a_start_does_not_fail_when_the_class_archive_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a JVM's archive at all: the runtime goes on without."""
-    cache = cache_directory(read_lock())
+    cache = locate_cache(read_jar_lock())
     target = tmp_path / "cache" / "relax-events" / cache.name
     target.mkdir(parents=True)
     for jar in cache.glob("*.jar"):

@@ -19,7 +19,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.embedded.directory import write_state
-from relax_events.kafka.embedded.tool_login import client_properties
+from relax_events.kafka.embedded.tool_login import build_client_properties
 from relax_events.kafka.protocol.quotas import QuotaEntity, read_quotas
 
 SECONDS = 10.0
@@ -38,7 +38,7 @@ def connection(broker: EmbeddedBroker, password_file: Path | None) -> Connection
         embedded_password_file=password_file,
         request_timeout_seconds=SECONDS,
     )
-    return Connection.of(table, client_id="test")
+    return Connection.from_config(table, client_id="test")
 
 
 def ping(broker: EmbeddedBroker, password_file: Path | None) -> None:
@@ -102,7 +102,7 @@ def test_password_is_for_its_owner_alone_and_nowhere_else(broker: EmbeddedBroker
 
 def test_tools_get_in_by_what_they_are_told(broker: EmbeddedBroker) -> None:
     settings: dict[str, str | int | float | bool] = dict(
-        line.split("=", 1) for line in client_properties(broker, form="librdkafka").splitlines()
+        line.split("=", 1) for line in build_client_properties(broker, form="librdkafka").splitlines()
     )
     assert AdminClient(settings).list_topics(timeout=SECONDS).brokers
 

@@ -16,7 +16,7 @@ from broker_steps import TIMEOUT_SECONDS
 from event_samples import published
 
 from relax_events.config import RunConfig
-from relax_events.data.sources import evaluated_parts, open_source
+from relax_events.data.sources import named_evaluation_datasets, open_source
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.errors import WeightsError
 from relax_events.events.codec import EventCodec
@@ -26,7 +26,7 @@ from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.rewards.pool import RewardPool
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.worker import Worker
@@ -158,7 +158,7 @@ class Session:
         )
         sources = {
             part.name: open_source(part, seed=0, section=section)
-            for section, part in evaluated_parts(config)
+            for section, part in named_evaluation_datasets(config)
         }
         rewards = {name: self._stack.enter_context(RewardPool(config.reward)) for name in sources}
         loop = EvaluatorLoop(
@@ -183,7 +183,7 @@ def publish(producer: RecordProducer, plan: TopicPlan, *versions: int) -> None:
     for version in versions:
         producer.write(
             [
-                OutRecord(
+                ProducerRecord(
                     plan.topic("control.policy-versions"),
                     CODEC.encode(published(version)),
                     partition=0,
@@ -211,7 +211,7 @@ def evaluations(connection: Connection, plan: TopicPlan, *, count: int) -> list[
 def test_evaluator_finishes_a_version_through_publications_and_a_restart(
     evaluated_run: RunConfig, producer: RecordProducer, connection: Connection
 ) -> None:
-    plan = TopicPlan.of(evaluated_run)
+    plan = TopicPlan.from_config(evaluated_run)
     publish(producer, plan, 0)
     first = Session(evaluated_run, call_after=16)  # 12 samples of dataset a, and the first of b
     first.drained()
@@ -242,7 +242,7 @@ def test_evaluator_finishes_a_version_through_publications_and_a_restart(
 def test_evaluator_gives_the_figures_of_its_samples(
     evaluated_run: RunConfig, producer: RecordProducer, connection: Connection
 ) -> None:
-    plan = TopicPlan.of(evaluated_run)
+    plan = TopicPlan.from_config(evaluated_run)
     publish(producer, plan, 0)
     session = Session(evaluated_run)
     event = evaluations(connection, plan, count=1)[0]
@@ -269,7 +269,7 @@ def test_evaluator_gives_the_figures_of_its_samples(
 def test_evaluator_skips_a_version_whose_weights_are_gone(
     evaluated_run: RunConfig, producer: RecordProducer, connection: Connection
 ) -> None:
-    plan = TopicPlan.of(evaluated_run)
+    plan = TopicPlan.from_config(evaluated_run)
     publish(producer, plan, 0, 1, 2, 3, 4, 5, 6)
     session = Session(evaluated_run, deleted=(0, 2))
     found = evaluations(connection, plan, count=4)

@@ -10,7 +10,7 @@ from broker_steps import MEMBER, next_line, other_process, turn_until
 
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.protocol.eviction import evict_predecessors
 
 LONG_SESSION = {"consumer.session.timeout.ms": "45000", "consumer.heartbeat.interval.ms": "500"}
@@ -36,7 +36,7 @@ def test_partitions_of_a_killed_worker_are_free_when_it_starts_again(
             f"{run_id}.reward-0"
         ], "the broker takes it for alive"
         assert evict_predecessors(again, group) == 1
-        consumer = GroupConsumer(again, consumer_group=group, topics=[topic])
+        consumer = SubscribedConsumer(again, consumer_group=group, topics=[topic])
         turn_until(
             lambda: len(consumer.positions) == 4, lambda: consumer.fetch(timeout_seconds=0.2)
         )

@@ -19,7 +19,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime.concurrent_processor import Done, FlowMapRole, Key
@@ -48,7 +48,7 @@ class Holding:
         self.held[key] = sample
 
     def poll(self, *, timeout_seconds: float) -> list[Done]:
-        done = [key for key, sample in self.held.items() if sample.sample_index in self.released]
+        done = [key for key, sample in self.held.items() if sample.key.sample_index in self.released]
         threading.Event().wait(0.0 if done else timeout_seconds / 10)
         return [(key, (self._answer(self.held.pop(key)),)) for key in done]
 
@@ -56,9 +56,9 @@ class Holding:
         for key in keys:
             self.held.pop(key, None)
 
-    def _answer(self, sample: SampleRolledOut) -> OutRecord:
+    def _answer(self, sample: SampleRolledOut) -> ProducerRecord:
         version = sample.policy_version
-        event = scored(sample.prompt_group_id, sample.sample_index, version=version)
+        event = scored(sample.prompt_group_id, sample.key.sample_index, version=version)
         return self.worker.sample_record(
             "reward.scores", event, prompt_group_id=sample.prompt_group_id, policy_version=version
         )
@@ -66,12 +66,12 @@ class Holding:
 
 @pytest.fixture
 def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
-    return apply_run(broker={"shards": 1}, workers={"drain_seconds": 0.5, "beat_seconds": 0.2})
+    return apply_run(broker={"partitions_per_version": 1}, workers={"drain_seconds": 0.5, "heartbeat_seconds": 0.2})
 
 
 @pytest.fixture
 def plan(config: RunConfig) -> TopicPlan:
-    return TopicPlan.of(config)
+    return TopicPlan.from_config(config)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def role(config: RunConfig, tmp_path: Path) -> Callable[[Holding], AbstractConte
     def run(flow: Holding) -> Iterator[None]:
         store = ObjectStore.open((tmp_path / "objects").as_uri())
         with Worker(
-            "reward", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+            "reward", config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6)
         ) as flow.worker:
             thread = threading.Thread(target=FlowMapRole(flow.worker, flow).run)
             thread.start()
@@ -100,7 +100,7 @@ def role(config: RunConfig, tmp_path: Path) -> Callable[[Holding], AbstractConte
 def written(producer: RecordProducer, plan: TopicPlan) -> None:
     """Write three samples into one partition."""
     producer.write(
-        OutRecord(
+        ProducerRecord(
             plan.topic("rollout.samples"),
             CODEC.encode(sample),
             key=GROUP,
@@ -126,7 +126,7 @@ def answered(connection: Connection, plan: TopicPlan) -> list[str]:
 
 def committed(admin: Admin, plan: TopicPlan) -> int:
     place = (plan.topic("rollout.samples"), plan.partition(GROUP, 0))
-    return admin.committed(plan.consumer_group("reward"), [place]).get(place, 0)
+    return admin.committed_offsets(plan.consumer_group("reward"), [place]).get(place, 0)
 
 
 @pytest.mark.usefixtures("written")

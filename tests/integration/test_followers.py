@@ -40,9 +40,9 @@ def source(
     producer: RecordProducer,
 ) -> SmallRun:
     config = apply_run(
-        run={"max_staleness": 1, "num_steps": STEPS}, broker={"shards": 1, "queue_partitions": 1}
+        run={"max_staleness": 1, "num_steps": STEPS}, broker={"partitions_per_version": 1, "queue_partitions": 1}
     )
-    run = SmallRun(config, TopicPlan.of(config), connection, admin)
+    run = SmallRun(config, TopicPlan.from_config(config), connection, admin)
     store = ObjectStore.open(config.objects_uri)
     shard = store.put_at("checkpoints/00000003/a/shard.safetensors", b"tensors")
     manifest = store.put_at(
@@ -59,10 +59,10 @@ def replay(source: SmallRun) -> Iterator[FollowerPosition]:
     config = source.config.model_copy(
         update={
             "run": run.model_copy(update={"id": f"{run.id}-again"}),
-            "source": source.config.source.model_copy(update={"run": run.id, "follow": True}),
+            "source": source.config.parent.model_copy(update={"run": run.id, "follow": True}),
         }
     )
-    worker: Any = SimpleNamespace(plan=TopicPlan.of(config), connection=source.connection)
+    worker: Any = SimpleNamespace(plan=TopicPlan.from_config(config), connection=source.connection)
     position = FollowerPosition(worker)
     yield position
     position.close()
@@ -85,7 +85,7 @@ def trained_records_that_go(config: RunConfig) -> dict[int, int]:
     with planned(config) as purge:
         return {
             cut.place[1]: cut.num_records
-            for cut in purge.cuts
+            for cut in purge.ranges
             if "advantage.samples" in cut.place[0]
         }
 
@@ -94,18 +94,18 @@ def train(
     replay: FollowerPosition, source: SmallRun, step: int, *, checkpoint: int | None = None
 ) -> None:
     at = TopicOffset(source.plan.topic("advantage.samples"), step % 3, 2)
-    replay.trained(
+    replay.add_trained_step(
         committed(step, consumed=[at]),
         CheckpointRef(checkpoint, "memory://c", bytes(32)) if checkpoint else None,
     )
-    replay.committed()
+    replay.commit_steps()
 
 
 def test_purge_leaves_what_a_replay_has_no_checkpoint_behind(
     source: SmallRun, replay: FollowerPosition
 ) -> None:
     assert trained_records_that_go(source.config) == ALL
-    replay.begin()
+    replay.retain_all()
     assert trained_records_that_go(source.config) == NONE
     train(replay, source, 0)
     train(replay, source, 1)
@@ -115,7 +115,7 @@ def test_purge_leaves_what_a_replay_has_no_checkpoint_behind(
     train(replay, source, 2, checkpoint=2)
     assert trained_records_that_go(source.config) == {0: 2, 1: 2, 2: 0}
     with planned(source.config) as purge:
-        held_by = {cut.held_by for cut in purge.cuts if "advantage.samples" in cut.place[0]}
+        held_by = {cut.held_by for cut in purge.ranges if "advantage.samples" in cut.place[0]}
         assert purge.apply()["advantage.samples"] == 4
     assert f"run {source.config.run.id}-again, which trains these samples" in held_by
 
@@ -123,24 +123,24 @@ def test_purge_leaves_what_a_replay_has_no_checkpoint_behind(
 def test_replay_that_starts_again_does_not_ask_for_what_its_checkpoint_covers(
     source: SmallRun, replay: FollowerPosition
 ) -> None:
-    replay.begin()
+    replay.retain_all()
     train(replay, source, 0)
     train(replay, source, 1, checkpoint=1)
-    replay.begin()
+    replay.retain_all()
     assert trained_records_that_go(source.config) == {0: 2, 1: 0, 2: 0}
 
 
 def test_replay_at_its_goal_holds_nothing_and_is_shown_no_more(
     source: SmallRun, replay: FollowerPosition
 ) -> None:
-    replay.begin()
+    replay.retain_all()
     assert {row.role for row in read_lag(source.config, source.admin)} >= {
         f"run {source.config.run.id}-again"
     }
-    replay.finished()
+    replay.release_all()
     assert trained_records_that_go(source.config) == ALL
     assert describe_followers(source.config) == "none"
-    replay.begin()
+    replay.retain_all()
     assert trained_records_that_go(source.config) == NONE, "it was given another goal"
 
 
@@ -150,14 +150,14 @@ def test_replay_at_its_goal_holds_nothing_and_is_shown_no_more(
 def test_replay_that_is_gone_holds_no_more_versions_than_the_source_allows(
     source: SmallRun, replay: FollowerPosition, num_versions: int, gone: dict[int, int]
 ) -> None:
-    replay.begin()
+    replay.retain_all()
     assert trained_records_that_go(keeping(source, num_versions)) == gone
 
 
 def test_lag_and_doctor_show_how_far_a_replay_is(
     source: SmallRun, replay: FollowerPosition
 ) -> None:
-    replay.begin()
+    replay.retain_all()
     train(replay, source, 0)
     train(replay, source, 1, checkpoint=1)
     name = f"run {source.config.run.id}-again"
@@ -172,7 +172,7 @@ def test_lag_and_doctor_show_how_far_a_replay_is(
         "versions are kept for them"
     )
     tight = keeping(source, 1)
-    source.admin.set_committed(
+    source.admin.set_committed_offsets(
         replay._group, [TopicOffset(source.plan.topic("advantage.samples"), 1, 1)]
     )
     with planned(tight) as purge:

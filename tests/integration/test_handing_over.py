@@ -18,12 +18,12 @@ from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
 from relax_events.roles.handover import PREFIX
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.topics import TopicPlan
-from relax_events.weights.transport import VersionsOnly
+from relax_events.weights.transport import NullWeightsReader
 from tests.unit.pictures import picture_engine, picture_model
 from workers.rollout import RolloutLoop
 
@@ -50,7 +50,7 @@ class Reluctant:
 def work(config: RunConfig, engine: object, until: Callable[[], bool]) -> None:
     """Let a rollout worker work until this holds, and drain it."""
     with open_worker("rollout", config, index=0) as worker:
-        loop = RolloutLoop(worker, engine, VersionsOnly())  # type: ignore[arg-type]
+        loop = RolloutLoop(worker, engine, NullWeightsReader())  # type: ignore[arg-type]
         thread = threading.Thread(target=loop.run)
         thread.start()
         try:
@@ -73,12 +73,12 @@ def test_worker_that_leaves_in_the_middle_keeps_its_tokens_and_the_next_one_goes
     config = apply_run(
         run={"directory": tmp_path},
         model=model,
-        data={"source": "scenes:colour"},
+        data={"source": "synthetic_images:colour"},
         engine=engine,
         workers=workers,
     )
-    plan, store = TopicPlan.of(config), open_store(config)
-    producer.write([OutRecord(plan.topic("prompt.groups"), CODEC.encode(issued(GROUP)), key=GROUP)])
+    plan, store = TopicPlan.from_config(config), open_store(config)
+    producer.write([ProducerRecord(plan.topic("prompt.groups"), CODEC.encode(issued(GROUP)), key=GROUP)])
     first, second = picture_engine(), picture_engine()
 
     work(config, Reluctant(first), lambda: first.num_tokens >= NUM_BEFORE)
@@ -99,7 +99,7 @@ def test_worker_that_leaves_in_the_middle_keeps_its_tokens_and_the_next_one_goes
     work(config, second, is_written)
     reader.close()
     num_tokens = sum(len(sample.tokens) - sample.num_prompt_tokens for sample in written)
-    assert (second.usage.num_resumed, second.num_tokens) == (num_before, num_tokens - num_before)
+    assert (second.usage.num_recomputed, second.num_tokens) == (num_before, num_tokens - num_before)
 
 
 def kept(store: ObjectStore) -> list[str]:

@@ -17,12 +17,12 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.history.cluster import Cluster
-from relax_events.history.runs.forking import SourceChoice, make_run_file
+from relax_events.history.runs.forking import ParentChoice, make_run_file
 from relax_events.history.runs.inherited_code import NotTrusted
-from relax_events.history.runs.replay import settle_source
+from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.runtime.parent_run import SourceRun
 from relax_events.runtime.run_description import describe
 from relax_events.topics import TopicPlan
@@ -79,11 +79,11 @@ def hostile(
         [url],
         f"{url}/v1/traces",
     )
-    topic = TopicPlan.of(config).topic("control.commands")
+    topic = TopicPlan.from_config(config).topic("control.commands")
 
     def tell(told: dict[str, Any]) -> None:
         event = dataclasses.replace(describe(config), config=orjson.dumps(told).decode())
-        producer.write([OutRecord(topic, CODEC.encode(event), partition=0)])
+        producer.write([ProducerRecord(topic, CODEC.encode(event), partition=0)])
         producer.flush()
 
     tell(tree)
@@ -164,7 +164,7 @@ def test_store_of_the_source_is_the_one_that_was_agreed_to(
     honest = orjson.loads(describe(hostile.config).config)
     honest["run"]["directory"] = str(tmp_path / "theirs")
     hostile.tell(honest)
-    cluster = Cluster.named(
+    cluster = Cluster.from_options(
         config=None, bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine"
     )
     source = SourceRun.read(connection, hostile.config.run.id)
@@ -173,25 +173,25 @@ def test_store_of_the_source_is_the_one_that_was_agreed_to(
         cluster,
         source,
         new,
-        SourceChoice(hostile.config.run.id, "live", 0),
+        ParentChoice(hostile.config.run.id, "fork", 0),
         (),
         accept=lambda _: None,
     )
-    assert config.source.objects_uri == source.config.objects_uri
-    assert settle_source(config).source.objects_uri == source.config.objects_uri
+    assert config.parent.objects_uri == source.config.objects_uri
+    assert resolve_parent(config).parent.objects_uri == source.config.objects_uri
     honest["run"]["directory"] = str(tmp_path / "evil")
     hostile.tell(honest)
     again = SourceRun.read(connection, hostile.config.run.id, own=config)
-    assert again.config.objects_uri != again.objects_uri == config.source.objects_uri
+    assert again.config.objects_uri != again.objects_uri == config.parent.objects_uri
     with pytest.raises(
         ConfigError,
         match=r"says that its objects lie in file://.*/evil/.*; set source\.objects_uri to where they are",
     ):
-        settle_source(config)
+        resolve_parent(config)
     unsaid = config.model_copy(
-        update={"source": config.source.model_copy(update={"objects_uri": ""})}
+        update={"source": config.parent.model_copy(update={"objects_uri": ""})}
     )
     with pytest.raises(
         ConfigError, match=r"and the run file that they lie in file://.*/mine/runs/"
     ):
-        settle_source(unsaid)
+        resolve_parent(unsaid)

@@ -21,10 +21,10 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.leases import Lease
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.roles.worker_factory import open_worker
 from relax_events.topics import TopicPlan
-from relax_events.weights.transport import VersionsOnly
+from relax_events.weights.transport import NullWeightsReader
 from tests.unit.pictures import picture_engine, picture_model
 from workers.rollout import MAX_DELIVERIES, RolloutLoop
 
@@ -72,11 +72,11 @@ class Log:
 @pytest.fixture
 def config(apply_run: Callable[..., RunConfig], tmp_path: Path) -> RunConfig:
     engine = {"max_context_tokens": 256, "sampling": {"max_new_tokens": 4}}
-    model, workers = {"path": picture_model(), "device": "cpu"}, {"beat_seconds": 1.0}
+    model, workers = {"path": picture_model(), "device": "cpu"}, {"heartbeat_seconds": 1.0}
     return apply_run(
         run={"directory": tmp_path},
         model=model,
-        data={"source": "scenes:colour"},
+        data={"source": "synthetic_images:colour"},
         engine=engine,
         workers=workers,
     )
@@ -84,13 +84,13 @@ def config(apply_run: Callable[..., RunConfig], tmp_path: Path) -> RunConfig:
 
 @pytest.fixture
 def log(connection: Connection, config: RunConfig) -> Log:
-    return Log(connection, TopicPlan.of(config))
+    return Log(connection, TopicPlan.from_config(config))
 
 
 @contextmanager
 def at_work(config: RunConfig, engine: object, *, index: int) -> Iterator[RolloutLoop]:
     with open_worker("rollout", config, index=index) as worker:
-        loop = RolloutLoop(worker, engine, VersionsOnly())  # type: ignore[arg-type]
+        loop = RolloutLoop(worker, engine, NullWeightsReader())  # type: ignore[arg-type]
         thread = threading.Thread(target=loop.run)
         thread.start()
         try:
@@ -111,8 +111,8 @@ def generating(
     with at_work(config, first, index=0) as holder:
         producer.write(
             [
-                OutRecord(
-                    TopicPlan.of(config).topic("prompt.groups"),
+                ProducerRecord(
+                    TopicPlan.from_config(config).topic("prompt.groups"),
                     CODEC.encode(issued(GROUP)),
                     key=GROUP,
                 )
@@ -144,7 +144,7 @@ def test_prompt_group_that_nobody_has_fails_at_its_last_delivery(
 ) -> None:
     settled: list[bool] = []
     record = Record(
-        TopicPlan.of(config).topic("prompt.groups"), 0, 0, GROUP, CODEC.encode(issued(GROUP)), {}, 0
+        TopicPlan.from_config(config).topic("prompt.groups"), 0, 0, GROUP, CODEC.encode(issued(GROUP)), {}, 0
     )
     with at_work(config, Gated(picture_engine()), index=1) as other:
         other._put(Lease(record, MAX_DELIVERIES, settled.append))

@@ -16,12 +16,12 @@ from broker_steps import TIMEOUT_SECONDS, next_line, other_process, turn_until
 from relax_events.errors import AccessDenied
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.group_leases import GroupLeases
-from relax_events.kafka.leases import Lease, LeaseSource, delivery_limit
+from relax_events.kafka.group_leases import ConsumerGroupLeases
+from relax_events.kafka.leases import Lease, LeaseSource, read_delivery_limit
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.protocol.queue_lag import queue_backlog
-from relax_events.kafka.records import OutRecord
-from relax_events.kafka.share_leases import ShareLeases
+from relax_events.kafka.protocol.queue_lag import read_queue_lag
+from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.share_leases import ShareGroupLeases
 
 HOLDER = """
 import sys, queue
@@ -52,7 +52,7 @@ class Queue:
     @contextmanager
     def holder(self, *, lanes: int) -> Iterator[tuple[LeaseSource, queue.SimpleQueue[Lease]]]:
         inbox: queue.SimpleQueue[Lease] = queue.SimpleQueue()
-        make: Any = {"ShareLeases": ShareLeases, "GroupLeases": GroupLeases}[self.kind]
+        make: Any = {"ShareLeases": ShareGroupLeases, "GroupLeases": ConsumerGroupLeases}[self.kind]
         source = make(
             self.connection, group=self.group, topic=self.topic, lanes=lanes, on_lease=inbox.put
         )
@@ -97,7 +97,7 @@ def single(connection: Connection) -> Iterator[RecordProducer]:
 
 def enqueue(producer: RecordProducer, work: Queue, names: list[str]) -> None:
     producer.write(
-        OutRecord(work.topic, name.encode(), key=name, partition=index % work.num_partitions)
+        ProducerRecord(work.topic, name.encode(), key=name, partition=index % work.num_partitions)
         for index, name in enumerate(names)
     )
 
@@ -147,7 +147,7 @@ def test_backlog_of_a_share_group_is_what_is_not_done_held_or_not(
     share_queue: Queue, single: RecordProducer
 ) -> None:
     def backlog() -> int:
-        return queue_backlog(share_queue.connection, share_queue.group)
+        return read_queue_lag(share_queue.connection, share_queue.group)
 
     enqueue(single, share_queue, [f"p{index}" for index in range(8)])
     with share_queue.holder(lanes=2) as (_, inbox):
@@ -227,7 +227,7 @@ def test_released_record_is_leased_again_when_it_lies_in_a_share_group(
         first.release()
         second = inbox.get(timeout=TIMEOUT_SECONDS)
         assert (first.delivery_count, second.delivery_count) == (1, 2)
-        assert second.record.place == first.record.place
+        assert second.record.location == first.record.location
         second.done()
 
 
@@ -272,7 +272,7 @@ def test_group_offset_follows_the_oldest_open_lease(
     group_queue: Queue, single: RecordProducer, admin: Admin
 ) -> None:
     single.write(
-        OutRecord(group_queue.topic, str(index).encode(), partition=0) for index in range(4)
+        ProducerRecord(group_queue.topic, str(index).encode(), partition=0) for index in range(4)
     )
     with group_queue.holder(lanes=4) as (_, inbox):
         held = sorted(take(inbox, 4), key=lambda lease: lease.record.offset)
@@ -281,14 +281,14 @@ def test_group_offset_follows_the_oldest_open_lease(
         held[0].done()
         turn_until(
             lambda: (
-                admin.committed(group_queue.group, [(group_queue.topic, 0)])
+                admin.committed_offsets(group_queue.group, [(group_queue.topic, 0)])
                 == {(group_queue.topic, 0): 2}
             )
         )
         held[2].done()
         turn_until(
             lambda: (
-                admin.committed(group_queue.group, [(group_queue.topic, 0)])
+                admin.committed_offsets(group_queue.group, [(group_queue.topic, 0)])
                 == {(group_queue.topic, 0): 4}
             )
         )
@@ -319,7 +319,7 @@ def test_delivery_limit_is_the_groups_own_or_else_the_brokers(
 ) -> None:
     own, other = make_share_group("own"), make_share_group("other")
     admin.alter_group(own, {"share.delivery.count.limit": "7"})
-    assert (delivery_limit(connection, own), delivery_limit(connection, other)) == (7, 5)
+    assert (read_delivery_limit(connection, own), read_delivery_limit(connection, other)) == (7, 5)
 
 
 def test_delivery_limit_is_the_usual_one_where_the_broker_does_not_say(
@@ -329,7 +329,7 @@ def test_delivery_limit_is_the_usual_one_where_the_broker_does_not_say(
         raise AccessDenied(f"describing group {name}: no right")
 
     monkeypatch.setattr(Admin, "group_settings", denied)
-    assert delivery_limit(connection, "rollout") == 5
+    assert read_delivery_limit(connection, "rollout") == 5
 
 
 def test_released_neighbours_are_in_work_together(

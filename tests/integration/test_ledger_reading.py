@@ -21,7 +21,7 @@ from relax_events.history import ledger as reading
 from relax_events.history.ledger import read_ledger
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
 from relax_events.projections.ledger import Ledger
 from relax_events.topics import TopicPlan
@@ -42,15 +42,15 @@ def write(config: RunConfig, producer: RecordProducer) -> Callable[[SoundRun], N
 
     def write(run: SoundRun) -> None:
         codec = EventCodec()
-        schemas = TopicPlan.of(config).topic("control.schemas")
+        schemas = TopicPlan.from_config(config).topic("control.schemas")
         producer.write(
-            OutRecord(schemas, schema, key=name.hex())
+            ProducerRecord(schemas, schema, key=name.hex())
             for name, schema in codec.published_form().items()
         )
         for at, event in run.items():
             key = getattr(event, "prompt_group_id", "")
             producer.write(
-                [OutRecord(at.topic, codec.encode(event), key=key, partition=at.partition)]
+                [ProducerRecord(at.topic, codec.encode(event), key=key, partition=at.partition)]
             )
 
     return write
@@ -66,7 +66,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
         held.append(self.num_held)
         plain(self, below)
 
-    plain = Ledger.settle
+    plain = Ledger.finalize
     monkeypatch.setattr(Ledger, "settle", settle)
     if request.param == "many blocks":
         for name, size in (("BLOCK_RECORDS", 1), ("CHUNK_RECORDS", 3), ("LARGE_CHUNK_RECORDS", 1)):
@@ -81,7 +81,7 @@ def test_sound_log_is_read_whole_and_in_the_window_s_memory(
     write(run)
     books = read_ledger(config)
     assert books.problems() == []
-    assert books.figures() == run.ledger(last_version=100).figures()
+    assert books.totals() == run.ledger(last_version=100).totals()
     assert len(blocks) == 1 or (len(blocks) > 25 and max(blocks) < 30)
 
 
@@ -106,16 +106,16 @@ def test_purged_records_leave_claims_without_proof(
         for entity in ("rollout.samples", "reward.scores")
         for partition in range(6)
     ]
-    ends = {place: len(run.at(run.plan.entity(place[0]), place[1])) for place in places}
+    ends = {place: len(run.at(run.plan.parse_entity(place[0]), place[1])) for place in places}
     admin.delete_records(TopicOffset(*place, end // 2) for place, end in ends.items() if end)
     books = read_ledger(config)
     assert books.problems() == []
     gone = sum(end // 2 for place, end in ends.items() if place[0].endswith("rollout.samples"))
-    assert books.figures()["samples_purged"] == gone
+    assert books.totals()["samples_purged"] == gone
     assert (
         f"that {gone} trained samples were generated as they were trained, since their "
         "records are purged or damaged"
-    ) in books.unproven()
+    ) in books.unverified()
 
 
 def test_strangers_records_are_counted_and_do_no_harm(
@@ -125,10 +125,10 @@ def test_strangers_records_are_counted_and_do_no_harm(
     run.at("rollout.samples", 0).append(rolled_out("000900-0000-0"))
     write(run)
     producer.write(
-        OutRecord(run.plan.topic("rollout.samples"), b"no event", partition=partition)
+        ProducerRecord(run.plan.topic("rollout.samples"), b"no event", partition=partition)
         for partition in range(6)
     )
-    figures = read_ledger(config).figures()
+    figures = read_ledger(config).totals()
     assert (figures["records_unreadable"], figures["samples_foreign"]) == (6, 1)
 
 

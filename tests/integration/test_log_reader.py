@@ -15,9 +15,9 @@ from relax_events.deadline import Deadline
 from relax_events.errors import BrokerError
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import GroupConsumer, LogReader
+from relax_events.kafka.consumer import SubscribedConsumer, LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 
 MakeTopic = Callable[..., str]
@@ -110,7 +110,7 @@ def test_read_to_end_sees_committed_records_only_when_there_were_transactions(
     """The log ends with a marker, which is an offset without a record."""
     topic = make_topic("a")
     writer = TransactionalWriter(connection, transactional_id=f"{run_id}.trainer.0")
-    writer.commit([OutRecord(topic, b"committed")])
+    writer.commit([ProducerRecord(topic, b"committed")])
     abort_one(connection, topic, f"{run_id}.other")
     assert [record.value for record in reader.read_to_end([(topic, 0)])] == [b"committed"]
     assert reader.watermarks(topic, 0) == (0, 4)
@@ -157,7 +157,7 @@ def test_read_exactly_returns_the_wanted_records(
     for partition in range(2):
         fill(producer, topic, numbered(50), partition=partition)
     places = {(0, 0), (0, 49), (1, 17), (1, 18)}
-    found = reader.read_exactly(topic, places)
+    found = reader.read_at(topic, places)
     assert found.keys() == places
     assert {place: record.value for place, record in found.items()} == {
         (0, 0): b"0",
@@ -165,7 +165,7 @@ def test_read_exactly_returns_the_wanted_records(
         (1, 17): b"17",
         (1, 18): b"18",
     }
-    assert reader.read_exactly(topic, set()) == {}
+    assert reader.read_at(topic, set()) == {}
     reader.close()
 
 
@@ -178,7 +178,7 @@ def test_read_exactly_says_so_at_once_when_a_record_was_purged(
     with pytest.raises(
         BrokerError, match=rf"record {topic}\[0\]@3 was purged: the log begins at 4"
     ):
-        reader.read_exactly(topic, {(0, 3), (0, 5)})
+        reader.read_at(topic, {(0, 3), (0, 5)})
     reader.close()
 
 
@@ -190,7 +190,7 @@ def test_read_exactly_says_so_at_once_when_a_record_was_never_written(
     with pytest.raises(
         BrokerError, match=rf"record {topic}\[0\]@2 does not exist: the log ends at 2"
     ):
-        reader.read_exactly(topic, {(0, 1), (0, 2)})
+        reader.read_at(topic, {(0, 1), (0, 2)})
     reader.close()
 
 
@@ -220,12 +220,12 @@ def test_group_member_goes_on_at_the_oldest_record_when_its_commit_was_cut_off(
 ) -> None:
     topic, group = make_topic("a"), make_group("reward")
     fill(producer, topic, numbered(10))
-    earlier = GroupConsumer(connection, consumer_group=group, topics=[topic])
+    earlier = SubscribedConsumer(connection, consumer_group=group, topics=[topic])
     fetch_until(earlier, bool)
     earlier.commit([TopicOffset(topic, 0, 2)], wait=Deadline(10))
     earlier.close()
     purge(connection, topic, below=7)
-    consumer = GroupConsumer(connection, consumer_group=group, topics=[topic])
+    consumer = SubscribedConsumer(connection, consumer_group=group, topics=[topic])
     records = fetch_until(consumer, lambda records: len(records) == 3)
     assert [record.offset for record in records] == [7, 8, 9]
     assert consumer.positions == {(topic, 0): 10}

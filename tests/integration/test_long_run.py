@@ -54,7 +54,7 @@ def long_run(
     rows.write_text("".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(64)))
     run = {
         "id": run_id,
-        "groups_per_step": groups,
+        "prompts_per_step": groups,
         "samples_per_prompt": samples,
         "num_steps": 10**6,
         "max_staleness": 1,

@@ -31,7 +31,7 @@ from relax_events.history.samples.reader import (
 from relax_events.history.samples.rescoring import RescoringProgress, rescore
 from relax_events.history.samples.score_comparison import Comparison
 from relax_events.history.samples.tail import follow_samples, live_starts
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 
 A, B, C, D, E, F, G = (
     f"{step:06d}-{place:04d}-0"
@@ -329,8 +329,8 @@ def test_rescoring_goes_on_where_it_stopped(
     )
     with RunLog(written.config, name="test") as log:
         found = list(
-            log.found(
-                log.whole("reward.scores.other", range(log.plan.num_sample_partitions)),
+            log.read(
+                log.full_ranges("reward.scores.other", range(log.plan.num_sample_partitions)),
                 SampleScored,
             )
         )
@@ -339,7 +339,7 @@ def test_rescoring_goes_on_where_it_stopped(
         written.plan.partition(item.event.prompt_group_id, item.event.policy_version)
         for item in found
     ]
-    assert [item.place.partition("@")[0] for item in found] == [
+    assert [item.position.partition("@")[0] for item in found] == [
         f"{written.plan.topic('reward.scores.other')}[{place}]" for place in partitions
     ]
     # F was not scored originally. Originals 0 1 .25 .5 .75 1 .5 .5 0 0 1 0, new 1 0 1 0 1 0 1 0 1 0
@@ -513,7 +513,7 @@ def test_dead_letters_are_requeued_by_command(
         "error-text": "no good",
     }
     written.producer.write(
-        [OutRecord(written.plan.topic("reward.dead-letters"), b"garbage", headers=headers)]
+        [ProducerRecord(written.plan.topic("reward.dead-letters"), b"garbage", headers=headers)]
     )
     app(["deadletter", "list", run_file, "--output", "json"])
     listed = orjson.loads(capsys.readouterr().out)

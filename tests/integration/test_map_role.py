@@ -22,7 +22,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects import ObjectStore
 from relax_events.objects.claim_check import store_array
 from relax_events.objects.outages import outages
@@ -37,13 +37,13 @@ CODEC = EventCodec()
 @pytest.fixture
 def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
     return apply_run(
-        run={"max_staleness": 1}, broker={"shards": 1}, algorithm={"kl_coefficient": 0.1}
+        run={"max_staleness": 1}, broker={"partitions_per_version": 1}, algorithm={"kl_coefficient": 0.1}
     )
 
 
 @pytest.fixture
 def plan(config: RunConfig) -> TopicPlan:
-    return TopicPlan.of(config)
+    return TopicPlan.from_config(config)
 
 
 @pytest.fixture
@@ -55,16 +55,16 @@ def role(config: RunConfig, tmp_path: Path) -> Callable[[], AbstractContextManag
     def run() -> Iterator[Worker]:
         store = ObjectStore.open((tmp_path / "objects").as_uri())
         with Worker(
-            "reference", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+            "reference", config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6)
         ) as worker:
 
-            def handle(samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+            def handle(samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
                 return [
                     worker.sample_record(
                         "reference.logprobs",
                         evaluated(
                             sample.prompt_group_id,
-                            sample.sample_index,
+                            sample.key.sample_index,
                             version=sample.policy_version,
                         ),
                         prompt_group_id=sample.prompt_group_id,
@@ -89,7 +89,7 @@ def write(
     producer: RecordProducer, plan: TopicPlan, *samples: SampleRolledOut, value: bytes | None = None
 ) -> None:
     producer.write(
-        OutRecord(
+        ProducerRecord(
             plan.topic("rollout.samples"),
             CODEC.encode(sample) if value is None else value,
             key=sample.prompt_group_id,
@@ -120,7 +120,7 @@ def committed(admin: Admin, plan: TopicPlan) -> dict[tuple[str, int], int]:
         (plan.topic("rollout.samples"), partition)
         for partition in range(plan.num_sample_partitions)
     ]
-    return admin.committed(plan.consumer_group("reference"), places)
+    return admin.committed_offsets(plan.consumer_group("reference"), places)
 
 
 def announce(
@@ -132,7 +132,7 @@ def announce(
     ]
     producer.write(
         [
-            OutRecord(
+            ProducerRecord(
                 plan.topic("control.policy-versions"),
                 CODEC.encode(published(version, start_offsets=starts)),
             )
@@ -182,10 +182,10 @@ def test_store_that_is_away_is_waited_for_and_costs_no_sample(
     )
     folder.rename(elsewhere)
     with Worker(
-        "reference", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+        "reference", config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6)
     ) as worker:
 
-        def handle(samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+        def handle(samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
             (sample,) = samples
             assert np.asarray(sample.tokens).tolist() == np.asarray(whole.tokens).tolist()
             answer = evaluated(sample.prompt_group_id)

@@ -20,12 +20,12 @@ from relax_events.events.types import PromptGroupEnded, PromptGroupIssued, Sampl
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.roles.worker_factory import open_worker
 from relax_events.topics import TopicPlan
-from relax_events.weights.transport import VersionsOnly
+from relax_events.weights.transport import NullWeightsReader
 from tests.unit.pictures import picture_engine, picture_item, picture_model, question
 from workers.rollout import RolloutLoop
 
@@ -42,7 +42,7 @@ class SlowLibrary(MediaLibrary):
 
     def require(self, references: Iterable[MediaRef]) -> None:
         assert self.may_bring.wait(TIMEOUT_SECONDS)
-        super().require(references)
+        super().prefetch(references)
 
 
 class Session:
@@ -56,7 +56,7 @@ class Session:
         producer: RecordProducer,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        self.config, self.plan, self._producer = config, TopicPlan.of(config), producer
+        self.config, self.plan, self._producer = config, TopicPlan.from_config(config), producer
         self.library = SlowLibrary(config)
         monkeypatch.setattr(
             "workers.rollout.MediaLibrary", lambda _: self.library
@@ -64,7 +64,7 @@ class Session:
         self._stack = ExitStack()
         self.worker = self._stack.enter_context(open_worker("rollout", config, index=0))
         loop = RolloutLoop(
-            self.worker, picture_engine(), VersionsOnly(), library=MediaLibrary(config)
+            self.worker, picture_engine(), NullWeightsReader(), library=MediaLibrary(config)
         )
         self._thread = threading.Thread(target=loop.run)
         entities = ("rollout.samples", "prompt.end-requests")
@@ -90,7 +90,7 @@ class Session:
     def issue(self, *groups: PromptGroupIssued) -> None:
         topic = self.plan.topic("prompt.groups")
         self._producer.write(
-            [OutRecord(topic, CODEC.encode(group), key=group.prompt_group_id) for group in groups]
+            [ProducerRecord(topic, CODEC.encode(group), key=group.prompt_group_id) for group in groups]
         )
 
     def written(self, *, count: int) -> list[SampleRolledOut | PromptGroupEnded]:
@@ -120,7 +120,7 @@ def session(
     config = apply_run(
         run={"directory": tmp_path},
         model=model,
-        data={"source": "scenes:colour"},
+        data={"source": "synthetic_images:colour"},
         engine={"max_context_tokens": 256},
     )
     return Session(config, connection, producer, monkeypatch)
@@ -133,7 +133,7 @@ def about_a_picture(session: Session) -> PromptGroupIssued:
             "run": session.config.run.model_copy(update={"directory": Path("elsewhere").absolute()})
         }
     )
-    reference = MediaLibrary(elsewhere, store=ObjectStore.open(session.config.objects_uri)).admit(
+    reference = MediaLibrary(elsewhere, store=ObjectStore.open(session.config.objects_uri)).add(
         picture_item(64, 48)
     )
     return replace(issued(SHOWN), messages=question(reference))

@@ -12,9 +12,9 @@ from broker_steps import turn_until
 
 from relax_events.errors import ClientFailed
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import GroupConsumer
+from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.protocol import group_membership as membership
-from relax_events.kafka.protocol.group_membership import Membership, memberships
+from relax_events.kafka.protocol.group_membership import GroupMembership, list_members
 
 QUIET_SECONDS = 4.0
 
@@ -25,8 +25,8 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "LOOK_SECONDS", 1.0)
 
 
-def joined(connection: Connection, name: str, group: str, topic: str) -> GroupConsumer:
-    return GroupConsumer(replace(connection, client_id=name), consumer_group=group, topics=[topic])
+def joined(connection: Connection, name: str, group: str, topic: str) -> SubscribedConsumer:
+    return SubscribedConsumer(replace(connection, client_id=name), consumer_group=group, topics=[topic])
 
 
 def test_members_are_those_that_joined_with_what_they_hold(
@@ -45,7 +45,7 @@ def test_members_are_those_that_joined_with_what_they_hold(
     deadline = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < deadline:
         fetch()  # several looks of each, the idle one too: nobody fails
-    held = {member.client_id: member.places for member in memberships(connection, group)}
+    held = {member.client_id: member.partitions for member in list_members(connection, group)}
     assert held == {
         f"reward-{number}": frozenset(consumer.positions)
         for number, consumer in enumerate(consumers)
@@ -55,7 +55,7 @@ def test_members_are_those_that_joined_with_what_they_hold(
 
 
 def test_there_are_no_members_where_there_is_no_group(connection: Connection, run_id: str) -> None:
-    assert memberships(connection, f"{run_id}.reward") == []
+    assert list_members(connection, f"{run_id}.reward") == []
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_client_that_the_broker_sees_otherwise_fails(
     topic, group = make_topic("samples", 2), make_group("reward")
     consumer = joined(connection, "reward-0", group, topic)
     turn_until(lambda: len(consumer.positions) == 2, lambda: consumer.fetch(timeout_seconds=0.1))
-    (member,) = memberships(connection, group)
-    other = Membership(member.member_id, member.client_id, frozenset([(topic, 0)]))
+    (member,) = list_members(connection, group)
+    other = GroupMembership(member.member_id, member.client_id, frozenset([(topic, 0)]))
     monkeypatch.setattr(membership, "memberships", lambda *_: [other] if known else [])
     with pytest.raises(
         ClientFailed,

@@ -216,7 +216,7 @@ def test_worker_waits_for_a_bucket_that_is_away_and_goes_on_with_the_same_object
         if len(away) == 3:
             server.num_refusals = 0
 
-    outages.arm(deadline_seconds=3600, pause=pause)
+    outages.start_waiting(deadline_seconds=3600, pause=pause)
     try:
         assert store.get(reference) == b"hello"
         assert len(away) == 3
@@ -226,7 +226,7 @@ def test_worker_waits_for_a_bucket_that_is_away_and_goes_on_with_the_same_object
             store.get_at("missing")
         assert len(away) == 3
     finally:
-        outages.disarm()
+        outages.stop_waiting()
 
 
 def test_calls_fail_when_nobody_listens(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from broker_steps import TIMEOUT_SECONDS, fetch_until
 from event_samples import issued, published
 
 from relax_events.config import RunConfig
-from relax_events.data.prompt_filter import judges_of
-from relax_events.data.row_media import stored_messages
+from relax_events.data.prompt_filter import build_filters
+from relax_events.data.row_media import build_storing_reader
 from relax_events.data.sources import open_source
 from relax_events.data.stream import PromptStream
 from relax_events.events.codec import EventCodec
@@ -24,7 +24,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.media.library import MediaLibrary
 from relax_events.roles.worker_factory import open_worker
 from relax_events.staleness import end_of
@@ -59,20 +59,20 @@ def test_guests_take_no_seats_and_no_rows(
         '{"prompt": "one", "answer": ""}\n{"prompt": "two", "answer": ""}\n'
     )
     config = apply_run(
-        run={"groups_per_step": 2, "num_steps": 1},
+        run={"prompts_per_step": 2, "num_steps": 1},
         data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
     )
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     strangers = [
         of_guest("000000-1000000-0", group_index=1_000_000),
         of_guest("000000-1000001-0", group_index=1),
     ]
     queue = plan.topic("prompt.groups")
     producer.write(
-        OutRecord(queue, CODEC.encode(event), key=event.prompt_group_id, partition=0)
+        ProducerRecord(queue, CODEC.encode(event), key=event.prompt_group_id, partition=0)
         for event in strangers
     )
-    producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
+    producer.write([ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
     events = issued_by_prompter(config, connection, num_records=4)
     assert sorted((event.prompt_group_id, event.row) for event in events if event.row < 10**6) == [
         ("000000-0000-0", 0),
@@ -90,10 +90,10 @@ def test_rows_of_lost_records_are_issued_before_new_ones(
         "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(20))
     )
     config = apply_run(
-        run={"groups_per_step": 4, "num_steps": 2, "max_staleness": 0},
+        run={"prompts_per_step": 4, "num_steps": 2, "max_staleness": 0},
         data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
     )
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     # Of the first step's prompt groups two were written when the prompter died; row 2 had been
     # passed over, rows 0 and 1 are lost.
     written = [
@@ -101,14 +101,14 @@ def test_rows_of_lost_records_are_issued_before_new_ones(
         issued("000000-0003-0", row=4),
     ]
     producer.write(
-        OutRecord(
+        ProducerRecord(
             plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
         )
         for event in written
     )
     producer.write(
         [
-            OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
+            ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
             for version in (0, 1)
         ]
     )
@@ -137,17 +137,17 @@ def test_rows_of_purged_records_are_not_issued_again(
         "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(20))
     )
     config = apply_run(
-        run={"groups_per_step": 2, "num_steps": 3, "max_staleness": 0},
+        run={"prompts_per_step": 2, "num_steps": 3, "max_staleness": 0},
         data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
     )
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     written = [
         issued(f"00000{step}-000{seat}-0", row=2 * step + seat)
         for step in (0, 1)
         for seat in (0, 1)
     ]
     producer.write(
-        OutRecord(
+        ProducerRecord(
             plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
         )
         for event in written
@@ -158,14 +158,14 @@ def test_rows_of_purged_records_are_not_issued_again(
     ]
     producer.write(
         [
-            OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
+            ProducerRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
             for event in ends
         ]
     )
     admin.delete_records([TopicOffset(plan.topic("prompt.groups"), 0, 2)])
     producer.write(
         [
-            OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
+            ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
             for version in (0, 1, 2)
         ]
     )
@@ -184,19 +184,19 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
     (tmp_path / "rows.jsonl").write_text(
         "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(3))
     )
-    data = {"source": f"jsonl:{tmp_path / 'rows.jsonl'}", "pass_rate": [0.1, 0.9]}
-    config = apply_run(run={"groups_per_step": 3, "num_steps": 2, "max_staleness": 0}, data=data)
-    plan = TopicPlan.of(config)
+    data = {"source": f"jsonl:{tmp_path / 'rows.jsonl'}", "pass_rate_range": [0.1, 0.9]}
+    config = apply_run(run={"prompts_per_step": 3, "num_steps": 2, "max_staleness": 0}, data=data)
+    plan = TopicPlan.from_config(config)
     written = [issued(f"000000-000{seat}-0", row=seat) for seat in range(3)]
     producer.write(
-        OutRecord(
+        ProducerRecord(
             plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
         )
         for event in written
     )
     producer.write(
         [
-            OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
+            ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
             for version in (0, 1)
         ]
     )
@@ -212,7 +212,7 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
     ]
     producer.write(
         [
-            OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
+            ProducerRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
             for event in ends
         ]
     )
@@ -256,24 +256,24 @@ def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passe
         "media_root": tmp_path,
     }
     config = apply_run(
-        run={"groups_per_step": 2, "num_steps": 1}, data=data, model={"path": picture_model()}
+        run={"prompts_per_step": 2, "num_steps": 1}, data=data, model={"path": picture_model()}
     )
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     written = [issued(f"000000-000{seat}-0", row=seat) for seat in (0, 1)]
     producer.write(
-        OutRecord(
+        ProducerRecord(
             plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
         )
         for event in written
     )
-    producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
+    producer.write([ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
     ends = [
         end_of(event.prompt_group_id, Outcome.EXPIRED, policy_version=0, trainer_version=0)
         for event in written
     ]
     producer.write(
         [
-            OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
+            ProducerRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
             for event in ends
         ]
     )
@@ -299,16 +299,16 @@ def issued_by_prompter(
     config: RunConfig, connection: Connection, *, num_records: int
 ) -> list[PromptGroupIssued]:
     """Run a prompter until the queue holds so many records, and return what they are."""
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     stream = PromptStream(open_source(config.data, seed=0), seed=0, shuffle=False)
-    messages_of = stored_messages(MediaLibrary(config))
-    judges = judges_of(config.data, renderer=None, messages_of=messages_of)
+    read_messages = build_storing_reader(MediaLibrary(config))
+    judges = build_filters(config.data, renderer=None, read_messages=read_messages)
     with (
         open_worker("prompter", config, index=0, follow=("control.group-outcomes",)) as worker,
         closing(LogReader(connection)) as reader,
     ):
         thread = threading.Thread(
-            target=PrompterLoop(worker, stream, judges, messages_of=messages_of).run
+            target=PrompterLoop(worker, stream, judges, read_messages=read_messages).run
         )
         thread.start()
         reader.assign(

@@ -15,7 +15,7 @@ from relax_events.errors import BrokerUnavailable, ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.schemas import schema_directory, schema_fingerprint
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.launcher.doctor import check_registry
 from relax_events.ops.schema_check import check_run
 from relax_events.topics import TopicPlan
@@ -31,8 +31,8 @@ def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
 @pytest.fixture
 def publish(config: RunConfig, producer: RecordProducer) -> Callable[[str, bytes | None], None]:
     """Return a writer of control.schemas."""
-    topic = TopicPlan.of(config).topic("control.schemas")
-    return lambda key, value: producer.write([OutRecord(topic, value, key=key)])
+    topic = TopicPlan.from_config(config).topic("control.schemas")
+    return lambda key, value: producer.write([ProducerRecord(topic, value, key=key)])
 
 
 def test_schemas_of_our_own_workers_pass(

@@ -32,9 +32,9 @@ def supervisor_of(config: RunConfig, *, failing: int, deed: str) -> Supervisor:
     supervisor._processes = {"trainer-0": supervisor._processes["trainer-0"]}
     trainer = supervisor._processes["trainer-0"]
     arguments = [str(failing), deed]
-    trainer.orders = {
+    trainer.requests = {
         name: replace(order, module="tests.integration.rank_deeds", imports=[], arguments=arguments)
-        for name, order in trainer.orders.items()
+        for name, order in trainer.requests.items()
     }
     return supervisor
 
@@ -65,7 +65,7 @@ def until_ended(supervisor: Supervisor) -> None:
     deadline = time.monotonic() + SECONDS
     while supervisor._processes["trainer-0"].process is not None:
         assert time.monotonic() < deadline
-        supervisor.tend(Progress())
+        supervisor.poll(Progress())
 
 
 def joined(config: RunConfig) -> dict[str, int]:

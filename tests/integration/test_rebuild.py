@@ -13,7 +13,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.partition_writer import PartitionWriter
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 
 MakeTopic = Callable[..., str]
 LAYOUTS = {
@@ -60,10 +60,10 @@ def test_every_record_gets_its_offset_back(
     for partition, (offsets, end) in enumerate(LAYOUTS.values()):
         writer.write(topic, partition, map(record, offsets), end=end)
     places = [(topic, partition) for partition in range(len(LAYOUTS))]
-    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+    begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
     reader = LogReader(connection)
     for place, (offsets, end) in zip(places, LAYOUTS.values(), strict=True):
-        assert list(reader.stream_bytes({place: (0, end)})) == [
+        assert list(reader.stream_raw({place: (0, end)})) == [
             record(offset) for offset in offsets
         ]
         assert (begins[place], ends[place]) == ((offsets or [end])[0], end)
@@ -76,7 +76,7 @@ def test_appended_records_lie_behind_each_other(
     topic = make_topic("copy", message_timestamp_type="CreateTime", retention_ms="-1")
     writer.append(topic, 0, map(record, [3, 9, 700]))
     reader = LogReader(connection)
-    found = list(reader.stream_bytes({(topic, 0): (0, 3)}))
+    found = list(reader.stream_raw({(topic, 0): (0, 3)}))
     assert [item.offset for item in found] == [0, 1, 2]
     assert [(item.timestamp_ms, item.key, item.value, item.headers) for item in found] == [
         (item.timestamp_ms, item.key, item.value, item.headers) for item in map(record, [3, 9, 700])
@@ -88,7 +88,7 @@ def test_partition_that_is_not_empty_is_refused(
     producer: RecordProducer, make_topic: MakeTopic, writer: PartitionWriter
 ) -> None:
     topic = make_topic("copy", message_timestamp_type="CreateTime", retention_ms="-1")
-    producer.write([OutRecord(topic, b"a stranger's", partition=0)])
+    producer.write([ProducerRecord(topic, b"a stranger's", partition=0)])
     with pytest.raises(
         BrokerError,
         match=r"@0: the record lies at 1; the partition was not empty, or somebody else writes to it",

@@ -28,7 +28,7 @@ from relax_events.errors import (
 from relax_events.events.codec import CONFLUENT_HEADER_BYTES, EventCodec, UnknownFingerprint
 from relax_events.events.releases import current_release
 from relax_events.events.schemas import schema_directory
-from relax_events.kafka.schema_registry import RegistryClient, open_codec, registry_login
+from relax_events.kafka.schema_registry import RegistryClient, open_codec, read_registry_login
 from relax_events.telemetry.redaction import redacted
 
 SCHEMAS = current_release(schema_directory()).schemas
@@ -251,11 +251,11 @@ def test_login_comes_from_a_file_or_the_environment(
             open_codec(config_of(guarded))
         assert "wrong" not in str(caught.value)
         assert (
-            RegistryClient.of(config_of(guarded, schema_registry_login_file=login)).num_subjects()
+            RegistryClient.from_config(config_of(guarded, schema_registry_login_file=login)).count_subjects()
             == 0
         )
         monkeypatch.setenv("SCHEMA_REGISTRY_LOGIN", "reader:s3cret")
-        assert RegistryClient.of(config_of(guarded)).num_subjects() == 0
+        assert RegistryClient.from_config(config_of(guarded)).count_subjects() == 0
 
 
 def test_unusable_login_is_named_without_being_shown(tmp_path: Path) -> None:
@@ -264,19 +264,19 @@ def test_unusable_login_is_named_without_being_shown(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"the login in .*login must be user:password; it has no colon$"
     ) as caught:
-        registry_login(login)
+        read_registry_login(login)
     assert "s3cret" not in str(caught.value)
     with pytest.raises(
         ConfigError,
         match=r"broker\.schema_registry_login_file .*absent can't be read: No such file",
     ):
-        registry_login(tmp_path / "absent")
+        read_registry_login(tmp_path / "absent")
 
 
 def test_password_of_a_login_is_in_no_log_event(tmp_path: Path) -> None:
     login = tmp_path / "login"
     login.write_text("reader:s3cret-of-the-registry")
-    assert registry_login(login) == "reader:s3cret-of-the-registry"
+    assert read_registry_login(login) == "reader:s3cret-of-the-registry"
     assert redacted("Basic reader:s3cret-of-the-registry") == "Basic reader:(hidden)"
 
 

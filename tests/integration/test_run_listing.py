@@ -20,16 +20,16 @@ from relax_events.events.types import Event, RunCommanded, WorkerBeat
 from relax_events.history.runs.deletion import delete_run, plan_deletion, refuse_deletion
 from relax_events.history.runs.details import read_details
 from relax_events.history.runs.listing import read_run, read_runs
-from relax_events.history.runs.replay import settle_source
+from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.inventory import Inventory
 from relax_events.kafka.leases import Lease
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
-from relax_events.kafka.share_leases import ShareLeases
+from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.objects import ObjectStore
-from relax_events.objects.marker import MARKER, claim
+from relax_events.objects.marker import MARKER, claim_store
 from relax_events.runtime.run_description import describe
 from relax_events.topics import TopicPlan
 
@@ -40,9 +40,9 @@ ApplyRun = Callable[..., RunConfig]
 def write(
     producer: RecordProducer, config: RunConfig, entity: str, *events: Event, partition: int = -1
 ) -> None:
-    topic = TopicPlan.of(config).topic(entity)
+    topic = TopicPlan.from_config(config).topic(entity)
     producer.write(
-        OutRecord(topic, CODEC.encode(event), key="k", partition=partition) for event in events
+        ProducerRecord(topic, CODEC.encode(event), key="k", partition=partition) for event in events
     )
 
 
@@ -100,7 +100,7 @@ def test_run_is_read_back_from_its_log(
 def test_worker_that_is_silent_for_too_long_does_not_count_as_alive(
     apply_run: ApplyRun, connection: Connection, producer: RecordProducer
 ) -> None:
-    config = apply_run(workers={"hung_seconds": 5.0})
+    config = apply_run(workers={"heartbeat_timeout_seconds": 5.0})
     write(producer, config, "control.commands", describe(config))
     write(
         producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING, seconds_ago=6.0)
@@ -116,16 +116,16 @@ def neighbours(
     share group that was used, and objects."""
     configs = apply_run(run={"id": run_id}), apply_run(run={"id": f"{run_id}-b"})
     for config in configs:
-        plan, inbox = TopicPlan.of(config), queue.SimpleQueue[Lease]()
+        plan, inbox = TopicPlan.from_config(config), queue.SimpleQueue[Lease]()
         store = ObjectStore.open(config.objects_uri)
         write(
             producer,
             config,
             "control.commands",
-            describe(config, store_mark=claim(store, run_id=config.run.id).value),
+            describe(config, store_mark=claim_store(store, run_id=config.run.id).value),
         )
-        producer.write([OutRecord(plan.topic("prompt.groups"), b"prompt", partition=0)])
-        lanes = ShareLeases(
+        producer.write([ProducerRecord(plan.topic("prompt.groups"), b"prompt", partition=0)])
+        lanes = ShareGroupLeases(
             connection,
             group=plan.consumer_group("rollout"),
             topic=plan.topic("prompt.groups"),
@@ -162,12 +162,12 @@ def test_deletion_leaves_a_neighbour_whose_id_begins_alike(
     neighbours: tuple[RunConfig, RunConfig], connection: Connection, admin: Admin
 ) -> None:
     mine, theirs = neighbours
-    place = (TopicPlan.of(theirs).topic("rollout.samples"), 0)
+    place = (TopicPlan.from_config(theirs).topic("rollout.samples"), 0)
     before = Inventory(connection).topics(f"relax.{theirs.run.id}.")
     deletion = plan_deletion(connection, mine.run.id)
-    assert deletion.topics.keys() == {spec.name for spec in TopicPlan.of(mine).specs()}
+    assert deletion.topics.keys() == {spec.name for spec in TopicPlan.from_config(mine).specs()}
     assert set(deletion.groups) == {
-        TopicPlan.of(mine).consumer_group(role) for role in ("reward", "rollout")
+        TopicPlan.from_config(mine).consumer_group(role) for role in ("reward", "rollout")
     }
     assert len(deletion.objects) == 3
     assert deletion.objects[-1] == MARKER
@@ -181,9 +181,9 @@ def test_deletion_leaves_a_neighbour_whose_id_begins_alike(
 
     assert Inventory(connection).topics(f"relax.{theirs.run.id}.") == before
     assert set(groups_of(connection, theirs.run.id)) == {
-        TopicPlan.of(theirs).consumer_group(role) for role in ("reward", "rollout")
+        TopicPlan.from_config(theirs).consumer_group(role) for role in ("reward", "rollout")
     }
-    assert admin.committed(TopicPlan.of(theirs).consumer_group("reward"), [place]) == {place: 7}
+    assert admin.committed_offsets(TopicPlan.from_config(theirs).consumer_group("reward"), [place]) == {place: 7}
     assert len(ObjectStore.open(theirs.objects_uri).list("")) == 4
 
 
@@ -238,7 +238,7 @@ def test_deletion_keeps_objects_of_a_victim_that_a_log_names_as_its_own(
     """The victim's log is not on this cluster, so nothing but the marker tells whose the store
     is."""
     victim = ObjectStore.open((tmp_path / "objects").as_uri())
-    mark = claim(victim, run_id="victim")
+    mark = claim_store(victim, run_id="victim")
     victim.put_at("weights/00000001/weights/a.safetensors", b"weights")
     (tmp_path / "link").symlink_to(tmp_path / "objects")
     config = apply_run(
@@ -254,8 +254,8 @@ def test_run_that_lives_or_is_replayed_is_not_deleted(
     apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer
 ) -> None:
     config = apply_run(run={"id": run_id})
-    replay = apply_run(run={"id": f"{run_id}-r"}, source={"run": run_id})
-    assert {TopicPlan.entity(name) for name in read_run(connection, replay.run.id).topics} == {
+    replay = apply_run(run={"id": f"{run_id}-r"}, parent={"run": run_id})
+    assert {TopicPlan.parse_entity(name) for name in read_run(connection, replay.run.id).topics} == {
         *(f"control.{name}" for name in ("commands", "evaluations", "group-outcomes")),
         *(
             f"control.{kind}.{role}"
@@ -291,8 +291,8 @@ def test_replay_of_purged_rollouts_is_refused(
     apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer, admin: Admin
 ) -> None:
     config = apply_run(run={"id": run_id})
-    topic = TopicPlan.of(config).topic("advantage.samples")
-    producer.write(OutRecord(topic, b"sample", partition=1) for _ in range(4))
+    topic = TopicPlan.from_config(config).topic("advantage.samples")
+    producer.write(ProducerRecord(topic, b"sample", partition=1) for _ in range(4))
     places = {"partitions": np.array([1, 1], np.int32)}
     steps = [
         committed(step, sample_ids=["a", "b"], offsets=np.array([2 * step, 2 * step + 1]), **places)
@@ -303,14 +303,14 @@ def test_replay_of_purged_rollouts_is_refused(
     write(
         producer, config, "control.policy-versions", *(published(version) for version in range(3))
     )
-    wanted = apply_run(run={"id": f"{run_id}-r"}, source={"run": run_id})
-    assert settle_source(wanted).last_version == 2
+    wanted = apply_run(run={"id": f"{run_id}-r"}, parent={"run": run_id})
+    assert resolve_parent(wanted).last_version == 2
     admin.delete_records([TopicOffset(topic, 1, 1)])
-    gone = rf"record {topic}\[1\]@0, of train step 0, was purged \(the log begins at 1\); take a source.from_version of 1 or later"
+    gone = rf"record {topic}\[1\]@0, of train step 0, was purged \(the log begins at 1\); take a parent.from_version of 1 or later"
     with pytest.raises(ConfigError, match=gone):
-        settle_source(wanted)
-    later = apply_run(run={"id": f"{run_id}-r"}, source={"run": run_id, "from_version": 1})
-    assert settle_source(later).num_train_steps == 1
+        resolve_parent(wanted)
+    later = apply_run(run={"id": f"{run_id}-r"}, parent={"run": run_id, "from_version": 1})
+    assert resolve_parent(later).num_train_steps == 1
     details = read_details(connection, read_run(connection, run_id))
     assert details.recorded == (1, 2)
 
@@ -318,10 +318,10 @@ def test_replay_of_purged_rollouts_is_refused(
 def test_replay_of_a_replay_names_the_run_that_has_the_rollouts(
     apply_run: ApplyRun, run_id: str, producer: RecordProducer
 ) -> None:
-    first = apply_run(run={"id": run_id}, source={"run": "origin"})
+    first = apply_run(run={"id": run_id}, parent={"run": "origin"})
     write(producer, first, "control.commands", describe(first))
     with pytest.raises(
         ConfigError,
         match=rf"run {run_id} is itself a replay, of origin, and has no rollouts of its own; replay origin",
     ):
-        settle_source(apply_run(run={"id": f"{run_id}-r"}, source={"run": run_id}))
+        resolve_parent(apply_run(run={"id": f"{run_id}-r"}, parent={"run": run_id}))

@@ -15,7 +15,7 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.controller.api_client import ScaleClient
-from relax_events.controller.api_endpoint import ApiPlace
+from relax_events.controller.api_endpoint import ApiEndpointFile
 from relax_events.errors import CheckFailed
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
@@ -23,8 +23,9 @@ from relax_events.events.types import Event
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
-from relax_events.projections.scaling import Departure, ScaleState, Status
+from relax_events.kafka.records import ProducerRecord
+from relax_events.projections.scale_requests import Status
+from relax_events.projections.scaling import ExitReason, ScaleState
 from relax_events.topics import TopicPlan
 from tests.unit.run_events import beat
 
@@ -37,7 +38,7 @@ class Run:
     """A run of a controller alone; the test is its `relax run` and its workers."""
 
     def __init__(self, config: RunConfig, connection: Connection, producer: RecordProducer) -> None:
-        self.config, self.plan = config, TopicPlan.of(config)
+        self.config, self.plan = config, TopicPlan.from_config(config)
         self._connection, self._producer = connection, producer
         config.run_directory.mkdir(parents=True, exist_ok=True)
         self._run_file = config.run_directory / "run.json"
@@ -72,10 +73,10 @@ class Run:
         self, method: str, path: str, body: dict[str, object] | None = None
     ) -> dict[str, object]:
         """Call the API, as soon as it is there."""
-        place, deadline = ApiPlace.of(self.config), time.monotonic() + PATIENCE_SECONDS
+        place, deadline = ApiEndpointFile.from_config(self.config), time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             with suppress(CheckFailed):
-                return ScaleClient(place.url(), place.token()).call(method, path, body)
+                return ScaleClient(place.read_url(), place.read_token()).call(method, path, body)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.2)
         pytest.fail(
@@ -87,7 +88,7 @@ class Run:
         """Write events as others would."""
         self._producer.write(
             [
-                OutRecord(
+                ProducerRecord(
                     self.plan.topic(entity),
                     CODEC.encode(event),
                     key=getattr(event, "worker_id", "") or "",
@@ -117,7 +118,7 @@ class Run:
                     f"{found}\n{(self.config.run_directory / 'log').read_text()}"
                 )
                 for record in reader.fetch(timeout_seconds=0.2):
-                    state.note(CODEC.decode(record.value))
+                    state.apply(CODEC.decode(record.value))
             return state
         finally:
             reader.close()
@@ -151,7 +152,7 @@ def test_requests_go_on_with_the_next_controller(run: Run) -> None:
     run.kill_controller()
     run.say(
         "control.commands",
-        *(state.workers[worker_id].gone(Departure.DRAINED, "it drained") for worker_id in workers),
+        *(state.workers[worker_id].exit_command(ExitReason.DRAINED, "it drained") for worker_id in workers),
     )
     assert run.until(str(gone["request_id"]), Status.COMPLETED).workers == {}
     told = run.call("GET", f"scale_in/{gone['request_id']}")

@@ -37,25 +37,25 @@ from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import GroupConsumer, LogReader
-from relax_events.kafka.credentials import as_principal
+from relax_events.kafka.consumer import LogReader, SubscribedConsumer
+from relax_events.kafka.credentials import apply_principal
 from relax_events.kafka.embedded import EmbeddedBroker
-from relax_events.kafka.group_leases import GroupLeases
+from relax_events.kafka.group_leases import ConsumerGroupLeases
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.protocol.queue_lag import queue_backlog
+from relax_events.kafka.protocol.queue_lag import read_queue_lag
 from relax_events.kafka.protocol.quotas import (
-    ALL,
+    DEFAULT_LOAD_QUOTAS,
+    QUOTA_NAMES,
     RATES,
-    USUAL_LOAD,
     QuotaEntity,
     read_quotas,
     write_quotas,
 )
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.security.certificates import make_authority
 from relax_events.kafka.security.folder import SecurityFolder
 from relax_events.kafka.security.principals import PrincipalAdmin
-from relax_events.kafka.share_leases import ShareLeases
+from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.ops.security import (
     Renewal,
@@ -170,11 +170,11 @@ class SecuredRun:
     @property
     def plan(self) -> TopicPlan:
         """With the topics of all roles, whatever the run needs."""
-        return replace(TopicPlan.of(self.config), roles=ROLES)
+        return replace(TopicPlan.from_config(self.config), roles=ROLES)
 
     def as_(self, principal: str, *, worker: str = "") -> Connection:
-        return Connection.of(
-            as_principal(self.config, principal).broker,
+        return Connection.from_config(
+            apply_principal(self.config, principal).broker,
             client_id=f"{self.config.run.id}.{worker or principal}",
         )
 
@@ -211,7 +211,7 @@ def run_config(run_id: str, folder: Path, bootstrap_servers: str) -> RunConfig:
         "bootstrap_servers": bootstrap_servers,
         "credentials": folder,
         "request_timeout_seconds": REQUEST_SECONDS,
-        "shards": 1,
+        "partitions_per_version": 1,
     }
     return small_run(
         {
@@ -227,7 +227,7 @@ def secured_run(run_id: str, broker: EmbeddedBroker, folder: Path) -> SecuredRun
     config = run_config(run_id, folder, broker.bootstrap_servers)
     make_folder(config, folder, lifetime=YEAR)
     apply_security(config, admin_connection(config))
-    run, everything = SecuredRun(config), replace(TopicPlan.of(config), roles=ROLES)
+    run, everything = SecuredRun(config), replace(TopicPlan.from_config(config), roles=ROLES)
     apply_topics(config, admin := Admin(run.as_("operator")))
     admin.create(
         [spec for spec in everything.specs() if spec.name not in admin.topics(run.plan.topic(""))]
@@ -309,7 +309,7 @@ def test_roles_may_write_what_picture_and_page_say_and_nothing_else(mine: Secure
 
 def test_roles_may_read_what_the_picture_says_and_nothing_else(mine: SecuredRun) -> None:
     RecordProducer(mine.as_("operator")).write(
-        OutRecord(spec.name, b"x", key="k") for spec in mine.plan.specs()
+        ProducerRecord(spec.name, b"x", key="k") for spec in mine.plan.specs()
     )
     assert {role: readable(mine, role) for role in READS} == {
         role: COMMON_READS | entities for role, entities in READS.items()
@@ -323,7 +323,7 @@ def test_forged_announcement_is_refused_and_leaves_nothing_on_the_log(mine: Secu
         AccessDenied, match=r"TOPIC_AUTHORIZATION_FAILED.*relax broker secure CONFIG --apply"
     ):
         RecordProducer(mine.as_("rollout")).write(
-            [OutRecord(topic, b"version 99, tensors of mine")]
+            [ProducerRecord(topic, b"version 99, tensors of mine")]
         )
     assert Admin(mine.as_("operator")).end_offsets([(topic, 0)]) == before
 
@@ -362,7 +362,7 @@ def test_reward_worker_that_was_taken_over_speaks_for_nobody_else(
     with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
         RecordProducer(mine.as_("reward")).write(
             [
-                OutRecord(topic, EventCodec().encode(event), key="000000-0000-0", partition=0)
+                ProducerRecord(topic, EventCodec().encode(event), key="000000-0000-0", partition=0)
                 for event in events
             ]
         )
@@ -377,13 +377,13 @@ def test_stolen_transactional_id_is_refused_and_the_owner_goes_on(mine: SecuredR
         TransactionalWriter(
             mine.as_("rollout"), transactional_id=mine.plan.transactional_id("trainer")
         )
-    owner.commit([OutRecord(mine.plan.topic("control.train-steps"), b"x")])
+    owner.commit([ProducerRecord(mine.plan.topic("control.train-steps"), b"x")])
     owner.close()
 
 
-@pytest.mark.parametrize("leases", [ShareLeases, GroupLeases])
+@pytest.mark.parametrize("leases", [ShareGroupLeases, ConsumerGroupLeases])
 def test_worker_that_may_not_lease_is_told_so(
-    mine: SecuredRun, leases: Callable[..., ShareLeases | GroupLeases]
+    mine: SecuredRun, leases: Callable[..., ShareGroupLeases | ConsumerGroupLeases]
 ) -> None:
     connection = mine.as_("reward")
     source = leases(
@@ -394,7 +394,7 @@ def test_worker_that_may_not_lease_is_told_so(
         on_lease=lambda _: None,
     )
     with pytest.raises(AccessDenied, match="AUTHORIZATION_FAILED"):
-        turn_until(never, connection.refusals.check)
+        turn_until(never, connection.auth_failures.raise_fatal)
     source.close()
 
 
@@ -405,17 +405,17 @@ def test_backlog_of_the_queue_is_told_to_the_controller_and_not_to_a_role_that_h
 
     def told() -> bool:
         with suppress(BrokerUnavailable):  # the broker's first group waits for its topic to be made
-            return queue_backlog(mine.as_("controller"), queue) == 0
+            return read_queue_lag(mine.as_("controller"), queue) == 0
         return False
 
     turn_until(told)
     with pytest.raises(BrokerError, match=rf"{queue} .*error 30"):  # GROUP_AUTHORIZATION_FAILED
-        queue_backlog(mine.as_("reward"), queue)
+        read_queue_lag(mine.as_("reward"), queue)
 
 
 def test_member_of_anothers_group_is_refused(mine: SecuredRun) -> None:
     topics = [mine.plan.topic("control.metrics.reward")]
-    consumer = GroupConsumer(
+    consumer = SubscribedConsumer(
         mine.as_("metrics"), consumer_group=mine.plan.consumer_group("reward"), topics=topics
     )
     with pytest.raises(AccessDenied, match="GROUP_AUTHORIZATION_FAILED"):
@@ -426,9 +426,9 @@ def test_member_of_anothers_group_is_refused(mine: SecuredRun) -> None:
 def test_reader_looks_and_changes_nothing(mine: SecuredRun) -> None:
     looking, topic = Admin(mine.as_("reader")), mine.plan.topic("rollout.samples")
     assert len(looking.topics(mine.plan.topic(""))) == len(mine.plan.specs())
-    assert looking.committed(mine.plan.consumer_group("trainer"), [(topic, 0)]) == {}
+    assert looking.committed_offsets(mine.plan.consumer_group("trainer"), [(topic, 0)]) == {}
     refused: list[Callable[[], object]] = [
-        lambda: RecordProducer(mine.as_("reader")).write([OutRecord(topic, b"x")]),
+        lambda: RecordProducer(mine.as_("reader")).write([ProducerRecord(topic, b"x")]),
         lambda: looking.delete([topic]),
         lambda: looking.alter_topic(topic, {"retention.ms": "1"}),
         lambda: looking.alter_group(
@@ -454,13 +454,13 @@ def test_principal_of_one_run_does_not_see_nor_touch_another(
         mine.changed(request_timeout_seconds=IMPATIENT_SECONDS),
     )
     with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
-        RecordProducer(mine.as_("operator")).write([OutRecord(topic, b"stop")])
+        RecordProducer(mine.as_("operator")).write([ProducerRecord(topic, b"stop")])
     with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
         LogReader(mine.as_("operator")).watermarks(topic, 0)
     with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
         LogReader(mine.as_("operator"), start={(topic, 0): 0})
     with pytest.raises(AccessDenied, match="GROUP_AUTHORIZATION_FAILED"):
-        Admin(impatient.as_("operator")).committed(
+        Admin(impatient.as_("operator")).committed_offsets(
             neighbour.plan.consumer_group("reward"), [(mine.plan.topic("rollout.samples"), 0)]
         )
     with pytest.raises(AccessDenied):
@@ -537,7 +537,7 @@ def test_writer_and_reader_with_a_wrong_password_end_instead_of_waiting_for_ever
     )
     started = time.monotonic()
     with pytest.raises(AccessDenied, match="was not let in"):
-        RecordProducer(intruder.as_("operator")).write([OutRecord(topic, b"x")])
+        RecordProducer(intruder.as_("operator")).write([ProducerRecord(topic, b"x")])
     reader = LogReader(intruder.as_("operator"), start={(topic, 0): 0})
     with pytest.raises(AccessDenied, match="was not let in"):
         turn_until(never, lambda: reader.fetch(timeout_seconds=0.2))
@@ -575,11 +575,11 @@ def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
     assert secure(run_file, out=folder, apply=True, yes=True) == 0
     assert quota(run_file, bytes_per_second=5e6) == 6
     assert quota(run_file, bytes_per_second=5e6, dry_run=True) == 0
-    assert USUAL_LOAD == {"request_percentage": 200.0, "controller_mutation_rate": 100.0}
-    assert read_quotas(quota_connection(neighbour.config), [entity]) == {entity: USUAL_LOAD}
+    assert DEFAULT_LOAD_QUOTAS == {"request_percentage": 200.0, "controller_mutation_rate": 100.0}
+    assert read_quotas(quota_connection(neighbour.config), [entity]) == {entity: DEFAULT_LOAD_QUOTAS}
     assert quota(run_file, bytes_per_second=5e6, yes=True) == 0
     assert read_quotas(quota_connection(neighbour.config), [entity]) == {
-        entity: USUAL_LOAD | dict.fromkeys(RATES, 5e6)
+        entity: DEFAULT_LOAD_QUOTAS | dict.fromkeys(RATES, 5e6)
     }
     assert quota(run_file, request_percentage=50, mutations_per_second=7, yes=True) == 0
     assert secure(run_file, out=folder, apply=True, yes=True) == 0, "what was set stays"
@@ -610,11 +610,11 @@ def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
 def test_cluster_has_what_the_folder_says_and_changes_only_what_differs(mine: SecuredRun) -> None:
     admin = admin_connection(mine.config)
     changes = plan_security(mine.config, admin)
-    assert (changes.missing, changes.surplus, changes.strangers) == ([], [], [])
-    granted = PrincipalAdmin(admin).changes("relax.mine.", (), ())
+    assert (changes.missing, changes.surplus, changes.unexpected_users) == ([], [], [])
+    granted = PrincipalAdmin(admin).plan_changes("relax.mine.", (), ())
     lost, kept = granted.surplus[0], granted.surplus[1:]
     PrincipalAdmin(admin).apply(
-        PrincipalAdmin(admin).changes("relax.mine.", kept, changes.users),
+        PrincipalAdmin(admin).plan_changes("relax.mine.", kept, changes.users),
         password_of=password_in(mine),
     )
     assert plan_security(mine.config, admin).missing == [lost]
@@ -689,11 +689,11 @@ def test_throttled_run_leaves_the_other_its_pace(mine: SecuredRun, neighbour: Se
     )  # the roles, operator and reader
     throttled = QuotaEntity("user", "relax.neighbour.rollout")
     write_quotas(quota_connection(mine.config), [throttled], dict.fromkeys(RATES, 100_000.0))
-    until_bound(mine, throttled, USUAL_LOAD | dict.fromkeys(RATES, 100_000.0))
+    until_bound(mine, throttled, DEFAULT_LOAD_QUOTAS | dict.fromkeys(RATES, 100_000.0))
     held_back = {
         run.config.run.id: seconds_held_back(run, num_bytes=1_200_000) for run in (neighbour, mine)
     }
-    write_quotas(quota_connection(mine.config), [throttled], dict.fromkeys(ALL))
+    write_quotas(quota_connection(mine.config), [throttled], dict.fromkeys(QUOTA_NAMES))
     until_bound(mine, throttled, {})
     assert held_back["neighbour"] > 0
     assert held_back["mine"] == 0

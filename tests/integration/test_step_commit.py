@@ -19,16 +19,16 @@ from relax_events.events.types import PolicyVersionPublished, SampleReady, Train
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime.worker import Worker
-from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.commit import StepCommitter
 from relax_events.training.ranks import SingleRank
 from relax_events.training.replay.recovery import Replay
-from relax_events.training.step_record import StepShare
+from relax_events.training.step_record import RankStepResult
 from relax_events.weights.artifact_writer import weights_digest
 
 ARTIFACT = ObjectRef("file:///objects/weights/manifest.json", bytes(32), 10)
@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> ObjectStore:
 def worker(apply_run: Callable[..., RunConfig], store: ObjectStore) -> Iterator[Worker]:
     config = apply_run(run={"max_staleness": 1})
     with Worker(
-        "trainer", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)
+        "trainer", config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6)
     ) as opened:
         yield opened
 
@@ -64,9 +64,9 @@ def open_committer(worker: Worker, store: ObjectStore) -> Iterator[Callable[[], 
         thing.close()
 
 
-def write_groups(worker: Worker, group_ids: Sequence[str]) -> dict[str, list[PlacedSample]]:
+def write_groups(worker: Worker, group_ids: Sequence[str]) -> dict[str, list[LocatedSample]]:
     """Write ready samples of version 0 and return them with their places."""
-    placed: dict[str, list[PlacedSample]] = {}
+    placed: dict[str, list[LocatedSample]] = {}
     for group_id in group_ids:
         for index in range(2):
             sample = ready(group_id, index)
@@ -84,18 +84,18 @@ def write_groups(worker: Worker, group_ids: Sequence[str]) -> dict[str, list[Pla
         event = worker.decode(record)
         assert isinstance(event, SampleReady)
         placed.setdefault(event.prompt_group_id, []).append(
-            PlacedSample(event, record.partition, record.offset)
+            LocatedSample(event, record.partition, record.offset)
         )
     reader.close()
     return placed
 
 
 def share_of(
-    worker: Worker, micro_batches: Sequence[Sequence[PlacedSample]], *, trainer_version: int = 0
-) -> StepShare:
-    share = StepShare(0)
+    worker: Worker, micro_batches: Sequence[Sequence[LocatedSample]], *, trainer_version: int = 0
+) -> RankStepResult:
+    share = RankStepResult(0)
     for batch in micro_batches:
-        share.note(batch, trainer_version=trainer_version)
+        share.add_micro_batch(batch, trainer_version=trainer_version)
     share.prompt_group_ids = list(
         dict.fromkeys(item.sample.prompt_group_id for batch in micro_batches for item in batch)
     )
@@ -108,7 +108,7 @@ def share_of(
 
 
 def commit(
-    committer: StepCommitter, share: StepShare, *, train_step: int = 0
+    committer: StepCommitter, share: RankStepResult, *, train_step: int = 0
 ) -> TrainStepCommitted:
     return committer.commit_step(
         [share],
@@ -126,7 +126,7 @@ def test_committed_step_is_readable_without_the_object_store(
 ) -> None:
     """Samples may lie in the store; what was decided about them must not."""
     with Worker(
-        "trainer", worker.config, claim_check=StoreClaimCheck(store, inline_max_bytes=1)
+        "trainer", worker.config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=1)
     ) as tight:
         reader = LogReader(tight.connection, consumer_group=tight.plan.consumer_group("trainer"))
         committer = StepCommitter(tight, reader)
@@ -162,7 +162,7 @@ def test_unreadable_step_stops_the_trainer_rather_than_being_passed_over(
     history_of(worker, num_steps=1)
     worker.producer.write(
         [
-            OutRecord(steps, b"no event", key="1"),
+            ProducerRecord(steps, b"no event", key="1"),
             worker.outbound("control.policy-versions", version, key="2"),
         ]
     )
@@ -205,7 +205,7 @@ def test_committed_step_is_on_the_log_whole(
     assert history.positions() == {
         ("advantage.samples", partition): offset for (_, partition), offset in consumed.items()
     }
-    turn_until(lambda: admin.committed(worker.plan.consumer_group("trainer"), consumed) == consumed)
+    turn_until(lambda: admin.committed_offsets(worker.plan.consumer_group("trainer"), consumed) == consumed)
 
 
 def test_published_version_carries_where_its_records_begin(
@@ -264,7 +264,7 @@ def test_replay_trains_the_recorded_batches_in_the_recorded_order(
     ]
 
 
-def ids_of(*placed: PlacedSample) -> list[str]:
+def ids_of(*placed: LocatedSample) -> list[str]:
     return [item.sample.sample_id for item in placed]
 
 

@@ -15,7 +15,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command
 from relax_events.events.types import Event, RunCommanded
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.topics import TopicPlan
 
 
@@ -23,7 +23,7 @@ def test_command_writes_what_the_log_says(
     apply_run: Callable[..., RunConfig], producer: RecordProducer, tmp_path: Path
 ) -> None:
     config, codec = apply_run(), EventCodec()
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     stop = RunCommanded(
         command=Command.STOP, reason="all 2 train steps are committed", succeeded=True
     )
@@ -34,10 +34,10 @@ def test_command_writes_what_the_log_says(
         ("control.commands", stop),
     ]
     producer.write(
-        OutRecord(plan.topic("control.schemas"), schema, key=name.hex())
+        ProducerRecord(plan.topic("control.schemas"), schema, key=name.hex())
         for name, schema in codec.published_form().items()
     )
-    producer.write(OutRecord(plan.topic(entity), codec.encode(event)) for entity, event in written)
+    producer.write(ProducerRecord(plan.topic(entity), codec.encode(event)) for entity, event in written)
     run_file, out = tmp_path / "run.json", tmp_path / "trace.json"
     run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
     app(

@@ -22,9 +22,9 @@ from relax_events.history.ledger import read_ledger
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import GroupConsumer, LogReader
+from relax_events.kafka.consumer import SubscribedConsumer, LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import POLICY_VERSION_HEADER, OutRecord
+from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.objects import ObjectStore
 from relax_events.ops.consumer_lag import lag_by_member, lag_by_slot, read_lag
@@ -37,7 +37,7 @@ from relax_events.ops.topic_apply import apply_topics, plan_changes
 from relax_events.ops.topic_check import check_topics
 from relax_events.ops.topic_tail import tail, tail_places, tail_starts
 from relax_events.topics import TopicPlan, TopicSpec
-from relax_events.topics.role_inputs import input_places
+from relax_events.topics.role_inputs import list_input_partitions
 
 STEPS = 5
 QUIET = ("reward", "advantage", "trainer")
@@ -63,7 +63,7 @@ class SmallRun:
         )
         schemas = codec.published_form().items()
         producer.write(
-            OutRecord(self.plan.topic("control.schemas"), schema, key=name.hex())
+            ProducerRecord(self.plan.topic("control.schemas"), schema, key=name.hex())
             for name, schema in schemas
         )
         writer.commit([self._out(codec, "control.policy-versions", self._published(0))])
@@ -102,14 +102,14 @@ class SmallRun:
     def commit_all(self) -> None:
         """Let every role have read everything."""
         for role in QUIET:
-            places = input_places(self.config, role)
+            places = list_input_partitions(self.config, role)
             ends = self.admin.end_offsets(places)
-            self.admin.set_committed(
+            self.admin.set_committed_offsets(
                 self.plan.consumer_group(role),
                 [TopicOffset(*place, end) for place, end in ends.items()],
             )
 
-    def _samples(self, codec: EventCodec, step: int, group: str) -> list[OutRecord]:
+    def _samples(self, codec: EventCodec, step: int, group: str) -> list[ProducerRecord]:
         issued = PromptGroupIssued(
             prompt_group_id=group,
             train_step=step,
@@ -139,10 +139,10 @@ class SmallRun:
         *,
         partition: int = 0,
         version: int | None = None,
-    ) -> OutRecord:
+    ) -> ProducerRecord:
         headers = {} if version is None else {POLICY_VERSION_HEADER: str(version)}
         key = getattr(event, "prompt_group_id", "")
-        return OutRecord(
+        return ProducerRecord(
             self.plan.topic(entity),
             codec.encode(event),
             key=key,
@@ -168,9 +168,9 @@ def unwritten(
 ) -> SmallRun:
     """Return the small run, its topics empty."""
     config = apply_run(
-        run={"max_staleness": 1, "num_steps": STEPS}, broker={"shards": 1, "queue_partitions": 1}
+        run={"max_staleness": 1, "num_steps": STEPS}, broker={"partitions_per_version": 1, "queue_partitions": 1}
     )
-    return SmallRun(config, TopicPlan.of(config), connection, admin)
+    return SmallRun(config, TopicPlan.from_config(config), connection, admin)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def run(unwritten: SmallRun, producer: RecordProducer) -> SmallRun:
 
 def test_lag_names_the_version_of_each_slot_and_its_stale_records(run: SmallRun) -> None:
     places = [(run.plan.topic("rollout.samples"), partition) for partition in range(3)]
-    run.admin.set_committed(
+    run.admin.set_committed_offsets(
         run.plan.consumer_group("reward"), [TopicOffset(*places[0], 1), TopicOffset(*places[1], 4)]
     )
     rows = [
@@ -202,7 +202,7 @@ def test_lag_names_the_version_of_each_slot_and_its_stale_records(run: SmallRun)
 
 def test_lag_by_member_names_who_holds_what(run: SmallRun) -> None:
     group = run.plan.consumer_group("reward")
-    member = GroupConsumer(
+    member = SubscribedConsumer(
         run.connection, consumer_group=group, topics=[run.plan.topic("rollout.samples")]
     )
     turn_until(lambda: len(member.positions) == 3, lambda: member.fetch(timeout_seconds=0.1))
@@ -235,7 +235,7 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
         (1, 4, 2, -2),
     ]
     apply_reset(run.admin, plan)
-    assert run.admin.committed(group, places) == {(topic, 0): 2, (topic, 1): 2, (topic, 2): 2}
+    assert run.admin.committed_offsets(group, places) == {(topic, 0): 2, (topic, 1): 2, (topic, 2): 2}
     ahead = plan_reset(run.config, run.admin, "reward", ResetTarget(to_end=True))
     with pytest.raises(
         BrokerRefused,
@@ -243,17 +243,17 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
     ):
         apply_reset(run.admin, ahead)
     apply_reset(run.admin, ahead, allow=["skip"])
-    assert run.admin.committed(group, places)[topic, 0] == 4
+    assert run.admin.committed_offsets(group, places)[topic, 0] == 4
     apply_reset(
         run.admin,
         plan_reset(run.config, run.admin, "reward", ResetTarget(offsets=["rollout.samples[2]@1"])),
     )
-    assert run.admin.committed(group, places) == {(topic, 0): 4, (topic, 1): 4, (topic, 2): 1}
+    assert run.admin.committed_offsets(group, places) == {(topic, 0): 4, (topic, 1): 4, (topic, 2): 1}
     apply_reset(
         run.admin,
         plan_reset(run.config, run.admin, "reward", ResetTarget(time_ms=time_of("2001-01-01"))),
     )
-    assert set(run.admin.committed(group, places).values()) == {0}
+    assert set(run.admin.committed_offsets(group, places).values()) == {0}
 
 
 def test_reset_of_trainer_and_of_a_share_group_is_refused(run: SmallRun) -> None:
@@ -273,7 +273,7 @@ def test_reset_of_trainer_and_of_a_share_group_is_refused(run: SmallRun) -> None
 
 def test_purge_waits_for_groups_and_keeps_what_recovery_needs(run: SmallRun) -> None:
     with open_purge(run.config, before_version=4) as purge:
-        assert {cut.num_records for cut in purge.cuts if "samples" in cut.place[0]} == {
+        assert {cut.num_records for cut in purge.ranges if "samples" in cut.place[0]} == {
             0
         }  # nobody has read anything
     run.commit_all()
@@ -285,13 +285,13 @@ def test_purge_waits_for_groups_and_keeps_what_recovery_needs(run: SmallRun) -> 
     assert gone == {"rollout.samples": 6, "reward.scores": 6, "prompt.groups": 3}
     ledger = read_ledger(run.config)
     assert ledger.problems() == []
-    figures = ledger.figures()
+    figures = ledger.totals()
     assert (figures["prompt_groups_purged"], figures["samples_purged"]) == (3, 6)
     reader = LogReader(run.connection)
     with pytest.raises(
         BrokerError, match=r"rollout.samples\[0\]@0 was purged: the log begins at 2"
     ):
-        reader.read_exactly(run.plan.topic("rollout.samples"), [(0, 0)])
+        reader.read_at(run.plan.topic("rollout.samples"), [(0, 0)])
     reader.close()
 
 
@@ -310,7 +310,7 @@ def test_purge_goes_by_the_newest_checkpoint_that_is_whole(
         with open_purge(run.config, before_version=4) as purge:
             return {
                 cut.place[1]: cut.num_records
-                for cut in purge.cuts
+                for cut in purge.ranges
                 if cut.place[0] == run.plan.topic("advantage.samples")
             }
 
@@ -342,7 +342,7 @@ def test_purge_refuses_without_a_version(run: SmallRun) -> None:
 def test_tail_begins_at_a_version_and_reads_strangers(
     run: SmallRun, producer: RecordProducer
 ) -> None:
-    producer.write([OutRecord(run.plan.topic("rollout.samples"), b"no event", partition=1)])
+    producer.write([ProducerRecord(run.plan.topic("rollout.samples"), b"no event", partition=1)])
     places = tail_places(run.config, run.admin, "rollout.samples", partition=1)
     with RunLog(run.config, name="tail") as log:
         found = list(
@@ -374,7 +374,7 @@ def test_tail_begins_at_a_version_and_reads_strangers(
 def test_check_names_what_is_amiss(run: SmallRun, producer: RecordProducer, run_id: str) -> None:
     producer.write(
         [
-            OutRecord(
+            ProducerRecord(
                 run.plan.topic("reward.dead-letters"),
                 b"x",
                 headers={"error-class": "CorruptRecord"},
@@ -453,18 +453,18 @@ def test_imported_run_is_the_exported_one_to_the_byte(run: SmallRun, tmp_path: P
     run.commit_all()
     config, manifest = copy(run, tmp_path / "exported")
     verify_import(config, manifest)
-    plan = TopicPlan.of(config)
-    assert read_ledger(config).figures() == read_ledger(run.config).figures()
+    plan = TopicPlan.from_config(config)
+    assert read_ledger(config).totals() == read_ledger(run.config).totals()
     assert read_ledger(config).problems() == []
     changes = plan_changes(plan.specs(), run.admin.topics(plan.topic("")))
     assert changes == []
     place = (plan.topic("advantage.samples"), 2)
-    assert run.admin.committed(plan.consumer_group("trainer"), [place]) == {place: 2}
+    assert run.admin.committed_offsets(plan.consumer_group("trainer"), [place]) == {place: 2}
     again = plan_import(config, run.admin, Manifest.load(tmp_path / "exported"))
     assert (again.partitions, again.num_present) == ([], len(manifest.partitions))
     with pytest.raises(
         ConfigError,
-        match=r"3 partitions in the export and 4 by the run file; give run.max_staleness and broker.shards",
+        match=r"3 partitions in the export and 4 by the run file; give run.max_staleness and broker.partitions_per_version",
     ):
         plan_import(
             config.model_copy(update={"run": config.run.model_copy(update={"max_staleness": 2})}),
@@ -478,8 +478,8 @@ def test_import_refuses_a_run_that_has_other_records_and_makes_an_unfinished_one
 ) -> None:
     folder = tmp_path / "exported"
     config, manifest = copy(run, folder)
-    topic = TopicPlan.of(config).topic("control.train-steps")
-    producer.write([OutRecord(topic, b"one more", partition=0)])
+    topic = TopicPlan.from_config(config).topic("control.train-steps")
+    producer.write([ProducerRecord(topic, b"one more", partition=0)])
     with pytest.raises(
         BrokerRefused,
         match=r"control.train-steps\[0\] holds other records already: it ends at 11; give another --run-id",
@@ -516,7 +516,7 @@ def test_export_of_versions_holds_their_samples_at_their_offsets(
         ("rollout.samples", 1): 0,
         ("rollout.samples", 2): 2,
     }
-    reader, topic = LogReader(run.connection), TopicPlan.of(config).topic("rollout.samples")
+    reader, topic = LogReader(run.connection), TopicPlan.from_config(config).topic("rollout.samples")
     found = {
         (record.partition, record.offset, record.policy_version)
         for record in reader.read_to_end([(topic, 0), (topic, 2)])

@@ -16,7 +16,7 @@ from relax_events.kafka import transactions
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 
 MakeTopic = Callable[..., str]
@@ -59,7 +59,7 @@ def test_commit_makes_records_of_several_topics_and_offsets_real_together(
     reader = LogReader(connection, consumer_group=f"{run_id}.trainer")
     offsets = [TopicOffset(source, 0, 17), TopicOffset(source, 1, 4)]
     writer.commit(
-        [OutRecord(steps, b"step 0"), OutRecord(outcomes, b"a"), OutRecord(outcomes, b"b")],
+        [ProducerRecord(steps, b"step 0"), ProducerRecord(outcomes, b"a"), ProducerRecord(outcomes, b"b")],
         offsets=offsets,
         reader=reader,
     )
@@ -67,7 +67,7 @@ def test_commit_makes_records_of_several_topics_and_offsets_real_together(
     expect(connection, outcomes, [b"a", b"b"])
     turn_until(
         lambda: (
-            admin.committed(f"{run_id}.trainer", [(source, 0), (source, 1)])
+            admin.committed_offsets(f"{run_id}.trainer", [(source, 0), (source, 1)])
             == {(source, 0): 17, (source, 1): 4}
         )
     )
@@ -81,12 +81,12 @@ def test_commit_is_refused_when_another_writer_took_over(
     make_topic: MakeTopic,
 ) -> None:
     topic = make_topic("steps")
-    writer.commit([OutRecord(topic, b"before")])
+    writer.commit([ProducerRecord(topic, b"before")])
     successor = TransactionalWriter(connection, transactional_id=transactional_id)
     for _ in range(2):
         with pytest.raises(Fenced, match="another instance of this role"):
-            writer.commit([OutRecord(topic, b"of a zombie")])
-    successor.commit([OutRecord(topic, b"after")])
+            writer.commit([ProducerRecord(topic, b"of a zombie")])
+    successor.commit([ProducerRecord(topic, b"after")])
     expect(connection, topic, [b"before", b"after"])
     successor.close()
 
@@ -96,9 +96,9 @@ def test_nothing_is_visible_when_one_record_is_refused(
 ) -> None:
     topic = make_topic("steps", max_message_bytes="1000")
     with pytest.raises(BrokerRefused, match="MSG_SIZE_TOO_LARGE"):
-        writer.commit([OutRecord(topic, b"small"), OutRecord(topic, bytes(5000))])
+        writer.commit([ProducerRecord(topic, b"small"), ProducerRecord(topic, bytes(5000))])
     assert values(connection, topic) == []
-    writer.commit([OutRecord(topic, b"next")])
+    writer.commit([ProducerRecord(topic, b"next")])
     expect(connection, topic, [b"next"])
 
 
@@ -128,7 +128,7 @@ def test_commit_does_not_write_twice_when_the_error_hid_a_success(
     unsure = Unsure(writer, failures=1, really_commits=True)
     monkeypatch.setattr(writer, "_try", unsure)
     writer.commit(
-        [OutRecord(topic, b"step 0")], already_real=lambda: values(connection, topic) == [b"step 0"]
+        [ProducerRecord(topic, b"step 0")], already_real=lambda: values(connection, topic) == [b"step 0"]
     )
     assert (unsure.calls, values(connection, topic)) == (1, [b"step 0"])
 
@@ -147,7 +147,7 @@ def test_commit_tries_again_when_nothing_became_real(
         original(*arguments)
 
     writer._try = fail_once  # type: ignore[method-assign]
-    writer.commit([OutRecord(topic, b"step 0")], already_real=lambda: False)
+    writer.commit([ProducerRecord(topic, b"step 0")], already_real=lambda: False)
     expect(connection, topic, [b"step 0"])
     assert writer._producer is not first
 
@@ -168,8 +168,8 @@ def test_zombie_does_not_fence_its_successor_when_the_broker_only_says_that_time
     monkeypatch.setattr(writer, "_try", Unsure(writer, failures=1, really_commits=False))
     for _ in range(2):
         with pytest.raises(Fenced):
-            writer.commit([OutRecord(topic, b"of a zombie")], already_real=already_real)
-    successor.commit([OutRecord(topic, b"step 1")])
+            writer.commit([ProducerRecord(topic, b"of a zombie")], already_real=already_real)
+    successor.commit([ProducerRecord(topic, b"step 1")])
     expect(connection, topic, [b"step 1"])
     successor.close()
 
@@ -208,10 +208,10 @@ def test_answer_is_awaited_again_when_this_process_was_held_up(
     clock: Any = Clock(seconds, 0.1)
     monkeypatch.setattr(transactions, "time", clock)
     if is_asked_again:
-        assert transactions.awaited(clock) is None
+        assert transactions.await_result(clock) is None
     else:
         with pytest.raises(BrokerUnavailable, match="no answer within 5 s"):
-            transactions.awaited(clock)
+            transactions.await_result(clock)
 
 
 def test_nobody_waits_for_ever_when_a_process_is_held_up_again_and_again(
@@ -220,4 +220,4 @@ def test_nobody_waits_for_ever_when_a_process_is_held_up_again_and_again(
     clock: Any = Clock(30.0, 30.0, 30.0)
     monkeypatch.setattr(transactions, "time", clock)
     with pytest.raises(BrokerUnavailable):
-        transactions.awaited(clock)
+        transactions.await_result(clock)

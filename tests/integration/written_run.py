@@ -22,10 +22,10 @@ from relax_events.events.types import (
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import POLICY_VERSION_HEADER, OutRecord
+from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.runtime.run_description import describe
-from relax_events.topics import TopicPlan, shard_of
+from relax_events.topics import TopicPlan, compute_shard
 
 CODEC = EventCodec()
 
@@ -34,13 +34,13 @@ class WrittenRun:
     """A run whose every record a test decides on."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.plan = config, TopicPlan.of(config)
-        self.connection = Connection.of(config.broker, client_id=f"{config.run.id}.test")
+        self.config, self.plan = config, TopicPlan.from_config(config)
+        self.connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.test")
         self.producer, self._admin = RecordProducer(self.connection), Admin(self.connection)
         apply_topics(config, self._admin)
         published_form = CODEC.published_form()
         self.producer.write(
-            OutRecord(self.plan.topic("control.schemas"), schema, key=name.hex())
+            ProducerRecord(self.plan.topic("control.schemas"), schema, key=name.hex())
             for name, schema in published_form.items()
         )
         self._ready: dict[str, tuple[int, int, int]] = {}
@@ -71,10 +71,10 @@ class WrittenRun:
     def issue(self, group_id: str, *, row: int) -> None:
         """Issue a prompt group."""
         self._rows[group_id] = row
-        partition = shard_of(group_id, shards=self.plan.queue_partitions)
+        partition = compute_shard(group_id, shards=self.plan.queue_partitions)
         self.producer.write(
             [
-                OutRecord(
+                ProducerRecord(
                     self.plan.topic("prompt.groups"),
                     CODEC.encode(issued(group_id, row=row)),
                     key=group_id,
@@ -189,7 +189,7 @@ class WrittenRun:
         )
         self.producer.write(
             [
-                OutRecord(
+                ProducerRecord(
                     self.plan.topic(entity),
                     value,
                     key=group_id,
@@ -200,4 +200,4 @@ class WrittenRun:
         )
 
     def _control(self, entity: str, event: Event) -> None:
-        self.producer.write([OutRecord(self.plan.topic(entity), CODEC.encode(event), partition=0)])
+        self.producer.write([ProducerRecord(self.plan.topic(entity), CODEC.encode(event), partition=0)])

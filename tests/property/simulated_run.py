@@ -39,7 +39,7 @@ from relax_events.events.types import (
 )
 from relax_events.kafka import consumer, producer, transactions
 from relax_events.kafka.protocol import group_membership as membership
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
 from relax_events.projections.ledger import Ledger
 from relax_events.roles.worker_factory import StoreClaimCheck
@@ -50,7 +50,7 @@ from relax_events.runtime.processors import MapRole
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.training import commit, publishing
-from relax_events.training.backend.protocol import StepFigures, TrainerState
+from relax_events.training.backend.protocol import StepMetrics, TrainerState
 from relax_events.training.ranks import SingleRank
 from workers import advantage, prompter, trainer
 
@@ -58,14 +58,14 @@ SETTINGS = {
     "run": {
         "id": "simulated",
         "num_steps": 5,
-        "groups_per_step": 2,
+        "prompts_per_step": 2,
         "samples_per_prompt": 2,
         "max_staleness": 1,
     },
     "model": {"path": "model"},
     "data": {"source": "jsonl:rows"},
-    "broker": {"shards": 2, "queue_partitions": 1},
-    "workers": {"beat_seconds": 3600},
+    "broker": {"partitions_per_version": 2, "queue_partitions": 1},
+    "workers": {"heartbeat_seconds": 3600},
     "trainer": {"checkpoint_every": 1_000_000, "max_tokens_per_micro_batch": 8},
 }
 SAMPLES = ("rollout.samples", "reward.scores", "advantage.samples")
@@ -163,7 +163,7 @@ def is_untrainable(sample: SampleReady) -> bool:
     """Tell whether the backend refuses a sample that nobody before it did: in some prompt groups
     the last one."""
     return (
-        sample.sample_index == sample.samples_per_prompt - 1
+        sample.key.sample_index == sample.key.samples_per_prompt - 1
         and zlib.crc32(sample.prompt_group_id.encode()) % 5 == 0
     )
 
@@ -192,14 +192,14 @@ class HashingBackend:
     def discard(self) -> None:
         self._names = []
 
-    def step(self) -> StepFigures:
+    def step(self) -> StepMetrics:
         if is_not_finite(self._names):
             raise StepNotFinite(
                 f"train step {self.policy_version}: loss and gradients must be finite"
             )
         self._digest = zlib.crc32(" ".join(self._names).encode(), self._digest)
         self.policy_version, self._names = self.policy_version + 1, []
-        return StepFigures(**dict.fromkeys(StepFigures.__dataclass_fields__, 0) | {"own": {}})
+        return StepMetrics(**dict.fromkeys(StepMetrics.__dataclass_fields__, 0) | {"own": {}})
 
     def tell_progress(self, progressed: Callable[[], None]) -> None:
         pass
@@ -269,7 +269,7 @@ class RememberingLedger(Ledger):
         self.not_finite: list[int] = []
 
     def note(self, event: Event, at: TopicOffset) -> None:
-        super().note(event, at)
+        super().apply(event, at)
         if isinstance(event, PromptGroupIssued):
             self.issued.add(event.prompt_group_id)
         elif isinstance(event, SampleRolledOut):
@@ -298,15 +298,15 @@ class SimulatedRun:
             run: Keys of the run file's section `run`, in place of `SETTINGS`.
         """
         self.config = small_run(
-            {**SETTINGS, "run": SETTINGS["run"] | run, "weights": {"overlap": overlap}}
+            {**SETTINGS, "run": SETTINGS["run"] | run, "weights": {"async_publish": overlap}}
         )
-        self.kafka, self.plan, self.codec = MemoryKafka(), TopicPlan.of(self.config), EventCodec()
+        self.kafka, self.plan, self.codec = MemoryKafka(), TopicPlan.from_config(self.config), EventCodec()
         self.store = ObjectStore.open("memory://")
         for spec in self.plan.specs():
             self.kafka.create(spec.name, spec.num_partitions)
         run = self.config.run
         self.ledger = RememberingLedger(
-            run.max_staleness, last_version=run.num_steps, in_order=run.batch_order == "in_order"
+            run.max_staleness, last_version=run.num_steps, in_order=run.sample_order == "fifo"
         )
         self._read: dict[tuple[str, int], int] = {}
         self._put_in(monkeypatch)
@@ -337,7 +337,7 @@ class SimulatedRun:
 
     def _worker(self, role: str, index: int) -> Worker:
         claim_check = StoreClaimCheck(
-            self.store, inline_max_bytes=self.config.objects.inline_max_bytes
+            self.store, claim_check_threshold_bytes=self.config.objects.claim_check_threshold_bytes
         )
         follow = ("control.group-outcomes",) if role == "prompter" else ()
         return Worker(role, self.config, claim_check=claim_check, index=index, follow=follow)
@@ -370,17 +370,15 @@ class SimulatedRun:
         trainer.TrainLoop(opened, HashingBackend(), SingleRank(), self.store).run()
 
     def _reward(self, opened: Worker) -> None:
-        def score(samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+        def score(samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
             return [self._scored(opened, sample) for sample in samples]
 
         MapRole(opened, score).run()
 
-    def _scored(self, opened: Worker, sample: SampleRolledOut) -> OutRecord:
+    def _scored(self, opened: Worker, sample: SampleRolledOut) -> ProducerRecord:
         failed = sample.answer == UNSCORABLE
         scored = SampleScored(
-            sample_id=sample.sample_id,
-            prompt_group_id=sample.prompt_group_id,
-            policy_version=sample.policy_version,
+            key=sample.key,
             reward=None if failed else zlib.crc32(sample.sample_id.encode()) % 10 / 10,
             error="no verdict" if failed else None,
             reward_name="hash",

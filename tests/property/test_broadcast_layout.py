@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from relax_events.weights.artifact_writer import transit_digest
-from relax_events.weights.broadcast.buckets import ALIGNMENT, Layout, RowDigest
+from relax_events.weights.broadcast.buckets import ALIGNMENT, Layout, BufferDigest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64)
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -32,15 +32,15 @@ def tensor_sets(draw: st.DrawFn) -> dict[str, Tensor]:
 def test_row_put_together_from_buckets_holds_the_tensors_and_has_their_digest(
     tensors: dict[str, Tensor], max_bytes: int
 ) -> None:
-    layout = Layout.of(tensors)
+    layout = Layout.from_tensors(tensors)
     row, staging = (
         torch.full((layout.num_bytes,), 255, dtype=torch.uint8),
         torch.empty(max_bytes, dtype=torch.uint8),
     )
-    digest = RowDigest(layout, row)
+    digest = BufferDigest(layout, row)
     for bucket in layout.buckets(max_bytes=max_bytes):
-        row[bucket.start : bucket.stop] = layout.filled(bucket, tensors, staging=staging)
-        digest.take(bucket)
+        row[bucket.start : bucket.stop] = layout.gather(bucket, tensors, staging=staging)
+        digest.update(bucket)
     views = layout.views(row)
     assert views.keys() == tensors.keys()
     assert all(
@@ -54,7 +54,7 @@ def test_row_put_together_from_buckets_holds_the_tensors_and_has_their_digest(
 def test_buckets_cover_the_row_once_within_their_bound(
     tensors: dict[str, Tensor], max_bytes: int
 ) -> None:
-    layout = Layout.of(tensors)
+    layout = Layout.from_tensors(tensors)
     covered = [place for bucket in layout.buckets(max_bytes=max_bytes) for place in bucket]
     assert covered == list(range(layout.num_bytes))
     assert all(0 < len(bucket) <= max_bytes for bucket in layout.buckets(max_bytes=max_bytes))
@@ -71,25 +71,25 @@ def test_layouts_have_one_digest_when_names_dtypes_and_shapes_agree(
         )
 
     same = described(tensors) == described(others)
-    assert (Layout.of(tensors).digest == Layout.of(others).digest) == same
+    assert (Layout.from_tensors(tensors).digest == Layout.from_tensors(others).digest) == same
     assert (
-        Layout.of({name: tensor * 0 for name, tensor in tensors.items()}).digest
-        == Layout.of(tensors).digest
+        Layout.from_tensors({name: tensor * 0 for name, tensor in tensors.items()}).digest
+        == Layout.from_tensors(tensors).digest
     )
 
 
 def test_large_tensors_are_sent_from_where_they_lie_and_small_ones_together() -> None:
     sizes = {"a": 8, "b": 2000, "c": 8, "d": 8, "e": 496}
     tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in sizes.items()}
-    layout, staging = Layout.of(tensors), torch.empty(4096, dtype=torch.uint8)
+    layout, staging = Layout.from_tensors(tensors), torch.empty(4096, dtype=torch.uint8)
     buckets = layout.buckets(max_bytes=4096)
-    assert [[place.name for place, _ in layout.within(bucket)] for bucket in buckets] == [
+    assert [[place.name for place, _ in layout.overlapping(bucket)] for bucket in buckets] == [
         ["a"],
         ["b"],
         ["b"],
         ["c", "d"],
         ["e"],
     ]
-    data = [layout.filled(bucket, tensors, staging=staging).data_ptr() for bucket in buckets]
+    data = [layout.gather(bucket, tensors, staging=staging).data_ptr() for bucket in buckets]
     lies = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     assert data == [staging.data_ptr(), lies["b"], lies["b"] + 4096, staging.data_ptr(), lies["e"]]

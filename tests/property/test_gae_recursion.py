@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.algorithms.gae import GroupValues, discounted_sums, generalised_advantages
+from relax_events.algorithms.gae import GroupValues, discounted_sums, gae_advantages
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(max)
 FACTOR = st.sampled_from([0.0, 0.5, 0.95, 0.999, 1.0])
@@ -38,7 +38,7 @@ def test_advantages_are_those_of_the_recursion(
     lengths: list[int], gamma: float, gae_lambda: float, seed: int
 ) -> None:
     group = drawn(lengths, seed)
-    given_rows = generalised_advantages(group, gamma=gamma, gae_lambda=gae_lambda)
+    given_rows = gae_advantages(group, gamma=gamma, gae_lambda=gae_lambda)
     for row, length in enumerate(lengths):
         expected = by_recursion(
             group.rewards[row, :length].tolist(),

@@ -18,7 +18,7 @@ from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.kafka.records import Record
 from relax_events.staleness import ReadyGroup
 from relax_events.training.batch import assembly
-from relax_events.training.batch.assembly import GroupAssembler
+from relax_events.training.batch.assembly import BatchAssembler
 
 TOPIC, REQUESTS = "relax.test.advantage.samples", "relax.test.prompt.end-requests"
 MAX_STALENESS = 1
@@ -78,7 +78,7 @@ class Trainer:
             if isinstance(event, SampleReady)
         }
         self.version = version
-        self.assembler = GroupAssembler(max_staleness=MAX_STALENESS, decided=set(decided))
+        self.assembler = BatchAssembler(max_staleness=MAX_STALENESS, decided=set(decided))
         self.committed: Counter[str] = Counter()
         self.outcomes: dict[str, Outcome] = {}
         self.positions = dict(positions)
@@ -98,7 +98,7 @@ class Trainer:
                     self._events[record.partition, record.offset]
                     for record in self.assembler.take(group)
                 ]
-                assert [sample.sample_index for sample in samples] == [0, 1]
+                assert [sample.key.sample_index for sample in samples] == [0, 1]
                 assert all(
                     self.version - sample.policy_version <= MAX_STALENESS for sample in samples
                 )
@@ -111,7 +111,7 @@ class Trainer:
         """What one transaction makes real; a crash before it leaves the taken groups undecided."""
         for group in taken:
             self._commit(group.prompt_group_id, Outcome.TRAINED)
-        self.assembler.decide([group.prompt_group_id for group in taken])
+        self.assembler.mark_done([group.prompt_group_id for group in taken])
         self.positions |= {
             (offset.topic, offset.partition): offset.offset for offset in self.assembler.consumed()
         }
@@ -119,10 +119,10 @@ class Trainer:
         self._commit_ends()
 
     def _commit_ends(self) -> None:
-        ends = self.assembler.pending_ends()
+        ends = self.assembler.pending_outcomes()
         for end in ends:
             self._commit(end.prompt_group_id, end.outcome)
-        self.assembler.decide([end.prompt_group_id for end in ends])
+        self.assembler.mark_done([end.prompt_group_id for end in ends])
 
     def _commit(self, group_id: str, outcome: Outcome) -> None:
         self.committed[group_id] += 1
@@ -166,8 +166,8 @@ def test_group_that_came_twice_is_taken_whole_from_one_generation(data: st.DataO
     for offset, number in enumerate(order):
         assembler.add(record(offset), events[number], trainer_version=0)
     samples = [events[order[taken.offset]] for taken in assembler.take(assembler.ready()[0])]
-    assert [sample.sample_index for sample in samples] == [0, 1]
-    assert len({sample.generation_digest for sample in samples}) == 1
+    assert [sample.key.sample_index for sample in samples] == [0, 1]
+    assert len({sample.key.generation_digest for sample in samples}) == 1
 
 
 def test_assembler_holds_no_decoded_sample() -> None:
@@ -194,12 +194,12 @@ def record(
     return Record(TOPIC, partition, offset, key, b"", headers or {}, 0)
 
 
-def open_assembler() -> GroupAssembler:
-    return GroupAssembler(max_staleness=MAX_STALENESS, decided=set())
+def open_assembler() -> BatchAssembler:
+    return BatchAssembler(max_staleness=MAX_STALENESS, decided=set())
 
 
 def add_group(
-    assembler: GroupAssembler, group_id: str, *, version: int, offset: int, trainer_version: int
+    assembler: BatchAssembler, group_id: str, *, version: int, offset: int, trainer_version: int
 ) -> None:
     for index in range(2):
         assembler.add(
@@ -209,11 +209,11 @@ def add_group(
         )
 
 
-def ends_of(assembler: GroupAssembler) -> list[tuple[str, Outcome]]:
-    return [(end.prompt_group_id, end.outcome) for end in assembler.pending_ends()]
+def ends_of(assembler: BatchAssembler) -> list[tuple[str, Outcome]]:
+    return [(end.prompt_group_id, end.outcome) for end in assembler.pending_outcomes()]
 
 
-def consumed(assembler: GroupAssembler) -> dict[int, int]:
+def consumed(assembler: BatchAssembler) -> dict[int, int]:
     return {offset.partition: offset.offset for offset in assembler.consumed()}
 
 
@@ -236,9 +236,9 @@ def test_records_are_held_until_their_group_is_decided() -> None:
     for group in assembler.ready():
         assembler.take(group)
     assert consumed(assembler) == {0: 5}
-    assembler.decide(["000000-0001-0"])
+    assembler.mark_done(["000000-0001-0"])
     assert consumed(assembler) == {0: 5}
-    assembler.decide(["000000-0000-0"])
+    assembler.mark_done(["000000-0000-0"])
     assert consumed(assembler) == {0: 9}
 
 
@@ -248,7 +248,7 @@ def test_tombstone_is_too_late_when_the_group_is_being_trained() -> None:
     assembler.take(assembler.ready()[0])
     assembler.add(record(2), ended(version=0), trainer_version=0)
     assembler.reject(record(3), "poison", trainer_version=0)
-    assert assembler.pending_ends() == []
+    assert assembler.pending_outcomes() == []
     assert assembler.num_duplicates == 1
 
 
@@ -258,7 +258,7 @@ def test_tombstone_ends_a_group_that_waits() -> None:
     assembler.add(record(2), ended(outcome=Outcome.FILTERED), trainer_version=0)
     assert (assembler.ready(), ends_of(assembler)) == ([], [("000000-0000-0", Outcome.FILTERED)])
     assert consumed(assembler) == {0: 0}
-    assembler.decide(["000000-0000-0"])
+    assembler.mark_done(["000000-0000-0"])
     assert consumed(assembler) == {0: 3}
 
 
@@ -276,7 +276,7 @@ def test_request_holds_back_the_position_of_its_own_topic() -> None:
         ("000000-0001-0", Outcome.FAILED),
     ]
     assert assembler.consumed() == [TopicOffset(TOPIC, 0, 4), TopicOffset(REQUESTS, 0, 0)]
-    assembler.decide(["000000-0000-0"])
+    assembler.mark_done(["000000-0000-0"])
     assert assembler.consumed() == [TopicOffset(TOPIC, 0, 6), TopicOffset(REQUESTS, 0, 1)]
 
 
@@ -286,7 +286,7 @@ def test_waiting_group_expires_when_the_trainer_moves_on() -> None:
     assembler.advance(1)
     assert len(assembler.ready()) == 1
     assembler.advance(2)
-    (end,) = assembler.pending_ends()
+    (end,) = assembler.pending_outcomes()
     assert (end.outcome, end.policy_version, end.trainer_version) == (Outcome.EXPIRED, 0, 2)
     assert end.reason == "version 0 left the window of version 2"
     assert assembler.ready() == []
@@ -306,10 +306,10 @@ def test_expired_generation_gives_way_to_one_that_is_in_the_window() -> None:
     add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=1)
     add_group(assembler, "000000-0000-0", version=1, offset=2, trainer_version=1)
     assembler.advance(2)
-    assert assembler.pending_ends() == []
+    assert assembler.pending_outcomes() == []
     assert [group.policy_version for group in assembler.ready()] == [1]
     assert consumed(assembler) == {0: 0}
-    assembler.decide(["000000-0000-0"])
+    assembler.mark_done(["000000-0000-0"])
     assert consumed(assembler) == {0: 4}
 
 
@@ -322,7 +322,7 @@ def test_stale_sample_ends_its_group_when_it_arrives_late() -> None:
 def test_sample_from_the_future_fails_its_group() -> None:
     assembler = open_assembler()
     assembler.add(record(0), ready(version=5), trainer_version=2)
-    (end,) = assembler.pending_ends()
+    (end,) = assembler.pending_outcomes()
     assert (end.outcome, end.reason) == (
         Outcome.FAILED,
         "version 5 lies ahead of the trainer's version 2",
@@ -337,7 +337,7 @@ def test_rejected_record_fails_its_group() -> None:
         "poison: tokens must be finite",
         trainer_version=1,
     )
-    (end,) = assembler.pending_ends()
+    (end,) = assembler.pending_outcomes()
     assert (end.outcome, end.reason, end.policy_version) == (
         Outcome.FAILED,
         "poison: tokens must be finite",
@@ -345,7 +345,7 @@ def test_rejected_record_fails_its_group() -> None:
     )
     assembler.skip(record(2, key=""))
     assert consumed(assembler) == {0: 0}
-    assembler.decide(["000000-0000-0"])
+    assembler.mark_done(["000000-0000-0"])
     assert consumed(assembler) == {0: 3}
 
 
@@ -360,7 +360,7 @@ def test_id_window_stays_bounded_and_counts_what_it_forgot_as_decided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(assembly, "ID_WINDOW", 10)
-    decided = assembly.DecidedGroups(f"{step:06d}-0000-0" for step in range(25))
+    decided = assembly.DedupWindow(f"{step:06d}-0000-0" for step in range(25))
     assert len(list(decided)) <= 10
     assert all(f"{step:06d}-0000-0" in decided for step in range(25))
     assert "000003-0007-2" in decided

@@ -102,7 +102,7 @@ def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(
         for one in group.evaluations[name].values()
     } == {number}
     assert join.num_dropped == sum(
-        event.generation_digest != group.generation_digest for _, event in events
+        event.key.generation_digest != group.generation_digest for _, event in events
     )
     assert join.num_open == 0
     assert marks_of(join) == {(topic, 0): end for topic, end in offsets.items()}
@@ -126,7 +126,7 @@ def test_each_generation_is_complete_exactly_once_in_any_order(
         KEYS
     )
     for group in complete:
-        assert [sample.sample_index for sample in group.ordered_samples()] == [0, 1]
+        assert [sample.key.sample_index for sample in group.ordered_samples()] == [0, 1]
         assert group.scores.keys() == group.samples.keys()
         assert all(group.evaluations[name].keys() == group.samples.keys() for name in EVALUATORS)
     assert join.num_open == 0

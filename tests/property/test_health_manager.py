@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.controller.health import Limits, decide, symptoms
+from relax_events.controller.health import HealthLimits, decide, find_symptoms
 from relax_events.events.parts import Command, WorkerState
 from relax_events.events.types import Event, RunCommanded, WorkerBeat
 from relax_events.projections.health import HealthState
@@ -18,7 +18,7 @@ from tests.unit.run_events import run_config, train_step
 
 TURN = 10
 HUNG, STUCK, CALL = 60, 120, 240
-LIMITS = replace(Limits.of(run_config(num_steps=10**6)), hung=HUNG * 10**6, stuck=STUCK * 10**6)
+LIMITS = replace(HealthLimits.from_config(run_config(num_steps=10**6)), hung=HUNG * 10**6, stuck=STUCK * 10**6)
 ROLES = sorted(LIMITS.pipeline)
 WELL = 10**9
 
@@ -84,12 +84,17 @@ class World:
         self.new_controller()
 
     def new_controller(self) -> None:
-        self.state = HealthState(own_id="controller-0", gap_seconds=HUNG / 2, num_steps_kept=4)
+        self.state = HealthState(
+            own_id="controller-0",
+            gap_seconds=HUNG / 2,
+            num_steps_kept=4,
+            clock=lambda: self.now * 10**6,
+        )
         for event in (*self.commands, *self.steps, *self.beats.values()):
             self.hear(event)
 
     def hear(self, event: Event) -> None:
-        self.state.note(event, at=self.now * 10**6)
+        self.state.apply(event)
 
     def turn(self, *, broker: bool = True) -> list[RunCommanded]:
         self.now += TURN
@@ -169,17 +174,17 @@ def test_help_that_is_in_vain_ends_after_so_many_tries_although_controllers_die(
     world.run(4000, kills=kills)
     assert (tally(world, "restart"), tally(world, "restore")) == (
         LIMITS.max_restarts,
-        LIMITS.max_restores,
+        LIMITS.max_pipeline_restarts,
     )
     stops = [command for command in world.commands if command.command is Command.STOP]
     assert [(stop.role, stop.worker_id, stop.succeeded) for stop in stops] == [(None, None, False)]
     assert stops[0].reason.startswith(f"{role}-0 has ")
-    assert world.state.is_given_up
+    assert world.state.is_aborted
 
 
 @settings(max_examples=25)
 @given(
-    num_starts=st.integers(1, LIMITS.max_restarts + LIMITS.max_restores),
+    num_starts=st.integers(1, LIMITS.max_restarts + LIMITS.max_pipeline_restarts),
     kills=st.frozensets(st.integers(0, 900), max_size=6),
 )
 def test_run_goes_on_once_a_restart_or_a_restore_has_helped(
@@ -251,14 +256,14 @@ def test_worker_that_starts_may_take_longer_than_any_call_and_beats_meanwhile() 
     ]
     for late in (False, True):
         for beat in starting:
-            since = world.now - (LIMITS.start / 10**6 + 1) * late
+            since = world.now - (LIMITS.start_timeout / 10**6 + 1) * late
             world.hear(
-                inside(beat, "start", since_seconds=since, deadline_seconds=LIMITS.start / 10**6)
+                inside(beat, "start", since_seconds=since, deadline_seconds=LIMITS.start_timeout / 10**6)
             )
-        assert symptoms(world.state, LIMITS, now=world.now * 10**6) == (
+        assert find_symptoms(world.state, LIMITS, now=world.now * 10**6) == (
             {"trainer-0": "slow_start"} if late else {}
         )
-    assert world.state.starts["trainer"] == 1, "one process, however often it beats"
+    assert world.state.num_starts["trainer"] == 1, "one process, however often it beats"
 
 
 def test_waits_grow_between_tries_that_are_in_vain() -> None:
@@ -299,7 +304,7 @@ def test_run_in_which_all_wait_for_each_other_is_restored_and_in_the_end_given_u
     assert {command.worker_id for command in world.commands} == {f"{role}-0" for role in ROLES}
     assert {command.arguments["symptom"] for command in world.commands} == {"standstill"}
     world.run(2000)
-    assert tally(world, "restore") == LIMITS.max_restores
+    assert tally(world, "restore") == LIMITS.max_pipeline_restarts
     assert world.commands[-1].command is Command.STOP
     assert world.commands[-1].reason.startswith(
         "nobody has had any work for 120 s, and the goal is not reached; and 3 restores were"
@@ -325,10 +330,10 @@ def test_run_that_is_paused_may_stand_still_and_one_that_is_taken_up_again_count
     assert world.commands == []
     world.hear(RunCommanded(command=Command.RESUME, reason="done"))
     world.run(2000)
-    assert world.state.is_given_up
+    assert world.state.is_aborted
     resumed = RunCommanded(command=Command.RESUME, reason="relax run")
     world.commands = [resumed]
     world.hear(resumed)
-    assert (world.state.acts, world.state.is_over, world.state.is_given_up) == ([], False, False)
+    assert (world.state.interventions, world.state.is_over, world.state.is_aborted) == ([], False, False)
     world.run(2)
     assert tally(world, "restore") == 1

@@ -30,12 +30,12 @@ def test_blocks_of_any_size_come_to_the_same(
         config = run.config.model_copy(
             update={"objects": run.config.objects.model_copy(update={"uri": tmp_path.as_uri()})}
         )
-        reader = LogReader(Connection.of(config.broker, client_id="ledger"))
+        reader = LogReader(Connection.from_config(config.broker, client_id="ledger"))
         ledger = LedgerReader(
-            config, Connection.of(config.broker, client_id="ledger"), reader
+            config, Connection.from_config(config.broker, client_id="ledger"), reader
         ).read()
         assert ledger.problems() == run.ledger.problems() == []
-        assert ledger.unproven() == []
-        assert ledger.figures() == run.ledger.figures()
+        assert ledger.unverified() == []
+        assert ledger.totals() == run.ledger.totals()
     finally:
         machine.teardown()

@@ -17,8 +17,8 @@ from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
 from relax_events.training.backend.torch_backend import TorchBackend
-from relax_events.training.batch.packing import pack_order
-from relax_events.training.batch.step_statistics import step_cutoff, step_whitening
+from relax_events.training.batch.packing import micro_batch_slices
+from relax_events.training.batch.step_statistics import compute_second_moment_cutoff, compute_whitening
 from relax_events.training.ranks import SingleRank
 from tests.unit.trainer_samples import make_samples, run_config
 
@@ -170,13 +170,13 @@ def step(
     )
     held = [inputs_of(weights, part, algorithm, dtype) for part in parts]
     advantages = [(inputs.advantages.numpy(), inputs.num_loss_tokens.numpy()) for inputs in held]
-    whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=SingleRank())
+    whitening = compute_whitening(advantages, over=algorithm.whiten_advantages, ranks=SingleRank())
     squares = [
         (inputs.logprobs.detach() - inputs.rollout_logprobs).double().square().numpy()
         for inputs in held
     ]
     cutoff = (
-        step_cutoff(squares, threshold=algorithm.m2_threshold, ranks=SingleRank())
+        compute_second_moment_cutoff(squares, threshold=algorithm.m2_threshold, ranks=SingleRank())
         if algorithm.m2_threshold
         else None
     )
@@ -277,9 +277,9 @@ def backend_step(samples, *, max_tokens, name, change, share_rows=True):
     backend._model.shares_rows = share_rows
     gradients = []
     backend._flat.update = lambda **_: gradients.append(backend._flat.gradients.clone())
-    for part in pack_order([len(sample.tokens) for sample in samples], max_tokens=max_tokens):
+    for part in micro_batch_slices([len(sample.tokens) for sample in samples], max_tokens=max_tokens):
         backend.accumulate(samples[part])
-    return backend.step().as_figures(), gradients[0]
+    return backend.step().to_metrics(), gradients[0]
 
 
 @cache

@@ -22,7 +22,7 @@ from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.token_layout import modality_of
-from relax_events.models.families import family_of
+from relax_events.models.families import read_family
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.scoring import LogprobScorer
 from relax_events.training.batch.packing import pack
@@ -68,7 +68,7 @@ class Setup:
 
     @cached_property
     def weights(self) -> Weights:
-        loader = family_of(self.other, self.config.model.media).loader
+        loader = read_family(self.other, self.config.model.media).loader
         model = loader.from_pretrained(self.other, dtype=torch.float32)
         return Weights(
             1,
@@ -103,13 +103,13 @@ class Setup:
     def shown(self, pieces: Sequence[Piece]) -> tuple[ProcessedMedia, ...]:
         """Put files into the library, and take them out as the model is shown them; what the family
         can't hear is left out."""
-        known = self.engine._model.layout.READS
+        known = self.engine._model.layout.MODALITIES
         items = [
             item_of(modality, size, seed=index)
             for index, (modality, size) in enumerate(pieces)
             if modality in known
         ]
-        return tuple(self.library.processed(self.library.admit(item)) for item in items)
+        return tuple(self.library.load(self.library.add(item)) for item in items)
 
     def rolled_out(self, groups: Sequence[Sequence[Piece]], seed: int) -> list[SampleReady]:
         """Generate three samples for each prompt about the chosen pieces."""
@@ -139,7 +139,7 @@ class Setup:
     def forward(self, samples: list[SampleReady], **layout: Any) -> torch.Tensor:
         batch = pack(samples, vocab_size=self.policy.vocab_size, **layout)
         return self.policy.token_logprobs(
-            SampleMedia(self.policy.family, self.library).added(batch, samples)
+            SampleMedia(self.policy.family, self.library).add_to(batch, samples)
         ).logprobs
 
 
@@ -278,7 +278,7 @@ def test_tokens_are_as_likely_as_by_transformers_alone(name: str, pieces: list[P
     batch = pack([sample], vocab_size=fresh.vocab_size)
     with torch.no_grad():
         found = fresh.token_logprobs(
-            SampleMedia(fresh.family, setup.library).added(batch, [sample])
+            SampleMedia(fresh.family, setup.library).add_to(batch, [sample])
         ).logprobs
     expected = plain_media_logprobs(setup.path, tokens, media, hears_clips=hears_clips)[-5:]
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=TOLERANCE)

@@ -21,11 +21,11 @@ PAIRS = [SAMPLES[start:stop] for start, stop in pairwise(range(0, 11, 2))]
 
 
 LOSSES = {
-    "dpo": {"name": "dpo", "beta": 0.5},
-    "smoothed": {"name": "dpo", "label_smoothing": 0.1, "beta": 0.5},
+    "dpo": {"name": "dpo", "dpo_beta": 0.5},
+    "smoothed": {"name": "dpo", "label_smoothing": 0.1, "dpo_beta": 0.5},
     "by token, with likelihood": {
         "name": "dpo",
-        "beta": 2.0,
+        "dpo_beta": 2.0,
         "length_normalised": True,
         "nll_coefficient": 0.3,
     },
@@ -51,7 +51,7 @@ def step_of(pairs, *, max_tokens, loss, share_rows=True):
             backend.accumulate(micro_batch)
     if last := batcher.flush():
         backend.accumulate(last)
-    return backend.step().as_figures(), gradients[0]
+    return backend.step().to_metrics(), gradients[0]
 
 
 @cache

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.data.prompt_filter import Judge, PassRateJudge, Verdict
-from relax_events.data.prompt_sampler import Choice, PromptChooser
-from relax_events.data.rows import PromptRow, UnfitRows
+from relax_events.data.prompt_filter import PromptFilter, PassRateFilter, FilterResult
+from relax_events.data.prompt_sampler import SelectedRow, PromptSampler
+from relax_events.data.rows import PromptRow, InvalidRows
 from relax_events.data.stream import PromptStream
 from relax_events.errors import ConfigError
 
@@ -24,7 +24,7 @@ class Numbers:
     """A source whose rows answer their own number."""
 
     rows: int
-    unfit: UnfitRows = field(default_factory=lambda: UnfitRows("data"))
+    unfit: InvalidRows = field(default_factory=lambda: InvalidRows("data"))
 
     def row(self, index: int) -> PromptRow:
         return PromptRow([], str(index))
@@ -34,14 +34,14 @@ def stream_of(rows: int) -> PromptStream:
     return PromptStream(Numbers(rows), seed=5, shuffle=False)
 
 
-def backwards(row: PromptRow, *, mean_rewards: Sequence[float], train_step: int) -> Verdict:
+def backwards(row: PromptRow, *, mean_rewards: Sequence[float], train_step: int) -> FilterResult:
     """Put high numbers first, and pass over every fifth row."""
     number = int(row.answer)
     return "fifth" if number % 5 == 4 else float(-number)
 
 
-def everything(choices: Sequence[Choice]) -> list[int]:
-    return sorted(row for choice in choices for row in (choice.row, *choice.passed_over))
+def everything(choices: Sequence[SelectedRow]) -> list[int]:
+    return sorted(row for choice in choices for row in (choice.row, *choice.skipped))
 
 
 @given(
@@ -52,9 +52,9 @@ def everything(choices: Sequence[Choice]) -> list[int]:
 def test_rows_come_in_the_order_of_the_stream_without_judges(
     rows: int, first: int, counts: list[int]
 ) -> None:
-    chooser = PromptChooser(stream_of(rows), first_row=first)
-    taken = [choice for count in counts for choice in chooser.take(count, train_step=0)]
-    assert taken == [Choice(row) for row in range(first, first + sum(counts))]
+    chooser = PromptSampler(stream_of(rows), first_row=first)
+    taken = [choice for count in counts for choice in chooser.next_rows(count, train_step=0)]
+    assert taken == [SelectedRow(row) for row in range(first, first + sum(counts))]
 
 
 @given(
@@ -65,8 +65,8 @@ def test_rows_come_in_the_order_of_the_stream_without_judges(
 def test_hook_orders_within_blocks_and_every_row_is_taken_or_passed_over_once(
     rows: int, block_rows: int, counts: list[int]
 ) -> None:
-    chooser = PromptChooser(stream_of(rows), [backwards], block_rows=block_rows)
-    choices = [choice for count in counts for choice in chooser.take(count, train_step=0)]
+    chooser = PromptSampler(stream_of(rows), [backwards], block_rows=block_rows)
+    choices = [choice for count in counts for choice in chooser.next_rows(count, train_step=0)]
     expected = []
     block = 0
     while len(expected) < len(choices):
@@ -84,7 +84,7 @@ def test_hook_orders_within_blocks_and_every_row_is_taken_or_passed_over_once(
     assert all(
         row % rows % 5 == 4 and reason == "fifth"
         for choice in choices
-        for row, reason in choice.passed_over.items()
+        for row, reason in choice.skipped.items()
     )
 
 
@@ -97,22 +97,22 @@ def test_hook_orders_within_blocks_and_every_row_is_taken_or_passed_over_once(
 def test_prompter_that_starts_again_loses_no_row_and_takes_none_twice(
     block_rows: int, before: int, lost: set[int], judged: bool
 ) -> None:
-    judges: list[Judge] = [backwards] if judged else []
-    first = PromptChooser(stream_of(1000), judges, block_rows=block_rows)
-    written = first.take(before, train_step=0)
+    judges: list[PromptFilter] = [backwards] if judged else []
+    first = PromptSampler(stream_of(1000), judges, block_rows=block_rows)
+    written = first.next_rows(before, train_step=0)
     written += [
-        choice for place, choice in enumerate(first.take(8, train_step=1)) if place not in lost
+        choice for place, choice in enumerate(first.next_rows(8, train_step=1)) if place not in lost
     ]
-    second = PromptChooser(stream_of(1000), judges, block_rows=block_rows)
+    second = PromptSampler(stream_of(1000), judges, block_rows=block_rows)
     for choice in written:
-        for row in (choice.row, *choice.passed_over):
-            second.mark(row)
-    resumed = second.take(60, train_step=1)
+        for row in (choice.row, *choice.skipped):
+            second.mark_used(row)
+    resumed = second.next_rows(60, train_step=1)
     known = everything([*written, *resumed])
     assert len(known) == len(set(known))
     done = min(second.floor, 1000)
     assert set(range(done)) <= set(known)
-    alone = PromptChooser(stream_of(1000), judges, block_rows=block_rows).take(
+    alone = PromptSampler(stream_of(1000), judges, block_rows=block_rows).next_rows(
         len(written) + 60, train_step=1
     )
     if not lost:
@@ -120,13 +120,13 @@ def test_prompter_that_starts_again_loses_no_row_and_takes_none_twice(
 
 
 def test_rewards_of_the_past_decide_about_rows_that_come_round_again() -> None:
-    chooser = PromptChooser(stream_of(4), [PassRateJudge(0.1, 0.9)])
-    assert [choice.row for choice in chooser.take(4, train_step=0)] == [0, 1, 2, 3]
+    chooser = PromptSampler(stream_of(4), [PassRateFilter(0.1, 0.9)])
+    assert [choice.row for choice in chooser.next_rows(4, train_step=0)] == [0, 1, 2, 3]
     for row, reward in enumerate((0.5, 0.0, 1.0, 0.9)):
-        chooser.note_reward(row, reward)
-    (first, second) = chooser.take(2, train_step=1)
-    assert (first.row, dict(first.passed_over)) == (4, {})
-    assert (second.row, dict(second.passed_over)) == (
+        chooser.add_reward(row, reward)
+    (first, second) = chooser.next_rows(2, train_step=1)
+    assert (first.row, dict(first.skipped)) == (4, {})
+    assert (second.row, dict(second.skipped)) == (
         7,
         {5: "pass_rate_too_low", 6: "pass_rate_too_high"},
     )
@@ -136,18 +136,18 @@ def test_rewards_of_the_past_decide_about_rows_that_come_round_again() -> None:
 def test_rows_that_the_log_tells_no_more_are_never_taken(
     block_rows: int, floor: int, rows: list[int]
 ) -> None:
-    chooser = PromptChooser(stream_of(10), block_rows=block_rows)
+    chooser = PromptSampler(stream_of(10), block_rows=block_rows)
     for row in (3, 5, 6, 8):
-        chooser.mark(row)
-    chooser.begin_at_block_of(5)
+        chooser.mark_used(row)
+    chooser.skip_to_block_of(5)
     assert chooser.floor == floor
-    assert [choice.row for choice in chooser.take(3, train_step=0)] == rows
+    assert [choice.row for choice in chooser.next_rows(3, train_step=0)] == rows
 
 
 def test_judges_that_pass_over_everything_end_the_search() -> None:
-    chooser = PromptChooser(stream_of(3), [lambda row, *, mean_rewards, train_step: "never"])
+    chooser = PromptSampler(stream_of(3), [lambda row, *, mean_rewards, train_step: "never"])
     with pytest.raises(
         ConfigError,
         match=r"7 prompts in a row were passed over \(never\); widen data.min_prompt_tokens",
     ):
-        chooser.take(1, train_step=0)
+        chooser.next_rows(1, train_step=0)

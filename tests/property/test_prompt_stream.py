@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.data.rows import PromptRow, UnfitRows
+from relax_events.data.rows import PromptRow, InvalidRows
 from relax_events.data.stream import (
     MAX_CYCLE,
-    DataPlace,
+    DatasetRow,
     PromptOrder,
     PromptStream,
-    permuted,
-    shares,
+    permute,
+    count_turns,
 )
 
 SIZES = st.integers(min_value=1, max_value=300)
@@ -29,8 +29,8 @@ class Numbers:
     rows: int
 
     @property
-    def unfit(self) -> UnfitRows:
-        return UnfitRows("data")
+    def unfit(self) -> InvalidRows:
+        return InvalidRows("data")
 
     def row(self, index: int) -> PromptRow:
         return PromptRow([], str(index))
@@ -66,14 +66,14 @@ def test_stream_gives_the_same_row_again_after_a_restart(
 @given(rows=SIZES, row_number=st.integers(min_value=0, max_value=10**9))
 def test_stream_keeps_the_order_of_the_source_without_shuffling(rows: int, row_number: int) -> None:
     assert (
-        PromptStream(Numbers(rows), seed=0, shuffle=False).order.place(row_number).index
+        PromptStream(Numbers(rows), seed=0, shuffle=False).order.dataset_row(row_number).index
         == row_number % rows
     )
 
 
 def test_stream_has_nothing_before_its_start() -> None:
     with pytest.raises(IndexError, match="row_number must be >= 0, got -1"):
-        PromptStream(Numbers(3), seed=0, shuffle=True).order.place(-1)
+        PromptStream(Numbers(3), seed=0, shuffle=True).order.dataset_row(-1)
 
 
 WEIGHTS = st.lists(
@@ -94,7 +94,7 @@ def test_mixture_gives_every_dataset_its_share_wherever_one_looks(
     order = PromptOrder([7] * len(weights), seed=seed, shuffle=shuffle, weights=weights)
     counts = [0] * len(weights)
     for position in range(start, start + 200):
-        counts[order.place(position).dataset] += 1
+        counts[order.dataset_row(position).dataset] += 1
     for count, weight in zip(counts, weights, strict=True):
         # Evenly spread, a dataset is never more than a place ahead or behind for each of the
         # others; at both ends of what is looked at.
@@ -115,7 +115,7 @@ def test_mixture_goes_through_the_epochs_of_each_dataset(
     )
     order = PromptOrder(sizes, seed=seed, shuffle=True, weights=weights)
     places = [
-        order.place(position) for position in range(600)
+        order.dataset_row(position) for position in range(600)
     ]  # at least 46 of each, by weights of 0.5, 3 and 3
     for dataset, size in enumerate(sizes):
         indices = [place.index for place in places if place.dataset == dataset]
@@ -131,7 +131,7 @@ def test_mixture_of_three_to_one_is_as_worked_out_by_hand() -> None:
     # Places of the first at 1/6, 3/6, 5/6 of the cycle, of the second at 1/2; the first dataset
     # goes first where they meet.
     order = PromptOrder([100, 2], seed=0, shuffle=False, weights=[1.5, 0.5])
-    places = [order.place(position) for position in range(12)]
+    places = [order.dataset_row(position) for position in range(12)]
     assert [place.dataset for place in places] == [0, 0, 1, 0] * 3
     assert [place.index for place in places if place.dataset == 0] == list(range(9))
     assert [place.index for place in places if place.dataset == 1] == [0, 1, 0]
@@ -140,7 +140,7 @@ def test_mixture_of_three_to_one_is_as_worked_out_by_hand() -> None:
 
 def test_mixture_orders_datasets_of_one_size_differently() -> None:
     order = PromptOrder([50, 50], seed=1, shuffle=True, weights=[1, 1])
-    places = [order.place(position) for position in range(100)]
+    places = [order.dataset_row(position) for position in range(100)]
     first, second = (
         [place.index for place in places if place.dataset == dataset] for dataset in (0, 1)
     )
@@ -158,20 +158,20 @@ def test_mixture_orders_datasets_of_one_size_differently() -> None:
     ],
 )
 def test_shares_are_the_smallest_whole_numbers(weights: list[float], expected: list[int]) -> None:
-    assert shares(weights) == expected
+    assert count_turns(weights) == expected
 
 
 def test_shares_of_weights_that_no_short_cycle_can_show_are_rounded() -> None:
-    assert shares([1.23456789, 1]) == [5525, 4475]  # 10,000 * 1.23456789 / 2.23456789 = 5524.8
-    assert shares([1e-9, 1.0]) == [1, MAX_CYCLE]
+    assert count_turns([1.23456789, 1]) == [5525, 4475]  # 10,000 * 1.23456789 / 2.23456789 = 5524.8
+    assert count_turns([1e-9, 1.0]) == [1, MAX_CYCLE]
 
 
 def test_place_names_dataset_and_row() -> None:
-    assert PromptOrder([3], seed=0, shuffle=False).place(4) == DataPlace(0, 1)
+    assert PromptOrder([3], seed=0, shuffle=False).dataset_row(4) == DatasetRow(0, 1)
 
 
 def test_permutation_spreads_neighbours_over_the_whole_range() -> None:
-    places = [permuted(position, size=10_000, key="0:0") for position in range(1000)]
+    places = [permute(position, size=10_000, key="0:0") for position in range(1000)]
     # Independent uniform draws have mean 4999.5 and standard error 10000 / sqrt(12 * 1000) = 91.
     assert abs(sum(places) / 1000 - 4999.5) < 4 * 91
     jumps = sum(abs(second - first) for first, second in pairwise(places)) / 999

@@ -8,28 +8,21 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.controller.scaling_admission import Asked, Conflicting, cancellation, plan
-from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.scaling_admission import ScaleCommand, ConflictError, require_cancellable, admit
+from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.controller.scaling_decisions import decide
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import Event, RunCommanded, WorkerBeat
-from relax_events.projections.scaling import (
-    ORDER,
-    Departure,
-    Kind,
-    ScaleRequest,
-    ScaleState,
-    Standing,
-    Status,
-)
+from relax_events.projections.scale_requests import Kind, STAGES, ScaleRequest, Status
+from relax_events.projections.scaling import DesiredState, ExitReason, ScaleState
 from tests.unit.run_events import beat as made_beat
 from tests.unit.run_events import run_config
 
 SECOND = 1_000_000
-BOUNDS = Bounds.of(run_config(), is_supervised=True)
+BOUNDS = ScalingBounds.from_config(run_config(), is_supervised=True)
 
 
-def in_time(seconds: int) -> Bounds:
+def in_time(seconds: int) -> ScalingBounds:
     """Return bounds by which workers have so long to come up."""
     return replace(
         BOUNDS,
@@ -39,7 +32,7 @@ def in_time(seconds: int) -> Bounds:
     )
 
 
-OVER = {kind: ORDER[kind][-1] for kind in Kind}
+OVER = {kind: STAGES[kind][-1] for kind in Kind}
 
 
 @dataclass
@@ -52,7 +45,7 @@ class World:
             its start, `breaks`, or is `stale`.
     """
 
-    bounds: Bounds = BOUNDS
+    bounds: ScalingBounds = BOUNDS
     behaviour: list[str] = field(default_factory=list)
     now: int = 1000
     log: list[Event] = field(default_factory=list)
@@ -67,7 +60,7 @@ class World:
     def fold(self) -> ScaleState:
         state = ScaleState()
         for event in self.log:
-            state.note(event)
+            state.apply(event)
         return state
 
     def new_controller(self) -> None:
@@ -81,43 +74,43 @@ class World:
 
     def write(self, event: Event) -> None:
         self.log.append(event)
-        self.controller.note(event)
-        self.supervisor.note(event)
+        self.controller.apply(event)
+        self.supervisor.apply(event)
 
     def ask(self, **asked: object) -> ScaleRequest | None:
-        found = plan(self.controller, self.bounds, Asked(**asked), now=self.now * SECOND)  # type: ignore[arg-type]
+        found = admit(self.controller, self.bounds, ScaleCommand(**asked), now=self.now * SECOND)  # type: ignore[arg-type]
         if found.request is not None and found.is_new:
-            self.write(found.request.opening(reason=found.text))
+            self.write(found.request.open_command(reason=found.text))
         return found.request
 
     def cancel(self, request_id: str) -> None:
-        request = cancellation(self.controller.requests[request_id])
-        self.write(request.step(Status.REMOVING, now=self.now * SECOND, outcome=Status.CANCELLED))
+        request = require_cancellable(self.controller.requests[request_id])
+        self.write(request.status_command(Status.REMOVING, now=self.now * SECOND, outcome=Status.CANCELLED))
 
     def turn(self) -> None:
         self.now += 1
         for worker in list(self.supervisor.workers.values()):
-            self.supervise(worker.worker_id, worker.standing)
+            self.supervise(worker.worker_id, worker.desired_state)
         for worker_id, kind in self.living.items():
             self.beat(worker_id, kind)
         for step in decide(self.controller, self.bounds, now=self.now * SECOND):
             self.write(step)
-            self.controller.note(step)  # heard a second time
+            self.controller.apply(step)  # heard a second time
 
-    def supervise(self, worker_id: str, standing: Standing) -> None:
-        if standing is Standing.WANTED and worker_id not in self.living:
+    def supervise(self, worker_id: str, standing: DesiredState) -> None:
+        if standing is DesiredState.RUNNING and worker_id not in self.living:
             self.living[worker_id] = self.behaviour.pop(0) if self.behaviour else "well"
             self.ages[worker_id] = 0
-        elif standing is Standing.WANTED and self.living[worker_id] == "breaks":
-            self.leave(worker_id, Departure.FAILED)
-        elif standing is Standing.LEAVING:
+        elif standing is DesiredState.RUNNING and self.living[worker_id] == "breaks":
+            self.leave(worker_id, ExitReason.FAILED)
+        elif standing is DesiredState.LEAVING:
             self.leave(
-                worker_id, Departure.DRAINED if worker_id in self.living else Departure.ABSENT
+                worker_id, ExitReason.DRAINED if worker_id in self.living else ExitReason.ABSENT
             )
 
-    def leave(self, worker_id: str, departure: Departure) -> None:
+    def leave(self, worker_id: str, departure: ExitReason) -> None:
         self.living.pop(worker_id, None)
-        self.write(self.supervisor.workers[worker_id].gone(departure, "as told"))
+        self.write(self.supervisor.workers[worker_id].exit_command(departure, "as told"))
 
     def beat(self, worker_id: str, kind: str) -> None:
         self.ages[worker_id] += 1
@@ -194,7 +187,7 @@ def test_controller_may_die_in_every_status_of_either_way() -> None:
     twice."""
     world = World()
     seen: set[tuple[Kind, Status]] = set()
-    for asked in (Asked(kind=Kind.OUT, target=3), Asked(kind=Kind.IN, target=1)):
+    for asked in (ScaleCommand(kind=Kind.OUT, target=3), ScaleCommand(kind=Kind.IN, target=1)):
         request = world.ask(kind=asked.kind, target=asked.target)
         assert request is not None
         while (status := world.status(request)) not in OVER[asked.kind]:
@@ -204,7 +197,7 @@ def test_controller_may_die_in_every_status_of_either_way() -> None:
         assert (
             len(steps(world, request))
             == len(set(steps(world, request)))
-            == len(ORDER[asked.kind]) - (2 if asked.kind is Kind.OUT else 1)
+            == len(STAGES[asked.kind]) - (2 if asked.kind is Kind.OUT else 1)
         )
     assert {status for kind, status in seen if kind is Kind.OUT} == {
         Status.PENDING,
@@ -295,7 +288,7 @@ def test_every_reader_of_the_log_knows_the_same_and_one_request_is_open_at_a_tim
     for kind, target, turns, is_killed in calls:
         try:
             world.ask(kind=kind, target=target)
-        except Conflicting:
+        except ConflictError:
             assert world.controller.open_request("default") is not None
         world.run(turns, kills=frozenset({0}) if is_killed else frozenset())
         assert sum(request.is_open for request in world.controller.requests.values()) <= 1

@@ -24,7 +24,7 @@ from relax_events.staleness import (
     staleness_of,
     window,
 )
-from relax_events.topics import num_slots, partition_of, partitions_of_slot, slot_of
+from relax_events.topics import count_slots, compute_partition, list_slot_partitions, compute_slot
 
 STALENESS = st.integers(0, 5)
 VERSIONS = st.integers(0, 1000)
@@ -36,7 +36,7 @@ def test_versions_of_a_window_and_the_next_one_own_distinct_slots(
     version: int, max_staleness: int
 ) -> None:
     slots = [
-        slot_of(member, num_slots=num_slots(max_staleness))
+        compute_slot(member, num_slots=count_slots(max_staleness))
         for member in [*window(version, max_staleness=max_staleness), version + 1]
     ]
     assert len(set(slots)) == len(slots)
@@ -51,18 +51,18 @@ def test_versions_of_a_window_and_the_next_one_own_distinct_slots(
 def test_partition_lies_in_the_slot_of_its_version(
     group_id: str, version: int, max_staleness: int, shards: int
 ) -> None:
-    slots = num_slots(max_staleness)
-    partition = partition_of(group_id, version, num_slots=slots, shards=shards)
-    assert partition in partitions_of_slot(version % slots, shards=shards)
+    slots = count_slots(max_staleness)
+    partition = compute_partition(group_id, version, num_slots=slots, shards=shards)
+    assert partition in list_slot_partitions(version % slots, shards=shards)
     assert 0 <= partition < slots * shards
-    again = partition_of(group_id, version + slots, num_slots=slots, shards=shards)
+    again = compute_partition(group_id, version + slots, num_slots=slots, shards=shards)
     assert again == partition
 
 
 @given(slots=st.integers(2, 7), shards=st.integers(1, 8))
 def test_slots_divide_the_partitions(slots: int, shards: int) -> None:
     assert [
-        partition for slot in range(slots) for partition in partitions_of_slot(slot, shards=shards)
+        partition for slot in range(slots) for partition in list_slot_partitions(slot, shards=shards)
     ] == list(range(slots * shards))
 
 
@@ -113,7 +113,7 @@ def test_admitted_steps_are_those_whose_first_version_is_out(
 
 @given(taken=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3))))
 def test_due_places_are_the_empty_seats_in_order(taken: set[tuple[int, int]]) -> None:
-    places = due_places([Place(*seat) for seat in taken], steps=range(1, 3), groups_per_step=3)
+    places = due_places([Place(*seat) for seat in taken], steps=range(1, 3), prompts_per_step=3)
     assert [(place.train_step, place.group_index) for place in places] == [
         (step, index) for step in (1, 2) for index in range(3) if (step, index) not in taken
     ]
@@ -142,7 +142,7 @@ class SimulatedRun:
     chance: random.Random
     failing_ratio: float
     num_steps: int = 6
-    groups_per_step: int = 3
+    prompts_per_step: int = 3
     version: int = 0
     next_row: int = 0
     seats: set[Place] = field(default_factory=set)
@@ -165,7 +165,7 @@ class SimulatedRun:
         steps = admitted_steps(
             self.version, max_staleness=self.max_staleness, num_steps=self.num_steps
         )
-        for place in due_places(self.seats, steps=steps, groups_per_step=self.groups_per_step):
+        for place in due_places(self.seats, steps=steps, prompts_per_step=self.prompts_per_step):
             self.issue(
                 IssuedGroup(place, 0, self.next_row),
                 required=max(place.train_step - self.max_staleness, 0),
@@ -213,9 +213,9 @@ class SimulatedRun:
             for group, version in self.ready
         ]
         chosen = select_groups(
-            rows, trainer_version=self.version, count=self.groups_per_step, order=self.order
+            rows, trainer_version=self.version, count=self.prompts_per_step, order=self.order
         )
-        if len(chosen) < self.groups_per_step:
+        if len(chosen) < self.prompts_per_step:
             return
         for row in chosen:
             self.seen_staleness.append(
@@ -235,7 +235,7 @@ class SimulatedRun:
 def test_in_order_run_never_trains_too_stale_and_expires_nothing(
     max_staleness: int, seed: int, failing_ratio: float
 ) -> None:
-    run = SimulatedRun(max_staleness, "in_order", random.Random(seed), failing_ratio)
+    run = SimulatedRun(max_staleness, "fifo", random.Random(seed), failing_ratio)
     run.run()
     assert max(run.seen_staleness) <= max_staleness
     assert len(set(run.trained_ids)) == len(run.trained_ids) == 18
@@ -271,9 +271,9 @@ def test_ready_first_run_never_trains_too_stale_and_reaches_its_goal(
 def test_selection_is_the_same_whatever_order_the_ranks_report_in(
     ready: list[ReadyGroup], version: int, count: int
 ) -> None:
-    chosen = select_groups(ready, trainer_version=version, count=count, order="in_order")
+    chosen = select_groups(ready, trainer_version=version, count=count, order="fifo")
     assert chosen == select_groups(
-        reversed(ready), trainer_version=version, count=count, order="in_order"
+        reversed(ready), trainer_version=version, count=count, order="fifo"
     )
     assert len(chosen) <= count
     assert all(group.train_step <= version for group in chosen)

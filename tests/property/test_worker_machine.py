@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from event_samples import ended, ready
+from event_samples import changed, ended, ready
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -37,15 +37,15 @@ from relax_events.events.types import (
     SampleRolledOut,
     SampleScored,
 )
-from relax_events.kafka.records import OutRecord
+from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.runtime.join import GroupJoin
 from relax_events.runtime.processors import MapRole, next_offsets
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import END_REQUESTS, TRAINED_FROM, TRAINER_INPUTS
+from relax_events.topics.plan import END_REQUESTS, TRAINER_INPUTS, TRAINING_SAMPLES
 from relax_events.training.batch import assembly
-from relax_events.training.batch.assembly import DecidedGroups, GroupAssembler
+from relax_events.training.batch.assembly import BatchAssembler, DedupWindow
 from relax_events.training.commit import StepCommitter
 from workers.prompter import PrompterLoop
 
@@ -227,7 +227,7 @@ class WorkerMachine(RuleBasedStateMachine):
         for index in range(2):
             event = ready(name, index, version=version, tokens=FORGED_TOKENS, **changes)
             if how == "of tomorrow":
-                event = replace(
+                event = changed(
                     event,
                     prompt_group_id="000900-0000-0",
                     sample_id=f"000900-0000-0/{index}",
@@ -236,7 +236,7 @@ class WorkerMachine(RuleBasedStateMachine):
                     attempt=0,
                 )
             place = (
-                self.run.plan.topic(TRAINED_FROM),
+                self.run.plan.topic(TRAINING_SAMPLES),
                 self.run.plan.partition(event.prompt_group_id, version),
             )
             if how == "other partition":
@@ -272,7 +272,7 @@ class WorkerMachine(RuleBasedStateMachine):
     def ledger_is_clean(self) -> None:
         self.run.look()
         assert self.run.ledger.problems() == []
-        assert self.run.ledger.figures()["staleness_max"] <= self.run.config.run.max_staleness
+        assert self.run.ledger.totals()["staleness_max"] <= self.run.config.run.max_staleness
         assert not any(
             end.reason == FORGED
             for end in self.run.events("control.group-outcomes")
@@ -376,16 +376,16 @@ class WorkerMachine(RuleBasedStateMachine):
             self._everyone_takes_a_turn()
             self.ledger_is_clean()
         assert run.num_steps == wanted.num_steps, (
-            f"stuck at step {run.num_steps} with {run.ledger.figures()}"
+            f"stuck at step {run.num_steps} with {run.ledger.totals()}"
         )
-        assert len(run.ledger.trained_groups) == wanted.num_steps * wanted.groups_per_step
+        assert len(run.ledger.trained_groups) == wanted.num_steps * wanted.prompts_per_step
         assert (
             len(run.ledger.trained)
-            == wanted.num_steps * wanted.groups_per_step * wanted.samples_per_prompt
+            == wanted.num_steps * wanted.prompts_per_step * wanted.samples_per_prompt
         )
-        assert run.ledger.figures()["outcomes"]["in_flight"] == 0
+        assert run.ledger.totals()["outcomes"]["in_flight"] == 0
         assert run.ledger.skipped == run.ledger.not_finite
-        assert run.ledger.figures()["updates_skipped"] == len(run.ledger.skipped)
+        assert run.ledger.totals()["updates_skipped"] == len(run.ledger.skipped)
 
     def _serve(self, num_rolled_out: int) -> None:
         """Let engines on the newest version finish so many prompt groups, and settle their
@@ -497,14 +497,14 @@ def newest_positions(join: GroupJoin) -> list[TopicOffset]:
 def one_transaction_each(whole: Callable[..., None]) -> Callable[..., None]:
     """Return a commit that makes records real one by one."""
 
-    def commit(writer: TransactionalWriter, records: Sequence[OutRecord], **more: Any) -> None:
+    def commit(writer: TransactionalWriter, records: Sequence[ProducerRecord], **more: Any) -> None:
         for record in records:
             whole(writer, [record], **more)
 
     return commit
 
 
-def newest_read(assembler: GroupAssembler) -> list[TopicOffset]:
+def newest_read(assembler: BatchAssembler) -> list[TopicOffset]:
     """Return how far was read, whatever is still undecided."""
     return [TopicOffset(*place, position) for place, position in assembler._positions.items()]
 
@@ -513,8 +513,8 @@ unique = iter(range(1_000_000_000))
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "offsets are committed before the output": (MapRole, "_process", commit_before_output),
     "offsets pass open prompt groups": (GroupJoin, "low_watermarks", newest_positions),
-    "offsets pass undecided prompt groups": (GroupAssembler, "consumed", newest_read),
-    "the trainer forgets what it decided": (DecidedGroups, "__contains__", lambda *_: False),
+    "offsets pass undecided prompt groups": (BatchAssembler, "consumed", newest_read),
+    "the trainer forgets what it decided": (DedupWindow, "__contains__", lambda *_: False),
     "the window is not looked at": (assembly, "is_expired", lambda *_, **__: False),
     "an unsure commit is made again": (StepCommitter, "_is_committed", lambda *_: False),
     "records become real one by one": (

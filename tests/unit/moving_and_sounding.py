@@ -24,7 +24,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from relax_events.config import MediaConfig, RunConfig
 from relax_events.events.parts import Modality
-from relax_events.examples.audio import encoded as sound_of
+from relax_events.examples.audio import encode_wav as sound_of
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.examples.videos import encoded as clip_of
 from relax_events.media.items import MediaItem

@@ -29,7 +29,14 @@ from relax_events.config import (
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.transformers.engine import TransformersEngine
-from relax_events.events.parts import ChatMessage, ContentPart, FinishReason, MediaRef, Modality
+from relax_events.events.parts import (
+    ChatMessage,
+    ContentPart,
+    FinishReason,
+    MediaRef,
+    Modality,
+    SampleKey,
+)
 from relax_events.events.types import SampleReady
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaItem
@@ -68,7 +75,7 @@ def picture_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
     tree: dict[str, Any] = {
         "run": {"id": "pictures", "directory": folder},
         "model": {"path": picture_model(), "device": "cpu"},
-        "data": {"source": "scenes:colour"},
+        "data": {"source": "synthetic_images:colour"},
         "trainer": {"learning_rate": 1e-2},
     }
     for name, keys in sections.items():
@@ -110,7 +117,7 @@ def prompt_of(
 ) -> NDArray[np.int32]:
     """Render the question about media."""
     renderer = PromptRenderer.from_folder(
-        path or picture_model(), DataConfig(source="scenes:colour"), media=bounds
+        path or picture_model(), DataConfig(source="synthetic_images:colour"), media=bounds
     )
     return renderer.prompt_tokens(question(*(piece.reference for piece in media)))
 
@@ -131,9 +138,9 @@ def shown(
 ) -> tuple[ProcessedMedia, ...]:
     """Put pictures of some sizes into a library, and take them out as the model is shown them."""
     references = [
-        library.admit(picture_item(*size, seed=seed + index)) for index, size in enumerate(sizes)
+        library.add(picture_item(*size, seed=seed + index)) for index, size in enumerate(sizes)
     ]
-    return tuple(library.processed(reference) for reference in references)
+    return tuple(library.load(reference) for reference in references)
 
 
 @cache
@@ -214,17 +221,19 @@ def ready(request: GenerationRequest, generated: GeneratedSample, index: int) ->
     logprobs = np.zeros(len(tokens), np.float32)
     logprobs[len(request.prompt_tokens) :] = generated.logprobs
     return SampleReady(
-        sample_id=generated.sample_id,
-        prompt_group_id=request.prompt_group_id,
-        sample_index=index,
-        samples_per_prompt=len(request.samples),
-        train_step=0,
-        group_index=0,
-        attempt=0,
-        row=0,
-        policy_version=1,
-        min_policy_version=1,
-        max_policy_version=1,
+        key=SampleKey(
+            sample_id=generated.sample_id,
+            prompt_group_id=request.prompt_group_id,
+            sample_index=index,
+            samples_per_prompt=len(request.samples),
+            train_step=0,
+            group_index=0,
+            attempt=0,
+            row=0,
+            policy_version=1,
+            min_policy_version=1,
+            max_policy_version=1,
+        ),
         tokens=tokens,
         loss_mask=mask,
         rollout_logprobs=logprobs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from relax_events.config import RunConfig
-from relax_events.events.parts import FinishReason
+from relax_events.events.parts import FinishReason, SampleKey
 from relax_events.events.types import SampleReady
 from relax_events.examples.tiny_models import make_tiny
 from tests.folders import kept_folder
@@ -76,17 +75,19 @@ def _make_sample(
     )  # of its own, so that the other arrays are what they were before samples had a teacher
     topk_ids, topk_teacher_logprobs = token_sets(teacher, int(mask.sum()))
     return SampleReady(
-        sample_id=f"s{index}",
-        prompt_group_id=f"g{index // 2}",
-        sample_index=index % 2,
-        samples_per_prompt=2,
-        train_step=0,
-        group_index=index // 2,
-        attempt=0,
-        row=index // 2,
-        policy_version=0,
-        min_policy_version=0,
-        max_policy_version=0,
+        key=SampleKey(
+            sample_id=f"s{index}",
+            prompt_group_id=f"g{index // 2}",
+            sample_index=index % 2,
+            samples_per_prompt=2,
+            train_step=0,
+            group_index=index // 2,
+            attempt=0,
+            row=index // 2,
+            policy_version=0,
+            min_policy_version=0,
+            max_policy_version=0,
+        ),
         tokens=tokens,
         loss_mask=mask,
         rollout_logprobs=near(0.3),
@@ -133,8 +134,3 @@ def plain_logprobs(
         logits: Tensor = (model or plain_model(tiny_model()))(ids).logits[0] / temperature
     picked = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     return np.concatenate([[0.0], picked.numpy()])
-
-
-def changed(sample: SampleReady, **changes: Any) -> SampleReady:
-    """Copy a sample with some fields changed."""
-    return dataclasses.replace(sample, **changes)

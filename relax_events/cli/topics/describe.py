@@ -22,7 +22,7 @@ def describe(config: Path, *overrides: str, output: Output = "table") -> None:
     from relax_events.topics import TopicPlan
 
     with open_run(config, overrides) as (settings, admin):
-        topics = TopicPlan.of(settings)
+        topics = TopicPlan.from_config(settings)
         docs = {spec.name: spec.doc for spec in topics.specs()}
         found = admin.topics(topics.topic(""))
         places = [
@@ -30,7 +30,7 @@ def describe(config: Path, *overrides: str, output: Output = "table") -> None:
             for state in found.values()
             for partition in range(state.num_partitions)
         ]
-        begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+        begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
         rows = []
         for name, state in sorted(found.items()):
             mine = [place for place in places if place[0] == name]

@@ -69,7 +69,7 @@ def import_run(
         if manifest.objects:
             print(
                 (
-                    "for references to objects, put into the run file: [objects] moved_from = "
+                    "for references to objects, put into the run file: [objects] uri_aliases = "
                     f'["{manifest.objects_uri}"]'
                 ),
                 file=sys.stderr,

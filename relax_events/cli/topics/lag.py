@@ -57,7 +57,7 @@ def lag(
 def _look(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
     from relax_events.ops.consumer_lag import lag_by_member, lag_by_slot, read_lag
     from relax_events.topics import TopicPlan
-    from relax_events.topics.role_inputs import role_inputs
+    from relax_events.topics.role_inputs import list_role_inputs
 
     rows, now_ms = read_lag(settings, admin), int(time.time() * 1000)
     if by == "slot":
@@ -79,11 +79,11 @@ def _look(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
             output,
         )
         return
-    plan = TopicPlan.of(settings)
+    plan = TopicPlan.from_config(settings)
     groups = admin.groups(plan.consumer_group(""))
     by_role = {
         role: groups[plan.consumer_group(role)]
-        for role in role_inputs(settings)
+        for role in list_role_inputs(settings)
         if plan.consumer_group(role) in groups
     }
     columns = ["role", "member", "host", "lag", "stale", "oldest_seconds", "partitions"]

@@ -75,7 +75,7 @@ def _show_changes(
     from relax_events.ops.topic_apply import DANGERS, plan_changes, records_at_stake
     from relax_events.topics import TopicPlan
 
-    topics = TopicPlan.of(settings)
+    topics = TopicPlan.from_config(settings)
     found = admin.topics(topics.topic(""))
     changes = plan_changes(topics.specs(), found, allow=allow)
     at_stake = records_at_stake(changes, admin, found)

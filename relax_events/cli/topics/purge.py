@@ -38,7 +38,7 @@ def purge(
 
     with open_run(config, overrides) as (settings, _):
         with open_purge(settings, before_version=before_version) as purge:
-            sizes = purge.bytes_of_cuts()
+            sizes = purge.estimate_bytes()
             columns = [
                 "topic",
                 "partition",
@@ -54,14 +54,14 @@ def purge(
                     cut.num_records,
                     sizes.get(cut.place, 0),
                     cut.begin,
-                    cut.below,
+                    cut.end,
                     cut.held_by,
                 ]
-                for cut in purge.cuts
+                for cut in purge.ranges
                 if cut.num_records
             ]
             show(columns, rows, output)
-            total = sum(cut.num_records for cut in purge.cuts)
+            total = sum(cut.num_records for cut in purge.ranges)
             print(
                 (
                     f"{total} records, about {sum(sizes.values())} bytes, of versions before "

@@ -29,15 +29,15 @@ def open_run(
         ConfigError: The broker does not know the run, and should.
     """
     from relax_events.config import load_run_config
-    from relax_events.session.broker_address import attached, open_admin, require_run
+    from relax_events.session.broker_address import attach, open_admin, require_run
     from relax_events.topics import TopicPlan
 
     with (
-        attached(load_run_config(config, overrides), by="relax topics") as settings,
+        attach(load_run_config(config, overrides), by="relax topics") as settings,
         closing(open_admin(settings, name="topics")) as admin,
     ):
         if not may_be_new:
-            require_run(settings, admin.topics(TopicPlan.of(settings).topic("")))
+            require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
         yield settings, admin
 
 

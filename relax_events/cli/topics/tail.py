@@ -108,6 +108,6 @@ def _line(item: TailedRecord, headers: bool, raw: str) -> str:
     extra = (
         "".join(f" [{name}: {value}]" for name, value in record.headers.items()) if headers else ""
     )
-    return f"{written} {record.place} {record.key or '-'} {item.event}{extra} {shown}".replace(
+    return f"{written} {record.location} {record.key or '-'} {item.event}{extra} {shown}".replace(
         "\n", "\\n"
     )

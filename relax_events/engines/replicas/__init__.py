@@ -1,1 +1,2 @@
-"""Several engines behind one: prompt groups are routed, and go elsewhere when an engine is lost."""
+"""A router over several engine replicas: prompt groups are routed, and move when a replica is lost.
+"""

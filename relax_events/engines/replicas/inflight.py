@@ -1,4 +1,4 @@
-"""Samples on their way through a router: which engine has them, and what of them is known."""
+"""The samples in a router: which replica has each, and its tokens so far."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
-from relax_events.engines.replicas.replica import Member
+from relax_events.engines.replicas.replica import Replica
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason
 
 
 @dataclass(slots=True, eq=False)
-class Journey:
+class InflightSample:
     """One sample.
 
     Attributes:
-        request: It came with this.
-        sample: As an engine is asked for it: with what earlier ones have drawn.
-        member: Has it; None while it waits for one.
+        request: The request that it came with. sample: Its next request to an engine, with the
+            tokens that earlier replicas generated.
+        member: The replica that has it; None while it waits for one.
     """
 
     request: GenerationRequest
     sample: SampleRequest
-    member: Member | None = None
+    replica: Replica | None = None
 
-    def take(self, partial: GeneratedSample) -> None:
-        """Take over what an engine drew before it was lost."""
+    def take_partial(self, partial: GeneratedSample) -> None:
+        """Keep the tokens that a replica generated before it was lost."""
         self.sample = replace(
             self.sample,
             tokens=partial.tokens,
@@ -36,8 +36,8 @@ class Journey:
             routed_experts=partial.routed_experts,
         )
 
-    def ended(self, reason: FinishReason, *, error: str = "") -> GeneratedSample:
-        """Hand the sample out as it is."""
+    def to_generated(self, reason: FinishReason, *, error: str = "") -> GeneratedSample:
+        """Return the sample as it is."""
         sample = self.sample
         return GeneratedSample(
             sample_id=sample.sample_id,
@@ -52,91 +52,91 @@ class Journey:
         )
 
 
-class Journeys:
-    """All samples in a router. A sample that a member brings counts only while it is that
-    member's.
+class InflightSamples:
+    """All samples in a router. A result counts only if it comes from the replica that has the
+    sample.
     """
 
     def __init__(self) -> None:
-        self._all: dict[str, Journey] = {}
-        self._waiting: dict[str, Journey] = {}
+        self._all: dict[str, InflightSample] = {}
+        self._waiting: dict[str, InflightSample] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
     @property
     def num_waiting(self) -> int:
-        """Samples that no member has."""
+        """Samples that no replica has."""
         return len(self._waiting)
 
-    def add(self, journeys: Iterable[Journey]) -> None:
-        """Begin, with samples that no member has.
+    def add(self, entries: Iterable[InflightSample]) -> None:
+        """Add samples that no replica has.
 
         Raises:
-            PoisonSample: One has the id of another; none is begun.
+            PoisonSample: One has the id of another sample; none is added.
         """
-        begun: dict[str, Journey] = {}
-        for journey in journeys:
-            if (sample_id := journey.sample.sample_id) in self._all or sample_id in begun:
-                name = f"prompt group {journey.request.prompt_group_id}"
+        added: dict[str, InflightSample] = {}
+        for entry in entries:
+            if (sample_id := entry.sample.sample_id) in self._all or sample_id in added:
+                name = f"prompt group {entry.request.prompt_group_id}"
                 raise PoisonSample(
                     f"{name}: sample {sample_id} is running already; give every sample an id "
                     "of its own"
                 )
-            begun[sample_id] = journey
-        self._all |= begun
-        self._waiting |= begun
+            added[sample_id] = entry
+        self._all |= added
+        self._waiting |= added
 
-    def give(self, journeys: Iterable[Journey], member: Member) -> None:
-        """Note that a member has samples now."""
-        for journey in journeys:
-            del self._waiting[journey.sample.sample_id]
-            journey.member = member
-            member.num_samples += 1
+    def assign(self, entries: Iterable[InflightSample], replica: Replica) -> None:
+        """Record that a replica has samples now."""
+        for entry in entries:
+            del self._waiting[entry.sample.sample_id]
+            entry.replica = replica
+            replica.num_samples += 1
 
-    def end(self, samples: Iterable[GeneratedSample], member: Member) -> Iterator[GeneratedSample]:
-        """Take samples out that a member brings; give those that it had."""
+    def finish(self, samples: Iterable[GeneratedSample], replica: Replica) -> Iterator[GeneratedSample]:
+        """Remove the samples that a replica finished; yield those it had."""
         for sample in samples:
-            journey = self._all.get(sample.sample_id)
-            if journey is not None and journey.member is member:
+            entry = self._all.get(sample.sample_id)
+            if entry is not None and entry.replica is replica:
                 del self._all[sample.sample_id]
-                member.num_samples -= 1
+                replica.num_samples -= 1
                 yield sample
 
-    def end_waiting(
-        self, journeys: Iterable[Journey], reason: FinishReason, *, error: str = ""
+    def finish_waiting(
+        self, entries: Iterable[InflightSample], reason: FinishReason, *, error: str = ""
     ) -> list[GeneratedSample]:
-        """Take samples out that no member has."""
-        ended = [journey.ended(reason, error=error) for journey in journeys]
-        for sample in ended:
+        """Remove samples that no replica has."""
+        to_generated = [entry.to_generated(reason, error=error) for entry in entries]
+        for sample in to_generated:
             del self._all[sample.sample_id], self._waiting[sample.sample_id]
-        return ended
+        return to_generated
 
-    def take_from(self, member: Member, partial: Iterable[GeneratedSample]) -> int:
-        """Let all samples of a member wait, with what it has brought of them; return how many."""
-        brought = {sample.sample_id: sample for sample in partial}
-        stranded = {
-            name: journey for name, journey in self._all.items() if journey.member is member
+    def unassign(self, replica: Replica, partial: Iterable[GeneratedSample]) -> int:
+        """Let all samples of a replica wait, with the tokens it returned; return how many."""
+        returned = {sample.sample_id: sample for sample in partial}
+        unassigned = {
+            name: entry for name, entry in self._all.items() if entry.replica is replica
         }
-        for name, journey in stranded.items():
-            journey.member = None
-            if (sample := brought.get(name)) is not None:
-                journey.take(sample)
-        self._waiting |= stranded
-        member.num_samples = 0
-        return len(stranded)
+        for name, entry in unassigned.items():
+            entry.replica = None
+            if (sample := returned.get(name)) is not None:
+                entry.take_partial(sample)
+        self._waiting |= unassigned
+        replica.num_samples = 0
+        return len(unassigned)
 
-    def waiting(self) -> list[tuple[GenerationRequest, list[Journey]]]:
-        """Give the samples that no member has, with the request that each came with."""
-        together: dict[int, list[Journey]] = {}
-        for journey in self._waiting.values():
-            together.setdefault(id(journey.request), []).append(journey)
-        return [(journeys[0].request, journeys) for journeys in together.values()]
+    def waiting(self) -> list[tuple[GenerationRequest, list[InflightSample]]]:
+        """Return the samples that no replica has, grouped by request."""
+        by_request: dict[int, list[InflightSample]] = {}
+        for entry in self._waiting.values():
+            by_request.setdefault(id(entry.request), []).append(entry)
+        return [(entries[0].request, entries) for entries in by_request.values()]
 
-    def by_member(self, sample_ids: Collection[str] | None) -> dict[Member | None, list[Journey]]:
-        """Give the named samples, all of them without names, by who has them."""
-        found: dict[Member | None, list[Journey]] = {}
-        for journey in self._all.values():
-            if sample_ids is None or journey.sample.sample_id in sample_ids:
-                found.setdefault(journey.member, []).append(journey)
+    def by_replica(self, sample_ids: Collection[str] | None) -> dict[Replica | None, list[InflightSample]]:
+        """Return the named samples, or all of them without names, by the replica that has them."""
+        found: dict[Replica | None, list[InflightSample]] = {}
+        for entry in self._all.values():
+            if sample_ids is None or entry.sample.sample_id in sample_ids:
+                found.setdefault(entry.replica, []).append(entry)
         return found

@@ -1,13 +1,11 @@
-"""One engine among several, opened and used by a thread of its own, and opened anew when it is
-lost.
+"""One engine of a router, opened and used by a thread of its own, and reopened after a failure.
 
-    router's thread    submit, abort, load, sleep, wake --> tasks ---+
-    member's thread    open --> tasks, poll --> ... --> lost         |  every task is done, or refused
+    router's thread    submit, abort, load, sleep, wake --> calls ---+
+    replica's thread   open --> calls, poll --> ... --> lost         |  every call is executed or rejected
                         ^                         |                  v
-                        +-- pause, nothing at first -- close         events: came, ended, lost, broke
+                        +-- pause, 0 at first -- close               events: opened, samples finished, lost, crashed
 
-What a lost engine had goes back to the router with its tokens. An event tells nothing that a later
-one takes back.
+The samples of a lost engine go back to the router with their tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from enum import Enum
 from typing import Literal, TypeVar
 
 from relax_events.engines.protocol import Engine, EngineUsage, GeneratedSample, GenerationRequest
-from relax_events.engines.replicas.policies import FIRST_PAUSE_SECONDS, Circuit
+from relax_events.engines.replicas.policies import MIN_PAUSE_SECONDS, CircuitBreaker
 from relax_events.errors import (
     ConfigError,
     EngineFailed,
@@ -34,307 +32,306 @@ from relax_events.errors import (
 from relax_events.weights import Weights
 
 POLL_SECONDS = 60.0
-"""A poll is interrupted when there is something to do."""
+"""A poll is interrupted by a call."""
 IDLE_SECONDS = 1.0
-"""How often an idle engine is asked whether it is still there."""
+"""How often an idle engine is polled for failure."""
 CLOSE_SECONDS = 10.0
 Result = TypeVar("Result")
 
 
-class Altered(WeightsError):
-    """The tensors of a version are not what they were: their memory is the next one's."""
+class WeightsOverwritten(WeightsError):
+    """The tensors of a version were overwritten in memory by those of the next one."""
 
 
-class Standing(Enum):
-    """What a member is to its router."""
+class ReplicaState(Enum):
+    """State of a replica, as its router sees it."""
 
-    COMING = "coming"
+    OPENING = "coming"
     LOADING = "loading"
     SERVING = "serving"
     IDLE = "idle"
-    """Open, and waits for the next version: the one that the others serve can't be had any more."""
+    """Open, and waits for the next version: the tensors of the served one are no longer in memory.
+    """
     LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
-    """A member's engine is open, with the weights of the model's folder."""
+class ReplicaOpened:
+    """A replica's engine is open, with the weights of the model's folder."""
 
-    member: Member
+    replica: Replica
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """Samples have ended."""
+class SamplesFinished:
+    """Samples have finished."""
 
-    member: Member
+    replica: Replica
     samples: list[GeneratedSample]
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """A member's engine is lost, or did not open; it is opened anew. What it had comes back, as far
-    as it is known.
+class ReplicaLost:
+    """A replica's engine is lost or did not open, and is reopened. Its samples come back with the
+    tokens that are known.
     """
 
-    member: Member
+    replica: Replica
     error: RelaxError
     samples: list[GeneratedSample]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A member that joins has loaded a version, or refused it."""
+class WeightsLoaded:
+    """A replica that joins has loaded a version or rejected it."""
 
-    member: Member
+    replica: Replica
     policy_version: int
     error: BaseException | None
 
 
 @dataclass(frozen=True, slots=True)
-class Broke:
-    """A member's thread met what nobody foresaw, and has ended."""
+class ReplicaCrashed:
+    """A replica's thread has ended with an unexpected error."""
 
     error: BaseException
 
 
-Event = Came | Ended | Lost | Loaded | Broke
+ReplicaEvent = ReplicaOpened | SamplesFinished | ReplicaLost | WeightsLoaded | ReplicaCrashed
 
 
 @dataclass(slots=True)
-class Task:
-    """Something to do with an engine, in its thread."""
+class EngineCall:
+    """A call to an engine, executed in its thread."""
 
-    work: Callable[[Engine], object]
+    action: Callable[[Engine], object]
     outcome: Future[object]
 
 
-class Member:
-    """See the module's docstring. `standing` and `num_samples` are the router's, and only its
-    thread touches them.
+class Replica:
+    """One engine and its thread; see the module's docstring. Only the router's thread uses `state`
+    and `num_samples`.
     """
 
     def __init__(
-        self, name: str, make: Callable[[], Engine], *, tell: Callable[[Event], None]
+        self, name: str, open_engine: Callable[[], Engine], *, on_event: Callable[[ReplicaEvent], None]
     ) -> None:
-        """Begin to open an engine.
+        """Start the thread that opens the engine.
 
         Args:
-            name: Fixes which prompt groups come here first.
-            make: Opens the engine, with the weights of the model's folder.
-            tell: Takes events, from the member's thread.
+            name: Determines which prompt groups prefer this replica.
+            open_engine: Opens the engine, with the weights of the model's folder.
+            on_event: Receives events, in the replica's thread.
         """
-        self.name, self.circuit = name, Circuit()
-        self.standing, self.num_samples = Standing.COMING, 0
-        self._make, self._tell = make, tell
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self.name, self.circuit_breaker = name, CircuitBreaker()
+        self.state, self.num_samples = ReplicaState.OPENING, 0
+        self._open_engine, self._on_event = open_engine, on_event
+        self._calls: queue.SimpleQueue[EngineCall | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._engine: Engine | None = None
-        self._used = EngineUsage()
+        self._past_usage = EngineUsage()
         self._is_asleep = self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"engine {name}", daemon=True)
         self._thread.start()
 
     @property
     def usage(self) -> EngineUsage:
-        """What the engine does, and what it and those before it have done."""
+        """What the engine is doing, and the totals of it and its predecessors."""
         with self._lock:
-            return self._used if self._engine is None else added([self._used, self._engine.usage])
+            return self._past_usage if self._engine is None else sum_usage([self._past_usage, self._engine.usage])
 
     def submit(self, request: GenerationRequest) -> None:
-        """Hand samples to the engine.
+        """Submit samples to the engine.
 
         Raises:
             PoisonSample: As `Engine.submit`.
-            EngineFailed: It is lost; nothing of the request is in it.
+            EngineFailed: The engine is lost; nothing of the request is queued.
         """
-        self._ask(lambda engine: engine.submit(request)).result()
+        self._call(lambda engine: engine.submit(request)).result()
 
     def abort(self, sample_ids: Collection[str]) -> list[GeneratedSample]:
-        """Take samples out, as they are.
+        """Remove samples and return them as they are.
 
         Raises:
-            EngineFailed: The engine is lost; its samples come with its loss.
+            EngineFailed: The engine is lost; its samples come with `ReplicaLost`.
         """
-        return self._ask(lambda engine: engine.abort(sample_ids)).result()
+        return self._call(lambda engine: engine.abort(sample_ids)).result()
 
     def load(self, weights: Weights, *, on_running: Literal["swap", "restart"]) -> Future[None]:
-        """Have the engine go over to another version; the outcome is a `WeightsError` where it
-        refuses, an `EngineFailed` where it is lost.
+        """Load another version; the future fails with `WeightsError` if the engine rejects it, with
+        `EngineFailed` if the engine is lost.
         """
 
         def load(engine: Engine) -> None:
             engine.load_weights(weights, on_running=on_running)
             self._is_asleep = False
 
-        return self._ask(load)
+        return self._call(load)
 
-    def prove(self, weights: Weights, load: Future[None]) -> Future[None]:
-        """Show, behind a load that nobody waited for, that its tensors have been the same all the
-        time.
+    def verify(self, weights: Weights, load: Future[None]) -> Future[None]:
+        """Check, after a load that the router did not wait for, that its tensors did not change
+        meanwhile.
 
         Returns:
-            The outcome of the load, or `Altered`: what comes by broadcast stays as it is only until
-                the next version is taken.
+            The outcome of the load, or `WeightsOverwritten`: broadcast tensors stay in memory only
+            until the next version.
         """
 
-        def prove(_: Engine) -> None:
+        def verify(_: Engine) -> None:
             from relax_events.weights.artifact_writer import weights_digest  # which loads torch
 
             load.result()
             if weights_digest(weights.tensors) != weights.digest:
-                raise Altered(f"policy version {weights.policy_version} is not in memory any more")
+                raise WeightsOverwritten(f"policy version {weights.policy_version} is not in memory any more")
 
-        return self._ask(prove)
+        return self._call(verify)
 
     def sleep(self) -> Future[None]:
-        """Have the engine give its memory back."""
+        """Let the engine release its memory."""
 
-        def lull(engine: Engine) -> None:
+        def sleep(engine: Engine) -> None:
             engine.sleep()
             self._is_asleep = True
 
-        return self._ask(lull)
+        return self._call(sleep)
 
     def wake(self) -> Future[None]:
-        """Have the engine take its memory again."""
+        """Let the engine allocate its memory again."""
 
-        def rouse(engine: Engine) -> None:
+        def wake(engine: Engine) -> None:
             engine.wake()
             self._is_asleep = False
 
-        return self._ask(rouse)
+        return self._call(wake)
 
-    def give_up(self, reason: str) -> None:
-        """Have the engine closed and opened anew, as if it were lost."""
+    def recycle(self, reason: str) -> None:
+        """Close and reopen the engine, as if it were lost."""
 
         def fail(_: Engine) -> None:
             raise EngineFailed(reason)
 
-        self._ask(fail)
+        self._call(fail)
 
     def close(self) -> None:
-        """Have the thread close the engine and end; `join` waits for it."""
+        """Let the thread close the engine and end; `join` waits for it."""
         self._is_closing = True
-        self._tasks.put(None)
+        self._calls.put(None)
         if (engine := self._engine) is not None:
             engine.interrupt()
 
     def join(self) -> None:
-        """Wait for the thread; one that opens a server ends with the process, and the server with
-        it.
-        """
+        """Wait for the thread; if it is still starting a server, both end with the process."""
         self._thread.join(CLOSE_SECONDS)
 
-    def _ask(self, work: Callable[[Engine], Result]) -> Future[Result]:
-        """Have something done in the thread; at once refused where there is no engine."""
+    def _call(self, action: Callable[[Engine], Result]) -> Future[Result]:
+        """Execute a call in the thread; fail at once if there is no engine."""
         outcome: Future[Result] = Future()
         with self._lock:
             if (engine := self._engine) is None:
                 outcome.set_exception(EngineFailed(f"engine {self.name} is lost"))
                 return outcome
-            self._tasks.put(Task(work, outcome))  # type: ignore[arg-type]
+            self._calls.put(EngineCall(action, outcome))  # type: ignore[arg-type]
         engine.interrupt()
         return outcome
 
     def _run(self) -> None:
         try:
             pause_seconds = 0.0
-            while self._has_paused(pause_seconds):
-                pause_seconds = self._live()
-        except BaseException as error:  # it ends the worker, in the worker's own thread
-            self._tell(Broke(error))
+            while self._pause(pause_seconds):
+                pause_seconds = self._run_engine()
+        except BaseException as error:  # the router raises it in the worker's own thread
+            self._on_event(ReplicaCrashed(error))
 
-    def _has_paused(self, seconds: float) -> bool:
-        """Wait before the engine is opened; return False when it is not to be."""
+    def _pause(self, seconds: float) -> bool:
+        """Wait before the engine is opened; return False if the replica is closing."""
         until = time.monotonic() + seconds
         with suppress(queue.Empty):
             while not self._is_closing and (left := until - time.monotonic()) > 0:
-                self._tasks.get(
+                self._calls.get(
                     timeout=left
-                )  # tasks are refused while there is no engine: it can only be the end
+                )  # calls are rejected while there is no engine: this can only be the end
         return not self._is_closing
 
-    def _live(self) -> float:
-        """Use an engine from its opening until it is lost or to be closed; return for how long to
-        pause.
+    def _run_engine(self) -> float:
+        """Open an engine and use it until it is lost or closed; return the pause before the next
+        attempt.
         """
         try:
-            engine = self._make()
+            engine = self._open_engine()
         except (EngineFailed, EnvironmentProblem, ConfigError) as error:
-            pause_seconds = max(FIRST_PAUSE_SECONDS, self.circuit.lose())
-            self._tell(Lost(self, error, []))
+            pause_seconds = max(MIN_PAUSE_SECONDS, self.circuit_breaker.record_failure())
+            self._on_event(ReplicaLost(self, error, []))
             return pause_seconds
         with closing(engine):
             self._is_asleep = False
             self._engine = engine
-            self._tell(Came(self))
+            self._on_event(ReplicaOpened(self))
             pause_seconds = 0.0
             try:
-                self._use(engine)
+                self._serve_calls(engine)
             except EngineFailed as error:
-                self._refuse_tasks()
-                pause_seconds = self.circuit.lose()
-                self._tell(Lost(self, error, self._salvaged(engine)))
+                self._reject_calls()
+                pause_seconds = self.circuit_breaker.record_failure()
+                self._on_event(ReplicaLost(self, error, self._salvage(engine)))
             finally:
-                self._refuse_tasks()
+                self._reject_calls()
             return pause_seconds
 
-    def _use(self, engine: Engine) -> None:
+    def _serve_calls(self, engine: Engine) -> None:
         while True:
             is_busy = engine.num_running > 0 and not self._is_asleep
             if samples := engine.poll(timeout_seconds=POLL_SECONDS if is_busy else 0.0):
-                self.circuit.close()
-                self._tell(Ended(self, samples))
+                self.circuit_breaker.close()
+                self._on_event(SamplesFinished(self, samples))
             with suppress(queue.Empty):
-                task = (
-                    self._tasks.get_nowait() if is_busy else self._tasks.get(timeout=IDLE_SECONDS)
+                call = (
+                    self._calls.get_nowait() if is_busy else self._calls.get(timeout=IDLE_SECONDS)
                 )
                 while True:
-                    if task is None:
+                    if call is None:
                         return
-                    self._do(task, engine)
-                    task = self._tasks.get_nowait()
+                    self._execute(call, engine)
+                    call = self._calls.get_nowait()
 
-    def _do(self, task: Task, engine: Engine) -> None:
+    def _execute(self, call: EngineCall, engine: Engine) -> None:
         try:
-            outcome = task.work(engine)
-        except BaseException as error:  # whoever asked has it raised in its own thread
-            task.outcome.set_exception(error)
+            outcome = call.action(engine)
+        except BaseException as error:  # raised in the caller's thread
+            call.outcome.set_exception(error)
             if isinstance(error, EngineFailed) or not isinstance(error, RelaxError):
                 raise
         else:
-            task.outcome.set_result(outcome)
+            call.outcome.set_result(outcome)
 
-    def _refuse_tasks(self) -> None:
-        """Take no tasks any more, and refuse those that were given."""
+    def _reject_calls(self) -> None:
+        """Stop accepting calls, and reject those that are queued."""
         with self._lock:
             if self._engine is not None:
-                self._used = replace(
-                    added([self._used, self._engine.usage]), num_decoding=0, num_waiting=0
+                self._past_usage = replace(
+                    sum_usage([self._past_usage, self._engine.usage]), num_decoding=0, num_waiting=0
                 )
             self._engine = None
         error = EngineFailed(f"engine {self.name} is lost")
         with suppress(queue.Empty):
             while True:
-                if (task := self._tasks.get_nowait()) is not None:
-                    task.outcome.set_exception(error)
+                if (call := self._calls.get_nowait()) is not None:
+                    call.outcome.set_exception(error)
 
-    def _salvaged(self, engine: Engine) -> list[GeneratedSample]:
-        """Give the samples of a lost engine with the tokens that they have, and tell of those that
-        had ended.
+    def _salvage(self, engine: Engine) -> list[GeneratedSample]:
+        """Return the unfinished samples of a lost engine with their tokens, and report those that
+        had finished.
         """
         samples: list[GeneratedSample] = []
         with suppress(EngineFailed):
             samples = engine.abort()
         with suppress(EngineFailed):
-            if ended := engine.poll(timeout_seconds=0.0):
-                self._tell(Ended(self, ended))
+            if to_generated := engine.poll(timeout_seconds=0.0):
+                self._on_event(SamplesFinished(self, to_generated))
         return samples
 
 
-def added(usages: Sequence[EngineUsage]) -> EngineUsage:
-    """Add up what engines do."""
+def sum_usage(usages: Sequence[EngineUsage]) -> EngineUsage:
+    """Add up the usage of several engines."""
     return EngineUsage(
         **{
             field.name: sum(getattr(usage, field.name) for usage in usages)

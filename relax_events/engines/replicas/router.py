@@ -1,14 +1,14 @@
-"""Several engines that are one: prompt groups are spread over them, and what a lost engine had goes
-on in another one.
+"""Route prompt groups over several engines, and continue the samples of a lost engine in another
+one.
 
-    worker   submit --> the prompt group's first engine that serves and has room --+
-                               ^                                                   |--> ended: poll gives it
-                               +-- with the tokens so far -- lost, refused weights -+
+    worker   submit --> the prompt group's first serving engine with room --+
+                               ^                                            |--> finished: poll returns it
+                               +-- with the tokens so far -- lost, weights rejected --+
 
-A prompt group is computed in one engine, all its samples and all turns of its talks, so that its
-prefix is computed once. Every engine that serves has the version that the router has; one that
-comes, or comes back, loads it first. An engine that loses its server is opened anew while the
-others go on; when none is left, samples wait.
+One engine computes all samples and turns of a prompt group, so their prefix is computed once. All
+serving engines have the router's policy version; an engine that opens or recovers loads it first.
+An engine that loses its server is reopened while the others continue; if none is left, samples
+wait.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from typing import Literal
 import structlog
 
 from relax_events.engines.protocol import Engine, EngineUsage, GeneratedSample, GenerationRequest
-from relax_events.engines.replicas.inflight import Journey, Journeys
+from relax_events.engines.replicas.inflight import InflightSample, InflightSamples
 from relax_events.engines.replicas.policies import (
     GRACE_SECONDS,
-    most_samples,
-    preferred,
-    refusal,
+    max_samples_per_engine,
+    rank_engines,
+    choose_error,
     wait_for_most,
 )
 from relax_events.engines.replicas.replica import (
-    Altered,
-    Broke,
-    Came,
-    Ended,
-    Event,
-    Loaded,
-    Lost,
-    Member,
-    Standing,
-    added,
+    WeightsOverwritten,
+    ReplicaCrashed,
+    ReplicaOpened,
+    SamplesFinished,
+    ReplicaEvent,
+    WeightsLoaded,
+    ReplicaLost,
+    Replica,
+    ReplicaState,
+    sum_usage,
 )
 from relax_events.errors import ConfigError, EngineFailed, PoisonSample, RelaxError, WeightsError
 from relax_events.events.parts import FinishReason
@@ -51,101 +51,104 @@ from relax_events.telemetry.component_metrics import RoutingMetrics
 from relax_events.weights import Weights
 
 log = structlog.get_logger()
-MOST_BARREN_LOSSES = 3
-"""Losses of every engine, one after the other, without a sample in between, that a router bears."""
-REMEMBERED_GROUPS = 8192
-"""Prompt groups whose engine is known: between two turns of a talk an engine has nothing of it."""
+MAX_CONSECUTIVE_FAILURES = 3
+"""Consecutive failures of every engine, without a finished sample in between, after which the
+router fails.
+"""
+MAX_REMEMBERED_GROUPS = 8192
+"""Prompt groups whose engine is remembered: between two turns no engine has samples of the group.
+"""
 OnRunning = Literal["swap", "restart"]
 
 
 class Router:
-    """Implements `Engine` over others, each of which a thread of its own uses; see the module's
-    docstring.
+    """Implements `Engine` over replicas, each with a thread of its own; see the module's docstring.
     """
 
     def __init__(
-        self, makers: Mapping[str, Callable[[], Engine]], *, policy_version: int = 0
+        self, factories: Mapping[str, Callable[[], Engine]], *, policy_version: int = 0
     ) -> None:
-        """Open all engines at once, and wait for the fastest and those that are hardly slower.
+        """Open all engines at once; wait for the fastest, and `GRACE_SECONDS` more than its time
+        for the others.
 
         Args:
             makers: Each opens an engine with the weights of the model's folder; their names decide
-                which prompt group goes where.
+                which engine a prompt group prefers.
             policy_version: Of the weights in the folder.
         Raises:
-            ConfigError: What an engine says of its settings.
-            EnvironmentProblem, EngineFailed: Of the first engine, when none came up.
+            ConfigError: An engine rejects its settings. EnvironmentProblem, EngineFailed: No engine
+                started; the error of the first.
         """
         self.policy_version = policy_version
         self._metrics: RoutingMetrics | None = None
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._journeys = Journeys()
+        self._events: queue.SimpleQueue[ReplicaEvent | None] = queue.SimpleQueue()
+        self._inflight = InflightSamples()
         self._finished: list[GeneratedSample] = []
-        self._places: OrderedDict[str, Member] = OrderedDict()
+        self._replica_of_group: OrderedDict[str, Replica] = OrderedDict()
         self._weights: Weights | None = None
         self._is_asleep = self._is_interrupted = self._is_without_engines = False
         self._failure: BaseException | None = None
-        self._members = [Member(name, make, tell=self._events.put) for name, make in makers.items()]
+        self._replicas = [Replica(name, open_engine, on_event=self._events.put) for name, open_engine in factories.items()]
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            self._await_first()
+            self._wait_for_first()
             on_failure.pop_all()
 
     @property
     def num_running(self) -> int:
-        """Samples submitted and not given back."""
-        return len(self._journeys) + len(self._finished)
+        """Samples submitted and not returned."""
+        return len(self._inflight) + len(self._finished)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all engines have drawn so far."""
-        return self.usage.num_drawn
+        """Tokens that all engines have sampled so far."""
+        return self.usage.num_generated
 
     @property
     def usage(self) -> EngineUsage:
-        """What all engines do; samples that have none wait."""
-        waiting = EngineUsage(num_waiting=self._journeys.num_waiting)
-        return added([waiting, *(member.usage for member in self._members)])
+        """Usage of all engines; samples without an engine count as waiting."""
+        waiting = EngineUsage(num_waiting=self._inflight.num_waiting)
+        return sum_usage([waiting, *(replica.usage for replica in self._replicas)])
 
-    def report_to(self, metrics: RoutingMetrics) -> None:
-        """Count into a worker's metrics from now on."""
+    def set_metrics(self, metrics: RoutingMetrics) -> None:
+        """Report to a worker's metrics from now on."""
         self._metrics = metrics
-        self._note_standing()
+        self._update_metrics()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Hand a prompt group's samples to its engine; without one that serves they wait, and what
-        is wrong with them is said later.
+        """Submit a prompt group's samples to its engine; if none serves, they wait and are checked
+        later.
 
         Raises:
             PoisonSample: As `Engine`; nothing is queued.
             EngineFailed: All engines are lost for good.
         """
-        self._take_events()
+        self._handle_events()
         self._require_engines()
-        journeys = [Journey(request, sample) for sample in request.samples]
-        self._journeys.add(journeys)
+        entries = [InflightSample(request, sample) for sample in request.samples]
+        self._inflight.add(entries)
         try:
-            self._place(request, journeys)
+            self._assign(request, entries)
         except PoisonSample:
-            self._journeys.end_waiting(journeys, FinishReason.ERROR)
+            self._inflight.finish_waiting(entries, FinishReason.ERROR)
             raise
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
-        """Give the samples that ended in any engine, waiting for the first.
+        """Return the samples that finished in any engine, waiting for the first.
 
         Raises:
             EngineFailed: All engines are lost for good.
         """
         deadline = time.monotonic() + timeout_seconds
-        self._take_events()
+        self._handle_events()
         while (
             not self._finished
-            and self._journeys
+            and self._inflight
             and not self._is_asleep
             and not self._is_interrupted
             and self._failure is None
         ):
-            if not self._take_events(wait_seconds=max(0.0, deadline - time.monotonic())):
+            if not self._handle_events(wait_seconds=max(0.0, deadline - time.monotonic())):
                 break
         self._is_interrupted = False
         finished, self._finished = self._finished, []
@@ -154,99 +157,99 @@ class Router:
         return finished
 
     def interrupt(self) -> None:
-        """Let a poll that waits return, from any thread."""
+        """Make a waiting poll return, from any thread."""
         self._events.put(None)
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
-        """Take samples out, all of them without `sample_ids`, with the tokens that their engines
-        had; see `Engine`.
+        """Remove the named samples, or all of them without `sample_ids`, with their tokens so far;
+        see `Engine`.
         """
-        self._take_events()
+        self._handle_events()
         aborted: list[GeneratedSample] = []
-        for member, journeys in self._journeys.by_member(sample_ids).items():
-            if member is not None:
+        for replica, entries in self._inflight.by_replica(sample_ids).items():
+            if replica is not None:
                 with suppress(EngineFailed):
-                    aborted += self._journeys.end(
-                        member.abort([journey.sample.sample_id for journey in journeys]), member
+                    aborted += self._inflight.finish(
+                        replica.abort([entry.sample.sample_id for entry in entries]), replica
                     )
-        self._take_events(places=False)
-        aborted += self._journeys.end_waiting(
-            self._journeys.by_member(sample_ids).get(None, []), FinishReason.ABORT
+        self._handle_events(assigns=False)
+        aborted += self._inflight.finish_waiting(
+            self._inflight.by_replica(sample_ids).get(None, []), FinishReason.ABORT
         )
-        self._place_waiting()
+        self._assign_waiting()
         return aborted
 
     def load_weights(self, weights: Weights, *, on_running: OnRunning = "restart") -> None:
-        """Have all engines go over to another version, each while the others generate; one that
-        refuses what another takes is opened anew.
+        """Load another version into all engines, each while the others generate. An engine that
+        rejects a version that another loads is reopened.
 
         Raises:
-            WeightsError: No engine took them; the old version keeps serving.
+            WeightsError: No engine loaded them; the old version keeps serving.
             EngineFailed: All engines are lost for good.
         """
-        self._take_events()
+        self._handle_events()
         self._require_engines()
         ready = [
-            member
-            for member in self._members
-            if member.standing in (Standing.SERVING, Standing.IDLE)
+            replica
+            for replica in self._replicas
+            if replica.state in (ReplicaState.SERVING, ReplicaState.IDLE)
         ]
-        loads = {member.load(weights, on_running=on_running): member for member in ready}
+        loads = {replica.load(weights, on_running=on_running): replica for replica in ready}
         if not loads:
             raise WeightsError(
-                f"policy version {weights.policy_version} is not served: no engine is there "
+                f"policy version {weights.policy_version} is not served: no engine is available "
                 "to load it; try again later"
             )
         late = wait_for_most(loads)
         errors = {
-            member: future.exception() for future, member in loads.items() if future not in late
+            replica: future.exception() for future, replica in loads.items() if future not in late
         }
         if None not in errors.values():
-            raise refusal(weights.policy_version, list(errors.values()))
+            raise choose_error(weights.policy_version, list(errors.values()))
         self._weights, self.policy_version, self._is_asleep = weights, weights.policy_version, False
-        for future, member in loads.items():
+        for future, replica in loads.items():
             if future in late:
                 log.warning(
-                    "engine.late", engine=member.name, policy_version=weights.policy_version
+                    "engine.late", engine=replica.name, policy_version=weights.policy_version
                 )
-                self._join_when_loaded(member, weights, future)
-            elif (error := errors[member]) is None:
-                self._serve(member)
+                self._serve_when_loaded(replica, weights, future)
+            elif (error := errors[replica]) is None:
+                self._serve(replica)
             else:
-                member.standing = Standing.LOADING
-                member.give_up(f"it did not take policy version {weights.policy_version}: {error}")
-        self._place_waiting()
+                replica.state = ReplicaState.LOADING
+                replica.recycle(f"it did not load policy version {weights.policy_version}: {error}")
+        self._assign_waiting()
 
     def sleep(self) -> None:
-        """Have all engines give their memory back; what runs waits."""
-        self._take_events()
+        """Let all engines release their memory; running samples wait."""
+        self._handle_events()
         self._is_asleep = True
-        wait([member.sleep() for member in self._serving])
+        wait([replica.sleep() for replica in self._serving])
 
     def wake(self) -> None:
-        """Have all engines take their memory again."""
+        """Let all engines allocate their memory again."""
         self._is_asleep = False
-        wait([member.wake() for member in self._serving])
-        self._take_events()
+        wait([replica.wake() for replica in self._serving])
+        self._handle_events()
 
     def close(self) -> None:
-        """End all engines; samples that still run are dropped."""
-        for member in self._members:
-            member.close()
-        for member in self._members:
-            member.join()
+        """Close all engines; samples that still run are dropped."""
+        for replica in self._replicas:
+            replica.close()
+        for replica in self._replicas:
+            replica.join()
 
     @property
-    def _serving(self) -> list[Member]:
-        return [member for member in self._members if member.standing is Standing.SERVING]
+    def _serving(self) -> list[Replica]:
+        return [replica for replica in self._replicas if replica.state is ReplicaState.SERVING]
 
-    def _await_first(self) -> None:
-        """Wait until an engine serves, and a little for the others; raise what keeps all of them
-        from it, or says that the settings are wrong.
+    def _wait_for_first(self) -> None:
+        """Wait until an engine serves, and `GRACE_SECONDS` more for the others; raise a
+        `ConfigError`, or the first error if none starts.
         """
         started, deadline = time.monotonic(), float("inf")
-        errors: dict[Member, RelaxError] = {}
-        while len(errors) + len(self._serving) < len(self._members):
+        errors: dict[Replica, RelaxError] = {}
+        while len(errors) + len(self._serving) < len(self._replicas):
             left = deadline - time.monotonic()
             try:
                 event = (
@@ -256,11 +259,11 @@ class Router:
                 )
             except queue.Empty:
                 break
-            if isinstance(event, Lost):
-                errors.setdefault(event.member, event.error)
+            if isinstance(event, ReplicaLost):
+                errors.setdefault(event.replica, event.error)
                 if isinstance(event.error, ConfigError):
                     raise event.error
-            self._handle(event)
+            self._handle_event(event)
             self._require_engines()
             if self._serving and deadline == float("inf"):
                 deadline = time.monotonic() + (time.monotonic() - started) + GRACE_SECONDS
@@ -271,13 +274,12 @@ class Router:
         if self._failure is not None:
             raise self._failure
 
-    def _take_events(self, *, wait_seconds: float = 0.0, places: bool = True) -> bool:
-        """Handle what the engines have told, waiting for the first of it; return whether there was
-        anything.
+    def _handle_events(self, *, wait_seconds: float = 0.0, assigns: bool = True) -> bool:
+        """Handle the events of the replicas, waiting for the first; return whether there was one.
 
         Args:
             wait_seconds: At most.
-            places: Whether samples that wait are handed to engines that are free for them.
+            places: Whether waiting samples are assigned to engines afterwards.
         """
         try:
             event = (
@@ -289,135 +291,135 @@ class Router:
             return False
         with suppress(queue.Empty):
             while True:
-                self._handle(event)
+                self._handle_event(event)
                 event = self._events.get_nowait()
-        if places:
-            self._place_waiting()
+        if assigns:
+            self._assign_waiting()
         return True
 
-    def _handle(self, event: Event | None) -> None:
+    def _handle_event(self, event: ReplicaEvent | None) -> None:
         match event:
             case None:
                 self._is_interrupted = True
-            case Came(member):
-                self._catch_up(member)
-            case Loaded(member, policy_version, None):
+            case ReplicaOpened(replica):
+                self._catch_up(replica)
+            case WeightsLoaded(replica, policy_version, None):
                 if policy_version == self.policy_version:
-                    self._serve(member)
+                    self._serve(replica)
                 else:
-                    self._catch_up(member)
-            case Loaded(member, policy_version, Altered()):
-                log.info("engine.idle", engine=member.name, policy_version=policy_version)
-                member.standing = Standing.IDLE
-            case Loaded(member, policy_version, error):
-                member.give_up(f"it did not take policy version {policy_version}: {error}")
-            case Ended(member, samples):
-                self._finished += self._journeys.end(samples, member)
-            case Lost(member, error, samples):
-                self._lose(member, error, samples)
-            case Broke(error):
+                    self._catch_up(replica)
+            case WeightsLoaded(replica, policy_version, WeightsOverwritten()):
+                log.info("engine.idle", engine=replica.name, policy_version=policy_version)
+                replica.state = ReplicaState.IDLE
+            case WeightsLoaded(replica, policy_version, error):
+                replica.recycle(f"it did not load policy version {policy_version}: {error}")
+            case SamplesFinished(replica, samples):
+                self._finished += self._inflight.finish(samples, replica)
+            case ReplicaLost(replica, error, samples):
+                self._handle_loss(replica, error, samples)
+            case ReplicaCrashed(error):
                 self._failure = error
 
-    def _catch_up(self, member: Member) -> None:
-        """Have an engine load what the router serves, before it serves itself."""
+    def _catch_up(self, replica: Replica) -> None:
+        """Let an engine load the router's version before it serves."""
         if (weights := self._weights) is None:
-            self._serve(member)
+            self._serve(replica)
         else:
-            self._join_when_loaded(member, weights, member.load(weights, on_running="restart"))
+            self._serve_when_loaded(replica, weights, replica.load(weights, on_running="restart"))
 
-    def _join_when_loaded(self, member: Member, weights: Weights, load: Future[None]) -> None:
-        member.standing = Standing.LOADING
-        self._note_standing()
-        proof = member.prove(weights, load)
-        proof.add_done_callback(
-            lambda done: self._events.put(Loaded(member, weights.policy_version, done.exception()))
+    def _serve_when_loaded(self, replica: Replica, weights: Weights, load: Future[None]) -> None:
+        replica.state = ReplicaState.LOADING
+        self._update_metrics()
+        verification = replica.verify(weights, load)
+        verification.add_done_callback(
+            lambda done: self._events.put(WeightsLoaded(replica, weights.policy_version, done.exception()))
         )
 
-    def _serve(self, member: Member) -> None:
+    def _serve(self, replica: Replica) -> None:
         if self._is_asleep:
-            member.sleep()
-        if member.circuit.is_half_open and member.standing is not Standing.SERVING:
-            log.info("engine.returned", engine=member.name, policy_version=self.policy_version)
-        member.standing = Standing.SERVING
+            replica.sleep()
+        if replica.circuit_breaker.is_half_open and replica.state is not ReplicaState.SERVING:
+            log.info("engine.returned", engine=replica.name, policy_version=self.policy_version)
+        replica.state = ReplicaState.SERVING
         self._is_without_engines = False
-        self._note_standing()
+        self._update_metrics()
 
-    def _lose(self, member: Member, error: RelaxError, samples: list[GeneratedSample]) -> None:
-        """Let the samples of an engine wait for another one."""
-        member.standing = Standing.LOST
-        num_samples = self._journeys.take_from(member, samples)
+    def _handle_loss(self, replica: Replica, error: RelaxError, samples: list[GeneratedSample]) -> None:
+        """Let the samples of a lost engine wait for another one."""
+        replica.state = ReplicaState.LOST
+        num_samples = self._inflight.unassign(replica, samples)
         log.error(
             "engine.lost",
-            engine=member.name,
+            engine=replica.name,
             policy_version=self.policy_version,
             num_samples=num_samples,
             reason=str(error),
         )
         if self._metrics is not None:
             self._metrics.lost(num_samples)
-        self._note_standing()
-        if all(one.circuit.num_barren > MOST_BARREN_LOSSES for one in self._members):
-            times = f"{MOST_BARREN_LOSSES + 1} times without a sample in between"
+        self._update_metrics()
+        if all(one.circuit_breaker.num_failures > MAX_CONSECUTIVE_FAILURES for one in self._replicas):
+            times = f"{MAX_CONSECUTIVE_FAILURES + 1} times without a finished sample in between"
             self._failure = EngineFailed(
-                f"every engine was lost {times}; the last one, {member.name}: {error}"
+                f"every engine was lost {times}; the last one, {replica.name}: {error}"
             )
 
-    def _place_waiting(self) -> None:
-        """Hand samples to engines that have no engine any more, or never had one."""
-        for request, journeys in self._journeys.waiting():
+    def _assign_waiting(self) -> None:
+        """Assign the samples that no engine has."""
+        for request, entries in self._inflight.waiting():
             try:
-                self._place(request, journeys)
+                self._assign(request, entries)
             except PoisonSample as error:
-                self._finished += self._journeys.end_waiting(
-                    journeys, FinishReason.ERROR, error=str(error)
+                self._finished += self._inflight.finish_waiting(
+                    entries, FinishReason.ERROR, error=str(error)
                 )
 
-    def _place(self, request: GenerationRequest, journeys: list[Journey]) -> None:
-        """Hand samples of a prompt group to the first of its engines that takes them; to none,
-        where none does.
+    def _assign(self, request: GenerationRequest, entries: list[InflightSample]) -> None:
+        """Submit samples of a prompt group to the first candidate that accepts them; they wait if
+        none does.
 
         Raises:
             PoisonSample: The request can't be generated.
         """
-        key, samples = request.prompt_group_id, tuple(journey.sample for journey in journeys)
-        for member in self._choices(key, len(samples)):
-            with suppress(EngineFailed):  # of which we are told by and by
-                member.submit(replace(request, samples=samples))
-                self._journeys.give(journeys, member)
-                self._places[key] = member
-                self._places.move_to_end(key)
-                if len(self._places) > REMEMBERED_GROUPS:
-                    self._places.popitem(last=False)
+        key, samples = request.prompt_group_id, tuple(entry.sample for entry in entries)
+        for replica in self._candidates(key, len(samples)):
+            with suppress(EngineFailed):  # its `ReplicaLost` event follows
+                replica.submit(replace(request, samples=samples))
+                self._inflight.assign(entries, replica)
+                self._replica_of_group[key] = replica
+                self._replica_of_group.move_to_end(key)
+                if len(self._replica_of_group) > MAX_REMEMBERED_GROUPS:
+                    self._replica_of_group.popitem(last=False)
                 return
 
-    def _choices(self, key: str, num_new: int) -> list[Member]:
-        """Order the engines that may take samples of a prompt group: the one that had some; those
-        with room by its order; the least busy.
+    def _candidates(self, key: str, num_new: int) -> list[Replica]:
+        """Order the engines that may take samples of a prompt group: the one that had some, those
+        with room in the group's order, then the least busy.
         """
         serving = {
-            member.name: member
-            for member in self._serving
-            if not (member.circuit.is_half_open and member.num_samples)
+            replica.name: replica
+            for replica in self._serving
+            if not (replica.circuit_breaker.is_half_open and replica.num_samples)
         }
         if not serving:
-            self._say_that_none_serves()
+            self._log_no_engine()
             return []
-        num_samples = sum(member.num_samples for member in serving.values())
-        most = most_samples(num_samples, num_new=num_new, num_engines=len(serving))
-        order = [serving[name] for name in preferred(key, serving)]
-        rest = sorted(order, key=lambda member: member.num_samples)
-        has_room = [member for member in order if member.num_samples + num_new <= most]
-        known = [member for member in order if member is self._places.get(key)]
+        num_samples = sum(replica.num_samples for replica in serving.values())
+        most = max_samples_per_engine(num_samples, num_new=num_new, num_engines=len(serving))
+        order = [serving[name] for name in rank_engines(key, serving)]
+        rest = sorted(order, key=lambda replica: replica.num_samples)
+        has_room = [replica for replica in order if replica.num_samples + num_new <= most]
+        known = [replica for replica in order if replica is self._replica_of_group.get(key)]
         return list(dict.fromkeys([*known, *has_room, *rest]))
 
-    def _say_that_none_serves(self) -> None:
+    def _log_no_engine(self) -> None:
         if not self._serving and not self._is_without_engines:
             self._is_without_engines = True
             log.warning(
-                "engines.awaited", num_samples=len(self._journeys), num_engines=len(self._members)
+                "engines.awaited", num_samples=len(self._inflight), num_engines=len(self._replicas)
             )
 
-    def _note_standing(self) -> None:
+    def _update_metrics(self) -> None:
         if self._metrics is not None:
             num_serving = len(self._serving)
-            self._metrics.engines(serving=num_serving, away=len(self._members) - num_serving)
+            self._metrics.engines(serving=num_serving, away=len(self._replicas) - num_serving)

@@ -1,1 +1,1 @@
-"""The engine `sglang`: an SGLang server, which it starts and tends, or one that runs already."""
+"""The engine `sglang`: SGLang servers, started by the worker or already running."""

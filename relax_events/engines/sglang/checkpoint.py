@@ -1,8 +1,5 @@
-"""Which models servers are sent media for: those that were held beside the trainer, each with all
-that it reads (`tests/engines`).
-
-Weights as a server reads them: names and shapes of a model's folder, and a folder of the same form
-    for every further policy version.
+"""Model folders as a server reads them: names and shapes of the tensors, and a folder of the same
+form for every policy version.
 """
 
 from __future__ import annotations
@@ -26,49 +23,53 @@ from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.token_layout import MediaLayout, OmniLayout
-from relax_events.media.towers import extractor_of
-from relax_events.model_folder import mixture_of, read_settings, text_of, thinker_of
-from relax_events.weights.artifact_writer import file_shares
+from relax_events.media.towers import load_feature_extractor
+from relax_events.model_folder import read_expert_counts, read_model_json, get_text_config, get_thinker_config
+from relax_events.weights.artifact_writer import split_into_files
 
-SEEING = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe")
-"""As `config.json` names them; they read pictures and clips, and the last two hear as well."""
-ON_GPUS = (
-    "whose linear attention SGLang computes by kernels for GPUs, where nobody has held it beside "
+MEDIA_MODELS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe")
+"""Models whose media the engine sends, by `model_type`: all read images and video, the last two
+audio as well. Tests compare each with the trainer (`tests/engines`).
+"""
+GPU_KERNELS_ONLY = (
+    "whose linear attention SGLang computes by GPU kernels, which were not compared with "
     "the trainer"
 )
-UNSEEN = {"qwen3_5": ON_GPUS, "qwen3_5_moe": ON_GPUS}
-"""Why families that read media are not among them."""
+UNTESTED_MEDIA_MODELS = {"qwen3_5": GPU_KERNELS_ONLY, "qwen3_5_moe": GPU_KERNELS_ONLY}
+"""Why other model families that read media are not supported."""
 
 
 FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)$")
-"""All experts of a layer in one tensor, as transformers keeps them; a checkpoint has them one by
-one, or turned."""
-WHOLE, THINKER = re.compile(r"(thinker|talker|code2wav)\."), "thinker."
-"""Parts of a whole Qwen3-Omni; its thinker is the model, which other folders hold alone."""
+"""All experts of a layer in one tensor, as in transformers; a checkpoint has one tensor per expert,
+or the fused one transposed.
+"""
+OMNI_PART, THINKER = re.compile(r"(thinker|talker|code2wav)\."), "thinker."
+"""Parts of a complete Qwen3-Omni checkpoint; its thinker is the model, and other folders hold only
+that.
+"""
 ROUTER = re.compile(r".*layers\.(\d+)\.mlp\.gate\.weight$")
 HEADER_LENGTH_BYTES = 8
 MAX_FILE_BYTES = 1024**3
-AS_PUBLISHED = MediaConfig()
+DEFAULT_MEDIA = MediaConfig()
 REMEDY = "publish weights of the model in model.path"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model's folder, as far as it is known without loading it.
+    """Facts about a model's folder, read without loading the model.
 
     Attributes:
         path: Hugging Face layout.
-        shapes: Of every tensor, by its name in the folder, experts one by one, a thinker's as if it
-            were there alone.
+        shapes: Of every tensor, by its name in the folder, one per expert; a thinker's without
+            prefix.
         hidden_size: Width of the decoder.
         vocab_size: Token ids lie below this.
-        max_context_tokens: That the model was made for.
+        max_context_tokens: Of the model.
         num_layers: Of its decoder.
         has_tied_head: Whether the output layer has no weights of its own.
-        layout: How media stand among the tokens; None where servers are sent text alone for the
-            model.
-        extractor: Makes the spectra of what it hears.
-        experts: Those whose choice is recorded; None where it is not.
+        layout: How media are written into the tokens; None if servers get text only for the model.
+            extractor: Computes the spectrograms of its audio. experts: Shape of recorded expert
+            choices; None if they are not recorded.
         expert_layers: Which layers have experts.
     """
 
@@ -86,23 +87,23 @@ class ModelFolder:
 
     @classmethod
     def read(
-        cls, path: Path, *, media: MediaConfig = AS_PUBLISHED, records_experts: bool = False
+        cls, path: Path, *, media: MediaConfig = DEFAULT_MEDIA, records_experts: bool = False
     ) -> ModelFolder:
-        """Read what the folder says of itself.
+        """Read the facts from the folder.
 
         Args:
             path: Of the folder.
-            media: How media are shown to the model.
-            records_experts: Whether its servers are to tell which experts each token goes through.
+            media: How media are preprocessed.
+            records_experts: Whether its servers record the experts of each token.
         Raises:
-            ConfigError: It is missing, holds no language model in safetensors, or no experts where
-                these are to be recorded.
+            ConfigError: It is missing, holds no language model in safetensors, or has no experts to
+                record.
         """
-        settings = read_settings(path / "config.json")
+        settings = read_model_json(path / "config.json")
         layout = (
-            MediaLayout.from_folder(path, media) if settings.get("model_type") in SEEING else None
+            MediaLayout.from_folder(path, media) if settings.get("model_type") in MEDIA_MODELS else None
         )
-        config, text = thinker_of(settings), text_of(settings)
+        config, text = get_thinker_config(settings), get_text_config(settings)
         empty = {
             name: torch.empty(shape, device="meta")
             for file in sorted(path.glob("*.safetensors"))
@@ -129,16 +130,16 @@ class ModelFolder:
             layout=layout,
             extractor=_extractor(path) if isinstance(layout, OmniLayout) else None,
         )
-        return folder._recording(config) if records_experts else folder
+        return folder._with_experts(config) if records_experts else folder
 
-    def _recording(self, config: Mapping[str, Any]) -> ModelFolder:
+    def _with_experts(self, config: Mapping[str, Any]) -> ModelFolder:
         mixture, layers = (
-            mixture_of(config),
+            read_expert_counts(config),
             sorted(int(found[1]) for name in self.shapes if (found := ROUTER.match(name))),
         )
         if mixture is None or not layers:
             rule = (
-                "the experts of a mixture that engine 'sglang' knows, and the model in "
+                "the experts of a mixture that engine 'sglang' supports, and the model in "
                 f"{self.path} has none"
             )
             raise ConfigError(
@@ -149,28 +150,26 @@ class ModelFolder:
             self, experts=ExpertShape(len(layers), top_k, num_experts), expert_layers=tuple(layers)
         )
 
-    def chosen_experts(self, data: str) -> NDArray[np.generic]:
-        """Read what a server tells of each token: [tokens, layers with experts, top_k]."""
+    def decode_experts(self, data: str) -> NDArray[np.generic]:
+        """Decode the experts that a server returns for each token: [tokens, layers with experts,
+        top_k].
+        """
         assert self.experts is not None, "asked of a folder that records no experts"
         of_all_layers = np.frombuffer(b64decode(data), "<i4").reshape(
             -1, self.num_layers, self.experts.top_k
         )
         return self.experts.compact(of_all_layers[:, self.expert_layers])
 
-    def told_experts(self, chosen: NDArray[np.generic]) -> str:
-        """Write what a server tells of each token, as `chosen_experts` reads it; layers without
-        experts have zeros.
-        """
+    def encode_experts(self, chosen: NDArray[np.generic]) -> str:
+        """Encode the experts of each token as a server does; layers without experts have zeros."""
         assert self.experts is not None, "asked of a folder that records no experts"
         of_all_layers = np.zeros((len(chosen), self.num_layers, self.experts.top_k), "<i4")
         of_all_layers[:, self.expert_layers] = chosen
         return b64encode(of_all_layers.data).decode()
 
     @property
-    def told_expert_bytes(self) -> int:
-        """What a token takes at most in what a server tells of the experts; 0 where they are not
-        recorded.
-        """
+    def max_expert_bytes_per_token(self) -> int:
+        """Maximum bytes per token of a server's encoded experts; 0 if they are not recorded."""
         return (
             0
             if self.experts is None
@@ -188,21 +187,21 @@ class ModelFolder:
             )
         )
 
-    def fitted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Give other weights of this model under the names that its folder has.
+    def match_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return other weights of this model under the tensor names of its folder.
 
-        A server takes names that it doesn't know and does without those that are missing, and a
-        wrong shape can end it: so all three are found out here.
+        A server ignores unknown and missing names, and a wrong shape can crash it, so all three are
+        checked here.
 
         Args:
-            tensors: By Hugging Face name, experts in one tensor or one by one.
+            tensors: By Hugging Face name, experts fused or one by one.
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; the text names it.
         """
         given = {
             name: part
             for whole, tensor in tensors.items()
-            for name, part in single_tensors(whole, tensor)
+            for name, part in split_experts(whole, tensor)
         }
         if self.has_tied_head and "lm_head.weight" not in self.shapes:
             given.pop("lm_head.weight", None)
@@ -222,14 +221,13 @@ class ModelFolder:
         return given
 
     def write_version(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-        """Write a folder that a server can load these weights from, or be started on, and return
-        it.
+        """Write a folder that a server can load or start from, and return it.
 
         Args:
-            tensors: As `fitted` gives them.
-            folder: Is made; must not be there.
+            tensors: From `match_tensors`.
+            folder: Is created; must not exist.
         Raises:
-            WeightsError: There is no room, or no right to write.
+            WeightsError: There is no space, or no permission to write.
         """
         try:
             folder.mkdir(parents=True)
@@ -237,7 +235,7 @@ class ModelFolder:
                 if ".safetensors" not in file.name:
                     (folder / file.name).symlink_to(file.resolve())
             files: dict[str, str] = {}
-            for number, names in enumerate(file_shares(tensors, max_file_bytes=MAX_FILE_BYTES)):
+            for number, names in enumerate(split_into_files(tensors, max_file_bytes=MAX_FILE_BYTES)):
                 own = {
                     name: tensors[name].clone(memory_format=torch.contiguous_format)
                     for name in names
@@ -252,16 +250,15 @@ class ModelFolder:
                 orjson.dumps({"metadata": {}, "weight_map": files})
             )
         except (OSError, safetensors.SafetensorError) as error:
-            remedy = "make room, or set engine.sglang.weights_directory"
+            remedy = "free space, or set engine.sglang.weights_directory"
             raise WeightsError(
                 f"weights can't be written to {folder} for the server: {error}; {remedy}"
             ) from error
         return folder
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Name the first tensor with a value that is no finite number; a server that computes with one
-    dies of it.
+def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first tensor with a non-finite value; such a value crashes a server.
     """
     return next(
         (
@@ -273,8 +270,10 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     )
 
 
-def single_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Give the tensors of a checkpoint that one of transformers' holds."""
+def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the checkpoint tensors that a tensor of transformers holds: one per expert if it is
+    fused.
+    """
     if (found := FUSED_EXPERTS.match(name)) is None or tensor.ndim != 3:
         yield name, tensor
         return
@@ -290,24 +289,24 @@ def single_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def folder_tensors(
     named: Iterable[tuple[str, Tensor]], *, hidden_size: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Give the tensors of a model's folder as a trainer means them: experts one by one, a thinker's
-    as if it were there alone.
+    """Yield the tensors of a model's folder under the trainer's names: one per expert, a thinker's
+    without prefix.
 
     Args:
-        named: As they lie there.
+        named: Name and tensor, as in the folder.
         hidden_size: Of the decoder.
     """
     for name, tensor in named:
-        if (part := WHOLE.match(name)) is not None and part[0] != THINKER:
+        if (part := OMNI_PART.match(name)) is not None and part[0] != THINKER:
             continue
-        yield from single_tensors(
-            name.removeprefix(THINKER), as_kept(name, tensor, hidden_size=hidden_size)
+        yield from split_experts(
+            name.removeprefix(THINKER), to_transformers_layout(name, tensor, hidden_size=hidden_size)
         )
 
 
-def as_kept(name: str, tensor: Tensor, *, hidden_size: int) -> Tensor:
-    """Turn fused experts of a folder as transformers keeps them: Qwen3-VL is published with them
-    turned, and shapes tell.
+def to_transformers_layout(name: str, tensor: Tensor, *, hidden_size: int) -> Tensor:
+    """Transpose fused experts to transformers' layout, if their shape shows that they are published
+    transposed (Qwen3-VL).
 
     Source: `Transpose(check_dims=True)` in the conversions of transformers.
     """
@@ -318,7 +317,7 @@ def as_kept(name: str, tensor: Tensor, *, hidden_size: int) -> Tensor:
 
 
 def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Read names and shapes off the begin of a safetensors file."""
+    """Read names and shapes from the header of a safetensors file."""
     with file.open("rb") as data:
         num_bytes = int.from_bytes(data.read(HEADER_LENGTH_BYTES), "little")
         header: dict[str, Any] = orjson.loads(data.read(num_bytes))
@@ -328,18 +327,18 @@ def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _extractor(path: Path) -> Any:
-    """Load what makes spectra of sounds, once the folder names what stands in for them: SGLang's
-    processor asks for the name.
+    """Load the audio feature extractor; require that the folder names the audio placeholder, which
+    SGLang's processor reads.
     """
-    settings = read_settings(path / "tokenizer_config.json")
+    settings = read_model_json(path / "tokenizer_config.json")
     more = settings.get("extra_special_tokens")
     if "audio_token" not in settings | (more if isinstance(more, dict) else {}):
         remedy = (
             "take the model's folder as it was published, or delete a tiny one, so that it is "
-            "made anew"
+            "created again"
         )
         raise ConfigError(
             f"{path / 'tokenizer_config.json'} names no audio_token, which SGLang asks for; "
             f"{remedy}"
         )
-    return extractor_of(path)
+    return load_feature_extractor(path)

@@ -1,5 +1,4 @@
-"""Speaks to an SGLang server over HTTP, each call within a deadline. What SGLang's API is like is
-known here alone.
+"""HTTP client of an SGLang server; each call has a deadline. Only this module knows SGLang's API.
 """
 
 from __future__ import annotations
@@ -16,39 +15,39 @@ from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.media_features import FORMAT
 from relax_events.errors import ConfigError, EnvironmentProblem
 
-SUPPORTED = ("0.5.23",)
-"""Versions whose behaviour is measured; others change the API within the month, begin and end of
-weight updates among it."""
+SUPPORTED_VERSIONS = ("0.5.23",)
+"""Tested versions; SGLang's API changes monthly, including the start and end of weight updates."""
 CONNECT_SECONDS = 10.0
 CONTROL_SECONDS = 30.0
-"""Of a call that touches no weights."""
+"""Deadline of a call that touches no weights."""
 NOT_FOUND = 404
 END_OF_EVENT, END_OF_STREAM = b"\n\n", b"[DONE]"
 EVENT_BYTES, TOKEN_BYTES, TOP_TOKEN_BYTES = 1024**2, 1024, 128
-"""The most that an event has: besides its tokens, with each token (id, log-probability, version,
-text), and with each of the most probable ones."""
-SHOWN_BYTES = 500
-"""Of an answer that is an error."""
+"""Size limits of an event: the base, each token (id, log-probability, version, text), and each of
+the most probable tokens.
+"""
+ERROR_BODY_BYTES = 500
+"""Bytes of an error response that are quoted."""
 PauseMode = Literal["retract", "in_place"]
 
 
-class ServerRefused(Exception):
-    """The server answered no; the text says what to what."""
+class ServerRejected(Exception):
+    """The server rejected a call; the text names the call and the response."""
 
 
-class ServerGone(Exception):
-    """The server did not answer within the deadline, or broke off."""
+class ServerUnavailable(Exception):
+    """The server did not respond within the deadline, or closed the connection."""
 
 
 class SGLangClient:
-    """The calls that the engine needs. Used within one event loop."""
+    """The calls that the engine needs. Used in one event loop."""
 
     def __init__(self, url: str, *, model: ModelFolder, weights_seconds: float) -> None:
-        """Connect when first needed.
+        """Create the client; it connects with the first call.
 
         Args:
             url: Of the server, without a path.
-            model: That it serves.
+            model: The served model.
             weights_seconds: Deadline of a call that loads or hashes all weights.
         Raises:
             EnvironmentProblem: The HTTP client is not installed.
@@ -71,18 +70,18 @@ class SGLangClient:
 
     @property
     def records_experts(self) -> bool:
-        """Whether the server tells which experts tokens go through."""
+        """Whether the server records the experts of each token."""
         return self._model.experts is not None
 
     async def close(self) -> None:
-        """Break off what is under way."""
+        """Close the client and cancel in-flight calls."""
         await self._client.aclose()
 
     async def is_ready(self) -> bool:
-        """Tell whether the server takes requests.
+        """Return whether the server accepts requests.
 
         Raises:
-            ConfigError: It is no server of a version that we know, or a router before some.
+            ConfigError: It is not a supported SGLang server, or it is a router in front of some.
         """
         try:
             response = await self._client.get("/ready", timeout=CONNECT_SECONDS)
@@ -90,27 +89,27 @@ class SGLangClient:
             return False
         if response.status_code == NOT_FOUND:
             remedy = (
-                f"name servers of SGLang {SUPPORTED[-1]} in engine.sglang.urls, and not a router "
-                "before them: it passes no weights on"
+                f"name servers of SGLang {SUPPORTED_VERSIONS[-1]} in engine.sglang.urls, and not a router "
+                "in front of them: it forwards no weights"
             )
             raise ConfigError(
-                f"{self.url} is no SGLang server that we know, it has no /ready; {remedy}"
+                f"{self.url} is not a supported SGLang server, it has no /ready; {remedy}"
             )
         return bool(response.status_code == 200)
 
     async def require_supported(self, *, takes_media: bool) -> None:
-        """Refuse a server whose API is another, that answers in another form, or that can't be sent
-        media though the model reads them.
+        """Reject a server of another version or output format, or one that accepts no media for a
+        model that reads them.
 
         Raises:
-            ConfigError: The text names what it is and what to do.
-            ServerGone, ServerRefused: It could not be asked.
+            ConfigError: The text names the problem and the remedy.
+            ServerGone, ServerRefused: The call failed.
         """
         info = await self._call("GET", "/server_info")
-        if (version := info.get("version")) not in SUPPORTED:
-            remedy = f"install sglang=={SUPPORTED[-1]} where the server runs"
+        if (version := info.get("version")) not in SUPPORTED_VERSIONS:
+            remedy = f"install sglang=={SUPPORTED_VERSIONS[-1]} where the server runs"
             raise ConfigError(
-                f"engine 'sglang' works with SGLang {', '.join(SUPPORTED)}, and {self.url} "
+                f"engine 'sglang' works with SGLang {', '.join(SUPPORTED_VERSIONS)}, and {self.url} "
                 f"is {version}; {remedy}"
             )
         if not info.get("incremental_streaming_output"):
@@ -121,15 +120,15 @@ class SGLangClient:
         states = info.get("internal_states") or [{}]
         if takes_media and states[0].get("media_format") != FORMAT:
             remedy = (
-                "install relax-events of this version beside sglang there, which brings the plugin"
+                "install this version of relax-events in the interpreter of sglang, for its plugin"
             )
             raise ConfigError(
-                f"the model reads media, and the SGLang server at {self.url} takes none in "
-                f"the form {FORMAT}; {remedy}"
+                f"the model reads media, and the SGLang server at {self.url} accepts none in "
+                f"the format {FORMAT}; {remedy}"
             )
         if self.records_experts and not info.get("enable_return_routed_experts"):
             need = (
-                "does not tell which experts tokens go through, which model.routing_replay = "
+                "does not record the experts of each token, which model.routing_replay = "
                 "'rollout' needs"
             )
             raise ConfigError(
@@ -146,19 +145,19 @@ class SGLangClient:
         extra_key: str,
         num_top: int,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Generate for several prompts; give what comes for each, as it comes. Which experts its
-        tokens went through comes with the last of it.
+        """Generate for several prompts; yield the events as they arrive. A prompt's last event has
+        the experts of its tokens.
 
         Args:
             prompts: `rid`, `input_ids`, `max_new_tokens`, `stop_token_ids` and `num_routed` of
-                each, the last for how many of its first tokens the experts are known.
-            media: What `media_wire` says of the media of each; none where there are none.
-            sampling: How tokens are drawn.
-            extra_key: Prompts with another one share no cache with these.
-            num_top: How many most probable tokens are wanted with each.
+                each; the last is the number of first tokens whose experts are known.
+            media: `media_features.build_image_data` of each; empty without media.
+            sampling: Sampling parameters.
+            extra_key: Prompts with different keys share no cache.
+            num_top: How many most probable tokens to return with each.
         Raises:
-            ServerRefused: The server does not take the request.
-            ServerGone: It broke off.
+            ServerRejected: The server rejects the request.
+            ServerUnavailable: The connection broke.
         """
         drawn = {
             "temperature": sampling.temperature,
@@ -190,59 +189,57 @@ class SGLangClient:
         async with AsyncExitStack() as stack:
             timeout = self._http.Timeout(
                 None, connect=CONNECT_SECONDS
-            )  # what comes too slowly is noticed by whoever waits for all of it
+            )  # the lifecycle detects a stalled server
             try:
                 opened = self._client.stream(
                     "POST", "/generate", content=orjson.dumps(body), headers=JSON, timeout=timeout
                 )
                 response = await stack.enter_async_context(opened)
                 if response.is_server_error:
-                    raise ServerGone(f"{what}: status {response.status_code}")
+                    raise ServerUnavailable(f"{what}: status {response.status_code}")
                 if response.is_error:
-                    raise ServerRefused(
+                    raise ServerRejected(
                         f"{what}: status {response.status_code}: "
-                        f"{await _beginning(response.aiter_bytes())!r}"
+                        f"{await _read_beginning(response.aiter_bytes())!r}"
                     )
-                async for data in _server_sent(
+                async for data in _read_events(
                     response.aiter_bytes(),
                     what=what,
                     max_bytes=self._max_event_bytes(prompts, num_top=num_top),
                 ):
-                    yield self._checked(orjson.loads(data), experts_start=start)
+                    yield self._parse_event(orjson.loads(data), experts_start=start)
             except (self._http.RequestError, self._http.StreamError) as error:
-                raise ServerGone(f"{what}: {type(error).__name__}: {error}") from error
+                raise ServerUnavailable(f"{what}: {type(error).__name__}: {error}") from error
 
     async def abort(self, rid: str) -> None:
-        """End a request before its time; its last answer brings what it has. An unknown one is
-        passed over.
-        """
+        """Abort a request; its last event has the remaining tokens. An unknown id is ignored."""
         await self._call("POST", "/abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode) -> None:
-        """Hold all generation: `retract` gives its cache up, `in_place` keeps it."""
+        """Pause all generation: `retract` drops its cache, `in_place` keeps it."""
         await self._call("POST", "/pause_generation", {"mode": mode})
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """Undo `pause`."""
         await self._call("POST", "/continue_generation", {})
 
     async def load_weights(self, folder: Path, *, name: str, flush_cache: bool) -> None:
-        """Load a folder's weights; tokens from here on say the name.
+        """Load a folder's weights; later tokens carry the name.
 
         Raises:
-            ServerRefused: They are not loaded, or only in part.
-            ServerGone: Nobody knows.
+            ServerRejected: They are not loaded, or only in part.
+            ServerUnavailable: The result is unknown.
         """
         body = {"model_path": str(folder), "weight_version": name, "flush_cache": flush_cache}
         reply = await self._call(
             "POST", "/update_weights_from_disk", body, seconds=self._weights_seconds
         )
         if not reply.get("success"):
-            raise ServerRefused(f"POST {self.url}/update_weights_from_disk: {reply.get('message')}")
+            raise ServerRejected(f"POST {self.url}/update_weights_from_disk: {reply.get('message')}")
 
     async def checksums(self) -> dict[str, str]:
-        """Return the digest of every tensor that the server holds; of several ranks, none, since
-        each has a part.
+        """Return the digest of every tensor that the server holds; empty with several ranks, since
+        each has a shard.
         """
         reply = await self._call(
             "POST", "/weights_checker", {"action": "checksum"}, seconds=self._weights_seconds
@@ -267,64 +264,61 @@ class SGLangClient:
                 timeout=self._http.Timeout(seconds, connect=CONNECT_SECONDS),
             )
         except self._http.RequestError as error:
-            raise ServerGone(
+            raise ServerUnavailable(
                 f"{method} {self.url}{path} within {seconds:g} s: {type(error).__name__}: {error}"
             ) from error
         if response.is_error:
-            raise ServerRefused(
+            raise ServerRejected(
                 f"{method} {self.url}{path}: status {response.status_code}: {response.text[:500]}"
             )
         found: dict[str, Any] = response.json() if response.content else {}
         return found
 
     def _max_event_bytes(self, prompts: Sequence[dict[str, Any]], *, num_top: int) -> int:
-        """Return the most bytes that an event can have: that of the longest prompt, if all its
-        tokens came at once.
+        """Return the largest possible size of an event: all tokens of the longest prompt at once.
         """
         num_new = max(prompt["max_new_tokens"] for prompt in prompts)
         num_tokens = max(len(prompt["input_ids"]) + prompt["max_new_tokens"] for prompt in prompts)
         most: int = (
             EVENT_BYTES
             + num_new * (TOKEN_BYTES + num_top * TOP_TOKEN_BYTES)
-            + num_tokens * self._model.told_expert_bytes
+            + num_tokens * self._model.max_expert_bytes_per_token
         )
         return most
 
-    def _checked(self, event: dict[str, Any], *, experts_start: int) -> dict[str, Any]:
-        """Return what came for a prompt; the experts as an array, with the number of the first
-        token that they are of.
-        """
+    def _parse_event(self, event: dict[str, Any], *, experts_start: int) -> dict[str, Any]:
+        """Return a parsed event; the experts as an array, with the index of their first token."""
         if "error" in event:
             said = event["error"]
-            raise ServerRefused(
+            raise ServerRejected(
                 f"POST {self.url}/generate: "
                 f"{said.get('message', said) if isinstance(said, dict) else said}"
             )
         if (experts := event["meta_info"].get("routed_experts")) is not None:
-            event["routed_experts"] = experts_start, self._model.chosen_experts(experts)
+            event["routed_experts"] = experts_start, self._model.decode_experts(experts)
         return event
 
 
 JSON = {"Content-Type": "application/json"}
 
 
-async def _server_sent(
+async def _read_events(
     chunks: AsyncIterator[bytes], *, what: str, max_bytes: int
 ) -> AsyncIterator[bytes]:
-    """Give the data of each event of a stream. Each byte is searched once and copied as often as
-    any other, in however many pieces an event comes.
+    """Yield the data of each server-sent event. Each byte is searched once, however many chunks an
+    event spans.
 
     Args:
-        chunks: As they come.
+        chunks: As received.
         what: The request, for errors.
-        max_bytes: That an event may have.
+        max_bytes: Limit of an event.
     Raises:
-        ServerRefused: One has more.
+        ServerRejected: An event is larger.
     """
     begun = bytearray()
-    """What has come of an event that has not ended."""
+    """The beginning of an incomplete event."""
     async for chunk in chunks:
-        searched = max(0, len(begun) - 1)  # the end may be cut in two
+        searched = max(0, len(begun) - 1)  # the delimiter may span two chunks
         begun += chunk
         start = 0
         while (end := begun.find(END_OF_EVENT, max(start, searched))) >= 0:
@@ -339,18 +333,18 @@ async def _server_sent(
 
 def _require_fits(num_bytes: int, max_bytes: int, what: str) -> None:
     if num_bytes > max_bytes:
-        most = f"the tokens that were asked for take at most {max_bytes}"
-        raise ServerRefused(
-            f"{what}: an event of the answer has {num_bytes} bytes or more, and {most}; is "
-            f"it an SGLang server of {SUPPORTED[-1]}?"
+        most = f"the requested tokens take at most {max_bytes}"
+        raise ServerRejected(
+            f"{what}: an event of the response has {num_bytes} bytes or more, and {most}; is "
+            f"it an SGLang server of {SUPPORTED_VERSIONS[-1]}?"
         )
 
 
-async def _beginning(chunks: AsyncIterator[bytes]) -> bytes:
-    """Return the first bytes of an answer, for an error."""
+async def _read_beginning(chunks: AsyncIterator[bytes]) -> bytes:
+    """Return the first bytes of a response, for an error."""
     begun = b""
     async for chunk in chunks:
         begun += chunk
-        if len(begun) >= SHOWN_BYTES:
+        if len(begun) >= ERROR_BODY_BYTES:
             break
-    return begun[:SHOWN_BYTES]
+    return begun[:ERROR_BODY_BYTES]

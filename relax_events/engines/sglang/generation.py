@@ -1,12 +1,11 @@
-"""Carries samples through a server until each has ended, whatever happens to the requests that are
-made for it.
+"""Generate samples on a server until each has finished, whatever happens to its requests.
 
-A sample knows by itself when it is whole (`rows.Sample.finish_reason`). A request that ends before,
-for whatever reason, brings what it has, and the sample is sent again with its tokens so far:
+`SampleState.finish_reason` tells when a sample is finished. If a request ends earlier, for whatever
+reason, the sample keeps its tokens so far and is sent again:
 
-    add --> waits for the gate --> request --> tokens come --> whole: handed out
+    add --> waits for the gate --> request --> tokens arrive --> finished: handed out
                   ^                                  |
-                  +-- aborted, server gone, ended --+        (the gate is shut while the server is down, changes its weights or sleeps)
+                  +-- aborted, server lost, ended ---+        (the gate is closed while the server is down, loads weights or sleeps)
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ import structlog
 
 from relax_events.engines.protocol import EngineUsage, GeneratedSample
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.client import ServerGone, ServerRefused, SGLangClient
-from relax_events.engines.sglang.inflight import Flight, UnknownVersion
-from relax_events.engines.sglang.media_features import requested
-from relax_events.engines.transformers.rows import Sample
+from relax_events.engines.sglang.client import ServerUnavailable, ServerRejected, SGLangClient
+from relax_events.engines.sglang.inflight import InflightRequest, UnknownVersion
+from relax_events.engines.sglang.media_features import build_image_data
+from relax_events.engines.transformers.rows import SampleState
 from relax_events.events.parts import FinishReason
 
 log = structlog.get_logger()
-GROUND_SECONDS = 20.0
-"""How long a server may take to end requests that were aborted."""
-LOOK_SECONDS = 0.02
+ABORT_SECONDS = 20.0
+"""How long a server may take to end aborted requests."""
+CHECK_SECONDS = 0.02
 PAUSE_SECONDS = 0.5
-"""Before a request is made again that brought nothing."""
-MAX_BARREN = 8
-"""Requests that may end without a token, one after the other, before their sample is given up."""
+"""Pause before a request without tokens is repeated."""
+MAX_EMPTY_REQUESTS = 8
+"""Consecutive requests without a token after which their sample fails."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedVersion:
     """A policy version in a server.
 
     Attributes:
         policy_version: Which.
-        name: What the server calls it, another one at each load. It keeps prefix caches apart, too.
-        folder: Where its weights lie.
+        name: The server's name of it, unique to each load; it also separates prefix caches. folder:
+            Of its weights.
     """
 
     policy_version: int
@@ -55,86 +54,84 @@ class Served:
     folder: Path
 
     @classmethod
-    def of(cls, policy_version: int, folder: Path) -> Served:
-        """Give a version a name that it has never had."""
+    def of(cls, policy_version: int, folder: Path) -> ServedVersion:
+        """Name a version uniquely."""
         return cls(policy_version, f"{policy_version}-{secrets.token_hex(4)}", folder)
 
 
 class Generation:
-    """See the module's docstring. Used within one event loop."""
+    """All samples on one server; see the module's docstring. Used in one event loop."""
 
     def __init__(
         self,
         client: SGLangClient,
         *,
-        served: Served,
+        served: ServedVersion,
         model: ModelFolder,
         hand_out: Callable[[GeneratedSample], None],
     ) -> None:
         self.gate = asyncio.Event()
         self.served = served
         self.last_progress = time.monotonic()
-        self.num_handed_out = self.num_tokens = 0
-        self._num_prefilled = self._num_reused = self._num_resumed = 0
+        self.num_finished = self.num_tokens = 0
+        self._num_prefilled = self._num_cached = self._num_recomputed = 0
         self.is_lost = False
-        self.doubt = ""
-        """Why the server can't be trusted any more."""
+        self.distrust_reason = ""
+        """Why the server can no longer be trusted."""
         self._client, self._model, self._hand_out = client, model, hand_out
-        self._samples: dict[str, Sample] = {}
-        self._flights: dict[str, Flight] = {}
+        self._samples: dict[str, SampleState] = {}
+        self._requests: dict[str, InflightRequest] = {}
         self._versions = {served.name: served.policy_version}
         self._swapped: set[int] = set()
         self._leaving: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unfit = ""
+        self._rejection = ""
 
     @property
     def sample_ids(self) -> frozenset[str]:
-        """Samples that have not ended."""
+        """Samples that have not finished."""
         return frozenset(self._samples)
 
     @property
-    def num_flights(self) -> int:
-        """Requests under way."""
-        return len(self._flights)
+    def num_requests(self) -> int:
+        """In-flight requests."""
+        return len(self._requests)
 
     @property
     def usage(self) -> EngineUsage:
-        """What is carried, and what the server has said of requests that ended."""
-        num_decoding = len(self._flights)
+        """Samples in progress, and the server's counts of ended requests."""
+        num_decoding = len(self._requests)
         return EngineUsage(
             num_decoding=num_decoding,
             num_waiting=max(0, len(self._samples) - num_decoding),
-            num_drawn=self.num_tokens,
+            num_generated=self.num_tokens,
             num_prefilled=self._num_prefilled,
-            num_reused=self._num_reused,
-            num_resumed=self._num_resumed,
+            num_cached=self._num_cached,
+            num_recomputed=self._num_recomputed,
         )
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Begin to carry samples."""
+    def add(self, samples: Sequence[SampleState]) -> None:
+        """Start to generate samples."""
         self._samples |= {sample.sample_id: sample for sample in samples}
-        self._begin(samples, num_barren=0)
+        self._start_task(samples, num_empty=0)
 
-    def announce(self, served: Served, *, is_swapped: bool) -> None:
-        """Other weights are about to be loaded, under running samples or not."""
+    def begin_weight_update(self, served: ServedVersion, *, is_swapped: bool) -> None:
+        """Prepare for other weights, loaded with or without running samples."""
         self._versions[served.name] = served.policy_version
         if is_swapped:
             self._swapped.add(served.policy_version)
-        for flight in self._flights.values():
-            flight.note_change()
+        for request in self._requests.values():
+            request.mark_weight_update()
 
-    def refuse(self, error: str) -> None:
-        """End every sample with an error, those to come as well; an empty one lets them be
-        generated again.
-        """
-        self._unfit = error
+    def reject(self, error: str) -> None:
+        """Fail every sample with an error, new ones as well; an empty error ends this."""
+        self._rejection = error
         for sample in list(self._samples.values()) if error else ():
             self._end(sample, FinishReason.ERROR, error=error)
 
-    async def withdraw(self, sample_ids: Iterable[str] | None) -> list[Sample]:
-        """Take samples out, all of them without ids, with what they have; those that end meanwhile
-        are handed out.
+    async def remove(self, sample_ids: Iterable[str] | None) -> list[SampleState]:
+        """Remove the named samples, or all of them without ids, with their tokens; those that
+        finish meanwhile are handed out.
         """
         wanted = {
             name
@@ -143,64 +140,65 @@ class Generation:
         }
         self._leaving |= wanted
         try:
-            await self.ground(lambda flight: flight.sample.sample_id in wanted)
-        except (ServerGone, ServerRefused) as error:
+            await self.abort_requests(lambda request: request.sample.sample_id in wanted)
+        except (ServerUnavailable, ServerRejected) as error:
             log.warning(
                 "samples.cut_off", error=str(error)
-            )  # what the server still has of them is lost; it ends them when the stream breaks
-            for flight in [one for one in self._flights.values() if one.sample.sample_id in wanted]:
-                self._land(flight)
+            )  # tokens still at the server are lost; it aborts when the stream closes
+            for request in [one for one in self._requests.values() if one.sample.sample_id in wanted]:
+                self._finish_request(request)
         self._leaving -= wanted
         return [self._samples.pop(name) for name in sorted(wanted & self._samples.keys())]
 
-    async def ground(self, chosen: Callable[[Flight], bool]) -> None:
-        """End requests, and wait until they have brought what they have. While the gate is open,
-        their samples set out again.
+    async def abort_requests(self, chosen: Callable[[InflightRequest], bool]) -> None:
+        """Abort requests, and wait for their last tokens. While the gate is open, their samples are
+        sent again.
 
         Raises:
-            ServerGone, ServerRefused: The server did not do it in time.
+            ServerUnavailable, ServerRejected: The server did not end them in time.
         """
         if self.is_lost:
-            raise ServerGone("the server is lost, and nobody can be asked for the last tokens")
-        deadline = time.monotonic() + GROUND_SECONDS
-        while flights := [flight for flight in self._flights.values() if chosen(flight)]:
+            raise ServerUnavailable("the server is lost, and with it the last tokens")
+        deadline = time.monotonic() + ABORT_SECONDS
+        while requests := [request for request in self._requests.values() if chosen(request)]:
             if time.monotonic() > deadline:
-                raise ServerGone(
-                    f"{len(flights)} aborted requests did not end within {GROUND_SECONDS:g} s"
+                raise ServerUnavailable(
+                    f"{len(requests)} aborted requests did not end within {ABORT_SECONDS:g} s"
                 )
-            for flight in flights:  # again and again: an abort that overtakes its request is lost
-                await self._client.abort(flight.rid)
-            await asyncio.sleep(LOOK_SECONDS)
+            for request in requests:  # repeatedly: an abort that arrives before its request is lost
+                await self._client.abort(request.rid)
+            await asyncio.sleep(CHECK_SECONDS)
 
     async def close(self) -> None:
-        """Drop everything."""
+        """Cancel all requests."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _begin(self, samples: Sequence[Sample], *, num_barren: int) -> None:
+    def _start_task(self, samples: Sequence[SampleState], *, num_empty: int) -> None:
         task = asyncio.get_running_loop().create_task(
-            self._carry(list(samples), num_barren=num_barren)
+            self._generate(list(samples), num_empty=num_empty)
         )
         self._tasks.add(task)
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._on_task_done)
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.doubt = f"what it answered is not understood: {error!r}"
+            self.distrust_reason = f"its response could not be parsed: {error!r}"
 
-    async def _carry(self, samples: list[Sample], *, num_barren: int) -> None:
-        """Make requests for samples until each has ended, left or gone on alone.
+    async def _generate(self, samples: list[SampleState], *, num_empty: int) -> None:
+        """Send requests for samples until each has finished, was removed or continues in a task of
+        its own.
 
         Args:
-            samples: Loses those that go on alone.
-            num_barren: Requests for them that have ended without a token, one after the other.
+            samples: Samples that continue in tasks of their own are removed from it.
+            num_empty: Consecutive requests for them that ended without a token.
         """
         while True:
             await self.gate.wait()
-            if self._unfit:
-                self.refuse(self._unfit)
+            if self._rejection:
+                self.reject(self._rejection)
             samples[:] = [
                 one
                 for one in samples
@@ -208,35 +206,35 @@ class Generation:
             ]
             if not samples:
                 return
-            if num_barren == MAX_BARREN:
-                self._give_up(
-                    samples, f"the server ended {MAX_BARREN} requests for it without a token"
+            if num_empty == MAX_EMPTY_REQUESTS:
+                self._fail(
+                    samples, f"the server ended {MAX_EMPTY_REQUESTS} requests for it without a token"
                 )
                 continue
-            ending = await self._fly(samples, num_barren=num_barren)
-            num_barren = num_barren + 1 if ending == "nothing" else 0
-            if samples and ending != "tokens":
+            describe_exit = await self._request_once(samples, num_empty=num_empty)
+            num_empty = num_empty + 1 if describe_exit == "nothing" else 0
+            if samples and describe_exit != "tokens":
                 await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _fly(
-        self, samples: list[Sample], *, num_barren: int
+    async def _request_once(
+        self, samples: list[SampleState], *, num_empty: int
     ) -> Literal["tokens", "nothing", "gone"]:
-        """Make one request for samples, leave them with what came, and tell whether any tokens did,
-        or the server was gone without one.
+        """Send one request for samples and add its tokens; return whether there were any, or the
+        server was unavailable.
         """
         served, first, is_there = self.served, samples[0], True
-        flights = {
-            flight.rid: flight
-            for flight in (
-                Flight(sample, secrets.token_hex(8), served.policy_version) for sample in samples
+        requests = {
+            request.rid: request
+            for request in (
+                InflightRequest(sample, secrets.token_hex(8), served.policy_version) for sample in samples
             )
         }
-        if not self._flights:
+        if not self._requests:
             self.last_progress = time.monotonic()
-        self._flights |= flights
+        self._requests |= requests
         try:
-            prompts = [flight.prompt for flight in flights.values()]
-            media = requested(samples, self._model, weights=served.name) if first.media else []
+            prompts = [request.prompt for request in requests.values()]
+            media = build_image_data(samples, self._model, weights=served.name) if first.media else []
             settings = {
                 "sampling": first.sampling,
                 "extra_key": served.name,
@@ -245,42 +243,40 @@ class Generation:
             stream = self._client.generate(prompts, media=media, **settings)
             async for event in stream:
                 self.last_progress = time.monotonic()
-                flight = flights[event["meta_info"]["id"]]
-                flight.take(event)
+                request = requests[event["meta_info"]["id"]]
+                request.add_event(event)
                 self.num_tokens += len(event["output_ids"])
-                if flight.has_landed:
-                    self._land(flight)
-                    samples.remove(flight.sample)
-                    if flight.sample.sample_id in self._samples:
-                        self._begin(
-                            [flight.sample], num_barren=0 if flight.tokens else num_barren + 1
+                if request.has_finished:
+                    self._finish_request(request)
+                    samples.remove(request.sample)
+                    if request.sample.sample_id in self._samples:
+                        self._start_task(
+                            [request.sample], num_empty=0 if request.tokens else num_empty + 1
                         )
-        except ServerGone as error:
+        except ServerUnavailable as error:
             log.warning("request.broken", num_samples=len(samples), error=str(error))
             is_there = False
-        except ServerRefused as error:
-            self._give_up(samples, str(error))
+        except ServerRejected as error:
+            self._fail(samples, str(error))
         finally:
-            for flight in flights.values():
-                self._land(flight)
-        if any(flight.tokens for flight in flights.values()):
+            for request in requests.values():
+                self._finish_request(request)
+        if any(request.tokens for request in requests.values()):
             return "tokens"
         return "nothing" if is_there else "gone"
 
-    def _land(self, flight: Flight) -> None:
-        """Take a request's tokens over into its sample, once, and hand the sample out if it is
-        whole.
-        """
-        if self._flights.pop(flight.rid, None) is None:
+    def _finish_request(self, request: InflightRequest) -> None:
+        """Add a request's tokens to its sample, once, and hand the sample out if it is finished."""
+        if self._requests.pop(request.rid, None) is None:
             return
-        sample = flight.sample
-        self._num_prefilled += flight.num_prompt_tokens - flight.num_cached_tokens
-        self._num_reused += flight.num_cached_tokens
-        self._num_resumed += len(sample.tokens) if flight.num_prompt_tokens else 0
+        sample = request.sample
+        self._num_prefilled += request.num_prompt_tokens - request.num_cached_tokens
+        self._num_cached += request.num_cached_tokens
+        self._num_recomputed += len(sample.tokens) if request.num_prompt_tokens else 0
         try:
-            flight.land(versions=self._versions, swapped=self._swapped)
+            request.update_sample(versions=self._versions, swapped=self._swapped)
         except UnknownVersion as error:
-            self.doubt = str(error)
+            self.distrust_reason = str(error)
             return
         version = self.served.policy_version
         if not np.isfinite(sample.logprobs).all():
@@ -301,21 +297,21 @@ class Generation:
             self._end(
                 sample,
                 FinishReason.ERROR,
-                error=f"the server told of {known} which experts they went through",
+                error=f"the server recorded the experts of {known}",
             )
         elif reason is not None:
             self._end(sample, reason)
-        elif flight.refusal:
-            self._end(sample, FinishReason.ERROR, error=f"the server refused it: {flight.refusal}")
+        elif request.rejection:
+            self._end(sample, FinishReason.ERROR, error=f"the server refused it: {request.rejection}")
 
-    def _give_up(self, samples: Iterable[Sample], error: str) -> None:
+    def _fail(self, samples: Iterable[SampleState], error: str) -> None:
         for sample in samples:
             self._end(sample, FinishReason.ERROR, error=error)
 
-    def _end(self, sample: Sample, reason: FinishReason, *, error: str = "") -> None:
+    def _end(self, sample: SampleState, reason: FinishReason, *, error: str = "") -> None:
         if self._samples.get(sample.sample_id) is sample:
             self._hand_out(
-                sample.ended(reason, error=error)
-            )  # first, so that nobody finds the engine empty and the sample nowhere
-            self.num_handed_out += 1
+                sample.to_generated(reason, error=error)
+            )  # first, so that the sample is always either in the engine or handed out
+            self.num_finished += 1
             del self._samples[sample.sample_id]

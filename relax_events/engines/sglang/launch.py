@@ -1,12 +1,11 @@
-"""Runs an SGLang server for as long as the one who started it lives. Started by `process` alone, by
-its path, in an interpreter that has SGLang.
+"""Run an SGLang server until its parent process ends. Started only by `process`, by path, in an
+interpreter with SGLang.
 
-    serve.py FOLDER TEMPORARY ARGUMENTS...
+    launch.py FOLDER TEMPORARY ARGUMENTS...
 
-Its stdin is a pipe that nobody writes to: when it ends, the parent has closed it or died, and the
-server ends at once with all its processes and leaves behind neither FOLDER nor TEMPORARY, where its
-temporary files are, nor shared memory. ARGUMENTS are SGLang's; those that a CPU needs are added
-where there is no accelerator.
+Its stdin is a pipe without data: when it closes, the parent has closed it or died. Then the server
+kills all its processes and deletes FOLDER, TEMPORARY (its temporary files) and its shared memory.
+ARGUMENTS are SGLang's; without an accelerator those that a CPU needs are added.
 """
 
 from __future__ import annotations
@@ -33,22 +32,26 @@ CPU_ARGUMENTS = (
     "sdpa",
     "--sleep-on-idle",
 )
-"""An idle scheduler that polls takes the cores from whoever works: two engines on the same cores
-fell to 2 tokens/s without the last."""
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where the kernel keeps it
+"""An idle scheduler that polls takes CPU time from other processes: without the last argument two
+engines on the same cores fell to 2 tokens/s.
+"""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the kernel's mount point
 SHARED_PREFIX = "sglang_"
-"""Of shared memory that SGLang makes without multiprocessing: it stays when a server is killed."""
+"""Prefix of shared memory that SGLang creates without multiprocessing; it stays when a server is
+killed.
+"""
 TRACKER = b"multiprocessing.resource_tracker"
-"""In the command line of the process that deletes what multiprocessing shares, once the processes
-that share it have ended."""
+"""In the command line of the process that deletes multiprocessing's shared memory, after the
+processes that share it.
+"""
 END_SECONDS = 10.0
 PAUSE_SECONDS = 0.02
 
 
 def main(folder: str, temporary: str, arguments: list[str]) -> None:
-    """Become the server."""
+    """Run the server in this process."""
     threading.Thread(target=_end_with_parent, args=(folder, temporary), daemon=True).start()
-    # the usual folder: what is compiled once serves the next server too
+    # the usual folder, so that the next server reuses the compiled code
     kept = f"{tempfile.gettempdir()}/torchinductor_{getuser()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
     os.environ["TMPDIR"] = tempfile.tempdir = temporary
@@ -72,13 +75,11 @@ def main(folder: str, temporary: str, arguments: list[str]) -> None:
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
-def shared_memory_of(process_group: int) -> set[Path]:
-    """Return the files of shared memory that SGLang has made and that processes of a group have
-    mapped.
-    """
+def find_shared_memory(process_group: int) -> set[Path]:
+    """Return the shared-memory files of SGLang that processes of a group have mapped."""
     lines = (
         line
-        for process in _members(process_group)
+        for process in _processes_of_group(process_group)
         for line in _read(process / "maps").decode(errors="replace").splitlines()
     )
     mapped = {
@@ -89,30 +90,30 @@ def shared_memory_of(process_group: int) -> set[Path]:
     return {path for path in mapped if path.parent == SHARED_MEMORY}
 
 
-def end_processes(process_group: int) -> None:
-    """Kill the processes of a group but this one, and wait for those that delete what
-    multiprocessing shares as far as they can end by now.
+def kill_processes(process_group: int) -> None:
+    """Kill the other processes of a group, and wait for the resource trackers of multiprocessing
+    that can end by now.
     """
     deadline = time.monotonic() + END_SECONDS
     while time.monotonic() < deadline:
         others = [
-            process for process in _members(process_group) if int(process.name) != os.getpid()
+            process for process in _processes_of_group(process_group) if int(process.name) != os.getpid()
         ]
         doomed = [process for process in others if TRACKER not in _read(process / "cmdline")]
         for process in others:
             with contextlib.suppress(
                 ProcessLookupError
-            ):  # a tracker may have been stopped with the rest
+            ):  # a tracker may have been stopped together with the others
                 os.kill(int(process.name), signal.SIGKILL if process in doomed else signal.SIGCONT)
         if not doomed and (
             not others or process_group == os.getpgrp()
-        ):  # a tracker of ours ends behind us
+        ):  # our own tracker ends after this process
             break
         time.sleep(PAUSE_SECONDS)
 
 
-def _members(process_group: int) -> list[Path]:
-    """Return the processes of a group that have not ended, as folders of /proc."""
+def _processes_of_group(process_group: int) -> list[Path]:
+    """Return the running processes of a group, as folders of /proc."""
     members = []
     for process in Path("/proc").glob("[0-9]*"):
         state, _, found = _read(process / "stat").rpartition(b")")[2].split()[:3] or (
@@ -134,8 +135,8 @@ def _read(file: Path) -> bytes:
 
 def _end_with_parent(folder: str, temporary: str) -> None:
     os.read(0, 1)
-    shared = shared_memory_of(os.getpgrp())
-    end_processes(os.getpgrp())
+    shared = find_shared_memory(os.getpgrp())
+    kill_processes(os.getpgrp())
     for path in shared:
         path.unlink(missing_ok=True)
     for left in (folder, temporary):

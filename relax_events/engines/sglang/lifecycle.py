@@ -1,8 +1,8 @@
-"""A server's life: it comes up, changes its weights, and is lost or closed.
+"""Lifecycle of a server: it starts, loads weights, and is lost or closed.
 
-No sample is generated on weights that are not proven. At the start the server holds the model's
-folder, and its checksums show how it puts tensors together; after each load they have to be those
-of the version.
+No sample is generated on unverified weights. At the start the server holds the model's folder, and
+its checksums show how it concatenates tensors; after each load they must equal those of the
+version.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from torch import Tensor
 from relax_events.config import ModelConfig, SGLangConfig
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.client import ServerGone, ServerRefused, SGLangClient
-from relax_events.engines.sglang.generation import Generation, Served
+from relax_events.engines.sglang.client import ServerUnavailable, ServerRejected, SGLangClient
+from relax_events.engines.sglang.generation import Generation, ServedVersion
 from relax_events.engines.sglang.process import ServerProcess
-from relax_events.engines.sglang.weight_checksums import Fingerprints
+from relax_events.engines.sglang.weight_checksums import WeightChecksums
 from relax_events.errors import ConfigError, EngineFailed, EnvironmentProblem, WeightsError
 
 log = structlog.get_logger()
-LOOK_SECONDS = 0.2
-Tell = Callable[[GeneratedSample | None], None]
-"""Takes what ended; None when nothing will any more."""
+CHECK_SECONDS = 0.2
+HandOut = Callable[[GeneratedSample | None], None]
+"""Receives finished samples; None when the server is lost."""
 
 
-class Serving:
-    """See the module's docstring. Used within one event loop, `expected` apart."""
+class ServerLifecycle:
+    """One server and its samples; see the module's docstring. Used in one event loop, except
+    `expected`.
+    """
 
     def __init__(
         self,
@@ -41,198 +43,197 @@ class Serving:
         process: ServerProcess | None,
         *,
         config: SGLangConfig,
-        served: Served,
+        served: ServedVersion,
         model: ModelFolder,
-        tell: Tell,
+        hand_out: HandOut,
     ) -> None:
-        self.generation = Generation(client, served=served, model=model, hand_out=tell)
+        self.generation = Generation(client, served=served, model=model, hand_out=hand_out)
         self.failure: EngineFailed | None = None
-        self._client, self._process, self._config, self._tell = client, process, config, tell
-        self._fingerprints = Fingerprints({}, dtype=torch.float32)
+        self._client, self._process, self._config, self._hand_out = client, process, config, hand_out
+        self._checksums = WeightChecksums({}, dtype=torch.float32)
         self._expected: Mapping[str, str] = {}
-        self._is_up = self._is_asleep = False
-        self._lost = ""
-        self._watching: asyncio.Task[None] | None = None
+        self._is_ready = self._is_asleep = False
+        self._loss_reason = ""
+        self._watch_task: asyncio.Task[None] | None = None
 
     async def open(self, model: ModelFolder, settings: ModelConfig) -> None:
-        """Bring the server up on the model's folder, and find out how its weights are proven.
+        """Start the server on the model's folder, and infer how its weights are verified.
 
         Raises:
-            ConfigError: It is of another version, or its weights can't be proven.
-            EnvironmentProblem: It does not come up; the text ends with its log.
+            ConfigError: It is of another version, or its weights can't be verified.
+            EnvironmentProblem: It does not start; the text ends with its log.
         """
         try:
-            await self._bring_up()
+            await self._start()
             await self._client.require_supported(takes_media=model.layout is not None)
-            if self._process is None:  # whoever was here before us may have left other weights
+            if self._process is None:  # an earlier run may have left other weights
                 await self._client.load_weights(
                     model.path, name=self.generation.served.name, flush_cache=True
                 )
-            await self._learn(model.tensors(), dtype=getattr(torch, settings.dtype))
-        except (ServerGone, ServerRefused) as error:
+            await self._infer_checksums(model.tensors(), dtype=getattr(torch, settings.dtype))
+        except (ServerUnavailable, ServerRejected) as error:
             raise EnvironmentProblem(f"engine 'sglang' can't use the server: {error}") from error
-        self._set_up()
-        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._mark_ready()
+        self._watch_task = asyncio.get_running_loop().create_task(self._watch())
 
     def expected(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Give the checksums that the server must have once it has loaded these weights; from any
-        thread.
+        """Return the checksums that the server must report after it has loaded these weights; from
+        any thread.
         """
-        return self._fingerprints.of(tensors)
+        return self._checksums.of(tensors)
 
     async def load(
-        self, served: Served, expected: Mapping[str, str], *, on_running: Literal["swap", "restart"]
+        self, served: ServedVersion, expected: Mapping[str, str], *, on_running: Literal["swap", "restart"]
     ) -> None:
-        """Change the weights under what runs; on an error the old ones serve, or the server is
-        lost.
+        """Load weights while samples run; on an error the old ones serve, or the server is lost.
 
         Raises:
-            WeightsError: The server is not there, refused the weights, or holds others after all.
+            WeightsError: The server is lost, rejected the weights, or holds others.
         """
         generation, keeps_cache = self.generation, False
-        if not self._is_up:
+        if not self._is_ready:
             raise WeightsError(
                 f"policy version {served.policy_version} is not served: the server is lost"
             )
         generation.gate.clear()
         try:
-            if on_running == "swap":  # what waits must not begin on the cache of the old weights
-                await generation.ground(lambda flight: not flight.tokens)
-                keeps_cache = generation.num_flights > 0
+            if on_running == "swap":  # samples without tokens must not start on the cache of the old weights
+                await generation.abort_requests(lambda request: not request.tokens)
+                keeps_cache = generation.num_requests > 0
             elif (
                 self._client.records_experts
-            ):  # a server that retracts forgets which experts drew the tokens so far
-                await generation.ground(lambda _: True)
-            generation.announce(served, is_swapped=keeps_cache)
-            if is_paused := generation.num_flights > 0:
+            ):  # a server that retracts loses the recorded experts
+                await generation.abort_requests(lambda _: True)
+            generation.begin_weight_update(served, is_swapped=keeps_cache)
+            if is_paused := generation.num_requests > 0:
                 await self._client.pause("in_place" if keeps_cache else "retract")
             await self._client.load_weights(
                 served.folder, name=served.name, flush_cache=not keeps_cache
             )
-            await self._prove(expected)
+            await self._verify(expected)
             if is_paused:
-                await self._client.go_on()
-        except (ServerGone, ServerRefused) as error:
-            await self._go_back()
+                await self._client.resume()
+        except (ServerUnavailable, ServerRejected) as error:
+            await self._roll_back()
             raise WeightsError(
                 f"policy version {served.policy_version} is not served: {error}"
             ) from error
         generation.served, self._expected = served, expected
-        generation.refuse("")
+        generation.reject("")
         self._is_asleep = False
-        self._set_up()
+        self._mark_ready()
 
-    async def refuse(self, error: str) -> None:
-        """End what runs and what comes with an error, until other weights are loaded."""
+    async def reject(self, error: str) -> None:
+        """Fail running and new samples with an error, until other weights are loaded."""
         await self.sleep()
-        self.generation.refuse(error)
+        self.generation.reject(error)
         self.wake()
 
     async def sleep(self) -> None:
-        """Take what runs off the server, and let it wait."""
+        """Remove the running samples from the server, and let them wait."""
         self._is_asleep = True
         self.generation.gate.clear()
         try:
-            await self.generation.ground(lambda _: True)
-        except (ServerGone, ServerRefused) as error:
-            self._lost = str(error)
+            await self.generation.abort_requests(lambda _: True)
+        except (ServerUnavailable, ServerRejected) as error:
+            self._loss_reason = str(error)
 
     def wake(self) -> None:
-        """Let what waits go on."""
+        """Continue the waiting samples."""
         self._is_asleep = False
-        if self._is_up:
-            self._set_up()
+        if self._is_ready:
+            self._mark_ready()
 
     async def close(self) -> None:
-        """End everything but the server."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        """Close everything but the server."""
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+            await asyncio.gather(self._watch_task, return_exceptions=True)
         await self.generation.close()
         await self._client.close()
 
-    def _set_up(self) -> None:
-        self._is_up = True
+    def _mark_ready(self) -> None:
+        self._is_ready = True
         if not self._is_asleep:
             self.generation.last_progress = time.monotonic()
             self.generation.gate.set()
 
-    async def _bring_up(self) -> None:
-        """Start the server, if it is ours, and wait for it."""
+    async def _start(self) -> None:
+        """Start the server, if it is our own, and wait for it."""
         served, deadline = self.generation.served, time.monotonic() + self._config.start_seconds
         if self._process is not None:
             self._process.start(served.folder, name=served.name)
         while not await self._client.is_ready():
-            if self._process is not None and (ending := self._process.ending()) is not None:
-                raise EnvironmentProblem(ending)
+            if self._process is not None and (describe_exit := self._process.describe_exit()) is not None:
+                raise EnvironmentProblem(describe_exit)
             if time.monotonic() > deadline:
                 said = f"; the end of its log:\n{self._process.log_tail()}" if self._process else ""
                 limit = f"engine.sglang.start_seconds = {self._config.start_seconds:g}"
                 raise EnvironmentProblem(
                     f"the SGLang server at {self._client.url} was not ready within {limit}{said}"
                 )
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
         if self._process is not None:
-            self._process.note_shared_memory()
+            self._process.record_shared_memory()
 
-    async def _learn(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
-        self._fingerprints, unproven = Fingerprints.learnt(
+    async def _infer_checksums(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
+        self._checksums, unverified = WeightChecksums.infer(
             await self._client.checksums(), tensors, dtype=dtype
         )
-        self._expected = self._fingerprints.of(tensors)
-        if unproven and self._config.unproven_weights == "refuse":
+        self._expected = self._checksums.of(tensors)
+        if unverified and self._config.on_unverified_weights == "refuse":
             rule = (
-                f"the server's checksums can't be computed here: not of {unproven[0]} "
-                f"({len(unproven)} tensors in all)"
+                f"the server's checksums can't be computed here: not of {unverified[0]} "
+                f"({len(unverified)} tensors in all)"
             )
             raise ConfigError(
-                f"{rule}; set engine.sglang.unproven_weights = 'accept' to take its word for "
-                "what it has loaded"
+                f"{rule}; set engine.sglang.on_unverified_weights = 'accept' to load weights "
+                "without verification"
             )
-        if unproven:
-            log.warning("weights.unproven", tensor=unproven[0], num_tensors=len(unproven))
+        if unverified:
+            log.warning("weights.unproven", tensor=unverified[0], num_tensors=len(unverified))
 
-    async def _prove(self, expected: Mapping[str, str]) -> None:
-        """Hold the server's checksums beside those that it must have.
+    async def _verify(self, expected: Mapping[str, str]) -> None:
+        """Compare the server's checksums with the expected ones.
 
         Raises:
-            ServerRefused: One differs; the text names the tensor.
-            ServerGone: It does not say.
+            ServerRejected: One differs; the text names the tensor.
+            ServerUnavailable: The call failed.
         """
         held = await self._client.checksums()
         if wrong := next(
             (name for name, digest in expected.items() if held.get(name) != digest), None
         ):
-            raise ServerRefused(f"the server holds other values in {wrong}")
+            raise ServerRejected(f"the server holds other values in {wrong}")
 
-    async def _go_back(self) -> None:
-        """Go on with the version at hand after a load that failed; where the server does not hold
-        it any more, it is lost.
+    async def _roll_back(self) -> None:
+        """Continue with the old version after a failed load; if the server no longer holds it, it
+        is lost.
         """
-        with suppress(ServerGone, ServerRefused):
-            await self._prove(self._expected)
-            await self._client.go_on()
-            self._set_up()
+        with suppress(ServerUnavailable, ServerRejected):
+            await self._verify(self._expected)
+            await self._client.resume()
+            self._mark_ready()
             return
-        self._is_up, self._lost = False, "a load of weights left it with neither version"
+        self._is_ready, self._loss_reason = False, "a load of weights left it with neither version"
 
     async def _watch(self) -> None:
-        """Look after the server until it is lost, and end it then if it is ours."""
-        while not (trouble := self._trouble()):
-            await asyncio.sleep(LOOK_SECONDS)
+        """Watch the server until it is lost; then kill it if it is our own."""
+        while not (trouble := self._find_failure()):
+            await asyncio.sleep(CHECK_SECONDS)
         self.generation.gate.clear()
         self.generation.is_lost = True
         if self._process is not None:
             self._process.kill()
         self.failure = EngineFailed(f"the SGLang server at {self._client.url} is lost: {trouble}")
-        self._tell(None)
+        self._hand_out(None)
 
-    def _trouble(self) -> str:
+    def _find_failure(self) -> str:
         generation = self.generation
-        if generation.doubt:
-            return f"it can't be trusted, let it serve nobody else: {generation.doubt}"
-        if self._process is not None and (ending := self._process.ending()) is not None:
-            return ending
+        if generation.distrust_reason:
+            return f"it can't be trusted, let it serve nobody else: {generation.distrust_reason}"
+        if self._process is not None and (describe_exit := self._process.describe_exit()) is not None:
+            return describe_exit
         silent_seconds = time.monotonic() - generation.last_progress
         if (
             generation.gate.is_set()
@@ -240,4 +241,4 @@ class Serving:
             and silent_seconds > self._config.stall_seconds
         ):
             return f"no token for {silent_seconds:.0f} s (engine.sglang.stall_seconds)"
-        return self._lost
+        return self._loss_reason

@@ -1,9 +1,7 @@
-"""Pictures, clips and sounds between worker and server, as the model is shown them: the server sees
-no file, so it can't process one otherwise.
+"""Encode preprocessed images, video and audio for a server, which never processes a file itself.
 
-A request brings each array once, with its first prompt. Every prompt says where in its tokens the
-arrays stand, and the rotary positions of all of
-them: the server expands and counts nothing.
+A request has each array once, with its first prompt. Every prompt has the token ranges of the
+arrays and all rotary positions, so the server expands no placeholder.
 """
 
 from __future__ import annotations
@@ -19,39 +17,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.transformers.rows import Sample
+from relax_events.engines.transformers.rows import SampleState
 from relax_events.events.parts import Modality
-from relax_events.media.geometry import PictureGeometry
+from relax_events.media.geometry import ImageGeometry
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.token_layout import MediaLayout, modality_of
-from relax_events.media.towers import spectrum_of
+from relax_events.media.towers import log_mel_spectrogram
 
 FORMAT = "relax-events.media.2"
-"""Says whose the data are, and in which form."""
-HEAD = f"{FORMAT}:"
-"""Before the JSON: SGLang refuses objects with keys that it doesn't know, and takes any text for an
-address."""
+"""Format and version of the data."""
+PREFIX = f"{FORMAT}:"
+"""Precedes the JSON: SGLang rejects objects with unknown keys, but accepts any text as an address.
+"""
 GEOMETRY = ("patch_size", "merge_size", "temporal_patch_size", "mean", "std")
-Place = tuple[int, int]
+TokenRange = tuple[int, int]
 """First and last token of a run of placeholders."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShownArray:
-    """What a tower is shown of a piece of media.
+class MediaArray:
+    """Input of a tower for one media file.
 
     Attributes:
-        modality: Picture, clip, or sound, that of a clip as well.
-        values: Pixels of the picture, or of the clip's frames; of a sound its spectrum, [mels,
+        modality: Image, video, or audio, also for the audio of a video.
+        values: Pixels of the image or of the video's frames; for audio the spectrogram, [mels,
             frames].
-        geometry: How pixels are cut into patches; None of a sound.
-        identity: SHA-256 of all that the tower's features follow from, and of the name of the
-            weights that make them.
+        geometry: How pixels are cut into patches; None for audio.
+        identity: SHA-256 of everything that determines the tower's features, including the name of
+            the weights.
     """
 
     modality: Modality
     values: NDArray[Any]
-    geometry: PictureGeometry | None
+    geometry: ImageGeometry | None
     identity: bytes
 
     @classmethod
@@ -59,11 +57,11 @@ class ShownArray:
         cls,
         modality: Modality,
         values: NDArray[Any],
-        geometry: PictureGeometry | None,
+        geometry: ImageGeometry | None,
         *,
         weights: str,
-    ) -> ShownArray:
-        """Give an array its identity under some weights."""
+    ) -> MediaArray:
+        """Create an array with its identity under some weights."""
         said = repr(
             (weights, modality.value, values.shape, None if geometry is None else geometry.digest)
         ).encode()
@@ -75,93 +73,92 @@ class ShownArray:
         )
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> ShownArray:
-        """Read what `_written` has written."""
+    def read(cls, given: Mapping[str, Any]) -> MediaArray:
+        """Parse what `_encode_array` has written."""
         geometry = None
         if (cut := given["geometry"]) is not None:
             known: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in cut.items()
             }
-            geometry = PictureGeometry(**known, min_pixels=0, max_pixels=0, side_multiple=0)
+            geometry = ImageGeometry(**known, min_pixels=0, max_pixels=0, side_multiple=0)
         return cls(
             Modality(given["modality"]),
-            _array(given["values"]),
+            _decode_array(given["values"]),
             geometry,
             bytes.fromhex(given["identity"]),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placing:
-    """Where a prompt's arrays stand.
+class MediaPlacement:
+    """Token ranges of a prompt's arrays.
 
     Attributes:
-        runs: Of each array.
+        runs: Token ranges of each array.
         positions: Rotary positions of all tokens, [3, tokens].
-        shift: How far the position behind the prompt is from its length.
+        shift: Rotary position after the prompt minus its length.
     """
 
-    runs: list[list[Place]]
+    runs: list[list[TokenRange]]
     positions: NDArray[np.int64]
     shift: int
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Placing:
-        """Read what `_placed` has written."""
+    def read(cls, given: Mapping[str, Any]) -> MediaPlacement:
+        """Parse what `_encode_placement` has written."""
         runs = [[(int(first), int(last)) for first, last in one] for one in given["runs"]]
-        return cls(runs, _array(given["positions"]), int(given["shift"]))
+        return cls(runs, _decode_array(given["positions"]), int(given["shift"]))
 
 
-def requested(samples: Sequence[Sample], model: ModelFolder, *, weights: str) -> list[str]:
-    """Return what a request says of the media of its prompts, for each of them; the arrays stand in
-    the first.
+def build_image_data(samples: Sequence[SampleState], model: ModelFolder, *, weights: str) -> list[str]:
+    """Return a request's `image_data`, one text per prompt; the first one has the arrays.
 
     Args:
         samples: Of one prompt group, and so with the same media.
-        model: That is shown them.
-        weights: Name of the weights that the request is for: features are kept by the server, and
-            must not outlive them.
+        model: The served model.
+        weights: Name of the loaded weights: the server caches features, which must not be used with
+            others.
     """
     layout = model.layout
     assert layout is not None, (
-        "samples with media for a model that servers are sent none for are refused before"
+        "samples with media are rejected earlier if the engine can't send them"
     )
     arrays = [
-        [ShownArray.of(*shown, weights=weights) for shown in _shown(piece, layout, model.extractor)]
+        [MediaArray.of(*shown, weights=weights) for shown in _split_modalities(piece, layout, model.extractor)]
         for piece in samples[0].media
     ]
-    shown = [_written(array) for of_piece in arrays for array in of_piece]
+    shown = [_encode_array(array) for of_piece in arrays for array in of_piece]
     kinds = [[array.modality for array in of_piece] for of_piece in arrays]
     return [
-        HEAD + json.dumps(_placed(sample, layout, kinds) | ({} if place else {"shown": shown}))
+        PREFIX + json.dumps(_encode_placement(sample, layout, kinds) | ({} if place else {"shown": shown}))
         for place, sample in enumerate(samples)
     ]
 
 
-def read(sent: Sequence[str]) -> list[tuple[list[ShownArray], Placing]]:
-    """Read what `requested` has returned: the arrays, which all prompts share, and where they stand
-    in each.
+def read(sent: Sequence[str]) -> list[tuple[list[MediaArray], MediaPlacement]]:
+    """Parse what `build_image_data` has returned: the arrays, shared by all prompts, and their
+    token ranges in each.
 
     Raises:
-        KeyError, TypeError, ValueError: It is something else.
+        KeyError, TypeError, ValueError: It has another format.
     """
-    said = [json.loads(text.removeprefix(HEAD)) for text in sent]
-    shown = [ShownArray.read(array) for array in said[0]["shown"]]
-    return [(shown, Placing.read(one)) for one in said]
+    said = [json.loads(text.removeprefix(PREFIX)) for text in sent]
+    shown = [MediaArray.read(array) for array in said[0]["shown"]]
+    return [(shown, MediaPlacement.read(one)) for one in said]
 
 
-def _shown(
+def _split_modalities(
     piece: ProcessedMedia, layout: MediaLayout, extractor: Any
-) -> Iterator[tuple[Modality, NDArray[Any], PictureGeometry | None]]:
-    """Give what is seen of a piece, then what is heard: of a clip that may be both."""
+) -> Iterator[tuple[Modality, NDArray[Any], ImageGeometry | None]]:
+    """Yield the visual input of a file, then its audio input; a video may have both."""
     if piece.pixels is not None:
-        yield modality_of(piece.reference), piece.pixels, layout.pictures.geometry
+        yield modality_of(piece.reference), piece.pixels, layout.images.geometry
     if piece.samples is not None:
-        yield Modality.AUDIO, spectrum_of(piece, extractor).numpy(), None
+        yield Modality.AUDIO, log_mel_spectrogram(piece, extractor).numpy(), None
 
 
-def _written(array: ShownArray) -> dict[str, Any]:
+def _encode_array(array: MediaArray) -> dict[str, Any]:
     geometry = (
         None
         if array.geometry is None
@@ -175,28 +172,28 @@ def _written(array: ShownArray) -> dict[str, Any]:
     }
 
 
-def _placed(
-    sample: Sample, layout: MediaLayout, kinds: Sequence[Sequence[Modality]]
+def _encode_placement(
+    sample: SampleState, layout: MediaLayout, kinds: Sequence[Sequence[Modality]]
 ) -> dict[str, Any]:
-    """Say where arrays stand: `kinds` are those of each piece."""
+    """Encode the token ranges of a prompt's arrays; `kinds` are the modalities of each file."""
     tokens, references = sample.sequence, [piece.reference for piece in sample.media]
-    given = np.append(sample.given, np.zeros(len(sample.tokens), bool))
-    cells = layout.cells(tokens, given, references)
+    given = np.append(sample.is_given, np.zeros(len(sample.tokens), bool))
+    cells = layout.find_media_tokens(tokens, given, references)
     runs, first = [], 0
     for piece, modalities in zip(sample.media, kinds, strict=True):
         here = cells[first : first + sum(map(len, layout.blocks(piece.reference)))]
         runs += [
-            _runs(here[tokens[here] == layout.placeholders[modality]]) for modality in modalities
+            _token_ranges(here[tokens[here] == layout.placeholders[modality]]) for modality in modalities
         ]
         first += len(here)
     return {
         "runs": runs,
-        "positions": _base64(layout.positions(len(tokens), cells, references)),
+        "positions": _base64(layout.rotary_positions(len(tokens), cells, references)),
         "shift": sample.position_shift,
     }
 
 
-def _runs(cells: NDArray[np.int64]) -> list[Place]:
+def _token_ranges(cells: NDArray[np.int64]) -> list[TokenRange]:
     """Return the first and last of each run of neighbours."""
     ends = np.flatnonzero(np.diff(cells) > 1)
     firsts, lasts = cells[np.append(0, ends + 1)], cells[np.append(ends, len(cells) - 1)]
@@ -211,6 +208,6 @@ def _base64(values: NDArray[Any]) -> dict[str, Any]:
     }
 
 
-def _array(given: Mapping[str, Any]) -> NDArray[Any]:
+def _decode_array(given: Mapping[str, Any]) -> NDArray[Any]:
     data = bytearray(base64.b64decode(given["data"], validate=True))
     return np.frombuffer(data, np.dtype(given["dtype"])).reshape(given["shape"])

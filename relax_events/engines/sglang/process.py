@@ -1,4 +1,4 @@
-"""The process of a server of our own: started on a folder, watched, ended; it outlives nobody."""
+"""The process of our own server: start, watch and kill it; it ends with the worker."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from relax_events.errors import EnvironmentProblem
 from relax_events.kafka.embedded.ports import HOST, choose_port
 from relax_events.runtime.child_environment import child_environment
 
-MEMORY = Path("/dev/shm")  # noqa: S108 weights of one version for a process of ours, in memory where there is room
-ROOM = 3.0
-"""Models that have to fit into memory: the version that is served, the next one, and one to
-spare."""
+MEMORY = Path("/dev/shm")  # noqa: S108 for the weights of a version, if they fit into memory
+MODELS_IN_MEMORY = 3.0
+"""Models that must fit into memory: the served version, the next one, and a reserve."""
 LOG_NAME = "server.log"
 LOG_TAIL_BYTES = 4000
 SERVER_PREFIXES = (
@@ -36,14 +35,14 @@ SERVER_PREFIXES = (
     "TRITON_",
     "FLASHINFER_",
 )
-"""Of environment variables that a server reads."""
+"""Prefixes of environment variables passed to a server."""
 CONTEXT_MARGIN = 16
-"""Tokens that a server wants to have left above a request's own."""
+"""Tokens that a server needs beyond a request's own."""
 
 
 class ServerProcess:
-    """One server at a time; its log lies in the folder, which ends with whichever of server and
-    worker lives longer.
+    """One server at a time. Its log lies in the folder, which is deleted with the last of server
+    and worker.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class ServerProcess:
         self.url = f"http://{HOST}:{self._port}"
 
     def start(self, path: Path, *, name: str) -> None:
-        """Start a server on a folder of weights, by a name that its tokens will say; it is not
+        """Start a server on a folder of weights, with the name that its tokens report; it is not
         ready yet.
 
         Raises:
@@ -89,8 +88,8 @@ class ServerProcess:
                 "interpreter that has SGLang"
             ) from error
 
-    def ending(self) -> str | None:
-        """Tell how the server ended, with the end of its log; None while it lives."""
+    def describe_exit(self) -> str | None:
+        """Describe how the server ended, with the end of its log; None while it runs."""
         assert self._process is not None
         code = self._process.poll()
         return (
@@ -103,20 +102,19 @@ class ServerProcess:
         """Return the end of the server's log."""
         return (self._folder / LOG_NAME).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
 
-    def note_shared_memory(self) -> None:
-        """Remember what shared memory a server that serves has, so that it can be deleted even
-        where another process has killed the server.
+    def record_shared_memory(self) -> None:
+        """Record the shared memory of a ready server, so that it can be deleted even if another
+        process kills the server.
         """
         assert self._process is not None
-        self._shared_memory |= serve.shared_memory_of(self._process.pid)
+        self._shared_memory |= serve.find_shared_memory(self._process.pid)
 
     def kill(self) -> None:
-        """End the server with all its processes, and delete its temporary files and shared memory;
-        nothing of it is worth saving.
+        """Kill the server with all its processes, and delete its temporary files and shared memory.
         """
         if self._process is not None:
-            self.note_shared_memory()
-            serve.end_processes(self._process.pid)
+            self.record_shared_memory()
+            serve.kill_processes(self._process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -165,15 +163,15 @@ class ServerProcess:
         return variables
 
 
-def version_folder(model: ModelFolder, config: SGLangConfig) -> Path:
-    """Make a folder where versions are written for a server: in memory, where there is room for
-    some, unless the user says where.
+def make_weights_folder(model: ModelFolder, config: SGLangConfig) -> Path:
+    """Create the folder for a server's weights: in memory if some versions fit, unless
+    `weights_directory` is set.
     """
     num_bytes = sum(file.stat().st_size for file in model.path.glob("*.safetensors"))
     has_room = (
         MEMORY.is_dir()
         and os.access(MEMORY, os.W_OK)
-        and shutil.disk_usage(MEMORY).free > ROOM * num_bytes * config.num_servers
+        and shutil.disk_usage(MEMORY).free > MODELS_IN_MEMORY * num_bytes * config.num_servers
     )
     return Path(
         mkdtemp(

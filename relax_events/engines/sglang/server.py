@@ -1,12 +1,12 @@
-"""One SGLang server as an engine: this process has started it, or it runs already. When it is lost
-the engine is, with all that it had to hand out.
+"""One SGLang server as an engine, started by this process or already running. If the server is
+lost, the engine fails.
 
     caller's thread    submit, poll, abort, load_weights --> calls and samples --+
-    loop's thread      requests, tokens as they come, the server's life   <------+--> HTTP --> server
+    loop's thread      requests, tokens, lifecycle of the server       <---------+--> HTTP --> server
 
-The server draws tokens by itself: a sample that is generated again is another one, and
-    `SampleRequest.seed` has no effect. Its
-log-probabilities are those of the protocol: of the tempered distribution before top-k and top-p.
+The server samples tokens itself: a sample that is generated again differs, and `SampleRequest.seed`
+has no effect. Its log-probabilities are those of the protocol: of the tempered distribution before
+top-k and top-p.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, Literal, TypeVar
 
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
-from relax_events.engines.requests import admitted_samples
-from relax_events.engines.sglang.checkpoint import ModelFolder, not_finite
+from relax_events.engines.requests import build_samples
+from relax_events.engines.sglang.checkpoint import ModelFolder, find_non_finite
 from relax_events.engines.sglang.client import SGLangClient
-from relax_events.engines.sglang.generation import Served
-from relax_events.engines.sglang.lifecycle import Serving
-from relax_events.engines.sglang.process import ServerProcess, version_folder
+from relax_events.engines.sglang.generation import ServedVersion
+from relax_events.engines.sglang.lifecycle import ServerLifecycle
+from relax_events.engines.sglang.process import ServerProcess, make_weights_folder
 from relax_events.events.parts import FinishReason
 from relax_events.weights import Weights
 
@@ -36,13 +36,13 @@ Result = TypeVar("Result")
 
 
 class SGLangServer:
-    """See the module's docstring; the protocol is `engines.protocol.Engine`."""
+    """Implements `engines.protocol.Engine` over one server; see the module's docstring."""
 
     def __init__(
         self, model_path: Path, *, config: EngineConfig, model: ModelConfig, policy_version: int = 0
     ) -> None:
-        """Start a server on the model's folder, or take over one that runs, and wait until it
-        serves.
+        """Start a server on the model's folder, or connect to a running one, and wait until it is
+        ready.
 
         Args:
             model_path: A folder in Hugging Face layout.
@@ -51,20 +51,20 @@ class SGLangServer:
             model: Dtype and device.
             policy_version: Of the weights in the folder.
         Raises:
-            ConfigError: The model can't be served, or the server is not one that we know.
-            EnvironmentProblem: The server does not come up; the text ends with its log.
+            ConfigError: The model can't be served, or the server is not supported.
+                EnvironmentProblem: The server does not start; the text ends with its log.
         """
         self.policy_version = policy_version
         self._model = ModelFolder.read(
             model_path, media=model.media, records_experts=model.replays_routing
         )
         self._max_context_tokens = config.max_context_tokens
-        self._inbox: queue.SimpleQueue[GeneratedSample | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[GeneratedSample | None] = queue.SimpleQueue()
         self._running: set[str] = set()
         self._num_submitted = 0
         self._asleep = False
         with ExitStack() as stack:
-            self._folder = version_folder(self._model, config.sglang)
+            self._folder = make_weights_folder(self._model, config.sglang)
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             process = (
                 None
@@ -78,33 +78,33 @@ class SGLangServer:
             client = SGLangClient(
                 url, model=self._model, weights_seconds=config.sglang.start_seconds
             )
-            served = Served.of(policy_version, model_path.absolute())
-            self._serving = Serving(
+            served = ServedVersion.of(policy_version, model_path.absolute())
+            self._lifecycle = ServerLifecycle(
                 client,
                 process,
                 config=config.sglang,
                 served=served,
                 model=self._model,
-                tell=self._inbox.put,
+                hand_out=self._results.put,
             )
-            stack.callback(lambda: self._loop.run(self._serving.close()))
-            self._loop.run(self._serving.open(self._model, model))
-            self._opened = stack.pop_all()
+            stack.callback(lambda: self._loop.run(self._lifecycle.close()))
+            self._loop.run(self._lifecycle.open(self._model, model))
+            self._cleanup = stack.pop_all()
 
     @property
     def num_running(self) -> int:
-        """Samples submitted and not given back."""
+        """Samples submitted and not returned."""
         return len(self._running)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the server has sent so far."""
-        return self._serving.generation.num_tokens
+        return self._lifecycle.generation.num_tokens
 
     @property
     def usage(self) -> EngineUsage:
-        """What is at the server, and what the server has said of the samples that it ended."""
-        return self._serving.generation.usage
+        """Samples at the server, and its counts of finished requests."""
+        return self._lifecycle.generation.usage
 
     def submit(self, request: GenerationRequest) -> None:
         """Send a prompt group's samples to the server.
@@ -114,7 +114,7 @@ class SGLangServer:
             EngineFailed: The server is lost.
         """
         self._require_server()
-        samples = admitted_samples(
+        samples = build_samples(
             request,
             first_order=self._num_submitted,
             taken=self._running,
@@ -124,72 +124,72 @@ class SGLangServer:
         self._num_submitted += len(samples)
         for sample in samples:
             if (reason := sample.finish_reason) is not None:
-                self._inbox.put(sample.ended(reason))
+                self._results.put(sample.to_generated(reason))
         unfinished = [sample for sample in samples if sample.finish_reason is None]
         self._running |= {sample.sample_id for sample in unfinished}
         if unfinished:
-            self._loop.soon(lambda: self._serving.generation.add(unfinished))
+            self._loop.call_soon(lambda: self._lifecycle.generation.add(unfinished))
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
-        """Give what finished, waiting for the first; at once when nothing runs, the engine sleeps
-        or is interrupted.
+        """Return the finished samples, waiting for the first; at once when nothing runs, the engine
+        sleeps or is interrupted.
 
         Raises:
             EngineFailed: The server is lost.
         """
         deadline = time.monotonic() + timeout_seconds
-        finished = self._finished()
-        while not finished and self._running and not self._asleep and self._serving.failure is None:
+        finished = self._take_finished()
+        while not finished and self._running and not self._asleep and self._lifecycle.failure is None:
             try:
-                first = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                first = self._results.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
             if first is None:
                 break
-            finished = [first, *self._finished()]
+            finished = [first, *self._take_finished()]
         self._running -= {sample.sample_id for sample in finished}
         if not finished:
             self._require_server()
         return finished
 
     def interrupt(self) -> None:
-        """Let a poll that waits return."""
-        self._inbox.put(None)
+        """Make a waiting poll return."""
+        self._results.put(None)
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
-        """Take samples out, all of them without `sample_ids`, and give them back with the tokens
-        that the server had.
+        """Remove the named samples, or all of them without `sample_ids`, and return them with their
+        tokens so far.
         """
-        samples = self._loop.run(self._serving.generation.withdraw(sample_ids))
+        samples = self._loop.run(self._lifecycle.generation.remove(sample_ids))
         self._running -= {sample.sample_id for sample in samples}
-        return [sample.ended(FinishReason.ABORT) for sample in samples]
+        return [sample.to_generated(FinishReason.ABORT) for sample in samples]
 
     def load_weights(
         self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
     ) -> None:
-        """Have the server load another policy version and prove that it holds it; on an error the
-        old one keeps serving.
+        """Load another policy version into the server and verify it; on an error the old one keeps
+        serving.
 
         Raises:
-            WeightsError: The weights don't fit the model, or the server did not take them.
+            WeightsError: The weights don't fit the model, or the server rejected them.
             EngineFailed: The server is lost.
         """
         self._require_server()
-        tensors, version = self._model.fitted(weights.tensors), weights.policy_version
-        if (name := not_finite(tensors)) is not None:
+        tensors, version = self._model.match_tensors(weights.tensors), weights.policy_version
+        if (name := find_non_finite(tensors)) is not None:
             self._loop.run(
-                self._serving.refuse(
+                self._lifecycle.reject(
                     f"policy version {version} has a value in {name} that is no finite number"
                 )
             )
         else:
-            served = Served.of(version, self._folder / f"{version}-{time.monotonic_ns()}")
+            served = ServedVersion.of(version, self._folder / f"{version}-{time.monotonic_ns()}")
             with ExitStack() as stack:
                 stack.callback(shutil.rmtree, served.folder, ignore_errors=True)
                 self._model.write_version(tensors, served.folder)
                 self._loop.run(
-                    self._serving.load(
-                        served, self._serving.expected(tensors), on_running=on_running
+                    self._lifecycle.load(
+                        served, self._lifecycle.expected(tensors), on_running=on_running
                     )
                 )
                 stack.pop_all()
@@ -200,28 +200,28 @@ class SGLangServer:
         self._asleep = False
 
     def sleep(self) -> None:
-        """Take what runs off the server; the server keeps its memory."""
-        self._loop.run(self._serving.sleep())
+        """Remove the running samples from the server; the server keeps its memory."""
+        self._loop.run(self._lifecycle.sleep())
         self._asleep = True
 
     def wake(self) -> None:
-        """Let what waits go on; does nothing when awake."""
-        self._loop.soon(self._serving.wake)
+        """Continue the waiting samples; does nothing when awake."""
+        self._loop.call_soon(self._lifecycle.wake)
         self._asleep = False
 
     def close(self) -> None:
-        """Drop what still runs, and end the server if it is ours."""
-        self._opened.close()
+        """Drop what still runs, and end the server if it is our own."""
+        self._cleanup.close()
         self._running.clear()
 
     def _require_server(self) -> None:
-        if self._serving.failure is not None:
-            raise self._serving.failure
+        if self._lifecycle.failure is not None:
+            raise self._lifecycle.failure
 
-    def _finished(self) -> list[GeneratedSample]:
+    def _take_finished(self) -> list[GeneratedSample]:
         found = []
-        while not self._inbox.empty():
-            if (sample := self._inbox.get()) is not None:
+        while not self._results.empty():
+            if (sample := self._results.get()) is not None:
                 found.append(sample)
         return found
 
@@ -243,9 +243,9 @@ class LoopThread:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for a coroutine, all of whose calls have deadlines of their own."""
+        """Run a coroutine and wait for it; its calls have deadlines of their own."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def soon(self, work: Callable[[], object]) -> None:
-        """Have something called, and don't wait for it."""
+    def call_soon(self, work: Callable[[], object]) -> None:
+        """Schedule a call without waiting for it."""
         self._loop.call_soon_threadsafe(work)

@@ -1,11 +1,10 @@
-"""Proof that a server holds the weights it was given: its checksums beside those that we compute of
-the same weights.
+"""Verify that a server holds the weights it was given: compare its checksums with our own.
 
-A server names a digest for each of its tensors, which are a checkpoint's put together: the
-projections of attention side by side, all experts of a layer in one, the vocabulary rounded up. In
-memory each is the parts' bytes one behind the other, and zeros. Which parts a tensor is made of is
-guessed from its name, and proven with the weights that the server was started on: a guess whose
-digest is the server's is right.
+A server reports a digest for each of its tensors, which concatenate those of a checkpoint: the
+projections of attention, all experts of a layer, the vocabulary rounded up. In memory each is the
+bytes of its parts in order, then zeros. The parts of a tensor are guessed from its name, and
+confirmed with the weights that the server was started on: a guess with the server's digest is
+right.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from torch import Tensor
 from relax_events.weights.artifact_writer import raw_bytes
 
 NUM_DIGITS = 16
-"""A server on a CPU gives so many hexadecimal digits of a tensor's SHA-256."""
+"""A server reports this many hexadecimal digits of a tensor's SHA-256."""
 VOCABULARY_BLOCK = 64
-"""A server rounds the rows of its vocabulary up to a multiple of this."""
+"""A server pads the rows of its vocabulary to a multiple of this."""
 FUSED_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-BEGINNINGS = {"model.": "model.language_model.", "visual.": "model.visual.", "thinker.": ""}
-"""What a server calls otherwise of a model that has towers."""
-OTHER_NAMES = {".attn.qkv_proj.": ".attn.qkv.", ".self_attn.proj.": ".self_attn.out_proj."}
-"""Within the towers."""
+PREFIXES = {"model.": "model.language_model.", "visual.": "model.visual.", "thinker.": ""}
+"""Name prefixes of a model with towers: the server's, and the checkpoint's."""
+TOWER_NAMES = {".attn.qkv_proj.": ".attn.qkv.", ".self_attn.proj.": ".self_attn.out_proj."}
+"""Other name differences within the towers."""
 NO_WEIGHTS = re.compile(r"\.rotary_emb\.|\.positional_embedding\.")
-"""In the names of a server's tensors that follow from the model's settings."""
+"""Names of a server's tensors that are computed from the model's settings."""
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """A server's tensor: a checkpoint's tensors one behind the other, then zeros."""
+class TensorRecipe:
+    """A server's tensor: checkpoint tensors concatenated, then zeros."""
 
     parts: tuple[str, ...]
     num_zero_rows: int = 0
 
     def digest(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> str:
-        """Compute the checksum that a server gives of the tensor."""
+        """Compute the checksum that a server reports for the tensor."""
         digest = sha256()
         for name in self.parts:
             tensor = tensors[name].to(dtype)
@@ -51,33 +50,32 @@ class Recipe:
         return digest.hexdigest()[:NUM_DIGITS]
 
 
-class Fingerprints:
-    """What a server's checksums have to be for given weights."""
+class WeightChecksums:
+    """The checksums that a server must report for given weights."""
 
-    def __init__(self, recipes: Mapping[str, Recipe], *, dtype: torch.dtype) -> None:
+    def __init__(self, recipes: Mapping[str, TensorRecipe], *, dtype: torch.dtype) -> None:
         self._recipes, self._dtype = recipes, dtype
 
     @classmethod
-    def learnt(
+    def infer(
         cls, checksums: Mapping[str, str], tensors: Mapping[str, Tensor], *, dtype: torch.dtype
-    ) -> tuple[Fingerprints, list[str]]:
-        """Find out how a server puts its tensors together.
+    ) -> tuple[WeightChecksums, list[str]]:
+        """Infer how a server concatenates its tensors.
 
         Args:
             checksums: The server's, by its own names.
             tensors: The checkpoint that it holds.
-            dtype: In which it keeps them.
+            dtype: Of the server's tensors.
         Returns:
-            What it knows, and what stays unproven: tensors of the server whose checksum no recipe
-                gives, and tensors of the
-            checkpoint that are in none of the server's.
+            The inferred recipes, and the unverified names: server tensors that no recipe
+            reproduces, and checkpoint tensors in none of them.
         """
-        recipes: dict[str, Recipe] = {}
+        recipes: dict[str, TensorRecipe] = {}
         held = {name: digest for name, digest in checksums.items() if not NO_WEIGHTS.search(name)}
         for name, seen in held.items():
             fitting = (
                 recipe
-                for recipe in _guesses(name, tensors)
+                for recipe in _candidates(name, tensors)
                 if recipe.digest(tensors, dtype=dtype) == seen
             )
             if (recipe := next(fitting, None)) is not None:
@@ -88,33 +86,33 @@ class Fingerprints:
         )
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Give the checksums of a server that holds these weights, by the server's names."""
+        """Return the checksums of a server that holds these weights, by the server's names."""
         return {
             name: recipe.digest(tensors, dtype=self._dtype)
             for name, recipe in self._recipes.items()
         }
 
 
-def _guesses(name: str, tensors: Mapping[str, Tensor]) -> Iterator[Recipe]:
-    """Give what a server's tensor could be made of, by its name."""
+def _candidates(name: str, tensors: Mapping[str, Tensor]) -> Iterator[TensorRecipe]:
+    """Yield the possible recipes of a server's tensor, by its name."""
     names = [name, "model.embed_tokens.weight"] if name == "lm_head.weight" else [name]
     names += [
         other + one.removeprefix(begin)
         for one in names
-        for begin, other in BEGINNINGS.items()
+        for begin, other in PREFIXES.items()
         if one.startswith(begin)
     ]
     others = [
         (one.replace(here, there),)
         for one in names
-        for here, there in OTHER_NAMES.items()
+        for here, there in TOWER_NAMES.items()
         if here in one
     ]
     for parts in [_parts(one, tensors) for one in names] + others:
         if parts and all(part in tensors for part in parts):
-            yield Recipe(parts)
+            yield TensorRecipe(parts)
             if len(parts) == 1 and (num_zero_rows := -len(tensors[parts[0]]) % VOCABULARY_BLOCK):
-                yield Recipe(parts, num_zero_rows)
+                yield TensorRecipe(parts, num_zero_rows)
 
 
 def _parts(name: str, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""A causal language model as the engine calls it: prefill, decode, change of weights. The only
-place that calls the model.
+"""A causal language model as the engine calls it: prefill, decode, weight update. Only this module
+calls the model.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from relax_events.models.causal_lm import (
     load_causal_lm,
     replace_weights,
 )
-from relax_events.models.families import family_of
-from relax_events.models.routers import Routers, of_rows
+from relax_events.models.families import read_family
+from relax_events.models.routers import Routers, split_rows
 
 FULL, LINEAR = "full_attention", "linear_attention"
 LINEAR_MODELS = ("qwen3_5_text", "qwen3_5_moe_text")
-"""Types of language models whose states the engine's cache holds."""
+"""Model types with linear attention whose states the engine's cache can hold."""
 VECTOR_BYTES = 128
-"""What a CPU's element-wise kernels take at a time, of the widest; the rest they compute one by
-one, and round `sigmoid` and the like otherwise."""
+"""Widest vector of a CPU's element-wise kernels; they compute the remainder one by one, and round
+`sigmoid` and the like differently there.
+"""
 
 
 class CausalModel:
-    """Weights on a device, or resting on the CPU."""
+    """A model whose weights are on a device, or offloaded to the CPU."""
 
     def __init__(self, path: Path, *, config: ModelConfig) -> None:
-        """Load from a folder; nothing is fetched.
+        """Load the model from a folder; nothing is downloaded.
 
         Raises:
             ConfigError: The folder is missing or holds no causal language model that this engine
                 can serve.
         """
         self.device = choose_device(config.device)
-        self.family = family_of(path, config.media, apart=True)
+        self.family = read_family(path, config.media, apart=True)
         implementation = attention.register() if config.attention == "sdpa" else config.attention
         dtype = getattr(torch, config.dtype)
         self._module = load_causal_lm(
@@ -66,7 +67,7 @@ class CausalModel:
         if self.device.type == "cpu":
             use_padded_experts(self._module)
         self._routers = (
-            Routers(self.family.language(self._module), path=path)
+            Routers(self.family.language_model(self._module), path=path)
             if config.replays_routing
             else None
         )
@@ -74,43 +75,43 @@ class CausalModel:
 
     @property
     def pads_prompts(self) -> bool:
-        """Whether what stands behind a prompt's end leaves its cache alone; a state that every
-        token changes it would not.
+        """Whether padding after a prompt leaves its cache unchanged; it would change a recurrent
+        state.
         """
         return attention_kinds(self._module) == {FULL}
 
     @property
     def row_block(self) -> int:
-        """Rows of a decoding step are to be a multiple of this, so that what any layer makes of
-        them fills whole vectors: a gate gives one number.
+        """Rows of a decoding step must be a multiple of this, so that the output of every layer
+        fills whole vectors; a gate has one value per row.
         """
         if self.device.type != "cpu":
             return ROW_BLOCK
         num_values = VECTOR_BYTES // self._module.dtype.itemsize
         widths = {
             part.out_features
-            for part in self.family.language(self._module).modules()
+            for part in self.family.language_model(self._module).modules()
             if isinstance(part, nn.Linear)
         }
         return max(ROW_BLOCK, *(num_values // math.gcd(num_values, width) for width in widths))
 
     @property
     def layout(self) -> MediaLayout | None:
-        """How media stand among the tokens; None where the model reads text alone."""
+        """How media are written into the tokens; None if the model reads text only."""
         return self.family.layout
 
     @property
     def experts(self) -> ExpertShape | None:
-        """The experts whose choice is recorded; None where it is not."""
+        """The shape of recorded expert choices; None if they are not recorded."""
         return None if self._routers is None else self._routers.shape
 
     def routed_experts(
         self, *, num_rows: int
     ) -> Integer[np.ndarray, "rows length layers top_k"] | None:
-        """Return where the last forward has sent each of its tokens, padding included; None where
-        that is not recorded.
+        """Return the experts of each token of the last forward, padding included; None if they are
+        not recorded.
         """
-        return None if self._routers is None else of_rows(self._routers.latest(), num_rows)
+        return None if self._routers is None else split_rows(self._routers.take_choices(), num_rows)
 
     def prefill(
         self,
@@ -118,21 +119,21 @@ class CausalModel:
         last: Int[Tensor, " prompts"],
         sequences: Sequence[MediaSequence] = (),
     ) -> tuple[Float[Tensor, "prompts vocabulary"], DynamicCache]:
-        """Run whole prompts, padded on the right; give the logits after each prompt's last token,
-        and the cache.
+        """Prefill whole prompts, padded on the right; return the logits after each prompt's last
+        token, and the cache.
 
         Args:
-            input_ids: Prompts; what follows a prompt's end is ignored where the model
-                `pads_prompts`, and else there must be nothing.
+            input_ids: Prompts; padding is ignored if the model `pads_prompts`, else there must be
+                none.
             last: Index of each prompt's last token.
-            sequences: The same prompts with their media; none where no prompt has any.
+            sequences: The same prompts with their media; empty if no prompt has any.
         """
         cache = DynamicCache(config=self._module.config)
         positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
-        media = self.family.inputs(
+        media = self.family.build_inputs(
             sequences, position_ids=np.tile(np.arange(input_ids.shape[1]), (len(input_ids), 1))
         )
-        hidden = self.family.hidden(
+        hidden = self.family.hidden_states(
             self._module, input_ids, positions, media, past_key_values=cache, use_cache=True
         )
         return self._logits(hidden[torch.arange(len(last), device=self.device), last]), cache
@@ -146,20 +147,20 @@ class CausalModel:
         num_tokens: int,
         shifts: Int[Tensor, " rows"],
     ) -> Float[Tensor, "rows vocabulary"]:
-        """Run one token in each row; give the logits after it.
+        """Decode one token in each row; return the logits after it.
 
         Args:
-            tokens: A multiple of `row_block` many: CPU kernels round one to three rows otherwise
+            tokens: A multiple of `row_block` many: CPU kernels round one to three rows differently
                 than more.
-            positions: Places of the tokens in their rows.
-            cache: Holds every earlier token of the rows; takes these.
-            num_tokens: Length that attention sees; a multiple of 16 above all positions.
-            shifts: How far rotary positions are from places, because of media.
+            positions: Index of each token in its row.
+            cache: Holds every earlier token of the rows; these are added.
+            num_tokens: Attention length; a multiple of 16 above all positions.
+            shifts: Rotary position minus index, because of media.
         """
-        cache.open_step(positions, num_tokens=num_tokens)
+        cache.begin_step(positions, num_tokens=num_tokens)
         seen = torch.arange(num_tokens, device=self.device) <= positions[:, None]
         mask = torch.where(seen, 0.0, float("-inf")).to(self._module.dtype)[:, None, None]
-        output = self.family.language(self._module)(
+        output = self.family.language_model(self._module)(
             input_ids=tokens[:, None],
             position_ids=self.family.decoding_positions(positions[:, None], shifts[:, None]),
             attention_mask=mask,
@@ -169,8 +170,8 @@ class CausalModel:
         return self._logits(output.last_hidden_state[:, 0])
 
     def logprobs(self, tokens: Int[Tensor, " length"]) -> Float[Tensor, " targets"]:
-        """Run a sequence of text; give the log-probability of each token but the first, in nats."""
-        hidden = self.family.language(self._module)(
+        """Return the log-probability of each token of a text sequence but the first, in nats."""
+        hidden = self.family.language_model(self._module)(
             input_ids=tokens[None], use_cache=False
         ).last_hidden_state[0, :-1]
         picked: Tensor = (
@@ -179,11 +180,11 @@ class CausalModel:
         return picked
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give the weights, by Hugging Face name; views."""
+        """Return views of the weights, by Hugging Face name."""
         return _parameters(self._module)
 
     def read_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Load the weights of a folder beside these, on the CPU, in this model's dtype.
+        """Read the weights of a folder onto the CPU, in this model's dtype.
 
         Raises:
             ConfigError: The folder is missing or holds no model of this family.
@@ -198,7 +199,7 @@ class CausalModel:
         return _parameters(other)
 
     def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take other weights of the same model, in Hugging Face names; on an error the old ones
+        """Load other weights of the same model, by Hugging Face name; on an error the old ones
         stay.
 
         Raises:
@@ -206,14 +207,14 @@ class CausalModel:
         """
         replace_weights(self._module, tensors)
 
-    def rest(self) -> None:
-        """Put the weights on the CPU and give the device's memory back."""
+    def offload(self) -> None:
+        """Move the weights to the CPU and release the device's memory."""
         if self.device.type != "cpu":
             self._module.cpu()
             torch.cuda.empty_cache()
 
-    def return_to_device(self) -> None:
-        """Undo `rest`."""
+    def reload(self) -> None:
+        """Undo `offload`."""
         nn.Module.to(self._module, self.device)
 
     def _logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocabulary"]:
@@ -226,13 +227,13 @@ class CausalModel:
     def _require_linear_head(self, path: Path) -> None:
         ids = torch.arange(5, device=self.device)[None] % self.vocab_size
         whole = self._module(input_ids=ids, use_cache=False).logits
-        hidden = self.family.language(self._module)(
+        hidden = self.family.language_model(self._module)(
             input_ids=ids, use_cache=False
         ).last_hidden_state
         if not torch.allclose(self._head(hidden), whole, rtol=1e-3, atol=1e-3):
             raise ConfigError(
-                f"the model in {path} makes its logits by more than a linear head (scaling, "
-                "soft caps), which the engine does not do"
+                f"the model in {path} computes its logits by more than a linear head (scaling, "
+                "soft caps), which the engine does not support"
             )
 
 

@@ -1,24 +1,23 @@
 """The engine `transformers`: continuous batching over a Hugging Face model in this process, on CPU
 or GPU.
 
-Samples wait in a queue and join a table of running rows as rows become free:
+Samples wait in a queue and enter a table of running rows as rows become free:
 
     submit --> waiting --> prefill (once for all samples of a prompt) --> rows --> decode, one token
     in every row --> finished --> poll
                   ^                                                        |
                   +------------ restart, sleep: with the tokens so far ----+
 
-A sample's tokens follow from its seed and the model's probabilities, whatever runs beside it and
-whenever it joins: its own seed draws them, and its prompt is padded by its own length alone. Its
-log-probabilities are those of the model within rounding. What was recorded stays: a sample that
-goes on keeps its tokens and log-probabilities, and those of its next tokens are computed anew.
+A sample's tokens follow from its seed and the model's probabilities, whatever runs alongside and
+whenever it starts: each token is sampled with the sample's own seed, and its prompt is padded by
+its own length alone. Its log-probabilities are those of the model within rounding. A continued
+sample keeps its recorded tokens and log-probabilities; only those of its next tokens are computed.
 
-The same requests in the same order at the same steps are one computation, and give the same bits on
-the same machine. Arrivals in another
-order are not: other rows beside a sample may round it otherwise, and a draw at the border of two
-    tokens may then fall to the other one. `invariance`
-chooses rows so that this is rare; with `max_running_samples = 1` a sample is computed alone, and
-its bits follow from itself.
+The same requests in the same order at the same steps give the same bits on the same machine.
+Another order of arrival may not: other rows in the batch can change a sample's rounding, and a
+random number at the border of two tokens may then select the other one. `invariance` chooses batch
+sizes so that this is rare; with `max_running_samples = 1` a sample is computed alone, and its bits
+depend on nothing else.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ from torch import Tensor
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.config.inventory import num_threads
 from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
-from relax_events.engines.requests import admitted_samples
+from relax_events.engines.requests import build_samples
 from relax_events.engines.transformers.causal_model import CausalModel
 from relax_events.engines.transformers.invariance import measure_invariance
 from relax_events.engines.transformers.kv_cache import RowCache
-from relax_events.engines.transformers.rows import RowTable, Sample
-from relax_events.engines.transformers.sampling import draw, top_tokens, uniforms
+from relax_events.engines.transformers.rows import RowTable, SampleState
+from relax_events.engines.transformers.sampling import sample_tokens, top_tokens, uniforms
 from relax_events.events.parts import FinishReason
 from relax_events.media.model_inputs import MediaSequence
 from relax_events.weights import Weights
 
 TOKEN_BLOCK = 16
-"""The length that attention sees, and prompts of models that allow it, are padded to multiples of
-this."""
+"""Attention lengths, and prompts of models that allow padding, are padded to multiples of this."""
 MAX_PREFILL_TOKENS = 8192
-"""Tokens, padding included, of one prefill forward; a longer prompt goes alone."""
-MAX_HELD_STEPS = 4
-"""Decoding steps for which samples wait for others to join with; about what a small prefill
-costs."""
-Sharers = list[Sample]
-"""Samples that continue the same tokens and media."""
+"""Tokens, padding included, of one prefill forward; a longer prompt is prefilled alone."""
+MAX_WAITED_STEPS = 4
+"""Decoding steps that samples wait for others to be prefilled together; about the cost of a small
+prefill.
+"""
+PrefixGroup = list[SampleState]
+"""Samples that continue the same tokens and media, and share one prefill."""
 
 
 class TransformersEngine:
-    """See the module's docstring; the protocol is `engines.protocol.Engine`."""
+    """Implements `engines.protocol.Engine` in this process; see the module's docstring."""
 
     def __init__(
         self, model_path: Path, *, config: EngineConfig, model: ModelConfig, policy_version: int = 0
@@ -70,7 +69,7 @@ class TransformersEngine:
 
         Args:
             model_path: A folder in Hugging Face layout.
-            config: Bounds on rows and context; `threads` holds for the whole process.
+            config: Bounds on rows and context; `threads` applies to the whole process.
             model: Dtype, device and attention.
             policy_version: Of the weights in the folder.
         Raises:
@@ -82,8 +81,8 @@ class TransformersEngine:
         self._model = CausalModel(model_path, config=model)
         self._row_block = self._model.row_block
         max_rows, max_tokens = (
-            _rounded(config.max_running_samples, self._row_block),
-            _rounded(config.max_context_tokens, TOKEN_BLOCK),
+            _round_up(config.max_running_samples, self._row_block),
+            _round_up(config.max_context_tokens, TOKEN_BLOCK),
         )
         self._cache = RowCache(max_rows=max_rows, max_tokens=max_tokens)
         self._table = RowTable(
@@ -91,12 +90,12 @@ class TransformersEngine:
         )
         self._rule = measure_invariance(self._model, max_rows=max_rows)
         self._prompt_block = TOKEN_BLOCK if self._model.pads_prompts else 1
-        self._waiting: deque[Sample] = deque()
+        self._waiting: deque[SampleState] = deque()
         self._finished: list[GeneratedSample] = []
-        self._num_submitted = self._num_held_steps = 0
+        self._num_submitted = self._num_waited_steps = 0
         self.num_tokens = 0
-        """Tokens drawn so far."""
-        self._num_prefilled = self._num_reused = self._num_resumed = 0
+        """Tokens sampled so far."""
+        self._num_prefilled = self._num_cached = self._num_recomputed = 0
         self._asleep = False
         self._interrupted = threading.Event()
 
@@ -107,14 +106,14 @@ class TransformersEngine:
 
     @property
     def usage(self) -> EngineUsage:
-        """What it does now and has done."""
+        """What the engine is doing and has done."""
         return EngineUsage(
             num_decoding=self._table.num_rows,
             num_waiting=len(self._waiting),
-            num_drawn=self.num_tokens,
+            num_generated=self.num_tokens,
             num_prefilled=self._num_prefilled,
-            num_reused=self._num_reused,
-            num_resumed=self._num_resumed,
+            num_cached=self._num_cached,
+            num_recomputed=self._num_recomputed,
         )
 
     @property
@@ -124,7 +123,7 @@ class TransformersEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that the key-value cache takes at present."""
+        """Memory that the key-value cache takes now."""
         return self._cache.num_bytes
 
     def submit(self, request: GenerationRequest) -> None:
@@ -134,7 +133,7 @@ class TransformersEngine:
             PoisonSample: The request can't be generated; the text says why, and nothing is queued.
         """
         taken = {sample.sample_id for sample in (*self._waiting, *self._table.samples)}
-        samples = admitted_samples(
+        samples = build_samples(
             request,
             first_order=self._num_submitted,
             taken=taken,
@@ -144,13 +143,13 @@ class TransformersEngine:
         self._num_submitted += len(samples)
         for sample in samples:
             if (reason := sample.finish_reason) is not None:
-                self._finished.append(sample.ended(reason))
+                self._finished.append(sample.to_generated(reason))
             else:
                 self._waiting.append(sample)
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
-        """Decode until a sample finished or the timeout, which the last step may overrun; at once
-        when nothing runs or the engine sleeps.
+        """Decode until a sample finishes or the timeout, which the last step may overrun; return at
+        once when nothing runs or the engine sleeps.
         """
         deadline = time.monotonic() + timeout_seconds
         while not self._finished and self.num_running and not self._asleep:
@@ -162,11 +161,13 @@ class TransformersEngine:
         return finished
 
     def interrupt(self) -> None:
-        """Let a poll that decodes return after the step at hand."""
+        """Make a decoding poll return after its current step."""
         self._interrupted.set()
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
-        """Take samples out, all of them without `sample_ids`, and give them back as they are."""
+        """Remove the named samples, or all of them without `sample_ids`, and return them as they
+        are.
+        """
         wanted = None if sample_ids is None else set(sample_ids)
         rows = [
             row
@@ -177,29 +178,29 @@ class TransformersEngine:
             sample for sample in self._waiting if wanted is None or sample.sample_id in wanted
         ]
         self._waiting = deque(sample for sample in self._waiting if sample not in waiting)
-        return [sample.ended(FinishReason.ABORT) for sample in (*self._leave(rows), *waiting)]
+        return [sample.to_generated(FinishReason.ABORT) for sample in (*self._remove_rows(rows), *waiting)]
 
-    def so_far(self, sample_ids: Collection[str]) -> list[GeneratedSample]:
-        """Give running samples as `abort` would; they go on. Those that wait or have ended are left
-        out.
+    def snapshot(self, sample_ids: Collection[str]) -> list[GeneratedSample]:
+        """Return running samples as `abort` would, without removing them; waiting and finished ones
+        are left out.
         """
         wanted = set(sample_ids)
         rows = (row for row, sample in enumerate(self._table.samples) if sample.sample_id in wanted)
-        return [self._table.so_far(row).ended(FinishReason.ABORT) for row in rows]
+        return [self._table.snapshot(row).to_generated(FinishReason.ABORT) for row in rows]
 
     @torch.inference_mode()
     def score(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Give the log-probability of each token but the first after those before it, in nats, of
-        text alone and without temperature.
+        """Return the log-probability of each token but the first, in nats, for text only and
+        without temperature.
         """
         return self._model.logprobs(self._tensor(tokens.astype(np.int64))).cpu().numpy()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give the weights that serve, by Hugging Face name; they change with the next version."""
+        """Return the loaded weights, by Hugging Face name; the next version overwrites them."""
         return self._model.tensors()
 
     def read_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Load a folder's weights beside those that serve; from any thread.
+        """Read a folder's weights without loading them into the model; from any thread.
 
         Raises:
             ConfigError: The folder is missing or holds no model of this kind.
@@ -209,7 +210,7 @@ class TransformersEngine:
     def load_weights(
         self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
     ) -> None:
-        """Go over to another policy version; on an error the old one keeps serving.
+        """Switch to another policy version; on an error the old one keeps serving.
 
         Raises:
             WeightsError: The weights don't fit the model; the text names the tensor.
@@ -217,24 +218,24 @@ class TransformersEngine:
         self._model.replace_weights(weights.tensors)
         self.policy_version = weights.policy_version
         if on_running == "swap":
-            self._table.mark(weights.policy_version)
+            self._table.mark_version(weights.policy_version)
         else:
             self._requeue_running()
         self.wake()
 
     def sleep(self) -> None:
-        """Give the device memory back; running samples wait, and their cache is computed again
-        after `wake`.
+        """Release the device memory; running samples wait, and their cache is recomputed after
+        `wake`.
         """
         self._requeue_running()
         self._cache.release()
-        self._model.rest()
+        self._model.offload()
         self._asleep = True
 
     def wake(self) -> None:
-        """Take the device memory again; does nothing when awake."""
+        """Move the model back to the device; does nothing when awake."""
         if self._asleep:
-            self._model.return_to_device()
+            self._model.reload()
             self._asleep = False
 
     def close(self) -> None:
@@ -244,39 +245,39 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """Let waiting samples join, then decode a token in every row."""
+        """Prefill waiting samples, then decode a token in every row."""
         if self._waiting and not self._table.num_rows:
             # so that one long sample does not set the cache's length for the rest of the run
             self._cache.release()
-        if self._is_time_to_join():
-            self._num_held_steps = 0
-            for sharers in self._joining():
+        if self._should_prefill():
+            self._num_waited_steps = 0
+            for sharers in self._take_prefills():
                 self._prefill(sharers)
         if self._table.num_rows:
             self._decode()
 
-    def _is_time_to_join(self) -> bool:
-        """Return whether waiting samples join now: a prefill of few costs hardly less than one of
-        many, so few wait some steps for more.
+    def _should_prefill(self) -> bool:
+        """Return whether to prefill waiting samples now: a prefill of few costs almost as much as
+        one of many, so a few samples wait some steps for more.
         """
-        self._num_held_steps += bool(self._waiting)
-        return len(self._waiting) >= self._table.num_rows or self._num_held_steps > MAX_HELD_STEPS
+        self._num_waited_steps += bool(self._waiting)
+        return len(self._waiting) >= self._table.num_rows or self._num_waited_steps > MAX_WAITED_STEPS
 
-    def _joining(self) -> Iterator[list[Sharers]]:
-        """Take waiting samples while there is room, oldest first, by prefill: equal sequences once,
-        equal padded lengths together.
+    def _take_prefills(self) -> Iterator[list[PrefixGroup]]:
+        """Take waiting samples while there is room, oldest first, and yield them by prefill: equal
+        sequences once, equal padded lengths together.
         """
         room = self._config.max_running_samples - self._table.num_rows
-        by_length: defaultdict[int, dict[tuple[bytes, ...], Sharers]] = defaultdict(dict)
+        by_length: defaultdict[int, dict[tuple[bytes, ...], PrefixGroup]] = defaultdict(dict)
         for _ in range(min(room, len(self._waiting))):
             sample = self._waiting.popleft()
             sequence = sample.sequence
             content = (
                 sequence.tobytes(),
-                sample.given.tobytes(),
+                sample.is_given.tobytes(),
                 *(piece.reference.digest for piece in sample.media),
             )
-            by_length[_rounded(len(sequence), self._prompt_block)].setdefault(content, []).append(
+            by_length[_round_up(len(sequence), self._prompt_block)].setdefault(content, []).append(
                 sample
             )
         for length, sharers in by_length.items():
@@ -290,18 +291,18 @@ class TransformersEngine:
             waiting = list(sharers.values())
             yield from (waiting[start : start + size] for start in range(0, len(waiting), size))
 
-    def _prefill(self, sharers: list[Sharers]) -> None:
-        """Compute the cache of sequences whose padded length is the same, and draw the next token
-        of every sample.
+    def _prefill(self, sharers: list[PrefixGroup]) -> None:
+        """Compute the cache of sequences of equal padded length, and sample the next token of every
+        sample.
         """
         arrays = [samples[0].sequence for samples in sharers]
         lengths = np.array([len(array) for array in arrays])
-        ids = np.zeros((len(arrays), _rounded(int(lengths.max()), self._prompt_block)), np.int64)
+        ids = np.zeros((len(arrays), _round_up(int(lengths.max()), self._prompt_block)), np.int64)
         for row, array in enumerate(arrays):
             ids[row, : len(array)] = array
         brings_media = any(samples[0].media for samples in sharers)
         sequences = (
-            [_media_sequence(samples[0], row * ids.shape[1]) for row, samples in enumerate(sharers)]
+            [_build_media_sequence(samples[0], row * ids.shape[1]) for row, samples in enumerate(sharers)]
             if brings_media
             else []
         )
@@ -311,13 +312,13 @@ class TransformersEngine:
         experts = self._model.routed_experts(num_rows=len(arrays))
         first = self._table.num_rows
         for row, samples in enumerate(sharers):
-            self._note_prefill(samples)
+            self._count_prefill(samples)
             for sample in samples:
-                if experts is not None:  # what an earlier attempt has told of a token stays
+                if experts is not None:  # keep what earlier attempts recorded
                     sample.experts = np.concatenate(
                         [sample.experts, experts[row, len(sample.experts) : lengths[row] - 1]]
                     )
-                self._table.join(sample, policy_version=self.policy_version)
+                self._table.add(sample, policy_version=self.policy_version)
         rows = slice(first, self._table.num_rows)
         sources = np.repeat(np.arange(len(sharers)), [len(samples) for samples in sharers])
         self._cache.fill(
@@ -332,19 +333,19 @@ class TransformersEngine:
             None if experts is None else experts[sources, lengths[sources] - 1],
         )
 
-    def _note_prefill(self, sharers: Sharers) -> None:
+    def _count_prefill(self, sharers: PrefixGroup) -> None:
         num_tokens = len(sharers[0].sequence)
         self._num_prefilled += num_tokens
-        self._num_reused += num_tokens * (len(sharers) - 1)
-        self._num_resumed += sum(len(sample.tokens) for sample in sharers)
+        self._num_cached += num_tokens * (len(sharers) - 1)
+        self._num_recomputed += sum(len(sample.tokens) for sample in sharers)
 
     def _decode(self) -> None:
         num_rows, table = self._table.num_rows, self._table
-        padded = max(self._rule.min_rows, _rounded(num_rows, self._row_block))
+        padded = max(self._rule.min_rows, _round_up(num_rows, self._row_block))
         table.next_tokens[num_rows:padded] = table.positions[
             num_rows:padded
         ] = table.position_shifts[num_rows:padded] = 0
-        num_tokens = _rounded(int(table.positions[:num_rows].max()) + 1, TOKEN_BLOCK)
+        num_tokens = _round_up(int(table.positions[:num_rows].max()) + 1, TOKEN_BLOCK)
         tokens, positions, shifts = (
             self._tensor(values[:padded])
             for values in (table.next_tokens, table.positions, table.position_shifts)
@@ -360,49 +361,49 @@ class TransformersEngine:
         )
 
     def _record(self, rows: slice, logits: Tensor, experts: np.ndarray | None) -> None:
-        """Draw a token for each of the rows, and hand out what ended.
+        """Sample a token for each of the rows, and return the samples that finish.
 
         Args:
-            rows: That were read.
+            rows: That were computed.
             logits: After the last token of each.
-            experts: Which that token went through.
+            experts: Of that token.
         """
-        seeds, counts, sampling = self._table.draws(rows)
-        tokens, logprobs = draw(logits, uniforms(seeds, counts), sampling=sampling)
+        seeds, counts, sampling = self._table.sampling_inputs(rows)
+        tokens, logprobs = sample_tokens(logits, uniforms(seeds, counts), sampling=sampling)
         self.num_tokens += len(tokens)
         num_top = self._table.num_top_tokens
         top = top_tokens(logits, num_tokens=num_top) if num_top else None
         ended = self._table.record(rows, tokens, logprobs, top_tokens=top, experts=experts)
         if broken := [row for row in ended.tolist() if not np.isfinite(logprobs[row - rows.start])]:
             self._cache.clear(broken)
-        for sample in self._leave(ended.tolist()):
+        for sample in self._remove_rows(ended.tolist()):
             if np.isfinite(sample.logprobs[-1]):
-                self._finished.append(sample.ended(sample.finish_reason or FinishReason.LENGTH))
+                self._finished.append(sample.to_generated(sample.finish_reason or FinishReason.LENGTH))
             else:
                 error = (
                     f"policy version {self.policy_version} gave no finite log-probability at "
                     f"token {len(sample.tokens)}; are its weights finite?"
                 )
-                self._finished.append(sample.ended(FinishReason.ERROR, error=error))
+                self._finished.append(sample.to_generated(FinishReason.ERROR, error=error))
 
-    def _leave(self, rows: Sequence[int]) -> list[Sample]:
-        samples, sources, targets = self._table.leave(rows)
+    def _remove_rows(self, rows: Sequence[int]) -> list[SampleState]:
+        samples, sources, targets = self._table.remove(rows)
         if sources:
             self._cache.move(sources, targets, num_tokens=int(self._table.positions[targets].max()))
         return samples
 
     def _requeue_running(self) -> None:
-        """Put running samples back before the waiting ones, in the order of their submission."""
-        running = self._leave(range(self._table.num_rows))
+        """Put running samples back in front of the waiting ones, in order of submission."""
+        running = self._remove_rows(range(self._table.num_rows))
         self._waiting.extendleft(sorted(running, key=lambda sample: sample.order, reverse=True))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._model.device)
 
 
-def _media_sequence(sample: Sample, first_cell: int) -> MediaSequence:
+def _build_media_sequence(sample: SampleState, first_cell: int) -> MediaSequence:
     tokens = sample.sequence
-    given = np.append(sample.given, np.zeros(len(sample.tokens), bool))
+    given = np.append(sample.is_given, np.zeros(len(sample.tokens), bool))
     return MediaSequence(
         f"sample {sample.sample_id}",
         tokens,
@@ -412,5 +413,5 @@ def _media_sequence(sample: Sample, first_cell: int) -> MediaSequence:
     )
 
 
-def _rounded(count: int, block: int) -> int:
+def _round_up(count: int, block: int) -> int:
     return -(-count // block) * block

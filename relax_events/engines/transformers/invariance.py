@@ -1,19 +1,17 @@
-"""How to compute rows side by side so that they disturb each other's rounding least: measured on
-the model and machine at hand.
+"""Measure on this model and machine how to pad a batch so that its rows change each other's
+rounding least.
 
-Matrix kernels may sum in another order for another number of rows, or for another place among them.
-The measurement runs the same
-probe row among others: on one CPU thread any multiple of eight rows mostly gives the same bits, or
-    any above a small number; in float32 on
-several threads not even a row's place is without effect; other devices may be anywhere between.
+Matrix kernels may sum in another order for another number of rows, or another row index. The
+measurement runs the same probe row among others: on one CPU thread any multiple of eight rows
+mostly gives the same bits, or any above a small number; in float32 on several threads even the row
+index matters; other devices may be anywhere between.
 
-A few probes are no proof: a kernel may round otherwise for numbers, lengths or places that were not
-    probed. And a sample that is read again
-(after an abort, in another engine, under new weights) is computed by other kernels than those that
-drew it, which the measurement does not look at. So only the cost of a step may rest on it: how many
-rows a step is padded to, and whether prompts are read together. No promise and no decision about
-data rests on it. Bits are equal where one computation is repeated: see `max_running_samples` of
-one.
+A few probes are no proof: a kernel may round differently for batch sizes, lengths or indices that
+were not probed. A sample that is prefilled again (after an abort, in another engine, under new
+weights) is computed by other kernels than those that sampled it, which the measurement ignores. So
+only the cost of a step depends on it: how many rows a step is padded to, and whether prompts are
+prefilled together. No guarantee and no decision about data depends on it. Bits are equal only if
+one computation is repeated: see `max_running_samples` of one.
 """
 
 from __future__ import annotations
@@ -31,36 +29,37 @@ from relax_events.engines.transformers.kv_cache import RowCache
 
 log = structlog.get_logger()
 PROBE_LENGTH = 16
-PROBE_SHOWN = (32, 48, 128, 1024)
-"""Lengths, padding included, that attention is shown."""
+PROBE_ATTENTION_LENGTHS = (32, 48, 128, 1024)
+"""Attention lengths to probe, padding included."""
 PROBE_PROMPTS = (2, 8, 40)
 PROBE_SEED = 20_260_101
 
 
 @dataclass(frozen=True, slots=True)
-class RowRule:
-    """How many rows to compute at a time."""
+class PaddingRule:
+    """How many rows to compute at once."""
 
     agrees: bool
-    """Whether the probe row came out the same at every length and place that was tried, with
-    `max_rows` rows."""
+    """Whether the probe row came out the same at every probed length and index, with `max_rows`
+    rows.
+    """
     min_rows: int
-    """Decoding steps are padded to at least as many rows: from there on their number made no
-    difference to the probe row."""
+    """Decoding steps are padded to at least this many rows: above it the number of rows did not
+    change the probe row.
+    """
     prefills_together: bool
-    """Whether several prompts are prefilled at a time."""
+    """Whether several prompts are prefilled at once."""
 
 
 @torch.inference_mode()
-def measure_invariance(model: CausalModel, *, max_rows: int) -> RowRule:
-    """Find out how rows are best computed; see the module's docstring for what may rest on the
-    answer.
+def measure_invariance(model: CausalModel, *, max_rows: int) -> PaddingRule:
+    """Measure how to pad batches; see the module's docstring for what may depend on the result.
 
     Args:
-        model: At its place of work, with the threads that it will have.
-        max_rows: Samples that run side by side, a multiple of the model's `row_block`.
+        model: On its device, with the threads that it will have.
+        max_rows: Samples that run at once, a multiple of the model's `row_block`.
     """
-    at_most = [_probe_rows(model, num_rows=max_rows, num_tokens=length) for length in PROBE_SHOWN]
+    at_most = [_probe_rows(model, num_rows=max_rows, num_tokens=length) for length in PROBE_ATTENTION_LENGTHS]
     expected = at_most[0][0]
 
     def is_same(rows: Sequence[Tensor]) -> bool:
@@ -76,11 +75,11 @@ def measure_invariance(model: CausalModel, *, max_rows: int) -> RowRule:
             lambda count: is_same(_probe_rows(model, num_rows=count)),
             _counts_below(max_rows, model.row_block),
         )
-        rule = RowRule(
+        rule = PaddingRule(
             agrees=True, min_rows=min(counts, default=max_rows), prefills_together=together
         )
     else:
-        rule = RowRule(agrees=False, min_rows=model.row_block, prefills_together=True)
+        rule = PaddingRule(agrees=False, min_rows=model.row_block, prefills_together=True)
     log.info(
         "batch_invariance.measured",
         **asdict(rule),
@@ -92,9 +91,7 @@ def measure_invariance(model: CausalModel, *, max_rows: int) -> RowRule:
 
 
 def _counts_below(max_rows: int, block: int) -> list[int]:
-    """Return the numbers of rows that are tried, largest first: halves, and one that is no power of
-    two.
-    """
+    """Return the numbers of rows to try, largest first: halves, and one that is no power of two."""
     halves = (max_rows >> shift for shift in range(1, max_rows.bit_length()))
     return sorted(
         {count // block * block for count in (*halves, 5 * block) if block <= count < max_rows},
@@ -103,15 +100,16 @@ def _counts_below(max_rows: int, block: int) -> list[int]:
 
 
 def _probe_rows(
-    model: CausalModel, *, num_rows: int, num_prompts: int = 1, num_tokens: int = PROBE_SHOWN[0]
+    model: CausalModel, *, num_rows: int, num_prompts: int = 1, num_tokens: int = PROBE_ATTENTION_LENGTHS[0]
 ) -> list[Tensor]:
-    """Prefill and decode the probe among other rows; give the logits after both, at several places.
+    """Prefill and decode the probe among other rows; return the logits after both, at several row
+    indices.
 
     Args:
-        model: Computes.
+        model: The model to probe.
         num_rows: Of the decoding step.
         num_prompts: Of the prefill.
-        num_tokens: That attention is shown.
+        num_tokens: Attention length.
     """
     generator = torch.Generator().manual_seed(PROBE_SEED + num_rows)
     tokens = torch.randint(model.vocab_size, (num_prompts, PROBE_LENGTH), generator=generator)

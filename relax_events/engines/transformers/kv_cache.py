@@ -1,13 +1,11 @@
-"""What attention keeps of running samples: one row a sample, left-aligned, grown by need.
+"""The key-value cache of running samples: one row per sample, left-aligned, grown as needed.
 
-Of layers with full attention it holds keys and values of every token, of those with linear
-attention a state that each token changes.
+For layers with full attention it holds keys and values of every token, for those with linear
+attention a state that each token updates.
 
-Rows lie dense from 0 on, so a decoding step reads one slice and no gather. Storage is `rows x
-tokens`, each doubled when
-it overflows up to the configured bounds: it follows the longest running sample, not
-    `max_context_tokens`, and starts
-small again whenever no row is in use.
+Rows are dense from 0 on, so a decoding step reads one slice without a gather. Storage is `rows x
+tokens`; each dimension doubles when it overflows, up to the configured bounds. So it follows the
+longest running sample, not `max_context_tokens`, and starts small again when no row is in use.
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ TOKEN_BLOCK = 64
 
 
 @dataclass(slots=True)
-class Stored:
-    """Two tensors of a layer, a row for each sample: keys and values, or where `is_state` what
-    convolution and recurrence have come to.
+class LayerState:
+    """Two tensors of a layer, one row per sample: keys and values, or if `is_state` the states of
+    convolution and recurrence.
     """
 
     tensors: tuple[Tensor, Tensor]
     is_state: bool
 
     def first_tokens(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the tensors' first tokens; a state is whole."""
+        """Return the tensors' first tokens; a state is returned whole."""
         if self.is_state:
             return self.tensors
         keys, values = self.tensors
@@ -44,9 +42,9 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShown:
-    """A layer as transformers' linear attention looks for its state while it decodes; nothing where
-    attention is full.
+class DecodingLayer:
+    """A layer's state as transformers' linear attention reads it while decoding; empty for full
+    attention.
     """
 
     conv_states: tuple[Tensor, ...] = ()
@@ -55,19 +53,19 @@ class LayerShown:
 
 
 class RowCache(Cache):
-    """Keys and values, or states, of every layer, as transformers' attention asks for them."""
+    """Keys and values, or states, of every layer, behind transformers' `Cache` interface."""
 
     def __init__(self, *, max_rows: int, max_tokens: int) -> None:
         super().__init__(layers=[])
         self._max_rows, self._max_tokens = max_rows, max_tokens
-        self._layers: list[Stored] = []
+        self._layers: list[LayerState] = []
         self._rows: Tensor = torch.empty(0, dtype=torch.long)
         self._positions: Tensor = self._rows
         self._num_tokens = 0
 
     @property
     def num_bytes(self) -> int:
-        """Storage taken at present."""
+        """Storage in use."""
         return sum(tensor.nbytes for layer in self._layers for tensor in layer.tensors)
 
     def fill(
@@ -77,14 +75,12 @@ class RowCache(Cache):
         prompt.
 
         Args:
-            rows: Where to.
-            prompts: What the prefill left.
-            sources: Row in `prompts` for each of `rows`.
-            num_tokens: The longest prompt; what lies behind a shorter one's end is masked until it
-                is overwritten.
+            rows: Targets. prompts: The cache of the prefill. sources: Row in `prompts` for each of
+                `rows`. num_tokens: The longest prompt; what follows a shorter one is masked until
+                it is overwritten.
         """
         self._reserve(prompts, num_rows=max(rows) + 1, num_tokens=num_tokens)
-        for mine, theirs in zip(self._layers, _stored(prompts), strict=True):
+        for mine, theirs in zip(self._layers, _layer_states(prompts), strict=True):
             for stored, prompt in zip(
                 mine.first_tokens(num_tokens), theirs.first_tokens(num_tokens), strict=True
             ):
@@ -93,24 +89,24 @@ class RowCache(Cache):
                 )
                 stored[target] = prompt[source]
 
-    def open_step(self, positions: Int[Tensor, " rows"], *, num_tokens: int) -> None:
+    def begin_step(self, positions: Int[Tensor, " rows"], *, num_tokens: int) -> None:
         """Prepare a decoding step: the next `update` of each layer writes one token to each of the
         first rows.
 
         Args:
-            positions: Where each row's token goes.
-            num_tokens: How many tokens attention is shown; more than every position.
+            positions: Index of each row's token. num_tokens: Attention length; more than every
+                position.
         """
         self._grow(num_rows=len(positions), num_tokens=num_tokens)
         self._rows = torch.arange(len(positions), device=positions.device)
         self._positions, self._num_tokens = positions, num_tokens
         if any(layer.is_state for layer in self._layers):
-            self.layers = [self._shown(layer) for layer in self._layers]
+            self.layers = [self._decoding_layer(layer) for layer in self._layers]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the step's tokens and show attention the rows so far."""
+        """Write the step's tokens and return the rows so far for attention."""
         keys, values = self._layers[layer_idx].tensors
         keys[self._rows, :, self._positions] = key_states[:, :, 0]
         values[self._rows, :, self._positions] = value_states[:, :, 0]
@@ -120,33 +116,32 @@ class RowCache(Cache):
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """Tell linear attention that rows go on: they were prefilled."""
+        """Return True: linear attention continues from prefilled rows."""
         return True
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Tensor:
-        """Keep the states behind the step's tokens. That of the convolution was written in
-        place.
+        """Store the states after the step's tokens; the convolution's state was written in place.
         """
         shown: Any = self.layers[layer_idx]
         kept: Tensor = shown.recurrent_states[0].copy_(recurrent_states)
         return kept
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Give 0: rows differ in length, and their positions travel with the step."""
+        """Return 0: rows differ in length, and positions are passed with each step."""
         return 0
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int], *, num_tokens: int) -> None:
-        """Copy rows onto others that were left."""
+        """Copy rows onto others that are free."""
         for layer in self._layers:
             for stored in layer.first_tokens(num_tokens):
                 stored[list(targets)] = stored[list(sources)]
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Zero rows that may hold NaN, which no mask hides from the next tenant: zero times NaN is
-        NaN.
+        """Zero rows that may hold NaN, which no mask hides from the row's next sample: zero times
+        NaN is NaN.
         """
         for layer in self._layers:
             for stored in layer.tensors:
@@ -156,16 +151,16 @@ class RowCache(Cache):
         """Free the storage."""
         self._layers.clear()
 
-    def _shown(self, layer: Stored) -> Any:
+    def _decoding_layer(self, layer: LayerState) -> Any:
         convolution, recurrence = (tensor[: len(self._rows)] for tensor in layer.tensors)
-        return LayerShown((convolution,), (recurrence,)) if layer.is_state else LayerShown()
+        return DecodingLayer((convolution,), (recurrence,)) if layer.is_state else DecodingLayer()
 
     def _reserve(self, prompts: DynamicCache, *, num_rows: int, num_tokens: int) -> None:
         if not self._layers:
-            for theirs in _stored(prompts):
+            for theirs in _layer_states(prompts):
                 first, second = theirs.first_tokens(0)
                 self._layers.append(
-                    Stored((first[:0].contiguous(), second[:0].contiguous()), theirs.is_state)
+                    LayerState((first[:0].contiguous(), second[:0].contiguous()), theirs.is_state)
                 )
         self._grow(num_rows=num_rows, num_tokens=num_tokens)
 
@@ -186,26 +181,26 @@ class RowCache(Cache):
             else min(blocks * TOKEN_BLOCK, self._max_tokens)
         )
         if (rows, tokens) != (have_rows, have_tokens):
-            for layer in self._layers:  # one at a time: the old storage goes as the new comes
+            for layer in self._layers:  # one at a time: the old storage is freed as the new is allocated
                 first, second = layer.tensors
                 length = None if layer.is_state else tokens
-                layer.tensors = _enlarged(first, rows, length), _enlarged(second, rows, length)
+                layer.tensors = _enlarge(first, rows, length), _enlarge(second, rows, length)
 
 
-def _stored(prompts: DynamicCache) -> list[Stored]:
+def _layer_states(prompts: DynamicCache) -> list[LayerState]:
     layers: list[Any] = prompts.layers
     return [
-        Stored((layer.conv_states[0], layer.recurrent_states[0]), is_state=True)
+        LayerState((layer.conv_states[0], layer.recurrent_states[0]), is_state=True)
         if hasattr(layer, "recurrent_states")
-        else Stored((layer.keys, layer.values), is_state=False)
+        else LayerState((layer.keys, layer.values), is_state=False)
         for layer in layers
     ]
 
 
-def _enlarged(
+def _enlarge(
     stored: Float[Tensor, "rows heads *_"], rows: int, tokens: int | None
 ) -> Float[Tensor, "_ _ *_"]:
-    # Zeros, not what the memory held: that might be NaN, see `clear`.
+    # Zeros, not uninitialised memory: that might be NaN, see `clear`.
     larger = (
         stored.new_zeros(rows, *stored.shape[1:])
         if tokens is None

@@ -21,8 +21,9 @@ NO_TOKEN = -1
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
-    """A sample on its way: waiting with what it has so far, or running in a row that holds more."""
+class SampleState:
+    """A sample in an engine: waiting with its tokens so far, or running in a row that holds more.
+    """
 
     order: int
     sample_id: str
@@ -35,20 +36,21 @@ class Sample:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     segments: tuple[VersionSegment, ...]
-    given: NDArray[np.bool_]
-    """Which of the prompt's tokens the policy did not choose."""
+    is_given: NDArray[np.bool_]
+    """Which of the prompt's tokens the policy did not sample."""
     top_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    """The most probable ids at each of the tokens, where some are wanted."""
+    """The most probable ids at each of the tokens, if requested."""
     experts: NDArray[np.generic] = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
-    """Which experts the first tokens of the sequence went through, where that is recorded: [tokens,
-    layers, top_k]."""
+    """Experts of the first tokens of the sequence, if recorded: [tokens, layers, top_k]."""
     media: tuple[ProcessedMedia, ...] = ()
     position_shift: int = 0
-    """How far rotary positions behind the prompt are from places: a picture takes fewer positions
-    than tokens."""
-    marks: list[tuple[int, int, bool]] = field(default_factory=list)
-    """While running: count of tokens at which a policy version took over, the version, whether the
-    cache is older."""
+    """Rotary position minus token index after the prompt: an image takes fewer positions than
+    tokens.
+    """
+    version_marks: list[tuple[int, int, bool]] = field(default_factory=list)
+    """While running: token count from which a policy version applies, the version, and whether the
+    cache is older.
+    """
 
     @property
     def sequence(self) -> NDArray[np.int32]:
@@ -57,13 +59,13 @@ class Sample:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why nothing is left to generate, or None."""
+        """Why the sample is finished, or None."""
         if len(self.tokens) and int(self.tokens[-1]) in self.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.max_new_tokens else None
 
-    def ended(self, reason: FinishReason, *, error: str = "") -> GeneratedSample:
-        """Hand the sample out."""
+    def to_generated(self, reason: FinishReason, *, error: str = "") -> GeneratedSample:
+        """Return the sample as a result."""
         return GeneratedSample(
             sample_id=self.sample_id,
             prompt_group_id=self.prompt_group_id,
@@ -83,13 +85,13 @@ class RowTable:
     def __init__(
         self, *, max_rows: int, max_tokens: int, experts: ExpertShape | None = None
     ) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[SampleState] = []
         self.next_tokens = np.zeros(max_rows, np.int64)
         """The newest token of each row, which the next step reads."""
         self.positions = np.zeros(max_rows, np.int64)
-        """Its place: the number of tokens in the row's cache."""
+        """Its index: the number of tokens in the row's cache."""
         self.position_shifts = np.zeros(max_rows, np.int64)
-        """How far its rotary position is from its place."""
+        """Its rotary position minus its index."""
         self._seeds = np.zeros(max_rows, np.uint64)
         self._counts = np.zeros(max_rows, np.int64)
         self._limits = np.zeros(max_rows, np.int64)
@@ -102,7 +104,7 @@ class RowTable:
         self._top_tokens = np.zeros((max_rows, max_tokens, 0), np.int32)
         none = np.zeros((0, 0, 0), np.uint8) if experts is None else experts.nothing()
         self._experts = np.zeros((max_rows, max_tokens, *none.shape[1:]), none.dtype)
-        """Of the token that was read when the one at this place was drawn."""
+        """Experts of the token that was computed when the token at this index was sampled."""
 
     @property
     def num_rows(self) -> int:
@@ -111,20 +113,20 @@ class RowTable:
 
     @property
     def num_top_tokens(self) -> int:
-        """How many most probable tokens each row records: the most that any sample has asked
-        for.
+        """How many most probable tokens each row records: the largest number requested by any
+        sample.
         """
         return self._top_tokens.shape[2]
 
-    def draws(self, rows: slice) -> tuple[NDArray[np.uint64], NDArray[np.int64], RowSampling]:
-        """Give seeds, places in the completion and sampling of rows."""
+    def sampling_inputs(self, rows: slice) -> tuple[NDArray[np.uint64], NDArray[np.int64], RowSampling]:
+        """Return seeds, indices in the completion and sampling parameters of rows."""
         return (
             self._seeds[rows],
             self._counts[rows],
             RowSampling(self._temperatures[rows], self._top_ps[rows], self._top_ks[rows]),
         )
 
-    def join(self, sample: Sample, *, policy_version: int) -> None:
+    def add(self, sample: SampleState, *, policy_version: int) -> None:
         """Put a sample into the next free row; its first token has yet to be recorded."""
         row, count = self.num_rows, len(sample.tokens)
         self._widen_stops(len(sample.stop_token_ids))
@@ -146,7 +148,7 @@ class RowTable:
             sample.sampling.top_k,
         )
         self._tokens[row, :count], self._logprobs[row, :count] = sample.tokens, sample.logprobs
-        sample.marks = [(count, policy_version, False)]
+        sample.version_marks = [(count, policy_version, False)]
         self.samples.append(sample)
 
     def record(
@@ -158,14 +160,14 @@ class RowTable:
         top_tokens: NDArray[np.int32] | None = None,
         experts: NDArray[np.generic] | None = None,
     ) -> NDArray[np.int64]:
-        """Append a token to each of the rows; give the rows that ended by it, ascending.
+        """Append a token to each of the rows; return the rows that finished, ascending.
 
         Args:
             rows: That were decoded.
-            tokens: Drawn in each.
+            tokens: Sampled in each.
             logprobs: Of these.
             top_tokens: The `num_top_tokens` most probable ones.
-            experts: Which the token went through that each row read.
+            experts: Of the input token of each row.
         """
         index, counts = np.arange(rows.start, rows.stop), self._counts[rows]
         self._tokens[index, counts], self._logprobs[index, counts] = tokens, logprobs
@@ -182,19 +184,19 @@ class RowTable:
         ]
         return ended
 
-    def mark(self, policy_version: int) -> None:
-        """Note that tokens from here on come from another version, over a cache of earlier ones."""
+    def mark_version(self, policy_version: int) -> None:
+        """Mark that tokens from here on come from another version, with a cache of earlier ones."""
         for sample, count in zip(self.samples, self._counts[: self.num_rows], strict=True):
-            sample.marks.append((int(count), policy_version, True))
+            sample.version_marks.append((int(count), policy_version, True))
 
-    def leave(self, rows: Sequence[int]) -> tuple[list[Sample], list[int], list[int]]:
-        """Take samples out of rows and close the gaps.
+    def remove(self, rows: Sequence[int]) -> tuple[list[SampleState], list[int], list[int]]:
+        """Remove samples from rows and close the gaps.
 
         Returns:
-            The samples with all their tokens, and the moves that the cache has to follow: sources
-            and targets.
+            The samples with all their tokens, and the moves to repeat in the cache: sources and
+            targets.
         """
-        left = [self.so_far(row) for row in rows]
+        left = [self.snapshot(row) for row in rows]
         kept = self.num_rows - len(rows)
         gone = set(rows)
         targets = sorted(row for row in gone if row < kept)
@@ -206,17 +208,17 @@ class RowTable:
         del self.samples[kept:]
         return left, sources, targets
 
-    def so_far(self, row: int) -> Sample:
-        """Give a copy of the sample in a row, with all its tokens; the row goes on."""
+    def snapshot(self, row: int) -> SampleState:
+        """Return a copy of the sample in a row, with all its tokens; the row continues."""
         sample, count = self.samples[row], int(self._counts[row])
         return replace(
             sample,
             tokens=self._tokens[row, :count].copy(),
             logprobs=self._logprobs[row, :count].copy(),
             top_tokens=self._top_tokens[row, :count, : sample.top_tokens.shape[1]].copy(),
-            segments=joined_segments(sample.segments, _runs(sample.marks, count)),
+            segments=merge_segments(sample.segments, _segments_between(sample.version_marks, count)),
             experts=np.concatenate(
-                [sample.experts, self._experts[row, sample.marks[0][0] : count]]
+                [sample.experts, self._experts[row, sample.version_marks[0][0] : count]]
             ),
         )
 
@@ -251,10 +253,10 @@ class RowTable:
             self._top_tokens = wider
 
 
-def joined_segments(
+def merge_segments(
     segments: tuple[VersionSegment, ...], more: Iterable[VersionSegment]
 ) -> tuple[VersionSegment, ...]:
-    """Append further runs of tokens; neighbours of one kind become one, empty ones vanish."""
+    """Append runs of tokens; merge equal neighbours, drop empty ones."""
     joined = list(segments)
     for run in more:
         last = joined[-1] if joined else None
@@ -267,8 +269,8 @@ def joined_segments(
     return tuple(joined)
 
 
-def _runs(marks: list[tuple[int, int, bool]], count: int) -> Iterator[VersionSegment]:
-    """Give what was generated between marks."""
+def _segments_between(marks: list[tuple[int, int, bool]], count: int) -> Iterator[VersionSegment]:
+    """Yield the segments generated between marks."""
     ends = [start for start, _, _ in marks[1:]] + [count]
     return (
         VersionSegment(version, end - start, kept_cache)

@@ -1,10 +1,9 @@
-"""Drawing tokens: many rows at once, each with a random stream of its own.
+"""Sample tokens for many rows at once, each with a random stream of its own.
 
-The draw depends on the row's logits, its seed and the token's place in the completion, and on
-nothing that other rows
-do: the random number is a hash of the two (a counter-based generator), and the token is its inverse
-    in the cumulative
-distribution. So a sample is the same whatever runs beside it, and goes on as before after an abort.
+A token depends on the row's logits, its seed and the token's index in the completion, and not on
+other rows: the random number is a hash of seed and index (a counter-based generator), and the token
+is its inverse in the cumulative distribution. So a sample is the same whatever runs alongside, and
+continues unchanged after an abort.
 """
 
 from __future__ import annotations
@@ -18,22 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_ELEMENTS = 2**24
-"""Logits that are drawn from at a time: float64 copies of more rows than that would outgrow the
-logits themselves."""
+"""Logits processed at once: float64 copies of more rows would outgrow the logits themselves."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How to draw in each row; arrays of one length."""
+    """Sampling parameters of each row; arrays of one length."""
 
     temperatures: NDArray[np.float32]
     top_ps: NDArray[np.float32]
     top_ks: NDArray[np.int64]
 
     def __getitem__(self, rows: slice) -> RowSampling:
-        """Give the sampling of some of the rows."""
+        """Return the parameters of some of the rows."""
         return RowSampling(self.temperatures[rows], self.top_ps[rows], self.top_ks[rows])
 
     @property
@@ -43,7 +41,7 @@ class RowSampling:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Give a number in [0, 1) for each pair of seed and position, as SplitMix64 mixes them.
+    """Return a number in [0, 1) for each pair of seed and position, mixed as in SplitMix64.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014); the
     mixer is Stafford's variant 13.
@@ -59,15 +57,15 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def draw(
+def sample_tokens(
     logits: Float[Tensor, "rows vocabulary"], numbers: NDArray[np.float64], *, sampling: RowSampling
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Draw a token for each row.
+    """Sample a token for each row.
 
-    A row whose logits are not finite gets a log-probability of NaN, and some token.
+    A row whose logits are not finite gets a log-probability of NaN, and an arbitrary token.
 
     Args:
-        logits: As the model gives them.
+        logits: Output of the model.
         numbers: Uniform in [0, 1), one for each row.
         sampling: Temperature, top-p and top-k of each row.
     Returns:
@@ -76,13 +74,13 @@ def draw(
     """
     size = max(1, MAX_ELEMENTS // logits.shape[-1])
     parts = [slice(start, start + size) for start in range(0, len(logits), size)]
-    drawn = [_draw_part(logits[part], numbers[part], sampling[part]) for part in parts]
+    drawn = [_sample_part(logits[part], numbers[part], sampling[part]) for part in parts]
     return np.concatenate([tokens for tokens, _ in drawn]), np.concatenate(
         [logprobs for _, logprobs in drawn]
     )
 
 
-def _draw_part(
+def _sample_part(
     logits: Float[Tensor, "rows vocabulary"], numbers: NDArray[np.float64], sampling: RowSampling
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     device = logits.device
@@ -101,11 +99,11 @@ def _draw_part(
 
 
 def top_tokens(logits: Float[Tensor, "rows vocabulary"], *, num_tokens: int) -> NDArray[np.int32]:
-    """Give each row's most probable tokens, most probable first: neither temperature nor top-k and
-    top-p change which they are.
+    """Return each row's most probable tokens, most probable first, before temperature, top-k and
+    top-p.
 
     Args:
-        logits: As the model gives them.
+        logits: Output of the model.
         num_tokens: Of each row.
     """
     found: NDArray[np.int32] = logits.topk(num_tokens, dim=-1).indices.int().cpu().numpy()
@@ -115,8 +113,8 @@ def top_tokens(logits: Float[Tensor, "rows vocabulary"], *, num_tokens: int) -> 
 def _restrict(
     weights: Float[Tensor, "rows vocabulary"], sampling: RowSampling
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Zero what top-k leaves out, and of the rest what top-p leaves out; of equal weights the lower
-    token id goes first.
+    """Zero what top-k removes, then what top-p removes; of equal weights the lower token id comes
+    first.
     """
     vocabulary = weights.shape[-1]
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)

@@ -10,7 +10,7 @@ from relax_events.errors import ConfigError, CorruptRecord
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupIssued
 from relax_events.history.lineage.reader import DataRow, data_rows, issued_groups
-from relax_events.history.run_log import Found, RunLog
+from relax_events.history.run_log import DecodedRecord, RunLog
 from relax_events.history.samples.filter import SampleFilter
 from relax_events.history.samples.reader import history_lines
 from relax_events.history.samples.view import OPEN, SampleLine
@@ -85,11 +85,11 @@ def _use_of_group(log: RunLog, prompt_group_id: str) -> list[PromptUse]:
 
 def _use(
     log: RunLog,
-    found: Found[PromptGroupIssued],
+    found: DecodedRecord[PromptGroupIssued],
     row: DataRow,
     samples: list[SampleLine] | None = None,
 ) -> PromptUse:
-    issued, end = found.event, log.ends.get(found.event.prompt_group_id)
+    issued, end = found.event, log.outcomes.get(found.event.prompt_group_id)
     ended = end.event if end else None
     return PromptUse(
         prompt_group_id=issued.prompt_group_id,
@@ -98,12 +98,12 @@ def _use(
         issued_for_step=issued.train_step,
         attempt=issued.attempt,
         issued_at=issued.issued_at,
-        issued_place=found.place,
+        issued_place=found.position,
         prompt="\n".join(message.text for message in issued.messages),
         outcome=ended.outcome.value if ended else OPEN,
         reason=ended.reason if ended else "",
         ended_at=ended.ended_at if ended else None,
-        ended_place=end.place if end else "",
+        ended_place=end.position if end else "",
         train_step=ended.trainer_version if ended and ended.outcome is Outcome.TRAINED else None,
         mean_reward=ended.mean_reward if ended else None,
         samples=samples or [],

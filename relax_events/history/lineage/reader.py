@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from relax_events.config import RunConfig
-from relax_events.data.sources import is_generated, named_parts, open_source
+from relax_events.data.sources import is_generated, named_sources, open_source
 from relax_events.data.stream import PromptOrder
 from relax_events.errors import ConfigError
 from relax_events.events.types import (
@@ -22,12 +22,12 @@ from relax_events.events.types import (
     SampleScored,
     TrainStepCommitted,
 )
-from relax_events.history.run_log import Found, RunLog
+from relax_events.history.run_log import DecodedRecord, RunLog
 from relax_events.history.samples.detail import read_generations
 from relax_events.history.samples.reader import events_of
 from relax_events.history.samples.view import SampleView
-from relax_events.topics import shard_of
-from relax_events.topics.plan import EVALUATOR_TOPICS
+from relax_events.topics import compute_shard
+from relax_events.topics.plan import LOGPROB_TOPICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ def data_rows(config: RunConfig, *, required: bool = False) -> DataRow:
     try:
         # of generated ones without the package that makes them, which takes seconds to import
         num_rows = [
-            part.size
+            part.num_problems
             if is_generated(part)
-            else open_source(part, seed=config.run.seed, section=section).rows
-            for section, part in named_parts(config.data)
+            else open_source(part, seed=config.run.seed, section=section).num_rows
+            for section, part in named_sources(config.data)
         ]
     except ConfigError:
         if required:
@@ -89,23 +89,23 @@ def data_rows(config: RunConfig, *, required: bool = False) -> DataRow:
     return lambda row: order.data_row(row) if row >= 0 else None
 
 
-def issued_groups(log: RunLog, prompt_group_id: str = "") -> Iterator[Found[PromptGroupIssued]]:
+def issued_groups(log: RunLog, prompt_group_id: str = "") -> Iterator[DecodedRecord[PromptGroupIssued]]:
     """Give the prompt groups that were issued, or all issues of one; for one only its partition is
     read.
     """
     count = log.plan.queue_partitions
-    partitions = [shard_of(prompt_group_id, shards=count)] if prompt_group_id else range(count)
-    for found in log.found(log.whole("prompt.groups", partitions), PromptGroupIssued):
+    partitions = [compute_shard(prompt_group_id, shards=count)] if prompt_group_id else range(count)
+    for found in log.read(log.full_ranges("prompt.groups", partitions), PromptGroupIssued):
         if prompt_group_id in ("", found.event.prompt_group_id):
             yield found
 
 
-def find_step(log: RunLog, train_step: int) -> Found[TrainStepCommitted] | None:
+def find_step(log: RunLog, train_step: int) -> DecodedRecord[TrainStepCommitted] | None:
     """Return the record of a train step."""
     return next(
         (
             found
-            for found in log.control("control.train-steps", TrainStepCommitted)
+            for found in log.read_control("control.train-steps", TrainStepCommitted)
             if found.event.train_step == train_step
         ),
         None,
@@ -139,20 +139,20 @@ def _worked_on(log: RunLog, view: SampleView) -> Iterator[Stage]:
     scored = next(events_of(log, sample, "reward.scores", SampleScored), None)
     if scored is not None:
         yield scored_stage(scored)
-    for entity in EVALUATOR_TOPICS.values():
+    for entity in LOGPROB_TOPICS.values():
         evaluated = next(events_of(log, sample, entity, SampleEvaluated), None)
         if evaluated is not None:
             facts = {
                 "evaluator": evaluated.event.evaluator,
                 "policy_version": evaluated.event.evaluator_version,
             }
-            yield Stage("evaluated", evaluated.event.evaluated_at, evaluated.place, facts)
+            yield Stage("evaluated", evaluated.event.evaluated_at, evaluated.position, facts)
     ready = next(events_of(log, sample, "advantage.samples", SampleReady), None)
     if ready is not None:
         yield Stage(
             "ready",
             ready.event.ready_at,
-            ready.place,
+            ready.position,
             {"reward": ready.event.reward, "advantage": advantage_of(ready.event)},
         )
 
@@ -167,13 +167,13 @@ def _ending(log: RunLog, view: SampleView) -> Iterator[Stage]:
                 "policy_version": published.event.policy_version,
                 "artifact": published.event.artifact.uri,
             }
-            yield Stage("published", published.event.published_at, published.place, facts)
-    ended = log.ends.get(view.sample.prompt_group_id)
+            yield Stage("published", published.event.published_at, published.position, facts)
+    ended = log.outcomes.get(view.sample.prompt_group_id)
     if ended is not None:
         yield ended_stage(ended)
 
 
-def issued_stage(found: Found[PromptGroupIssued] | None, row: DataRow) -> Stage | None:
+def issued_stage(found: DecodedRecord[PromptGroupIssued] | None, row: DataRow) -> Stage | None:
     """Say which prompt it was and for which step it was issued."""
     if found is None:
         return None
@@ -187,7 +187,7 @@ def issued_stage(found: Found[PromptGroupIssued] | None, row: DataRow) -> Stage 
     return Stage(
         "issued",
         event.issued_at,
-        found.place,
+        found.position,
         facts | {"required_policy_version": event.required_policy_version},
     )
 
@@ -205,7 +205,7 @@ def rolled_out_stage(view: SampleView) -> Stage:
     return Stage("rolled_out", sample.rolled_out_at, view.place, facts)
 
 
-def scored_stage(found: Found[SampleScored]) -> Stage:
+def scored_stage(found: DecodedRecord[SampleScored]) -> Stage:
     """Say what which version of the reward function gave."""
     event = found.event
     facts = {
@@ -214,10 +214,10 @@ def scored_stage(found: Found[SampleScored]) -> Stage:
         "reward_digest": event.reward_digest,
         "error": event.error,
     }
-    return Stage("scored", event.scored_at, found.place, facts)
+    return Stage("scored", event.scored_at, found.position, facts)
 
 
-def trained_stage(found: Found[TrainStepCommitted], sample_id: str, staleness: int) -> Stage:
+def trained_stage(found: DecodedRecord[TrainStepCommitted], sample_id: str, staleness: int) -> Stage:
     """Say where in which step it was trained."""
     step = found.event
     facts: dict[str, Any] = {"train_step": step.train_step, "staleness": staleness}
@@ -227,10 +227,10 @@ def trained_stage(found: Found[TrainStepCommitted], sample_id: str, staleness: i
             "rank": int(np.asarray(step.ranks)[index]),
             "micro_batch": int(np.asarray(step.micro_batches)[index]),
         }
-    return Stage("trained", step.committed_at, found.place, facts)
+    return Stage("trained", step.committed_at, found.position, facts)
 
 
-def ended_stage(found: Found[PromptGroupEnded]) -> Stage:
+def ended_stage(found: DecodedRecord[PromptGroupEnded]) -> Stage:
     """Say how its prompt group ended."""
     event = found.event
     facts = {
@@ -239,7 +239,7 @@ def ended_stage(found: Found[PromptGroupEnded]) -> Stage:
         "mean_reward": event.mean_reward,
         "trainer_version": event.trainer_version,
     }
-    return Stage("ended", event.ended_at, found.place, facts)
+    return Stage("ended", event.ended_at, found.position, facts)
 
 
 def advantage_of(ready: SampleReady) -> float | None:

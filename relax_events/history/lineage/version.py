@@ -13,7 +13,7 @@ from relax_events.errors import ConfigError
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import SampleReady, SampleScored, TrainStepCommitted
 from relax_events.history.lineage.reader import advantage_of, data_rows, find_step
-from relax_events.history.run_log import Found, RunLog
+from relax_events.history.run_log import DecodedRecord, RunLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
     origin = (
         policy_version,
         published.event.published_at,
-        published.place,
+        published.position,
         published.event.artifact.uri,
     )
     step = find_step(log, policy_version - 1)
@@ -91,7 +91,7 @@ def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
         weights_digest=step.event.weights_digest.hex(),
         train_step=step.event.train_step,
         committed_at=step.event.committed_at,
-        step_place=step.place,
+        step_place=step.position,
         staleness_counts=list(step.event.staleness_counts),
         prompt_group_ids=list(step.event.prompt_group_ids),
         rewards=reward_uses(samples),
@@ -103,23 +103,23 @@ def _trained_samples(log: RunLog, step: TrainStepCommitted) -> list[TrainedSampl
     places = zip(
         np.asarray(step.partitions).tolist(), np.asarray(step.offsets).tolist(), strict=True
     )
-    found = log.exactly("advantage.samples", places, SampleReady)
+    found = log.read_at("advantage.samples", places, SampleReady)
     scores, row = _scores_of(log, found), data_rows(log.config)
     return [
-        _trained(item, scores.get(trajectory_of(item.event)), row(item.event.row)) for item in found
+        _trained(item, scores.get(trajectory_of(item.event)), row(item.event.key.row)) for item in found
     ]
 
 
 def _scores_of(
-    log: RunLog, samples: Sequence[Found[SampleReady]]
+    log: RunLog, samples: Sequence[DecodedRecord[SampleReady]]
 ) -> dict[TrajectoryKey, SampleScored]:
     """Return the scores of these samples; only those of their versions are read."""
     wanted = {trajectory_of(found.event) for found in samples}
     versions = [version for _, version, _ in wanted]
     scores: dict[TrajectoryKey, SampleScored] = {}
     if wanted:
-        for found in log.found(
-            log.spans("reward.scores", range(min(versions), max(versions) + 1)), SampleScored
+        for found in log.read(
+            log.offset_ranges("reward.scores", range(min(versions), max(versions) + 1)), SampleScored
         ):
             key = trajectory_of(found.event)
             if key in wanted:
@@ -128,20 +128,20 @@ def _scores_of(
 
 
 def _trained(
-    found: Found[SampleReady], score: SampleScored | None, data_row: int | None
+    found: DecodedRecord[SampleReady], score: SampleScored | None, data_row: int | None
 ) -> TrainedSample:
     event = found.event
     return TrainedSample(
         sample_id=event.sample_id,
         prompt_group_id=event.prompt_group_id,
         policy_version=event.policy_version,
-        row=event.row,
+        row=event.key.row,
         data_row=data_row,
         reward=event.reward,
         advantage=advantage_of(event),
         reward_name=score.reward_name if score else "",
         reward_digest=score.reward_digest if score else "",
-        place=found.place,
+        place=found.position,
     )
 
 

@@ -19,7 +19,7 @@ from relax_events.history.runs.listing import RunSummary, read_run, read_runs, r
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.inventory import Inventory
 from relax_events.objects import ObjectStore
-from relax_events.objects.marker import MARKER, read_mark
+from relax_events.objects.marker import MARKER, read_marker
 from relax_events.topics import TopicPlan
 
 FOLDERS = ("weights/", "checkpoints/", "partials/", "samples/", "sha256/")
@@ -63,7 +63,7 @@ def plan_deletion(
     )
     groups = [
         name
-        for name in Inventory(connection).groups(TopicPlan.topic_of(run_id, ""))
+        for name in Inventory(connection).groups(TopicPlan.build_topic_name(run_id, ""))
         if run_id_of(name) == run_id
     ]
     store_uri, objects, note = _objects_of(
@@ -101,7 +101,7 @@ def _objects_of(
     objects = [] if store is None else [key for folder in FOLDERS for key in store.list(folder)]
     if store is None or not (objects or store.exists(MARKER)):
         return uri, [], ""
-    mark, told = read_mark(store), run.described.store_mark if run.described else ""
+    mark, told = read_marker(store), run.described.store_mark if run.described else ""
     if mark is None or (mark.run_id, mark.value) != (run.run_id, told):
         found = f"says run {mark.run_id} and {mark.value}" if mark else "is missing"
         return (
@@ -148,7 +148,7 @@ def refuse_deletion(run: RunSummary, runs: Iterable[RunSummary]) -> None:
     if users := [
         other
         for other in runs
-        if (config := other.config) and config.is_replay and config.source.run == run.run_id
+        if (config := other.config) and config.is_replay and config.parent.run == run.run_id
     ]:
         named = ", ".join(forks_of(users, run.run_id))
         raise BrokerRefused(
@@ -169,7 +169,7 @@ def delete_run(connection: Connection, deletion: Deletion) -> None:
         store.delete(key for key in deletion.objects if key != MARKER)
         store.delete([MARKER])  # last: with it an interrupted deletion may go on
     inventory.delete_groups(deletion.groups)
-    inventory.forget_group_settings(deletion.groups)
-    last = TopicPlan.topic_of(deletion.run_id, DESCRIPTION)
+    inventory.delete_group_settings(deletion.groups)
+    last = TopicPlan.build_topic_name(deletion.run_id, DESCRIPTION)
     inventory.delete_topics([name for name in deletion.topics if name != last])
     inventory.delete_topics([name for name in deletion.topics if name == last])

@@ -69,7 +69,7 @@ class RunDetails:
         others lie in the object store.
         """
         config = self.summary.config
-        first = [config.first_version] if config and not config.source.run else []
+        first = [config.first_version] if config and not config.parent.run else []
         return sorted({*first, *self.weights, *self.checkpoints})
 
 
@@ -81,11 +81,11 @@ def read_details(connection: Connection, summary: RunSummary) -> RunDetails:
     admin, reader = Admin(connection), LogReader(connection)
     try:
         names = [
-            TopicPlan.topic_of(summary.run_id, entity)
+            TopicPlan.build_topic_name(summary.run_id, entity)
             for entity in ("control.train-steps", "control.group-outcomes")
         ]
         places = [(name, 0) for name in names if name in summary.topics]
-        begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+        begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
         oldest = _oldest_samples(admin, summary)
         for _, event in decoded(reader, {place: (begins[place], ends[place]) for place in places}):
             if isinstance(event, TrainStepCommitted):
@@ -133,15 +133,15 @@ def _oldest_samples(admin: Admin, summary: RunSummary) -> dict[int, int]:
         if described and described.source_run and config and config.is_replay
         else summary.run_id
     )
-    topic = TopicPlan.topic_of(run_id or summary.run_id, "advantage.samples")
+    topic = TopicPlan.build_topic_name(run_id or summary.run_id, "advantage.samples")
     if topic not in summary.topics and run_id == summary.run_id:
         return {}
     count = summary.topics.get(topic) or (
-        TopicPlan.of(config).num_sample_partitions if config else 0
+        TopicPlan.from_config(config).num_sample_partitions if config else 0
     )
     return {
         partition: offset
-        for (_, partition), offset in admin.begin_offsets(
+        for (_, partition), offset in admin.beginning_offsets(
             [(topic, number) for number in range(count)]
         ).items()
     }
@@ -172,7 +172,7 @@ def open_existing_store(config: RunConfig) -> ObjectStore | None:
         parts.scheme == "file" and not Path(unquote(parts.path)).is_dir()
     ):
         return None
-    return ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from)
+    return ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases)
 
 
 def versions_in(store: ObjectStore, folder: str) -> list[int]:
@@ -232,7 +232,7 @@ def highlights(config: RunConfig) -> dict[str, Any]:
         "data": ", ".join(part.source for part in config.data.parts),
         "reward": config.reward.function if config.algorithm.has_rewards else "none",
         "steps": (
-            f"{config.first_version} to {config.last_version}, {run.groups_per_step} prompt "
+            f"{config.first_version} to {config.last_version}, {run.prompts_per_step} prompt "
             f"groups of {run.samples_per_prompt}"
         ),
         "mode": f"{run.mode}, max_staleness {run.max_staleness}, seed {run.seed}",

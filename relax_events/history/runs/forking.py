@@ -29,11 +29,11 @@ SAME_FOR_VERIFYING = ("algorithm", "critic", "trainer", "model")
 
 
 @dataclass(frozen=True, slots=True)
-class SourceChoice:
-    """Which run a new one goes back to, and how; see `SourceSection`."""
+class ParentChoice:
+    """Which run a new one goes back to, and how; see `ParentSection`."""
 
     run: str
-    rollouts: str
+    mode: str
     from_version: int = NEWEST
     until_version: int = NEWEST
     follow: bool = False
@@ -44,7 +44,7 @@ def make_run_file(
     cluster: Cluster,
     source: SourceRun,
     run_id: str,
-    choice: SourceChoice,
+    choice: ParentChoice,
     overrides: Sequence[str],
     *,
     accept: Accept,
@@ -70,9 +70,9 @@ def make_run_file(
     _refuse_other_names(overrides)
     _refuse_other_run(source.connection, run_id, choice.run)
     own = own_run_files(
-        cluster.directory, choice.run, source.config.source.run, run_id, named=cluster.run_file
+        cluster.directory, choice.run, source.config.parent.run, run_id, named=cluster.run_file
     )
-    is_replay = choice.rollouts == "recorded"
+    is_replay = choice.mode == "replay"
     require_trust(
         source.config,
         is_replay=is_replay,
@@ -92,7 +92,7 @@ def make_run_file(
     if tree["objects"]["uri"] and not tree["objects"]["by_run"]:
         tree["objects"]["uri"] = f"{tree['objects']['uri'].rstrip('/')}-{run_id}"
     tree["telemetry"]["metrics_port"] = 0
-    tree["source"] = _source_section(source, choice)
+    tree["parent"] = _source_section(source, choice)
     tree["algorithm"] = carried_over(tree["algorithm"], overrides)
     path = cluster.directory / "runs" / run_id / RUN_FILE
     write_private(path, orjson.dumps(tree, option=orjson.OPT_INDENT_2))
@@ -127,16 +127,16 @@ def _refuse_other_run(connection: Connection, run_id: str, source_id: str) -> No
         )
 
 
-def _source_section(source: SourceRun, choice: SourceChoice) -> dict[str, Any]:
+def _source_section(source: SourceRun, choice: ParentChoice) -> dict[str, Any]:
     newest = max(
         (step.policy_version for step in source.steps()), default=source.config.first_version
     )
-    is_replay = choice.rollouts == "recorded"
+    is_replay = choice.mode == "replay"
     start = source.config.first_version if is_replay else newest
     version = start if choice.from_version == NEWEST else choice.from_version
     return {
         "run": choice.run,
-        "rollouts": choice.rollouts,
+        "mode": choice.mode,
         "from_version": version,
         "until_version": newest
         if is_replay and choice.until_version == NEWEST and not choice.follow
@@ -151,7 +151,7 @@ def _source_section(source: SourceRun, choice: SourceChoice) -> dict[str, Any]:
 def _refuse_other_names(overrides: Iterable[str]) -> None:
     for override in overrides:
         key = override.partition("=")[0].strip()
-        if key == "run.id" or key.startswith("source."):
+        if key == "run.id" or key.startswith("parent."):
             raise ConfigError(
                 f"override {override!r}: which run goes back to which is said by arguments "
                 "and options; see --help"
@@ -184,7 +184,7 @@ def first_row(source: SourceRun, version: int) -> int:
                     rows.append(event.row)
     finally:
         reader.close()
-    return min(rows, default=behind or version * source.config.run.groups_per_step)
+    return min(rows, default=behind or version * source.config.run.prompts_per_step)
 
 
 def refuse_unverifiable(source: SourceRun, config: RunConfig) -> None:
@@ -194,7 +194,7 @@ def refuse_unverifiable(source: SourceRun, config: RunConfig) -> None:
         ConfigError: It was told to do something else, or starts where no optimizer state is left;
             the text names what.
     """
-    store, version = open_existing_store(source.config), config.source.from_version
+    store, version = open_existing_store(source.config), config.parent.from_version
     checkpoints = versions_in(store, "checkpoints/") if store else []
     if version not in (0, *checkpoints):
         left = (
@@ -214,7 +214,7 @@ def refuse_unverifiable(source: SourceRun, config: RunConfig) -> None:
     same_run = {"seed", "num_steps"}
     if (
         config.run.model_dump(include=same_run) != source.config.run.model_dump(include=same_run)
-        or config.source.scores
+        or config.parent.scores
     ):
         raise ConfigError(
             "--verify compares bit for bit, so run.seed, run.num_steps and the rewards must "

@@ -23,7 +23,7 @@ from relax_events.config.loading import ENVIRONMENT_PREFIX
 from relax_events.errors import ConfigError
 from relax_events.runtime.run_description import describe
 
-NOT_TAKEN_OVER: tuple[str, ...] = ("broker.", "source.", "run.id")
+NOT_TAKEN_OVER: tuple[str, ...] = ("broker.", "parent.", "run.id")
 """These are of the new run file alone."""
 UNUSED_BY_REPLAY = ("data.", "engine.", "environment.", "reward.", "judge.", "teacher.")
 """A replay trains what was generated, rendered and scored before."""
@@ -122,7 +122,7 @@ def named_by(config: RunConfig, *, is_replay: bool) -> list[Named]:
 
 
 def _generates(config: RunConfig) -> bool:
-    """Tell whether a replay generates after all: for evaluations, or for the warm start of a model
+    """Tell whether a replay generates after all: for evaluations, or for the SFT warm-up of a model
     that is to be made.
     """
     return bool(config.evaluation.datasets) or (

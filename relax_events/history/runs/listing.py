@@ -33,7 +33,7 @@ ATTEMPTS = 4
 TAIL_OFFSETS = 64
 """A commit takes two offsets, its record and the mark behind it; so this many hold the newest step,
 unless tries failed in a row."""
-DEFAULT_HUNG_SECONDS = WorkersConfig().hung_seconds
+DEFAULT_HUNG_SECONDS = WorkersConfig().heartbeat_timeout_seconds
 Place = tuple[str, int]
 
 
@@ -55,7 +55,7 @@ class RunSummary:
         """What the run says it is; None for one of an earlier release, and for one that is half
         deleted.
         """
-        return self.state.described
+        return self.state.description
 
     @property
     def config(self) -> RunConfig | None:
@@ -80,10 +80,10 @@ class RunSummary:
 
     @property
     def alive(self) -> list[str]:
-        """The workers that have beaten within `workers.hung_seconds` and not said goodbye."""
+        """The workers that have beaten within `workers.heartbeat_timeout_seconds` and not said goodbye."""
         config = self.config
         limit = self.asked_at - int(
-            (config.workers.hung_seconds if config else DEFAULT_HUNG_SECONDS) * 1e6
+            (config.workers.heartbeat_timeout_seconds if config else DEFAULT_HUNG_SECONDS) * 1e6
         )
         return sorted(
             name
@@ -190,7 +190,7 @@ def _read_logs(
         ]
         if not with_progress:
             places = [place for place in places if place[0].endswith(COMMANDS)]
-        begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+        begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
         spans = {
             place: (begins[place], ends[place]) for place in places if place[0].endswith(COMMANDS)
         }
@@ -199,11 +199,11 @@ def _read_logs(
         for place in places:
             runs[run_id_of(place[0])].num_records += ends[place] - begins[place]
         for record, event in decoded(reader, spans):
-            if not belongs_on(TopicPlan.entity(record.topic), event):
-                log.warning("record.misplaced", place=record.place, event_type=type(event).__name__)
+            if not belongs_on(TopicPlan.parse_entity(record.topic), event):
+                log.warning("record.misplaced", place=record.location, event_type=type(event).__name__)
                 continue
             run = runs[run_id_of(record.topic)]
-            run.state.note(event)
+            run.state.apply(event)
             if record.topic.endswith(COMMANDS):
                 run.started_at = min(
                     run.started_at or record.timestamp_ms * 1000, record.timestamp_ms * 1000
@@ -227,7 +227,7 @@ def _beat_spans(
     admin: Admin, runs: Mapping[str, RunSummary], places: Iterable[Place], ends: Mapping[Place, int]
 ) -> dict[Place, tuple[int, int]]:
     """Find the heartbeats of the last minutes, by the broker's clock."""
-    beats = [place for place in places if TopicPlan.entity(place[0]) in HEARTBEATS.values()]
+    beats = [place for place in places if TopicPlan.parse_entity(place[0]) in HEARTBEATS.values()]
     since_ms = min((run.asked_at for run in runs.values()), default=0) // 1000 - int(
         2 * DEFAULT_HUNG_SECONDS * 1000
     )
@@ -253,23 +253,23 @@ def decoded(
         except UnknownFingerprint:
             unknown.setdefault(run_id_of(record.topic), []).append(record)
         except (CorruptRecord, SchemaError) as error:
-            log.warning("record.unreadable", place=record.place, error=str(error))
+            log.warning("record.unreadable", place=record.location, error=str(error))
     for run_id, records in sorted(unknown.items()):
         learnt = _learnt_codec(reader, run_id)
         for record in records:
             try:
                 yield record, learnt.decode(record.value)
             except (CorruptRecord, SchemaError) as error:
-                log.warning("record.unreadable", place=record.place, error=str(error))
+                log.warning("record.unreadable", place=record.location, error=str(error))
 
 
 def _learnt_codec(reader: LogReader, run_id: str) -> EventCodec:
     """Return a codec that knows what the writers of a run have published."""
-    codec, place = EventCodec(), (TopicPlan.topic_of(run_id, "control.schemas"), 0)
+    codec, place = EventCodec(), (TopicPlan.build_topic_name(run_id, "control.schemas"), 0)
     for record in reader.stream({place: reader.watermarks(*place)}):
         if record.value:
             try:
                 codec.learn(record.value, key=record.key)
             except SchemaError as error:
-                log.warning("record.unreadable", place=record.place, error=str(error))
+                log.warning("record.unreadable", place=record.location, error=str(error))
     return codec

@@ -14,10 +14,10 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.runtime.parent_run import SourceRun
 
-ROLLOUT_KEYS = ("max_staleness", "groups_per_step", "samples_per_prompt")
+ROLLOUT_KEYS = ("max_staleness", "prompts_per_step", "samples_per_prompt")
 
 
-def settle_source(config: RunConfig) -> RunConfig:
+def resolve_parent(config: RunConfig) -> RunConfig:
     """Return the configuration of a run that goes back to another, with the end and the source's
     store filled in; any other run's stays as it is.
 
@@ -25,36 +25,36 @@ def settle_source(config: RunConfig) -> RunConfig:
         ConfigError: The source is not there, is itself a replay, has not come so far, its log names
             another store, or its records are gone; the text names the first record that is missing.
     """
-    if not config.source.run:
+    if not config.parent.run:
         return config
     source = SourceRun.read(
-        Connection.of(config.broker, client_id=f"{config.run.id}.source"),
-        config.source.run,
+        Connection.from_config(config.broker, client_id=f"{config.run.id}.source"),
+        config.parent.run,
         own=config,
     )
-    if config.source.from_version < source.config.first_version:
-        begin = f"run {config.source.run} begins with version {source.config.first_version}"
+    if config.parent.from_version < source.config.first_version:
+        begin = f"run {config.parent.run} begins with version {source.config.first_version}"
         raise ConfigError(
-            f"{begin}, so source.from_version must be at least that, got "
-            f"{config.source.from_version}"
+            f"{begin}, so parent.from_version must be at least that, got "
+            f"{config.parent.from_version}"
         )
     config = _with_store(config, source)
     if not config.is_replay:
         return config
-    _refuse_other_rollouts(config, source)
-    newest = _prove_on_log(config, source)
-    if config.source.follow:
+    _require_same_rollouts(config, source)
+    newest = _require_records(config, source)
+    if config.parent.follow:
         return config
-    until = config.source.until_version if config.source.until_version >= 0 else newest
-    if not config.source.from_version < until <= newest:
+    until = config.parent.until_version if config.parent.until_version >= 0 else newest
+    if not config.parent.from_version < until <= newest:
         raise ConfigError(
-            f"run {config.source.run} has come to version {newest}, so versions "
-            f"{config.source.from_version} to {until} can't be replayed; "
-            "choose source.from_version and source.until_version within, or set "
-            "source.follow = true to wait for more"
+            f"run {config.parent.run} has come to version {newest}, so versions "
+            f"{config.parent.from_version} to {until} can't be replayed; "
+            "choose parent.from_version and parent.until_version within, or set "
+            "parent.follow = true to wait for more"
         )
     return config.model_copy(
-        update={"source": config.source.model_copy(update={"until_version": until})}
+        update={"source": config.parent.model_copy(update={"until_version": until})}
     )
 
 
@@ -63,44 +63,44 @@ def _with_store(config: RunConfig, source: SourceRun) -> RunConfig:
     told, usual = (
         source.config.objects_uri,
         config.model_copy(
-            update={"run": config.run.model_copy(update={"id": config.source.run})}
+            update={"run": config.run.model_copy(update={"id": config.parent.run})}
         ).objects_uri,
     )
-    if told != (wanted := config.source.objects_uri or usual):
+    if told != (wanted := config.parent.objects_uri or usual):
         rule = (
-            f"the log of run {config.source.run} says that its objects lie in {told}, and the "
+            f"the log of run {config.parent.run} says that its objects lie in {told}, and the "
             f"run file that they lie in {wanted}"
         )
-        raise ConfigError(f"{rule}; set source.objects_uri to where they are")
+        raise ConfigError(f"{rule}; set parent.objects_uri to where they are")
     return config.model_copy(
-        update={"source": config.source.model_copy(update={"objects_uri": told})}
+        update={"source": config.parent.model_copy(update={"objects_uri": told})}
     )
 
 
-def _refuse_other_rollouts(config: RunConfig, source: SourceRun) -> None:
+def _require_same_rollouts(config: RunConfig, source: SourceRun) -> None:
     if source.config.is_replay:
-        other = source.config.source.run
+        other = source.config.parent.run
         raise ConfigError(
-            f"run {config.source.run} is itself a replay, of {other}, and has no rollouts of "
+            f"run {config.parent.run} is itself a replay, of {other}, and has no rollouts of "
             f"its own; replay {other}"
         )
     for key in ROLLOUT_KEYS:
         wanted, recorded = getattr(config.run, key), getattr(source.config.run, key)
         if wanted != recorded:
             raise ConfigError(
-                f"run.{key} says how the rollouts were made: run {config.source.run} has "
+                f"run.{key} says how the rollouts were made: run {config.parent.run} has "
                 f"{recorded}, got {wanted}; leave it as it is"
             )
 
 
-def _prove_on_log(config: RunConfig, source: SourceRun) -> int:
+def _require_records(config: RunConfig, source: SourceRun) -> int:
     """Return the source's newest version, once the records of all steps that are to be trained are
     there.
     """
     topic = source.plan.topic("advantage.samples")
     places = [(topic, partition) for partition in range(source.plan.num_sample_partitions)]
     admin = Admin(source.connection)
-    oldest = {partition: offset for (_, partition), offset in admin.begin_offsets(places).items()}
+    oldest = {partition: offset for (_, partition), offset in admin.beginning_offsets(places).items()}
     admin.close()
     newest, earliest, gone = source.config.first_version, 0, ""
     for step in source.steps():
@@ -114,26 +114,26 @@ def _prove_on_log(config: RunConfig, source: SourceRun) -> int:
             earliest = step.policy_version
     if gone:
         start = (
-            f"run {config.source.run} can't be replayed from version {config.source.from_version}"
+            f"run {config.parent.run} can't be replayed from version {config.parent.from_version}"
         )
-        raise ConfigError(f"{start}: {gone}; take a source.from_version of {earliest} or later")
+        raise ConfigError(f"{start}: {gone}; take a parent.from_version of {earliest} or later")
     return newest
 
 
 def _is_wanted(config: RunConfig, step: TrainStepCommitted) -> bool:
-    until = config.source.until_version
-    return config.source.from_version <= step.train_step and (until < 0 or step.train_step < until)
+    until = config.parent.until_version
+    return config.parent.from_version <= step.train_step and (until < 0 or step.train_step < until)
 
 
-def source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, Any] | None:
+def read_source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, Any] | None:
     """Return the figures of the source's steps beside those of a run, None where it has none; None
     for a run of its own.
     """
-    if not config.source.run:
+    if not config.parent.run:
         return None
     source = SourceRun.read(
-        Connection.of(config.broker, client_id=f"{config.run.id}.source"),
-        config.source.run,
+        Connection.from_config(config.broker, client_id=f"{config.run.id}.source"),
+        config.parent.run,
         own=config,
     )
     wanted = set(train_steps)
@@ -143,7 +143,7 @@ def source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, Any] |
     names = dict.fromkeys(name for step in figures.values() for name in step)
     curves = {name: [figures.get(number, {}).get(name) for number in train_steps] for name in names}
     return {
-        "run_id": config.source.run,
-        "from_version": config.source.from_version,
+        "run_id": config.parent.run,
+        "from_version": config.parent.from_version,
         "curves": curves,
     }

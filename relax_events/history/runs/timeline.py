@@ -40,7 +40,7 @@ def read_timeline(log: RunLog) -> Iterator[Entry]:
     """Give the trace's entries, one topic after the other; nothing of the log is held."""
     yield from track_names()
     for entity, kind in ((entity, kind) for entity, kind in SHOWN.items() if log.plan.has(entity)):
-        for found in log.control(entity, kind):
+        for found in log.read_control(entity, kind):
             yield from entries_of(found.event)
 
 

@@ -35,7 +35,7 @@ def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted)
     if recorded.sample_ids != replayed.sample_ids:
         return "other samples, or in another order"
     if recorded.update_skipped != replayed.update_skipped:
-        return f"its update was {_told(recorded)}, is {_told(replayed)}"
+        return f"its update was {_describe_update(recorded)}, is {_describe_update(replayed)}"
     for name in sorted(recorded.figures):
         before, after = recorded.figures.get(name), replayed.figures.get(name)
         if before != after:
@@ -48,5 +48,5 @@ def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted)
     return ""
 
 
-def _told(step: TrainStepCommitted) -> str:
+def _describe_update(step: TrainStepCommitted) -> str:
     return "skipped" if step.update_skipped else "made"

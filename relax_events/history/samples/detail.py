@@ -11,7 +11,7 @@ from relax_events.errors import ConfigError, ObjectError
 from relax_events.events.generations import trajectory_of
 from relax_events.events.parts import Array, Outcome
 from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
-from relax_events.history.run_log import Found, RunLog
+from relax_events.history.run_log import DecodedRecord, RunLog
 from relax_events.history.samples.filter import SampleFilter
 from relax_events.history.samples.reader import events_of, read_samples
 from relax_events.history.samples.view import SampleView
@@ -42,7 +42,7 @@ class SampleDetail:
     view: SampleView
     newest_version: int
     num_generations: int
-    ready: Found[SampleReady] | None
+    ready: DecodedRecord[SampleReady] | None
     other_scores: dict[str, SampleScored] = field(default_factory=dict)
     tokens: list[TokenRow] = field(default_factory=list)
 
@@ -92,8 +92,8 @@ def other_scores(log: RunLog, sample: SampleRolledOut) -> dict[str, SampleScored
     prefix, scores = log.plan.topic("reward.scores."), {}
     partition = log.plan.partition(sample.prompt_group_id, sample.policy_version)
     for topic in sorted(name for name in log.topics if name.startswith(prefix)):
-        entity = log.plan.entity(topic)
-        for found in log.found(log.whole(entity, [partition]), SampleScored):
+        entity = log.plan.parse_entity(topic)
+        for found in log.read(log.full_ranges(entity, [partition]), SampleScored):
             if trajectory_of(found.event) == trajectory_of(sample):
                 scores[topic.removeprefix(prefix)] = found.event
                 break
@@ -102,7 +102,7 @@ def other_scores(log: RunLog, sample: SampleRolledOut) -> dict[str, SampleScored
 
 def token_rows(log: RunLog, sample: SampleRolledOut, ready: SampleReady | None) -> list[TokenRow]:
     """Return a sample's tokens, with the values of the advantage record where there is one."""
-    store = ObjectStore.open(log.config.objects_uri, moved_from=log.config.objects.moved_from)
+    store = ObjectStore.open(log.config.objects_uri, uri_aliases=log.config.objects.uri_aliases)
     whole = check_out(sample, store)
     trained = check_out(ready, store) if ready else None
     tokens = np.asarray(whole.tokens).tolist()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from relax_events.errors import ConfigError, CorruptRecord
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupEnded, SampleRolledOut
-from relax_events.history.run_log import Found
+from relax_events.history.run_log import DecodedRecord
 from relax_events.history.samples.view import SampleView
 from relax_events.staleness import IssuedGroup
-from relax_events.topics import TopicPlan, shard_of
+from relax_events.topics import TopicPlan, compute_shard
 
 Bounds = tuple[float, float]
 EVERYTHING: Bounds = (-math.inf, math.inf)
@@ -75,7 +75,7 @@ class SampleFilter:
         return self.prompt_group_id or self.sample_id.rpartition("/")[0] or self.sample_id
 
     def extent(
-        self, plan: TopicPlan, ends: Mapping[str, Found[PromptGroupEnded]], *, newest_version: int
+        self, plan: TopicPlan, ends: Mapping[str, DecodedRecord[PromptGroupEnded]], *, newest_version: int
     ) -> Extent:
         """Tell where matching samples can lie.
 
@@ -92,7 +92,7 @@ class SampleFilter:
         end = ends.get(self.group_id)
         if end is not None and end.event.outcome is Outcome.TRAINED:
             low, high = max(low, end.event.policy_version), min(high, end.event.policy_version)
-        return Extent(whole_range(low, high), shard_of(self.group_id, shards=plan.shards))
+        return Extent(whole_range(low, high), compute_shard(self.group_id, shards=plan.partitions_per_version))
 
     def matches_sample(self, sample: SampleRolledOut) -> bool:
         """Tell whether a sample matches as far as its own record says."""

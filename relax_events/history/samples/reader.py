@@ -16,10 +16,10 @@ from relax_events.events.types import (
     SampleRolledOut,
     SampleScored,
 )
-from relax_events.history.run_log import Found, RunLog
+from relax_events.history.run_log import DecodedRecord, RunLog
 from relax_events.history.samples.filter import Bounds, Extent, SampleFilter, whole_range
 from relax_events.history.samples.view import SampleLine, SampleView
-from relax_events.topics import shard_of
+from relax_events.topics import compute_shard
 
 VERSIONS_AT_ONCE = 32
 """Scores of so many versions are held at a time; reading a span costs some 10 ms, however short it
@@ -36,7 +36,7 @@ def read_samples(log: RunLog, wanted: SampleFilter) -> Iterator[SampleView]:
     A sample that was written again in the same generation is given once; of several scores the
     first counts, as it does for training. Samples are held one at a time.
     """
-    extent = wanted.extent(log.plan, log.ends, newest_version=log.newest_version)
+    extent = wanted.extent(log.plan, log.outcomes, newest_version=log.newest_version)
     for versions in blocks(extent.versions):
         yield from _read_block(log, wanted, Extent(versions, extent.shard))
 
@@ -48,9 +48,9 @@ def generated_samples(log: RunLog, versions: Bounds) -> Iterator[SampleRolledOut
     Samples are held one at a time, their ids for a block of versions in one partition.
     """
     for block in blocks(whole_range(max(versions[0], 0), min(versions[1], log.newest_version))):
-        for place, span in log.spans("rollout.samples", block).items():
+        for place, span in log.offset_ranges("rollout.samples", block).items():
             seen: set[TrajectoryKey] = set()
-            for found in log.found({place: span}, SampleRolledOut):
+            for found in log.read({place: span}, SampleRolledOut):
                 if (key := trajectory_of(found.event)) not in seen:
                     seen.add(key)
                     yield found.event
@@ -60,7 +60,7 @@ def last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[SampleL
     """Return the newest samples that match, oldest first; reads back from the newest version only
     as far as it must.
     """
-    extent = wanted.extent(log.plan, log.ends, newest_version=log.newest_version)
+    extent = wanted.extent(log.plan, log.outcomes, newest_version=log.newest_version)
     lines: list[SampleLine] = []
     for versions in blocks_backwards(extent.versions):
         block = (
@@ -84,7 +84,7 @@ def last_samples(log: RunLog, wanted: SampleFilter, *, count: int) -> Iterator[S
 
 def history_lines(log: RunLog, wanted: SampleFilter) -> Iterator[SampleLine]:
     """Give all samples that match, those of a block of versions sorted by time."""
-    extent = wanted.extent(log.plan, log.ends, newest_version=log.newest_version)
+    extent = wanted.extent(log.plan, log.outcomes, newest_version=log.newest_version)
     for versions in blocks(extent.versions):
         lines = (
             view.line(log.newest_version)
@@ -119,42 +119,42 @@ def blocks_backwards(versions: range) -> Iterator[range]:
 def read_scores(log: RunLog, extent: Extent, *, entity: str = "reward.scores") -> Scores:
     """Return the first score of each sample, in each of its generations."""
     scores: Scores = {}
-    for found in log.found(log.spans(entity, extent.versions, shard=extent.shard), SampleScored):
+    for found in log.read(log.offset_ranges(entity, extent.versions, shard=extent.shard), SampleScored):
         scores.setdefault(trajectory_of(found.event), found.event)
     return scores
 
 
 def events_of(
     log: RunLog, sample: SampleRolledOut, entity: str, kind: type[OfSample]
-) -> Iterator[Found[OfSample]]:
+) -> Iterator[DecodedRecord[OfSample]]:
     """Give what a sample topic holds for a sample; only the records of its version and shard are
     read.
     """
     extent = Extent(
         range(sample.policy_version, sample.policy_version + 1),
-        shard_of(sample.prompt_group_id, shards=log.plan.shards),
+        compute_shard(sample.prompt_group_id, shards=log.plan.partitions_per_version),
     )
-    found = log.found(log.spans(entity, extent.versions, shard=extent.shard), kind)
+    found = log.read(log.offset_ranges(entity, extent.versions, shard=extent.shard), kind)
     return (item for item in found if trajectory_of(item.event) == trajectory_of(sample))
 
 
 def view_of(
-    found: Found[SampleRolledOut], score: SampleScored | None, ended: Found[PromptGroupEnded] | None
+    found: DecodedRecord[SampleRolledOut], score: SampleScored | None, ended: DecodedRecord[PromptGroupEnded] | None
 ) -> SampleView:
     """Put a sample together with what is known of it."""
     return SampleView(
-        found.event, found.place, found.written_at, score, ended.event if ended else None
+        found.event, found.position, found.written_at, score, ended.event if ended else None
     )
 
 
 def _read_block(log: RunLog, wanted: SampleFilter, extent: Extent) -> Iterator[SampleView]:
     scores = read_scores(log, extent)
-    for place, span in log.spans("rollout.samples", extent.versions, shard=extent.shard).items():
+    for place, span in log.offset_ranges("rollout.samples", extent.versions, shard=extent.shard).items():
         seen: set[TrajectoryKey] = set()
-        for found in log.found({place: span}, SampleRolledOut):
+        for found in log.read({place: span}, SampleRolledOut):
             key = trajectory_of(found.event)
             if key not in seen and wanted.matches_sample(found.event):
                 seen.add(key)
-                view = view_of(found, scores.get(key), log.ends.get(found.event.prompt_group_id))
+                view = view_of(found, scores.get(key), log.outcomes.get(found.event.prompt_group_id))
                 if wanted.matches(view):
                     yield view

@@ -18,15 +18,15 @@ from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import SampleRolledOut, SampleScored
-from relax_events.history.run_log import Place, RunLog, Span
+from relax_events.history.run_log import OffsetRange, RunLog, TopicPartition
 from relax_events.history.samples.filter import Bounds, whole_range
 from relax_events.history.samples.score_comparison import Comparison, ScoreComparison, ScoredPair
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import POLICY_VERSION_HEADER, OutRecord
+from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.objects import ObjectStore, check_out
 from relax_events.rewards.pool import RewardPool
-from relax_events.rewards.scoring import as_scored, reward_item
+from relax_events.rewards.scoring import build_reward_item, build_sample_scored
 from relax_events.session.broker_address import open_admin
 
 SAMPLES_AT_ONCE = 256
@@ -89,9 +89,9 @@ def rescore(
     """
     log.plan.scores_entity(name)
     extent = whole_range(max(versions[0], 0), min(versions[1], log.newest_version))
-    spans = log.spans("rollout.samples", extent)
+    spans = log.offset_ranges("rollout.samples", extent)
     originals_at = {
-        place[1]: {place: span} for place, span in log.spans("reward.scores", extent).items()
+        place[1]: {place: span} for place, span in log.offset_ranges("reward.scores", extent).items()
     }
     comparison, progress = (
         ScoreComparison(threshold=threshold),
@@ -101,7 +101,7 @@ def rescore(
         entity, codec = open_topic(log, name), open_codec(log.config.broker)
         published = codec.published_form()
         producer.write(
-            OutRecord(log.plan.topic("control.schemas"), schema, key=mark.hex())
+            ProducerRecord(log.plan.topic("control.schemas"), schema, key=mark.hex())
             for mark, schema in published.items()
         )
         for place, span in spans.items():
@@ -150,13 +150,13 @@ class Rescoring:
     report: Report
     open_groups: dict[GroupKey, list[ScoredPair]] = field(default_factory=dict)
 
-    def run(self, place: Place, span: Span, originals: Rewards) -> None:
+    def run(self, place: TopicPartition, span: OffsetRange, originals: Rewards) -> None:
         """Score a partition's samples and add them to the comparison, prompt group by prompt
         group.
         """
         _, partition = place
         new = rewards_of(
-            self.log, self.log.whole(self.entity, [partition]), check=self._require_same_function
+            self.log, self.log.full_ranges(self.entity, [partition]), check=self._require_same_function
         )
         self.progress.num_scored_before += len(new)
         for samples in self._batches(place, span):
@@ -168,14 +168,14 @@ class Rescoring:
             self.comparison.add_group(pairs)
         self.open_groups.clear()
 
-    def _batches(self, place: Place, span: Span) -> Iterator[list[SampleRolledOut]]:
+    def _batches(self, place: TopicPartition, span: OffsetRange) -> Iterator[list[SampleRolledOut]]:
         """Give each sample once, in lists of bounded length; side by side with its prompt group
         where the function takes those.
         """
         seen: set[TrajectoryKey] = set()
         batch: list[SampleRolledOut] = []
         gathered: dict[GroupKey, list[SampleRolledOut]] = {}
-        for found in self.log.found({place: span}, SampleRolledOut):
+        for found in self.log.read({place: span}, SampleRolledOut):
             if trajectory_of(found.event) in seen:
                 continue
             seen.add(trajectory_of(found.event))
@@ -199,7 +199,7 @@ class Rescoring:
         """Return the sample's whole prompt group when it is the last of it, else nothing."""
         samples = gathered.setdefault(group_of(sample), [])
         samples.append(sample)
-        return gathered.pop(group_of(sample)) if len(samples) == sample.samples_per_prompt else []
+        return gathered.pop(group_of(sample)) if len(samples) == sample.key.samples_per_prompt else []
 
     def _unscored(self, samples: list[SampleRolledOut], new: Rewards) -> list[SampleRolledOut]:
         """Return those to be scored: all without a score, and the others of their prompt groups
@@ -217,14 +217,14 @@ class Rescoring:
         """Score samples, write the scores that are new, and remember them once they are
         acknowledged.
         """
-        if self.pool.on_demand and samples:
+        if self.pool.optional_arguments and samples:
             store = ObjectStore.open(
-                self.log.config.objects_uri, moved_from=self.log.config.objects.moved_from
+                self.log.config.objects_uri, uri_aliases=self.log.config.objects.uri_aliases
             )
             samples = [check_out(sample, store, leave=LEFT_IN_STORE) for sample in samples]
-        results = self.pool.score_batch([reward_item(sample) for sample in samples])
+        results = self.pool.score_batch([build_reward_item(sample) for sample in samples])
         scored = [
-            as_scored(sample, result, reward_name=self.pool.name, reward_digest=self.pool.digest)
+            build_sample_scored(sample, result, reward_name=self.pool.name, reward_digest=self.pool.digest)
             for sample, result in zip(samples, results, strict=True)
             if trajectory_of(sample) not in new
         ]
@@ -233,10 +233,10 @@ class Rescoring:
         self.progress.num_scored += len(scored)
         self.progress.num_failed += sum(event.reward is None for event in scored)
 
-    def _record(self, event: SampleScored, partition: int) -> OutRecord:
+    def _record(self, event: SampleScored, partition: int) -> ProducerRecord:
         headers = {POLICY_VERSION_HEADER: str(event.policy_version)}
         topic = self.log.plan.topic(self.entity)
-        return OutRecord(
+        return ProducerRecord(
             topic,
             self.codec.encode(event),
             key=event.prompt_group_id,
@@ -250,7 +250,7 @@ class Rescoring:
         pairs.append(
             ScoredPair(sample.sample_id, sample.policy_version, original, new, sample.completion)
         )
-        if len(pairs) == sample.samples_per_prompt:
+        if len(pairs) == sample.key.samples_per_prompt:
             self.comparison.add_group(self.open_groups.pop(key))
 
     def _require_same_function(self, event: SampleScored) -> None:
@@ -268,11 +268,11 @@ class Rescoring:
 
 
 def rewards_of(
-    log: RunLog, spans: dict[Place, Span], *, check: Callable[[SampleScored], None] = lambda _: None
+    log: RunLog, spans: dict[TopicPartition, OffsetRange], *, check: Callable[[SampleScored], None] = lambda _: None
 ) -> Rewards:
     """Return the first reward of each sample in these spans; `check` may refuse a score."""
     rewards: Rewards = {}
-    for found in log.found(spans, SampleScored):
+    for found in log.read(spans, SampleScored):
         check(found.event)
         rewards.setdefault(trajectory_of(found.event), found.event.reward)
     return rewards
@@ -280,4 +280,4 @@ def rewards_of(
 
 def group_of(event: SampleRolledOut) -> GroupKey:
     """Return what tells the generations of prompt groups apart."""
-    return event.prompt_group_id, event.policy_version, event.generation_digest
+    return event.prompt_group_id, event.policy_version, event.key.generation_digest

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import PolicyVersionPublished, SampleRolledOut, SampleScored
-from relax_events.history.run_log import Found, Place, RunLog
+from relax_events.history.run_log import DecodedRecord, TopicPartition, RunLog
 from relax_events.history.samples.filter import SampleFilter
 from relax_events.history.samples.reader import view_of
 from relax_events.history.samples.view import SampleLine
@@ -34,11 +34,11 @@ class LiveSamples:
     ) -> None:
         self._wanted, self._clock = wanted, clock
         self._newest_version = newest_version
-        self._waiting: dict[TrajectoryKey, tuple[float, Found[SampleRolledOut]]] = {}
+        self._waiting: dict[TrajectoryKey, tuple[float, DecodedRecord[SampleRolledOut]]] = {}
         self._scores: dict[TrajectoryKey, SampleScored] = {}
 
     def take(
-        self, found: Found[SampleRolledOut | SampleScored | PolicyVersionPublished]
+        self, found: DecodedRecord[SampleRolledOut | SampleScored | PolicyVersionPublished]
     ) -> SampleLine | None:
         """Take in an event; return the sample that it makes whole, if it is wanted."""
         event = found.event
@@ -51,7 +51,7 @@ class LiveSamples:
                 return self._line(self._waiting.pop(key)[1], event)
             self._remember(key, event)
             return None
-        sample = Found(event, found.place, found.written_at)
+        sample = DecodedRecord(event, found.position, found.written_at)
         if key in self._scores:
             return self._line(sample, self._scores.pop(key))
         self._waiting[key] = (self._clock(), sample)
@@ -75,13 +75,13 @@ class LiveSamples:
         if len(self._scores) > MAX_WAITING:
             del self._scores[next(iter(self._scores))]
 
-    def _line(self, found: Found[SampleRolledOut], score: SampleScored | None) -> SampleLine | None:
+    def _line(self, found: DecodedRecord[SampleRolledOut], score: SampleScored | None) -> SampleLine | None:
         view = view_of(found, score, None)
         return view.line(self._newest_version) if self._wanted.matches(view) else None
 
 
 def follow_samples(
-    log: RunLog, wanted: SampleFilter, starts: dict[Place, int]
+    log: RunLog, wanted: SampleFilter, starts: dict[TopicPartition, int]
 ) -> Iterator[SampleLine]:
     """Give samples that match as they come, for ever.
 
@@ -98,13 +98,13 @@ def follow_samples(
         yield from live.overdue()
 
 
-def live_starts(log: RunLog) -> dict[Place, int]:
+def live_starts(log: RunLog) -> dict[TopicPartition, int]:
     """Return where the followed topics end now."""
     every, one = range(log.plan.num_sample_partitions), range(1)
     spans = (
-        log.whole("rollout.samples", every)
-        | log.whole("reward.scores", every)
-        | log.whole("control.policy-versions", one)
+        log.full_ranges("rollout.samples", every)
+        | log.full_ranges("reward.scores", every)
+        | log.full_ranges("control.policy-versions", one)
     )
     return {place: stop for place, (_, stop) in spans.items()}
 
@@ -113,4 +113,4 @@ def _take(log: RunLog, live: LiveSamples, record: Record) -> SampleLine | None:
     event = log.decode(record)
     if not isinstance(event, SampleRolledOut | SampleScored | PolicyVersionPublished):
         return None
-    return live.take(Found(event, record.place, record.timestamp_ms))
+    return live.take(DecodedRecord(event, record.location, record.timestamp_ms))

@@ -53,7 +53,7 @@ class SampleView:
     def staleness(self, newest_version: int) -> int:
         """Return how many versions it was behind when it was trained, or is behind the newest."""
         step = self.train_step
-        return (newest_version if step is None else step) - self.sample.min_policy_version
+        return (newest_version if step is None else step) - self.sample.key.min_policy_version
 
     @property
     def num_completion_tokens(self) -> int:

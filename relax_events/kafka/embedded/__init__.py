@@ -1,8 +1,7 @@
-"""A real one-node Apache Kafka on this machine's Java: fetched once, checked, formatted, started
-and stopped from Python.
+"""An embedded broker: a one-node Apache Kafka on this machine's Java, downloaded, formatted,
+started and stopped from Python.
 
-It binds to the loopback interface only and is meant for one machine; a cluster is reached by its
-bootstrap servers instead.
+It listens on the loopback interface only; for a cluster set its bootstrap servers instead.
 """
 
 from relax_events.kafka.embedded.broker import EmbeddedBroker

@@ -1,4 +1,4 @@
-"""The embedded broker as an object: a directory, a port, a process that may outlive its parent."""
+"""The embedded broker: a directory, a port, and a process that may outlive its parent."""
 
 import os
 import time
@@ -20,17 +20,17 @@ from relax_events.kafka.embedded.directory import (
     PASSWORD,
     START_SECONDS,
     BrokerState,
-    Lease,
-    file_problems,
-    lease_holders,
+    UserLock,
+    exclusive_access,
+    list_users,
     read_state,
-    sole_access,
+    translate_file_errors,
     write_state,
 )
 from relax_events.kafka.embedded.launch import LOG_NAME, STATE_NAME, launch
 from relax_events.kafka.embedded.ports import HOST
-from relax_events.kafka.embedded.security import PASSWORD_NAME, NodeLogin, readiness_settings
-from relax_events.kafka.security.settings import LOCAL_USER
+from relax_events.kafka.embedded.security import PASSWORD_NAME, NodeLogin, read_readiness_settings
+from relax_events.kafka.security.settings import EMBEDDED_USER
 
 _LAST_PORT = 65_535
 STOP_SECONDS = 20.0
@@ -38,25 +38,25 @@ _NO_PROPERTIES: Mapping[str, str] = MappingProxyType({})
 
 
 class EmbeddedBroker:
-    """One Kafka node that lives in a directory and listens on the loopback interface.
+    """One Kafka node in a directory, which listens on the loopback interface.
 
-    The directory holds server.properties, data/, broker.log and broker.json. Any process may make
-    an object for it: all see the same broker. Start, stop and start again, after a crash too, keep
-    the ports and the records, so that running clients reconnect. What `start` brings up runs until
-    `stop`. `in_use` brings it up for as long as it is needed: the last user to leave stops it, and
-    a user that is killed counts no more. As a context manager the object is one user.
+    The directory holds server.properties, data/, broker.log and broker.json. Objects in any process
+    refer to the same broker. Restarts, after a crash too, keep ports and records, so that running
+    clients reconnect. A broker started by `start` runs until `stop`. A broker started by `in_use`
+    runs while it has users: the last user to leave stops it, and a killed user no longer counts. As
+    a context manager the object is one user.
 
     Args:
-        directory: Made when missing.
-        port: Where clients connect; 0 takes the port used before in this directory, or a free one.
-        node_properties: Broker settings laid over ours, taken at the next start.
-        credentials: A folder made by `relax broker secure`: only its principals get in. Remembered
-            from then on.
-        has_password: Whether clients of a broker without credentials log in with the password of
-            `password_file`. False lets every user of the machine in; None does as the last start
-            did, and at the first start they log in.
-        heap_mib: The most that its heap may grow to, in MiB, from the next start on; 0 for what the
-            machine's memory allows.
+        directory: The broker's directory; created when missing.
+        port: The clients' port; 0 uses the directory's last port, or a free one.
+        node_properties: Broker settings that override ours from the next start on.
+        credentials: A folder created by `relax broker secure`: only its principals may connect.
+            Stored for later starts.
+        has_password: Whether clients of a broker without `credentials` authenticate with the
+            password of `password_file`. False admits every user of the machine; None keeps the last
+            start's choice, which is True at first.
+        heap_mib: The maximal heap in MiB from the next start on; 0 derives it from the machine's
+            memory.
     """
 
     def __init__(
@@ -79,35 +79,35 @@ class EmbeddedBroker:
 
     @property
     def directory(self) -> Path:
-        """Where the broker lives, absolute."""
+        """The broker's directory, absolute."""
         return self._directory
 
     @property
     def log_path(self) -> Path:
-        """What the broker prints, of all its starts."""
+        """The broker's log file, of all its starts."""
         return self._directory / LOG_NAME
 
     @property
     def state(self) -> BrokerState | None:
-        """What the directory remembers, None before the first start."""
+        """The recorded state; None before the first start."""
         return read_state(self._directory / STATE_NAME)
 
     @property
     def bootstrap_servers(self) -> str:
-        """Where clients connect, also while the broker is down.
+        """The clients' address, also while the broker is down.
 
         Raises:
             BrokerUnavailable: The broker was never started, so it has no port yet.
         """
         state = self.state
         if state is None:
-            raise self.died_error()
+            raise self.explain_death()
         return f"{HOST}:{state.port}"
 
     @property
     def password_file(self) -> Path | None:
-        """File with the password that clients log in with; None where they log in as principals, or
-        not at all.
+        """The file of the clients' password; None when clients authenticate as principals or not at
+        all.
         """
         state = self.state
         return (
@@ -120,7 +120,7 @@ class EmbeddedBroker:
     def pid(self) -> int | None:
         """Process id of the running broker, None when it is down."""
         state = self.state
-        running = None if state is None else _find(state)
+        running = None if state is None else _find_process(state)
         return None if running is None else running.pid
 
     @property
@@ -130,48 +130,49 @@ class EmbeddedBroker:
 
     @property
     def users(self) -> list[int]:
-        """Process ids of those who use the broker now."""
-        return lease_holders(self._directory)
+        """Process ids of the broker's current users."""
+        return list_users(self._directory)
 
     def start(
         self, *, timeout_seconds: float = START_SECONDS, busy_seconds: float = BUSY_SECONDS
     ) -> None:
-        """Bring the broker up until `stop`, and return once it serves; one that runs already is
-        only waited for, and stays from now on.
+        """Start the broker until `stop`, and return once it serves. A running broker is kept until
+        `stop` from now on.
 
-        The first start on a machine fetches the jars, which takes its own time. A start that fails
+        The first start on a machine downloads the jars, which takes additional time. A failed start
         leaves no process behind.
 
         Args:
-            timeout_seconds: From spawning the process to ready.
-            busy_seconds: How long to wait for another process that starts or stops it.
+            timeout_seconds: The time from the process's start until it is ready.
+            busy_seconds: How long to wait for another process that is starting or stopping the
+                broker.
         Raises:
-            EnvironmentProblem: No Java, no network on first use, no disk space, or the port is
-                taken.
-            BrokerError: The broker ended while it started; the text has the cause from its log.
-            BrokerUnavailable: It was not ready in time.
-            ConfigError: `node_properties` sets what the embedded broker decides itself, or
+            EnvironmentProblem: There is no Java, no network on first use, no disk space, or the
+                port is taken.
+            BrokerError: The broker died during its start; the text has the cause from its log.
+            BrokerUnavailable: The broker was not ready in time.
+            ConfigError: `node_properties` sets a property that the embedded broker controls, or
                 `credentials` lacks a file.
         """
         self._make_directory()
-        with sole_access(self._directory, busy_seconds=busy_seconds):
-            self._bring_up(timeout_seconds, by=BROKER_START)
+        with exclusive_access(self._directory, busy_seconds=busy_seconds):
+            self._ensure_running(timeout_seconds, by=BROKER_START)
             state = self.state
-            if state is not None and not state.stays:
+            if state is not None and not state.runs_until_stopped:
                 write_state(self._directory / STATE_NAME, replace(state, started_by=BROKER_START))
 
     def restart(self, *, timeout_seconds: float = START_SECONDS) -> None:
-        """Bring up again a broker that died under its users, on the same port; when it is stopped
-        stays as it was. One that runs is left alone.
+        """Restart a broker that died while in use, on the same port and with the same lifetime. A
+        running broker is unchanged.
 
         Raises:
-            BrokerBusy: Another process is at it already.
+            BrokerBusy: Another process is already starting or stopping it.
             EnvironmentProblem: As for `start`.
             BrokerError: As for `start`.
         """
-        with sole_access(self._directory, busy_seconds=0):
+        with exclusive_access(self._directory, busy_seconds=0):
             state = self.state
-            self._bring_up(
+            self._ensure_running(
                 timeout_seconds,
                 by=state.started_by if state else BROKER_START,
                 port=state.port if state else 0,
@@ -179,11 +180,11 @@ class EmbeddedBroker:
 
     @contextmanager
     def in_use(self, by: str, *, timeout_seconds: float = START_SECONDS) -> Iterator[bool]:
-        """Keep the broker up while the block runs, and give whether this brought it up; the last
-        user that leaves stops it.
+        """Keep the broker running during the block, and yield whether this call started it. The
+        last user to leave stops it.
 
         Args:
-            by: The command that uses it, for the record.
+            by: The command that uses the broker; recorded in broker.json.
             timeout_seconds: How long a start may take.
         Raises:
             BrokerError: As for `start`.
@@ -191,39 +192,39 @@ class EmbeddedBroker:
         """
         self._make_directory()
         with ExitStack() as stack:
-            with sole_access(self._directory):
-                self._take_lease(stack)
-                is_new = self._bring_up(timeout_seconds, by=by)
+            with exclusive_access(self._directory):
+                self._lock_as_user(stack)
+                is_new = self._ensure_running(timeout_seconds, by=by)
             yield is_new
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Count as a user of a broker that others bring up: it is not stopped while the block runs,
-        unless by force.
+    def hold(self) -> Iterator[None]:
+        """Count as a user of a broker that another process starts: it is stopped during the block
+        only by `stop`.
         """
         with ExitStack() as stack:
-            with sole_access(self._directory):
-                self._take_lease(stack)
+            with exclusive_access(self._directory):
+                self._lock_as_user(stack)
             yield
 
     def stop(
         self, *, timeout_seconds: float = STOP_SECONDS, busy_seconds: float = BUSY_SECONDS
     ) -> None:
-        """Shut the broker down cleanly, by force after the timeout, whoever uses it; nothing
-        happens when it is down.
+        """Shut the broker down, by force after the timeout, even if it has users; do nothing when
+        it is down.
         """
-        self._end(timeout_seconds, busy_seconds, is_wanted=False)
+        self._stop_process(timeout_seconds, busy_seconds, is_wanted=False)
 
     def kill(self) -> None:
-        """End the broker at once, as a crash would; what it acknowledged is safe."""
-        self._end(0.0, BUSY_SECONDS, is_wanted=True)
+        """Kill the broker, as a crash would; acknowledged records are durable."""
+        self._stop_process(0.0, BUSY_SECONDS, is_wanted=True)
 
-    def died_error(self) -> RelaxError:
-        """Return the error that says why a broker that should be running is not."""
+    def explain_death(self) -> RelaxError:
+        """Return the error that explains why the broker is not running."""
         state = self.state
         if state is None:
             return BrokerUnavailable(
-                f"no broker was ever started in {self._directory}; start one with `relax "
+                f"no broker has been started in {self._directory}; start one with `relax "
                 "broker start`"
             )
         return explain_death(
@@ -233,13 +234,11 @@ class EmbeddedBroker:
             start_byte=state.log_start_byte,
         )
 
-    def ended_within(self, timeout_seconds: float) -> bool:
-        """Wait for the broker to end, for so long at most, and tell whether it did; at once when it
-        is down.
-        """
+    def wait_for_end(self, timeout_seconds: float) -> bool:
+        """Wait for the broker's end and return whether it ended; return at once when it is down."""
         state = self.state
-        running = None if state is None else _find(state)
-        return running is None or processes.ended_within(running, timeout_seconds)
+        running = None if state is None else _find_process(state)
+        return running is None or processes.wait_for_end(running, timeout_seconds)
 
     def __enter__(self) -> Self:
         self._uses.enter_context(self.in_use("a Python program"))
@@ -254,17 +253,17 @@ class EmbeddedBroker:
         self._uses.close()
 
     def _make_directory(self) -> None:
-        with file_problems(self._directory):
+        with translate_file_errors(self._directory):
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def _bring_up(self, timeout_seconds: float, *, by: str, port: int = 0) -> bool:
-        """Start the broker unless it runs, wait until it serves, and return whether it had to be
-        started; the caller has sole access.
+    def _ensure_running(self, timeout_seconds: float, *, by: str, port: int = 0) -> bool:
+        """Start the broker unless it runs, wait until it serves, and return whether it was started.
+        The caller holds exclusive access.
         """
         state = self.state
-        if state is not None and (running := _find(state)) is not None:
+        if state is not None and (running := _find_process(state)) is not None:
             self._check_port(state)
-            self._await(running, state, timeout_seconds)
+            self._wait_until_ready(running, state, timeout_seconds)
             return False
         running, state, newcomer = launch(
             self._directory,
@@ -279,56 +278,58 @@ class EmbeddedBroker:
         ready = False
         try:
             if newcomer is not None:
-                state = self._introduce(newcomer, running, state, timeout_seconds)
-            self._await(running, state, timeout_seconds)
+                state = self._register_user(newcomer, running, state, timeout_seconds)
+            self._wait_until_ready(running, state, timeout_seconds)
             ready = True
         finally:
             if not ready:
-                self._finish(running, state, 0.0)
+                self._end_process(running, state, 0.0)
         return True
 
-    def _introduce(
+    def _register_user(
         self, login: NodeLogin, running: psutil.Process, state: BrokerState, timeout_seconds: float
     ) -> BrokerState:
-        """Make the folder's password known to a node that was made without it, or under another
-        one, and return what is recorded of that.
+        """Register the folder's password with a node that was formatted without it or with another
+        one; return the new state.
         """
         from relax_events.kafka.connection import Connection
         from relax_events.kafka.security.principals import PrincipalAdmin, SecurityChanges
 
-        self._await(running, state, timeout_seconds, client=login.of_node())
+        self._wait_until_ready(running, state, timeout_seconds, client=login.node_client_settings())
         itself = Connection(
             f"{HOST}:{state.port}",
             timeout_seconds,
             client_id="relax.broker",
-            credentials=login.of_node(),
+            credentials=login.node_client_settings(),
         )
         PrincipalAdmin(itself).apply(
-            SecurityChanges([LOCAL_USER], [], [], []), password_of=lambda _: login.password
+            SecurityChanges([EMBEDDED_USER], [], [], []), password_of=lambda _: login.password
         )
         known = replace(state, login=PASSWORD)
         write_state(self._directory / STATE_NAME, known)
         return known
 
-    def _take_lease(self, stack: ExitStack) -> None:
-        with file_problems(self._directory):
-            stack.callback(self._leave, Lease(self._directory))
+    def _lock_as_user(self, stack: ExitStack) -> None:
+        with translate_file_errors(self._directory):
+            stack.callback(self._release_user_lock, UserLock(self._directory))
 
-    def _leave(self, lease: Lease) -> None:
-        """Give a lease back, and stop the broker if nobody else has one and it is not to stay."""
+    def _release_user_lock(self, lease: UserLock) -> None:
+        """Release a user lock, and stop the broker if it has no other users and was not started by
+        `start`.
+        """
         try:
             if not self._directory.is_dir():
                 return
-            with sole_access(self._directory):
+            with exclusive_access(self._directory):
                 lease.release()
                 state = self.state
                 if (
                     state is not None
-                    and not state.stays
-                    and (running := _find(state)) is not None
+                    and not state.runs_until_stopped
+                    and (running := _find_process(state)) is not None
                     and not self.users
                 ):
-                    self._finish(running, state, STOP_SECONDS)
+                    self._end_process(running, state, STOP_SECONDS)
         finally:
             lease.release()
 
@@ -339,7 +340,7 @@ class EmbeddedBroker:
                 f"{self._wanted_port}; stop it first, or choose another directory"
             )
 
-    def _await(
+    def _wait_until_ready(
         self,
         running: psutil.Process,
         state: BrokerState,
@@ -348,34 +349,38 @@ class EmbeddedBroker:
         client: Mapping[str, str] | None = None,
     ) -> None:
         from relax_events.kafka.embedded.process import (
-            becomes_ready,  # loads librdkafka, which `relax broker status` does without
+            wait_until_ready,  # imports librdkafka, which `relax broker status` avoids
         )
 
         if client is None:
-            client = readiness_settings(state, self._directory / PASSWORD_NAME)
-        if becomes_ready(
+            client = read_readiness_settings(state, self._directory / PASSWORD_NAME)
+        if wait_until_ready(
             running, state.port, deadline_seconds=time.monotonic() + timeout_seconds, client=client
         ):
             return
-        if processes.ended_within(running, 0):
-            raise self.died_error()
+        if processes.wait_for_end(running, 0):
+            raise self.explain_death()
         raise BrokerUnavailable(
             f"the embedded broker on {HOST}:{state.port} was not ready within "
             f"{timeout_seconds:g} s; see {self.log_path}"
         )
 
-    def _end(self, timeout_seconds: float, busy_seconds: float, *, is_wanted: bool) -> None:
+    def _stop_process(
+        self, timeout_seconds: float, busy_seconds: float, *, is_wanted: bool
+    ) -> None:
         if not self._directory.is_dir():
             return
-        with sole_access(self._directory, busy_seconds=busy_seconds):
+        with exclusive_access(self._directory, busy_seconds=busy_seconds):
             state = self.state
-            if state is not None and (running := _find(state)) is not None:
-                self._finish(
+            if state is not None and (running := _find_process(state)) is not None:
+                self._end_process(
                     running, state if is_wanted else replace(state, started_by=""), timeout_seconds
                 )
 
-    def _finish(self, running: psutil.Process, state: BrokerState, timeout_seconds: float) -> None:
-        clean = processes.end(running, timeout_seconds=timeout_seconds)
+    def _end_process(
+        self, running: psutil.Process, state: BrokerState, timeout_seconds: float
+    ) -> None:
+        clean = processes.terminate(running, timeout_seconds=timeout_seconds)
         if state.archive_at_exit is not None:
             _keep_class_archive(Path(state.archive_at_exit), whole=clean)
         write_state(
@@ -384,13 +389,13 @@ class EmbeddedBroker:
         )
 
 
-def _find(state: BrokerState) -> psutil.Process | None:
-    return processes.find(state.pid, state.started_at_seconds)
+def _find_process(state: BrokerState) -> psutil.Process | None:
+    return processes.find_process(state.pid, state.started_at_seconds)
 
 
 def _keep_class_archive(draft: Path, *, whole: bool) -> None:
-    """Put the archive that a clean exit wrote in its place for all later starts, or drop what a
-    forced exit left.
+    """Publish the class archive of a clean exit for later starts, or delete that of a forced
+    exit.
     """
     if whole and draft.exists():
         os.replace(draft, draft.with_name(draft.name.split(".", 1)[0] + ".jsa"))

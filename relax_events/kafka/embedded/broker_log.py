@@ -1,7 +1,4 @@
-"""Read the end of a broker's log, once or as it grows.
-
-Turn the log of a broker that ended into an error that a person can act upon.
-"""
+"""Reads the end of a broker's log, follows it, and explains from it why a broker died."""
 
 import os
 import re
@@ -9,17 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from relax_events.errors import BrokerError, EnvironmentProblem, RelaxError
-from relax_events.kafka.embedded.ports import port_taken
+from relax_events.kafka.embedded.ports import build_port_error
 
 _TAIL_BYTES = 256 << 10
 _PAUSE_SECONDS = 0.25
 
 
-def last_lines(
+def read_last_lines(
     path: Path, *, num_lines: int, start_byte: int = 0, end_byte: int | None = None
 ) -> list[str]:
-    """Return the last lines of a part of a log, from that part's last 256 KiB at most; empty when
-    there is no file.
+    """Return the last lines of a range of a log, from the range's last 256 KiB at most; empty when
+    the file is missing.
     """
     try:
         with path.open("rb") as file:
@@ -34,16 +31,15 @@ def last_lines(
 def follow_lines(
     path: Path, *, start_byte: int, ended_within: Callable[[float], bool]
 ) -> Iterator[str]:
-    """Yield the lines that are added to a log until its writer ends; a last line without line end
-    comes as it is.
+    """Yield the lines that are added to a log until its writer ends, including an incomplete last
+    line.
 
-    A growing file calls nobody, so this looks again after each short wait for the end of the
-    writer.
+    Files send no notifications, so this polls the file and the writer.
 
     Args:
         path: The log.
-        start_byte: Where to begin.
-        ended_within: Waits so many seconds for the end of the writer, and tells whether it came.
+        start_byte: The first byte to read.
+        ended_within: Waits up to the given seconds for the writer's end; returns whether it ended.
     """
     rest = ""
     with path.open("r", encoding="utf-8", errors="replace") as file:
@@ -64,22 +60,22 @@ _CAUSE = re.compile(r"\b[\w$]+(\.[\w$]+)+(Exception|Error)\b")
 
 
 def explain_death(log: Path, *, port: int, directory: Path, start_byte: int = 0) -> RelaxError:
-    """Return the error for a broker whose process ended by itself.
+    """Return the error for a broker whose process died.
 
     Args:
-        log: What it printed.
-        port: Where it listened or tried to.
-        directory: Where it lived.
-        start_byte: Where its own part of the log begins; earlier lines are of brokers before it.
+        log: The broker's log.
+        port: The port that it used.
+        directory: The broker's directory.
+        start_byte: Where the log of this start begins.
     """
-    text = "\n".join(last_lines(log, num_lines=_NUM_LINES_SEARCHED, start_byte=start_byte))
+    text = "\n".join(read_last_lines(log, num_lines=_NUM_LINES_SEARCHED, start_byte=start_byte))
     if "No space left on device" in text:
         return EnvironmentProblem(
             f"the embedded broker ended because the disk under {directory} is full; free "
             "some space and start it again"
         )
     if "Address already in use" in text:
-        return port_taken(port)
+        return build_port_error(port)
     lines = [line for line in text.splitlines() if not _STACK.match(line)]
     if causes := [line for line in lines if _CAUSE.search(line)]:
         return BrokerError(

@@ -1,10 +1,8 @@
-"""Who may touch a broker's directory, and what is said when the system refuses.
+"""The directory of an embedded broker: exclusive access, user locks, and the state in
+`broker.json`.
 
-Which processes use a broker: each holds a locked file in the broker's `leases` folder, and the
-    system drops the lock however its holder ends.
-
-What a broker's directory remembers of it, in `broker.json`: which process, which ports, which
-version.
+Each process that uses the broker holds a locked file in the folder `leases`; the system releases
+the lock however the process ends.
 """
 
 import fcntl
@@ -21,10 +19,10 @@ from typing import IO
 from relax_events.errors import EnvironmentProblem
 
 START_SECONDS = 180.0
-"""How long a broker may take to get ready: on two cores that a hundred processes waited for, it
-took over 60 s."""
+"""How long a broker may take to become ready: over 60 s were seen on two cores shared by a hundred
+processes."""
 BUSY_SECONDS = START_SECONDS + 30.0
-"""How long another process may take: it starts the broker within `START_SECONDS`, or stops it
+"""How long to wait for another process: it starts the broker within `START_SECONDS`, or stops it
 within 30 s."""
 _RETRY_SECONDS = 0.05
 
@@ -34,21 +32,21 @@ class BrokerBusy(EnvironmentProblem):
 
 
 @contextmanager
-def sole_access(directory: Path, *, busy_seconds: float = BUSY_SECONDS) -> Iterator[None]:
-    """Hold a broker's directory against other starters and stoppers; the system drops the lock with
-    its holder, so none is left behind.
+def exclusive_access(directory: Path, *, busy_seconds: float = BUSY_SECONDS) -> Iterator[None]:
+    """Hold the lock without which no process starts or stops the broker. The system releases it
+    when its holder dies.
 
     Args:
-        directory: The broker's, which exists.
+        directory: The broker's existing directory.
         busy_seconds: How long to wait for another process that holds it.
     Raises:
-        BrokerBusy: It still holds it.
+        BrokerBusy: The other process still holds the lock.
     """
-    with file_problems(directory):
+    with translate_file_errors(directory):
         file = (directory / "broker.lock").open("w")
     with file:
         deadline = time.monotonic() + busy_seconds
-        while not _is_locked(file):  # flock has no timeout, so this asks again
+        while not _try_lock(file):  # flock has no timeout
             if time.monotonic() >= deadline:
                 raise BrokerBusy(
                     f"another process is starting or stopping the broker in {directory}; try "
@@ -58,7 +56,7 @@ def sole_access(directory: Path, *, busy_seconds: float = BUSY_SECONDS) -> Itera
         yield
 
 
-def _is_locked(file: IO[str]) -> bool:
+def _try_lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -67,11 +65,11 @@ def _is_locked(file: IO[str]) -> bool:
 
 
 @contextmanager
-def file_problems(place: Path) -> Iterator[None]:
-    """Turn what the system says about a folder into an error that names it.
+def translate_file_errors(place: Path) -> Iterator[None]:
+    """Translate an OSError in the block into an error that names the folder.
 
     Raises:
-        EnvironmentProblem: The block met an OSError.
+        EnvironmentProblem: The block raised an OSError.
     """
     try:
         yield
@@ -86,15 +84,17 @@ _FOLDER = "leases"
 _numbers = itertools.count()
 
 
-class Lease:
-    """The mark of one user of a broker, from `take` to `release` or to the end of the process."""
+class UserLock:
+    """A lock that marks this process as a user of a broker, until `release` or the end of the
+    process.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Take a lease; the caller holds the broker's directory (`sole_access`), so that nobody
-        stops the broker meanwhile.
+        """Acquire the lock. The caller holds `exclusive_access`, so that no process stops the
+        broker meanwhile.
 
         Args:
-            directory: The broker's.
+            directory: The broker's directory.
         Raises:
             OSError: The folder can't be written.
         """
@@ -108,14 +108,14 @@ class Lease:
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Give the lease back; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if not self._file.closed:
             self._path.unlink(missing_ok=True)
             self._file.close()
 
 
-def lease_holders(directory: Path) -> list[int]:
-    """Return the process ids of a broker's living users, one for each lease."""
+def list_users(directory: Path) -> list[int]:
+    """Return the process ids of a broker's live users, one for each lock."""
     folder = directory / _FOLDER
     return (
         sorted(int(path.name.split("-")[0]) for path in folder.iterdir() if _is_held(path))
@@ -138,19 +138,19 @@ def _is_held(path: Path) -> bool:
 
 
 BROKER_START = "relax broker start"
-PASSWORD, OPEN = "password", "open"
-"""How clients log in: with the password of the folder, or not at all."""
+PASSWORD, NO_LOGIN = "password", "open"
+"""How clients authenticate: with the password of the folder, or not at all."""
 
 
 @dataclass(frozen=True)
 class BrokerState:
-    """One broker as last recorded; ports outlive the process so that a restart is found by running
-    clients.
+    """The recorded state of a broker. Ports outlive the process, so that running clients reconnect
+    after a restart.
 
-    `credentials` is the security folder of a secured broker, which has a listener of its own for
-    itself, `internal_port`. `login` is how clients log in to one without `credentials`; empty where
-    the node does not know the folder's password yet. `started_by` is the command that brought the
-    broker up; what `relax broker start` brought up runs on when nobody uses it.
+    `credentials` is the security folder of a secured broker, which has an additional listener for
+    itself, `internal_port`. `login` is how clients of a broker without `credentials` authenticate;
+    empty while the node does not know the folder's password yet. `started_by` is the command that
+    started the broker; a broker started by `relax broker start` keeps running without users.
     """
 
     port: int
@@ -166,16 +166,16 @@ class BrokerState:
     login: str = ""
 
     @property
-    def stays(self) -> bool:
-        """Whether the broker runs until it is stopped, and not only as long as somebody uses it."""
+    def runs_until_stopped(self) -> bool:
+        """Whether the broker runs until it is stopped, and not only while it has users."""
         return self.started_by == BROKER_START
 
 
 def read_state(path: Path) -> BrokerState | None:
-    """Return what was recorded, None when nothing ever was.
+    """Return the recorded state; None when nothing was recorded.
 
     Raises:
-        EnvironmentProblem: The file is there and is not ours to read, or to understand.
+        EnvironmentProblem: The file exists but can't be read or parsed.
     """
     try:
         content = path.read_bytes()
@@ -183,8 +183,8 @@ def read_state(path: Path) -> BrokerState | None:
         return None
     except OSError as error:
         raise EnvironmentProblem(
-            f"what is known of the embedded broker can't be read: {error}; it needs a folder "
-            "of this user's"
+            f"the state of the embedded broker can't be read: {error}; it needs a folder "
+            "that this user owns"
         ) from error
     try:
         return BrokerState(**json.loads(content))
@@ -196,7 +196,7 @@ def read_state(path: Path) -> BrokerState | None:
 
 
 def write_state(path: Path, state: BrokerState) -> None:
-    """Record a state; a reader sees the old file or the new one, never half of one."""
+    """Record a state atomically."""
     draft = path.with_suffix(".json.tmp")
     draft.write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
     os.replace(draft, path)

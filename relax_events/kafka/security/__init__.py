@@ -1,3 +1,3 @@
-"""SASL/SCRAM-SHA-512 over TLS with ACLs: certificates, passwords, broker settings, and bringing
-them onto a cluster.
+"""SASL/SCRAM-SHA-512 over TLS with ACLs: certificates, passwords, broker settings, and their
+application to a cluster.
 """

@@ -1,5 +1,5 @@
-"""Who may do what on the broker: one principal for each role and person, and the least that it
-needs. Everything else is denied.
+"""The ACLs of a run: one principal for each role and person, with the least permissions that it
+needs.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 
 from relax_events.topics.plan import (
     DEAD_LETTER_ROLES,
+    DEPENDENT_RUN,
     END_REQUESTS,
-    FOLLOWER,
     HEARTBEATS,
     METRICS,
     SAMPLE_TOPICS,
-    TRAINED_FROM,
     TRAINER_INPUTS,
+    TRAINING_SAMPLES,
 )
 
 WORKER_READS = ("control.schemas", "control.policy-versions", "control.commands", "control.engines")
@@ -23,52 +23,52 @@ WORKER_WRITES = ("control.schemas",)
 
 
 @dataclass(frozen=True, slots=True)
-class Rights:
-    """What a role may do besides what every worker may: follow control, publish its schemas, beat,
-    keep dead letters.
+class RolePermissions:
+    """A role's permissions beyond those of every worker: read control topics, and write schemas,
+    heartbeats, metrics and dead letters.
     """
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     describes: tuple[str, ...] = ()
     is_member: bool = False
-    has_queue: bool = False  # its group says after how many deliveries a record is dropped
-    watches: tuple[str, ...] = ()  # roles whose groups it may ask how far they are
+    has_queue: bool = False  # it reads its share group's delivery limit
+    watches: tuple[str, ...] = ()  # roles whose group offsets it may read
     is_transactional: bool = False
 
 
-ROLE_RIGHTS = {
-    "prompter": Rights(
+ROLE_PERMISSIONS = {
+    "prompter": RolePermissions(
         reads=("control.group-outcomes", "control.summaries", "prompt.groups"),
         writes=("prompt.groups", "control.summaries"),
     ),
-    "rollout": Rights(
+    "rollout": RolePermissions(
         reads=("prompt.groups", HEARTBEATS["rollout"]),
         writes=("rollout.samples", END_REQUESTS),
         is_member=True,
         has_queue=True,
     ),
-    "reward": Rights(
+    "reward": RolePermissions(
         reads=("rollout.samples",), writes=("reward.scores", END_REQUESTS), is_member=True
     ),
-    "judge": Rights(
+    "judge": RolePermissions(
         reads=("rollout.samples",), writes=("reward.scores", END_REQUESTS), is_member=True
     ),
-    "reference": Rights(
+    "reference": RolePermissions(
         reads=("rollout.samples",), writes=("reference.logprobs", END_REQUESTS), is_member=True
     ),
-    "actor-forward": Rights(
+    "actor-forward": RolePermissions(
         reads=("rollout.samples",), writes=("actor.logprobs", END_REQUESTS), is_member=True
     ),
-    "critic": Rights(
-        reads=("rollout.samples", TRAINED_FROM, "control.train-steps"),
+    "critic": RolePermissions(
+        reads=("rollout.samples", TRAINING_SAMPLES, "control.train-steps"),
         writes=("critic.values", END_REQUESTS),
         is_member=True,
     ),
-    "teacher": Rights(
+    "teacher": RolePermissions(
         reads=("rollout.samples",), writes=("teacher.logprobs", END_REQUESTS), is_member=True
     ),
-    "advantage": Rights(
+    "advantage": RolePermissions(
         reads=(
             "rollout.samples",
             "reward.scores",
@@ -77,10 +77,10 @@ ROLE_RIGHTS = {
             "critic.values",
             "teacher.logprobs",
         ),
-        writes=(TRAINED_FROM,),
+        writes=(TRAINING_SAMPLES,),
         is_member=True,
     ),
-    "trainer": Rights(
+    "trainer": RolePermissions(
         reads=(
             *TRAINER_INPUTS,
             "control.train-steps",
@@ -97,8 +97,8 @@ ROLE_RIGHTS = {
         is_member=True,
         is_transactional=True,
     ),
-    "evaluator": Rights(reads=("control.evaluations",), writes=("control.evaluations",)),
-    "controller": Rights(
+    "evaluator": RolePermissions(reads=("control.evaluations",), writes=("control.evaluations",)),
+    "controller": RolePermissions(
         reads=(
             "control.train-steps",
             "control.group-outcomes",
@@ -110,21 +110,23 @@ ROLE_RIGHTS = {
         describes=("prompt.groups", *SAMPLE_TOPICS),
         watches=("rollout",),
     ),
-    "metrics": Rights(reads=(*METRICS.values(), "control.train-steps", "control.evaluations")),
+    "metrics": RolePermissions(
+        reads=(*METRICS.values(), "control.train-steps", "control.evaluations")
+    ),
 }
-PERSON_RIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
+PERSON_PERMISSIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "operator": {"topic": ("all",), "group": ("all",), "transactional_id": ("all",)},
     "reader": {"topic": ("read", "describe_configs"), "group": ("describe", "describe_configs")},
 }
-"""What a person may do with everything of the run: `operator` runs it, `reader` only looks."""
-PRINCIPALS = (*ROLE_RIGHTS, *PERSON_RIGHTS)
-SOURCE_READERS = ("trainer", "controller", *PERSON_RIGHTS)
-"""Who reads the log of the run that this one replays or is forked from: `config.source.run`."""
+"""Permissions on everything of the run: `operator` runs it, `reader` only reads it."""
+PRINCIPALS = (*ROLE_PERMISSIONS, *PERSON_PERMISSIONS)
+PARENT_LOG_READERS = ("trainer", "controller", *PERSON_PERMISSIONS)
+"""Principals that read the log of the parent run, `config.parent.run`."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Acl:
-    """One permission: who may do which operation on what. `pattern` is literal or prefixed."""
+    """One permission: a user, an operation and a resource. `pattern` is literal or prefixed."""
 
     username: str
     resource: str
@@ -132,57 +134,60 @@ class Acl:
     pattern: str
     operation: str
 
-    def as_dict(self) -> dict[str, str]:
-        """Return it as JSON tools want it, the host and the permission spelt out."""
+    def to_dict(self) -> dict[str, str]:
+        """Return the ACL as a dictionary for JSON, with host and permission."""
         return {**asdict(self), "host": "*", "permission": "allow"}
 
 
-def prefix_of(run_id: str) -> str:
-    """Return what all names of a run begin with; no run's prefix is another's, since ids have no
-    dots.
+def build_run_prefix(run_id: str) -> str:
+    """Return the prefix of all names of a run; no run has the prefix of another, because run ids
+    contain no dots.
     """
     return f"relax.{run_id}."
 
 
-def username_of(run_id: str, principal: str) -> str:
+def build_username(run_id: str, principal: str) -> str:
     """Return the user name of a run's role or person."""
-    return f"{prefix_of(run_id)}{principal}"
+    return f"{build_run_prefix(run_id)}{principal}"
 
 
-def acls_of(run_id: str, *, source_run_id: str = "") -> list[Acl]:
-    """Return all permissions of a run, sorted; `source_run_id` names the run that it replays or is
-    forked from.
-    """
+def build_acls(run_id: str, *, source_run_id: str = "") -> list[Acl]:
+    """Return all ACLs of a run, sorted; `source_run_id` is the parent run."""
     return sorted(
         {
-            *_of_roles(run_id),
-            *_of_people(run_id),
-            *(_on_source(run_id, source_run_id) if source_run_id else ()),
+            *_build_role_acls(run_id),
+            *_build_person_acls(run_id),
+            *(_build_parent_acls(run_id, source_run_id) if source_run_id else ()),
         }
     )
 
 
-def written_by(role: str) -> tuple[str, ...]:
-    """Return what a role may write."""
+def list_writable_topics(role: str) -> tuple[str, ...]:
+    """Return the topics that a role may write, without the run's prefix."""
     letters = (f"{role}.dead-letters",) if role in DEAD_LETTER_ROLES else ()
-    return (*WORKER_WRITES, HEARTBEATS[role], METRICS[role], *ROLE_RIGHTS[role].writes, *letters)
+    return (
+        *WORKER_WRITES,
+        HEARTBEATS[role],
+        METRICS[role],
+        *ROLE_PERMISSIONS[role].writes,
+        *letters,
+    )
 
 
-def _of_roles(run_id: str) -> Iterable[Acl]:
-    prefix = prefix_of(run_id)
-    for role, rights in ROLE_RIGHTS.items():
+def _build_role_acls(run_id: str) -> Iterable[Acl]:
+    prefix = build_run_prefix(run_id)
+    for role, rights in ROLE_PERMISSIONS.items():
         operations = {
             "read": (*WORKER_READS, *rights.reads),
-            "write": written_by(role),
+            "write": list_writable_topics(role),
             "describe": rights.describes,
         }
-        username = username_of(run_id, role)
+        username = build_username(run_id, role)
         for operation, entities in operations.items():
             yield from (
                 Acl(username, "topic", prefix + entity, "literal", operation) for entity in entities
             )
-        # A log reader joins no group, but the client looks up the coordinator of the one that it is
-        # named by.
+        # A log reader joins no group, but its client looks up the coordinator of its group id.
         yield Acl(username, "group", f"{prefix}{role}-", "prefixed", "describe")
         if rights.is_member:
             yield Acl(username, "group", prefix + role, "literal", "read")
@@ -199,25 +204,32 @@ def _of_roles(run_id: str) -> Iterable[Acl]:
             )
 
 
-def _of_people(run_id: str) -> Iterable[Acl]:
-    for person, kinds in PERSON_RIGHTS.items():
+def _build_person_acls(run_id: str) -> Iterable[Acl]:
+    for person, kinds in PERSON_PERMISSIONS.items():
         for resource, operations in kinds.items():
             yield from (
-                Acl(username_of(run_id, person), resource, prefix_of(run_id), "prefixed", operation)
+                Acl(
+                    build_username(run_id, person),
+                    resource,
+                    build_run_prefix(run_id),
+                    "prefixed",
+                    operation,
+                )
                 for operation in operations
             )
 
 
-def _on_source(run_id: str, source_run_id: str) -> Iterable[Acl]:
-    group = prefix_of(run_id) + FOLLOWER  # tells the source which records are still needed
-    yield Acl(username_of(run_id, "trainer"), "group", group, "literal", "read")
-    yield Acl(username_of(source_run_id, "operator"), "group", group, "literal", "describe")
-    for principal in SOURCE_READERS:
-        for operation in PERSON_RIGHTS["reader"]["topic"]:
+def _build_parent_acls(run_id: str, source_run_id: str) -> Iterable[Acl]:
+    # its committed offsets mark the parent's records that are still needed
+    group = build_run_prefix(run_id) + DEPENDENT_RUN
+    yield Acl(build_username(run_id, "trainer"), "group", group, "literal", "read")
+    yield Acl(build_username(source_run_id, "operator"), "group", group, "literal", "describe")
+    for principal in PARENT_LOG_READERS:
+        for operation in PERSON_PERMISSIONS["reader"]["topic"]:
             yield Acl(
-                username_of(run_id, principal),
+                build_username(run_id, principal),
                 "topic",
-                prefix_of(source_run_id),
+                build_run_prefix(source_run_id),
                 "prefixed",
                 operation,
             )

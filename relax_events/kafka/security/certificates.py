@@ -1,5 +1,6 @@
-"""A certificate authority of our own and the brokers' certificates, as PEM files. The only place
-that knows `cryptography`.
+"""Creates a certificate authority and the brokers' certificates, as PEM.
+
+The only module that imports `cryptography`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 
 BROKER_NAME = "relax.broker"
-"""The common name by which brokers know each other."""
+"""The common name of brokers' certificates, by which brokers authenticate each other."""
 CLOCK_SKEW = timedelta(minutes=5)
 
 
@@ -44,7 +45,7 @@ class KeyPair:
 
 
 def make_authority(*, lifetime: timedelta) -> KeyPair:
-    """Make a certificate authority that signs itself."""
+    """Create a self-signed certificate authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("relax.ca")
     builder = _builder(name, issuer=name, lifetime=lifetime).public_key(key.public_key())
@@ -61,13 +62,13 @@ def make_authority(*, lifetime: timedelta) -> KeyPair:
 def make_broker_certificate(
     authority: KeyPair, hosts: Sequence[str], *, lifetime: timedelta
 ) -> KeyPair:
-    """Make a broker's key and certificate, good to serve clients and to meet other brokers.
+    """Create a broker's key and certificate, valid as TLS server and as client of other brokers.
 
     Args:
-        authority: Who signs.
-        hosts: Names and addresses by which clients reach the broker; a client refuses a certificate
-            that lacks the one it used.
-        lifetime: From now; a negative one is expired at once.
+        authority: The certificate authority that signs.
+        hosts: Host names and addresses of the broker; clients reject a certificate without the one
+            that they use.
+        lifetime: The validity from now on; a negative one creates an expired certificate.
     """
     signer = load_pem_private_key(authority.key, password=None)
     issuer = x509.load_pem_x509_certificate(authority.certificate)

@@ -1,15 +1,14 @@
-"""The folder that holds a cluster's secrets: who is in it, where each file lies, and that nobody
-else may read them.
+"""The folder of a cluster's secrets: its files, their paths and their permissions.
 
     ca.pem              what clients trust
     secrets/<user>      a password, one file for each principal
-    ca.key, brokers/    keys of the authority and the brokers: for whoever runs the cluster, not for clients
-    clients/<user>.env  what a worker needs in its environment
-    acls/<run>.json     who may do what
-    broker.properties   settings for a cluster of your own
+    ca.key, brokers/    keys of the authority and the brokers: for the operator, not for clients
+    clients/<user>.env  a worker's environment variables
+    acls/<run>.json     the ACLs of a run
+    broker.properties   settings for your own cluster
     compose/<run>.json  an overlay for the container stack
 
-`BROKER_PASSWORD` in the environment stands in for a password file where there is none.
+The environment variable `BROKER_PASSWORD` replaces a missing password file.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_events.errors import ConfigError
-from relax_events.kafka.security.acls import PRINCIPALS, prefix_of, username_of
+from relax_events.kafka.security.acls import PRINCIPALS, build_run_prefix, build_username
 
 ADMIN = "relax.admin"
-"""The super user: makes principals and ACLs, and nothing else uses it."""
-LOCAL = "local"
-"""Names the certificate of the embedded broker."""
+"""The super user, used only to create principals and ACLs."""
+EMBEDDED_HOST = "local"
+"""The name of the embedded broker's certificate file."""
 PASSWORD_BYTES = 32
 OWNER_ONLY = 0o600
 MAX_SECRET_BYTES = 65_536
@@ -33,7 +32,7 @@ MAX_SECRET_BYTES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class SecurityFolder:
-    """Names the files of a security folder; it need not exist."""
+    """The paths of a security folder, which need not exist."""
 
     path: Path
 
@@ -48,23 +47,23 @@ class SecurityFolder:
         return self.path / "ca.key"
 
     def broker_file(self, host: str) -> Path:
-        """Return a broker's key and certificate, in one file as Kafka takes them."""
+        """Return the path of a broker's key and certificate, in one PEM file as Kafka expects."""
         return self.path / "brokers" / f"{host}.pem"
 
     def password_file(self, username: str) -> Path:
-        """Return where a principal's password lies."""
+        """Return the path of a principal's password."""
         return self.path / "secrets" / username
 
     def environment_file(self, username: str) -> Path:
-        """Return where the environment of a principal's processes is written down."""
+        """Return the path of a principal's environment variables."""
         return self.path / "clients" / f"{username}.env"
 
     def acl_file(self, run_id: str) -> Path:
-        """Return where a run's permissions are listed."""
+        """Return the path of a run's ACLs."""
         return self.path / "acls" / f"{run_id}.json"
 
     def overlay_file(self, run_id: str) -> Path:
-        """Return the overlay that secures a run in the container stack."""
+        """Return the path of the compose overlay that secures a run."""
         return self.path / "compose" / f"{run_id}.json"
 
     @property
@@ -73,31 +72,33 @@ class SecurityFolder:
         return self.path / "broker.properties"
 
     def username(self, run_id: str, principal: str) -> str:
-        """Return the user name of a principal of a run, once its password is there.
+        """Return the user name of a run's principal after checking that its password exists.
 
         Raises:
-            ConfigError: It is not; the text says how to make it.
+            ConfigError: The password is missing; the text says how to create it.
         """
-        name = username_of(run_id, principal)
+        name = build_username(run_id, principal)
         if not self.password_file(name).is_file():
             kind = (
                 "the folder has no password for it"
                 if principal in PRINCIPALS
                 else f"principals are {', '.join(PRINCIPALS)}"
             )
-            remedy = "make it with: relax broker secure CONFIG --out FOLDER"
+            remedy = "create it with: relax broker secure CONFIG --out FOLDER"
             raise ConfigError(
                 f"broker.credentials = {str(self.path)!r}: no principal {name!r}; {kind}; {remedy}"
             )
         return name
 
     def usernames(self, run_id: str) -> list[str]:
-        """Return the users of a run whose passwords lie here."""
-        return sorted(file.name for file in (self.path / "secrets").glob(f"{prefix_of(run_id)}*"))
+        """Return the users of a run that have a password here."""
+        return sorted(
+            file.name for file in (self.path / "secrets").glob(f"{build_run_prefix(run_id)}*")
+        )
 
     def ensure_password(self, username: str, *, renew: bool = False) -> bool:
-        """Make a random password unless there is one, or in place of it; return whether one was
-        made.
+        """Create a random password if it is missing or `renew` is set; return whether one was
+        created.
         """
         file = self.password_file(username)
         if file.exists() and not renew:
@@ -105,10 +106,8 @@ class SecurityFolder:
         write_private(file, secrets.token_urlsafe(PASSWORD_BYTES).encode())
         return True
 
-    def forget(self, run_id: str) -> list[Path]:
-        """Delete the files of a run, which are of no use once the cluster has forgotten its users;
-        return them.
-        """
+    def delete_run(self, run_id: str) -> list[Path]:
+        """Delete the files of a run after the cluster has deleted its users; return their paths."""
         users = self.usernames(run_id)
         files = [
             *map(self.environment_file, users),
@@ -123,7 +122,7 @@ class SecurityFolder:
 
 
 def write_private(file: Path, content: bytes, *, mode: int = OWNER_ONLY) -> None:
-    """Write a file that only its owner may read, whole or not at all."""
+    """Write a file atomically, readable by its owner only."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     draft.unlink(missing_ok=True)
@@ -132,8 +131,8 @@ def write_private(file: Path, content: bytes, *, mode: int = OWNER_ONLY) -> None
     draft.replace(file)
 
 
-def read_named(file: Path, *, key: str) -> bytes:
-    """Return what is in a file that a configuration key names.
+def read_configured_file(file: Path, *, key: str) -> bytes:
+    """Return the content of a file that a configuration key names.
 
     Raises:
         ConfigError: The file is missing or unreadable.
@@ -147,19 +146,19 @@ def read_named(file: Path, *, key: str) -> bytes:
 
 
 def read_secret(file: Path, *, key: str) -> str:
-    """Return the secret in a file, without the line end that editors leave.
+    """Return the secret in a file, without a trailing line end.
 
     Args:
-        file: One secret.
+        file: The file, which holds one secret.
         key: The configuration key that names the file, for errors.
     Raises:
-        ConfigError: The file is missing, unreadable or empty; the text never shows what is in it.
+        ConfigError: The file is missing, unreadable or empty; the text never shows its content.
     """
     try:
-        text = read_named(file, key=key)[:MAX_SECRET_BYTES].decode("utf-8").rstrip("\r\n")
+        text = read_configured_file(file, key=key)[:MAX_SECRET_BYTES].decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError:
         raise ConfigError(
-            f"{key}: {file} is not UTF-8 text; write the secret alone into it"
+            f"{key}: {file} is not UTF-8 text; write only the secret into it"
         ) from None
     if not text:
         raise ConfigError(f"{key}: {file} is empty; write the secret into it")

@@ -1,5 +1,5 @@
-"""Brings principals and their rights onto a cluster: what is missing is made, what a run's
-principals may do too much is taken away.
+"""Applies principals and ACLs to a cluster: creates missing ones and deletes surplus ones of a
+run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from confluent_kafka.admin import (
 )
 
 from relax_events.errors import BrokerUnavailable
-from relax_events.kafka.connection import Connection, error_of
+from relax_events.kafka.connection import Connection, extract_error
 from relax_events.kafka.security.acls import Acl
 from relax_events.kafka.security.scram import ITERATIONS
 
@@ -34,19 +34,19 @@ ANY = "*"
 
 @dataclass(frozen=True, slots=True)
 class SecurityChanges:
-    """What has to happen so that a cluster has a run's principals and rights. Passwords can't be
-    read back, so users are always set.
+    """The changes that give a cluster a run's principals and ACLs. Passwords can't be read back, so
+    all users are set again.
     """
 
     users: list[str] = field(default_factory=list)
-    strangers: list[str] = field(default_factory=list)
+    unexpected_users: list[str] = field(default_factory=list)
     missing: list[Acl] = field(default_factory=list)
     surplus: list[Acl] = field(default_factory=list)
 
 
 class PrincipalAdmin:
-    """Users and ACLs of a cluster, over the connection of a super user; every call has the
-    connection's deadline.
+    """Reads and changes users and ACLs of a cluster as a super user; every call is bounded by the
+    connection's request timeout.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -54,13 +54,15 @@ class PrincipalAdmin:
         self._timeout_seconds = connection.request_timeout_seconds
         self._client = AdminClient(connection.settings())
 
-    def changes(self, prefix: str, wanted: Sequence[Acl], users: Sequence[str]) -> SecurityChanges:
-        """Compare a cluster with what it should have.
+    def plan_changes(
+        self, prefix: str, wanted: Sequence[Acl], users: Sequence[str]
+    ) -> SecurityChanges:
+        """Compare a cluster's users and ACLs with the wanted ones.
 
         Args:
-            prefix: What the user names of the run begin with.
-            wanted: All rights of the run.
-            users: All its users.
+            prefix: The prefix of the run's user names.
+            wanted: All ACLs of the run.
+            users: All users of the run.
         """
         found = {acl for acl in self._acls() if acl.username.startswith(prefix)}
         strangers = [
@@ -71,23 +73,23 @@ class PrincipalAdmin:
         )
 
     def apply(self, changes: SecurityChanges, *, password_of: Callable[[str], str]) -> None:
-        """Set the users' passwords, add and delete rights; rights first, so that no user is ever
-        let in with too many.
+        """Delete and create ACLs, then set passwords: no user can log in with surplus
+        permissions.
         """
         if changes.surplus:
             self._wait(
                 self._client.delete_acls([_filter(acl) for acl in changes.surplus]),
-                "deleting rights",
+                "deleting ACLs",
             )
         if changes.missing:
             self._wait(
                 self._client.create_acls([_binding(acl) for acl in changes.missing]),
-                "adding rights",
+                "adding ACLs",
             )
         alterations: list[Any] = [_upsertion(user, password_of(user)) for user in changes.users]
         alterations += [
             UserScramCredentialDeletion(user, ScramMechanism.SCRAM_SHA_512)
-            for user in changes.strangers
+            for user in changes.unexpected_users
         ]
         if alterations:
             self._wait(self._client.alter_user_scram_credentials(alterations), "setting users")
@@ -97,7 +99,7 @@ class PrincipalAdmin:
         return sorted(described)
 
     def _acls(self) -> list[Acl]:
-        anything: Any = None  # its stubs miss that a filter may leave a name open
+        anything: Any = None  # the type stubs do not allow a filter without a name
         everything = AclBindingFilter(
             ResourceType.ANY,
             anything,
@@ -107,8 +109,8 @@ class PrincipalAdmin:
             AclOperation.ANY,
             AclPermissionType.ANY,
         )
-        bindings = self._result(self._client.describe_acls(everything), "listing rights")
-        return [_acl(binding) for binding in bindings if binding.principal.startswith(USER)]
+        bindings = self._result(self._client.describe_acls(everything), "listing ACLs")
+        return [_to_acl(binding) for binding in bindings if binding.principal.startswith(USER)]
 
     def _wait(self, futures: Mapping[Any, Any], what: str) -> None:
         for subject, future in futures.items():
@@ -118,10 +120,10 @@ class PrincipalAdmin:
         try:
             return future.result(self._timeout_seconds)
         except KafkaException as exception:
-            raise self._connection.translate(error_of(exception), what) from exception
+            raise self._connection.translate(extract_error(exception), what) from exception
         except TimeoutError:
             raise BrokerUnavailable(
-                f"{what}: no answer within {self._timeout_seconds:g} s"
+                f"{what}: no response within {self._timeout_seconds:g} s"
             ) from None
 
 
@@ -134,7 +136,7 @@ def _filter(acl: Acl) -> AclBindingFilter:
 
 
 def _pattern(acl: Acl) -> tuple[ResourceType, str, ResourcePatternType, str, str, AclOperation]:
-    """Return what a binding and the filter that finds it have in common, in the client's order."""
+    """Return the arguments that a binding and its filter share, in the client's order."""
     operation, pattern = (
         AclOperation[acl.operation.upper()],
         ResourcePatternType[acl.pattern.upper()],
@@ -149,7 +151,7 @@ def _pattern(acl: Acl) -> tuple[ResourceType, str, ResourcePatternType, str, str
     )
 
 
-def _acl(binding: Any) -> Acl:
+def _to_acl(binding: Any) -> Acl:
     kind, pattern, operation = (
         value.name.lower()
         for value in (binding.restype, binding.resource_pattern_type, binding.operation)

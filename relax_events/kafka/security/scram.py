@@ -1,4 +1,6 @@
-"""What a SCRAM server keeps of a password: enough to check it, too little to log in with it."""
+"""The credential that a SCRAM server stores: it verifies a password and cannot be used to log
+in.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ SALT_BYTES = 24
 
 @dataclass(frozen=True, slots=True)
 class ScramCredential:
-    """One user's entry for SCRAM-SHA-512."""
+    """One user's SCRAM-SHA-512 credential."""
 
     username: str
     salt: bytes
@@ -22,8 +24,8 @@ class ScramCredential:
     iterations: int = ITERATIONS
 
     @classmethod
-    def of(cls, username: str, password: str, *, salt: bytes | None = None) -> ScramCredential:
-        """Derive the entry from a password.
+    def derive(cls, username: str, password: str, *, salt: bytes | None = None) -> ScramCredential:
+        """Derive the credential from a password.
 
         Source: RFC 5802, section 3 (SaltedPassword, StoredKey, ServerKey); with SHA-512.
         """

@@ -1,5 +1,5 @@
-"""Settings of secured brokers and of their clients: SCRAM over TLS for clients, certificates among
-brokers, deny what is not allowed.
+"""Settings of secured brokers and their clients: SCRAM over TLS for clients, certificates between
+brokers, deny by default.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ from pathlib import Path
 from relax_events.kafka.security.folder import ADMIN, SecurityFolder, read_secret
 
 MECHANISM = "SCRAM-SHA-512"
-LOCAL_PROTOCOL, LOCAL_USER = "SASL_PLAINTEXT", "relax"
-"""Of the embedded broker, on the loopback interface."""
-LOCAL_KEY = "broker.embedded_password_file"
+EMBEDDED_PROTOCOL, EMBEDDED_USER = "SASL_PLAINTEXT", "relax"
+"""Protocol and user of the embedded broker, which listens on the loopback interface."""
+EMBEDDED_PASSWORD_KEY = "broker.embedded_password_file"
 CLIENTS, INTERNAL, CONTROLLER = "SASL_SSL", "INTERNAL", "CONTROLLER"
-"""Names of the listeners; the first is where our clients connect."""
+"""Listener names; clients connect to the first."""
 
 
-def broker_security(
+def build_broker_settings(
     folder: SecurityFolder, *, key_file: Path, clients: str = CLIENTS
 ) -> dict[str, str]:
-    """Return the `server.properties` of a secured broker, addresses apart; `clients` is what the
-    listener is called where they connect.
+    """Return the security settings of a broker's `server.properties`; `clients` is the name of the
+    clients' listener.
 
-    Clients prove themselves by password; brokers and controllers by their certificate, so that no
-    password lies in a broker's settings and a changed one never locks a broker out of its own
-    cluster.
+    Clients authenticate by password. Brokers and controllers authenticate by certificate, so broker
+    settings contain no password, and a changed password cannot lock a broker out of its cluster.
     """
     scram = f"listener.name.{clients.lower()}.{MECHANISM.lower()}"
     return {
@@ -46,8 +45,8 @@ def broker_security(
     }
 
 
-def client_security(username: str, password: str, ca_file: Path | None) -> dict[str, str]:
-    """Return librdkafka's settings of a client that proves itself by password."""
+def build_client_settings(username: str, password: str, ca_file: Path | None) -> dict[str, str]:
+    """Return librdkafka's settings of a client that authenticates by password."""
     trust = {} if ca_file is None else {"ssl.ca.location": str(ca_file)}
     return {
         "security.protocol": "SASL_SSL",
@@ -58,27 +57,27 @@ def client_security(username: str, password: str, ca_file: Path | None) -> dict[
     }
 
 
-def local_security(password_file: Path) -> dict[str, str]:
-    """Return librdkafka's settings of a client of an embedded broker.
+def read_embedded_client_settings(password_file: Path) -> dict[str, str]:
+    """Return librdkafka's settings of an embedded broker's client.
 
     Raises:
         ConfigError: The password can't be read.
     """
-    password = read_secret(password_file, key=LOCAL_KEY)
+    password = read_secret(password_file, key=EMBEDDED_PASSWORD_KEY)
     return {
-        "security.protocol": LOCAL_PROTOCOL,
+        "security.protocol": EMBEDDED_PROTOCOL,
         "sasl.mechanism": MECHANISM,
-        "sasl.username": LOCAL_USER,
+        "sasl.username": EMBEDDED_USER,
         "sasl.password": password,
     }
 
 
-def admin_security(folder: SecurityFolder) -> dict[str, str]:
+def read_admin_settings(folder: SecurityFolder) -> dict[str, str]:
     """Return librdkafka's settings of the super user.
 
     Raises:
         ConfigError: The folder has no password for it.
     """
-    return client_security(
+    return build_client_settings(
         ADMIN, read_secret(folder.password_file(ADMIN), key="broker.credentials"), folder.ca_file
     )

@@ -74,7 +74,7 @@ def _boxes(text: str, *, only_joined: bool) -> list[str]:
     found: list[str] = []
     next_start = len(text)
     for box in reversed(list(BOX.finditer(text))):
-        content, end = _content(text, box.end())
+        content, end = _read_box(text, box.end())
         if (
             content is None
             or end > next_start
@@ -95,7 +95,7 @@ def _are_joined(between: str) -> bool:
     )
 
 
-def _content(text: str, start: int) -> tuple[str | None, int]:
+def _read_box(text: str, start: int) -> tuple[str | None, int]:
     """Return what a box holds whose command ends here, and where the box ends."""
     if not text.startswith("{", start):
         bare = BARE.match(text, start)

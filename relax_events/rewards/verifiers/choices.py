@@ -6,7 +6,7 @@ import re
 import string
 from typing import Any
 
-from relax_events.rewards.declaration import Explanation, declares
+from relax_events.rewards.declaration import Explanation, reward
 from relax_events.rewards.verifiers.answer_extraction import final_text, references, tagged_answer
 from relax_events.rewards.verifiers.text_match import squad_words
 
@@ -30,18 +30,18 @@ def explain_gpqa(
     completion: str, *, answer: str, metadata: dict[str, Any], **_: Any
 ) -> Explanation:
     """Tell which letter the completion decides for."""
-    text, choices = final_text(completion), _choices_of(metadata)
-    named, wanted = chosen_letter(text, num_choices=len(choices)), right_letter(answer, metadata)
+    text, choices = final_text(completion), _read_choices(metadata)
+    named, wanted = chosen_letter(text, num_choices=len(choices)), correct_letter(answer, metadata)
     letter = named or _only_choice_in(text, choices)
     place = "a letter" if named else "the text of a choice" if letter else "no choice"
     return Explanation(
         answer=letter,
-        place=place,
+        location=place,
         why=f"it {'is' if letter == wanted else 'is not'} the right letter {wanted}",
     )
 
 
-@declares(
+@reward(
     source="GPQA: A Graduate-Level Google-Proof Q&A Benchmark (arXiv 2311.12022)",
     metadata={
         "correct_letter": "the right letter; without it the reference answer must be one",
@@ -59,11 +59,11 @@ def gpqa(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str)
     Raises:
         ValueError: Neither metadata nor the reference answer say which letter is right.
     """
-    wanted = right_letter(answer, metadata)
+    wanted = correct_letter(answer, metadata)
     return float(explain_gpqa(completion, answer=answer, metadata=metadata).answer == wanted)
 
 
-@declares(source="Answers inside of <answer> tags, as R1-style prompts ask for them")
+@reward(source="Answers inside of <answer> tags, as R1-style prompts ask for them")
 def multiple_choice(
     completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
 ) -> float:
@@ -92,14 +92,14 @@ def chosen_letter(text: str, *, num_choices: int = 0) -> str | None:
     return None
 
 
-def right_letter(answer: str, metadata: dict[str, Any]) -> str:
+def correct_letter(answer: str, metadata: dict[str, Any]) -> str:
     """Return the letter that metadata or the reference answer name.
 
     Raises:
         ValueError: Neither does.
     """
     wanted = (
-        str(metadata.get("correct_letter") or _letter_of(answer, _choices_of(metadata)))
+        str(metadata.get("correct_letter") or _find_letter(answer, _read_choices(metadata)))
         .strip(LABEL_EDGES)
         .upper()
     )
@@ -111,7 +111,7 @@ def right_letter(answer: str, metadata: dict[str, Any]) -> str:
     return wanted
 
 
-def _choices_of(metadata: dict[str, Any]) -> list[str]:
+def _read_choices(metadata: dict[str, Any]) -> list[str]:
     return [str(choice) for choice in metadata.get("choices") or []]
 
 
@@ -119,7 +119,7 @@ def _label(text: str) -> str:
     return text.strip(LABEL_EDGES).casefold()
 
 
-def _letter_of(answer: str, choices: list[str]) -> str:
+def _find_letter(answer: str, choices: list[str]) -> str:
     """Return the letter that a reference answer is, or the letter of the choice that it repeats."""
     words = squad_words(answer)
     return next(

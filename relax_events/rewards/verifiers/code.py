@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 
 from relax_events.errors import RewardError
-from relax_events.rewards.declaration import declares
+from relax_events.rewards.declaration import reward
 from relax_events.rewards.verifiers.answer_extraction import final_text
-from relax_events.sandbox import Limits, Sandbox, Verdict, require_walls
+from relax_events.sandbox import Limits, Sandbox, Verdict, require_isolation
 
 FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
@@ -32,10 +32,10 @@ METADATA = {
 
 
 def _require_walls(options: Mapping[str, Any]) -> None:
-    require_walls(allow_unprotected=options.get("allow_unprotected", False))
+    require_isolation(allow_unprotected=options.get("allow_unprotected", False))
 
 
-@declares(
+@reward(
     source="The test forms of MBPP (arXiv 2108.07732) and APPS (arXiv 2105.09938)",
     metadata=METADATA,
     require=_require_walls,
@@ -69,13 +69,13 @@ def code(
         RewardError: The program ran into a limit.
         ValueError: The sample has no tests.
     """
-    tests = tests_of(
+    tests = read_tests(
         metadata if any(key in metadata for key in (*TEST_KEYS, "inputs")) else _from_answer(answer)
     )
     program = python_block(completion)
     if program is None:
         return {"reward": 0.0, "passed": 0.0, "has_code": 0.0}
-    walls = require_walls(allow_unprotected=allow_unprotected)
+    walls = require_isolation(allow_unprotected=allow_unprotected)
     with Sandbox(program, Limits(test_seconds, memory_bytes), walls=walls) as sandbox:
         num_passed = _num_passed(sandbox, tests, stops_early=not partial)
     if num_passed is None:
@@ -105,7 +105,7 @@ def python_block(completion: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def tests_of(metadata: dict[str, Any]) -> Sequence[str | tuple[str, str]]:
+def read_tests(metadata: dict[str, Any]) -> Sequence[str | tuple[str, str]]:
     """Return the tests: programs of statements, or pairs of what goes in and what comes out.
 
     Raises:
@@ -115,7 +115,7 @@ def tests_of(metadata: dict[str, Any]) -> Sequence[str | tuple[str, str]]:
     if isinstance(found, str):
         return [found]
     if isinstance(found, list):
-        return [_test_of(one) for one in found]
+        return [_read_test(one) for one in found]
     inputs, outputs = metadata.get("inputs"), metadata.get("outputs")
     if (
         not isinstance(inputs, list)
@@ -131,7 +131,7 @@ def tests_of(metadata: dict[str, Any]) -> Sequence[str | tuple[str, str]]:
     return [(_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
 
 
-def _test_of(one: Any) -> str | tuple[str, str]:
+def _read_test(one: Any) -> str | tuple[str, str]:
     if isinstance(one, str):
         return one
     if isinstance(one, dict) and {"input", "output"} <= one.keys():

@@ -13,8 +13,8 @@ from typing import Any
 from relax_events.config.addresses import is_in_clear
 from relax_events.errors import EnvironmentProblem, RewardError
 
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 8.0
-WORTH_ANOTHER_TRY = frozenset({408, 425, 429, 500, 502, 503, 504})
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 8.0
+RETRYABLE_STATUS_CODES = frozenset({408, 425, 429, 500, 502, 503, 504})
 MAX_CONNECTIONS = 64
 
 
@@ -72,7 +72,7 @@ async def post_json(
     for attempt in range(retries + 1):
         if attempt:
             await asyncio.sleep(
-                min(pause_seconds * 2 ** (attempt - 1), LONGEST_PAUSE_SECONDS)
+                min(pause_seconds * 2 ** (attempt - 1), MAX_PAUSE_SECONDS)
                 * random.uniform(0.5, 1.0)  # noqa: S311 spreads the load
             )
         try:
@@ -80,15 +80,15 @@ async def post_json(
         except import_client().TransportError as error:
             problem = f"{type(error).__name__}: {error}"
             continue
-        if response.status_code not in WORTH_ANOTHER_TRY:
-            return _content(url, response)
+        if response.status_code not in RETRYABLE_STATUS_CODES:
+            return _parse_response(url, response)
         problem = f"status {response.status_code}"
     raise RewardError(
         f"{url} failed {retries + 1} time(s), at last with {problem}; is the service up?"
     )
 
 
-def _content(url: str, response: Any) -> Any:
+def _parse_response(url: str, response: Any) -> Any:
     if not response.is_success:
         raise RewardError(
             f"{url} refused with status {response.status_code}: {response.text[:200]}"

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from relax_events.rewards.declaration import Explanation, declares
+from relax_events.rewards.declaration import Explanation, reward
 from relax_events.rewards.verifiers import ifbench_forms, ifbench_language, ifbench_words
 from relax_events.rewards.verifiers.answer_extraction import final_text
 from relax_events.rewards.verifiers.ifeval_instructions import INSTRUCTIONS, import_langdetect
@@ -28,12 +28,12 @@ def explain_ifeval(
     missed = [name for name, is_followed in followed if not is_followed]
     return Explanation(
         answer=final_text(completion),
-        place="all of it",
+        location="all of it",
         why=f"not followed: {', '.join(missed)}" if missed else "all instructions are followed",
     )
 
 
-@declares(
+@reward(
     source=(
         "Instruction-Following Evaluation for Large Language Models (arXiv 2311.07911); for "
         "IFBench arXiv 2507.02833"
@@ -120,7 +120,7 @@ def _is_followed(name: str, kwargs: Mapping[str, Any], texts: Sequence[str], pro
         raise ValueError(f"there is no instruction {name!r}; see metadata.instruction_id_list")
     taken = dict(list(inspect.signature(check).parameters.items())[1:])
     arguments = {
-        key: _as_taken(name, taken[key], value)
+        key: _convert_argument(name, taken[key], value)
         for key, value in kwargs.items()
         if key in taken and value is not None
     }
@@ -134,7 +134,7 @@ def _is_followed(name: str, kwargs: Mapping[str, Any], texts: Sequence[str], pro
         ) from None
 
 
-def _as_taken(name: str, parameter: inspect.Parameter, value: Any) -> Any:
+def _convert_argument(name: str, parameter: inspect.Parameter, value: Any) -> Any:
     """Return an argument as a check takes it: datasets hold whole numbers as floats, and keywords
     with blanks around them.
     """

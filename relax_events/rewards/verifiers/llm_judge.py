@@ -13,7 +13,7 @@ from string import Template
 from typing import Any, Literal
 
 from relax_events.errors import ConfigError, RewardError
-from relax_events.rewards.declaration import declares
+from relax_events.rewards.declaration import reward
 from relax_events.rewards.verifiers.answer_extraction import final_text
 from relax_events.rewards.verifiers.http_client import import_client, post_json
 
@@ -48,7 +48,7 @@ SCORE_LINE = re.compile(
 VERDICT_LINE = re.compile(
     r"^[\s*_>#-]*Verdict[\s*_]*:[\s*_]*(A|B|tie)\b", re.IGNORECASE | re.MULTILINE
 )
-WORTH = {"a": 1.0, "b": 0.0, "tie": 0.5}
+VERDICT_POINTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Grading:
     rubric: str = DEFAULT_RUBRIC
     max_score: float = MAX_SCORE
 
-    def question(
+    def build_prompt(
         self, completion: str, *, answer: str, metadata: Mapping[str, Any], prompt: str
     ) -> str:
         """Return what the judge is asked about a completion; its reasoning is not shown."""
@@ -83,7 +83,7 @@ class Grading:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class LLMJudge:
     """A chat endpoint, and how to ask it."""
 
     url: str
@@ -94,7 +94,7 @@ class Judge:
     retries: int
     token_variable: str
 
-    async def ask(self, question: str) -> str:
+    async def complete(self, question: str) -> str:
         """Return the judge's answer to a question, without its reasoning.
 
         Raises:
@@ -123,7 +123,7 @@ class Judge:
             ) from None
 
 
-@declares(
+@reward(
     source="LLM-as-a-judge (arXiv 2306.05685), single answer grading",
     packages=("httpx2",),
     prepare=import_client,
@@ -156,16 +156,16 @@ async def genrm(
         RewardError: The judge did not answer, or its answer holds no score in range: a failure,
             never a 0.
     """
-    judge = Judge(url, model, temperature, max_tokens, request_seconds, retries, token_variable)
+    judge = LLMJudge(url, model, temperature, max_tokens, request_seconds, retries, token_variable)
     grading = Grading(load_template(template), rubric, max_score)
     return grading.score(
-        await judge.ask(
-            grading.question(completion, answer=answer, metadata=metadata, prompt=prompt)
+        await judge.complete(
+            grading.build_prompt(completion, answer=answer, metadata=metadata, prompt=prompt)
         )
     )
 
 
-@declares(
+@reward(
     source="LLM-as-a-judge (arXiv 2306.05685), pairwise comparison with both orders",
     packages=("httpx2",),
     prepare=import_client,
@@ -197,7 +197,7 @@ async def genrm_pairwise(
     Raises:
         ValueError: There is nobody to compare with.
     """
-    judge = Judge(url, model, temperature, max_tokens, request_seconds, retries, token_variable)
+    judge = LLMJudge(url, model, temperature, max_tokens, request_seconds, retries, token_variable)
     texts = [final_text(completion) for completion in completions]
     pairs = (
         list(combinations(range(len(texts)), 2))
@@ -218,14 +218,14 @@ async def genrm_pairwise(
         sides = [[*texts, answer][index] for index in (first, second)]
         try:
             return read_verdict(
-                await judge.ask(questions.safe_substitute(known, first=sides[0], second=sides[1]))
+                await judge.complete(questions.safe_substitute(known, first=sides[0], second=sides[1]))
             )
         except RewardError as error:
             return error
 
     there = await asyncio.gather(*(compare(first, second) for first, second in pairs))
     back = await asyncio.gather(*(compare(second, first) for first, second in pairs))
-    return share_of_wins(
+    return win_shares(
         len(texts),
         pairs,
         there,
@@ -233,7 +233,7 @@ async def genrm_pairwise(
     )
 
 
-def share_of_wins(
+def win_shares(
     num_samples: int, pairs: list[tuple[int, int]], *rounds: list[float | RewardError]
 ) -> list[float | RewardError]:
     """Return each sample's mean over its comparisons; one without a verdict fails the samples that
@@ -300,4 +300,4 @@ def read_verdict(text: str) -> float:
         raise RewardError(
             f"the judge's answer has no line 'Verdict: A', 'B' or 'tie': {text[-100:]!r}"
         )
-    return WORTH[found[-1].lower()]
+    return VERDICT_POINTS[found[-1].lower()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from relax_events.rewards.declaration import declares
+from relax_events.rewards.declaration import reward
 from relax_events.rewards.verifiers.answer_extraction import (
     THOUGHT_END,
     final_text,
@@ -14,7 +14,7 @@ from relax_events.rewards.verifiers.answer_extraction import (
     short_answer,
     tagged_answer,
 )
-from relax_events.rewards.verifiers.math_equality import are_equal, tidy, warm_up
+from relax_events.rewards.verifiers.math_equality import are_equal, normalize, warm_up
 from relax_events.rewards.verifiers.math_extraction import (
     MathFinding,
     find_answer,
@@ -57,7 +57,7 @@ def find_after_reasoning(completion: str, *, answer: str, **_: Any) -> MathFindi
             return find_boxed(text, answer)
     return MathFinding(
         answer=None,
-        place="no answer",
+        location="no answer",
         why=f"the reasoning has no end, {THOUGHT_END} or {RESPONSE_MARK}",
         is_right=False,
     )
@@ -71,20 +71,20 @@ def find_last_box(completion: str, *, answer: str, **_: Any) -> MathFinding:
 def find_answer_line(completion: str, *, answer: str, **_: Any) -> MathFinding:
     """Judge the last line "Answer:" as text."""
     lines = ANSWER_LINE.findall(completion[-TAIL_CHARACTERS:])
-    given, wanted = _bare(lines[-1]) if lines else None, [_bare(one) for one in references(answer)]
+    given, wanted = _normalize_dapo(lines[-1]) if lines else None, [_normalize_dapo(one) for one in references(answer)]
     if given is None:
         return MathFinding(
             answer=None,
-            place="no answer",
+            location="no answer",
             why=f"no line 'Answer:' in the last {TAIL_CHARACTERS} characters",
             is_right=False,
         )
     is_right = given in wanted
     why = f"it {'is' if is_right else 'is not'} {' or '.join(repr(one) for one in wanted):.200}"
-    return MathFinding(answer=given, place="the last line 'Answer:'", why=why, is_right=is_right)
+    return MathFinding(answer=given, location="the last line 'Answer:'", why=why, is_right=is_right)
 
 
-@declares(
+@reward(
     source="math-verify's rules of equality, github.com/huggingface/math-verify",
     packages=PACKAGES,
     prepare=warm_up,
@@ -125,7 +125,7 @@ def math(
     return find_math(completion, answer=answer, box_only=box_only, boxes=boxes).reward
 
 
-@declares(
+@reward(
     source="DeepScaleR's reward, github.com/rllm-org/rllm",
     packages=PACKAGES,
     prepare=warm_up,
@@ -140,7 +140,7 @@ def deepscaler(completion: str, *, answer: str, metadata: dict[str, Any], prompt
     return find_after_reasoning(completion, answer=answer).reward
 
 
-@declares(
+@reward(
     source="DAPO (arXiv 2503.14476), section 2.4 and its data's answer format",
     explain=find_answer_line,
 )
@@ -163,7 +163,7 @@ def dapo_math(
     return {"reward": 1.0 if is_right else wrong_reward, "accuracy": float(is_right)}
 
 
-@declares(
+@reward(
     source="Geometry3K with EasyR1's reward, github.com/hiyouga/EasyR1",
     packages=PACKAGES,
     prepare=warm_up,
@@ -190,7 +190,7 @@ def geo3k(
     }
 
 
-@declares(
+@reward(
     source="open-r1-multimodal's rewards, github.com/EvolvingLMMs-Lab/open-r1-multimodal",
     packages=PACKAGES,
     prepare=warm_up,
@@ -228,9 +228,9 @@ def _thinks_then_boxes(text: str) -> bool:
     return opened.lstrip().startswith("<think>") and "}" in after.partition(r"\boxed{")[2]
 
 
-def _bare(text: str) -> str:
+def _normalize_dapo(text: str) -> str:
     """Return an answer as DAPO compares it: the value alone."""
     box, formula = last_box(text), DOLLARS.search(text)
     said = box if box is not None else formula[1] if formula else text
-    value = tidy(UNITS.sub("", said)).rpartition("=")[2].strip("*_")
+    value = normalize(UNITS.sub("", said)).rpartition("=")[2].strip("*_")
     return value.replace(",", "") if value.replace(",", "").lstrip("-").isdigit() else value

@@ -44,12 +44,12 @@ def are_equal(given: str, wanted: str) -> bool:
         RewardError: The answer is too long, nested too deeply, or holds too large a number to be
             compared, so it stays open whether it is right.
     """
-    mine, other = tidy(given), tidy(wanted)
+    mine, other = normalize(given), normalize(wanted)
     if not mine or not other:
         return False
     if mine == other:
         return True
-    require_decidable(mine)
+    check_comparable(mine)
     if (same := _are_equal_numbers(mine, other)) is not None:
         return same
     return _are_equal_expressions(given, wanted)
@@ -69,7 +69,7 @@ def _are_equal_numbers(mine: str, other: str) -> bool | None:
 
 
 @lru_cache(maxsize=4096)
-def tidy(text: str) -> str:
+def normalize(text: str) -> str:
     r"""Return an answer without what does not matter: spaces, `$`, `\left`, sizes of fractions,
     text commands, degrees, a full stop.
     """
@@ -132,15 +132,15 @@ def equals_parsed(found: tuple[Any, ...], wanted: str) -> bool:
     Raises:
         RewardError: As in `are_equal`.
     """
-    said = [tidy(part) for part in found if isinstance(part, str)]
-    return any(_are_equal_numbers(part, tidy(wanted)) for part in said) or _verify(
-        parsed(wanted), found
+    said = [normalize(part) for part in found if isinstance(part, str)]
+    return any(_are_equal_numbers(part, normalize(wanted)) for part in said) or _verify(
+        parse_expressions(wanted), found
     )
 
 
 @lru_cache(maxsize=4096)  # the samples of a prompt group give the same few answers
 def _are_equal_expressions(given: str, wanted: str) -> bool:
-    return _verify(parsed(wanted), parsed(given))
+    return _verify(parse_expressions(wanted), parse_expressions(given))
 
 
 def _verify(wanted: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
@@ -160,31 +160,31 @@ def _verify(wanted: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def parsed(text: str) -> tuple[Any, ...]:
+def parse_expressions(text: str) -> tuple[Any, ...]:
     """Return what an answer says in mathematics, and how it says so.
 
     Raises:
         RewardError: As in `are_equal`.
     """
     if (plain := plain_expression(text.strip("$ \n"))) is not None:
-        return checked((plain, text))
+        return check_size((plain, text))
     package = import_math_verify()
     config = (package.LatexExtractionConfig(boxed_match_priority=0),)
-    return checked(
+    return check_size(
         package.parse(
-            rf"\boxed{{{readable(text)}}}", config, parsing_timeout=None, raise_on_error=True
+            rf"\boxed{{{to_math_verify_latex(text)}}}", config, parsing_timeout=None, raise_on_error=True
         )
     )
 
 
-def readable(text: str) -> str:
+def to_math_verify_latex(text: str) -> str:
     r"""Return LaTeX with what math-verify's grammar lacks in words that it has: `\bmod`,
     `\mathrm{e}`.
     """
     return UPRIGHT_LETTER.sub(r"\1", text.replace(r"\bmod", r"\mod"))
 
 
-def checked(expressions: Iterable[Any]) -> tuple[Any, ...]:
+def check_size(expressions: Iterable[Any]) -> tuple[Any, ...]:
     """Return expressions as they are.
 
     Raises:
@@ -196,7 +196,7 @@ def checked(expressions: Iterable[Any]) -> tuple[Any, ...]:
     return kept
 
 
-def require_decidable(text: str) -> None:
+def check_comparable(text: str) -> None:
     """Raise a RewardError for an answer that is too long or nested too deeply to be compared."""
     if len(text) > MAX_ANSWER_CHARACTERS:
         raise RewardError(f"the answer is longer than {MAX_ANSWER_CHARACTERS} characters")

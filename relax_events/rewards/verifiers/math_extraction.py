@@ -16,13 +16,13 @@ from relax_events.rewards.verifiers.answer_extraction import (
 )
 from relax_events.rewards.verifiers.math_equality import (
     are_equal,
-    checked,
+    check_size,
     equals_parsed,
     import_math_verify,
     plain_number,
-    readable,
-    require_decidable,
-    tidy,
+    to_math_verify_latex,
+    check_comparable,
+    normalize,
 )
 from relax_events.rewards.verifiers.text_match import FINAL_ANSWER_MARK
 
@@ -74,7 +74,7 @@ def find_boxed(text: str, answer: str, *, last_alone: bool = False) -> MathFindi
     """
     wanted = [reference_text(one) for one in references(answer)]
     if not (boxes := last_boxes(text)):
-        return MathFinding(answer=None, place="no box", why="nothing is boxed", is_right=False)
+        return MathFinding(answer=None, location="no box", why="nothing is boxed", is_right=False)
     boxes = boxes[-1:] if last_alone else boxes
     given = ", ".join(boxes)
     return _verdict(
@@ -96,23 +96,23 @@ def find_stated(text: str, answer: str) -> MathFinding:
     tail = _tail(text)
     clause = _stated_clause(tail)
     if clause is not None and (
-        plain_number(tidy(clause)) is not None or any(tidy(clause) == tidy(one) for one in wanted)
+        plain_number(normalize(clause)) is not None or any(normalize(clause) == normalize(one) for one in wanted)
     ):
         return _verdict(
             clause, any(are_equal(clause, one) for one in wanted), "behind 'answer'", wanted
         )
-    found = _extracted(tail)
+    found = _extract(tail)
     if found and any(equals_parsed(found, one) for one in wanted):
-        return _verdict(_shown(found), True, "found by math-verify", wanted)
+        return _verdict(_text_of(found), True, "found by math-verify", wanted)
     if clause is not None and len(clause) <= MAX_CLAUSE_CHARACTERS:
         return _verdict(
             clause, any(are_equal(clause, one) for one in wanted), "behind 'answer'", wanted
         )
     if found:
-        return _verdict(_shown(found), False, "found by math-verify", wanted)
+        return _verdict(_text_of(found), False, "found by math-verify", wanted)
     return MathFinding(
         answer=None,
-        place="no answer",
+        location="no answer",
         why=f"the last {TAIL_CHARACTERS} characters state none",
         is_right=False,
     )
@@ -143,7 +143,7 @@ def _stated_clause(tail: str) -> str | None:
     return clause or None
 
 
-def _extracted(tail: str) -> tuple[Any, ...]:
+def _extract(tail: str) -> tuple[Any, ...]:
     """Return what math-verify finds: an expression and its text, or the text alone where it can't
     be read.
     """
@@ -152,18 +152,18 @@ def _extracted(tail: str) -> tuple[Any, ...]:
         package.LatexExtractionConfig(boxed_match_priority=-1),
         package.ExprExtractionConfig(),
     )
-    found = package.parse(readable(tail), config, parsing_timeout=None, raise_on_error=True)
+    found = package.parse(to_math_verify_latex(tail), config, parsing_timeout=None, raise_on_error=True)
     for text in found:
         if isinstance(text, str):
-            require_decidable(text)
-    return checked(found)
+            check_comparable(text)
+    return check_size(found)
 
 
-def _shown(found: Sequence[Any]) -> str:
+def _text_of(found: Sequence[Any]) -> str:
     return str(found[-1])
 
 
 def _verdict(given: str, is_right: bool, place: str, wanted: Sequence[str]) -> MathFinding:
     references_said = " or ".join(repr(one) for one in wanted)
     why = f"it {'equals' if is_right else 'does not equal'} {references_said:.200}"
-    return MathFinding(answer=given, place=place, why=why, is_right=is_right)
+    return MathFinding(answer=given, location=place, why=why, is_right=is_right)

@@ -54,7 +54,7 @@ def plain_expression(text: str) -> Any:
         match["name"] for side in sides for match in TOKEN.finditer(side)
     ):
         return None
-    parts = [_parsed(side.strip()) for side in sides]
+    parts = [_parse(side.strip()) for side in sides]
     if any(part is None for part in parts):
         return None
     if len(parts) == 1:
@@ -73,7 +73,7 @@ def _is_plain(text: str) -> bool:
     return position > 0
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     from sympy.parsing.sympy_parser import (
         convert_xor,
         implicit_multiplication,

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from relax_events.data.generated import create_task, import_reasoning_gym
-from relax_events.rewards.declaration import declares
+from relax_events.rewards.declaration import reward
 
 METADATA = {
     "task": "name of the reasoning-gym task",
@@ -17,7 +17,7 @@ METADATA = {
 }
 
 
-@declares(
+@reward(
     source="github.com/open-thought/reasoning-gym",
     metadata=METADATA,
     packages=("reasoning-gym",),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from relax_events.errors import RewardError
-from relax_events.rewards.declaration import declares
+from relax_events.rewards.declaration import reward
 from relax_events.rewards.verifiers.http_client import import_client, post_json
 
 
-@declares(packages=("httpx2",), prepare=import_client)
+@reward(packages=("httpx2",), prepare=import_client)
 async def remote(
     completion: str,
     *,
@@ -39,7 +39,7 @@ async def remote(
     )
 
 
-@declares(packages=("httpx2",), prepare=import_client)
+@reward(packages=("httpx2",), prepare=import_client)
 async def remote_group(
     completions: list[str],
     *,

@@ -8,7 +8,7 @@ from collections import Counter
 from decimal import Decimal
 from typing import Any
 
-from relax_events.rewards.declaration import Explanation, declares
+from relax_events.rewards.declaration import Explanation, reward
 from relax_events.rewards.verifiers.answer_extraction import final_text, references, tagged_answer
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
@@ -31,14 +31,14 @@ def explain_gsm8k(completion: str, *, answer: str, **_: Any) -> Explanation:
     place = f"behind {FINAL_ANSWER_MARK}" if FINAL_ANSWER_MARK in completion else "the last number"
     return Explanation(
         answer=None if given is None else str(given),
-        place="no number" if given is None else place,
+        location="no number" if given is None else place,
         why="the reference answer has no number"
         if wanted is None
         else f"it {'is' if given == wanted else 'is not'} {wanted}",
     )
 
 
-@declares(
+@reward(
     source=(
         "Training Verifiers to Solve Math Word Problems (arXiv 2110.14168): final answers after "
         "####"
@@ -55,7 +55,7 @@ def gsm8k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
     return float(wanted is not None and wanted == given)
 
 
-@declares(source=SQUAD)
+@reward(source=SQUAD)
 def squad_exact_match(
     completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
 ) -> float:
@@ -65,17 +65,17 @@ def squad_exact_match(
     The answer is what follows `</think>`, and the content of `<answer>` where there is such a tag.
     The references are one text or a JSON list of some.
     """
-    given = squad_words(_given(completion))
+    given = squad_words(_extract_answer(completion))
     return float(any(given == squad_words(wanted) for wanted in references(answer)))
 
 
-@declares(source=SQUAD)
+@reward(source=SQUAD)
 def f1(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
     """Give the F1 of the words that the answer shares with the reference, of several the highest.
 
     Words and answer are as in `squad_exact_match`.
     """
-    given = squad_words(_given(completion))
+    given = squad_words(_extract_answer(completion))
     return max(_word_f1(given, squad_words(wanted)) for wanted in references(answer))
 
 
@@ -95,7 +95,7 @@ def squad_words(text: str) -> list[str]:
     return ARTICLE.sub(" ", text.lower().translate(WITHOUT_PUNCTUATION)).split()
 
 
-def _given(completion: str) -> str:
+def _extract_answer(completion: str) -> str:
     text = final_text(completion)
     tagged = tagged_answer(text)
     return text if tagged is None else tagged

@@ -5,7 +5,7 @@ Roles speak to `Traces`, which does nothing; `open_traces` gives them one that r
 file names a collector.
 """
 
-from relax_events.telemetry.traces.api import NO_HEADERS, NOT_TRACED, Traces, Value, Work
+from relax_events.telemetry.traces.api import NO_HEADERS, NOT_TRACED, Traces, Value, TracedWork
 from relax_events.telemetry.traces.factory import open_traces, require_tracing
 
-__all__ = ["NOT_TRACED", "NO_HEADERS", "Traces", "Value", "Work", "open_traces", "require_tracing"]
+__all__ = ["NOT_TRACED", "NO_HEADERS", "Traces", "Value", "TracedWork", "open_traces", "require_tracing"]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 Value = str | bool | int | float | Sequence[str] | Sequence[int]
 NO_HEADERS: Mapping[str, str] = {}
-NO_FACTS: Mapping[str, Value] = {}
+NO_ATTRIBUTES: Mapping[str, Value] = {}
 
 
 class ReadRecord(Protocol):
@@ -41,7 +41,7 @@ class ReadRecord(Protocol):
         """When it was written."""
 
 
-class Work:
+class TracedWork:
     """Work that has begun."""
 
     @property
@@ -49,26 +49,26 @@ class Work:
         """Headers that carry its context."""
         return NO_HEADERS
 
-    def end(self, facts: Mapping[str, Value] = NO_FACTS, *, error: str = "") -> None:
+    def end(self, facts: Mapping[str, Value] = NO_ATTRIBUTES, *, error: str = "") -> None:
         """Say that it is over, what there is to say about it, and the error where it failed."""
 
 
-NOT_TRACED = Work()
+NOT_TRACED = TracedWork()
 
 
 class Traces:
     """The prompt groups that a worker has at hand. Used by the thread of its work loop."""
 
-    def take(self, record: ReadRecord) -> None:
+    def add_record(self, record: ReadRecord) -> None:
         """Note the context that a record carries for its prompt group."""
 
-    def headers_of(self, prompt_group_id: str) -> Mapping[str, str]:
+    def get_headers(self, prompt_group_id: str) -> Mapping[str, str]:
         """Return the headers of the records that are written for a prompt group."""
         return NO_HEADERS
 
-    def issue(
+    def begin_group(
         self, prompt_group_id: str, *, topic: str, instead_of: str = "", **facts: Value
-    ) -> Work:
+    ) -> TracedWork:
         """Begin a prompt group's trace, if it is among those that are traced.
 
         Args:
@@ -79,7 +79,7 @@ class Traces:
         """
         return NOT_TRACED
 
-    def waited(self, prompt_group_id: str, topic: str) -> None:
+    def record_wait(self, prompt_group_id: str, topic: str) -> None:
         """Say that a prompt group's records of this topic waited until now, since the first of them
         was written.
         """
@@ -92,7 +92,7 @@ class Traces:
         topic: str,
         train_step: int | None = None,
         **facts: Value,
-    ) -> Work:
+    ) -> TracedWork:
         """Begin work on a prompt group.
 
         Args:
@@ -105,7 +105,7 @@ class Traces:
         return NOT_TRACED
 
     @contextmanager
-    def each(
+    def trace_groups(
         self, operation: str, prompt_group_ids: Iterable[str], *, topic: str
     ) -> Iterator[None]:
         """Work on several prompt groups at a time, in the body; what it raises ends their work as
@@ -113,10 +113,10 @@ class Traces:
         """
         yield
 
-    def ended(self, prompt_group_id: str, *, outcome: str, reason: str) -> None:
+    def record_group_end(self, prompt_group_id: str, *, outcome: str, reason: str) -> None:
         """Say that a prompt group ended untrained."""
 
-    def step(self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]) -> Work:
+    def begin_train_step(self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]) -> TracedWork:
         """Begin a train step's trace, afterwards: it is known by then which prompt groups it
         trained.
 
@@ -127,7 +127,7 @@ class Traces:
         """
         return NOT_TRACED
 
-    def publication(self, step: Work, policy_version: int, *, began_ns: int) -> Work:
+    def begin_publication(self, step: TracedWork, policy_version: int, *, began_ns: int) -> TracedWork:
         """Begin the publication of what a step made, afterwards."""
         return NOT_TRACED
 

@@ -35,7 +35,7 @@ class SpanCounts(Protocol):
         """
 
 
-class Sender(SpanExporter):
+class SpanSender(SpanExporter):
     """OTLP over HTTP, with an eye on what becomes of the spans."""
 
     def __init__(self, endpoint: str, counts: SpanCounts) -> None:
@@ -75,7 +75,7 @@ class SpanQueue(BatchSpanProcessor):
     Used by one thread.
     """
 
-    def __init__(self, sender: Sender, counts: SpanCounts) -> None:
+    def __init__(self, sender: SpanSender, counts: SpanCounts) -> None:
         super().__init__(
             sender,
             max_queue_size=QUEUED_SPANS,

@@ -43,10 +43,10 @@ def open_traces(config: RunConfig, *, role: str, worker_id: str, counts: SpanMet
     require_tracing(config)
     if not config.telemetry.traces.endpoint:
         return Traces()
-    from relax_events.telemetry.traces.export import Sender, SpanQueue
+    from relax_events.telemetry.traces.export import SpanSender, SpanQueue
     from relax_events.telemetry.traces.recorded import RecordedTraces
 
-    queue = SpanQueue(Sender(config.telemetry.traces.endpoint, counts), counts)
+    queue = SpanQueue(SpanSender(config.telemetry.traces.endpoint, counts), counts)
     return RecordedTraces(
         queue,
         run_id=config.run.id,

@@ -33,18 +33,18 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from relax_events.telemetry.traces.api import (
-    NO_FACTS,
+    NO_ATTRIBUTES,
     NO_HEADERS,
     NOT_TRACED,
     ReadRecord,
     Traces,
     Value,
-    Work,
+    TracedWork,
 )
 from relax_events.telemetry.traces.export import SpanQueue
 
 
-def root_of(run_id: str, name: str) -> SpanContext:
+def derive_root(run_id: str, name: str) -> SpanContext:
     """Derive the first span of the trace of a prompt group or a step."""
     digest = hashlib.blake2b(f"{run_id}/{name}".encode(), digest_size=24).digest()
     trace_id, span_id = int.from_bytes(digest[:16]), int.from_bytes(digest[16:])
@@ -53,7 +53,7 @@ def root_of(run_id: str, name: str) -> SpanContext:
     )
 
 
-def is_chosen(trace_id: int, ratio: float) -> bool:
+def is_sampled(trace_id: int, ratio: float) -> bool:
     """Tell whether a trace is among the share that is kept, by the eight bytes that OpenTelemetry's
     `TraceIdRatioBased` goes by.
     """
@@ -82,7 +82,7 @@ REMEMBERED_GROUPS = 4096
 TYPES = {SpanKind.PRODUCER: "send", SpanKind.CONSUMER: "process"}
 
 
-class SpanWork(Work):
+class SpanTracedWork(TracedWork):
     """Work that is a span."""
 
     def __init__(self, span: Span) -> None:
@@ -92,11 +92,11 @@ class SpanWork(Work):
     @property
     def headers(self) -> Mapping[str, str]:
         """See `Work`."""
-        return _headers_of(self.context)
+        return _build_headers(self.context)
 
-    def end(self, facts: Mapping[str, Value] = NO_FACTS, *, error: str = "") -> None:
+    def end(self, facts: Mapping[str, Value] = NO_ATTRIBUTES, *, error: str = "") -> None:
         """See `Work`."""
-        self.span.set_attributes(_named(facts))
+        self.span.set_attributes(_prefix_attributes(facts))
         if error:
             self.span.set_status(StatusCode.ERROR, error)
         self.span.end()
@@ -159,7 +159,7 @@ class RecordedTraces(Traces):
         """See `Traces`. A context that is not sampled is none."""
         if "traceparent" not in record.headers:
             return
-        group = self._groups.get(record.key) or self._met(record)
+        group = self._groups.get(record.key) or self._extract_context(record)
         topic = record.topic.removeprefix(self._prefix)
         if group is not None and topic not in group.read:
             where: dict[str, Value] = {
@@ -168,7 +168,7 @@ class RecordedTraces(Traces):
             }
             group.read[topic] = _Read(where, record.timestamp_ms * 1_000_000)
 
-    def _met(self, record: ReadRecord) -> _Group | None:
+    def _extract_context(self, record: ReadRecord) -> _Group | None:
         context = PROPAGATOR.extract(record.headers, context=Context())
         span = get_current_span(context).get_span_context()
         return (
@@ -178,7 +178,7 @@ class RecordedTraces(Traces):
         )
 
     def _remember(self, prompt_group_id: str, context: Context) -> _Group:
-        group = self._groups[prompt_group_id] = _Group(context, _headers_of(context))
+        group = self._groups[prompt_group_id] = _Group(context, _build_headers(context))
         if len(self._groups) > REMEMBERED_GROUPS:
             del self._groups[next(iter(self._groups))]
         return group
@@ -190,17 +190,17 @@ class RecordedTraces(Traces):
 
     def issue(
         self, prompt_group_id: str, *, topic: str, instead_of: str = "", **facts: Value
-    ) -> Work:
+    ) -> TracedWork:
         """See `Traces`."""
-        root = root_of(self._run_id, prompt_group_id)
-        if not is_chosen(root.trace_id, self._ratio):
+        root = derive_root(self._run_id, prompt_group_id)
+        if not is_sampled(root.trace_id, self._ratio):
             return NOT_TRACED
         links = (
-            [Link(root_of(self._run_id, instead_of), {"relax.relation": "instead_of"})]
+            [Link(derive_root(self._run_id, instead_of), {"relax.relation": "instead_of"})]
             if instead_of
             else []
         )
-        attributes = {"relax.prompt_group_id": prompt_group_id, **_named(facts)}
+        attributes = {"relax.prompt_group_id": prompt_group_id, **_prefix_attributes(facts)}
         work = self._root(
             "issue", topic, root, SpanKind.PRODUCER, attributes=attributes, links=links
         )
@@ -227,17 +227,17 @@ class RecordedTraces(Traces):
         topic: str,
         train_step: int | None = None,
         **facts: Value,
-    ) -> Work:
+    ) -> TracedWork:
         """See `Traces`."""
         group = self._groups.get(prompt_group_id)
         if group is None:
             return NOT_TRACED
-        attributes = {**group.facts(prompt_group_id, topic), **_named(facts)}
+        attributes = {**group.facts(prompt_group_id, topic), **_prefix_attributes(facts)}
         links = []
         if train_step is not None:
             attributes["relax.train_step"] = train_step
             links.append(
-                Link(root_of(self._run_id, _step_name(train_step)), {"relax.relation": "part_of"})
+                Link(derive_root(self._run_id, _step_name(train_step)), {"relax.relation": "part_of"})
             )
         return self._work(
             operation, topic, group.context, SpanKind.CONSUMER, attributes=attributes, links=links
@@ -277,14 +277,14 @@ class RecordedTraces(Traces):
                 {"outcome": outcome, "reason": reason}, error=reason if outcome == "failed" else ""
             )
 
-    def step(self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]) -> Work:
+    def step(self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]) -> TracedWork:
         """See `Traces`."""
         spans = [
             get_current_span(PROPAGATOR.extract(one, context=Context())).get_span_context()
             for one in headers
             if one
         ]
-        root = root_of(self._run_id, _step_name(train_step))
+        root = derive_root(self._run_id, _step_name(train_step))
         attributes: dict[str, Value] = {
             "relax.train_step": train_step,
             "messaging.batch.message_count": len(spans),
@@ -300,9 +300,9 @@ class RecordedTraces(Traces):
             began_ns=began_ns,
         )
 
-    def publication(self, step: Work, policy_version: int, *, began_ns: int) -> Work:
+    def publication(self, step: TracedWork, policy_version: int, *, began_ns: int) -> TracedWork:
         """See `Traces`."""
-        if not isinstance(step, SpanWork):
+        if not isinstance(step, SpanTracedWork):
             return NOT_TRACED
         attributes: dict[str, Value] = {"relax.policy_version": policy_version}
         return self._work(
@@ -328,7 +328,7 @@ class RecordedTraces(Traces):
         attributes: Mapping[str, Value],
         links: list[Link],
         began_ns: int | None = None,
-    ) -> SpanWork:
+    ) -> SpanTracedWork:
         self._ids.root = root
         try:
             return self._work(
@@ -353,7 +353,7 @@ class RecordedTraces(Traces):
         attributes: Mapping[str, Value],
         links: Iterable[Link] = (),
         began_ns: int | None = None,
-    ) -> SpanWork:
+    ) -> SpanTracedWork:
         told = {
             **self._common,
             "messaging.destination.name": self._prefix + topic,
@@ -365,16 +365,16 @@ class RecordedTraces(Traces):
         span = self._tracer.start_span(
             f"{operation} {topic}", context, kind, told, list(links), began_ns
         )
-        return SpanWork(span)
+        return SpanTracedWork(span)
 
 
-def _headers_of(context: Context) -> dict[str, str]:
+def _build_headers(context: Context) -> dict[str, str]:
     headers: dict[str, str] = {}
     PROPAGATOR.inject(headers, context=context)
     return headers
 
 
-def _named(facts: Mapping[str, Value]) -> dict[str, Value]:
+def _prefix_attributes(facts: Mapping[str, Value]) -> dict[str, Value]:
     return {f"relax.{name}": value for name, value in facts.items()}
 
 

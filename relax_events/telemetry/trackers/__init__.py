@@ -2,8 +2,8 @@
 that keeps each away from the worker.
 """
 
-from relax_events.telemetry.trackers.dispatch import feed_tracker, open_feeds, require_trackers
-from relax_events.telemetry.trackers.progress import Memory
-from relax_events.telemetry.trackers.protocol import Figures, Tracker
+from relax_events.telemetry.trackers.dispatch import open_tracker_queue, open_tracker_queues, require_trackers
+from relax_events.telemetry.trackers.progress import DeliveryProgress
+from relax_events.telemetry.trackers.protocol import StepMetrics, Tracker
 
-__all__ = ["Figures", "Memory", "Tracker", "feed_tracker", "open_feeds", "require_trackers"]
+__all__ = ["StepMetrics", "DeliveryProgress", "Tracker", "open_tracker_queue", "open_tracker_queues", "require_trackers"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 from clearml import Task
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.progress import Memory
-from relax_events.telemetry.trackers.protocol import Figures
+from relax_events.telemetry.trackers.progress import DeliveryProgress
+from relax_events.telemetry.trackers.protocol import StepMetrics
 
 
 class ClearMLTracker:
@@ -16,10 +16,10 @@ class ClearMLTracker:
     continued, a new one holds all from the log.
     """
 
-    def __init__(self, config: RunConfig, memory: Memory) -> None:
+    def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
         """Open the task; nothing of this process is watched or sent along."""
         self.remembers = not Task.is_offline()
-        known = memory.note("task_id") if self.remembers else ""
+        known = memory.get_note("task_id") if self.remembers else ""
         self._task: Task = Task.init(
             project_name=config.telemetry.tracker_project,
             task_name=config.run.id,
@@ -31,9 +31,9 @@ class ClearMLTracker:
             auto_connect_streams=False,
         )
         self._task.set_initial_iteration(0)  # else a continued task counts on from its last one
-        memory.keep("task_id", self._task.id)
+        memory.set_note("task_id", self._task.id)
 
-    def write(self, figures: Figures) -> None:
+    def write(self, figures: StepMetrics) -> None:
         """Report a scalar for each figure: the series is the title of its plot."""
         logger = self._task.get_logger()
         for name, value in figures.values.items():

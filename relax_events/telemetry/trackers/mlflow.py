@@ -9,8 +9,8 @@ from mlflow.entities import Metric, Run
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.telemetry.trackers.progress import Memory
-from relax_events.telemetry.trackers.protocol import Figures
+from relax_events.telemetry.trackers.progress import DeliveryProgress
+from relax_events.telemetry.trackers.protocol import StepMetrics
 
 VARIABLE = "MLFLOW_TRACKING_URI"
 TAG = "relax.run_id"
@@ -23,7 +23,7 @@ class MLflowTracker:
 
     remembers = True
 
-    def __init__(self, config: RunConfig, memory: Memory) -> None:
+    def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
         """Find the run, or make it.
 
         Raises:
@@ -54,7 +54,7 @@ class MLflowTracker:
         self._run_id = run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
 
-    def write(self, figures: Figures) -> None:
+    def write(self, figures: StepMetrics) -> None:
         """Log the figures together, as `series/name`."""
         at_millis = figures.at // 1000
         metrics = [

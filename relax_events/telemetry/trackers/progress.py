@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 
-class Memory:
+class DeliveryProgress:
     """The newest step of each series, and what a tracker notes for its next process. A kill may
     cost the newest note, no more.
     """
@@ -22,20 +22,20 @@ class Memory:
         if path.exists():
             self._held |= orjson.loads(path.read_bytes())
 
-    def has(self, series: str, step: int) -> bool:
+    def is_delivered(self, series: str, step: int) -> bool:
         """Tell whether a step was written before."""
         return step <= int(self._held["steps"].get(series, -1))
 
-    def advance(self, series: str, step: int) -> None:
+    def mark_delivered(self, series: str, step: int) -> None:
         """Note a step that was written."""
         self._held["steps"][series] = step
         self._write()
 
-    def note(self, name: str) -> str:
+    def get_note(self, name: str) -> str:
         """Return what was noted under a name; empty when nothing was."""
         return str(self._held["notes"].get(name, ""))
 
-    def keep(self, name: str, text: str) -> None:
+    def set_note(self, name: str, text: str) -> None:
         """Note something, such as the id that the tracker has for the run."""
         self._held["notes"][name] = text
         self._write()

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.progress import Memory
+from relax_events.telemetry.trackers.progress import DeliveryProgress
 
 MICROS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class StepMetrics:
     """Figures of one step of a series. Steps of a series come in order, each once.
 
     Attributes:
@@ -37,11 +37,11 @@ class Tracker(Protocol):
     remembers: bool
     """Whether what an earlier process wrote is still there: then it is not written again."""
 
-    def __init__(self, config: RunConfig, memory: Memory) -> None:
+    def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
         """Connect to it, and take the run up there if it is known."""
         ...
 
-    def write(self, figures: Figures) -> None:
+    def write(self, figures: StepMetrics) -> None:
         """Write the figures of a step."""
         ...
 

@@ -7,8 +7,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.progress import Memory
-from relax_events.telemetry.trackers.protocol import MICROS, Figures
+from relax_events.telemetry.trackers.progress import DeliveryProgress
+from relax_events.telemetry.trackers.protocol import MICROS, StepMetrics
 
 
 class TensorBoardTracker:
@@ -18,12 +18,12 @@ class TensorBoardTracker:
 
     remembers = True
 
-    def __init__(self, config: RunConfig, memory: Memory) -> None:
+    def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
         """Begin a file."""
         del memory
         self._writer = EventFileWriter(str(config.run_directory / "tensorboard"))
 
-    def write(self, figures: Figures) -> None:
+    def write(self, figures: StepMetrics) -> None:
         """Write a scalar for each figure, as `series/name`."""
         values = [
             Summary.Value(tag=f"{figures.series}/{name}", simple_value=value)

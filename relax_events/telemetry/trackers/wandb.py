@@ -7,8 +7,8 @@ from __future__ import annotations
 import wandb
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.progress import Memory
-from relax_events.telemetry.trackers.protocol import Figures
+from relax_events.telemetry.trackers.progress import DeliveryProgress
+from relax_events.telemetry.trackers.protocol import StepMetrics
 
 INIT_SECONDS = 60.0
 
@@ -20,7 +20,7 @@ class WandbTracker:
 
     remembers = True
 
-    def __init__(self, config: RunConfig, memory: Memory) -> None:
+    def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
         """Open the run; nothing of this machine is sent along."""
         del memory
         config.run_directory.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class WandbTracker:
         )
         self._series: set[str] = set()
 
-    def write(self, figures: Figures) -> None:
+    def write(self, figures: StepMetrics) -> None:
         """Log the figures as `series/name`, over `series/step`."""
         axis = f"{figures.series}/step"
         if figures.series not in self._series:

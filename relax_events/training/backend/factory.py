@@ -9,7 +9,7 @@ from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.ranks import Ranks
 
 
-def backend_of(config: RunConfig) -> type[TrainerBackend]:
+def find_backend(config: RunConfig) -> type[TrainerBackend]:
     """Return the run's trainer backend.
 
     Raises:
@@ -29,7 +29,7 @@ def open_backend(config: RunConfig, ranks: Ranks) -> TrainerBackend:
         ConfigError: As `backend_of`; or the model can't be loaded or trained, or the engine's
             routing not be replayed where it is to.
     """
-    make: type = backend_of(config)
+    make: type = find_backend(config)
     backend: TrainerBackend = make(config, ranks=ranks)
     if config.model.replays_routing and backend.experts is None:
         what = (

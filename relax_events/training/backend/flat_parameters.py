@@ -120,11 +120,11 @@ class FlatParameters:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
-        self._hand_out()
+        self._copy_to_model()
         self.zero_gradients()
 
     @torch.no_grad()
-    def _hand_out(self) -> None:
+    def _copy_to_model(self) -> None:
         if self._is_master:
             torch._foreach_copy_(
                 list(self._parameters.values()), list(self._views(self.values).values())
@@ -170,5 +170,5 @@ class FlatParameters:
                 )
         for name, tensor in tensors.items():
             mine[name].copy_(tensor)
-        self._hand_out()
+        self._copy_to_model()
         self.zero_gradients()

@@ -49,7 +49,7 @@ def reconcile(
     tensors, num_values, num_moved, largest = dict(state.tensors), 0, 0, 0.0
     for name, wanted in published.items():
         master = tensors[f"model.{name}"]
-        nearest = nearest_that_rounds_to(wanted.to(master.device), master)
+        nearest = nearest_value_rounding_to(wanted.to(master.device), master)
         tensors[f"model.{name}"] = nearest
         moved = nearest != master
         num_values, num_moved = num_values + master.numel(), num_moved + int(moved.sum())
@@ -60,7 +60,7 @@ def reconcile(
     )
 
 
-def nearest_that_rounds_to(
+def nearest_value_rounding_to(
     rounded: Float[Tensor, "*shape"], values: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
     """Return, for each value, the nearest value of its own dtype that rounds to what is given.
@@ -72,7 +72,7 @@ def nearest_that_rounds_to(
     exact = rounded.to(values.dtype)
     if rounded.dtype not in BITS or rounded.dtype == values.dtype:
         return exact
-    inside = torch.where(values.to(rounded.dtype) == rounded, values, _ends(rounded, exact, values))
+    inside = torch.where(values.to(rounded.dtype) == rounded, values, _interval_ends(rounded, exact, values))
     # The end of an interval lies as near to the neighbour, and rounds to the even one of the two:
     # then it is a step too far.
     inwards = torch.where(
@@ -81,7 +81,7 @@ def nearest_that_rounds_to(
     return torch.where(torch.isfinite(values), inwards, exact)
 
 
-def _ends(rounded: Tensor, exact: Tensor, values: Tensor) -> Tensor:
+def _interval_ends(rounded: Tensor, exact: Tensor, values: Tensor) -> Tensor:
     """Return the end of the rounding interval on the side of each value: half way to the next
     representable number there.
     """

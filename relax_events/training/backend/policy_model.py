@@ -29,9 +29,9 @@ from relax_events.errors import ConfigError
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm, replace_weights
-from relax_events.models.families import family_of
+from relax_events.models.families import read_family
 from relax_events.models.routers import Routers
-from relax_events.training.batch.packing import GivenExperts, PackedBatch
+from relax_events.training.batch.packing import ReplayedExperts, PackedBatch
 from relax_events.training.batch.row_layout import PromptSharing
 
 log = structlog.get_logger()
@@ -100,7 +100,7 @@ class PolicyModel:
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
         self._attention = config.attention
-        self.family = family_of(path, config.media, apart=media_apart)
+        self.family = read_family(path, config.media, apart=media_apart)
         self.module = load_causal_lm(
             path,
             attention=config.attention,
@@ -112,9 +112,9 @@ class PolicyModel:
         self._head: nn.Module = self.module.get_output_embeddings()
         self._routers = self._replaying_routers(path) if config.replays_routing else None
         self._require_linear_head(path)
-        self.shares_rows = self._keeps_neighbours_apart()
+        self.shares_rows = self._isolates_neighbours()
         self.prompt_sharing = (
-            PromptSharing(self._cell_cost()) if self._keeps_branches_apart() else None
+            PromptSharing(self._cell_cost()) if self._isolates_branches() else None
         )
 
     @property
@@ -155,8 +155,8 @@ class PolicyModel:
                 batch.temperatures,
             )
         )
-        sight = self._sight(batch.units, batch.branches)
-        with self._routed(batch.experts):
+        sight = self._shared_prompt_mask(batch.units, batch.branches)
+        with self._replay_routing(batch.experts):
             hidden = (
                 self._hidden(input_ids, position_ids, sight, batch.media)
                 .flatten(0, 1)
@@ -197,18 +197,18 @@ class PolicyModel:
         ]
         return TokenLogprobs(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
-    def _routed(self, experts: GivenExperts | None) -> AbstractContextManager[None]:
+    def _replay_routing(self, experts: ReplayedExperts | None) -> AbstractContextManager[None]:
         return (
             nullcontext()
             if self._routers is None or experts is None
-            else self._routers.given(experts.chosen, experts.is_given)
+            else self._routers.replay(experts.experts, experts.is_replayed)
         )
 
     def _replaying_routers(self, path: Path) -> Routers:
-        routers = Routers(self.family.language(self.module), path=path)
+        routers = Routers(self.family.language_model(self.module), path=path)
         routers.require_known_rule(
             lambda: self._hidden(
-                *probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device)
+                *build_probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device)
             )
         )
         return routers
@@ -222,11 +222,11 @@ class PolicyModel:
     ) -> Float[Tensor, "rows length hidden"]:
         # No cache, and no mask but a whole one: with either, transformers 5 lets packed neighbours
         # attend to each other.
-        return self.family.hidden(
+        return self.family.hidden_states(
             self.module, input_ids, position_ids, media, attention_mask=sight, use_cache=False
         )
 
-    def _sight(
+    def _shared_prompt_mask(
         self,
         units: Int[np.ndarray, "rows length"] | None,
         branches: Int[np.ndarray, "rows length"] | None,
@@ -279,7 +279,7 @@ class PolicyModel:
 
     @torch.no_grad()
     def _require_linear_head(self, path: Path) -> None:
-        ids, positions = probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device)
+        ids, positions = build_probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device)
         whole = self.module(input_ids=ids, position_ids=positions, use_cache=False).logits
         if not torch.allclose(
             self._head(self._hidden(ids, positions)), whole, rtol=1e-3, atol=1e-3
@@ -290,45 +290,45 @@ class PolicyModel:
             )
 
     @torch.no_grad()
-    def _keeps_neighbours_apart(self) -> bool:
-        together, alone = (self._probed(positions) for positions in NEIGHBOURS)
+    def _isolates_neighbours(self) -> bool:
+        together, alone = (self._probe_positions(positions) for positions in NEIGHBOURS)
         num_alone = len(alone)
-        return is_apart(
+        return is_isolated(
             "rows",
             apart=alone,
             tried=together[-num_alone:],
-            leaking=self._probed(range(len(together)))[-num_alone:],
+            leaking=self._probe_positions(range(len(together)))[-num_alone:],
         )
 
     @torch.no_grad()
-    def _keeps_branches_apart(self) -> bool:
+    def _isolates_branches(self) -> bool:
         if self._attention not in MASKED_ATTENTION or attention_kinds(self.module) != {
             "full_attention"
         }:
             return False
         positions, branches, alone = BRANCHES
-        ids, position_ids = probe(positions, vocab_size=self.vocab_size, device=self.device)
+        ids, position_ids = build_probe(positions, vocab_size=self.vocab_size, device=self.device)
         tried, leaking = (
-            self._probed_logprobs(
+            self._probe_logprobs(
                 ids,
                 position_ids,
-                self._sight(np.zeros((1, len(branches)), np.int64), np.array([seen])),
+                self._shared_prompt_mask(np.zeros((1, len(branches)), np.int64), np.array([seen])),
             )[alone]
             for seen in (branches, [0] * len(branches))
         )
-        return is_apart(
+        return is_isolated(
             "prompts",
-            apart=self._probed_logprobs(ids[:, alone], position_ids[:, alone]),
+            apart=self._probe_logprobs(ids[:, alone], position_ids[:, alone]),
             tried=tried,
             leaking=leaking,
         )
 
-    def _probed(self, positions: Sequence[int]) -> Float[Tensor, "tokens vocabulary"]:
-        return self._probed_logprobs(
-            *probe(list(positions), vocab_size=self.vocab_size, device=self.device)
+    def _probe_positions(self, positions: Sequence[int]) -> Float[Tensor, "tokens vocabulary"]:
+        return self._probe_logprobs(
+            *build_probe(list(positions), vocab_size=self.vocab_size, device=self.device)
         )
 
-    def _probed_logprobs(
+    def _probe_logprobs(
         self, ids: Tensor, position_ids: Tensor, sight: Tensor | None = None
     ) -> Float[Tensor, "tokens vocabulary"]:
         """Run one row; the log-probabilities are taken in at least float32, whose steps are far
@@ -341,7 +341,7 @@ class PolicyModel:
         """Count multiplications: of a pair of tokens in all layers' attention, beside those of a
         token in all layers' matrices.
         """
-        config, base = self.module.config.get_text_config(), self.family.language(self.module)
+        config, base = self.module.config.get_text_config(), self.family.language_model(self.module)
         head_width = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
@@ -354,7 +354,7 @@ class PolicyModel:
         )
 
 
-def is_apart(shared: str, *, apart: Tensor, tried: Tensor, leaking: Tensor) -> bool:
+def is_isolated(shared: str, *, apart: Tensor, tried: Tensor, leaking: Tensor) -> bool:
     """Tell whether what a layout changes is rounding, beside what a leak would change; the log says
     both.
 
@@ -378,7 +378,7 @@ def is_apart(shared: str, *, apart: Tensor, tried: Tensor, leaking: Tensor) -> b
     return found
 
 
-def probe(positions: list[int], *, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def build_probe(positions: list[int], *, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return token and position ids of one row, with which a model is tried out."""
     # Counting down, so that a sequence at the end of a row has the same ids as one that stands
     # alone.

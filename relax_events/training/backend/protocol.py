@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from relax_events.weights.manifest import Weights
 
 
-OF_ENGINE = frozenset((
+ENGINE_METRICS = frozenset((
     "policy_loss", "kl_estimate", "clip_low_fraction", "clip_high_fraction", "clip_fraction", "mean_ratio", "mismatch_kl", "mismatch_mean_abs",
     "mismatch_max_abs", "effective_sample_ratio", "correction_mean", "correction_clip_fraction", "masked_fraction", "distill_loss", "teacher_kl",
     "num_rejected_by_veto", "num_rejected_by_divergence", "is_stopped_by_kl", "first_epoch_policy_kl", "last_epoch_policy_kl",
@@ -29,7 +29,7 @@ differs from the policy's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepFigures:
+class StepMetrics:
     """Figures of one train step over all ranks. Means are over loss tokens, save those that the
     algorithm's aggregation rules.
 
@@ -78,19 +78,19 @@ class StepFigures:
     num_loss_tokens: int
     num_tokens: int
     num_samples: int
-    own: Mapping[str, float] = field(default_factory=dict)
+    algorithm_metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def as_figures(self, *, of_engine: bool = True) -> dict[str, float]:
+    def to_metrics(self, *, of_engine: bool = True) -> dict[str, float]:
         """Give the figures as TrainStepCommitted carries them; without `of_engine`, as where none
         drew the samples, only those that say something.
         """
         figures = {
             name: float(value) for name, value in asdict(self).items() if name != "own"
-        } | dict(self.own)
+        } | dict(self.algorithm_metrics)
         return (
             figures
             if of_engine
-            else {name: value for name, value in figures.items() if name not in OF_ENGINE}
+            else {name: value for name, value in figures.items() if name not in ENGINE_METRICS}
         )
 
 
@@ -168,7 +168,7 @@ class Scorer(TokenScorer, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueFigures:
+class ValueMetrics:
     """Figures of one step of the critic, means over its loss tokens. `explained_variance` is that
     of the returns by the recorded values.
     """
@@ -199,7 +199,7 @@ class Critic(TokenScorer, Protocol):
             PoisonSample: A sample can't be learned from, or carries no values; nothing was added.
         """
 
-    def step(self) -> ValueFigures:
+    def step(self) -> ValueMetrics:
         """Normalise over the whole step, clip, update the weights, and count up `policy_version`.
 
         Where a train step is several optimizer steps, each is so over its mini-batch, and one that
@@ -211,7 +211,7 @@ class Critic(TokenScorer, Protocol):
             RunFailed: The step holds no loss token; likewise.
         """
 
-    def tell_progress(self, progressed: Callable[[], None]) -> None:
+    def on_progress(self, progressed: Callable[[], None]) -> None:
         """Call this in `step` whenever a part of it is done that takes long, from now on."""
 
     def skip_step(self) -> None:
@@ -269,7 +269,7 @@ class TrainerBackend(Protocol):
     def discard(self) -> None:
         """Drop what was accumulated since the last step. Local to a rank, as `accumulate` is."""
 
-    def step(self) -> StepFigures:
+    def step(self) -> StepMetrics:
         """Reduce over ranks, normalise over the whole step, clip, update the weights, and count up
         `policy_version`.
 
@@ -284,7 +284,7 @@ class TrainerBackend(Protocol):
                 update: the weights are the old ones, and what was accumulated is dropped.
         """
 
-    def tell_progress(self, progressed: Callable[[], None]) -> None:
+    def on_progress(self, progressed: Callable[[], None]) -> None:
         """Call this in `step` whenever a part of it is done that takes long, from now on. Local to
         a rank.
         """

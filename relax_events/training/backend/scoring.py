@@ -22,10 +22,10 @@ from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import SampleScores
 from relax_events.training.backend.torch_backend import make_deterministic
-from relax_events.training.batch.packing import PackedBatch, pack, pack_order
+from relax_events.training.batch.packing import PackedBatch, pack, micro_batch_slices
 from relax_events.training.batch.row_layout import padded_length
 from relax_events.training.batch.sample_media import SampleMedia
-from relax_events.training.batch.token_sequence import TokenSequence, plain, token_ids
+from relax_events.training.batch.token_sequence import TokenSequence, read_array, read_topk_ids
 
 if TYPE_CHECKING:
     from relax_events.weights.manifest import Weights
@@ -84,7 +84,7 @@ class LogprobScorer:
             PoisonSample: A sample can't be scored; the text names it.
         """
         return [
-            scores.logprobs for scores in self._scored(samples, [NO_IDS] * len(samples), num_best=0)
+            scores.logprobs for scores in self._score(samples, [NO_IDS] * len(samples), num_best=0)
         ]
 
     def score_topk(
@@ -94,18 +94,18 @@ class LogprobScorer:
         `Scorer`.
         """
         if choose_own:
-            return self._scored(samples, [NO_IDS] * len(samples), num_best=num_ids)
+            return self._score(samples, [NO_IDS] * len(samples), num_best=num_ids)
         given = [
-            token_ids(sample, num_ids=num_ids, vocab_size=self._model.vocab_size).astype(np.int64)
+            read_topk_ids(sample, num_ids=num_ids, vocab_size=self._model.vocab_size).astype(np.int64)
             for sample in samples
         ]
-        return [replace(scores, ids=None) for scores in self._scored(samples, given, num_best=0)]
+        return [replace(scores, ids=None) for scores in self._score(samples, given, num_best=0)]
 
-    def _scored(
+    def _score(
         self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int
     ) -> list[SampleScores]:
         scores: dict[int, SampleScores] = {}
-        for indices in alike(samples, max_tokens=self._max_tokens):
+        for indices in group_by_padded_length(samples, max_tokens=self._max_tokens):
             rows = self._score_rows(
                 [samples[index] for index in indices],
                 [ids[index] for index in indices],
@@ -117,9 +117,9 @@ class LogprobScorer:
     def _score_rows(
         self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int
     ) -> list[SampleScores]:
-        batch = pack_apart(samples, vocab_size=self._model.vocab_size, experts=self._model.experts)
+        batch = pack_in_own_rows(samples, vocab_size=self._model.vocab_size, experts=self._model.experts)
         if self._media is not None:
-            batch = self._media.added(batch, samples)
+            batch = self._media.add_to(batch, samples)
         wanted = None if ids[0] is NO_IDS else np.concatenate(ids)
         with torch.inference_mode():
             found = self._model.token_logprobs(batch, ids=wanted, num_best=num_best)
@@ -127,7 +127,7 @@ class LogprobScorer:
             np.split(values.cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1])
             for values in (found.ids.int(), found.id_logprobs.float())
         )
-        logprobs = unpacked(found.logprobs, samples, batch)
+        logprobs = unpack_values(found.logprobs, samples, batch)
         return [SampleScores(*parts) for parts in zip(logprobs, best, best_logprobs, strict=True)]
 
     def load_weights(self, weights: Weights) -> None:
@@ -140,7 +140,7 @@ class LogprobScorer:
         self.policy_version = weights.policy_version
 
 
-def score_apart(
+def score_in_own_rows(
     samples: Sequence[TokenSequence],
     *,
     max_tokens: int,
@@ -161,29 +161,29 @@ def score_apart(
         PoisonSample: A sample can't be evaluated; the text names it.
     """
     scores: dict[int, NDArray[np.float32]] = {}
-    for indices in alike(samples, max_tokens=max_tokens):
+    for indices in group_by_padded_length(samples, max_tokens=max_tokens):
         rows = [samples[index] for index in indices]
-        batch = pack_apart(rows, vocab_size=vocab_size)
+        batch = pack_in_own_rows(rows, vocab_size=vocab_size)
         with torch.inference_mode():
             values = evaluate(batch, rows)
-        scores |= zip(indices, unpacked(values, rows, batch), strict=True)
+        scores |= zip(indices, unpack_values(values, rows, batch), strict=True)
     return [scores[index] for index in range(len(samples))]
 
 
-def alike(samples: Sequence[TokenSequence], *, max_tokens: int) -> Iterator[list[int]]:
+def group_by_padded_length(samples: Sequence[TokenSequence], *, max_tokens: int) -> Iterator[list[int]]:
     """Give the indices of samples of one padded length, as many at a time as the budget of one
     forward allows.
     """
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
-        by_length[padded_length(len(plain(sample, "tokens")), multiple=ROW_TOKENS)].append(index)
+        by_length[padded_length(len(read_array(sample, "tokens")), multiple=ROW_TOKENS)].append(index)
     for length, indices in by_length.items():
         yield from (
-            indices[part] for part in pack_order([length] * len(indices), max_tokens=max_tokens)
+            indices[part] for part in micro_batch_slices([length] * len(indices), max_tokens=max_tokens)
         )
 
 
-def pack_apart(
+def pack_in_own_rows(
     samples: Sequence[TokenSequence], *, vocab_size: int, experts: ExpertShape | None = None
 ) -> PackedBatch:
     """Pack samples of one padded length, each into a row of its own."""
@@ -192,11 +192,11 @@ def pack_apart(
     )
 
 
-def unpacked(
+def unpack_values(
     values: Tensor, samples: Sequence[TokenSequence], batch: PackedBatch
 ) -> list[NDArray[np.float32]]:
     """Lay the values of loss tokens out by sample, as long as its tokens, with 0 elsewhere."""
-    masks = [plain(sample, "loss_mask").astype(bool) for sample in samples]
+    masks = [read_array(sample, "loss_mask").astype(bool) for sample in samples]
     scores = [np.zeros(len(mask), np.float32) for mask in masks]
     for score, mask, piece in zip(
         scores,

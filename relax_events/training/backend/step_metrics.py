@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from relax_events.training.backend.protocol import StepFigures
+from relax_events.training.backend.protocol import StepMetrics
 from relax_events.training.backend.step_sums import Totals
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class OptimizerStep:
     """An optimizer step that was taken: its pass, the sums over its mini-batch, and the norm of its
     gradient.
     """
@@ -20,11 +20,11 @@ class Update:
     epoch: int
     totals: Totals
     mismatch_max: float
-    own: Mapping[str, float]
+    algorithm_metrics: Mapping[str, float]
     grad_norm: float
 
 
-def figures_of(updates: Sequence[Update], *, learning_rate: float) -> StepFigures:
+def build_step_metrics(updates: Sequence[OptimizerStep], *, learning_rate: float) -> StepMetrics:
     """Put together what a train step reports.
 
     Means are over all optimizer steps, each token counted in each pass. What compares the engine
@@ -35,10 +35,10 @@ def figures_of(updates: Sequence[Update], *, learning_rate: float) -> StepFigure
         updates: At least one, in order.
         learning_rate: Of all of them.
     """
-    totals, first = _added([update.totals for update in updates]), updates[0].totals
-    once = _added([update.totals for update in updates if update.epoch == updates[0].epoch])
+    totals, first = _sum_totals([update.totals for update in updates]), updates[0].totals
+    once = _sum_totals([update.totals for update in updates if update.epoch == updates[0].epoch])
     units, tokens = totals.num_units, totals.num_loss_tokens
-    return StepFigures(
+    return StepMetrics(
         loss=totals.loss / units,
         policy_loss=totals.policy_loss / units,
         kl_estimate=totals.kl_estimate / units,
@@ -64,12 +64,12 @@ def figures_of(updates: Sequence[Update], *, learning_rate: float) -> StepFigure
         num_loss_tokens=int(once.num_loss_tokens),
         num_tokens=int(once.num_tokens),
         num_samples=int(once.num_samples),
-        own={name: sum(update.own[name] for update in updates) / units for name in updates[0].own},
+        algorithm_metrics={name: sum(update.algorithm_metrics[name] for update in updates) / units for name in updates[0].algorithm_metrics},
     )
 
 
-def figures_of_passes(
-    updates: Sequence[Update], *, num_not_finite: int, is_stopped: bool
+def build_pass_metrics(
+    updates: Sequence[OptimizerStep], *, num_not_finite: int, is_stopped: bool
 ) -> dict[str, float]:
     """Tell how the optimizer steps of a train step went.
 
@@ -79,7 +79,7 @@ def figures_of_passes(
         is_stopped: Whether the others were, because the policy had moved far enough.
     """
     first, last = (
-        _added([one.totals for one in updates if one.epoch == updates[end].epoch])
+        _sum_totals([one.totals for one in updates if one.epoch == updates[end].epoch])
         for end in (0, -1)
     )
     return {
@@ -92,5 +92,5 @@ def figures_of_passes(
     }
 
 
-def _added(totals: Sequence[Totals]) -> Totals:
+def _sum_totals(totals: Sequence[Totals]) -> Totals:
     return Totals(*(sum(getattr(one, item.name) for one in totals) for item in fields(Totals)))

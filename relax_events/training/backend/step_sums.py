@@ -76,7 +76,7 @@ def sum_micro_batch(
         inputs: What it was given.
         figures: Names of the algorithm's own.
     """
-    surrogate, weights = tokens.surrogate, tokens.token_weights
+    surrogate, weights = tokens.policy_loss, tokens.token_weights
     difference = (inputs.logprobs - inputs.rollout_logprobs).detach()
     behaviour_ratio = difference.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     rows = [
@@ -106,7 +106,7 @@ def sum_micro_batch(
     ]
     sums = torch.stack([row.detach().double().sum() for row in rows])
     largest = difference.abs().double().max() if len(difference) else sums.new_zeros(())
-    own = [(weights * surrogate.figures[name]).detach().double().sum() for name in figures]
+    own = [(weights * surrogate.metrics[name]).detach().double().sum() for name in figures]
     return torch.stack([*sums, largest, *own])
 
 
@@ -147,7 +147,7 @@ def gather_totals(
     row = np.array([len(broken), device[:, NUM_DEVICE_SUMS].max(initial=0.0), *sums])
     rows = ranks.all_gather(row)
     if rows[:, 0].any():
-        _fail(micro_batches[broken[0]] if len(broken) else None, ranks=ranks, name=name)
+        _raise_not_finite(micro_batches[broken[0]] if len(broken) else None, ranks=ranks, name=name)
     totals = rows[:, 2:].sum(axis=0).tolist()
     num_totals = len(totals) - len(figures)
     return (
@@ -157,7 +157,7 @@ def gather_totals(
     )
 
 
-def _fail(broken: MicroBatchSums | None, *, ranks: Ranks, name: str) -> None:
+def _raise_not_finite(broken: MicroBatchSums | None, *, ranks: Ranks, name: str) -> None:
     text = ""
     if broken is not None:
         loss, gradient_sum = float(broken.device[0]), float(broken.device[-1])

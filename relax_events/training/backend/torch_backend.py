@@ -24,8 +24,8 @@ from relax_events.models.families import freeze
 from relax_events.runtime.failpoints import failpoint
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.policy_model import PolicyModel
-from relax_events.training.backend.protocol import Critic, Scorer, StepFigures, TrainerState
-from relax_events.training.backend.step_metrics import Update, figures_of, figures_of_passes
+from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics, TrainerState
+from relax_events.training.backend.step_metrics import OptimizerStep, build_step_metrics, build_pass_metrics
 from relax_events.training.backend.step_sums import (
     MicroBatchSums,
     Totals,
@@ -33,10 +33,10 @@ from relax_events.training.backend.step_sums import (
     sum_micro_batch,
 )
 from relax_events.training.batch.loss_batch import LossBatch
-from relax_events.training.batch.mini_batches import HeldBatch
+from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import cut_by_cells
 from relax_events.training.batch.sample_media import SampleMedia
-from relax_events.training.batch.step_statistics import step_cutoff, step_scaling, step_whitening
+from relax_events.training.batch.step_statistics import compute_second_moment_cutoff, compute_reward_scaling, compute_whitening
 from relax_events.training.ranks import Ranks
 
 log = structlog.get_logger()
@@ -75,9 +75,9 @@ class TorchBackend:
             config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens
         )
         self._micro_batches: list[MicroBatchSums] = []
-        self._held: list[LossBatch] = []
+        self._deferred: list[LossBatch] = []
         whole = config.algorithm.needs_whole_groups
-        self._batch = HeldBatch(
+        self._batch = MiniBatchBuffer(
             config.trainer, seed=config.run.seed, ranks=ranks, whole_prompt_groups=whole
         )
         self._progressed: Callable[[], None] = lambda: None
@@ -98,34 +98,34 @@ class TorchBackend:
         """
         # All parts are laid out before the first is trained: a sample that can't be trained on is
         # found while nothing was added.
-        for part, loss_batch in [(part, self._laid_out(part)) for part in self._parts(micro_batch)]:
+        for part, loss_batch in [(part, self._pack(part)) for part in self._split(micro_batch)]:
             if not len(loss_batch.batch.targets):
                 continue
             if self._config.trainer.has_mini_batches:
-                self._hold(part, loss_batch)
+                self._defer(part, loss_batch)
             elif self._config.algorithm.needs_whole_step:
-                self._held.append(loss_batch)
+                self._deferred.append(loss_batch)
             else:
                 self._train(loss_batch)
 
-    def _hold(self, samples: Sequence[SampleReady], loss_batch: LossBatch) -> None:
+    def _defer(self, samples: Sequence[SampleReady], loss_batch: LossBatch) -> None:
         """Keep samples for the mini-batches of their step, and what is said of them by the weights
         before it.
         """
         algorithm = self._config.algorithm
         if algorithm.old_logprobs == "trainer" and algorithm.has_rewards:
             with torch.no_grad():
-                loss_batch = loss_batch.with_old(
+                loss_batch = loss_batch.with_old_logprobs(
                     self._model.token_logprobs(loss_batch.batch).logprobs.cpu().numpy()
                 )
         self._batch.add(samples, loss_batch.batch.num_loss_tokens)
-        self._held.append(loss_batch.alone())
+        self._deferred.append(loss_batch.without_model_inputs())
 
-    def tell_progress(self, progressed: Callable[[], None]) -> None:
+    def on_progress(self, progressed: Callable[[], None]) -> None:
         """Call this after each micro-batch that `step` runs; see `TrainerBackend`."""
         self._progressed = progressed
 
-    def _parts(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
+    def _split(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
         """Cut a micro-batch by its token budget once more where each sample has a row as long as
         the longest.
         """
@@ -137,10 +137,10 @@ class TorchBackend:
         )
         return cut_by_cells(micro_batch, max_cells=max_cells, whole_prompt_groups=whole)
 
-    def _laid_out(self, samples: Sequence[SampleReady]) -> LossBatch:
+    def _pack(self, samples: Sequence[SampleReady]) -> LossBatch:
         algorithm, model = self._config.algorithm, self._model
         sharing = model.prompt_sharing if self._config.trainer.share_prompts else None
-        loss_batch = LossBatch.of(
+        loss_batch = LossBatch.from_samples(
             samples,
             algorithm=algorithm,
             vocab_size=model.vocab_size,
@@ -150,9 +150,9 @@ class TorchBackend:
         )
         if not len(loss_batch.batch.targets):
             return loss_batch
-        return replace(loss_batch, batch=self._media.added(loss_batch.batch, samples))
+        return replace(loss_batch, batch=self._media.add_to(loss_batch.batch, samples))
 
-    def _whiten_held(self) -> None:
+    def _whiten_deferred(self) -> None:
         """Give the advantages of held micro-batches what they are over the whole step;
         collective.
         """
@@ -160,50 +160,50 @@ class TorchBackend:
         if algorithm.whiten_advantages == "none":
             return
         advantages = [
-            (held.values["advantages"], held.batch.num_loss_tokens) for held in self._held
+            (held.values["advantages"], held.batch.num_loss_tokens) for held in self._deferred
         ]
         given = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
         if algorithm.whiten_advantages == "rewards":
-            whitening = step_scaling(
-                [held.rewards for held in self._held], ranks=self._ranks, **given
+            whitening = compute_reward_scaling(
+                [held.rewards for held in self._deferred], ranks=self._ranks, **given
             )
         else:
-            whitening = step_whitening(
+            whitening = compute_whitening(
                 advantages, over=algorithm.whiten_advantages, ranks=self._ranks, **given
             )
-        self._held = [held.whitened(whitening) for held in self._held]
+        self._deferred = [held.whiten(whitening) for held in self._deferred]
 
     def _mini_batches(self) -> Iterator[tuple[int, list[LossBatch]]]:
         """Give what each optimizer step of the train step has yet to train, and its pass. Begins
         collectively.
         """
         if not self._config.trainer.has_mini_batches:
-            yield 0, self._held
+            yield 0, self._deferred
             return
         values = {
             sample_id: own
-            for held in self._held
+            for held in self._deferred
             for sample_id, own in held.values_by_sample().items()
         }
         none_yet = True
         for epoch, micro_batches in self._batch.mini_batches(self.policy_version):
             laid_out = [
-                self._laid_out(part)
+                self._pack(part)
                 for micro_batch in micro_batches
-                for part in self._parts(micro_batch)
+                for part in self._split(micro_batch)
             ]
             yield epoch, [one.with_values(values) for one in laid_out if len(one.batch.targets)]
             none_yet = False
         if none_yet:
             yield 0, []
 
-    def _train_held(self, mini_batch: Sequence[LossBatch]) -> None:
+    def _train_mini_batch(self, mini_batch: Sequence[LossBatch]) -> None:
         """Train the micro-batches of an optimizer step that waited for their train step to be
         whole; collective.
         """
         algorithm, cutoff = self._config.algorithm, None
         if algorithm.m2_threshold:
-            cutoff = step_cutoff(
+            cutoff = compute_second_moment_cutoff(
                 map(self._squared_log_ratios, mini_batch),
                 threshold=algorithm.m2_threshold,
                 ranks=self._ranks,
@@ -239,41 +239,41 @@ class TorchBackend:
         inputs = loss_batch.objective_inputs(result, cutoff=cutoff)
         tokens = self._objective(inputs)
         (tokens.token_weights * tokens.losses).sum().backward()
-        return sum_micro_batch(tokens, inputs, figures=self._config.algorithm.spec.figures)
+        return sum_micro_batch(tokens, inputs, figures=self._config.algorithm.spec.metrics)
 
-    def step(self) -> StepFigures:
+    def step(self) -> StepMetrics:
         """Reduce, normalise, clip, update; see `TrainerBackend`."""
-        learning_rate = policy_learning_rate(self._config, step=self.policy_version)
+        learning_rate = compute_policy_learning_rate(self._config, step=self.policy_version)
         try:
-            self._whiten_held()
+            self._whiten_deferred()
             updates, told = self._take_updates(learning_rate)
         except RunFailed:
             self.discard()
             raise
-        self._forget()
+        self._reset_step()
         self.policy_version += 1
-        figures = figures_of(updates, learning_rate=learning_rate)
+        figures = build_step_metrics(updates, learning_rate=learning_rate)
         return (
-            replace(figures, own={**figures.own, **told})
+            replace(figures, own={**figures.algorithm_metrics, **told})
             if self._config.trainer.has_mini_batches
             else figures
         )
 
-    def _take_updates(self, learning_rate: float) -> tuple[list[Update], dict[str, float]]:
+    def _take_updates(self, learning_rate: float) -> tuple[list[OptimizerStep], dict[str, float]]:
         """Take the optimizer steps of the train step; return them, and how they went. One that is
         not finite is left out.
 
         Raises:
             StepNotFinite: None is left.
         """
-        updates: list[Update] = []
+        updates: list[OptimizerStep] = []
         failed: list[StepNotFinite] = []
         is_stopped = False
         for number, (epoch, mini_batch) in enumerate(self._mini_batches()):
-            self._train_held(mini_batch)
+            self._train_mini_batch(mini_batch)
             try:
                 update = self._update(
-                    epoch, learning_rate, name=self._name(number), may_stop=bool(updates)
+                    epoch, learning_rate, name=self._step_name(number), may_stop=bool(updates)
                 )
             except StepNotFinite as error:
                 failed.append(error)
@@ -289,24 +289,24 @@ class TorchBackend:
             raise failed[-1]
         for skipped in failed:
             log.error("mini_batch.skipped", error=str(skipped))
-        return updates, figures_of_passes(
+        return updates, build_pass_metrics(
             updates, num_not_finite=len(failed), is_stopped=is_stopped
         )
 
     def _update(
         self, epoch: int, learning_rate: float, *, name: str, may_stop: bool
-    ) -> Update | None:
+    ) -> OptimizerStep | None:
         """Take an optimizer step with what was accumulated; None where the policy has moved as far
         as it may, and what was accumulated is dropped.
 
         Raises:
             StepNotFinite: Loss or gradient is not finite, on all ranks.
         """
-        figures = self._config.algorithm.spec.figures
+        figures = self._config.algorithm.spec.metrics
         totals, mismatch_max, own = gather_totals(
             self._micro_batches, ranks=self._ranks, name=name, figures=figures
         )
-        if may_stop and self._is_far(totals):
+        if may_stop and self._exceeds_max_kl(totals):
             self._flat.zero_gradients()
             return None
         grad_norm = self._reduced_grad_norm(totals, name=name)
@@ -314,15 +314,15 @@ class TorchBackend:
             learning_rate=learning_rate,
             gradient_scale=min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6)),
         )
-        return Update(epoch, totals, mismatch_max, own, grad_norm)
+        return OptimizerStep(epoch, totals, mismatch_max, own, grad_norm)
 
-    def _name(self, number: int) -> str:
+    def _step_name(self, number: int) -> str:
         """Name an optimizer step, as errors do."""
         return f"train step {self.policy_version}" + (
             f", optimizer step {number}" if self._config.trainer.has_mini_batches else ""
         )
 
-    def _is_far(self, totals: Totals) -> bool:
+    def _exceeds_max_kl(self, totals: Totals) -> bool:
         """Return whether the policy has moved as far as it may in a train step."""
         bound = self._config.trainer.max_kl
         return bound > 0 and totals.policy_kl / totals.num_loss_tokens > bound
@@ -343,11 +343,11 @@ class TorchBackend:
 
     def discard(self) -> None:
         """Drop what was accumulated; see `TrainerBackend`."""
-        self._forget()
+        self._reset_step()
         self._flat.zero_gradients()
 
-    def _forget(self) -> None:
-        self._micro_batches, self._held = [], []
+    def _reset_step(self) -> None:
+        self._micro_batches, self._deferred = [], []
         self._batch.clear()
 
     def skip_step(self) -> None:
@@ -380,7 +380,7 @@ class TorchBackend:
         tensors = dict(state.tensors)
         generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("rng.")}
         self._flat.load(tensors)
-        self._forget()
+        self._reset_step()
         self.policy_version = state.policy_version
         if "rng.torch" in generators:
             torch.set_rng_state(generators["rng.torch"].cpu())
@@ -412,19 +412,19 @@ class TorchBackend:
         return TorchCritic(config)
 
 
-def policy_learning_rate(config: RunConfig, *, step: int) -> float:
+def compute_policy_learning_rate(config: RunConfig, *, step: int) -> float:
     """Return the policy's learning rate in a step: 0 while only the critic learns, and its schedule
     from then on.
     """
     if step < config.first_policy_step:
         return 0.0
     waited = config.critic.warmup_steps if config.algorithm.needs_critic else 0
-    return scheduled_learning_rate(
+    return compute_scheduled_learning_rate(
         config.trainer, step=step - waited, num_steps=config.run.num_steps - waited
     )
 
 
-def scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_steps: int) -> float:
+def compute_scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_steps: int) -> float:
     """Return the learning rate of a step.
 
     Args:

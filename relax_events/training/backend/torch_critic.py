@@ -21,13 +21,13 @@ from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend.flat_parameters import FlatParameters
-from relax_events.training.backend.protocol import TrainerState, ValueFigures
-from relax_events.training.backend.scoring import score_apart
-from relax_events.training.backend.torch_backend import make_deterministic, scheduled_learning_rate
+from relax_events.training.backend.protocol import TrainerState, ValueMetrics
+from relax_events.training.backend.scoring import score_in_own_rows
+from relax_events.training.backend.torch_backend import make_deterministic, compute_scheduled_learning_rate
 from relax_events.training.backend.value_model import ValueModel
-from relax_events.training.batch.loss_batch import with_trained_masks
-from relax_events.training.batch.mini_batches import HeldBatch
-from relax_events.training.batch.packing import PackedBatch, cut_by_cells, loss_values, pack
+from relax_events.training.batch.loss_batch import mask_truncated_samples
+from relax_events.training.batch.mini_batches import MiniBatchBuffer
+from relax_events.training.batch.packing import PackedBatch, cut_by_cells, gather_loss_values, pack
 from relax_events.training.batch.sample_media import SampleMedia
 from relax_events.training.batch.token_sequence import TokenSequence
 from relax_events.training.ranks import SingleRank
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class _LaidOut:
+class _CriticBatch:
     batch: PackedBatch
     advantages: NDArray[np.float64]
     old: NDArray[np.float64]
@@ -82,14 +82,14 @@ class TorchCritic:
         self._sums: list[Tensor] = []
         self._num_loss_tokens = 0
         self._targets: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
-        self._batch = HeldBatch(self._trainer, seed=config.run.seed, ranks=SingleRank())
+        self._batch = MiniBatchBuffer(self._trainer, seed=config.run.seed, ranks=SingleRank())
         self._progressed: Callable[[], None] = lambda: None
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `Critic`."""
         # All parts are laid out before the first is trained: a sample that can't be learned from is
         # found while nothing was added.
-        for part, laid_out in [(part, self._laid_out(part)) for part in self._parts(micro_batch)]:
+        for part, laid_out in [(part, self._pack(part)) for part in self._split(micro_batch)]:
             if not len(laid_out.old):
                 continue
             self._targets.append((laid_out.old, laid_out.advantages + laid_out.old))
@@ -98,7 +98,7 @@ class TorchCritic:
             else:
                 self._train(laid_out)
 
-    def _parts(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
+    def _split(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
         max_cells = self._trainer.max_tokens_per_micro_batch
         return (
             [micro_batch]
@@ -106,19 +106,19 @@ class TorchCritic:
             else cut_by_cells(micro_batch, max_cells=max_cells)
         )
 
-    def tell_progress(self, progressed: Callable[[], None]) -> None:
+    def on_progress(self, progressed: Callable[[], None]) -> None:
         """Call this after each micro-batch that `step` runs; see `Critic`."""
         self._progressed = progressed
 
-    def _laid_out(self, samples: Sequence[SampleReady]) -> _LaidOut:
-        samples = with_trained_masks(samples, algorithm=self._algorithm)
+    def _pack(self, samples: Sequence[SampleReady]) -> _CriticBatch:
+        samples = mask_truncated_samples(samples, algorithm=self._algorithm)
         batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)
         advantages, old = (
-            loss_values(samples, field).astype(np.float64) for field in ("advantages", "values")
+            gather_loss_values(samples, field).astype(np.float64) for field in ("advantages", "values")
         )
-        return _LaidOut(self._media.added(batch, samples), advantages, old)
+        return _CriticBatch(self._media.add_to(batch, samples), advantages, old)
 
-    def _train(self, laid_out: _LaidOut) -> None:
+    def _train(self, laid_out: _CriticBatch) -> None:
         advantages, old = laid_out.advantages, laid_out.old
         values = self._model.token_values(laid_out.batch)
         old_values, returns = (
@@ -133,25 +133,25 @@ class TorchCritic:
         )
         self._num_loss_tokens += len(old)
 
-    def step(self) -> ValueFigures:
+    def step(self) -> ValueMetrics:
         """Normalise, clip, update; see `Critic`."""
         step, targets = self.policy_version, self._targets
         if not targets:
             raise RunFailed(
                 f"train step {step} holds no loss token; do its samples have completions?"
             )
-        learning_rate = scheduled_learning_rate(self._trainer, step=step, num_steps=self._num_steps)
+        learning_rate = compute_scheduled_learning_rate(self._trainer, step=step, num_steps=self._num_steps)
         try:
             updates = self._take_updates(learning_rate)
         finally:
-            self._forget()
+            self._reset_step()
         self.policy_version += 1
         old, returns = (np.concatenate(arrays) for arrays in zip(*targets, strict=True))
         num_loss_tokens = sum(update.num_loss_tokens for update in updates)
-        return ValueFigures(
+        return ValueMetrics(
             value_loss=sum(update.loss for update in updates) / num_loss_tokens,
             value_clip_fraction=sum(update.clipped for update in updates) / num_loss_tokens,
-            explained_variance=explained_variance(old, returns=returns),
+            explained_variance=compute_explained_variance(old, returns=returns),
             value_mean=float(old.mean()),
             return_mean=float(returns.mean()),
             value_grad_norm=sum(update.grad_norm for update in updates) / len(updates),
@@ -168,7 +168,7 @@ class TorchCritic:
         failed: list[StepNotFinite] = []
         for number, micro_batches in enumerate(self._mini_batches()):
             for micro_batch in micro_batches:
-                for laid_out in map(self._laid_out, self._parts(micro_batch)):
+                for laid_out in map(self._pack, self._split(micro_batch)):
                     if len(laid_out.old):
                         self._train(laid_out)
                 self._progressed()
@@ -210,13 +210,13 @@ class TorchCritic:
         )
         return _Update(loss, clipped, self._num_loss_tokens, grad_norm)
 
-    def _forget(self) -> None:
+    def _reset_step(self) -> None:
         self._sums, self._num_loss_tokens, self._targets = [], 0, []
         self._batch.clear()
 
     def skip_step(self) -> None:
         """Count up without an update; see `Critic`."""
-        self._forget()
+        self._reset_step()
         self._flat.zero_gradients()
         self.policy_version += 1
 
@@ -227,9 +227,9 @@ class TorchCritic:
         model = self._model
 
         def evaluate(batch: PackedBatch, rows: Sequence[TokenSequence]) -> Tensor:
-            return model.token_values(self._media.added(batch, rows))
+            return model.token_values(self._media.add_to(batch, rows))
 
-        return score_apart(
+        return score_in_own_rows(
             samples,
             max_tokens=self._trainer.max_tokens_per_micro_batch,
             vocab_size=model.vocab_size,
@@ -243,11 +243,11 @@ class TorchCritic:
     def load_state(self, state: TrainerState) -> None:
         """Go on from a state; see `Critic`."""
         self._flat.load(state.tensors)
-        self._forget()
+        self._reset_step()
         self.policy_version = state.policy_version
 
 
-def explained_variance(values: NDArray[np.float64], *, returns: NDArray[np.float64]) -> float:
+def compute_explained_variance(values: NDArray[np.float64], *, returns: NDArray[np.float64]) -> float:
     """Return which share of the returns' variance the values knew: 1 - var(returns - values) /
     var(returns).
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from relax_events.config import ModelConfig
 from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.causal_lm import load_causal_lm
-from relax_events.models.families import Family, family_of
-from relax_events.training.backend.policy_model import NEIGHBOURS, is_apart, probe
+from relax_events.models.families import Family, read_family
+from relax_events.training.backend.policy_model import NEIGHBOURS, is_isolated, build_probe
 from relax_events.training.batch.packing import PackedBatch
 
 
@@ -48,7 +48,7 @@ class ValueNetwork(nn.Module):
         """Run the backbone."""
         # No mask and no cache: with either, transformers 5 lets packed neighbours attend to each
         # other.
-        return self._family.hidden(
+        return self._family.hidden_states(
             self.backbone, input_ids, position_ids, media, attention_mask=None, use_cache=False
         )
 
@@ -86,7 +86,7 @@ class ValueModel:
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
-        self.family = family_of(
+        self.family = read_family(
             path, config.media, apart=True
         )  # other media in the batch change a sample's values by rounding at most
         loaded = load_causal_lm(
@@ -99,9 +99,9 @@ class ValueModel:
         self.vocab_size = len(loaded.get_input_embeddings().get_parameter("weight"))
         hidden_size = loaded.config.get_text_config().hidden_size
         self.module = ValueNetwork(
-            self.family.headless(loaded), family=self.family, hidden_size=hidden_size
+            self.family.remove_head(loaded), family=self.family, hidden_size=hidden_size
         )
-        self.shares_rows = self._keeps_neighbours_apart()
+        self.shares_rows = self._isolates_neighbours()
 
     def token_values(self, batch: PackedBatch) -> Float[Tensor, " loss_tokens"]:
         """Run a micro-batch and give the value at each of its loss tokens: of what stands before
@@ -122,18 +122,18 @@ class ValueModel:
         )
 
     @torch.no_grad()
-    def _keeps_neighbours_apart(self) -> bool:
-        together, alone = (self._probed(positions) for positions in NEIGHBOURS)
+    def _isolates_neighbours(self) -> bool:
+        together, alone = (self._probe_positions(positions) for positions in NEIGHBOURS)
         num_alone = len(alone)
-        return is_apart(
+        return is_isolated(
             "rows",
             apart=alone,
             tried=together[-num_alone:],
-            leaking=self._probed(list(range(len(together))))[-num_alone:],
+            leaking=self._probe_positions(list(range(len(together))))[-num_alone:],
         )
 
-    def _probed(self, positions: list[int]) -> Float[Tensor, "tokens hidden"]:
+    def _probe_positions(self, positions: list[int]) -> Float[Tensor, "tokens hidden"]:
         hidden = self.module.hidden(
-            *probe(positions, vocab_size=self.vocab_size, device=self.device)
+            *build_probe(positions, vocab_size=self.vocab_size, device=self.device)
         )[0]
         return hidden.to(torch.promote_types(hidden.dtype, torch.float32))

@@ -29,11 +29,11 @@ from relax_events.staleness import IssuedGroup, ReadyGroup, end_of, is_expired, 
 Key = tuple[str, int]
 Partition = tuple[str, int]
 """A topic and one of its partitions."""
-ID_WINDOW = 100_000
+DEDUP_WINDOW_SIZE = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedSample:
+class LocatedSample:
     """A sample and the position of its record."""
 
     sample: SampleReady
@@ -42,19 +42,19 @@ class PlacedSample:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _BufferedRecord:
     record: Record
     sample_index: int
     samples_per_prompt: int
 
 
 @dataclass(slots=True)
-class _Assembling:
+class _PartialGroup:
     version: int
-    generations: dict[str, dict[str, _Held]] = field(default_factory=dict)
+    generations: dict[str, dict[str, _BufferedRecord]] = field(default_factory=dict)
     """Records of samples by their generation's digest, then by the sample's id."""
 
-    def complete(self) -> dict[str, _Held] | None:
+    def complete(self) -> dict[str, _BufferedRecord] | None:
         """Return the records of a generation that is complete, None where there is none."""
         complete = (
             samples
@@ -64,7 +64,7 @@ class _Assembling:
         return next(complete, None)
 
 
-class DecidedGroups:
+class DedupWindow:
     """The ids of prompt groups whose end is committed: the id window. Its memory is bounded.
 
     What is forgotten is remembered as a whole: everything issued for a step as old as the newest
@@ -80,8 +80,8 @@ class DecidedGroups:
     def add(self, group_id: str) -> None:
         """Add an id; forget the older half when there are too many."""
         self._ids[group_id] = None
-        if len(self._ids) > ID_WINDOW:
-            for old in list(self._ids)[: ID_WINDOW // 2]:
+        if len(self._ids) > DEDUP_WINDOW_SIZE:
+            for old in list(self._ids)[: DEDUP_WINDOW_SIZE // 2]:
                 del self._ids[old]
                 if not is_guest(old):  # a guest's step is whatever its producer wrote
                     self.forgotten_step = max(
@@ -98,15 +98,15 @@ class DecidedGroups:
         return iter(self._ids)
 
 
-class GroupAssembler:
+class BatchAssembler:
     """See the module's docstring."""
 
     def __init__(self, *, max_staleness: int, decided: set[str], forgotten_step: int = -1) -> None:
         self._max_staleness = max_staleness
-        self._decided = DecidedGroups(decided, forgotten_step=forgotten_step)
-        self._parts: dict[Key, _Assembling] = {}
-        self._held: dict[Partition, dict[int, str]] = {}
-        self._held_of: dict[str, list[tuple[Partition, int]]] = {}
+        self._done = DedupWindow(decided, forgotten_step=forgotten_step)
+        self._partial_groups: dict[Key, _PartialGroup] = {}
+        self._pending_offsets: dict[Partition, dict[int, str]] = {}
+        self._offsets_by_group: dict[str, list[tuple[Partition, int]]] = {}
         self._positions: dict[Partition, int] = {}
         self._ended: dict[str, PromptGroupEnded] = {}
         self._taken: set[str] = set()
@@ -117,14 +117,14 @@ class GroupAssembler:
     ) -> None:
         """Take in a record. One whose version left the window ends its prompt group as expired."""
         group_id = event.prompt_group_id
-        self._read(record, group_id)
-        if self._is_settled(group_id):
+        self._track_offset(record, group_id)
+        if self._is_final(group_id):
             self.num_duplicates += 1
         elif isinstance(event, PromptGroupEnded):
             self._end(event)
-        elif event.max_policy_version > trainer_version:
+        elif event.key.max_policy_version > trainer_version:
             reason = (
-                f"version {event.max_policy_version} lies ahead of the trainer's version "
+                f"version {event.key.max_policy_version} lies ahead of the trainer's version "
                 f"{trainer_version}"
             )
             self._end(
@@ -145,8 +145,8 @@ class GroupAssembler:
 
     def reject(self, record: Record, reason: str, *, trainer_version: int) -> None:
         """Note a record that can't be used: its prompt group, if the key names one, has failed."""
-        self._read(record, record.key)
-        if record.key and not self._is_settled(record.key):
+        self._track_offset(record, record.key)
+        if record.key and not self._is_final(record.key):
             version = trainer_version if record.policy_version is None else record.policy_version
             self._end(
                 end_of(
@@ -160,17 +160,17 @@ class GroupAssembler:
 
     def skip(self, record: Record) -> None:
         """Pass over a record that belongs to no prompt group."""
-        self._read(record, "")
+        self._track_offset(record, "")
 
-    def _read(self, record: Record, group_id: str) -> None:
+    def _track_offset(self, record: Record, group_id: str) -> None:
         """Move the partition's position past a record, and hold it back there until its prompt
         group is decided.
         """
         place = (record.topic, record.partition)
         self._positions[place] = record.offset + 1
-        if group_id and group_id not in self._decided:
-            self._held.setdefault(place, {})[record.offset] = group_id
-            self._held_of.setdefault(group_id, []).append((place, record.offset))
+        if group_id and group_id not in self._done:
+            self._pending_offsets.setdefault(place, {})[record.offset] = group_id
+            self._offsets_by_group.setdefault(group_id, []).append((place, record.offset))
 
     def fail(
         self, group_id: str, reason: str, *, policy_version: int, trainer_version: int
@@ -186,24 +186,24 @@ class GroupAssembler:
             )
         )
 
-    def _is_settled(self, group_id: str) -> bool:
+    def _is_final(self, group_id: str) -> bool:
         """Tell whether nothing can change any more: what the step at hand has taken will be
         trained, whatever still arrives.
         """
-        return group_id in self._decided or group_id in self._ended or group_id in self._taken
+        return group_id in self._done or group_id in self._ended or group_id in self._taken
 
     def _add_sample(self, record: Record, sample: SampleReady) -> None:
         key = (sample.prompt_group_id, sample.policy_version)
-        part = self._parts.setdefault(key, _Assembling(sample.policy_version))
-        samples = part.generations.setdefault(sample.generation_digest, {})
+        part = self._partial_groups.setdefault(key, _PartialGroup(sample.policy_version))
+        samples = part.generations.setdefault(sample.key.generation_digest, {})
         if sample.sample_id in samples:
             self.num_duplicates += 1
             return
-        samples[sample.sample_id] = _Held(record, sample.sample_index, sample.samples_per_prompt)
+        samples[sample.sample_id] = _BufferedRecord(record, sample.key.sample_index, sample.key.samples_per_prompt)
 
     def advance(self, trainer_version: int) -> None:
         """End what left the window now that the trainer is at `trainer_version`."""
-        for group_id, version in list(self._parts):
+        for group_id, version in list(self._partial_groups):
             if is_expired(
                 version, trainer_version=trainer_version, max_staleness=self._max_staleness
             ):
@@ -211,8 +211,8 @@ class GroupAssembler:
 
     def _expire(self, group_id: str, version: int, trainer_version: int) -> None:
         """End a prompt group as expired, unless another generation of it is still in the window."""
-        self._parts.pop((group_id, version), None)
-        if any(other == group_id for other, _ in self._parts):
+        self._partial_groups.pop((group_id, version), None)
+        if any(other == group_id for other, _ in self._partial_groups):
             return
         reason = f"version {version} left the window of version {trainer_version}"
         self._end(
@@ -234,7 +234,7 @@ class GroupAssembler:
         twice, the fresher generation.
         """
         found: dict[str, ReadyGroup] = {}
-        for (group_id, version), part in sorted(self._parts.items()):
+        for (group_id, version), part in sorted(self._partial_groups.items()):
             if part.complete() is not None and group_id not in self._taken:
                 issued = IssuedGroup.parse(group_id)
                 found[group_id] = ReadyGroup(
@@ -251,31 +251,31 @@ class GroupAssembler:
         `decide`.
         """
         self._taken.add(group.prompt_group_id)
-        samples = self._parts[group.prompt_group_id, group.policy_version].complete() or {}
+        samples = self._partial_groups[group.prompt_group_id, group.policy_version].complete() or {}
         return [
             held.record for held in sorted(samples.values(), key=lambda held: held.sample_index)
         ]
 
-    def pending_ends(self) -> list[PromptGroupEnded]:
+    def pending_outcomes(self) -> list[PromptGroupEnded]:
         """Return the ends that are to be committed."""
         return list(self._ended.values())
 
-    def decide(self, group_ids: list[str]) -> None:
+    def mark_done(self, group_ids: list[str]) -> None:
         """Note that these prompt groups end in a transaction that is committed, or in the next one:
         they will never be looked at again.
         """
         for group_id in group_ids:
-            self._decided.add(group_id)
+            self._done.add(group_id)
             self._taken.discard(group_id)
             self._ended.pop(group_id, None)
             self._drop_all(group_id)
-            for place, offset in self._held_of.pop(group_id, ()):
-                del self._held[place][offset]
+            for place, offset in self._offsets_by_group.pop(group_id, ()):
+                del self._pending_offsets[place][offset]
 
     def consumed(self) -> list[TopicOffset]:
         """Return, for each partition, the position below which every prompt group is decided."""
         return [
-            TopicOffset(*place, next(iter(self._held.get(place, ())), position))
+            TopicOffset(*place, next(iter(self._pending_offsets.get(place, ())), position))
             for place, position in sorted(self._positions.items())
         ]
 
@@ -284,12 +284,12 @@ class GroupAssembler:
         """Everything issued for this train step or an older one counts as decided; -1 where nothing
         was forgotten.
         """
-        return self._decided.forgotten_step
+        return self._done.forgotten_step
 
-    def id_window(self) -> list[str]:
+    def done_group_ids(self) -> list[str]:
         """Return the ids of decided prompt groups, oldest first, for the checkpoint."""
-        return list(self._decided)
+        return list(self._done)
 
     def _drop_all(self, group_id: str) -> None:
-        for key in [key for key in self._parts if key[0] == group_id]:
-            del self._parts[key]
+        for key in [key for key in self._partial_groups if key[0] == group_id]:
+            del self._partial_groups[key]

@@ -19,9 +19,9 @@ from relax_events.events.parts import FinishReason
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.training.backend.policy_model import TokenLogprobs
-from relax_events.training.batch.packing import PackedBatch, loss_values, pack, require_whole_groups
+from relax_events.training.batch.packing import PackedBatch, gather_loss_values, pack, require_whole_prompt_groups
 from relax_events.training.batch.row_layout import PromptSharing
-from relax_events.training.batch.token_sequence import TokenSets, plain
+from relax_events.training.batch.token_sequence import TokenSets, read_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class LossBatch:
     token_sets: TokenSets | None = None
 
     @classmethod
-    def of(
+    def from_samples(
         cls,
         samples: Sequence[SampleReady],
         *,
@@ -55,15 +55,15 @@ class LossBatch:
         Raises:
             PoisonSample: A sample can't be trained on; the text names it.
         """
-        samples = with_trained_masks(samples, algorithm=algorithm)
+        samples = mask_truncated_samples(samples, algorithm=algorithm)
         if algorithm.needs_whole_groups:
-            require_whole_groups(samples)
+            require_whole_prompt_groups(samples)
         batch = pack(
             samples, vocab_size=vocab_size, share_rows=share_rows, sharing=sharing, experts=experts
         )
-        values = {name: loss_values(samples, field) for name, field in _fields(algorithm).items()}
+        values = {name: gather_loss_values(samples, field) for name, field in _per_token_fields(algorithm).items()}
         sets = (
-            TokenSets.of(samples, num_ids=algorithm.distill_top_k, vocab_size=vocab_size)
+            TokenSets.from_samples(samples, num_ids=algorithm.distill_top_k, vocab_size=vocab_size)
             if algorithm.has_topk_loss
             else None
         )
@@ -72,18 +72,18 @@ class LossBatch:
         ]
         return cls(batch, values, [sample.sample_id for sample in samples], rewards, sets)
 
-    def whitened(self, whitening: Whitening) -> LossBatch:
+    def whiten(self, whitening: Whitening) -> LossBatch:
         """Return the same with the advantages that they are over the whole step."""
         advantages = whitening.apply(self.values["advantages"].astype(np.float64))
         return replace(self, values={**self.values, "advantages": advantages})
 
-    def with_old(self, logprobs: NDArray[np.floating]) -> LossBatch:
+    def with_old_logprobs(self, logprobs: NDArray[np.floating]) -> LossBatch:
         """Return the same with the old policy's log-probabilities, where they are the trainer's
         own.
         """
         return replace(self, values={**self.values, "old": logprobs})
 
-    def alone(self) -> LossBatch:
+    def without_model_inputs(self) -> LossBatch:
         """Return the same without what is large and the model alone takes: media and routed
         experts.
         """
@@ -146,7 +146,7 @@ class LossBatch:
         )
 
 
-def with_trained_masks(
+def mask_truncated_samples(
     samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig
 ) -> Sequence[SampleReady]:
     """Return the samples, those without a loss token that were cut off by their length, unless the
@@ -155,14 +155,14 @@ def with_trained_masks(
     if algorithm.truncated_samples == "train":
         return samples
     return [
-        replace(sample, loss_mask=np.zeros_like(plain(sample, "loss_mask")))
+        replace(sample, loss_mask=np.zeros_like(read_array(sample, "loss_mask")))
         if sample.finish_reason is FinishReason.LENGTH
         else sample
         for sample in samples
     ]
 
 
-def _fields(algorithm: AlgorithmConfig) -> dict[str, str]:
+def _per_token_fields(algorithm: AlgorithmConfig) -> dict[str, str]:
     """Name the per-token arrays of a sample that the objective needs."""
     fields = {"advantages": "advantages"}
     if algorithm.has_rewards:

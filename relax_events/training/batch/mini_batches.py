@@ -25,7 +25,7 @@ from relax_events.training.batch.packing import MicroBatcher
 from relax_events.training.ranks import Ranks
 
 
-def deal(
+def split_into_mini_batches(
     prompt_group_ids: Iterable[str],
     *,
     num_mini_batches: int,
@@ -57,7 +57,7 @@ def deal(
     return [order[first::number] for first in range(number)]
 
 
-class HeldBatch:
+class MiniBatchBuffer:
     """See the module's docstring. A rank's share of it."""
 
     def __init__(
@@ -107,7 +107,7 @@ class HeldBatch:
         everyone = [prompt_group_id for row in rows for prompt_group_id in orjson.loads(row)]
         for epoch in range(self._trainer.num_epochs):
             number = self._trainer.num_mini_batches
-            for dealt in deal(
+            for dealt in split_into_mini_batches(
                 everyone,
                 num_mini_batches=number,
                 seed=self._seed,
@@ -129,6 +129,6 @@ class HeldBatch:
         closed = [
             list(micro_batch)
             for group in mine
-            for micro_batch in batcher.feed(sorted(group, key=lambda sample: sample.sample_index))
+            for micro_batch in batcher.feed(sorted(group, key=lambda sample: sample.key.sample_index))
         ]
         return closed + [rest for rest in [batcher.flush()] if rest]

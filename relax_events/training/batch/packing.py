@@ -24,11 +24,11 @@ from relax_events.training.batch.row_layout import (
     PromptSharing,
     RowLayout,
     choose_layout,
-    lay_apart,
-    lay_branched,
-    offsets_in,
+    layout_separate,
+    layout_shared_prompts,
+    token_offsets,
 )
-from relax_events.training.batch.token_sequence import TokenSequence, plain
+from relax_events.training.batch.token_sequence import TokenSequence, read_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class PackedBatch:
     temperatures: Float32[np.ndarray, " loss_tokens"]
     num_loss_tokens: Int64[np.ndarray, " samples"]
     num_tokens: int
-    places: Int64[np.ndarray, " tokens"]
+    cells: Int64[np.ndarray, " tokens"]
     """Cell of each token of the samples laid end to end; several have one where a prompt is
     shared."""
     units: Int64[np.ndarray, "rows length"] | None = None
@@ -53,21 +53,21 @@ class PackedBatch:
     """Where prompts are shared: 0 in a prompt, and a number for each completion behind it."""
     media: MediaInputs | None = None
     """Where samples bring media: what stands in for placeholders, and rotary positions."""
-    experts: GivenExperts | None = None
+    experts: ReplayedExperts | None = None
     """Where the engine's routing is replayed: the experts that it sent each token through."""
 
 
 @dataclass(frozen=True, slots=True)
-class GivenExperts:
+class ReplayedExperts:
     """A choice of experts for each cell; none for padding and for the last token of a sample, which
     the engine never read.
     """
 
-    chosen: Integer[np.ndarray, "cells layers top_k"]
-    is_given: Bool[np.ndarray, " cells"]
+    experts: Integer[np.ndarray, "cells layers top_k"]
+    is_replayed: Bool[np.ndarray, " cells"]
 
 
-def pack_order(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
+def micro_batch_slices(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
     """Cut a sequence of samples into micro-batches, in the given order.
 
     A micro-batch closes when the next sample would exceed the budget; a sample longer than the
@@ -81,14 +81,14 @@ def pack_order(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
     """
     slices, start, num_tokens = [], 0, 0
     for index, length in enumerate(lengths):
-        if _closes(num_tokens, length, max_tokens):
+        if _exceeds_budget(num_tokens, length, max_tokens):
             slices.append(slice(start, index))
             start, num_tokens = index, 0
         num_tokens += length
     return [*slices, slice(start, len(lengths))] if len(lengths) else []
 
 
-def _closes(num_tokens: int, length: int, max_tokens: int) -> bool:
+def _exceeds_budget(num_tokens: int, length: int, max_tokens: int) -> bool:
     return num_tokens > 0 and num_tokens + length > max_tokens
 
 
@@ -124,8 +124,8 @@ class MicroBatcher:
         """Take a sample, or several that stay together; return the micro-batch that they closed, if
         any (they start the next one).
         """
-        length = sum(len(plain(sample, "tokens")) for sample in samples)
-        closed = self.flush() if _closes(self._num_tokens, length, self._max_tokens) else None
+        length = sum(len(read_array(sample, "tokens")) for sample in samples)
+        closed = self.flush() if _exceeds_budget(self._num_tokens, length, self._max_tokens) else None
         self._samples += samples
         self._num_tokens += length
         return closed
@@ -156,7 +156,7 @@ def cut_by_cells(
         key=lambda sample: sample.prompt_group_id if whole_prompt_groups else sample.sample_id,
     )
     units = [
-        (max(len(plain(sample, "tokens")) for sample in members), members)
+        (max(len(read_array(sample, "tokens")) for sample in members), members)
         for members in (list(group) for _, group in together)
     ]
     parts: list[list[SampleReady]] = []
@@ -168,7 +168,7 @@ def cut_by_cells(
     return parts
 
 
-def require_whole_groups(samples: Sequence[SampleReady]) -> None:
+def require_whole_prompt_groups(samples: Sequence[SampleReady]) -> None:
     """Refuse a micro-batch in which a prompt group's samples are not all there, side by side and by
     index.
 
@@ -178,8 +178,8 @@ def require_whole_groups(samples: Sequence[SampleReady]) -> None:
     for group_id, together in groupby(samples, key=lambda sample: sample.prompt_group_id):
         members = list(together)
         found, wanted = (
-            [sample.sample_index for sample in members],
-            list(range(members[0].samples_per_prompt)),
+            [sample.key.sample_index for sample in members],
+            list(range(members[0].key.samples_per_prompt)),
         )
         if found != wanted:
             raise PoisonSample(
@@ -220,43 +220,43 @@ def pack(
             loss token with nothing before it, a temperature that is not positive, or no fit routing
             where that is replayed; the text names it.
     """
-    lengths = np.array([_checked_length(sample) for sample in samples])
-    tokens = _checked_tokens(samples, lengths, vocab_size=vocab_size)
-    mask = np.concatenate([plain(sample, "loss_mask") for sample in samples]).astype(bool)
-    layout = lay_apart(lengths, share_rows=share_rows, row_multiple=row_multiple)
+    lengths = np.array([_validate_length(sample) for sample in samples])
+    tokens = _concatenate_tokens(samples, lengths, vocab_size=vocab_size)
+    mask = np.concatenate([read_array(sample, "loss_mask") for sample in samples]).astype(bool)
+    layout = layout_separate(lengths, share_rows=share_rows, row_multiple=row_multiple)
     if sharing is not None:
         layout = choose_layout(
-            layout, lay_branched(samples, lengths, same_routing=experts is not None), sharing
+            layout, layout_shared_prompts(samples, lengths, same_routing=experts is not None), sharing
         )
     shape = layout.num_rows, layout.row_length
     input_ids = np.zeros(layout.num_rows * layout.row_length, np.int64)
-    input_ids[layout.places] = tokens
+    input_ids[layout.cells] = tokens
     # The rest of a row counts on from the row's start: behind a lone sample it is more of the same,
     # which causal attention never looks at.
     position_ids = np.tile(np.arange(layout.row_length), layout.num_rows)
-    position_ids[layout.places] = offsets_in(lengths)
+    position_ids[layout.cells] = token_offsets(lengths)
     num_loss_tokens = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
     temperatures = np.array([sample.temperature for sample in samples], np.float32)
     return PackedBatch(
         input_ids=input_ids.reshape(shape),
         position_ids=position_ids.reshape(shape),
-        loss_positions=layout.places[np.flatnonzero(mask) - 1],
+        loss_positions=layout.cells[np.flatnonzero(mask) - 1],
         targets=tokens[mask],
         temperatures=np.repeat(temperatures, num_loss_tokens),
         num_loss_tokens=num_loss_tokens,
         num_tokens=len(tokens),
-        places=layout.places,
+        cells=layout.cells,
         units=None if layout.units is None else layout.units.reshape(shape),
         branches=None if layout.branches is None else layout.branches.reshape(shape),
-        experts=None if experts is None else _given_experts(samples, lengths, layout, experts),
+        experts=None if experts is None else _replayed_experts(samples, lengths, layout, experts),
     )
 
 
-def _checked_tokens(
+def _concatenate_tokens(
     samples: Sequence[TokenSequence], lengths: NDArray[np.int64], *, vocab_size: int
 ) -> NDArray[np.int64]:
     """Return the tokens of samples laid end to end."""
-    tokens = np.concatenate([plain(sample, "tokens") for sample in samples]).astype(np.int64)
+    tokens = np.concatenate([read_array(sample, "tokens") for sample in samples]).astype(np.int64)
     if (outside := (tokens < 0) | (tokens >= vocab_size)).any():
         at = int(np.argmax(outside))
         sample = samples[int(np.searchsorted(np.cumsum(lengths), at, side="right"))]
@@ -267,27 +267,27 @@ def _checked_tokens(
     return tokens
 
 
-def _given_experts(
+def _replayed_experts(
     samples: Sequence[TokenSequence],
     lengths: NDArray[np.int64],
     layout: RowLayout,
     shape: ExpertShape,
-) -> GivenExperts:
+) -> ReplayedExperts:
     num_cells = layout.num_rows * layout.row_length
     chosen, is_given = (
         np.zeros((num_cells, shape.num_layers, shape.top_k), shape.dtype),
         np.zeros(num_cells, bool),
     )
-    is_read = np.ones(len(layout.places), bool)
+    is_read = np.ones(len(layout.cells), bool)
     is_read[np.cumsum(lengths) - 1] = False
-    cells = layout.places[is_read]
+    cells = layout.cells[is_read]
     chosen[cells] = np.concatenate([shape.checked(sample) for sample in samples])
     is_given[cells] = True
-    return GivenExperts(chosen, is_given)
+    return ReplayedExperts(chosen, is_given)
 
 
-def _checked_length(sample: TokenSequence) -> int:
-    tokens, mask = plain(sample, "tokens"), plain(sample, "loss_mask")
+def _validate_length(sample: TokenSequence) -> int:
+    tokens, mask = read_array(sample, "tokens"), read_array(sample, "loss_mask")
     if not len(tokens) or tokens.shape != mask.shape:
         raise PoisonSample(
             f"sample {sample.sample_id}: tokens {tokens.shape} and loss_mask {mask.shape} "
@@ -305,7 +305,7 @@ def _checked_length(sample: TokenSequence) -> int:
     return len(tokens)
 
 
-def loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np.float32]:
+def gather_loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np.float32]:
     """Lay a per-token array of the samples end to end, at their loss tokens alone.
 
     Args:
@@ -318,12 +318,12 @@ def loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np.float3
             loss token; the text names sample and field.
     """
     values = np.concatenate([_values_like_mask(sample, field) for sample in samples])
-    mask = np.concatenate([plain(sample, "loss_mask") for sample in samples]).astype(bool)
+    mask = np.concatenate([read_array(sample, "loss_mask") for sample in samples]).astype(bool)
     kept: NDArray[np.float32] = values[mask].astype(np.float32)
     if not np.isfinite(kept).all():
         owners = np.repeat(
             np.arange(len(samples)),
-            [int(plain(sample, "loss_mask").astype(bool).sum()) for sample in samples],
+            [int(read_array(sample, "loss_mask").astype(bool).sum()) for sample in samples],
         )
         at = int(np.argmin(np.isfinite(kept)))
         raise PoisonSample(
@@ -339,7 +339,7 @@ def _values_like_mask(sample: SampleReady, field: str) -> NDArray[np.generic]:
             f"sample {sample.sample_id} has no {field}, and the algorithm needs them; is the "
             "role that computes them running?"
         )
-    values, mask = plain(sample, field), plain(sample, "loss_mask")
+    values, mask = read_array(sample, field), read_array(sample, "loss_mask")
     if values.shape != mask.shape:
         raise PoisonSample(
             f"sample {sample.sample_id}: {field} {values.shape} must be as long as tokens "

@@ -26,11 +26,11 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
-from relax_events.training.batch.token_sequence import TokenSequence, plain
+from relax_events.training.batch.token_sequence import TokenSequence, read_array
 
 MAX_MASK_CELLS = 2**26
 """Cells of the attention mask that shared prompts need: 256 MiB of float32."""
-NOBODY = -1
+PADDING = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RowLayout:
     prompts are shared: a number for each cell.
     """
 
-    places: Int64[np.ndarray, " tokens"]
+    cells: Int64[np.ndarray, " tokens"]
     num_rows: int
     row_length: int
     units: Int64[np.ndarray, " cells"] | None = None
@@ -66,7 +66,7 @@ class RowLayout:
         return self.num_rows * self.row_length**2
 
 
-def lay_apart(lengths: NDArray[np.int64], *, share_rows: bool, row_multiple: int) -> RowLayout:
+def layout_separate(lengths: NDArray[np.int64], *, share_rows: bool, row_multiple: int) -> RowLayout:
     """Lay samples into rows as long as the longest of them.
 
     Args:
@@ -80,10 +80,10 @@ def lay_apart(lengths: NDArray[np.int64], *, share_rows: bool, row_multiple: int
         if share_rows
         else (np.arange(len(lengths)) * row_length, len(lengths))
     )
-    return RowLayout(offsets_in(lengths) + np.repeat(cells, lengths), num_rows, row_length)
+    return RowLayout(token_offsets(lengths) + np.repeat(cells, lengths), num_rows, row_length)
 
 
-def lay_branched(
+def layout_shared_prompts(
     samples: Sequence[TokenSequence], lengths: NDArray[np.int64], *, same_routing: bool = False
 ) -> RowLayout | None:
     """Lay samples that come one after the other and have one prompt behind that prompt; None where
@@ -97,7 +97,7 @@ def lay_branched(
             prompt than its neighbour.
     """
     units = np.array(
-        [len(list(alike)) for alike in _alike(samples, same_routing=same_routing)], np.int64
+        [len(list(alike)) for alike in _group_by_prompt(samples, same_routing=same_routing)], np.int64
     )
     if len(units) == len(samples):
         return None
@@ -112,7 +112,7 @@ def lay_branched(
     unit_lengths = prompts[first_of_unit] + np.add.reduceat(completions, first_of_unit)
     row_length = int(unit_lengths.max())
     cells, num_rows = _first_fit(unit_lengths, row_length=row_length)
-    offsets = offsets_in(lengths)
+    offsets = token_offsets(lengths)
     is_completion = offsets >= np.repeat(prompts, lengths)
     places = (
         np.repeat(cells[unit_of], lengths)
@@ -120,7 +120,7 @@ def lay_branched(
         + np.where(is_completion, np.repeat(in_unit, lengths), 0)
     )
     unit_of_cell, branch_of_cell = (
-        np.full(num_rows * row_length, NOBODY),
+        np.full(num_rows * row_length, PADDING),
         np.zeros(num_rows * row_length, np.int64),
     )
     unit_of_cell[places] = np.repeat(unit_of, lengths)
@@ -143,22 +143,22 @@ def choose_layout(
     return branched
 
 
-def _alike(
+def _group_by_prompt(
     samples: Sequence[TokenSequence], *, same_routing: bool
 ) -> Iterator[Iterator[TokenSequence]]:
     def prompt(sample: TokenSequence) -> tuple[str, bytes, bytes]:
         end = sample.num_prompt_tokens
         routing = (
-            plain(sample, "routed_experts")[:end].tobytes()
+            read_array(sample, "routed_experts")[:end].tobytes()
             if same_routing and sample.routed_experts is not None
             else b""
         )
-        return sample.prompt_group_id, plain(sample, "tokens")[:end].tobytes(), routing
+        return sample.prompt_group_id, read_array(sample, "tokens")[:end].tobytes(), routing
 
     return (alike for _, alike in groupby(samples, key=prompt))
 
 
-def offsets_in(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def token_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return each token's place in its own sample, of samples laid end to end."""
     places: NDArray[np.int64] = np.arange(int(lengths.sum())) - np.repeat(
         np.cumsum(lengths) - lengths, lengths

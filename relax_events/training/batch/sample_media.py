@@ -11,9 +11,9 @@ from relax_events.errors import PoisonSample
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import MediaSequence
 from relax_events.models.families import Family
-from relax_events.objects.roots import media_of
+from relax_events.objects.roots import list_media
 from relax_events.training.batch.packing import PackedBatch
-from relax_events.training.batch.token_sequence import TokenSequence, plain
+from relax_events.training.batch.token_sequence import TokenSequence, read_array
 
 
 class SampleMedia:
@@ -30,7 +30,7 @@ class SampleMedia:
         """
         self._family, self._library = family, library
 
-    def added(self, batch: PackedBatch, samples: Sequence[TokenSequence]) -> PackedBatch:
+    def add_to(self, batch: PackedBatch, samples: Sequence[TokenSequence]) -> PackedBatch:
         """Return a packed batch with the media of its samples.
 
         Args:
@@ -40,19 +40,19 @@ class SampleMedia:
             PoisonSample: A piece can't be had, or a sample's tokens and media don't fit; the text
                 names the sample.
         """
-        if not any(media_of(sample) for sample in samples):
+        if not any(list_media(sample) for sample in samples):
             return batch
-        lengths = [len(plain(sample, "tokens")) for sample in samples]
-        places = np.split(batch.places, np.cumsum(lengths)[:-1])
+        lengths = [len(read_array(sample, "tokens")) for sample in samples]
+        places = np.split(batch.cells, np.cumsum(lengths)[:-1])
         sequences = [
             self._sequence(sample, cells) for sample, cells in zip(samples, places, strict=True)
         ]
-        return replace(batch, media=self._family.inputs(sequences, position_ids=batch.position_ids))
+        return replace(batch, media=self._family.build_inputs(sequences, position_ids=batch.position_ids))
 
     def _sequence(self, sample: TokenSequence, places: np.ndarray) -> MediaSequence:
-        name, given = f"sample {sample.sample_id}", ~plain(sample, "loss_mask").astype(bool)
+        name, given = f"sample {sample.sample_id}", ~read_array(sample, "loss_mask").astype(bool)
         try:
-            media = [self._library.processed(reference) for reference in media_of(sample)]
+            media = [self._library.load(reference) for reference in list_media(sample)]
         except PoisonSample as error:
             raise PoisonSample(f"{name}: {error}") from None
-        return MediaSequence(name, plain(sample, "tokens"), given, media, places)
+        return MediaSequence(name, read_array(sample, "tokens"), given, media, places)

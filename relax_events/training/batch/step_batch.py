@@ -14,20 +14,20 @@ from itertools import groupby
 
 from relax_events.errors import PoisonSample, RelaxError
 from relax_events.events.types import SampleReady
-from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.batch.packing import MicroBatcher
-from relax_events.training.step_record import StepShare
+from relax_events.training.step_record import RankStepResult
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedGroup:
+class UntrainableGroup:
     """A prompt group that can't be trained: the (partition, offset) places of the records that were
     refused, and why.
     """
 
     prompt_group_id: str
     policy_version: int
-    places: list[tuple[int, int]]
+    positions: list[tuple[int, int]]
     error: RelaxError
 
 
@@ -36,7 +36,7 @@ class StepBatch:
 
     def __init__(
         self,
-        share: StepShare,
+        share: RankStepResult,
         batcher: MicroBatcher,
         *,
         trainer_version: int,
@@ -54,35 +54,35 @@ class StepBatch:
         """
         self.share, self._batcher, self._version = share, batcher, trainer_version
         self._accumulate, self._discard = accumulate, discard
-        self._placed: dict[str, PlacedSample] = {}
-        self._refused: dict[str, RefusedGroup] = {}
+        self._located: dict[str, LocatedSample] = {}
+        self._untrainable: dict[str, UntrainableGroup] = {}
         self._num_taken = 0
 
-    def feed(self, samples: Sequence[PlacedSample]) -> None:
+    def feed(self, samples: Sequence[LocatedSample]) -> None:
         """Add whole prompt groups, in order; train the micro-batches that they close."""
         self.share.prompt_group_ids += dict.fromkeys(
             item.sample.prompt_group_id for item in samples
         )
-        self._placed |= {item.sample.sample_id: item for item in samples}
+        self._located |= {item.sample.sample_id: item for item in samples}
         for micro_batch in self._batcher.feed(item.sample for item in samples):
             self._train(micro_batch)
 
-    def refuse(self, group: RefusedGroup) -> None:
+    def exclude(self, group: UntrainableGroup) -> None:
         """Leave out a prompt group whose samples can't be had."""
-        self._refused[group.prompt_group_id] = group
+        self._untrainable[group.prompt_group_id] = group
 
     def flush(self) -> None:
         """Train what is pending as a micro-batch."""
         self._train(self._batcher.flush() or [])
 
-    def take_refused(self) -> list[RefusedGroup]:
+    def pop_untrainable(self) -> list[UntrainableGroup]:
         """Return the prompt groups that were left out since the last call."""
-        new = list(self._refused.values())[self._num_taken :]
-        self._num_taken = len(self._refused)
+        new = list(self._untrainable.values())[self._num_taken :]
+        self._num_taken = len(self._untrainable)
         return new
 
     def _train(self, samples: Sequence[SampleReady]) -> None:
-        micro_batch = [sample for sample in samples if sample.prompt_group_id not in self._refused]
+        micro_batch = [sample for sample in samples if sample.prompt_group_id not in self._untrainable]
         if not micro_batch:
             return
         try:
@@ -93,30 +93,30 @@ class StepBatch:
                 for _, members in groupby(micro_batch, key=lambda sample: sample.prompt_group_id)
             ]
             if len(groups) == 1:
-                self._leave_out(groups[0], error)
+                self._exclude_trained(groups[0], error)
                 return
             for members in groups:
                 self._train(members)
             return
-        self.share.note(
-            [self._placed[sample.sample_id] for sample in micro_batch],
+        self.share.add_micro_batch(
+            [self._located[sample.sample_id] for sample in micro_batch],
             trainer_version=self._version,
         )
 
-    def _leave_out(self, members: Sequence[SampleReady], error: PoisonSample) -> None:
+    def _exclude_trained(self, members: Sequence[SampleReady], error: PoisonSample) -> None:
         group_id = members[0].prompt_group_id
         places = [
             (placed.partition, placed.offset)
-            for placed in (self._placed[sample.sample_id] for sample in members)
+            for placed in (self._located[sample.sample_id] for sample in members)
         ]
-        self._refused[group_id] = RefusedGroup(group_id, members[0].policy_version, places, error)
+        self._untrainable[group_id] = UntrainableGroup(group_id, members[0].policy_version, places, error)
         self.share.prompt_group_ids.remove(group_id)
         if not any(
-            self._placed[sample_id].sample.prompt_group_id == group_id
+            self._located[sample_id].sample.prompt_group_id == group_id
             for sample_id in self.share.sample_ids
         ):
             return
         self._discard()
-        trained = self.share.take_micro_batches()
+        trained = self.share.pop_micro_batches()
         for sample_ids in trained:
-            self._train([self._placed[sample_id].sample for sample_id in sample_ids])
+            self._train([self._located[sample_id].sample for sample_id in sample_ids])

@@ -17,7 +17,7 @@ from relax_events.algorithms.step_statistics import Whitening, second_moment_cut
 from relax_events.training.ranks import Ranks
 
 
-def step_whitening(
+def compute_whitening(
     micro_batches: Iterable[tuple[NDArray[np.float32], NDArray[np.int64]]],
     *,
     over: Literal["none", "tokens", "samples"],
@@ -46,7 +46,7 @@ def step_whitening(
     return Whitening(mean=mean, std=float(np.sqrt(squares / max(count - correction, 1))))
 
 
-def step_scaling(
+def compute_reward_scaling(
     rewards: Iterable[NDArray[np.float64]], *, correction: int = 1, ranks: Ranks
 ) -> Whitening:
     """Return the deviation of a step's rewards, to divide advantages by; their mean stays as it is.
@@ -82,7 +82,7 @@ def _units(
     return np.add.reduceat(values, first) / lengths if len(lengths) else np.zeros(0)
 
 
-def step_cutoff(squares: Iterable[NDArray[np.float64]], *, threshold: float, ranks: Ranks) -> float:
+def compute_second_moment_cutoff(squares: Iterable[NDArray[np.float64]], *, threshold: float, ranks: Ranks) -> float:
     """Return the bound of the squared log-ratios that a step trains; see `second_moment_cutoff`.
 
     Args:

@@ -51,7 +51,7 @@ class TokenSequence(Protocol):
         """Divides the logits."""
 
 
-def plain(sample: TokenSequence, field: str) -> NDArray[np.generic]:
+def read_array(sample: TokenSequence, field: str) -> NDArray[np.generic]:
     """Return an array field; one that still lies in the object store is a mistake of the caller."""
     return dense(getattr(sample, field), what=f"sample {sample.sample_id}: {field}")
 
@@ -66,7 +66,7 @@ class TokenSets:
     teacher_logprobs: Float32[np.ndarray, "loss_tokens ids"]
 
     @classmethod
-    def of(cls, samples: Sequence[SampleReady], *, num_ids: int, vocab_size: int) -> TokenSets:
+    def from_samples(cls, samples: Sequence[SampleReady], *, num_ids: int, vocab_size: int) -> TokenSets:
         """Lay the sets of samples end to end.
 
         Args:
@@ -78,14 +78,14 @@ class TokenSets:
             PoisonSample: A sample lacks its set, or the set does not fit the sample or the
                 vocabulary; the text names it.
         """
-        ids = [token_ids(sample, num_ids=num_ids, vocab_size=vocab_size) for sample in samples]
+        ids = [read_topk_ids(sample, num_ids=num_ids, vocab_size=vocab_size) for sample in samples]
         return cls(
             np.concatenate(ids).astype(np.int64),
             np.concatenate([_teacher_logprobs(sample, num_ids) for sample in samples]),
         )
 
 
-def token_ids(
+def read_topk_ids(
     sample: SampleReady | SampleRolledOut, *, num_ids: int, vocab_size: int
 ) -> NDArray[np.generic]:
     """Return a sample's `topk_ids`, the most probable ones of them.
@@ -127,8 +127,8 @@ def _rows(sample: SampleReady | SampleRolledOut, field: str, num_ids: int) -> ND
             f"sample {sample.sample_id} has no {field}, and the algorithm needs them; {remedy}"
         )
     values, num_loss_tokens = (
-        plain(sample, field),
-        int(plain(sample, "loss_mask").astype(bool).sum()),
+        read_array(sample, field),
+        int(read_array(sample, "loss_mask").astype(bool).sum()),
     )
     if values.ndim != 2 or len(values) != num_loss_tokens or values.shape[1] < num_ids:
         rule = f"{field} must be {num_loss_tokens} loss tokens by at least {num_ids} ids"

@@ -85,7 +85,7 @@ class Checkpoints:
             secrets.token_hex(4).encode() if self._ranks.rank == 0 else None
         ).decode()
         folder = f"{self._prefix}{state.policy_version:08d}/{save_id}/"
-        share = _share(state.tensors, rank=self._ranks.rank, size=self._ranks.size)
+        share = _assign_tensors(state.tensors, rank=self._ranks.rank, size=self._ranks.size)
         copies = {
             name: state.tensors[name].detach().to("cpu", copy=True).contiguous() for name in share
         }
@@ -246,7 +246,7 @@ class Checkpoints:
         self.close()
 
 
-def _share(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> list[str]:
+def _assign_tensors(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> list[str]:
     """Give this rank's tensors: largest first, each to the rank that has the fewest bytes so
     far.
     """

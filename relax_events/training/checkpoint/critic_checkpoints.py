@@ -30,7 +30,7 @@ class CriticCheckpoint:
     consumed: dict[int, int]
 
 
-def critic_checkpoints(
+def list_critic_checkpoints(
     store: ObjectStore, *, digests: Mapping[int, bytes]
 ) -> Iterator[CriticCheckpoint]:
     """Give the checkpoints that can be gone on from, newest first. No record names them: what they
@@ -44,7 +44,7 @@ def critic_checkpoints(
         digests: The digest of the policy's weights by version, as the log's train steps recorded
             them.
     """
-    for key in sorted(_manifests(store), reverse=True):
+    for key in sorted(_manifest_keys(store), reverse=True):
         try:
             found = _read(store, key, digests)
         except (ObjectError, ValueError, KeyError) as error:
@@ -58,14 +58,14 @@ def critic_checkpoints(
                 yield found
 
 
-def stored_versions(store: ObjectStore) -> list[int]:
+def stored_checkpoint_versions(store: ObjectStore) -> list[int]:
     """Return the versions of which there is a checkpoint, of whatever history and whole or not, in
     order.
     """
-    return sorted({int(key.removeprefix(FOLDER).partition("/")[0]) for key in _manifests(store)})
+    return sorted({int(key.removeprefix(FOLDER).partition("/")[0]) for key in _manifest_keys(store)})
 
 
-def _manifests(store: ObjectStore) -> list[str]:
+def _manifest_keys(store: ObjectStore) -> list[str]:
     try:
         return [key for key in store.list(FOLDER) if key.endswith(f"/{MANIFEST}")]
     except ObjectError as error:

@@ -19,7 +19,7 @@ from relax_events.events.types import TrainStepCommitted
 from relax_events.kafka.admin import Admin
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import FOLLOWER, NEEDS_NOTHING, SAMPLES
+from relax_events.topics.plan import DEPENDENT_RUN, NO_RECORDS_NEEDED, SAMPLES
 
 log = structlog.get_logger()
 
@@ -29,51 +29,51 @@ class FollowerPosition:
 
     def __init__(self, worker: Worker) -> None:
         plan = worker.plan
-        self._admin, self._group = Admin(worker.connection), plan.consumer_group(FOLLOWER)
+        self._admin, self._group = Admin(worker.connection), plan.consumer_group(DEPENDENT_RUN)
         self._places = [
             (plan.topic(SAMPLES), partition) for partition in range(plan.num_sample_partitions)
         ]
         self._consumed: dict[int, int] = {}
-        self._behind: dict[int, dict[int, int]] = {}
-        self._named: CheckpointRef | None = None
-        self._told: CheckpointRef | None = None
+        self._offsets_by_version: dict[int, dict[int, int]] = {}
+        self._newest_checkpoint: CheckpointRef | None = None
+        self._committed_checkpoint: CheckpointRef | None = None
 
-    def begin(self) -> None:
+    def retain_all(self) -> None:
         """Have everything kept that is there, unless an earlier process of this replay has told
         what it needs.
         """
         try:
-            found = self._admin.committed(self._group, self._places)
+            found = self._admin.committed_offsets(self._group, self._places)
         except BrokerError as error:
             log.warning("follower_position.unknown", error=str(error))
             return
-        if NEEDS_NOTHING in found.values() or not found:
+        if NO_RECORDS_NEEDED in found.values() or not found:
             self._commit(dict.fromkeys((partition for _, partition in self._places), 0))
 
-    def trained(self, step: TrainStepCommitted, checkpoint: CheckpointRef | None) -> None:
+    def add_trained_step(self, step: TrainStepCommitted, checkpoint: CheckpointRef | None) -> None:
         """Note that this step of the source is trained; `checkpoint` is the newest one that our own
         step names.
         """
-        for at in (at for at in step.consumed if TopicPlan.entity(at.topic) == SAMPLES):
+        for at in (at for at in step.consumed if TopicPlan.parse_entity(at.topic) == SAMPLES):
             self._consumed[at.partition] = max(at.offset, self._consumed.get(at.partition, 0))
-        self._behind[step.train_step + 1] = dict(self._consumed)
-        self._named = checkpoint
+        self._offsets_by_version[step.train_step + 1] = dict(self._consumed)
+        self._newest_checkpoint = checkpoint
 
-    def committed(self) -> None:
+    def commit_steps(self) -> None:
         """Note that all steps trained so far are committed: what lies behind their newest
         checkpoint is needed no more.
         """
-        if self._named is None or self._named == self._told:
+        if self._newest_checkpoint is None or self._newest_checkpoint == self._committed_checkpoint:
             return
-        version = self._named.policy_version
-        if (offsets := self._behind.get(version)) is not None:
+        version = self._newest_checkpoint.policy_version
+        if (offsets := self._offsets_by_version.get(version)) is not None:
             self._commit(offsets)
-        self._told = self._named
-        self._behind = {at: offsets for at, offsets in self._behind.items() if at > version}
+        self._committed_checkpoint = self._newest_checkpoint
+        self._offsets_by_version = {at: offsets for at, offsets in self._offsets_by_version.items() if at > version}
 
-    def finished(self) -> None:
+    def release_all(self) -> None:
         """Say that nothing of the source is needed any more."""
-        self._commit(dict.fromkeys((partition for _, partition in self._places), NEEDS_NOTHING))
+        self._commit(dict.fromkeys((partition for _, partition in self._places), NO_RECORDS_NEEDED))
 
     def close(self) -> None:
         """Leave the broker."""
@@ -82,7 +82,7 @@ class FollowerPosition:
     def _commit(self, offsets: dict[int, int]) -> None:
         topic = self._places[0][0]
         try:
-            self._admin.set_committed(
+            self._admin.set_committed_offsets(
                 self._group,
                 [
                     TopicOffset(topic, partition, offset)

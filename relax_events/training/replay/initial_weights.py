@@ -21,14 +21,14 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class StartState:
+class InitialState:
     """Weights to start from; `kind` is `checkpoint` (with the optimizer) or `weights`."""
 
     kind: str
     state: TrainerState
 
 
-def read_start(source: SourceRun, version: int, *, ranks: Ranks) -> StartState | None:
+def read_initial_state(source: SourceRun, version: int, *, ranks: Ranks) -> InitialState | None:
     """Return the source's state at a version: its checkpoint of that version if there is one, else
     its published weights.
 
@@ -37,9 +37,9 @@ def read_start(source: SourceRun, version: int, *, ranks: Ranks) -> StartState |
     Raises:
         ConfigError: Neither is left; the text says which versions are.
     """
-    if version == 0 and not source.config.source.run:
+    if version == 0 and not source.config.parent.run:
         return None
-    store = ObjectStore.open(source.objects_uri, moved_from=source.config.objects.moved_from)
+    store = ObjectStore.open(source.objects_uri, uri_aliases=source.config.objects.uri_aliases)
     named = (step.checkpoint for step in source.steps() if step.checkpoint is not None)
     reference = next(
         (reference for reference in named if reference.policy_version == version), None
@@ -47,7 +47,7 @@ def read_start(source: SourceRun, version: int, *, ranks: Ranks) -> StartState |
     if reference is not None:
         with Checkpoints(store, ranks=ranks, keep=1) as checkpoints:
             try:
-                return StartState("checkpoint", checkpoints.load(reference).state)
+                return InitialState("checkpoint", checkpoints.load(reference).state)
             except ObjectError as error:
                 log.info("checkpoint.gone", policy_version=version, error=str(error))
     published = [
@@ -65,7 +65,7 @@ def read_start(source: SourceRun, version: int, *, ranks: Ranks) -> StartState |
                 }
             except WeightsError as error:
                 raise _not_left(source, version) from error
-            return StartState("weights", TrainerState(policy_version=version, tensors=tensors))
+            return InitialState("weights", TrainerState(policy_version=version, tensors=tensors))
     raise _not_left(source, version)
 
 

@@ -34,26 +34,26 @@ from relax_events.training.replay.recorded_batches import (
     RecordedBatches,
 )
 from relax_events.training.replay.relabel import (
-    OtherReward,
-    Rejudging,
-    needs_advantages,
+    RelabelledReward,
+    AdvantageRelabeller,
+    needs_new_advantages,
     read_rewards,
-    require_teacher_of,
+    require_recorded_teacher,
 )
 
 log = structlog.get_logger()
 
 
-class SourceDecoder:
+class ParentDecoder:
     """Decodes what the source's writers wrote, with the arrays that lie in its store."""
 
     def __init__(self, source: SourceRun) -> None:
         self._source, self._codec = source, source.codec()
         self._store = ObjectStore.open(
-            source.objects_uri, moved_from=source.config.objects.moved_from
+            source.objects_uri, uri_aliases=source.config.objects.uri_aliases
         )
 
-    def event(self, record: Record) -> Event:
+    def decode(self, record: Record) -> Event:
         """Return a record's event; a schema that is new to us is looked for once on the source's
         log.
         """
@@ -63,12 +63,12 @@ class SourceDecoder:
             self._codec = self._source.codec()
         return self._codec.decode(record.value)
 
-    def sample(self, record: Record) -> Event:
+    def decode_with_arrays(self, record: Record) -> Event:
         """Return the event with its stored arrays fetched."""
-        return check_out(self.event(record), self._store)
+        return check_out(self.decode(record), self._store)
 
 
-def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBatches:
+def open_recorded_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBatches:
     """Return the batches of a replay: as recorded, or judged anew where the run file asks for it.
 
     Raises:
@@ -76,22 +76,22 @@ def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBat
             log-probabilities, or the samples are not what the algorithm learns from.
     """
     config = worker.config
-    require_alike(source.config, config)
-    require_teacher_of(source.config.algorithm, config.algorithm, run_id=source.config.run.id)
+    require_compatible_algorithm(source.config, config)
+    require_recorded_teacher(source.config.algorithm, config.algorithm, run_id=source.config.run.id)
     judge, max_new_tokens = None, config.engine.sampling.max_new_tokens
-    if config.source.scores:
-        judge = Rejudging(
+    if config.parent.scores:
+        judge = AdvantageRelabeller(
             config.algorithm,
             max_new_tokens=max_new_tokens,
-            rewards=_rewards(worker, source),
-            scores=config.source.scores,
+            rewards=_read_rescored_rewards(worker, source),
+            scores=config.parent.scores,
         )
-    elif needs_advantages(source.config.algorithm, config.algorithm):
-        judge = Rejudging(config.algorithm, max_new_tokens=max_new_tokens)
-    return RecordedBatches(worker, ranks, decode=SourceDecoder(source).sample, judge=judge)
+    elif needs_new_advantages(source.config.algorithm, config.algorithm):
+        judge = AdvantageRelabeller(config.algorithm, max_new_tokens=max_new_tokens)
+    return RecordedBatches(worker, ranks, decode=ParentDecoder(source).decode_with_arrays, judge=judge)
 
 
-def require_alike(source: RunConfig, config: RunConfig) -> None:
+def require_compatible_algorithm(source: RunConfig, config: RunConfig) -> None:
     """Refuse a replay by an algorithm that learns from something else than the source recorded;
     what was generated may be learnt as an answer.
 
@@ -114,8 +114,8 @@ def require_alike(source: RunConfig, config: RunConfig) -> None:
         )
 
 
-def _rewards(worker: Worker, source: SourceRun) -> dict[TrajectoryKey, OtherReward]:
-    scores, run_id = worker.config.source.scores, source.config.run.id
+def _read_rescored_rewards(worker: Worker, source: SourceRun) -> dict[TrajectoryKey, RelabelledReward]:
+    scores, run_id = worker.config.parent.scores, source.config.run.id
     topic = worker.plan.topic(f"reward.scores.{scores}")
     reader = LogReader(worker.connection)
     try:
@@ -126,14 +126,14 @@ def _rewards(worker: Worker, source: SourceRun) -> dict[TrajectoryKey, OtherRewa
         raise
     except BrokerError as error:
         raise ConfigError(
-            f"source.scores = {scores!r}: run {run_id} has no such scores ({error}); make "
+            f"parent.scores = {scores!r}: run {run_id} has no such scores ({error}); make "
             "them with relax rescore"
         ) from error
     finally:
         reader.close()
 
 
-class SourceSteps:
+class ReplaySource:
     """Gives the steps of the source in order, and reads ahead where more are there.
 
     Each rank has one of its own, and of one rank a step may be there before another sees it: they
@@ -149,7 +149,7 @@ class SourceSteps:
         last: int,
         begin: int = 0,
         decode: Decode | None = None,
-        remedy: str = "set source.from_version",
+        remedy: str = "set parent.from_version",
     ) -> None:
         """Begin reading.
 
@@ -166,7 +166,7 @@ class SourceSteps:
         self._remedy = remedy
         self._run_id, self._batches = source.config.run.id, batches
         self._next, self._last = first, last
-        self._decode: Decode = decode or SourceDecoder(source).event
+        self._decode: Decode = decode or ParentDecoder(source).decode
         self._control = LogReader(
             source.connection, start={(source.plan.topic("control.train-steps"), 0): begin}
         )
@@ -183,7 +183,7 @@ class SourceSteps:
         """
         if not self._num_opened and not self._steps:
             for record in self._control.fetch(MAX_STEPS_AT_ONCE, timeout_seconds=timeout_seconds):
-                self._note(record)
+                self._add_step(record)
         return bool(self._num_opened or self._steps)
 
     def take(self) -> RecordedBatch:
@@ -214,12 +214,12 @@ class SourceSteps:
         self._num_opened -= 1
         return batch
 
-    def _note(self, record: Record) -> None:
+    def _add_step(self, record: Record) -> None:
         try:
             step = self._decode(record)
         except (CorruptRecord, SchemaError) as error:
             log.warning(
-                "record.unreadable", place=record.place, error=str(error)
+                "record.unreadable", place=record.location, error=str(error)
             )  # where it was a step, the next one shows the gap
             return
         if (

@@ -19,24 +19,24 @@ from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.records import Record
 from relax_events.runtime.validation import check_ready
 from relax_events.runtime.worker import Worker
-from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.ranks import Ranks
 
 MAX_STEPS_AT_ONCE = 16
 MAX_BYTES_AT_ONCE = 1 << 30
 """Of encoded records that are read ahead, unless a step alone has more."""
 Decode = Callable[[Record], Event]
-Judge = Callable[[list[PlacedSample]], list[PlacedSample]]
+Relabel = Callable[[list[LocatedSample]], list[LocatedSample]]
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedSample:
+class CommittedSample:
     """A sample of a committed step: its (partition, offset), and the (rank, index) of its
     micro-batch.
     """
 
     sample_id: str
-    place: tuple[int, int]
+    position: tuple[int, int]
     micro_batch: tuple[int, int]
 
 
@@ -47,7 +47,7 @@ class RecordedBatch:
     """
 
     step: TrainStepCommitted
-    samples: list[PlacedSample]
+    samples: list[LocatedSample]
     micro_batches: list[tuple[int, int]]
 
 
@@ -68,14 +68,14 @@ class RecordedBatches:
         ranks: Ranks,
         *,
         decode: Decode | None = None,
-        judge: Judge | None = None,
+        judge: Relabel | None = None,
     ) -> None:
-        self._ranks, self._shards = ranks, worker.plan.shards
+        self._ranks, self._shards = ranks, worker.plan.partitions_per_version
         self._topic = worker.plan.topic("advantage.samples")
         self._decode: Decode = decode or (
             lambda record: worker.fetched(worker.codec.decode(record.value))
         )
-        self._judge: Judge = judge or (lambda samples: samples)
+        self._relabel: Relabel = judge or (lambda samples: samples)
 
     def read(
         self, reader: LogReader, steps: Sequence[TrainStepCommitted]
@@ -89,20 +89,20 @@ class RecordedBatches:
         """
         begin, num_steps = 0, 1  # the first step shows how many bytes a step has
         while begin < len(steps):
-            shares = [(step, self._share_of(step)) for step in steps[begin : begin + num_steps]]
-            records = reader.read_exactly(
-                self._topic, {item.place for _, share in shares for item in share}
+            shares = [(step, self._own_samples(step)) for step in steps[begin : begin + num_steps]]
+            records = reader.read_at(
+                self._topic, {item.position for _, share in shares for item in share}
             )
             begin += len(shares)
             num_bytes = sum(len(record.value) for record in records.values()) // len(shares)
             num_steps = min(max(1, MAX_BYTES_AT_ONCE // max(1, num_bytes)), MAX_STEPS_AT_ONCE)
             for step, share in shares:
-                samples = [self._placed(records.pop(item.place), item) for item in share]
+                samples = [self._decode_sample(records.pop(item.position), item) for item in share]
                 yield RecordedBatch(
-                    step, self._judge(samples), [item.micro_batch for item in share]
+                    step, self._relabel(samples), [item.micro_batch for item in share]
                 )
 
-    def _share_of(self, step: TrainStepCommitted) -> list[RecordedSample]:
+    def _own_samples(self, step: TrainStepCommitted) -> list[CommittedSample]:
         ranks = np.asarray(step.ranks).tolist()
         same_ranks = max(ranks) + 1 == self._ranks.size
         columns = (
@@ -115,20 +115,20 @@ class RecordedBatches:
         ):
             owner = rank if same_ranks else partition % self._shards % self._ranks.size
             if owner == self._ranks.rank:
-                share.append(RecordedSample(sample_id, (partition, offset), (rank, micro_batch)))
+                share.append(CommittedSample(sample_id, (partition, offset), (rank, micro_batch)))
         return share
 
-    def _placed(self, record: Record, recorded: RecordedSample) -> PlacedSample:
+    def _decode_sample(self, record: Record, recorded: CommittedSample) -> LocatedSample:
         try:
             sample: SampleReady = check_ready(self._decode(record))
         except (CorruptRecord, SchemaError, ObjectError, PoisonSample) as error:
             raise RunFailed(
-                f"{record.place} held sample {recorded.sample_id} when it was trained, and "
+                f"{record.location} held sample {recorded.sample_id} when it was trained, and "
                 f"can't be read now: {error}"
             ) from error
         if sample.sample_id != recorded.sample_id:
             raise RunFailed(
-                f"{record.place} held sample {recorded.sample_id} when it was trained, and "
+                f"{record.location} held sample {recorded.sample_id} when it was trained, and "
                 f"holds {sample.sample_id} now; was the topic made anew?"
             )
-        return PlacedSample(sample, *recorded.place)
+        return LocatedSample(sample, *recorded.position)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
+from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, CorruptRecord, RewardError, SchemaError
 from relax_events.events.codec import EventCodec
@@ -20,17 +20,17 @@ from relax_events.events.parts import FinishReason
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady, SampleScored
 from relax_events.kafka.consumer import LogReader
-from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.batch.assembly import LocatedSample
 
 
-def needs_advantages(recorded: AlgorithmConfig, wanted: AlgorithmConfig) -> bool:
+def needs_new_advantages(recorded: AlgorithmConfig, wanted: AlgorithmConfig) -> bool:
     """Tell whether the recorded advantages are not those that this algorithm would have
     computed.
     """
-    return _judgement(recorded) != _judgement(wanted)
+    return _advantage_settings(recorded) != _advantage_settings(wanted)
 
 
-def _judgement(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
+def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     """Return the settings that advantages depend on; what the trainer itself does to them is not
     among these.
     """
@@ -42,7 +42,7 @@ def _judgement(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     shaping = (
         (algorithm.overlong_ratio, algorithm.overlong_penalty) if algorithm.overlong_ratio else ()
     )
-    left_out = algorithm.truncated_samples == "leave_out"
+    left_out = algorithm.truncated_samples == "drop"
     critic = (
         algorithm.gamma,
         algorithm.gae_lambda,
@@ -72,7 +72,7 @@ def _judgement(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     )
 
 
-def require_teacher_of(recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str) -> None:
+def require_recorded_teacher(recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str) -> None:
     """Refuse to distil from a teacher that was not asked, or not of these tokens, when the samples
     were recorded.
 
@@ -111,7 +111,7 @@ def require_teacher_of(recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, ru
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OtherReward:
+class RelabelledReward:
     """The reward of a rescoring, with its parts by turn and by token."""
 
     reward: float
@@ -119,7 +119,7 @@ class OtherReward:
     token_rewards: NDArray[np.generic] | None = None
 
 
-class Rejudging:
+class AdvantageRelabeller:
     """Computes the advantages of whole prompt groups anew, from the recorded rewards or from
     others.
 
@@ -136,13 +136,13 @@ class Rejudging:
         algorithm: AlgorithmConfig,
         *,
         max_new_tokens: int,
-        rewards: Mapping[TrajectoryKey, OtherReward] | None = None,
+        rewards: Mapping[TrajectoryKey, RelabelledReward] | None = None,
         scores: str = "",
     ) -> None:
         self._algorithm, self._rewards, self._scores = algorithm, rewards, scores
-        self._judge = Judge(algorithm, max_new_tokens=max_new_tokens)
+        self._estimator = AdvantageEstimator(algorithm, max_new_tokens=max_new_tokens)
 
-    def __call__(self, placed: list[PlacedSample]) -> list[PlacedSample]:
+    def __call__(self, placed: list[LocatedSample]) -> list[LocatedSample]:
         """Return the samples, in the same order, with their new rewards and advantages.
 
         Raises:
@@ -155,15 +155,15 @@ class Rejudging:
         judged = {
             sample.sample_id: sample
             for members in groups.values()
-            for sample in self._judged(members)
+            for sample in self._relabel(members)
         }
         return [dataclasses.replace(item, sample=judged[item.sample.sample_id]) for item in placed]
 
-    def _judged(self, members: Sequence[SampleReady]) -> list[SampleReady]:
-        ordered = sorted(members, key=lambda sample: sample.sample_index)
-        rewarded = [self._rewarded(sample) for sample in ordered]
+    def _relabel(self, members: Sequence[SampleReady]) -> list[SampleReady]:
+        ordered = sorted(members, key=lambda sample: sample.key.sample_index)
+        rewarded = [self._build_rewarded(sample) for sample in ordered]
         try:
-            advantages = self._judge(rewarded)
+            advantages = self._estimator(rewarded)
         except RewardError as error:
             raise ConfigError(
                 f"prompt group {ordered[0].prompt_group_id} can't be judged by "
@@ -180,14 +180,14 @@ class Rejudging:
             for sample, judged, values in zip(ordered, rewarded, advantages, strict=True)
         ]
 
-    def _rewarded(self, sample: SampleReady) -> RewardedSample:
+    def _build_rewarded(self, sample: SampleReady) -> RewardedSample:
         def array(field: str) -> NDArray[np.generic] | None:
             value = getattr(sample, field)
             return (
                 None if value is None else dense(value, what=f"sample {sample.sample_id}: {field}")
             )
 
-        other = None if self._rewards is None else self._other(sample, self._rewards)
+        other = None if self._rewards is None else self._new_reward(sample, self._rewards)
         return RewardedSample(
             sample_id=sample.sample_id,
             reward=sample.reward if other is None else other.reward,
@@ -204,13 +204,13 @@ class Rejudging:
             token_rewards=array("token_rewards") if other is None else other.token_rewards,
         )
 
-    def _other(
-        self, sample: SampleReady, rewards: Mapping[TrajectoryKey, OtherReward]
-    ) -> OtherReward:
+    def _new_reward(
+        self, sample: SampleReady, rewards: Mapping[TrajectoryKey, RelabelledReward]
+    ) -> RelabelledReward:
         if (reward := rewards.get(trajectory_of(sample))) is None:
             remedy = "finish the rescoring with relax rescore, or choose versions that it covers"
             raise ConfigError(
-                f"sample {sample.sample_id} has no reward under source.scores = "
+                f"sample {sample.sample_id} has no reward under parent.scores = "
                 f"{self._scores!r}; {remedy}"
             )
         return reward
@@ -218,11 +218,11 @@ class Rejudging:
 
 def read_rewards(
     reader: LogReader, topic: str, *, num_partitions: int, codec: EventCodec
-) -> dict[TrajectoryKey, OtherReward]:
+) -> dict[TrajectoryKey, RelabelledReward]:
     """Return the rewards on a topic of scores by trajectory; samples whose scoring failed are left
     out. Of two the later counts.
     """
-    rewards: dict[TrajectoryKey, OtherReward] = {}
+    rewards: dict[TrajectoryKey, RelabelledReward] = {}
     for record in reader.stream(
         {(topic, number): reader.watermarks(topic, number) for number in range(num_partitions)}
     ):
@@ -230,7 +230,7 @@ def read_rewards(
             event = codec.decode(record.value)
         except (CorruptRecord, SchemaError) as error:
             raise ConfigError(
-                f"{record.place} can't be read as a score: {error}; rescore under another name"
+                f"{record.location} can't be read as a score: {error}; rescore under another name"
             ) from error
         if isinstance(event, SampleScored) and event.reward is not None:
             parts = (event.turn_rewards, event.token_rewards)
@@ -240,5 +240,5 @@ def read_rewards(
                 else dense(part, what=f"sample {event.sample_id}: rewards by turn or token")
                 for part in parts
             )
-            rewards[trajectory_of(event)] = OtherReward(event.reward, by_turn, by_token)
+            rewards[trajectory_of(event)] = RelabelledReward(event.reward, by_turn, by_token)
     return rewards

@@ -26,7 +26,7 @@ SMALL_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorRange:
     """A tensor, and the bytes that it takes: from `start` on, `num_bytes` of them."""
 
     name: str
@@ -40,35 +40,35 @@ class Place:
 class Layout:
     """Where every tensor lies, in order of the names; between them are gaps that nobody reads."""
 
-    places: tuple[Place, ...]
+    tensors: tuple[TensorRange, ...]
     num_bytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Layout:
         """Lay out tensors, by their names, dtypes and shapes alone."""
         places, end = [], 0
         for name in sorted(tensors):
             tensor = tensors[name]
-            places.append(Place(name, dtype_name(tensor), tuple(tensor.shape), end, tensor.nbytes))
+            places.append(TensorRange(name, dtype_name(tensor), tuple(tensor.shape), end, tensor.nbytes))
             end += -(-max(1, tensor.nbytes) // ALIGNMENT) * ALIGNMENT
         return cls(tuple(places), end)
 
     @cached_property
     def digest(self) -> str:
         """Names, dtypes and shapes in a word: equal on both sides, or nothing is sent."""
-        described = [(place.name, place.dtype, place.shape) for place in self.places]
+        described = [(place.name, place.dtype, place.shape) for place in self.tensors]
         return sha256(json.dumps(described).encode()).hexdigest()
 
     @cached_property
     def _starts(self) -> list[int]:
-        return [place.start for place in self.places]
+        return [place.start for place in self.tensors]
 
     def buckets(self, *, max_bytes: int) -> list[range]:
         """Cut the row into ranges of at most `max_bytes`, a multiple of ALIGNMENT; a large tensor
         shares none: it is sent from where it lies.
         """
         cuts, stops = [0], [*self._starts, self.num_bytes][1:]
-        for place, stop in zip(self.places, stops, strict=True):
+        for place, stop in zip(self.tensors, stops, strict=True):
             is_large = place.num_bytes * SMALL_SHARE >= max_bytes
             if cuts[-1] < place.start and (is_large or stop - cuts[-1] > max_bytes):
                 cuts.append(place.start)
@@ -77,12 +77,12 @@ class Layout:
         bounds = dict.fromkeys([*cuts, self.num_bytes])
         return [range(*pair) for pair in pairwise(bounds)]
 
-    def within(self, bucket: range) -> Iterator[tuple[Place, range]]:
+    def overlapping(self, bucket: range) -> Iterator[tuple[TensorRange, range]]:
         """Give the tensors that have bytes in a bucket, or are empty and begin in it, with which of
         the row's bytes those are.
         """
         first = max(0, bisect_right(self._starts, bucket.start) - 1)
-        for place in self.places[first:]:
+        for place in self.tensors[first:]:
             if place.start >= bucket.stop:
                 return
             held = range(
@@ -91,7 +91,7 @@ class Layout:
             if held or place.start >= bucket.start:
                 yield place, held
 
-    def filled(self, bucket: range, tensors: Mapping[str, Tensor], *, staging: Tensor) -> Tensor:
+    def gather(self, bucket: range, tensors: Mapping[str, Tensor], *, staging: Tensor) -> Tensor:
         """Give a bucket's bytes: where they lie, if one tensor has them all, else gathered in
         `staging`.
 
@@ -100,7 +100,7 @@ class Layout:
             tensors: Of this layout, on the CPU, contiguous.
             staging: Bytes, at least as many as the bucket's.
         """
-        for place, held in self.within(bucket):
+        for place, held in self.overlapping(bucket):
             data = (
                 tensors[place.name]
                 .reshape(-1)
@@ -117,11 +117,11 @@ class Layout:
             place.name: row[place.start : place.start + place.num_bytes]
             .view(getattr(torch, place.dtype))
             .reshape(place.shape)
-            for place in self.places
+            for place in self.tensors
         }
 
 
-class RowDigest:
+class BufferDigest:
     """The digest of the tensors in a row of bytes, taken bucket by bucket; in the end
     `artifacts.transit_digest` of them.
     """
@@ -129,9 +129,9 @@ class RowDigest:
     def __init__(self, layout: Layout, row: Tensor) -> None:
         self._layout, self._bytes, self._digest = layout, row.numpy().data, blake3()
 
-    def take(self, bucket: range) -> None:
+    def update(self, bucket: range) -> None:
         """Go on with the next bucket."""
-        for place, held in self._layout.within(bucket):
+        for place, held in self._layout.overlapping(bucket):
             if place.start >= bucket.start:
                 self._digest.update(tensor_header(place.name, place.dtype, place.shape))
             self._digest.update(self._bytes[held.start : held.stop])

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from relax_events.deadline import Deadline
 from relax_events.errors import WeightsError
-from relax_events.weights.broadcast.receive_buffers import Row
+from relax_events.weights.broadcast.receive_buffers import ReceiveBuffer
 
-MAX_UNDER_WAY = 3
+MAX_PENDING_BUCKETS = 3
 """Buckets that either side has begun and not yet waited for: neither waits for the other between
 two of them."""
 
 
-class LinkLost(WeightsError):
+class ConnectionLost(WeightsError):
     """The other side of a broadcast has gone, or did not do its part in time."""
 
     def __init__(self, text: str, *, reason: str = "lost") -> None:
@@ -41,16 +41,16 @@ class Transfer(Protocol):
         ...
 
 
-class Pair(Protocol):
+class Channel(Protocol):
     """Two that have agreed. After a `LinkLost` it is of no use any more."""
 
-    def invite(self, row: Row) -> Mapping[str, Any]:
+    def prepare_receive(self, row: ReceiveBuffer) -> Mapping[str, Any]:
         """Begin to receive a version into a row, as rank 1; give what the other side is to know of
         it.
         """
         ...
 
-    def begin(self, invitation: object, *, num_bytes: int) -> None:
+    def begin_send(self, invitation: object, *, num_bytes: int) -> None:
         """Begin to send a version, as rank 0, to who has invited it.
 
         Raises:

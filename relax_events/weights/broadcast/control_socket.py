@@ -21,12 +21,12 @@ from typing import Any, Self
 import orjson
 
 from relax_events.deadline import Deadline
-from relax_events.weights.broadcast.channel import LinkLost
+from relax_events.weights.broadcast.channel import ConnectionLost
 
 MAX_MESSAGE_BYTES = 65536
 
 
-class Line:
+class ControlSocket:
     """One end. Each message is sent and awaited within a deadline; `hang_up` may come from any
     thread.
     """
@@ -37,7 +37,7 @@ class Line:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
-    def call(cls, host: str, port: int, *, deadline: Deadline) -> Line:
+    def connect(cls, host: str, port: int, *, deadline: Deadline) -> ControlSocket:
         """Connect to a trainer.
 
         Raises:
@@ -50,7 +50,7 @@ class Line:
                 )
             )
         except OSError as error:
-            raise LinkLost(f"no trainer at {host}:{port}: {error}") from error
+            raise ConnectionLost(f"no trainer at {host}:{port}: {error}") from error
 
     @property
     def own_host(self) -> str:
@@ -61,7 +61,7 @@ class Line:
         """Let the line be waited for together with other things."""
         return self._socket.fileno()
 
-    def say(self, *, deadline: Deadline, **message: Any) -> None:
+    def send(self, *, deadline: Deadline, **message: Any) -> None:
         """Send a message.
 
         Raises:
@@ -71,9 +71,9 @@ class Line:
             self._socket.settimeout(max(0.001, deadline.remaining_seconds))
             self._socket.sendall(orjson.dumps(message) + b"\n")
         except OSError as error:
-            raise LinkLost(f"the other side takes no message: {error}") from error
+            raise ConnectionLost(f"the other side takes no message: {error}") from error
 
-    def hear(self, deadline: Deadline | None = None) -> dict[str, Any]:
+    def receive(self, deadline: Deadline | None = None) -> dict[str, Any]:
         """Wait for the next message, without a deadline where silence is in order.
 
         Raises:
@@ -81,35 +81,35 @@ class Line:
         """
         while b"\n" not in self._buffer:
             if len(self._buffer) > MAX_MESSAGE_BYTES:
-                raise LinkLost(
+                raise ConnectionLost(
                     f"the other side sent more than {MAX_MESSAGE_BYTES} bytes without an end"
                 )
-            self._buffer += self._more(deadline)
+            self._buffer += self._read(deadline)
         text, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer = bytearray(rest)
         try:
             message = orjson.loads(text)
         except ValueError as error:
-            raise LinkLost(f"the other side sent no JSON: {error}") from error
+            raise ConnectionLost(f"the other side sent no JSON: {error}") from error
         if not isinstance(message, dict):
-            raise LinkLost(f"the other side sent {message!r}, not a message")
+            raise ConnectionLost(f"the other side sent {message!r}, not a message")
         return message
 
-    def _more(self, deadline: Deadline | None) -> bytes:
+    def _read(self, deadline: Deadline | None) -> bytes:
         try:
             self._socket.settimeout(
                 None if deadline is None else max(0.001, deadline.remaining_seconds)
             )
             data = self._socket.recv(MAX_MESSAGE_BYTES)
         except TimeoutError as error:
-            raise LinkLost("the other side did not answer in time") from error
+            raise ConnectionLost("the other side did not answer in time") from error
         except OSError as error:
-            raise LinkLost(f"the line broke: {error}") from error
+            raise ConnectionLost(f"the line broke: {error}") from error
         if not data:
-            raise LinkLost("the other side has left")
+            raise ConnectionLost("the other side has left")
         return data
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """End the line; whoever waits on it, on either side, is told."""
         with suppress(OSError):  # the other side was faster
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -123,5 +123,5 @@ class Line:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.hang_up()
+        self.shut_down()
         self._socket.close()

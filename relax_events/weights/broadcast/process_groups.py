@@ -21,12 +21,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem
-from relax_events.weights.broadcast.channel import LinkLost, Pair, Transfer
-from relax_events.weights.broadcast.receive_buffers import Row
+from relax_events.weights.broadcast.channel import ConnectionLost, Channel, Transfer
+from relax_events.weights.broadcast.receive_buffers import ReceiveBuffer
 
 Backend = Literal["gloo", "nccl"]
-FOREVER = timedelta(days=365)
-LOOK_SECONDS = 0.0005
+NO_TIMEOUT = timedelta(days=365)
+POLL_SECONDS = 0.0005
 
 
 def require_backend(transport: str) -> Backend:
@@ -48,7 +48,7 @@ def require_backend(transport: str) -> Backend:
     )
 
 
-def host_meetings(listener: socket.socket, *, timeout_seconds: float) -> Store:
+def serve_rendezvous(listener: socket.socket, *, timeout_seconds: float) -> Store:
     """Open the store by which the two sides of each group find each other, behind a socket that
     listens; it is there while it is held.
     """
@@ -66,7 +66,7 @@ def host_meetings(listener: socket.socket, *, timeout_seconds: float) -> Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the two sides of a group meet: the trainer's store, and a name in it that no other
     group has.
     """
@@ -75,7 +75,7 @@ class Meeting:
     port: int
     group: str
 
-    def store(self, deadline: Deadline) -> Store:
+    def connect(self, deadline: Deadline) -> Store:
         """Connect to it."""
         return PrefixStore(
             self.group,
@@ -83,15 +83,15 @@ class Meeting:
                 self.host,
                 self.port,
                 is_master=False,
-                timeout=within(deadline),
+                timeout=remaining_time(deadline),
                 wait_for_workers=False,
             ),
         )
 
 
-def form_pair(
-    backend: Backend, meeting: Meeting, *, rank: int, host: str, deadline: Deadline
-) -> Pair:
+def open_channel(
+    backend: Backend, meeting: Rendezvous, *, rank: int, host: str, deadline: Deadline
+) -> Channel:
     """Form the group; both sides call it at about the same time.
 
     Args:
@@ -104,20 +104,20 @@ def form_pair(
         LinkLost: It did not.
     """
     try:
-        store = meeting.store(deadline)
+        store = meeting.connect(deadline)
         return (
-            GlooPair(store, rank=rank, host=host, deadline=deadline)
+            GlooChannel(store, rank=rank, host=host, deadline=deadline)
             if backend == "gloo"
-            else NcclPair(store, rank=rank)
+            else NcclChannel(store, rank=rank)
         )
     except RuntimeError as error:
-        raise LinkLost(f"the group could not be formed: {error}") from error
+        raise ConnectionLost(f"the group could not be formed: {error}") from error
 
 
-class GroupPair:
+class ProcessGroupChannel:
     """A process group, which needs to know nothing of a row."""
 
-    def invite(self, row: Row) -> Mapping[str, Any]:
+    def invite(self, row: ReceiveBuffer) -> Mapping[str, Any]:
         """See `Pair.invite`."""
         return {}
 
@@ -125,14 +125,14 @@ class GroupPair:
         """See `Pair.begin`."""
 
 
-class GlooPair(GroupPair):
+class GlooChannel(ProcessGroupChannel):
     """Between processes' memories, over TCP."""
 
     def __init__(self, store: Store, *, rank: int, host: str, deadline: Deadline) -> None:
         """See `form_pair`."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # the only way to name the address to listen on
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
-        options._timeout, options._threads = within(deadline), 1  # noqa: SLF001
+        options._timeout, options._threads = remaining_time(deadline), 1  # noqa: SLF001
         self._group = dist.ProcessGroupGloo(store, rank, 2, options)
 
     def send(self, data: Tensor, deadline: Deadline) -> Transfer:
@@ -156,21 +156,21 @@ class GlooTransfer:
         # with a timeout of its own: what waits for ever holds the group's thread, also when nobody
         # waits for it any more
         try:
-            self._work = group.broadcast(data, 0, within(deadline))  # type: ignore[attr-defined]  # which its stubs give to the wrapper alone
+            self._work = group.broadcast(data, 0, remaining_time(deadline))  # type: ignore[attr-defined]  # which its stubs give to the wrapper alone
         except RuntimeError as error:
-            raise LinkLost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
 
     def wait(self) -> None:
         """See `Transfer.wait`."""
         try:
-            self._work.wait(within(self._deadline))
+            self._work.wait(remaining_time(self._deadline))
         except RuntimeError as error:
-            raise LinkLost(
+            raise ConnectionLost(
                 "the deadline has passed" if self._deadline.passed else str(error)
             ) from error
 
 
-class NcclPair(GroupPair):
+class NcclChannel(ProcessGroupChannel):
     """Between GPUs, a bucket at a time: the rows of bytes lie in the host's memory on both
     sides.
     """
@@ -178,7 +178,7 @@ class NcclPair(GroupPair):
     def __init__(self, store: Store, *, rank: int) -> None:
         """See `form_pair`; NCCL connects with the first bucket."""
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = FOREVER  # noqa: SLF001  # torch would end the process at its own deadline; ours ends the group
+        options._timeout = NO_TIMEOUT  # noqa: SLF001  # torch would end the process at its own deadline; ours ends the group
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._group = dist.ProcessGroupNCCL(store, rank, 2, options)
 
@@ -209,9 +209,9 @@ class NcclTransfer:
     ) -> None:
         self._group, self._staged, self._target, self._deadline = group, staged, target, deadline
         try:
-            group.broadcast(staged, 0, FOREVER).wait()  # type: ignore[attr-defined]  # likewise; this makes the stream wait, not us
+            group.broadcast(staged, 0, NO_TIMEOUT).wait()  # type: ignore[attr-defined]  # likewise; this makes the stream wait, not us
         except RuntimeError as error:
-            raise LinkLost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
         self._done = torch.cuda.Event()
         self._done.record()
 
@@ -221,14 +221,14 @@ class NcclTransfer:
             while not self._done.query():
                 if self._deadline.passed:
                     self._group.abort()
-                    raise LinkLost("the deadline has passed")
-                time.sleep(LOOK_SECONDS)
+                    raise ConnectionLost("the deadline has passed")
+                time.sleep(POLL_SECONDS)
             if self._target is not None:
                 self._target.copy_(self._staged)
         except RuntimeError as error:
-            raise LinkLost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
 
 
-def within(deadline: Deadline) -> timedelta:
+def remaining_time(deadline: Deadline) -> timedelta:
     """Give what is left of a deadline, as torch wants it: never nothing, which means for ever."""
     return timedelta(seconds=max(0.001, deadline.remaining_seconds))

@@ -15,7 +15,7 @@ from torch import Tensor
 NAME = "relax-weights"
 
 
-class Row:
+class ReceiveBuffer:
     """Bytes to receive into, filled with zeros at first.
 
     Attributes:
@@ -31,15 +31,15 @@ class Row:
         fcntl.fcntl(
             file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )
-        self.data: UInt8[Tensor, " bytes"] = mapped(file, num_bytes)
-        self.name: dict[str, Any] = {
+        self.data: UInt8[Tensor, " bytes"] = map_buffer(file, num_bytes)
+        self.handle: dict[str, Any] = {
             "process": os.getpid(),
             "file": file,
             "number": os.fstat(file).st_ino,
         }
 
 
-def mapped(file: int, num_bytes: int) -> UInt8[Tensor, " bytes"]:
+def map_buffer(file: int, num_bytes: int) -> UInt8[Tensor, " bytes"]:
     """Look at a file in memory, all of whose pages are made ready at once."""
     memory = mmap.mmap(file, max(1, num_bytes), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]

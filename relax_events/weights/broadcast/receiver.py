@@ -30,12 +30,17 @@ from relax_events.events.types import EnginesEnlisted
 from relax_events.runtime.failpoints import failpoint
 from relax_events.telemetry.component_metrics import WeightMetrics
 from relax_events.telemetry.redaction import hide
-from relax_events.weights.broadcast.buckets import Layout, RowDigest
-from relax_events.weights.broadcast.channel import MAX_UNDER_WAY, LinkLost, Pair, Transfer
-from relax_events.weights.broadcast.control_socket import Line
-from relax_events.weights.broadcast.process_groups import Meeting, form_pair, require_backend
-from relax_events.weights.broadcast.receive_buffers import Row
-from relax_events.weights.broadcast.shared_memory import MemoryPair, Sample
+from relax_events.weights.broadcast.buckets import BufferDigest, Layout
+from relax_events.weights.broadcast.channel import (
+    MAX_PENDING_BUCKETS,
+    Channel,
+    ConnectionLost,
+    Transfer,
+)
+from relax_events.weights.broadcast.control_socket import ControlSocket
+from relax_events.weights.broadcast.process_groups import Rendezvous, open_channel, require_backend
+from relax_events.weights.broadcast.receive_buffers import ReceiveBuffer
+from relax_events.weights.broadcast.shared_memory import SameHostProbe, SharedMemoryChannel
 
 log = structlog.get_logger()
 RETRY_SECONDS = 2.0
@@ -47,14 +52,14 @@ CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class ReceivedVersion:
     """A version that came, unproven: whether it is what was published is for the digest to say."""
 
     policy_version: int
     layout: Layout
-    row: Row
+    buffer: ReceiveBuffer
     digest: bytes
-    way: str
+    transport: str
     """How it came."""
 
 
@@ -80,11 +85,11 @@ class Receiver:
         self._layout: Layout | None = None
         self._served_version = -1
         self._coming_version = -1
-        self._arrived: Arrived | None = None
-        self._rows: list[Row] = []
-        self._handed_out: Arrived | None = None
-        self._line: Line | None = None
-        self._pair: Pair | None = None
+        self._arrived: ReceivedVersion | None = None
+        self._free_buffers: list[ReceiveBuffer] = []
+        self._handed_out: ReceivedVersion | None = None
+        self._line: ControlSocket | None = None
+        self._pair: Channel | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
 
@@ -97,7 +102,7 @@ class Receiver:
         self._wake = wake
         self._thread.start()
 
-    def note(self, enlisted: EnginesEnlisted) -> None:
+    def apply(self, enlisted: EnginesEnlisted) -> None:
         """Take note of a list; a trainer that is new is asked at once. One of a trainer that was
         replaced comes late, and counts for nothing.
         """
@@ -107,26 +112,26 @@ class Receiver:
             if self._list is None or enlisted.ticket != self._list.ticket:
                 hide(enlisted.ticket)
                 if self._line is not None:  # to a trainer that is none any more
-                    self._line.hang_up()
+                    self._line.shut_down()
             self._list = enlisted
             self._changed.notify_all()
 
     @property
-    def way(self) -> str:
+    def transport(self) -> str:
         """How the tensors that were taken last have come."""
-        return self._handed_out.way if self._handed_out is not None else ""
+        return self._handed_out.transport if self._handed_out is not None else ""
 
-    def served(self, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
+    def loaded_from_store(self, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
         """Take note of the version that was taken from the store; what the trainer sends must be
         laid out as it is.
         """
         with self._changed:
             self._served_version = policy_version
             if self._layout is None:
-                self._layout = Layout.of(tensors)
+                self._layout = Layout.from_tensors(tensors)
                 self._changed.notify_all()
 
-    def is_coming(self, policy_version: int) -> bool:
+    def is_in_transit(self, policy_version: int) -> bool:
         """Tell whether a version is under way at this instant."""
         return self._coming_version == policy_version
 
@@ -144,7 +149,7 @@ class Receiver:
                 )
                 return None
             if digest is None or arrived.digest != digest:
-                self._rows.append(arrived.row)
+                self._free_buffers.append(arrived.buffer)
                 self._metrics.failed("torn")
                 log.error(
                     "weights.torn",
@@ -154,9 +159,9 @@ class Receiver:
                 )
                 return None
             if self._handed_out is not None:
-                self._rows.append(self._handed_out.row)
+                self._free_buffers.append(self._handed_out.buffer)
             self._handed_out, self._served_version = arrived, policy_version
-        return arrived.layout.views(arrived.row.data)
+        return arrived.layout.views(arrived.buffer.data)
 
     def close(self) -> None:
         """Leave the trainer."""
@@ -164,17 +169,17 @@ class Receiver:
             self._is_closed = True
             self._changed.notify_all()
             if self._line is not None:
-                self._line.hang_up()
+                self._line.shut_down()
             if self._pair is not None:
                 self._pair.abort()
         if self._thread.ident is not None:
             self._thread.join(self._config.stall_seconds + CLOSE_SECONDS)
 
     def _run(self) -> None:
-        while (enlisted := self._await_trainer()) is not None:
+        while (enlisted := self._wait_for_trainer()) is not None:
             try:
                 self._join(enlisted)
-            except (LinkLost, EnvironmentProblem) as error:
+            except (ConnectionLost, EnvironmentProblem) as error:
                 with self._changed:
                     self._line, self._pair = None, None
                     self._lost_ticket, self._retry_at = (
@@ -187,7 +192,7 @@ class Receiver:
                     log.warning("broadcast.lost", address=enlisted.address, error=str(error))
                     self._wake()
 
-    def _await_trainer(self) -> EnginesEnlisted | None:
+    def _wait_for_trainer(self) -> EnginesEnlisted | None:
         """Wait until a trainer is known, is due to be asked, and can send us something that we
         know; None when we are closed.
         """
@@ -210,50 +215,50 @@ class Receiver:
         """
         host, _, port = enlisted.address.rpartition(":")
         deadline = Deadline(self._config.deadline_seconds)
-        with Line.call(host, int(port), deadline=deadline) as line:
-            self._keep(line=line)
-            sample = Sample() if self._config.shares_memory else None
-            line.say(
+        with ControlSocket.connect(host, int(port), deadline=deadline) as line:
+            self._set_connection(line=line)
+            sample = SameHostProbe() if self._config.use_shared_memory else None
+            line.send(
                 deadline=deadline,
                 ticket=enlisted.ticket,
                 worker_id=self._worker_id,
-                memory=sample.name if sample else None,
+                memory=sample.handle if sample else None,
             )
-            terms = Terms.of(line.hear(deadline))
-            pair = self._pair_for(terms, line, host=host, deadline=deadline)
+            terms = JoinReply.parse(line.receive(deadline))
+            pair = self._open_channel(terms, line, host=host, deadline=deadline)
             try:
-                self._keep(line=line, pair=pair)
+                self._set_connection(line=line, pair=pair)
                 self._retry_seconds = RETRY_SECONDS
-                log.info("broadcast.joined", address=enlisted.address, way=terms.way)
+                log.info("broadcast.joined", address=enlisted.address, way=terms.transport)
                 while True:
-                    self._answer(line.hear(), line, pair, terms)
+                    self._handle_offer(line.receive(), line, pair, terms)
             finally:
                 pair.abort()
 
-    def _pair_for(self, terms: Terms, line: Line, *, host: str, deadline: Deadline) -> Pair:
-        if terms.way == "memory":
-            return MemoryPair(line)
-        backend = require_backend(terms.way)
-        return form_pair(
+    def _open_channel(self, terms: JoinReply, line: ControlSocket, *, host: str, deadline: Deadline) -> Channel:
+        if terms.transport == "memory":
+            return SharedMemoryChannel(line)
+        backend = require_backend(terms.transport)
+        return open_channel(
             backend,
-            Meeting(host, terms.meeting_port, terms.group),
+            Rendezvous(host, terms.rendezvous_port, terms.group),
             rank=1,
             host=line.own_host,
             deadline=deadline,
         )
 
-    def _keep(self, *, line: Line, pair: Pair | None = None) -> None:
+    def _set_connection(self, *, line: ControlSocket, pair: Channel | None = None) -> None:
         with self._changed:
             self._line, self._pair = line, pair
             if self._is_closed:
-                line.hang_up()
+                line.shut_down()
 
-    def _answer(self, offer: Mapping[str, Any], line: Line, pair: Pair, terms: Terms) -> None:
+    def _handle_offer(self, offer: Mapping[str, Any], line: ControlSocket, pair: Channel, terms: JoinReply) -> None:
         """Take a version that is offered, or say why not."""
         deadline = Deadline(self._config.deadline_seconds)
         version, layout = offer.get("policy_version"), self._layout
         if not isinstance(version, int) or layout is None or version <= self._served_version:
-            line.say(
+            line.send(
                 deadline=deadline, takes=False, reason=f"version {self._served_version} is here"
             )
             return
@@ -261,16 +266,16 @@ class Receiver:
             with self._changed:
                 self._layout = None  # whoever loads the version from the store sees what is in it
             self._metrics.failed("refused")
-            line.say(
+            line.send(
                 deadline=deadline,
                 takes=False,
                 reason="its tensors are others than those of the version before",
             )
-            raise LinkLost(f"policy version {version} has other tensors than the version before")
-        row = self._open_row(version, layout)
+            raise ConnectionLost(f"policy version {version} has other tensors than the version before")
+        row = self._open_buffer(version, layout)
         try:
-            line.say(deadline=deadline, takes=True, row=pair.invite(row))
-            digest = self._received(
+            line.send(deadline=deadline, takes=True, row=pair.prepare_receive(row))
+            digest = self._receive_buckets(
                 pair,
                 row.data,
                 layout,
@@ -279,21 +284,21 @@ class Receiver:
             )
             with self._changed:
                 self._arrived, self._coming_version = (
-                    Arrived(version, layout, row, digest, terms.way),
+                    ReceivedVersion(version, layout, row, digest, terms.transport),
                     -1,
                 )
-        except LinkLost:
+        except ConnectionLost:
             self._metrics.failed("lost")
             raise
         finally:
             self._coming_version = -1
-        self._metrics.moved(layout.num_bytes, transport=terms.way)
+        self._metrics.moved(layout.num_bytes, transport=terms.transport)
         self._wake()
-        line.say(deadline=deadline, digest=digest.hex())
+        line.send(deadline=deadline, digest=digest.hex())
 
-    def _received(
+    def _receive_buckets(
         self,
-        pair: Pair,
+        pair: Channel,
         row: Tensor,
         layout: Layout,
         *,
@@ -306,9 +311,9 @@ class Receiver:
         Raises:
             LinkLost: They did not come in time.
         """
-        digest, ahead, under_way = RowDigest(layout, row), iter(buckets), deque[Transfer]()
+        digest, ahead, under_way = BufferDigest(layout, row), iter(buckets), deque[Transfer]()
         for bucket in buckets:
-            for coming in islice(ahead, MAX_UNDER_WAY - len(under_way)):
+            for coming in islice(ahead, MAX_PENDING_BUCKETS - len(under_way)):
                 under_way.append(
                     pair.receive(
                         row[coming.start : coming.stop], deadline.within(self._config.stall_seconds)
@@ -316,32 +321,32 @@ class Receiver:
                 )
             under_way.popleft().wait()
             failpoint("rollout.receiving")
-            digest.take(bucket)
+            digest.update(bucket)
         return digest.value()
 
-    def _open_row(self, policy_version: int, layout: Layout) -> Row:
+    def _open_buffer(self, policy_version: int, layout: Layout) -> ReceiveBuffer:
         """Give a row to receive into; what had come before and was not taken is passed over."""
         with self._changed:
             self._coming_version = policy_version
             if self._arrived is not None:
-                self._rows.append(self._arrived.row)
+                self._free_buffers.append(self._arrived.buffer)
                 self._arrived = None
-            fitting = [row for row in self._rows if len(row.data) == layout.num_bytes]
-            self._rows = fitting[1:]
-        return fitting[0] if fitting else Row(layout.num_bytes)
+            fitting = [row for row in self._free_buffers if len(row.data) == layout.num_bytes]
+            self._free_buffers = fitting[1:]
+        return fitting[0] if fitting else ReceiveBuffer(layout.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class JoinReply:
     """What a trainer says to an engine that it takes in."""
 
-    way: str
-    meeting_port: int
+    transport: str
+    rendezvous_port: int
     group: str
     bucket_bytes: int
 
     @classmethod
-    def of(cls, message: Mapping[str, Any]) -> Terms:
+    def parse(cls, message: Mapping[str, Any]) -> JoinReply:
         """Read them.
 
         Raises:
@@ -355,7 +360,7 @@ class Terms:
                 int(message["bucket_bytes"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise LinkLost(
+            raise ConnectionLost(
                 f"the trainer's terms can't be read: {dict(message)}: {error}"
             ) from error
         return terms

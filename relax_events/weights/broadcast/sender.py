@@ -27,12 +27,12 @@ from relax_events.events.types import EnginesEnlisted
 from relax_events.telemetry.component_metrics import WeightMetrics
 from relax_events.telemetry.redaction import hide
 from relax_events.weights.broadcast.buckets import Layout
-from relax_events.weights.broadcast.control_socket import Line
-from relax_events.weights.broadcast.engine_connection import EngineLink, Snapshot
-from relax_events.weights.broadcast.process_groups import host_meetings, require_backend
+from relax_events.weights.broadcast.control_socket import ControlSocket
+from relax_events.weights.broadcast.engine_connection import EngineConnection, WeightsSnapshot
+from relax_events.weights.broadcast.process_groups import serve_rendezvous, require_backend
 
 log = structlog.get_logger()
-MAX_VERSIONS_UNDER_WAY = 2
+MAX_PENDING_VERSIONS = 2
 """Versions held in memory at a time because an engine is not done with them; the next one goes by
 the store alone."""
 CLOSE_SECONDS = 2.0
@@ -63,25 +63,25 @@ class Broadcaster:
         """
         self.backend = require_backend(config.transport)
         self.config, self.metrics = config, metrics
-        self.ticket = secrets.token_hex(16)
-        hide(self.ticket)
+        self.join_token = secrets.token_hex(16)
+        hide(self.join_token)
         self._announce, self._list_version = announce, last_list
         self._listener = listening_socket(config.host)
         self._address = f"{config.host}:{self._listener.getsockname()[1]}"
         self._is_closed = False
         meeting = listening_socket(config.host)
-        self.meeting_port: int = meeting.getsockname()[1]
-        self._meetings: Store | None = host_meetings(
+        self.rendezvous_port: int = meeting.getsockname()[1]
+        self._meetings: Store | None = serve_rendezvous(
             meeting, timeout_seconds=config.deadline_seconds
         )
         self._lock, self._telling = threading.Lock(), threading.Lock()
-        self._links: list[EngineLink] = []
-        self._enlisted: list[EngineLink] = []
+        self._links: list[EngineConnection] = []
+        self._enlisted: list[EngineConnection] = []
         self._num_links = 0
-        self._tell_list()
-        threading.Thread(target=self._take_in, name="broadcast", daemon=True).start()
+        self._announce_members()
+        threading.Thread(target=self._accept_connections, name="broadcast", daemon=True).start()
 
-    def offer(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> Snapshot | None:
+    def offer(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> WeightsSnapshot | None:
         """Have a version sent to every engine that is present; None when there is none, or they are
         too far behind.
 
@@ -94,7 +94,7 @@ class Broadcaster:
         if not links:
             return None
         under_way = {id(link.sending) for link in links if link.sending is not None}
-        if len(under_way) >= MAX_VERSIONS_UNDER_WAY:
+        if len(under_way) >= MAX_PENDING_VERSIONS:
             self.metrics.failed("skipped")
             log.warning(
                 "weights.skipped",
@@ -102,9 +102,9 @@ class Broadcaster:
                 num_versions_under_way=len(under_way),
             )
             return None
-        snapshot = Snapshot(policy_version, tensors, Layout.of(tensors))
+        snapshot = WeightsSnapshot(policy_version, tensors, Layout.from_tensors(tensors))
         for link in links:
-            link.put(snapshot)
+            link.offer(snapshot)
         return snapshot
 
     @property
@@ -113,20 +113,20 @@ class Broadcaster:
         with self._lock:
             return sorted({link.worker_id for link in self._enlisted})
 
-    def enlist(self, link: EngineLink) -> None:
+    def add_member(self, link: EngineConnection) -> None:
         """Note that an engine has joined."""
         with self._lock:
             self._enlisted.append(link)
-        self._tell_list()
+        self._announce_members()
 
-    def forget(self, link: EngineLink) -> None:
+    def remove(self, link: EngineConnection) -> None:
         """Note that an engine is gone, if it had joined."""
         with self._lock:
             self._links.remove(link)
             was_enlisted = link in self._enlisted
             self._enlisted = [other for other in self._enlisted if other is not link]
         if was_enlisted and not self._is_closed:
-            self._tell_list()
+            self._announce_members()
 
     def close(self) -> None:
         """End all links, whatever is under way on them."""
@@ -138,12 +138,12 @@ class Broadcaster:
             links = list(self._links)
         deadline = Deadline(self.config.stall_seconds + CLOSE_SECONDS)
         for link in links:
-            link.hang_up()
+            link.shut_down()
         for link in links:
             link.thread.join(deadline.remaining_seconds)
         self._meetings = None  # its port is free as soon as nobody holds it
 
-    def _take_in(self) -> None:
+    def _accept_connections(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -151,11 +151,11 @@ class Broadcaster:
                 return
             with self._lock:
                 self._num_links += 1
-                link = EngineLink(self, Line(connection), group=str(self._num_links))
+                link = EngineConnection(self, ControlSocket(connection), group=str(self._num_links))
                 self._links.append(link)
             link.thread.start()
 
-    def _tell_list(self) -> None:
+    def _announce_members(self) -> None:
         """Write the list as it is, one at a time; a log that is slow to take it holds up no
         step.
         """
@@ -168,7 +168,7 @@ class Broadcaster:
                     list_version=self._list_version,
                     transport=self.backend,
                     address=self._address,
-                    ticket=self.ticket,
+                    ticket=self.join_token,
                     engines=engines,
                 )
             )

@@ -21,11 +21,11 @@ from relax_events.weights.manifest import WeightManifest, Weights
 from relax_events.weights.transport import StoreTransport
 
 
-class SendingTransport(StoreTransport):
+class BroadcastPublisher(StoreTransport):
     """The trainer's side; see `WeightsTransport`."""
 
     def __init__(self, store: ObjectStore, broadcaster: Broadcaster) -> None:
-        super().__init__(store, full_every=broadcaster.config.full_every)
+        super().__init__(store, full_snapshot_interval=broadcaster.config.full_snapshot_interval)
         self.name, self._broadcaster = broadcaster.config.transport, broadcaster
 
     def publish(
@@ -50,7 +50,7 @@ class SendingTransport(StoreTransport):
         self._broadcaster.close()
 
 
-class ReceivingTransport(StoreTransport):
+class BroadcastReader(StoreTransport):
     """An engine's side; see `WeightsTransport`."""
 
     def __init__(self, store: ObjectStore, receiver: Receiver) -> None:
@@ -59,7 +59,7 @@ class ReceivingTransport(StoreTransport):
 
     def is_coming(self, published: PolicyVersionPublished) -> bool:
         """Tell whether the trainer is sending us the version."""
-        return self._receiver.is_coming(published.policy_version)
+        return self._receiver.is_in_transit(published.policy_version)
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:
         """Give what the trainer sent, if it is what the manifest says, else what the store has. It
@@ -69,11 +69,11 @@ class ReceivingTransport(StoreTransport):
         manifest = WeightManifest.from_json(self._store.get(published.artifact))
         if (
             manifest.policy_version == version
-            and (tensors := self._receiver.take(version, manifest.in_transit)) is not None
+            and (tensors := self._receiver.take(version, manifest.transit_digest)) is not None
         ):
-            return Weights(version, tensors, manifest.digest, transport=self._receiver.way)
+            return Weights(version, tensors, manifest.digest, transport=self._receiver.transport)
         weights = super().fetch(published)
-        self._receiver.served(version, weights.tensors)
+        self._receiver.loaded_from_store(version, weights.tensors)
         return weights
 
     def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:
@@ -84,7 +84,7 @@ class ReceivingTransport(StoreTransport):
 
         def note(event: Event) -> None:
             if isinstance(event, EnginesEnlisted):
-                self._receiver.note(event)
+                self._receiver.apply(event)
 
         return note
 

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
+from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
 from relax_events.algorithms.advantages import (
     GroupRewards,
-    centred,
-    centred_by_length,
-    decoupled,
-    leave_one_out,
-    over_group_mean,
+    centred_advantages,
+    opo_advantages,
+    gdpo_advantages,
+    rloo_advantages,
+    maxrl_advantages,
 )
 from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import RewardError
-from relax_events.training.batch.step_statistics import step_scaling, step_whitening
+from relax_events.training.batch.step_statistics import compute_reward_scaling, compute_whitening
 from relax_events.training.ranks import SingleRank
 
 
@@ -46,26 +46,26 @@ def judged(
     ]
     return [
         values.tolist()
-        for values in Judge(AlgorithmConfig.model_validate(settings), max_new_tokens=8)(samples)
+        for values in AdvantageEstimator(AlgorithmConfig.model_validate(settings), max_new_tokens=8)(samples)
     ]
 
 
 def test_leave_one_out_is_divided_by_the_deviation_of_the_whole_group() -> None:
     # Others' means 2.5, 2, 1.5: -1.5, 0, 1.5; deviation of 1, 2, 3 with n - 1: 1.
-    assert leave_one_out(group([1, 2, 3])).tolist() == pytest.approx([-1.5, 0, 1.5])
-    assert leave_one_out(group([1, 2, 3]), normalise_std=True).tolist() == pytest.approx(
+    assert rloo_advantages(group([1, 2, 3])).tolist() == pytest.approx([-1.5, 0, 1.5])
+    assert rloo_advantages(group([1, 2, 3]), normalise_std=True).tolist() == pytest.approx(
         [-1.5, 0, 1.5], rel=1e-5
     )
     # One success in four: 1 - 0, 0 - 1/3; deviation 1/2.
-    assert leave_one_out(group([1, 0, 0, 0]), normalise_std=True).tolist() == pytest.approx(
+    assert rloo_advantages(group([1, 0, 0, 0]), normalise_std=True).tolist() == pytest.approx(
         [2, -2 / 3, -2 / 3, -2 / 3], rel=1e-5
     )
-    assert leave_one_out(group([0.1] * 7), normalise_std=True).tolist() == [0.0] * 7
+    assert rloo_advantages(group([0.1] * 7), normalise_std=True).tolist() == [0.0] * 7
     assert judged([1, 0, 0, 0], [[0, 1]] * 4, name="rloo", normalise_std=True)[0] == pytest.approx(
         [0, 2], rel=1e-5
     )
     with pytest.raises(RewardError, match="needs at least 2 samples of a prompt, got 1"):
-        leave_one_out(group([1]), normalise_std=True)
+        rloo_advantages(group([1]), normalise_std=True)
 
 
 def test_deviation_is_divided_by_n_where_the_correction_is_0() -> None:
@@ -85,7 +85,7 @@ def test_deviation_is_divided_by_n_where_the_correction_is_0() -> None:
     ] == pytest.approx([4 / math.sqrt(3)], rel=1e-5)
     assert judged([0.5], [[1]], name="grpo", std_correction=0) == [[0.0]]
     components = {"right": np.array([1.0, 0.0]), "form": np.array([3.0, 1.0])}
-    apart = decoupled(
+    apart = gdpo_advantages(
         GroupRewards(np.zeros(2), components),
         normalise_std=True,
         reward_weights={"right": 1.0, "form": 0.5},
@@ -97,18 +97,18 @@ def test_deviation_is_divided_by_n_where_the_correction_is_0() -> None:
 def test_deviation_of_a_step_is_divided_by_n_or_one_less() -> None:
     advantages, lengths = np.array([1.0, 1.0, 1.0, 5.0], np.float32), np.array([3, 1])
     of_tokens = [
-        step_whitening(
+        compute_whitening(
             [(advantages, lengths)], over="tokens", correction=correction, ranks=SingleRank()
         ).std
         for correction in (0, 1)
     ]
     assert of_tokens == pytest.approx([math.sqrt(12 / 4), math.sqrt(12 / 3)])
     of_rewards = [
-        step_scaling([np.array([1.0, 2.0, 3.0])], correction=correction, ranks=SingleRank()).std
+        compute_reward_scaling([np.array([1.0, 2.0, 3.0])], correction=correction, ranks=SingleRank()).std
         for correction in (0, 1)
     ]
     assert of_rewards == pytest.approx([math.sqrt(2 / 3), 1.0])
-    alone = step_whitening(
+    alone = compute_whitening(
         [(advantages[:1], lengths[1:])], over="tokens", correction=1, ranks=SingleRank()
     )
     assert alone.apply(np.array([1.0])).tolist() == [0.0]
@@ -118,9 +118,9 @@ def test_leave_one_out_is_the_mean_of_the_others_written_out() -> None:
     rewards = np.random.default_rng(3).normal(size=9)
     apart = [rewards[i] - math.fsum(np.delete(rewards, i)) / 8 for i in range(9)]
     deviation = math.sqrt(math.fsum((rewards - math.fsum(rewards) / 9) ** 2) / 8)
-    np.testing.assert_allclose(leave_one_out(GroupRewards(rewards)), apart, rtol=1e-12)
+    np.testing.assert_allclose(rloo_advantages(GroupRewards(rewards)), apart, rtol=1e-12)
     np.testing.assert_allclose(
-        leave_one_out(GroupRewards(rewards), normalise_std=True),
+        rloo_advantages(GroupRewards(rewards), normalise_std=True),
         np.array(apart) / (deviation + 1e-6),
         rtol=1e-12,
     )
@@ -128,8 +128,8 @@ def test_leave_one_out_is_the_mean_of_the_others_written_out() -> None:
 
 def test_length_weighted_baseline_worked_out_by_hand() -> None:
     # (3 * 1 + 1 * 0) / 4 = 0.75
-    assert centred_by_length(group([1, 0], [3, 1])).tolist() == [0.25, -0.75]
-    assert centred_by_length(group([1, 0, 4], [1, 0, 3])).tolist() == pytest.approx(
+    assert opo_advantages(group([1, 0], [3, 1])).tolist() == [0.25, -0.75]
+    assert opo_advantages(group([1, 0, 4], [1, 0, 3])).tolist() == pytest.approx(
         [1 - 13 / 4, -13 / 4, 4 - 13 / 4]
     )
     assert judged([1, 0], [[0, 1, 1, 1], [1, 0]], name="opo") == [[0, 0.25, 0.25, 0.25], [-0.75, 0]]
@@ -147,39 +147,39 @@ def test_length_weighted_baseline_leaves_the_sum_over_all_tokens_zero_and_is_the
         rewards, lengths.astype(int)
     )  # each reward as often as the sample has tokens
     np.testing.assert_allclose(
-        centred_by_length(GroupRewards(rewards, lengths=lengths)),
+        opo_advantages(GroupRewards(rewards, lengths=lengths)),
         rewards - tokens.mean(),
         rtol=1e-9,
     )
     same = GroupRewards(rewards, lengths=np.full(8, 7.0))
-    np.testing.assert_allclose(centred_by_length(same), centred(same), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(opo_advantages(same), centred_advantages(same), rtol=1e-12, atol=1e-12)
 
 
 def test_length_weighted_baseline_of_equal_rewards_lone_or_empty_samples_is_exact() -> None:
-    assert centred_by_length(group([0.1] * 3, [3, 5, 7])).tolist() == [0, 0, 0]
-    assert centred_by_length(group([2.0], [5])).tolist() == [0]
-    assert centred_by_length(group([1.0, 2.0], [0, 0])).tolist() == [0, 0]
+    assert opo_advantages(group([0.1] * 3, [3, 5, 7])).tolist() == [0, 0, 0]
+    assert opo_advantages(group([2.0], [5])).tolist() == [0]
+    assert opo_advantages(group([1.0, 2.0], [0, 0])).tolist() == [0, 0]
     with pytest.raises(
         RewardError, match="needs the number of loss tokens of each sample, got none"
     ):
-        centred_by_length(group([1.0, 2.0]))
+        opo_advantages(group([1.0, 2.0]))
 
 
 def test_advantages_over_the_mean_worked_out_by_hand() -> None:
     # One of four right: (1 - 1/4) / (1/4) = 3 and -1; three of four: 1/3 and -1.
-    assert over_group_mean(group([1, 0, 0, 0])).tolist() == [3, -1, -1, -1]
-    assert over_group_mean(group([1, 1, 1, 0])).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
+    assert maxrl_advantages(group([1, 0, 0, 0])).tolist() == [3, -1, -1, -1]
+    assert maxrl_advantages(group([1, 1, 1, 0])).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
     assert (
-        over_group_mean(group([0, 0])).tolist()
-        == over_group_mean(group([0.1, 0.1])).tolist()
+        maxrl_advantages(group([0, 0])).tolist()
+        == maxrl_advantages(group([0.1, 0.1])).tolist()
         == [0, 0]
     )
-    assert over_group_mean(group([5])).tolist() == [0]
+    assert maxrl_advantages(group([5])).tolist() == [0]
     assert judged([1, 0, 0, 0], [[0, 1]] * 4, name="maxrl")[0] == [0, 3]
     with pytest.raises(
         RewardError, match="rewards must be at least 0, got -1; shift the rewards to 0 and above"
     ):
-        over_group_mean(group([1, -1]))
+        maxrl_advantages(group([1, -1]))
 
 
 def test_advantages_over_the_mean_estimate_the_gradient_of_truncated_maximum_likelihood() -> None:
@@ -198,7 +198,7 @@ def test_advantages_over_the_mean_estimate_the_gradient_of_truncated_maximum_lik
         probability = p ** right.sum() * (1 - p) ** (n - right.sum())
         found += (
             probability
-            * float(over_group_mean(GroupRewards(right)) @ np.where(right == 1, 1 - p, -p))
+            * float(maxrl_advantages(GroupRewards(right)) @ np.where(right == 1, 1 - p, -p))
             / n
         )
     assert found == pytest.approx(expected, rel=1e-12)
@@ -207,9 +207,9 @@ def test_advantages_over_the_mean_estimate_the_gradient_of_truncated_maximum_lik
 def test_deviation_of_a_steps_rewards_scales_and_centres_nothing() -> None:
     # Rewards 1, 2, 3 over two micro-batches: deviation with n - 1 is 1; with 6, 0: mean 2.4,
     # squares 1.96 + 0.16 + 0.36 + 12.96 + 5.76 = 21.2.
-    scaling = step_scaling([np.array([3.0, 1.0]), np.array([2.0])], ranks=SingleRank())
+    scaling = compute_reward_scaling([np.array([3.0, 1.0]), np.array([2.0])], ranks=SingleRank())
     assert (scaling.mean, scaling.std) == (0.0, 1.0)
-    scaling = step_scaling([np.array([3.0, 1.0, 6.0]), np.array([2.0, 0.0])], ranks=SingleRank())
+    scaling = compute_reward_scaling([np.array([3.0, 1.0, 6.0]), np.array([2.0, 0.0])], ranks=SingleRank())
     assert scaling.std == pytest.approx(math.sqrt(21.2 / 4))
     assert scaling.apply(np.array([0.5, 4.0])).tolist() == pytest.approx(
         [0.5 / math.sqrt(5.3), 4 / math.sqrt(5.3)]
@@ -220,7 +220,7 @@ def test_deviation_of_a_steps_rewards_scales_and_centres_nothing() -> None:
 def test_deviation_of_a_step_of_equal_rewards_leaves_advantages_as_they_are(
     rewards: list[float],
 ) -> None:
-    scaling = step_scaling([np.array(rewards)], ranks=SingleRank())
+    scaling = compute_reward_scaling([np.array(rewards)], ranks=SingleRank())
     assert scaling.apply(np.array([0.25, -3.0])).tolist() == [0.25, -3.0]
     assert scaling != Whitening(0.0, 0.0)
 
@@ -243,7 +243,7 @@ def test_samples_cut_off_by_their_length_count_in_the_groups_statistics(
 
 
 def test_samples_cut_off_by_their_length_are_left_out_of_the_groups_statistics() -> None:
-    settings = {"truncated_samples": "leave_out"}
+    settings = {"truncated_samples": "drop"}
     assert judged([4, 1, 3, 2], MASKS, cut_off=(0,), name="dr_grpo", **settings) == [
         [0, 0],
         [-1, -1],

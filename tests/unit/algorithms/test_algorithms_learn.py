@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
+from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
 from relax_events.algorithms.description import installed_algorithms
 from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
-from relax_events.training.batch.step_statistics import step_cutoff, step_whitening
+from relax_events.training.batch.step_statistics import compute_second_moment_cutoff, compute_whitening
 from relax_events.training.ranks import SingleRank
 
 NUM_TOKENS, LENGTH, GROUPS, SAMPLES = 5, 3, 8, 4
@@ -27,7 +27,7 @@ CORRECTED = {
 }
 
 
-def judged(draws: np.ndarray, logprobs: np.ndarray, judge: Judge) -> np.ndarray:
+def judged(draws: np.ndarray, logprobs: np.ndarray, judge: AdvantageEstimator) -> np.ndarray:
     """Reward the share of token 0 in each sample; give the advantages of all tokens, end to end."""
     rewarded = [
         RewardedSample(
@@ -59,7 +59,7 @@ def judged(draws: np.ndarray, logprobs: np.ndarray, judge: Judge) -> np.ndarray:
 )
 def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": name} | settings)
-    judge, objective = Judge(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)
+    judge, objective = AdvantageEstimator(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)
     logits = torch.zeros(NUM_TOKENS, requires_grad=True)
     optimizer, generator = torch.optim.Adam([logits], lr=0.15), torch.Generator().manual_seed(1)
     lengths = torch.full((GROUPS * SAMPLES,), LENGTH)
@@ -75,7 +75,7 @@ def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, 
             draws.reshape(-1, LENGTH).numpy(), rollout.reshape(-1, LENGTH).numpy(), judge
         )
         policy = logits.log_softmax(-1)
-        whitening = step_whitening(
+        whitening = compute_whitening(
             [(advantages, lengths.numpy())], over=algorithm.whiten_advantages, ranks=SingleRank()
         )
         used = (
@@ -92,7 +92,7 @@ def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, 
             ref_logprobs=torch.full_like(rollout, -float(np.log(NUM_TOKENS))),
             advantages=torch.from_numpy(used).float(),
             num_loss_tokens=lengths,
-            second_moment_cutoff=step_cutoff(
+            second_moment_cutoff=compute_second_moment_cutoff(
                 [squares], threshold=algorithm.m2_threshold, ranks=SingleRank()
             )
             if algorithm.m2_threshold
@@ -128,7 +128,7 @@ WAYS: list[dict[str, Any]] = [
 )
 def test_policy_comes_to_choose_as_its_teacher_does(settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": "opd"} | settings)
-    judge, objective = Judge(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)
+    judge, objective = AdvantageEstimator(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)
     teacher = torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04])
     logits = torch.tensor([-0.5, 0.0, 0.5, 1.0, 0.0], requires_grad=True)
     optimizer, generator = torch.optim.Adam([logits], lr=0.1), torch.Generator().manual_seed(1)

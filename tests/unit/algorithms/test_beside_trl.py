@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import environment
-from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
+from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
 from relax_events.algorithms.advantages import group_advantages
 from relax_events.algorithms.distillation import TokenSet, divergence
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
-from relax_events.training.batch.step_statistics import step_scaling, step_whitening
+from relax_events.training.batch.step_statistics import compute_reward_scaling, compute_whitening
 from relax_events.training.ranks import SingleRank
 from tests.trl_reference import (
     ADVANTAGES,
@@ -97,7 +97,7 @@ CASES = [
 ]
 OF_PAIRS: dict[str, dict[str, Any]] = {
     "sigmoid": {"name": "dpo"},
-    "sigmoid of means": {"name": "dpo", "beta": 2.0, "length_normalised": True},
+    "sigmoid of means": {"name": "dpo", "dpo_beta": 2.0, "length_normalised": True},
     "smoothed": {"name": "dpo", "label_smoothing": 0.1},
     "sigmoid and likelihood": {"name": "dpo", "nll_coefficient": 0.3},
     "ipo": {"name": "ipo"},
@@ -169,7 +169,7 @@ def rewarded(index: int, *, mask: list[int] | None = None) -> RewardedSample:
 
 def judged(algorithm: AlgorithmConfig, *, is_whole: bool = False) -> list[float]:
     """Judge both prompt groups, and give one advantage for each sample."""
-    judge, found = Judge(algorithm, max_new_tokens=MAX_NEW_TOKENS), []
+    judge, found = AdvantageEstimator(algorithm, max_new_tokens=MAX_NEW_TOKENS), []
     for at in range(0, len(GIVEN["rewards"]), SAMPLES_PER_PROMPT):
         indices = range(at, at + SAMPLES_PER_PROMPT)
         samples = [
@@ -281,7 +281,7 @@ def test_advantages_of_components_apart_are_those_of_trls_group_trainer() -> Non
         name="gdpo", reward_weights={"first": 1.0, "second": 0.5}, std_correction=1
     )
     values = np.array(judged(algorithm), np.float32)
-    whitening = step_whitening(
+    whitening = compute_whitening(
         [(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank()
     )
     assert whitening.apply(values.astype(float)) == pytest.approx(
@@ -291,7 +291,7 @@ def test_advantages_of_components_apart_are_those_of_trls_group_trainer() -> Non
 
 def test_normalised_advantages_are_those_of_trls_leave_one_out_trainer() -> None:
     values = np.array(judged(AlgorithmConfig(name="rloo"), is_whole=True), np.float32)
-    whitening = step_whitening(
+    whitening = compute_whitening(
         [(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank()
     )
     assert whitening.apply(values.astype(float)) == pytest.approx(
@@ -301,7 +301,7 @@ def test_normalised_advantages_are_those_of_trls_leave_one_out_trainer() -> None
 
 def test_advantages_over_the_deviation_of_the_batch_are_those_of_trls_group_trainer() -> None:
     centred = np.array(judged(AlgorithmConfig(normalise_std=False, whiten_advantages="rewards")))
-    scaling = step_scaling([np.array(GIVEN["rewards"]).sum(axis=1)], ranks=SingleRank())
+    scaling = compute_reward_scaling([np.array(GIVEN["rewards"]).sum(axis=1)], ranks=SingleRank())
     assert scaling.apply(centred) == pytest.approx(TRL["advantages"]["batch"], rel=ROUNDED)
 
 

@@ -10,11 +10,11 @@ import torch
 
 from relax_events.algorithms.corrections import (
     correction_weights,
-    off_policy_sequences,
-    rejected_samples,
+    mask_off_policy_sequences,
+    reject_samples,
 )
 from relax_events.algorithms.step_statistics import Whitening, second_moment_cutoff
-from relax_events.training.batch.step_statistics import step_cutoff, step_whitening
+from relax_events.training.batch.step_statistics import compute_second_moment_cutoff, compute_whitening
 from relax_events.training.ranks import SingleRank
 
 RATIOS = [0.25, 1.0, 4.0, 0.5, 2.0, 1.5]
@@ -76,7 +76,7 @@ def rejected(
 ) -> list[str]:
     """Reject samples of the ratios 1/2, 2, 2; none; 1, 4; 1.5. Name the reason of each."""
     log_ratio = torch.tensor([0.5, 2.0, 2.0, 1.0, 4.0, 1.5], dtype=torch.float64).log()
-    given = rejected_samples(
+    given = reject_samples(
         log_ratio,
         num_loss_tokens=torch.tensor([3, 0, 2, 1]),
         kind=kind,
@@ -144,12 +144,12 @@ def test_one_token_out_of_bounds_vetoes_its_sample():
         "low": None,
         "high": None,
     }
-    far = rejected_samples(torch.tensor([-25.0, -22.0]), veto_low=1e-10, **of_one_token)
+    far = reject_samples(torch.tensor([-25.0, -22.0]), veto_low=1e-10, **of_one_token)
     assert far.by_veto.tolist() == [True, False]
 
 
 def test_rejection_of_an_overflowing_ratio_is_finite_and_a_step_without_tokens_rejects_nothing():
-    far = rejected_samples(
+    far = reject_samples(
         torch.tensor([500.0, 0.1]),
         num_loss_tokens=torch.tensor([1, 1]),
         kind="k3",
@@ -159,7 +159,7 @@ def test_rejection_of_an_overflowing_ratio_is_finite_and_a_step_without_tokens_r
     )
     assert far.by_divergence.tolist() == [True, False]
     for over in ("mean", "sum", "max"):
-        none = rejected_samples(
+        none = reject_samples(
             torch.zeros(0),
             num_loss_tokens=torch.tensor([0, 0]),
             kind="k2",
@@ -175,7 +175,7 @@ def test_rejection_of_an_overflowing_ratio_is_finite_and_a_step_without_tokens_r
 def test_sequences_left_behind_are_marked_where_their_advantage_is_negative():
     logprobs = torch.tensor([-1.0, -3.0, -2.0, -1.0, -2.0], requires_grad=True)
     rollout = torch.tensor([-0.5, -2.0, -1.9, 0.0, -1.0])
-    marked = off_policy_sequences(
+    marked = mask_off_policy_sequences(
         logprobs,
         rollout_logprobs=rollout,
         advantages=torch.tensor([-1.0, -1.0, -1.0, 1.0, -1.0]),
@@ -214,9 +214,9 @@ class TwoRanks(SingleRank):
 
 def test_whitening_is_over_all_ranks_and_counts_tokens_or_samples():
     advantages, lengths = np.array([1.0, 1.0, 1.0, 5.0], np.float32), np.array([3, 0, 1])
-    alone = step_whitening([(advantages, lengths)], over="tokens", ranks=SingleRank())
+    alone = compute_whitening([(advantages, lengths)], over="tokens", ranks=SingleRank())
     assert (alone.mean, alone.std) == pytest.approx((2.0, math.sqrt(3.0)))
-    by_sample = step_whitening(
+    by_sample = compute_whitening(
         [(advantages[:3], lengths[:2]), (advantages[3:], lengths[2:])],
         over="samples",
         ranks=SingleRank(),
@@ -224,20 +224,20 @@ def test_whitening_is_over_all_ranks_and_counts_tokens_or_samples():
     assert (by_sample.mean, by_sample.std) == pytest.approx((3.0, 2.0))
     # The other rank has two tokens of 4: mean 16 / 6, squares about it 3 * (10/6)^2 + (14/6)^2 + 2
     # * (8/6)^2.
-    both = step_whitening(
+    both = compute_whitening(
         [(advantages, lengths)],
         over="tokens",
         ranks=TwoRanks(np.array([2.0, 8.0]), np.array([2 * (8 / 6) ** 2])),
     )
     assert both.mean == pytest.approx(16 / 6)
     assert both.std == pytest.approx(math.sqrt((3 * 100 + 196 + 2 * 64) / 36 / 6))
-    assert step_whitening([], over="tokens", ranks=SingleRank()) == Whitening()
+    assert compute_whitening([], over="tokens", ranks=SingleRank()) == Whitening()
     assert Whitening(0.5, 0.0).apply(np.array([0.5])).tolist() == [0.0]
 
 
 def test_cutoff_is_over_all_ranks():
     other = np.array([0.9, 0.1])
-    assert step_cutoff(
+    assert compute_second_moment_cutoff(
         [np.array([0.0, 0.5])], threshold=0.21, ranks=TwoRanks(other)
     ) == pytest.approx(0.7)
-    assert step_cutoff([], threshold=0.6, ranks=TwoRanks(other)) == np.inf
+    assert compute_second_moment_cutoff([], threshold=0.6, ranks=TwoRanks(other)) == np.inf

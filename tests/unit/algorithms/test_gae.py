@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from event_samples import ready
 
-from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
-from relax_events.algorithms.gae import GroupValues, generalised_advantages
+from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
+from relax_events.algorithms.gae import GroupValues, gae_advantages
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import AlgorithmSpec
 from relax_events.errors import ConfigError, RewardError
-from relax_events.training.batch.assembly import PlacedSample
-from relax_events.training.replay.relabel import Rejudging
+from relax_events.training.batch.assembly import LocatedSample
+from relax_events.training.replay.relabel import AdvantageRelabeller
 
 
 def sample(
@@ -33,24 +33,24 @@ def sample(
 
 def judged(samples: list[RewardedSample], **settings: Any) -> list[list[float]]:
     algorithm = AlgorithmConfig.model_validate({"name": "ppo"} | settings)
-    return [values.tolist() for values in Judge(algorithm, max_new_tokens=8)(samples)]
+    return [values.tolist() for values in AdvantageEstimator(algorithm, max_new_tokens=8)(samples)]
 
 
 def test_advantages_of_three_tokens_worked_out_by_hand() -> None:
     # d = (0 + 0.9 * 0.4 - 0.5, 0 + 0.9 * 0.2 - 0.4, 1 - 0.2) = (-0.14, -0.22, 0.8); A2 = 0.8, A1 =
     # -0.22 + 0.45 * 0.8, A0 = -0.14 + 0.45 * A1
     group = GroupValues(np.array([[0.0, 0.0, 1.0]]), np.array([[0.5, 0.4, 0.2]]))
-    assert generalised_advantages(group, gamma=0.9, gae_lambda=0.5)[0].tolist() == pytest.approx(
+    assert gae_advantages(group, gamma=0.9, gae_lambda=0.5)[0].tolist() == pytest.approx(
         [-0.077, 0.14, 0.8]
     )
 
 
 def test_lambda_goes_from_one_step_errors_to_what_came_less_the_value() -> None:
     group = GroupValues(np.array([[0.0, 0.0, 1.0]]), np.array([[0.5, 0.4, 0.2]]))
-    assert generalised_advantages(group, gamma=1.0, gae_lambda=0.0)[0].tolist() == pytest.approx(
+    assert gae_advantages(group, gamma=1.0, gae_lambda=0.0)[0].tolist() == pytest.approx(
         [-0.1, -0.2, 0.8]
     )
-    assert generalised_advantages(group, gamma=1.0, gae_lambda=1.0)[0].tolist() == pytest.approx(
+    assert gae_advantages(group, gamma=1.0, gae_lambda=1.0)[0].tolist() == pytest.approx(
         [0.5, 0.6, 0.8]
     )
 
@@ -119,7 +119,7 @@ def test_advantage_of_ones_own_must_judge_every_token(monkeypatch: pytest.Monkey
         ConfigError,
         match=r"its advantage must give finite numbers of shape \(1, 2\), one for each token, got shape \(1,\)",
     ):
-        Judge(AlgorithmConfig(name="mine"), max_new_tokens=8)(
+        AdvantageEstimator(AlgorithmConfig(name="mine"), max_new_tokens=8)(
             [sample("a", 1.0, [0, 1, 1], [0.0, 0.0, 0.0])]
         )
 
@@ -140,7 +140,7 @@ def test_sample_cut_off_is_bootstrapped_with_the_value_at_its_last_token() -> No
     with pytest.raises(
         RewardError, match="need the number of loss tokens of each sample, got none"
     ):
-        generalised_advantages(group, gamma=1.0, gae_lambda=1.0, bootstrap_truncated=True)
+        gae_advantages(group, gamma=1.0, gae_lambda=1.0, bootstrap_truncated=True)
 
 
 def test_lambda_adapts_to_the_length_of_each_sample() -> None:
@@ -178,7 +178,7 @@ def test_critic_learns_from_its_own_lambda_computed_from_the_recorded_samples() 
         {"name": "ppo", "critic_gae_lambda": 1.0, "length_adaptive_alpha": 0.05}
     )
     assert algorithm.of_critic is not None
-    [learned] = Rejudging(algorithm.of_critic, max_new_tokens=8)([PlacedSample(recorded, 0, 0)])
+    [learned] = AdvantageRelabeller(algorithm.of_critic, max_new_tokens=8)([LocatedSample(recorded, 0, 0)])
     assert (learned.sample.advantages + values).tolist() == [0.0, 2.0, 2.0]
 
 
@@ -202,7 +202,7 @@ def test_returns_are_discounted_for_each_loss_token_that_they_lie_ahead(
         sample_id="a", reward=4.0, loss_mask=np.array([1, 0, 1, 1], np.uint8), components={}
     )
     algorithm = AlgorithmConfig(name="reinforce_plus_plus", gamma=gamma)
-    assert Judge(algorithm, max_new_tokens=8)([one])[0].tolist() == expected
+    assert AdvantageEstimator(algorithm, max_new_tokens=8)([one])[0].tolist() == expected
 
 
 def test_discounted_returns_with_kl_are_those_of_the_recursion() -> None:
@@ -225,7 +225,7 @@ def test_discounted_returns_with_kl_are_those_of_the_recursion() -> None:
             + 0.8 * ahead
         )
         expected.append(ahead)
-    assert Judge(algorithm, max_new_tokens=8)([one])[0].tolist() == pytest.approx(
+    assert AdvantageEstimator(algorithm, max_new_tokens=8)([one])[0].tolist() == pytest.approx(
         expected[::-1], rel=1e-6
     )
 
@@ -244,4 +244,4 @@ def test_teacher_is_taken_off_discounted_returns() -> None:
         distill_coefficient=1.0,
         distill_placement="advantage",
     )
-    assert Judge(algorithm, max_new_tokens=8)([one])[0].tolist() == [0.5 - 1.0, 1.0 + 0.5]
+    assert AdvantageEstimator(algorithm, max_new_tokens=8)([one])[0].tolist() == [0.5 - 1.0, 1.0 + 0.5]

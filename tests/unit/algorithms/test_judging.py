@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_events.algorithms.advantage_estimator import Judge, RewardedSample, overlong_penalties
-from relax_events.algorithms.advantages import GroupRewards, centred, decoupled, leave_one_out
+from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample, overlong_penalties
+from relax_events.algorithms.advantages import GroupRewards, centred_advantages, gdpo_advantages, rloo_advantages
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, RewardError
 
@@ -48,20 +48,20 @@ def judge(
     given: list[RewardedSample], max_new_tokens: int = 8, **settings: Any
 ) -> list[list[float]]:
     algorithm = AlgorithmConfig.model_validate(settings)
-    return [values.tolist() for values in Judge(algorithm, max_new_tokens=max_new_tokens)(given)]
+    return [values.tolist() for values in AdvantageEstimator(algorithm, max_new_tokens=max_new_tokens)(given)]
 
 
 def test_leave_one_out_takes_the_others_mean() -> None:
-    assert leave_one_out(GroupRewards(np.array([1.0, 2.0, 6.0]))).tolist() == pytest.approx(
+    assert rloo_advantages(GroupRewards(np.array([1.0, 2.0, 6.0]))).tolist() == pytest.approx(
         [-3.0, -1.5, 4.5]
     )
-    assert leave_one_out(GroupRewards(np.full(3, 0.1))).tolist() == [0.0, 0.0, 0.0]
+    assert rloo_advantages(GroupRewards(np.full(3, 0.1))).tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(RewardError, match="at least 2 samples of a prompt, got 1"):
-        leave_one_out(GroupRewards(np.array([1.0])))
+        rloo_advantages(GroupRewards(np.array([1.0])))
 
 
 def test_centred_and_raw_rewards() -> None:
-    assert centred(GroupRewards(np.array([1.0, 2.0, 6.0]))).tolist() == [-2.0, -1.0, 3.0]
+    assert centred_advantages(GroupRewards(np.array([1.0, 2.0, 6.0]))).tolist() == [-2.0, -1.0, 3.0]
 
 
 def test_components_are_normalised_apart_and_summed_by_weight() -> None:
@@ -72,13 +72,13 @@ def test_components_are_normalised_apart_and_summed_by_weight() -> None:
     }
     rewards = GroupRewards(np.zeros(4), components)
     unit = 0.5 / np.sqrt(1 / 3)  # deviation with n - 1 of two zeros and two ones
-    plain = decoupled(rewards, normalise_std=True, reward_weights={})
+    plain = gdpo_advantages(rewards, normalise_std=True, reward_weights={})
     assert plain.tolist() == pytest.approx([0.0, -2 * unit, 2 * unit, 0.0], rel=1e-5, abs=1e-5)
-    weighted = decoupled(rewards, normalise_std=True, reward_weights={"right": 1.0, "form": 0.5})
+    weighted = gdpo_advantages(rewards, normalise_std=True, reward_weights={"right": 1.0, "form": 0.5})
     assert weighted.tolist() == pytest.approx(
         [0.5 * unit, -1.5 * unit, 1.5 * unit, -0.5 * unit], rel=1e-5
     )
-    assert decoupled(rewards, normalise_std=False, reward_weights={"form": 1.0}).tolist() == [
+    assert gdpo_advantages(rewards, normalise_std=False, reward_weights={"form": 1.0}).tolist() == [
         -10.0,
         -10.0,
         10.0,
@@ -88,12 +88,12 @@ def test_components_are_normalised_apart_and_summed_by_weight() -> None:
 
 def test_components_that_are_not_there_are_named() -> None:
     with pytest.raises(RewardError, match="there are no reward components"):
-        decoupled(GroupRewards(np.zeros(2)), normalise_std=True, reward_weights={})
+        gdpo_advantages(GroupRewards(np.zeros(2)), normalise_std=True, reward_weights={})
     with pytest.raises(
         RewardError,
         match=r"reward_weights names 'style', which is no component of the reward; there are form, right",
     ):
-        decoupled(
+        gdpo_advantages(
             GroupRewards(np.zeros(2), {"right": np.ones(2), "form": np.ones(2)}),
             normalise_std=True,
             reward_weights={"style": 1.0},

@@ -10,15 +10,15 @@ from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import (
     MAX_LOG_RATIO,
     LossTokens,
-    clipped,
-    clipped_geometric_mean,
-    clipped_sequence,
-    clipped_sequence_by_token,
-    clipped_weight,
-    plain_gradient,
-    soft_gated,
-    within_kl,
-    within_total_variation,
+    ppo_clip_loss,
+    gmpo_loss,
+    gspo_loss,
+    gspo_token_loss,
+    cispo_loss,
+    reinforce_loss,
+    sapo_loss,
+    dppo_kl_loss,
+    dppo_tv_loss,
 )
 
 
@@ -51,7 +51,7 @@ def gradient_of(logprobs: torch.Tensor, losses: torch.Tensor) -> list[float]:
 
 def surrogate(ratios: list[float], advantages: list[float]):
     logprobs = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
-    return logprobs, clipped(
+    return logprobs, ppo_clip_loss(
         loss_tokens(logprobs, advantages=advantages), clip_low=0.2, clip_high=0.3
     )
 
@@ -84,7 +84,7 @@ def test_clipped_surrogate_is_the_policy_gradient_on_policy():
 def test_clipped_surrogate_stays_finite_when_the_ratio_would_overflow():
     logprobs = torch.tensor([0.0, 0.0], requires_grad=True)
     tokens = loss_tokens(logprobs, advantages=[1.0, -1.0], old=torch.tensor([-200.0, -200.0]))
-    result = clipped(tokens, clip_low=0.2, clip_high=0.2)
+    result = ppo_clip_loss(tokens, clip_low=0.2, clip_high=0.2)
     result.losses.sum().backward()
     assert result.losses.tolist() == pytest.approx([-1.2, math.exp(MAX_LOG_RATIO)])
     assert logprobs.grad is not None
@@ -145,7 +145,7 @@ SEQUENCES = {"clip_low": 3e-4, "clip_high": 4e-4}
 
 
 def sequence_surrogate(
-    log_ratios: list[list[float]], advantages: list[float], function=clipped_sequence
+    log_ratios: list[list[float]], advantages: list[float], function=gspo_loss
 ):
     lengths = [len(sample) for sample in log_ratios]
     logprobs = torch.tensor(
@@ -193,7 +193,7 @@ def test_sequence_surrogate_is_the_token_surrogate_for_samples_of_one_token():
     ratios, advantages = [1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 2.0, -2.0, 2.0, -2.0]
     _, by_token = surrogate(ratios, advantages)
     logprobs = torch.tensor(ratios, dtype=torch.float64).log()
-    by_sequence = clipped_sequence(
+    by_sequence = gspo_loss(
         loss_tokens(logprobs, advantages=advantages), clip_low=0.2, clip_high=0.3
     )
     assert by_sequence.losses.tolist() == by_token.losses.tolist()
@@ -204,7 +204,7 @@ def test_sequence_surrogate_by_token_has_the_samples_ratio_and_the_tokens_gradie
     log_ratios, advantages = [[3e-4, -1e-4, 1e-4], [1e-3], [0.0, 2e-3]], [1.5, 2.0, -1.0]
     _, whole, _ = sequence_surrogate(log_ratios, advantages)
     logprobs, result, _ = sequence_surrogate(
-        log_ratios, advantages, function=clipped_sequence_by_token
+        log_ratios, advantages, function=gspo_token_loss
     )
     assert result.losses.tolist() == pytest.approx(whole.losses.tolist(), rel=1e-14)
     assert gradient_of(logprobs, result.losses) == pytest.approx(
@@ -214,7 +214,7 @@ def test_sequence_surrogate_by_token_has_the_samples_ratio_and_the_tokens_gradie
 
 def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative():
     logprobs = torch.tensor([5.0, 2.0, 5.0, 0.1], dtype=torch.float64).log().requires_grad_()
-    result = clipped(
+    result = ppo_clip_loss(
         loss_tokens(logprobs, advantages=[-2.0, -2.0, 2.0, -2.0]),
         clip_low=0.2,
         clip_high=0.3,
@@ -230,7 +230,7 @@ def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative():
 
 def test_soft_gate_matches_hand_computation():
     logprobs = torch.tensor([1.0, 1.5, 1.5, 4.0, 0.2], dtype=torch.float64).log().requires_grad_()
-    result = soft_gated(
+    result = sapo_loss(
         loss_tokens(logprobs, advantages=[2.0, 2.0, -2.0, 1.0, -1.0]),
         gate_positive=2.0,
         gate_negative=4.0,
@@ -263,7 +263,7 @@ def test_soft_gate_matches_hand_computation():
 
 def test_clipped_weight_keeps_every_gradient_and_bounds_its_weight_for_either_sign():
     logprobs = torch.tensor([1.1, 7.0, 7.0, 0.5, 0.5], dtype=torch.float64).log().requires_grad_()
-    result = clipped_weight(
+    result = cispo_loss(
         loss_tokens(logprobs, advantages=[2.0, 2.0, -2.0, 1.0, -1.0]), clip_low=0.3, clip_high=4.0
     )
     weights = [1.1, 5.0, 5.0, 0.7, 0.7]
@@ -283,7 +283,7 @@ def test_clipped_weight_keeps_every_gradient_and_bounds_its_weight_for_either_si
 
 def test_plain_gradient_is_reinforce():
     logprobs = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
-    result = plain_gradient(loss_tokens(logprobs, advantages=[2.0, -3.0]))
+    result = reinforce_loss(loss_tokens(logprobs, advantages=[2.0, -3.0]))
     assert result.losses.tolist() == pytest.approx([1.0, -6.0])
     assert gradient_of(logprobs, result.losses) == [-2.0, 3.0]
     assert result.ratio.tolist() == pytest.approx([math.exp(-0.5), math.exp(-2.0)])
@@ -339,7 +339,7 @@ def test_geometric_mean_matches_hand_computation_with_the_gradient_of_the_paper(
     ratios, lengths, clip = [1.2, 4.0, 0.25, 0.1, 4.0, 1.1], [3, 2, 0, 1], math.log(2)
     logprobs = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
     tokens = loss_tokens(logprobs, advantages=[1.5, -2.0, 7.0, 0.5], lengths=lengths)
-    result = clipped_geometric_mean(tokens, clip_low=clip, clip_high=clip)
+    result = gmpo_loss(tokens, clip_low=clip, clip_high=clip)
     first, second = (1.2 * 2 * 0.25) ** (1 / 3), (0.5 * 4) ** 0.5
     assert result.losses.tolist() == pytest.approx(
         [-1.5 * first] * 3 + [2 * second] * 2 + [-0.55], rel=1e-12
@@ -354,12 +354,12 @@ def test_geometric_mean_matches_hand_computation_with_the_gradient_of_the_paper(
 
 def test_geometric_mean_is_the_policy_gradient_on_policy_and_finite_far_off_it():
     logprobs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    result = clipped_geometric_mean(
+    result = gmpo_loss(
         loss_tokens(logprobs, advantages=[0.5, -3.0], lengths=[1, 2]), clip_low=0.4, clip_high=0.4
     )
     assert gradient_of(logprobs, result.losses) == pytest.approx([-0.5, 3.0, 3.0])
     far = torch.tensor([500.0, 500.0], requires_grad=True)
-    result = clipped_geometric_mean(
+    result = gmpo_loss(
         loss_tokens(far, advantages=[1.0, -1.0]), clip_low=0.4, clip_high=0.4
     )
     assert result.losses.tolist() == pytest.approx([-math.exp(0.4), math.exp(MAX_LOG_RATIO)])
@@ -372,7 +372,7 @@ GAINS = [1.0, 1.0, -1.0, -2.0, 2.0, 1.0, 0.0]
 ratio is 100; no gain."""
 
 
-@pytest.mark.parametrize("function", [within_total_variation, within_kl])
+@pytest.mark.parametrize("function", [dppo_tv_loss, dppo_kl_loss])
 def test_trust_region_leaves_out_what_drives_the_policy_out_of_it(function):
     # KL of the second: 0.6 log(0.6 / 0.9) + 0.4 log(0.4 / 0.1) = 0.3112; of the first 0.0258; of
     # the rare token 9.4e-4.
@@ -400,7 +400,7 @@ def test_trust_region_begins_at_its_radius(p, q, tv, kl):
         advantages=[1.0],
         old=torch.tensor([q], dtype=torch.float64).log(),
     )
-    for function, divergence in ((within_total_variation, tv), (within_kl, kl)):
+    for function, divergence in ((dppo_tv_loss, tv), (dppo_kl_loss, kl)):
         assert not function(
             tokens, trust_radius=divergence * 1.01, ratio_cap=20.0
         ).clipped_high.item()
@@ -413,6 +413,6 @@ def test_trust_region_of_certain_tokens_is_finite():
     tokens = loss_tokens(
         logprobs, advantages=[1.0, 1.0, -1.0, 1.0], old=torch.tensor([0.0, 0.0, -1e-9, -2.0])
     )
-    result = within_kl(tokens, trust_radius=0.05, ratio_cap=20.0)
+    result = dppo_kl_loss(tokens, trust_radius=0.05, ratio_cap=20.0)
     assert (result.clipped_low | result.clipped_high).tolist() == [False, False, True, True]
     assert gradient_of(logprobs, result.losses) == pytest.approx([-1.0, -1.0, 0.0, 0.0])

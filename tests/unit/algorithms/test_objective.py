@@ -325,7 +325,7 @@ def loss(tokens, *, power):
 def flat(tokens):
     return tokens.logprobs.sum()
 
-PARTS = dict(summary="", formula="", source="", advantage="relax_events.algorithms.advantages:centred")
+PARTS = dict(summary="", formula="", source="", advantage="relax_events.algorithms.advantages:centred_advantages")
 MINE = AlgorithmSpec(name="mine", policy_loss=loss, loss_settings=("power",), options={"power": 2.0}, **PARTS)
 FLAT = AlgorithmSpec(name="flat", policy_loss=flat, **PARTS)
 """)
@@ -333,8 +333,8 @@ FLAT = AlgorithmSpec(name="flat", policy_loss=flat, **PARTS)
     tokens = Objective(algorithm, max_new_tokens=16)(inputs(algorithm))
     ratio = np.exp(FIELDS["logprobs"] - FIELDS["rollout"])
     assert tokens.losses.tolist() == pytest.approx((-(ratio**2) * FIELDS["advantages"]).tolist())
-    assert tokens.surrogate.ratio.tolist() == pytest.approx(ratio.tolist())
-    assert not tokens.surrogate.clipped_high.any()
+    assert tokens.policy_loss.ratio.tolist() == pytest.approx(ratio.tolist())
+    assert not tokens.policy_loss.clipped_high.any()
     wrong = AlgorithmConfig(name=f"{file}:FLAT")
     with pytest.raises(
         ConfigError,

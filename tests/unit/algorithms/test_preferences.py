@@ -12,13 +12,14 @@ from torch import Tensor
 
 from relax_events.algorithms.losses import LossTokens
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
-from relax_events.algorithms.preferences import direct_preference
+from relax_events.algorithms.preferences import dpo_loss
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.types import SampleReady
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from tests.unit.trainer_samples import changed, make_samples, plain_model, run_config, tiny_model
+from tests.event_samples import changed
+from tests.unit.trainer_samples import make_samples, plain_model, run_config, tiny_model
 
 SAMPLES = [
     changed(sample, advantages=sample.loss_mask.astype(np.float32))
@@ -53,7 +54,7 @@ def step_of(
     tokens, units = objective(inputs), objective.num_units(inputs.num_loss_tokens)
     figures = {
         name: float((tokens.token_weights * values).sum()) / units
-        for name, values in tokens.surrogate.figures.items()
+        for name, values in tokens.policy_loss.metrics.items()
     }
     return (tokens.token_weights * tokens.losses).sum() / units, figures
 
@@ -84,7 +85,7 @@ def test_dpo_is_the_hand_computed_loss_with_its_gradient_and_figures() -> None:
 
 
 def test_dpo_with_label_smoothing_mixes_in_the_loss_of_the_pair_turned_round() -> None:
-    loss, _ = step_of("dpo", leaf(), label_smoothing=0.1, beta=0.2)
+    loss, _ = step_of("dpo", leaf(), label_smoothing=0.1, dpo_beta=0.2)
     expected = [
         0.9 * math.log(1 + math.exp(-2 * margin)) + 0.1 * math.log(1 + math.exp(2 * margin))
         for margin in MARGINS
@@ -136,7 +137,7 @@ def test_ipo_is_the_hand_computed_loss_with_its_gradient(
     length_normalised: bool, margins: list[float]
 ) -> None:
     logprobs = leaf()
-    loss, figures = step_of("ipo", logprobs, beta=0.25, length_normalised=length_normalised)
+    loss, figures = step_of("ipo", logprobs, dpo_beta=0.25, length_normalised=length_normalised)
     loss.backward()
     assert loss.item() == pytest.approx(sum((margin - 2) ** 2 for margin in margins) / 2, rel=1e-12)
     first, second = (margins[0] - 2, margins[1] - 2)  # d/dh of the mean over two pairs
@@ -156,7 +157,7 @@ def test_ipo_is_the_hand_computed_loss_with_its_gradient(
 def test_ipo_has_no_gradient_at_its_margin() -> None:
     # (h - 1 / (2 beta)) of a pair is 0 where h, 1.5 a token in the first, is what beta asks for.
     logprobs = leaf()
-    loss, _ = step_of("ipo", logprobs, beta=1 / 3)
+    loss, _ = step_of("ipo", logprobs, dpo_beta=1 / 3)
     loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad[:3].tolist() == pytest.approx([0.0] * 3, abs=1e-15)
@@ -186,7 +187,7 @@ def test_dpo_refuses_what_is_no_pair(ref: Tensor | None) -> None:
         ConfigError,
         match="preferences need pairs with the reference's log-probabilities, got 3 samples",
     ):
-        direct_preference(tokens, beta=0.1)
+        dpo_loss(tokens, dpo_beta=0.1)
 
 
 def backend(name: str, **settings: float | bool) -> TorchBackend:
@@ -298,10 +299,10 @@ STEPS: list[tuple[str, dict[str, float | bool], Callable[[torch.nn.Module], Tens
     ("dpo", {}, textbook_dpo),
     (
         "dpo",
-        {"beta": 2.0, "length_normalised": True, "nll_coefficient": 0.5},
+        {"dpo_beta": 2.0, "length_normalised": True, "nll_coefficient": 0.5},
         textbook_dpo_by_token,
     ),
-    ("ipo", {"beta": 0.5}, textbook_ipo),
+    ("ipo", {"dpo_beta": 0.5}, textbook_ipo),
 ]
 
 
@@ -332,9 +333,9 @@ def test_step_reports_what_says_something_without_an_engine() -> None:
         "reward_margin",
         "chosen_reward",
         "rejected_reward",
-    } == figures.own.keys()
-    assert figures.own["reward_margin"] == pytest.approx(
-        figures.own["chosen_reward"] - figures.own["rejected_reward"]
+    } == figures.algorithm_metrics.keys()
+    assert figures.algorithm_metrics["reward_margin"] == pytest.approx(
+        figures.algorithm_metrics["chosen_reward"] - figures.algorithm_metrics["rejected_reward"]
     )
 
 

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from event_samples import ready, rolled_out
 
-from relax_events.algorithms.advantage_estimator import Judge, RewardedSample
-from relax_events.algorithms.gae import GroupValues, generalised_advantages
-from relax_events.algorithms.turns import rewards_on_the_way, turn_lengths
+from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
+from relax_events.algorithms.gae import GroupValues, gae_advantages
+from relax_events.algorithms.turns import rewards_by_loss_token, turn_lengths
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import RewardError
 from relax_events.events.codec import EventCodec
 from relax_events.events.compatibility import compare
 from relax_events.events.schemas import current_schemas
 from relax_events.events.types import SampleScored
-from relax_events.rewards.scores import Score, as_score
-from relax_events.rewards.scoring import as_scored, reward_item
-from relax_events.training.batch.assembly import PlacedSample
-from relax_events.training.replay.relabel import OtherReward, Rejudging
+from relax_events.rewards.scores import Score, parse_score
+from relax_events.rewards.scoring import build_sample_scored, build_reward_item
+from relax_events.training.batch.assembly import LocatedSample
+from relax_events.training.replay.relabel import RelabelledReward, AdvantageRelabeller
 
 MASK = np.array([0, 1, 1, 0, 1, 0, 0, 1, 1, 1], np.uint8)
 """Turns of two tokens, one, and three."""
@@ -37,7 +37,7 @@ def sample(
 
 
 def judged(one: RewardedSample, **settings: Any) -> list[float]:
-    values: list[float] = Judge(AlgorithmConfig.model_validate(settings), max_new_tokens=16)([one])[
+    values: list[float] = AdvantageEstimator(AlgorithmConfig.model_validate(settings), max_new_tokens=16)([one])[
         0
     ].tolist()
     return values
@@ -59,12 +59,12 @@ def test_turns_are_the_runs_of_loss_tokens(mask: np.ndarray, lengths: list[int])
 
 def test_turn_is_rewarded_at_its_last_token_and_a_token_at_its_own() -> None:
     by_token = np.array([0.0, 8.0, 0.0, 0.0, 16.0, 0.0])
-    given = rewards_on_the_way(
+    given = rewards_by_loss_token(
         MASK, turn_rewards=np.array([1.0, 2.0, 4.0]), token_rewards=by_token, sample_id="a"
     )
     assert given.tolist() == [0.0, 9.0, 2.0, 0.0, 16.0, 4.0]
     assert (
-        rewards_on_the_way(MASK, turn_rewards=None, token_rewards=None, sample_id="a").tolist()
+        rewards_by_loss_token(MASK, turn_rewards=None, token_rewards=None, sample_id="a").tolist()
         == [0.0] * 6
     )
 
@@ -210,13 +210,13 @@ def test_advantages_by_turn_are_those_of_the_recursion_whoever_else_is_in_the_gr
         "turn_gamma": 0.7,
         "bootstrap_truncated": True,
     }
-    judge = Judge(AlgorithmConfig.model_validate(settings), max_new_tokens=16)
+    judge = AdvantageEstimator(AlgorithmConfig.model_validate(settings), max_new_tokens=16)
     for one, given in zip(group, judge(group), strict=True):
         assert one.values is not None
         assert given.tolist() == judge([one])[0].tolist()
         mask, lengths = one.loss_mask.astype(bool), turn_lengths(one.loss_mask)
         values = one.values[mask].astype(float).tolist()
-        rewards = rewards_on_the_way(
+        rewards = rewards_by_loss_token(
             one.loss_mask,
             turn_rewards=one.turn_rewards,
             token_rewards=one.token_rewards,
@@ -244,7 +244,7 @@ def test_advantages_by_turn_need_the_turns() -> None:
     with pytest.raises(
         RewardError, match="turn_gamma needs the number of loss tokens of each turn, got none"
     ):
-        generalised_advantages(group, gamma=1.0, gae_lambda=1.0, turn_gamma=1.0)
+        gae_advantages(group, gamma=1.0, gae_lambda=1.0, turn_gamma=1.0)
 
 
 def test_critic_learns_what_came_by_turn() -> None:
@@ -257,7 +257,7 @@ def test_critic_learns_what_came_by_turn() -> None:
 
 
 def test_total_alone_counts_where_a_sample_has_one_advantage() -> None:
-    judge = Judge(AlgorithmConfig(name="grpo"), max_new_tokens=16)
+    judge = AdvantageEstimator(AlgorithmConfig(name="grpo"), max_new_tokens=16)
     by_turn = judge(
         [sample(3.0, turn_rewards=[1.0, 1.0, 1.0]), sample(1.0, turn_rewards=[0.0, 0.0, 1.0])]
     )
@@ -280,11 +280,11 @@ def test_total_alone_counts_where_a_sample_has_one_advantage() -> None:
 def test_rewards_by_turn_and_token_come_on_top_of_the_total(
     value: dict[str, Any], score: Score
 ) -> None:
-    assert as_score(value) == score
+    assert parse_score(value) == score
 
 
 def test_weights_leave_rewards_by_turn_as_they_are() -> None:
-    assert as_score({"form": 1.0, "turn_rewards": [3.0]}, weights={"form": 0.5}) == Score(
+    assert parse_score({"form": 1.0, "turn_rewards": [3.0]}, weights={"form": 0.5}) == Score(
         3.5, {"form": 1.0}, turn_rewards=(3.0,)
     )
 
@@ -293,24 +293,24 @@ def test_lists_that_are_no_rewards_are_refused_by_name() -> None:
     with pytest.raises(
         TypeError, match=r"returned 'turn_rewards': 1 \(int\); it must be a list of numbers"
     ):
-        as_score({"turn_rewards": 1})
+        parse_score({"turn_rewards": 1})
     with pytest.raises(
         TypeError, match=r"returned 'token_rewards': \['1'\] \(list\); it must be a list of numbers"
     ):
-        as_score({"reward": 1, "token_rewards": ["1"]})
+        parse_score({"reward": 1, "token_rewards": ["1"]})
     with pytest.raises(
         ValueError, match="returned inf at 1 of 'turn_rewards'; rewards must be finite"
     ):
-        as_score({"turn_rewards": [0, float("inf")]})
+        parse_score({"turn_rewards": [0, float("inf")]})
     with pytest.raises(
         ValueError, match="returned numbers that add up to inf; rewards must be finite"
     ):
-        as_score({"turn_rewards": [1e308, 1e308]})
+        parse_score({"turn_rewards": [1e308, 1e308]})
 
 
 def test_score_that_does_not_fit_its_sample_is_a_failure() -> None:
     one = rolled_out()
-    failed = as_scored(
+    failed = build_sample_scored(
         one, Score(2.0, {}, turn_rewards=(1.0, 1.0)), reward_name="mine", reward_digest="d"
     )
     wanted = (
@@ -318,7 +318,7 @@ def test_score_that_does_not_fit_its_sample_is_a_failure() -> None:
         "must be one for each turn, and there is 1, got 2"
     )
     assert (failed.reward, failed.turn_rewards, failed.error) == (None, None, wanted)
-    scored = as_scored(
+    scored = build_sample_scored(
         one,
         Score(1.5, {}, turn_rewards=(1.0,), token_rewards=(0.0, 0.5)),
         reward_name="mine",
@@ -329,13 +329,13 @@ def test_score_that_does_not_fit_its_sample_is_a_failure() -> None:
         np.asarray(scored.turn_rewards).tolist(),
         np.asarray(scored.token_rewards).tolist(),
     ) == ([1.0], [0.0, 0.5])
-    assert np.asarray(reward_item(one).token_ids).tolist() == [7, 8]
+    assert np.asarray(build_reward_item(one).token_ids).tolist() == [7, 8]
 
 
 def test_records_without_rewards_by_turn_are_read_and_those_with_them_by_older_readers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scored = as_scored(
+    scored = build_sample_scored(
         rolled_out(),
         Score(1.5, {}, turn_rewards=(1.0,), token_rewards=(0.0, 0.5)),
         reward_name="mine",
@@ -369,7 +369,7 @@ def test_records_without_rewards_by_turn_are_read_and_those_with_them_by_older_r
 
 def test_recorded_rewards_by_turn_are_judged_anew_and_those_of_a_rescoring_in_their_place() -> None:
     mask, none = np.array([0, 1, 0, 1], np.uint8), np.zeros(4, np.float32)
-    placed = PlacedSample(
+    placed = LocatedSample(
         ready(
             loss_mask=mask,
             rollout_logprobs=none,
@@ -381,10 +381,10 @@ def test_recorded_rewards_by_turn_are_judged_anew_and_those_of_a_rescoring_in_th
         0,
     )
     algorithm = AlgorithmConfig(name="reinforce_plus_plus")
-    [own] = Rejudging(algorithm, max_new_tokens=8)([placed])
+    [own] = AdvantageRelabeller(algorithm, max_new_tokens=8)([placed])
     assert own.sample.advantages.tolist() == [0.0, 3.0, 0.0, 2.0]
-    others = {(placed.sample.sample_id, 0, ""): OtherReward(5.0, np.array([4.0, 0.0]))}
-    [other] = Rejudging(algorithm, max_new_tokens=8, rewards=others, scores="strict")([placed])
+    others = {(placed.sample.sample_id, 0, ""): RelabelledReward(5.0, np.array([4.0, 0.0]))}
+    [other] = AdvantageRelabeller(algorithm, max_new_tokens=8, rewards=others, scores="strict")([placed])
     assert (other.sample.advantages.tolist(), np.asarray(other.sample.turn_rewards).tolist()) == (
         [0.0, 5.0, 0.0, 1.0],
         [4.0, 0.0],

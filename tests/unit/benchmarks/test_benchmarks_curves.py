@@ -18,7 +18,7 @@ from relax_events.config.engine import TinyModelConfig
 from relax_events.data.generated import GeneratedSource
 from relax_events.data.sources import open_stream
 from relax_events.examples.model_preparation import make_tiny_for
-from relax_events.rewards.scores import as_score
+from relax_events.rewards.scores import parse_score
 
 NAMES = [spec.name for spec in installed_algorithms()]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -135,7 +135,7 @@ def test_reward_in_parts_tells_right_answers_from_long_enough_ones() -> None:
         )
         for text in (row.answer, wrong, "")
     ]
-    assert [as_score(value).reward for value in given] == [
+    assert [parse_score(value).reward for value in given] == [
         1.0,
         given[1]["right"],
         given[2]["right"],

@@ -35,7 +35,7 @@ def path(
         "num_steps": len(steps),
         "max_staleness": 0,
         "colocated": False,
-        "on_new_version": "swap",
+        "weight_update_mode": "in_flight",
         "lanes_per_engine": 4,
     }
     return CriticalPath(
@@ -91,7 +91,7 @@ def test_critical_path_passes_prompt_groups_through_the_forward_roles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_new_version", "published"),
+    ("weight_update_mode", "published"),
     [
         # Swap: loading from 2.5 to 4.5 delays the sample of step 1 from 10 to 12; that of step 2
         # runs beside it.
@@ -101,9 +101,9 @@ def test_critical_path_passes_prompt_groups_through_the_forward_roles() -> None:
     ],
 )
 def test_critical_path_follows_what_an_engine_does_with_a_new_version(
-    on_new_version: str, published: list[float]
+    weight_update_mode: str, published: list[float]
 ) -> None:
     timing = {"train_token_seconds": 0.0}
     assert path(
-        [[[2]], [[10]], [[1]]], timing=timing, max_staleness=1, on_new_version=on_new_version
+        [[[2]], [[10]], [[1]]], timing=timing, max_staleness=1, weight_update_mode=weight_update_mode
     ) == pytest.approx(published)

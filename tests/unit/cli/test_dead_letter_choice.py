@@ -20,7 +20,7 @@ from relax_events.ops.dead_letters import (
 from relax_events.topics import TopicPlan
 
 PLAN = TopicPlan(
-    "run", max_staleness=1, shards=2, queue_partitions=4, replication_factor=1, compression="none"
+    "run", max_staleness=1, partitions_per_version=2, queue_partitions=4, replication_factor=1, compression="none"
 )
 HEADERS = {
     "policy-version": "3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from event_samples import ended, rolled_out, scored
+from event_samples import ended, rolled_out, sample_key, scored
 
 from relax_events.cli.run_reader import excerpt
 from relax_events.cli.sample_rendering import (
@@ -90,9 +90,7 @@ def test_excerpt_stays_on_one_line_and_obeys_no_control_signs(text: str, shown: 
 
 def test_sample_is_a_conversation_with_reward_and_outcome() -> None:
     score = SampleScored(
-        sample_id="000000-0000-0/0",
-        prompt_group_id="000000-0000-0",
-        policy_version=1,
+        key=sample_key(version=1),
         reward=0.75,
         components={"format": 0.25, "answer": 0.5},
         reward_name="judge.py:strict",
@@ -133,9 +131,7 @@ def test_sample_is_a_conversation_with_reward_and_outcome() -> None:
 
 def test_failed_score_and_failed_prompt_group_show_their_reasons() -> None:
     score = SampleScored(
-        sample_id="a",
-        prompt_group_id="b",
-        policy_version=1,
+        key=sample_key(version=1),
         reward_name="judge",
         error="took longer than 5 s",
     )

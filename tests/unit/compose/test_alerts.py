@@ -52,7 +52,7 @@ def test_alerts_ask_for_metrics_that_are_served(make_run_config: Callable[..., R
         *RunMetrics(config, RunState()).collect(),
     ]
     families += ErrorMetrics("trainer", broker={}, objects={}, away_seconds=float).collect()
-    families += HealthMetrics(HealthState.of(config, own_id="controller-0"), config).collect()
+    families += HealthMetrics(HealthState.from_config(config, own_id="controller-0"), config).collect()
     served = {f"{family.name}{'_total' if family.type == 'counter' else ''}" for family in families}
     asked = {name for rule in RULES for name in re.findall(r"\brelax_\w+", rule["expr"])}
     assert asked - served == set()

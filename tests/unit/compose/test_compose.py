@@ -14,7 +14,7 @@ import yaml
 from relax_events.cli.app import app
 from relax_events.config import BrokerConfig, load_run_config
 from relax_events.plugins import ROLES
-from stack.images import further_targets
+from tests.stack.images import further_targets
 
 ROOT = Path(__file__).parents[3]
 COMPOSE = ROOT / "compose"

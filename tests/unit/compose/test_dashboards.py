@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 import yaml
 
-from stack.dashboards import DASHBOARDS, FOLDER, catalogue, files
+from compose.grafana.generate import DASHBOARDS, FOLDER, catalogue, files
 
 PANELS = [panel for panels in DASHBOARDS.values() for panel in panels]
 
 
 def test_files_are_up_to_date() -> None:
     assert {path.name: path.read_text() for path in FOLDER.glob("*.json")} == files(), (
-        "run: python -m stack.dashboards"
+        "run: python -m compose.grafana.generate"
     )
 
 

@@ -11,7 +11,7 @@ import yaml
 from small_settings import small_run
 
 from relax_events.topics import TopicPlan
-from stack.dashboards import catalogue
+from compose.grafana.generate import catalogue
 
 FOLDER = Path(__file__).parents[3] / "compose"
 OBJECTS: dict[str, dict[str, Any]] = {
@@ -20,7 +20,7 @@ OBJECTS: dict[str, dict[str, Any]] = {
 CONFIG = small_run(
     {"run": {"id": "run"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}}
 )
-PLAN = TopicPlan.of(CONFIG)
+PLAN = TopicPlan.from_config(CONFIG)
 
 
 def trigger_of(name: str, kind: str) -> dict[str, str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stack.engine import Engine, StackError, read_pins
-from stack.images import Stopwatch, default_of, image_names, provide_images
-from stack.pins import digest_of, images_of_others, text_of
-from stack.run import bytes_of
+from tests.stack.container_engine import Engine, StackError, read_pins
+from tests.stack.images import Stopwatch, default_of, image_names, provide_images
+from tests.stack.pins import digest_of, images_of_others, text_of
+from tests.stack.run import bytes_of
 
 DIGEST = "sha256:" + "ab" * 32
 

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
-from relax_events.algorithms.description import describe, installed_algorithms
+from relax_events.algorithms.description import describe_algorithm, installed_algorithms
 from relax_events.config import AlgorithmConfig, RunConfig, load_run_config
 from relax_events.config.algorithm import NOT_SHARED
 from relax_events.config.algorithm_spec import find_algorithm, resolve
@@ -20,7 +20,7 @@ from relax_events.errors import ConfigError, PoisonSample
 from relax_events.runtime.run_description import describe as describe_run
 from relax_events.runtime.run_description import described_config
 from relax_events.runtime.validation import check_trainable
-from relax_events.training.replay.relabel import needs_advantages
+from relax_events.training.replay.relabel import needs_new_advantages
 
 MINE = """
 from relax_events.config.algorithm_spec import AlgorithmSpec
@@ -334,7 +334,7 @@ def test_every_installed_algorithm_is_whole() -> None:
         ),
         (
             {"name": "ipo", "label_smoothing": 0.1},
-            "label_smoothing = 0.1 is not used by ipo, which has beta, length_normalised; leave",
+            "label_smoothing = 0.1 is not used by ipo, which has dpo_beta, length_normalised; leave",
         ),
         ({"name": "dpo", "nll_coefficient": -1.0}, "greater than or equal to 0"),
         ({"length_normalised": True}, "length_normalised = True is not used by grpo"),
@@ -420,7 +420,7 @@ def test_algorithm_of_a_file_comes_with_its_defaults_and_options(mine: str) -> N
         {"name": mine, "options": {"bonus": 3.0}, "clip_high": 0.25}
     )
     assert other.keywords(("bonus", "clip_high")) == {"bonus": 3.0, "clip_high": 0.25}
-    assert describe(mine)["options"] == {"bonus": "2"}
+    assert describe_algorithm(mine)["options"] == {"bonus": "2"}
     with pytest.raises(
         ValidationError, match=r"options.bonsu is not an option of mine, which has bonus"
     ):
@@ -502,7 +502,7 @@ def test_teacher_is_needed_where_the_policy_distils(make_run_config: Any) -> Non
     ):
         make_run_config(algorithm={"name": "opd"})
     assert (
-        "teacher" not in make_run_config(algorithm={"name": "opd"}, source={"run": "old"}).roles()
+        "teacher" not in make_run_config(algorithm={"name": "opd"}, parent={"run": "old"}).roles()
     )
 
 
@@ -524,7 +524,7 @@ def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> No
     def judged(**settings: Any) -> AlgorithmConfig:
         return AlgorithmConfig.model_validate(settings)
 
-    assert not needs_advantages(
+    assert not needs_new_advantages(
         judged(),
         judged(
             correction="tis",
@@ -533,22 +533,22 @@ def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> No
             overlong_penalty=2.0,
         ),
     )
-    assert needs_advantages(judged(), judged(overlong_ratio=0.1))
-    assert needs_advantages(judged(name="rloo"), judged(name="rloo", kl_coefficient=0.1))
-    assert needs_advantages(judged(name="ppo"), judged(name="ppo", gae_lambda=0.9))
-    assert needs_advantages(judged(name="ppo"), judged(name="ppo", length_adaptive_alpha=0.05))
-    assert needs_advantages(judged(name="ppo"), judged(name="ppo", turn_gamma=1.0))
-    assert needs_advantages(judged(name="ppo"), judged(name="ppo", bootstrap_truncated=True))
-    assert not needs_advantages(judged(name="ppo"), judged(name="ppo", critic_gae_lambda=1.0))
-    assert needs_advantages(judged(), judged(truncated_samples="leave_out"))
-    assert not needs_advantages(judged(), judged(truncated_samples="mask"))
-    assert needs_advantages(
+    assert needs_new_advantages(judged(), judged(overlong_ratio=0.1))
+    assert needs_new_advantages(judged(name="rloo"), judged(name="rloo", kl_coefficient=0.1))
+    assert needs_new_advantages(judged(name="ppo"), judged(name="ppo", gae_lambda=0.9))
+    assert needs_new_advantages(judged(name="ppo"), judged(name="ppo", length_adaptive_alpha=0.05))
+    assert needs_new_advantages(judged(name="ppo"), judged(name="ppo", turn_gamma=1.0))
+    assert needs_new_advantages(judged(name="ppo"), judged(name="ppo", bootstrap_truncated=True))
+    assert not needs_new_advantages(judged(name="ppo"), judged(name="ppo", critic_gae_lambda=1.0))
+    assert needs_new_advantages(judged(), judged(truncated_samples="drop"))
+    assert not needs_new_advantages(judged(), judged(truncated_samples="mask"))
+    assert needs_new_advantages(
         judged(name="reinforce_plus_plus"), judged(name="reinforce_plus_plus", gamma=0.9)
     )
-    assert needs_advantages(judged(name="opd"), judged(name="opd", distill_coefficient=0.5))
-    assert needs_advantages(judged(name="opd"), judged(name="opd", distill_placement="loss"))
-    assert not needs_advantages(judged(), judged(distill_coefficient=0.5))
-    assert needs_advantages(judged(name="gdpo"), judged(name="gdpo", reward_weights={"a": 2.0}))
+    assert needs_new_advantages(judged(name="opd"), judged(name="opd", distill_coefficient=0.5))
+    assert needs_new_advantages(judged(name="opd"), judged(name="opd", distill_placement="loss"))
+    assert not needs_new_advantages(judged(), judged(distill_coefficient=0.5))
+    assert needs_new_advantages(judged(name="gdpo"), judged(name="gdpo", reward_weights={"a": 2.0}))
 
 
 def test_sample_needs_reference_logprobs_only_where_the_loss_has_them() -> None:

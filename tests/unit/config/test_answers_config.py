@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from relax_events.config import DataConfig, EvaluationConfig, RunConfig
 from relax_events.errors import ConfigError
-from relax_events.training.replay.parent_steps import require_alike
+from relax_events.training.replay.parent_steps import require_compatible_algorithm
 
 SFT: dict[str, Any] = {
     "run": {"id": "test"},
@@ -66,7 +66,7 @@ def test_evaluation_generates_with_the_engine_of_the_run_file() -> None:
 
 
 def test_replay_by_answers_takes_prompt_groups_of_any_size() -> None:
-    replay = {"source": {"run": "other"}, "run": {"id": "test", "samples_per_prompt": 8}}
+    replay = {"parent": {"run": "other"}, "run": {"id": "test", "samples_per_prompt": 8}}
     assert (
         RunConfig.model_validate(
             GRPO | replay | {"algorithm": {"name": "sft"}}
@@ -101,9 +101,9 @@ def test_replay_learns_from_what_was_recorded(
             ConfigError,
             match=f"algorithm {config.algorithm.name} learns from .*, and run test recorded",
         ):
-            require_alike(source, config)
+            require_compatible_algorithm(source, config)
     else:
-        require_alike(source, config)
+        require_compatible_algorithm(source, config)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_replay_learns_from_what_was_recorded(
             "'dataset' generates nothing, and evaluation needs",
         ),
         (
-            SFT | {"data": SFT["data"] | {"pass_rate": [0.1, 0.9]}},
-            r"data.pass_rate = \[0.1, 0.9\] judges by rewards, and algorithm sft has none",
+            SFT | {"data": SFT["data"] | {"pass_rate_range": [0.1, 0.9]}},
+            r"data.pass_rate_range = \[0.1, 0.9\] judges by rewards, and algorithm sft has none",
         ),
         (
             SFT | {"algorithm": {"name": "sft", "kl_coefficient": 0.1}},
@@ -178,12 +178,12 @@ def test_replay_learns_from_what_was_recorded(
             SFT | {"algorithm": {"name": "sft", "filter_uniform_rewards": True}},
             "filter_uniform_rewards = True is not for sft: nothing is rewarded",
         ),
-        (SFT | {"algorithm": {"name": "sft", "beta": 0.1}}, "beta = 0.1 is not used by sft"),
+        (SFT | {"algorithm": {"name": "sft", "dpo_beta": 0.1}}, "dpo_beta = 0.1 is not used by sft"),
         (
             DPO | {"algorithm": {"name": "dpo", "aggregation": "token_mean"}},
             "aggregation = 'token_mean' is not for dpo: the loss is one of pairs",
         ),
-        (DPO | {"algorithm": {"name": "dpo", "beta": 0.0}}, "algorithm.beta\n.*greater than 0"),
+        (DPO | {"algorithm": {"name": "dpo", "dpo_beta": 0.0}}, "algorithm.dpo_beta\n.*greater than 0"),
         (
             DPO | {"algorithm": {"name": "dpo", "label_smoothing": 0.5}},
             "algorithm.label_smoothing\n.*less than 0.5",

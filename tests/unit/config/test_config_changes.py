@@ -14,7 +14,7 @@ from relax_events.errors import ConfigError
 from relax_events.runtime.run_description import describe
 from relax_events.session.resume import (
     ChangesNotAccepted,
-    changes_since,
+    find_changes,
     refuse_changes,
     settings_history,
 )
@@ -23,7 +23,7 @@ MakeRunConfig = Callable[..., RunConfig]
 
 
 def rules(old: RunConfig, new: RunConfig) -> dict[str, Rule]:
-    return {change.key: change.rule for change in changes_since(describe(old), new)}
+    return {change.key: change.rule for change in find_changes(describe(old), new)}
 
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
@@ -52,11 +52,11 @@ def test_later_goal_is_free_and_a_lower_one_asks(make_run_config: MakeRunConfig)
 @pytest.mark.parametrize(
     ("section", "key", "value", "rule"),
     [
-        ("run", "groups_per_step", 8, Rule.NEVER),
+        ("run", "prompts_per_step", 8, Rule.NEVER),
         ("run", "samples_per_prompt", 4, Rule.NEVER),
         ("run", "seed", 7, Rule.NEVER),
         ("run", "max_staleness", 3, Rule.NEVER),
-        ("broker", "shards", 4, Rule.NEVER),
+        ("broker", "partitions_per_version", 4, Rule.NEVER),
         ("data", "source", "jsonl:others", Rule.NEVER),
         ("trainer", "learning_rate", 0.5, Rule.ACCEPTED),
         ("reward", "options", {"case": "ignored"}, Rule.ACCEPTED),
@@ -86,12 +86,12 @@ def test_role_that_comes_in_is_refused(make_run_config: MakeRunConfig) -> None:
 def test_refusal_names_keys_values_and_the_way_out(make_run_config: MakeRunConfig) -> None:
     old, new = (
         make_run_config(),
-        make_run_config(run={"groups_per_step": 8}, trainer={"learning_rate": 0.5}),
+        make_run_config(run={"prompts_per_step": 8}, trainer={"learning_rate": 0.5}),
     )
-    changes = changes_since(describe(old), new)
+    changes = find_changes(describe(old), new)
     with pytest.raises(
         ConfigError,
-        match=r"relax runs fork mine NEW_ID run.groups_per_step=8\n  run.groups_per_step: 16 -> 8  \(",
+        match=r"relax runs fork mine NEW_ID run.prompts_per_step=8\n  run.prompts_per_step: 16 -> 8  \(",
     ) as refused:
         refuse_changes("mine", changes, is_accepted=True)
     assert not isinstance(refused.value, ChangesNotAccepted)
@@ -100,7 +100,7 @@ def test_refusal_names_keys_values_and_the_way_out(make_run_config: MakeRunConfi
 def test_change_of_the_training_is_refused_until_it_is_accepted(
     make_run_config: MakeRunConfig,
 ) -> None:
-    changes = changes_since(
+    changes = find_changes(
         describe(make_run_config(trainer={"learning_rate": 0.25})),
         make_run_config(trainer={"learning_rate": 0.5}),
     )

@@ -45,7 +45,7 @@ def test_data_is_one_source_or_several_datasets() -> None:
             "must be 0 or at least min_prompt_tokens = 9, got 8",
         ),
         (
-            {"source": "jsonl:a", "pass_rate": [0.9, 0.1]},
+            {"source": "jsonl:a", "pass_rate_range": [0.9, 0.1]},
             r"must be \[low, high\] with low <= high, got \[0.9, 0.1\]",
         ),
         ({"datasets": [{"source": "jsonl:b", "weight": 0}]}, "greater than 0"),
@@ -92,7 +92,7 @@ def test_evaluator_is_a_role_of_runs_that_are_evaluated() -> None:
     assert "evaluator" not in RunConfig.model_validate(tree).roles()
     evaluated = tree | {"evaluation": {"datasets": [HELD_OUT]}}
     assert RunConfig.model_validate(evaluated).roles()["evaluator"] == 1
-    assert RunConfig.model_validate(evaluated | {"source": {"run": "other"}}).roles() == {
+    assert RunConfig.model_validate(evaluated | {"parent": {"run": "other"}}).roles() == {
         "controller": 1,
         "metrics": 1,
         "trainer": 1,

@@ -200,14 +200,14 @@ def test_object_store_lies_in_the_run_directory_when_not_set(
             "broker.queue_partitions=2",
             (
                 "broker: a share group's queue has one partition, got queue_partitions = 2; "
-                "leave out broker.queue_partitions, or set broker.lease = 'consumer_group'"
+                "leave out broker.queue_partitions, or set broker.prompt_queue = 'consumer_group'"
             ),
         ),
         (
             "trainer.ranks=5",
             (
-                "every rank reads shards of its own: trainer.ranks = 5 needs broker.shards >= 5, "
-                "got 2; set broker.shards or trainer.ranks"
+                "every rank reads shards of its own: trainer.ranks = 5 needs broker.partitions_per_version >= 5, "
+                "got 2; set broker.partitions_per_version or trainer.ranks"
             ),
         ),
         ("run.seed.x=1", "run.seed.x=1: seed is a value, not a section"),
@@ -244,7 +244,7 @@ def test_keys_that_carry_a_promise_are_refused(run_file: Path, key: str) -> None
 
 
 def test_all_mistakes_are_told_at_once(run_file: Path) -> None:
-    assert len(error_of(run_file, "run.num_steps=0", "run.sed=1", "data.size=0").splitlines()) == 3
+    assert len(error_of(run_file, "run.num_steps=0", "run.sed=1", "data.num_problems=0").splitlines()) == 3
 
 
 def test_required_keys_are_named_when_missing(run_file: Path) -> None:
@@ -333,7 +333,7 @@ def test_every_key_is_documented() -> None:
 def test_rollout_workers_are_no_more_than_partitions_of_a_queue_that_a_consumer_group_shares(
     run_file: Path,
 ) -> None:
-    queue = ("broker.lease=consumer_group", "workers.rollout=3")
+    queue = ("broker.prompt_queue=consumer_group", "workers.rollout=3")
     text = (
         "a worker without a partition gets no prompts: workers.rollout = 3 needs "
         "broker.queue_partitions >= 3, got 2"

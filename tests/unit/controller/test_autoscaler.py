@@ -10,31 +10,32 @@ from typing import Any
 import pytest
 
 from relax_events.config import AutoscalerConfig, RunConfig
-from relax_events.controller.autoscaler import Autoscaler, Look, judge
-from relax_events.controller.scaling_bounds import Bounds
-from relax_events.controller.scaling_service import ScaleDesk
+from relax_events.controller.autoscaler import Autoscaler, Observation, decide
+from relax_events.controller.scaling_bounds import ScalingBounds
+from relax_events.controller.scaling_service import ScalingService
 from relax_events.events.types import MetricsReported, RunCommanded
 from relax_events.projections.run_state import RunState
-from relax_events.projections.scaling import Kind, ScaleState, Status
+from relax_events.projections.scale_requests import Kind, Status
+from relax_events.projections.scaling import ScaleState
 from tests.unit.run_events import beat, run_config, train_step
 
 SECOND = 1_000_000
 RULES = AutoscalerConfig(enabled=True)
-POOL = Bounds.of(run_config(), is_supervised=True).pools["default"]
-BUSY = Look(
+POOL = ScalingBounds.from_config(run_config(), is_supervised=True).pools["default"]
+BUSY = Observation(
     at=0, num_workers=3, usage=0.95, queued=20.0, groups_per_second=5.0, wait=0.8, staleness=0.2
 )
-CALM = Look(
+CALM = Observation(
     at=0, num_workers=3, usage=0.6, queued=1.0, groups_per_second=5.0, wait=0.2, staleness=0.2
 )
-IDLE = Look(
+IDLE = Observation(
     at=0, num_workers=3, usage=0.2, queued=0.0, groups_per_second=5.0, wait=0.0, staleness=0.2
 )
 
 
 def over(
-    seconds: float, look: Look = CALM, *, every: float = 10.0, before: Look = CALM, **changes: Any
-) -> list[Look]:
+    seconds: float, look: Observation = CALM, *, every: float = 10.0, before: Observation = CALM, **changes: Any
+) -> list[Observation]:
     """Return looks of 300 s, the last so many seconds of them with these changes."""
     times = [every * place for place in range(int(300 / every) + 1)]
     return [
@@ -46,9 +47,9 @@ def over(
 
 
 def verdict(
-    looks: Sequence[Look], *, num_wanted: int = 3, last_out_at: int = 0, last_in_at: int = 0
+    looks: Sequence[Observation], *, num_wanted: int = 3, last_out_at: int = 0, last_in_at: int = 0
 ) -> tuple[str, int] | None:
-    found = judge(
+    found = decide(
         looks,
         RULES,
         POOL,
@@ -86,7 +87,7 @@ def verdict(
     ],
 )
 def test_verdict_follows_from_what_was_seen(
-    looks: list[Look], expected: tuple[str, int] | None
+    looks: list[Observation], expected: tuple[str, int] | None
 ) -> None:
     assert verdict(looks, last_in_at=-1000, last_out_at=-1000) == expected
 
@@ -121,36 +122,36 @@ def test_bounds_are_kept() -> None:
     ],
 )
 def test_rest_is_kept_after_a_change(
-    look: Look, last_out_at: int, last_in_at: int, expected: tuple[str, int] | None
+    look: Observation, last_out_at: int, last_in_at: int, expected: tuple[str, int] | None
 ) -> None:
     assert verdict(over(120, look), last_out_at=last_out_at, last_in_at=last_in_at) == expected
 
 
 def controller(
     config: RunConfig, log: list[RunCommanded]
-) -> tuple[Autoscaler, RunState, ScaleDesk]:
+) -> tuple[Autoscaler, RunState, ScalingService]:
     """Return the autoscaler of a controller that has just read the log."""
     run, state = RunState(), ScaleState()
     for command in log:
-        state.note(command)
+        state.apply(command)
 
     def give(commands: Sequence[RunCommanded]) -> None:
         for command in commands:
             log.append(command)
-            state.note(command)
+            state.apply(command)
 
-    desk = ScaleDesk(state, Bounds.of(config, is_supervised=True), give)
+    desk = ScalingService(state, ScalingBounds.from_config(config, is_supervised=True), give)
     return Autoscaler(config, run, desk), run, desk
 
 
-def hear(run: RunState, desk: ScaleDesk) -> None:
+def hear(run: RunState, desk: ScalingService) -> None:
     """Let one worker hold 3 of its 4 prompt groups, and the trainer wait for three quarters of a
     step."""
-    desk.state.note(beat("rollout-0", at_seconds=1))
-    run.note(
+    desk.state.apply(beat("rollout-0", at_seconds=1))
+    run.apply(
         MetricsReported(worker_id="rollout-0", role="rollout", values={"records_per_second": 2.0})
     )
-    run.note(train_step(0, at_seconds=1, staleness_mean=1.0))
+    run.apply(train_step(0, at_seconds=1, staleness_mean=1.0))
 
 
 def test_autoscaler_asks_as_any_caller_does_and_the_one_after_it_knows_when(
@@ -164,8 +165,8 @@ def test_autoscaler_asks_as_any_caller_does_and_the_one_after_it_knows_when(
     log: list[RunCommanded] = []
     autoscaler, run, desk = controller(config, log)
     hear(run, desk)
-    seen = autoscaler.look(now=5, num_unfinished=43)
-    assert seen == Look(
+    seen = autoscaler.observe(now=5, num_unfinished=43)
+    assert seen == Observation(
         at=5,
         num_workers=1,
         usage=0.75,
@@ -176,23 +177,23 @@ def test_autoscaler_asks_as_any_caller_does_and_the_one_after_it_knows_when(
     )
     now = 10**15
     for place in range(5):
-        autoscaler.tend(now=now + place * 10 * SECOND, num_unfinished=43)
+        autoscaler.poll(now=now + place * 10 * SECOND, num_unfinished=43)
     (request,) = desk.state.requests.values()
     assert (request.kind, request.workers, request.key.partition("/")[0]) == (
         Kind.OUT,
         tuple(f"rollout-{n}" for n in range(1, 5)),
         "autoscaler",
     )
-    log.append(request.step(Status.CREATING, now=now))
-    log.append(request.step(Status.ACTIVE, now=now))
+    log.append(request.status_command(Status.CREATING, now=now))
+    log.append(request.status_command(Status.ACTIVE, now=now))
 
     later, run, desk = controller(config, log)
     hear(run, desk)
     begin = request.created_at
     for place in range(6):
-        later.tend(now=begin + place * 10 * SECOND, num_unfinished=430)
+        later.poll(now=begin + place * 10 * SECOND, num_unfinished=430)
     assert len(desk.state.requests) == 1, "a minute has not passed"
-    later.tend(now=begin + 60 * SECOND, num_unfinished=430)
+    later.poll(now=begin + 60 * SECOND, num_unfinished=430)
     assert len(desk.state.requests) == 2
 
 
@@ -201,5 +202,5 @@ def test_autoscaler_is_off_by_default() -> None:
     autoscaler, run, desk = controller(run_config(), log)
     hear(run, desk)
     for place in range(60):
-        autoscaler.tend(now=place * 10 * SECOND, num_unfinished=10_000)
+        autoscaler.poll(now=place * 10 * SECOND, num_unfinished=10_000)
     assert log == []

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.controller.rollout_capacity import most_workers, require_lanes, share_group_size
-from relax_events.controller.scaling_admission import Asked, Refused, plan
-from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.rollout_capacity import max_rollout_workers, require_rollout_capacity, read_share_group_size
+from relax_events.controller.scaling_admission import ScaleCommand, RejectedError, admit
+from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.errors import BrokerRefused, ConfigError
-from relax_events.projections.scaling import Kind, ScaleState
+from relax_events.projections.scale_requests import Kind
+from relax_events.projections.scaling import ScaleState
 
 MakeRunConfig = Callable[..., RunConfig]
 
@@ -53,16 +54,16 @@ def test_run_that_asks_for_more_lanes_than_the_share_group_holds_is_refused_with
         ConfigError,
         match=r"7 rollout workers x 32 lanes = 224 members .* group.share.max.size = 200; lower engine",
     ):
-        require_lanes(config, 200)
+        require_rollout_capacity(config, 200)
     assert (
-        require_lanes(config, 1000)
+        require_rollout_capacity(config, 1000)
         == "room for 31 rollout workers of 32 lanes (group.share.max.size = 1000)"
     )
-    assert most_workers(config, 224) == 7
+    assert max_rollout_workers(config, 224) == 7
     assert (
-        require_lanes(
+        require_rollout_capacity(
             make_run_config(
-                workers={"rollout": 7}, broker={"lease": "consumer_group", "queue_partitions": 7}
+                workers={"rollout": 7}, broker={"prompt_queue": "consumer_group", "queue_partitions": 7}
             ),
             10,
         )
@@ -72,18 +73,18 @@ def test_run_that_asks_for_more_lanes_than_the_share_group_holds_is_refused_with
 
 def test_size_is_what_the_brokers_tell(make_run_config: MakeRunConfig) -> None:
     config = make_run_config()
-    assert share_group_size(config, Brokers({"group.share.max.size": "200"})) == 200  # type: ignore[arg-type]
-    assert share_group_size(config, Brokers(None)) is None  # type: ignore[arg-type]
+    assert read_share_group_size(config, Brokers({"group.share.max.size": "200"})) == 200  # type: ignore[arg-type]
+    assert read_share_group_size(config, Brokers(None)) is None  # type: ignore[arg-type]
 
 
 def test_request_beyond_the_share_group_is_refused_with_the_numbers(
     make_run_config: MakeRunConfig,
 ) -> None:
     config = make_run_config(engine={"max_prompt_groups": 32})
-    bounds = Bounds.of(config, is_supervised=True, share_group_size=200)
+    bounds = ScalingBounds.from_config(config, is_supervised=True, share_group_size=200)
     with pytest.raises(
-        Refused,
+        RejectedError,
         match=r"7 workers of default are more than 6: each has 32 lanes, and group.share.max.size = 200",
     ):
-        plan(ScaleState(), bounds, Asked(kind=Kind.OUT, target=7), now=1)
-    assert Bounds.of(config, is_supervised=True).pools["default"].max_workers == 32
+        admit(ScaleState(), bounds, ScaleCommand(kind=Kind.OUT, target=7), now=1)
+    assert ScalingBounds.from_config(config, is_supervised=True).pools["default"].max_workers == 32

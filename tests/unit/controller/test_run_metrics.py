@@ -28,7 +28,7 @@ def served(config: RunConfig, *events: Event) -> dict[str, dict[Labels, float]]:
     state, registry = RunState(), CollectorRegistry()
     registry.register(RunMetrics(config, state))
     for event in events:
-        state.note(event)
+        state.apply(event)
     found: dict[str, dict[Labels, float]] = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -111,7 +111,7 @@ def test_checkpoint_is_as_many_steps_behind_as_recovery_would_replay(
 
 
 def test_workers_are_counted_by_what_they_said_last(make_run_config: MakeRunConfig) -> None:
-    config = make_run_config(workers={"hung_seconds": 5.0, "rollout": 2})
+    config = make_run_config(workers={"heartbeat_timeout_seconds": 5.0, "rollout": 2})
     found = served(
         config,
         beat("rollout-0", WorkerState.IDLE),
@@ -141,7 +141,7 @@ def test_workers_are_counted_by_what_they_said_last(make_run_config: MakeRunConf
 
 def test_nobody_is_silent_while_nobody_can_be_heard(make_run_config: MakeRunConfig) -> None:
     """The broker was away: all that is known is old, the newest of it too."""
-    config = make_run_config(workers={"hung_seconds": 5.0})
+    config = make_run_config(workers={"heartbeat_timeout_seconds": 5.0})
     beats = [
         beat(worker_id, WorkerState.WORKING, seconds_ago=600.0)
         for worker_id in ("controller-0", "rollout-0", "trainer-0")
@@ -177,7 +177,7 @@ def test_slowest_live_engine_tells_how_far_behind_the_weights_are(
 
 
 def test_failures_and_the_end_are_served(make_run_config: MakeRunConfig) -> None:
-    config = make_run_config(run={"max_failed_groups": 9})
+    config = make_run_config(run={"max_failed_prompt_groups": 9})
     failures = [ended(f"000000-{index:04d}-0", Outcome.FAILED, reason="r") for index in range(3)]
     going = served(config, *failures)
     assert (

@@ -12,49 +12,42 @@ from small_settings import small_run
 from relax_events.config import SGLangConfig
 from relax_events.controller.metrics import ScaleMetrics
 from relax_events.controller.scaling_admission import (
-    Asked,
-    Conflicting,
-    Refused,
-    Unknown,
-    cancellation,
-    plan,
+    ScaleCommand,
+    ConflictError,
+    RejectedError,
+    NotFoundError,
+    require_cancellable,
+    admit,
 )
-from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.parts import Command
 from relax_events.events.types import RunCommanded
 from relax_events.projections.run_state import RunState
-from relax_events.projections.scaling import (
-    KEPT_MICROS,
-    NUM_KEPT,
-    Departure,
-    Kind,
-    ScaleRequest,
-    ScaleState,
-    Status,
-)
+from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
+from relax_events.projections.scaling import ExitReason, KEPT_MICROS, MAX_ENDED_KEPT, ScaleState
 from relax_events.runtime.control_view import still_valid
 from tests.unit.run_events import run_config
 
 SECOND = 1_000_000
-BOUNDS = Bounds.of(run_config(), is_supervised=True)
+BOUNDS = ScalingBounds.from_config(run_config(), is_supervised=True)
 A, B = "http://127.0.0.1:30000", "http://127.0.0.1:30001"
 
 
 def opened(state: ScaleState, *, now: int = 10, **asked: Any) -> ScaleRequest:
-    found = plan(state, BOUNDS, Asked(**asked), now=now * SECOND)
+    found = admit(state, BOUNDS, ScaleCommand(**asked), now=now * SECOND)
     assert found.request is not None
     assert found.is_new
-    state.note(found.request.opening(reason=found.text))
+    state.apply(found.request.open_command(reason=found.text))
     return found.request
 
 
 def ended(state: ScaleState, request: ScaleRequest, *statuses: Status) -> ScaleState:
     """Take a request through these statuses, and let whoever shall go be gone."""
     for status in statuses:
-        state.note(request.step(status, now=20 * SECOND))
+        state.apply(request.status_command(status, now=20 * SECOND))
     for worker in list(state.workers.values()):
-        if worker.standing == "leaving":
-            state.note(worker.gone(Departure.DRAINED, "it drained"))
+        if worker.desired_state == "leaving":
+            state.apply(worker.exit_command(ExitReason.DRAINED, "it drained"))
     return state
 
 
@@ -67,9 +60,9 @@ def scaled(**asked: Any) -> ScaleState:
 def test_target_is_absolute_and_counts_the_workers_of_the_start() -> None:
     state = ScaleState()
     assert opened(state, kind=Kind.OUT, target=3).workers == ("rollout-1", "rollout-2")
-    assert plan(scaled(target=3), BOUNDS, Asked(kind=Kind.OUT, target=3), now=0).request is None
+    assert admit(scaled(target=3), BOUNDS, ScaleCommand(kind=Kind.OUT, target=3), now=0).request is None
     assert (
-        plan(scaled(target=3), BOUNDS, Asked(kind=Kind.OUT, target=2), now=0).text
+        admit(scaled(target=3), BOUNDS, ScaleCommand(kind=Kind.OUT, target=2), now=0).text
         == "workers of default there are: 3"
     )
     assert opened(scaled(target=3), kind=Kind.OUT, target=4).workers == ("rollout-3",)
@@ -97,16 +90,16 @@ def test_servers_of_the_run_file_are_not_shared() -> None:
     engine = config.engine.model_copy(
         update={"name": "sglang", "sglang": SGLangConfig(urls=(A + "/",))}
     )
-    bounds = Bounds.of(config.model_copy(update={"engine": engine}), is_supervised=True)
+    bounds = ScalingBounds.from_config(config.model_copy(update={"engine": engine}), is_supervised=True)
     with pytest.raises(
-        Refused, match="those of the run file have theirs; name servers of their own in engine_urls"
+        RejectedError, match="those of the run file have theirs; name servers of their own in engine_urls"
     ):
-        plan(ScaleState(), bounds, Asked(kind=Kind.OUT, target=2), now=0)
+        admit(ScaleState(), bounds, ScaleCommand(kind=Kind.OUT, target=2), now=0)
     assert (
-        plan(ScaleState(), bounds, Asked(kind=Kind.OUT, urls=(A,)), now=0).text
+        admit(ScaleState(), bounds, ScaleCommand(kind=Kind.OUT, urls=(A,)), now=0).text
         == "all these servers are attached already"
     )
-    found = plan(ScaleState(), bounds, Asked(kind=Kind.OUT, urls=(A, B)), now=0).request
+    found = admit(ScaleState(), bounds, ScaleCommand(kind=Kind.OUT, urls=(A, B)), now=0).request
     assert found is not None
     assert found.urls == (B,)
 
@@ -114,51 +107,51 @@ def test_servers_of_the_run_file_are_not_shared() -> None:
 def test_call_that_is_repeated_with_its_key_makes_no_second_request() -> None:
     state = ScaleState()
     first = opened(state, kind=Kind.OUT, target=3, key="k")
-    again = plan(state, BOUNDS, Asked(kind=Kind.OUT, target=3, key="k"), now=99)
+    again = admit(state, BOUNDS, ScaleCommand(kind=Kind.OUT, target=3, key="k"), now=99)
     assert (again.request, again.is_new) == (state.requests[first.request_id], False)
     with pytest.raises(
-        Conflicting,
+        ConflictError,
         match=r"the key k belongs to request scale-out-.*, which asked for something else; take another key",
     ):
-        plan(state, BOUNDS, Asked(kind=Kind.OUT, target=4, key="k"), now=99)
+        admit(state, BOUNDS, ScaleCommand(kind=Kind.OUT, target=4, key="k"), now=99)
 
 
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        ({"target": 0}, Refused, "neither is given; give num_replicas >= 1 or engine_urls"),
-        ({"target": 2, "urls": (A,)}, Refused, "both is given"),
+        ({"target": 0}, RejectedError, "neither is given; give num_replicas >= 1 or engine_urls"),
+        ({"target": 2, "urls": (A,)}, RejectedError, "both is given"),
         (
             {"target": 33},
-            Refused,
+            RejectedError,
             "33 workers of default are more than 32: scaling.max_workers = 32",
         ),
         (
             {"target": 9, "model": "reward"},
-            Refused,
+            RejectedError,
             "9 workers of reward are more than 8: each needs a partition, and there are 8",
         ),
         (
             {"target": 2, "model": "critic"},
-            Unknown,
+            NotFoundError,
             "this run has no model 'critic'; there is default, reward",
         ),
         (
             {"urls": ("ftp://x",)},
-            Refused,
+            RejectedError,
             "'ftp://x' is no address of a server; give http://host:port",
         ),
-        ({"urls": ("http://h:99999",)}, Refused, "is no address of a server"),
-        ({"urls": ('http://h:1/" x',)}, Refused, "is no address of a server"),
+        ({"urls": ("http://h:99999",)}, RejectedError, "is no address of a server"),
+        ({"urls": ('http://h:1/" x',)}, RejectedError, "is no address of a server"),
         (
             {"urls": (A,), "model": "reward"},
-            Refused,
+            RejectedError,
             "engine_urls are of servers for model 'default', got model 'reward'",
         ),
-        ({"target": 0, "kind": Kind.IN}, Refused, "neither is given"),
+        ({"target": 0, "kind": Kind.IN}, RejectedError, "neither is given"),
         (
             {"urls": (B,), "kind": Kind.IN},
-            Refused,
+            RejectedError,
             (
                 "no worker that was added is attached to 'http://127.0.0.1:30001'; those of the "
                 "start stay"
@@ -167,39 +160,39 @@ def test_call_that_is_repeated_with_its_key_makes_no_second_request() -> None:
     ],
 )
 def test_call_that_can_not_be_done_says_why(
-    asked: dict[str, Any], error: type[Refused], text: str
+    asked: dict[str, Any], error: type[RejectedError], text: str
 ) -> None:
     with pytest.raises(error) as refusal:
-        plan(ScaleState(), BOUNDS, Asked(**{"kind": Kind.OUT} | asked), now=0)
+        admit(ScaleState(), BOUNDS, ScaleCommand(**{"kind": Kind.OUT} | asked), now=0)
     assert text in str(refusal.value)
 
 
 def test_workers_of_the_start_stay() -> None:
-    bounds = Bounds.of(
+    bounds = ScalingBounds.from_config(
         run_config().model_copy(
             update={"workers": run_config().workers.model_copy(update={"rollout": 2})}
         ),
         is_supervised=True,
     )
     with pytest.raises(
-        Refused,
+        RejectedError,
         match=(
             "the run starts with 2 workers of default, and those stay; num_replicas must be >= "
             "2, got 1"
         ),
     ):
-        plan(ScaleState(), bounds, Asked(kind=Kind.IN, target=1), now=0)
+        admit(ScaleState(), bounds, ScaleCommand(kind=Kind.IN, target=1), now=0)
 
 
 def test_run_whose_workers_others_start_says_where_to_scale_it() -> None:
     with pytest.raises(
-        Refused,
+        RejectedError,
         match=r"were not started by `relax run`.*scale the service rollout where it was started",
     ):
-        plan(
+        admit(
             ScaleState(),
             replace(BOUNDS, is_supervised=False),
-            Asked(kind=Kind.OUT, target=2),
+            ScaleCommand(kind=Kind.OUT, target=2),
             now=0,
         )
 
@@ -208,10 +201,10 @@ def test_one_request_at_a_time_for_each_model() -> None:
     state = ScaleState()
     first = opened(state, kind=Kind.OUT, target=2)
     with pytest.raises(
-        Conflicting,
+        ConflictError,
         match=f"request {first.request_id} for default is PENDING; wait for its end, or cancel it",
     ):
-        plan(state, BOUNDS, Asked(kind=Kind.OUT, target=3), now=0)
+        admit(state, BOUNDS, ScaleCommand(kind=Kind.OUT, target=3), now=0)
     assert opened(state, kind=Kind.OUT, target=2, model="reward").workers == ("reward-1",)
 
 
@@ -222,7 +215,7 @@ def test_second_of_two_controllers_that_did_not_know_of_each_other_comes_to_noth
         opened(ScaleState(), kind=Kind.OUT, target=3),
     )
     for request in (first, second):
-        state.note(request.opening(reason="asked"))
+        state.apply(request.open_command(reason="asked"))
     assert (state.requests[second.request_id].status, state.requests[first.request_id].status) == (
         Status.FAILED,
         Status.PENDING,
@@ -234,19 +227,19 @@ def test_second_of_two_controllers_that_did_not_know_of_each_other_comes_to_noth
 def test_only_what_brings_workers_and_is_not_over_can_be_cancelled() -> None:
     state = ScaleState()
     request = opened(state, kind=Kind.OUT, target=2)
-    assert cancellation(state.requests[request.request_id]) is state.requests[request.request_id]
+    assert require_cancellable(state.requests[request.request_id]) is state.requests[request.request_id]
     ended(state, request, Status.CREATING, Status.ACTIVE)
-    with pytest.raises(Refused, match="is ACTIVE; only what has not ended can be cancelled"):
-        cancellation(state.requests[request.request_id])
-    with pytest.raises(Refused, match="which is not taken back; ask for as many again"):
-        cancellation(opened(state, kind=Kind.IN, target=1))
+    with pytest.raises(RejectedError, match="is ACTIVE; only what has not ended can be cancelled"):
+        require_cancellable(state.requests[request.request_id])
+    with pytest.raises(RejectedError, match="which is not taken back; ask for as many again"):
+        require_cancellable(opened(state, kind=Kind.IN, target=1))
 
 
 def test_records_that_nobody_of_ours_wrote_change_nothing() -> None:
     state = scaled(target=2)
     before = dict(state.requests)
     (request_id,) = before
-    given = opened(ScaleState(), kind=Kind.OUT, target=2).opening(reason="asked").arguments
+    given = opened(ScaleState(), kind=Kind.OUT, target=2).open_command(reason="asked").arguments
     strange = (
         {"workers": "rollout-x"},
         {"workers": ""},
@@ -258,10 +251,10 @@ def test_records_that_nobody_of_ours_wrote_change_nothing() -> None:
         {"request": request_id, "status": status} for status in ("SLEEPING", "DRAINING", "CREATING")
     )
     for arguments in (*(given | odd for odd in strange), *steps, {}, {"request": "x"}):
-        state.note(
+        state.apply(
             RunCommanded(command=Command.SCALE, role="rollout", reason="odd", arguments=arguments)
         )
-    state.note(
+    state.apply(
         RunCommanded(
             command=Command.SCALE,
             role="rollout",
@@ -274,7 +267,7 @@ def test_records_that_nobody_of_ours_wrote_change_nothing() -> None:
 
 
 def test_requests_that_are_over_are_known_for_days_and_the_newest_of_them_for_ever() -> None:
-    state, numbers = ScaleState(), range(NUM_KEPT + 105)
+    state, numbers = ScaleState(), range(MAX_ENDED_KEPT + 105)
     for number in numbers:
         ended(
             state,
@@ -283,12 +276,12 @@ def test_requests_that_are_over_are_known_for_days_and_the_newest_of_them_for_ev
             Status.REMOVING,
             Status.FAILED,
         )
-    assert (len(state.requests), sum(state.ended.values())) == (len(numbers), len(numbers))
-    again = plan(state, BOUNDS, Asked(kind=Kind.OUT, target=2, key="key-0"), now=30 * SECOND)
+    assert (len(state.requests), sum(state.num_ended.values())) == (len(numbers), len(numbers))
+    again = admit(state, BOUNDS, ScaleCommand(kind=Kind.OUT, target=2, key="key-0"), now=30 * SECOND)
     assert not again.is_new  # the call of a caller that lost the answer, hundreds of requests ago
     late = opened(state, kind=Kind.OUT, target=2)
-    state.note(late.step(Status.FAILED, now=20 * SECOND + KEPT_MICROS + 1))
-    assert len(state.requests) == NUM_KEPT
+    state.apply(late.status_command(Status.FAILED, now=20 * SECOND + KEPT_MICROS + 1))
+    assert len(state.requests) == MAX_ENDED_KEPT
     assert opened(state, kind=Kind.OUT, target=2).workers == (f"rollout-{len(numbers) + 2}",)
 
 
@@ -301,12 +294,12 @@ def test_worker_has_as_long_as_its_server_may_take_to_start_and_load() -> None:
             "sglang": config.engine.sglang.model_copy(update={"start_seconds": 2000.0}),
         }
     )
-    bounds = Bounds.of(config.model_copy(update={"engine": engine}), is_supervised=True)
+    bounds = ScalingBounds.from_config(config.model_copy(update={"engine": engine}), is_supervised=True)
     assert bounds.pools["default"].timeout == 4000 * SECOND
     with pytest.raises(
-        Refused, match=r"timeout_secs must be >= 4000, got 300: .* .engine.sglang.start_seconds"
+        RejectedError, match=r"timeout_secs must be >= 4000, got 300: .* .engine.sglang.start_seconds"
     ):
-        plan(ScaleState(), bounds, Asked(kind=Kind.OUT, target=2, timeout_seconds=300.0), now=1)
+        admit(ScaleState(), bounds, ScaleCommand(kind=Kind.OUT, target=2, timeout_seconds=300.0), now=1)
     with pytest.raises(
         ValueError,
         match=r"scaling.timeout_seconds must be 0 or >= 1200, got 300: .*engine.sglang.start_seconds",
@@ -316,7 +309,7 @@ def test_worker_has_as_long_as_its_server_may_take_to_start_and_load() -> None:
             | {
                 "engine": {"name": "sglang"},
                 "scaling": {"timeout_seconds": 300.0},
-                "health": {"stuck_seconds": 1800.0},
+                "health": {"progress_timeout_seconds": 1800.0},
             }
         )
 
@@ -325,14 +318,14 @@ def test_run_that_is_taken_up_still_knows_its_workers() -> None:
     state = ScaleState()
     request = opened(state, kind=Kind.OUT, target=2)
     log = [
-        request.opening(reason="asked"),
+        request.open_command(reason="asked"),
         RunCommanded(command=Command.STOP, reason="over"),
         RunCommanded(command=Command.RESUME, reason="go on"),
     ]
     heard = ScaleState()
     for event in still_valid(log):
-        heard.note(event)
-        RunState().note(event)
+        heard.apply(event)
+        RunState().apply(event)
     assert (list(heard.workers), heard.is_over) == (["rollout-1"], False)
 
 

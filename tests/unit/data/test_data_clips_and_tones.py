@@ -7,41 +7,41 @@ from relax_events.config import DataConfig, MediaConfig
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError
-from relax_events.media.audio import decode_sound, inspect_sound
-from relax_events.media.preprocessing import Plan
-from relax_events.media.videos import decode_clip, inspect_clip
+from relax_events.media.audio import decode_audio, inspect_audio
+from relax_events.media.preprocessing import DecodePlan
+from relax_events.media.videos import decode_video, inspect_video
 
 LIMITS = MediaConfig()
 BRIGHT = 130
 
 
 def made(source: str, **options: float) -> PromptSource:
-    return open_source(DataConfig(source=source, size=40, options=options), seed=1)
+    return open_source(DataConfig(source=source, num_problems=40, options=options), seed=1)
 
 
 def frames_of(row: PromptRow) -> np.ndarray:
     data = row.media[0].read(LIMITS)
-    facts = inspect_clip(data, limits=LIMITS, place="row")
-    plan = Plan(
+    facts = inspect_video(data, limits=LIMITS, location="row")
+    plan = DecodePlan(
         (facts.num_frames or 0, facts.height or 0, facts.width or 0, 3),
         "uint8",
         frames=tuple(range(facts.num_frames or 0)),
     )
-    return decode_clip(data, plan=plan, limits=LIMITS, place="row").astype(int)
+    return decode_video(data, plan=plan, limits=LIMITS, location="row").astype(int)
 
 
 def samples_of(row: PromptRow) -> np.ndarray:
     data = row.media[0].read(LIMITS)
-    facts = inspect_sound(data, limits=LIMITS, place="row")
-    return decode_sound(
+    facts = inspect_audio(data, limits=LIMITS, location="row")
+    return decode_audio(
         data,
-        plan=Plan((facts.num_frames or 0,), "float32", rate_hertz=16_000),
+        plan=DecodePlan((facts.num_frames or 0,), "float32", rate_hertz=16_000),
         limits=LIMITS,
-        place="row",
+        location="row",
     )
 
 
-@pytest.mark.parametrize("source", ["clips:direction", "clips:order", "tones:pitch", "tones:order"])
+@pytest.mark.parametrize("source", ["synthetic_videos:direction", "synthetic_videos:order", "synthetic_audio:pitch", "synthetic_audio:order"])
 def test_row_is_the_same_for_a_seed_and_an_index(source: str) -> None:
     assert made(source).row(7) == made(source).row(7)
     assert made(source).row(7).media[0].source != made(source).row(8).media[0].source
@@ -49,7 +49,7 @@ def test_row_is_the_same_for_a_seed_and_an_index(source: str) -> None:
 
 def test_square_moves_where_the_answer_says() -> None:
     answers = set()
-    for row in map(made("clips:direction").row, range(30)):
+    for row in map(made("synthetic_videos:direction").row, range(30)):
         places = [
             np.argwhere((frame > BRIGHT).any(axis=2)).mean(axis=0) for frame in frames_of(row)
         ]
@@ -71,7 +71,7 @@ def test_last_colour_is_that_of_the_last_square() -> None:
         "white": "111",
         "pink": "101",
     }
-    for row in map(made("clips:order", frames=6).row, range(20)):
+    for row in map(made("synthetic_videos:order", frames=6).row, range(20)):
         colours = []
         for frame in frames_of(row):
             square = frame[(frame > BRIGHT).any(axis=2)]
@@ -80,7 +80,7 @@ def test_last_colour_is_that_of_the_last_square() -> None:
         assert [colour == colours[-1] for colour in colours] == [False] * 3 + [True] * 3
 
 
-@pytest.mark.parametrize(("source", "seconds"), [("tones:pitch", 0.4), ("tones:order", 0.8)])
+@pytest.mark.parametrize(("source", "seconds"), [("synthetic_audio:pitch", 0.4), ("synthetic_audio:order", 0.8)])
 def test_note_is_the_loudest_at_the_end(source: str, seconds: float) -> None:
     hertz = {"do": 262, "re": 392, "mi": 587, "fa": 880, "sol": 1319, "la": 1976}
     for row in map(made(source).row, range(20)):
@@ -91,12 +91,12 @@ def test_note_is_the_loudest_at_the_end(source: str, seconds: float) -> None:
 
 
 def test_options_choose_size_and_length() -> None:
-    assert frames_of(made("clips:direction", pixels=48, frames=8).row(0)).shape == (8, 48, 48, 3)
-    assert len(samples_of(made("tones:pitch", seconds=1).row(0))) == 16_000
+    assert frames_of(made("synthetic_videos:direction", pixels=48, frames=8).row(0)).shape == (8, 48, 48, 3)
+    assert len(samples_of(made("synthetic_audio:pitch", seconds=1).row(0))) == 16_000
     with pytest.raises(
         ConfigError,
-        match=r"there are no tones 'chord'; set data.source = 'tones:<task>' to one of pitch, order",
+        match=r"there are no tones 'chord'; set data.source = 'synthetic_audio:<task>' to one of pitch, order",
     ):
-        made("tones:chord")
-    with pytest.raises(ConfigError, match=r"clips:order does not take data.options"):
-        made("clips:order", frames=5)
+        made("synthetic_audio:chord")
+    with pytest.raises(ConfigError, match=r"synthetic_videos:order does not take data.options"):
+        made("synthetic_videos:order", frames=5)

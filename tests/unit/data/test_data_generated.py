@@ -11,13 +11,13 @@ from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.rewards.verifiers.reasoning_gym import reasoning_gym
 
 SPELL = DataConfig(
-    source="reasoning_gym:spell_backward", size=50, options={"min_word_len": 3, "max_word_len": 4}
+    source="reasoning_gym:spell_backward", num_problems=50, options={"min_word_len": 3, "max_word_len": 4}
 )
 
 
 def test_generated_rows_follow_the_seed() -> None:
     first, again, other = (open_source(SPELL, seed=seed) for seed in (1, 1, 2))
-    assert first.rows == 50
+    assert first.num_rows == 50
     assert [first.row(index) for index in range(50)] == [again.row(index) for index in range(50)]
     assert first.row(0) != other.row(0)
 
@@ -67,8 +67,8 @@ def test_verifier_refuses_metadata_from_elsewhere() -> None:
     ],
 )
 def test_verifier_gives_full_marks_to_the_reference_answer_after_the_wire(task: str) -> None:
-    source = open_source(DataConfig(source=f"reasoning_gym:{task}", size=3), seed=5)
-    for index in range(source.rows):
+    source = open_source(DataConfig(source=f"reasoning_gym:{task}", num_problems=3), seed=5)
+    for index in range(source.num_rows):
         row = source.row(index)
         assert (
             reasoning_gym(
@@ -92,7 +92,7 @@ def test_generated_source_names_options_that_the_task_refuses(options: dict[str,
 
 
 def test_generated_source_has_no_rows_beyond_its_size() -> None:
-    with pytest.raises(IndexError, match=r"data.size is 50"):
+    with pytest.raises(IndexError, match=r"data.num_problems is 50"):
         open_source(SPELL, seed=0).row(50)
 
 

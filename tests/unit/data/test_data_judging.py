@@ -8,16 +8,16 @@ import pytest
 
 from relax_events.config import DataConfig
 from relax_events.data.prompt_filter import (
-    History,
-    HookJudge,
-    LengthJudge,
-    PassRateJudge,
-    Verdict,
-    judges_of,
+    RewardHistory,
+    FunctionFilter,
+    LengthFilter,
+    PassRateFilter,
+    FilterResult,
+    build_filters,
 )
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
-from relax_events.data.stream import DataPlace
+from relax_events.data.stream import DatasetRow
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
 from relax_events.examples.tiny_tokenizer import train_tokenizer
@@ -54,23 +54,23 @@ def hook_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "verdict"), [("ab", "too_short"), ("abc", 0.0), ("abcde", 0.0), ("abcdef", "too_long")]
 )
-def test_length_judge_counts_tokens(text: str, verdict: Verdict) -> None:
+def test_length_judge_counts_tokens(text: str, verdict: FilterResult) -> None:
     # A tokenizer of bytes alone: as many tokens as letters.
     renderer = PromptRenderer(
         train_tokenizer(["x"], vocab_size=256), DataConfig(source="jsonl:x", chat_template=False)
     )
-    judge = LengthJudge(renderer, min_tokens=3, max_tokens=5)
+    judge = LengthFilter(renderer, min_tokens=3, max_tokens=5)
     assert judge(row_of(text), mean_rewards=(), train_step=0) == verdict
 
 
 @pytest.mark.parametrize(
     ("answer", "verdict"), [("abc", 0.0), ("abcd", "answer_too_long"), ("", "answer_refused")]
 )
-def test_length_judge_counts_the_answer_with_its_stop_token(answer: str, verdict: Verdict) -> None:
+def test_length_judge_counts_the_answer_with_its_stop_token(answer: str, verdict: FilterResult) -> None:
     renderer = PromptRenderer(
         train_tokenizer(["x"], vocab_size=256), DataConfig(source="jsonl:x", chat_template=False)
     )
-    judge = LengthJudge(renderer, min_tokens=0, max_tokens=0, max_sample_tokens=6)
+    judge = LengthFilter(renderer, min_tokens=0, max_tokens=0, max_sample_tokens=6)
     row = PromptRow([ChatMessage.of_text("user", "ab")], answer)
     assert judge(row, mean_rewards=(), train_step=0) == verdict
 
@@ -78,7 +78,7 @@ def test_length_judge_counts_the_answer_with_its_stop_token(answer: str, verdict
 def test_length_judge_passes_over_what_the_template_refuses() -> None:
     tokenizer = train_tokenizer(["x"])
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    judge = LengthJudge(
+    judge = LengthFilter(
         PromptRenderer(tokenizer, DataConfig(source="jsonl:x")), min_tokens=1, max_tokens=0
     )
     assert judge(row_of("hi"), mean_rewards=(), train_step=0) == "refused_by_template"
@@ -95,25 +95,25 @@ def test_length_judge_passes_over_what_the_template_refuses() -> None:
     ],
 )
 def test_pass_rate_judge_looks_at_the_newest_mean_reward(
-    mean_rewards: tuple[float, ...], verdict: Verdict
+    mean_rewards: tuple[float, ...], verdict: FilterResult
 ) -> None:
-    assert PassRateJudge(0.1, 0.9)(row_of("p"), mean_rewards=mean_rewards, train_step=3) == verdict
+    assert PassRateFilter(0.1, 0.9)(row_of("p"), mean_rewards=mean_rewards, train_step=3) == verdict
 
 
 def test_hook_gives_a_place_in_the_order_or_drops_the_row(hook_file: Path) -> None:
-    judge = HookJudge(f"{hook_file}:level")
+    judge = FunctionFilter(f"{hook_file}:level")
     assert judge(row_of("p", '{"level": 2}'), mean_rewards=(), train_step=0) == 2.0
-    assert judge(row_of("p"), mean_rewards=(), train_step=0) == "hook"
-    easy = HookJudge(f"{hook_file}:easy")
+    assert judge(row_of("p"), mean_rewards=(), train_step=0) == "prompt_filter"
+    easy = FunctionFilter(f"{hook_file}:easy")
     assert [
         easy(row_of("p"), mean_rewards=rewards, train_step=0)
         for rewards in ((), (1.0, 0.5), (1.0,))
-    ] == [0.0, 0.0, "hook"]
+    ] == [0.0, 0.0, "prompt_filter"]
 
 
 def test_hook_is_told_all_that_it_may_look_at(hook_file: Path) -> None:
     assert (
-        HookJudge(f"{hook_file}:facts")(
+        FunctionFilter(f"{hook_file}:facts")(
             row_of("abc"), mean_rewards=(0.5, 1.0, 0.0, 0.0), train_step=7
         )
         == 3247.0
@@ -124,21 +124,21 @@ def test_hook_that_fails_is_named_with_the_prompt(hook_file: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"hooks.py:broken failed with KeyError: 'no level' on prompt 'why\?'"
     ):
-        HookJudge(f"{hook_file}:broken")(row_of("why?"), mean_rewards=(), train_step=0)
+        FunctionFilter(f"{hook_file}:broken")(row_of("why?"), mean_rewards=(), train_step=0)
     with pytest.raises(
         ConfigError,
         match=r"hooks.py:words gave 'later' for prompt 'why\?'; it must give a number, True, False or None",
     ):
-        HookJudge(f"{hook_file}:words")(row_of("why?"), mean_rewards=(), train_step=0)
-    with pytest.raises(ConfigError, match=r"data.hook = .*nowhere.py does not exist"):
-        HookJudge("nowhere.py:level")
+        FunctionFilter(f"{hook_file}:words")(row_of("why?"), mean_rewards=(), train_step=0)
+    with pytest.raises(ConfigError, match=r"data.prompt_filter = .*nowhere.py does not exist"):
+        FunctionFilter("nowhere.py:level")
 
 
 def test_history_keeps_mean_rewards_in_order() -> None:
-    history = History()
+    history = RewardHistory()
     for reward in (0.25, 0.5):
-        history.note(DataPlace(0, 3), reward)
-    assert (list(history[DataPlace(0, 3)]), list(history[DataPlace(1, 3)])) == ([0.25, 0.5], [])
+        history.add(DatasetRow(0, 3), reward)
+    assert (list(history[DatasetRow(0, 3)]), list(history[DatasetRow(1, 3)])) == ([0.25, 0.5], [])
 
 
 def test_judges_are_those_that_the_run_file_asks_for(hook_file: Path) -> None:
@@ -146,11 +146,11 @@ def test_judges_are_those_that_the_run_file_asks_for(hook_file: Path) -> None:
         train_tokenizer(["x"]), DataConfig(source="jsonl:x", chat_template=False)
     )
     every = DataConfig(
-        source="jsonl:x", max_prompt_tokens=3, pass_rate=(0.1, 0.9), hook=f"{hook_file}:level"
+        source="jsonl:x", max_prompt_tokens=3, pass_rate_range=(0.1, 0.9), prompt_filter=f"{hook_file}:level"
     )
-    assert [type(judge) for judge in judges_of(every, renderer=renderer)] == [
-        LengthJudge,
-        PassRateJudge,
-        HookJudge,
+    assert [type(judge) for judge in build_filters(every, renderer=renderer)] == [
+        LengthFilter,
+        PassRateFilter,
+        FunctionFilter,
     ]
-    assert judges_of(DataConfig(source="jsonl:x"), renderer=renderer) == []
+    assert build_filters(DataConfig(source="jsonl:x"), renderer=renderer) == []

@@ -87,19 +87,19 @@ def test_parquet_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
     rows = numbered(0, 9)
     rows[0]["prompt"] = rows[4]["prompt"] = rows[8]["prompt"] = ""
     path = write_table(tmp_path / "rows.parquet", rows)
-    source = source_of(path, max_bad_rows=3)
+    source = source_of(path, max_invalid_rows=3)
     assert answers(source) == ["1", "2", "3", "5", "6", "7"]
     assert source.unfit.count == 3
     assert source.unfit.named[1] == (
         f"{path}, row 4: prompt is an empty string; a prompt is a non-empty string or a list "
         "of chat messages"
     )
-    assert answers(source_of(f"{path}[1:5]", max_bad_rows=1)) == ["1", "2", "3"]
+    assert answers(source_of(f"{path}[1:5]", max_invalid_rows=1)) == ["1", "2", "3"]
     with pytest.raises(
         ConfigError,
-        match=r"row 8: prompt is an empty .* it is unfit row number 3, and data.max_bad_rows is 2",
+        match=r"row 8: prompt is an empty .* it is unfit row number 3, and data.max_invalid_rows is 2",
     ):
-        source_of(path, max_bad_rows=2)
+        source_of(path, max_invalid_rows=2)
     with pytest.raises(ConfigError, match=r"rows.parquet, row 0: prompt is an empty string"):
         source_of(path)
 

@@ -34,7 +34,7 @@ BRIGHT = 150
 
 def scenes(task: str, *, seed: int = 0, **settings: Any) -> PromptSource:
     return open_source(
-        DataConfig.model_validate({"source": f"scenes:{task}", "size": 60, **settings}), seed=seed
+        DataConfig.model_validate({"source": f"synthetic_images:{task}", "num_problems": 60, **settings}), seed=seed
     )
 
 
@@ -84,7 +84,7 @@ def test_pictures_have_the_size_that_is_asked_for() -> None:
             "sound",
             {},
             (
-                "there are no scenes 'sound'; set data.source = 'scenes:<task>' to one of "
+                "there are no scenes 'sound'; set data.source = 'synthetic_images:<task>' to one of "
                 "colour, count, where"
             ),
         ),
@@ -129,7 +129,7 @@ def test_run_with_sounds_needs_a_model_that_hears(tmp_path: Path) -> None:
         return picture_run(
             tmp_path,
             model={"path": tmp_path / "none", "tiny": {"family": family}},
-            data={"source": "tones:pitch"},
+            data={"source": "synthetic_audio:pitch"},
         )
 
     assert require_model(run("qwen3_omni_moe_thinker")).endswith("will be made by the run")

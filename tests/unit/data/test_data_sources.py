@@ -34,7 +34,7 @@ def test_jsonl_reads_rows_in_any_order(tmp_path: Path) -> None:
         *({"prompt": f"p{number}", "answer": number, "level": number % 2} for number in range(5)),
     )
     source = open_source(jsonl(path), seed=0)
-    assert source.rows == 5
+    assert source.num_rows == 5
     assert source.row(3) == PromptRow([ChatMessage.of_text("user", "p3")], "3", '{"level":1}')
     assert source.row(0).messages[0].text == "p0"
 
@@ -73,7 +73,7 @@ def test_jsonl_passes_over_blank_lines_and_a_missing_last_newline(tmp_path: Path
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"prompt": "a", "answer": ""}\n   \n{"prompt": "b", "answer": ""}')
     source = open_source(jsonl(path), seed=0)
-    assert [source.row(index).messages[0].text for index in range(source.rows)] == ["a", "b"]
+    assert [source.row(index).messages[0].text for index in range(source.num_rows)] == ["a", "b"]
 
 
 def test_jsonl_needs_no_answers_when_told_so(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_jsonl_has_no_rows_beyond_its_ends(tmp_path: Path, index: int) -> None:
 def test_open_source_refuses_what_it_does_not_know(source: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"data.source must be one of 'jsonl:<path>', .*, 'scenes:<task>', 'tones:<task>'",
+        match=r"data.source must be one of 'jsonl:<path>', .*, 'synthetic_images:<task>', 'synthetic_audio:<task>'",
     ):
         open_source(DataConfig(source=source), seed=0)
 
@@ -158,7 +158,7 @@ def test_jsonl_takes_a_slice_and_looks_at_nothing_else(
     lines[{"[1:3]": 0, "[3:]": 2, "[:2]": 4}[span]] = "broken"
     path = write_lines(tmp_path / "rows.jsonl", *lines)
     source = open_source(DataConfig(source=f"jsonl:{path}{span}"), seed=0)
-    assert [source.row(index).answer for index in range(source.rows)] == expected
+    assert [source.row(index).answer for index in range(source.num_rows)] == expected
 
 
 def test_jsonl_has_no_rows_in_a_slice_behind_its_end(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_jsonl_reads_compressed_files(tmp_path: Path, suffix: str) -> None:
         with pa.output_stream(path) as stream:
             stream.write(text)
     source = open_source(jsonl(path), seed=0)
-    assert (source.rows, source.row(299).answer, source.row(0).answer) == (300, "299", "0")
+    assert (source.num_rows, source.row(299).answer, source.row(0).answer) == (300, "299", "0")
     path.write_bytes(b"no such thing")
     with pytest.raises(ConfigError, match=rf"rows.jsonl.{suffix} can't be read"):
         open_source(jsonl(path), seed=0)
@@ -236,14 +236,14 @@ def test_parquet_refuses_what_is_no_regular_file(tmp_path: Path) -> None:
 def test_jsonl_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
     rows: list[object] = [{"prompt": "p", "answer": str(number)} for number in range(4)]
     path = write_lines(tmp_path / "rows.jsonl", rows[0], "{", rows[1], {"prompt": "p"}, *rows[2:])
-    source = open_source(jsonl(path, max_bad_rows=2), seed=0)
-    assert [source.row(index).answer for index in range(source.rows)] == ["0", "1", "2", "3"]
-    assert [text.partition(" ")[0] for text in source.unfit.named] == [f"{path}:2", f"{path}:4"]
+    source = open_source(jsonl(path, max_invalid_rows=2), seed=0)
+    assert [source.row(index).answer for index in range(source.num_rows)] == ["0", "1", "2", "3"]
+    assert [text.partition(" ")[0] for text in source.invalid_rows.examples] == [f"{path}:2", f"{path}:4"]
     with pytest.raises(
         ConfigError,
-        match=r"rows.jsonl:4 has no key 'answer'.*; it is unfit row number 2, and data.max_bad_rows is 1",
+        match=r"rows.jsonl:4 has no key 'answer'.*; it is unfit row number 2, and data.max_invalid_rows is 1",
     ):
-        open_source(jsonl(path, max_bad_rows=1), seed=0)
+        open_source(jsonl(path, max_invalid_rows=1), seed=0)
 
 
 def test_rows_take_their_columns_from_within_objects(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.sft_targets import LaidOutAnswer, lay_out, sample_answers
+from relax_events.data.sft_targets import TokenizedTarget, tokenize_completion, tokenize_group_targets
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage
 from relax_events.events.types import PromptGroupIssued
@@ -48,7 +48,7 @@ def renderer_of(
     )
 
 
-def pieces(answer: LaidOutAnswer, renderer: PromptRenderer) -> list[tuple[str, int]]:
+def pieces(answer: TokenizedTarget, renderer: PromptRenderer) -> list[tuple[str, int]]:
     """Give the text of each token with its mask."""
     texts = [
         str(renderer._tokenizer.decode([token], skip_special_tokens=False))
@@ -59,13 +59,13 @@ def pieces(answer: LaidOutAnswer, renderer: PromptRenderer) -> list[tuple[str, i
 
 def test_mask_of_a_conversation_marks_each_token_that_the_assistant_chose(folder: Path) -> None:
     renderer = renderer_of(folder)
-    answer = lay_out(PROMPT, TALK, renderer=renderer)
+    answer = tokenize_completion(PROMPT, TALK, renderer=renderer)
     assert pieces(answer, renderer) == [
         ("y", 1), ("o", 1), ("<|im_end|>", 1), ("\n", 0),
         ("<|im_start|>", 0), ("user\n", 0), ("o", 0), ("k", 0), ("<|im_end|>", 0), ("\n", 0), ("<|im_start|>", 0), ("assistant\n", 0),
         ("b", 1), ("y", 1), ("e", 1), ("<|im_end|>", 1),
     ]  # fmt: skip
-    whole = renderer.encode(renderer.templated([*PROMPT, *TALK], is_whole=True))
+    whole = renderer.encode(renderer.apply_template([*PROMPT, *TALK], is_whole=True))
     assert [*renderer.prompt_tokens(PROMPT), *answer.tokens] == whole[
         :-1
     ].tolist()  # but for the newline behind the last stop token
@@ -73,18 +73,18 @@ def test_mask_of_a_conversation_marks_each_token_that_the_assistant_chose(folder
 
 def test_answer_without_a_template_is_its_text_and_a_stop_token(folder: Path) -> None:
     renderer = renderer_of(folder, chat_template=False)
-    assert pieces(lay_out(PROMPT, TALK[:1], renderer=renderer), renderer) == [
+    assert pieces(tokenize_completion(PROMPT, TALK[:1], renderer=renderer), renderer) == [
         ("y", 1),
         ("o", 1),
         ("<|im_end|>", 1),
     ]
     with pytest.raises(PoisonSample, match="a completion of 3 messages needs a chat template"):
-        lay_out(PROMPT, TALK, renderer=renderer)
+        tokenize_completion(PROMPT, TALK, renderer=renderer)
 
 
 def test_answer_that_the_template_does_not_end_is_given_a_stop_token(folder: Path) -> None:
     renderer = renderer_of(folder, ENDLESS)
-    assert pieces(lay_out(PROMPT, TALK[:1], renderer=renderer), renderer) == [
+    assert pieces(tokenize_completion(PROMPT, TALK[:1], renderer=renderer), renderer) == [
         ("y", 1),
         ("o", 1),
         ("\n", 1),
@@ -94,12 +94,12 @@ def test_answer_that_the_template_does_not_end_is_given_a_stop_token(folder: Pat
 
 def test_row_fails_where_the_template_forgets_what_it_rendered(folder: Path) -> None:
     renderer = renderer_of(folder, FORGETFUL)
-    assert len(lay_out(PROMPT[1:], TALK[:1], renderer=renderer).tokens) == 3
+    assert len(tokenize_completion(PROMPT[1:], TALK[:1], renderer=renderer).tokens) == 3
     with pytest.raises(
         PoisonSample,
         match=r"the chat template changes what stands before message 3 .*set data.train_on = 'last'",
     ):
-        lay_out(PROMPT[1:], TALK, renderer=renderer)
+        tokenize_completion(PROMPT[1:], TALK, renderer=renderer)
 
 
 def issued(
@@ -113,9 +113,9 @@ def issued(
 
 def test_prompt_group_has_an_answer_for_each_sample(folder: Path) -> None:
     renderer = renderer_of(folder)
-    (alone,) = sample_answers(issued([], answer="yo"), renderer=renderer)
-    assert alone.tokens.tolist() == lay_out(PROMPT, TALK[:1], renderer=renderer).tokens.tolist()
-    chosen, rejected = sample_answers(issued([TALK[:1], TALK[2:]], of=2), renderer=renderer)
+    (alone,) = tokenize_group_targets(issued([], answer="yo"), renderer=renderer)
+    assert alone.tokens.tolist() == tokenize_completion(PROMPT, TALK[:1], renderer=renderer).tokens.tolist()
+    chosen, rejected = tokenize_group_targets(issued([TALK[:1], TALK[2:]], of=2), renderer=renderer)
     assert (renderer.completion_text(chosen.tokens), renderer.completion_text(rejected.tokens)) == (
         "yo",
         "bye",
@@ -133,4 +133,4 @@ def test_prompt_group_without_its_answers_is_refused(
     folder: Path, group: PromptGroupIssued, text: str
 ) -> None:
     with pytest.raises(PoisonSample, match=text):
-        sample_answers(group, renderer=renderer_of(folder))
+        tokenize_group_targets(group, renderer=renderer_of(folder))

@@ -56,7 +56,7 @@ def config_of(name: str, *overrides: str) -> RunConfig:
 
 def first_row(config: RunConfig) -> PromptRow:
     source = open_source(config.data, seed=0)
-    assert source.rows == 1
+    assert source.num_rows == 1
     return source.row(0)
 
 
@@ -155,7 +155,7 @@ def test_row_that_the_template_cannot_take_is_unfit(
         "avqa-omni",
         f"data.source=jsonl:{tmp_path / 'train.jsonl'}",
         f"data.media_root={tmp_path}",
-        "data.max_bad_rows=0",
+        "data.max_invalid_rows=0",
     )
     with pytest.raises(Exception, match=error):
         open_source(config.data, seed=0)

@@ -13,7 +13,7 @@ from relax_events.engines.protocol import Engine, GenerationRequest, SampleReque
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, ObjectRef, VersionSegment
 from relax_events.events.types import PolicyVersionPublished
-from relax_events.weights.transport import VersionsOnly
+from relax_events.weights.transport import NullWeightsReader
 
 
 def engine() -> DatasetEngine:
@@ -94,5 +94,5 @@ def test_engine_serves_the_version_that_was_announced_without_its_tensors() -> N
     published = PolicyVersionPublished(
         policy_version=7, artifact=artifact, transports=[], start_offsets=[]
     )
-    used.load_weights(VersionsOnly().fetch(published))
+    used.load_weights(NullWeightsReader().fetch(published))
     assert used.policy_version == 7

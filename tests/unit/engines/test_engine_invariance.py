@@ -13,7 +13,7 @@ from relax_events.config import ModelConfig
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.transformers.causal_model import CausalModel
 from relax_events.engines.transformers.engine import TransformersEngine
-from relax_events.engines.transformers.invariance import RowRule, measure_invariance
+from relax_events.engines.transformers.invariance import PaddingRule, measure_invariance
 
 NUM_GROUPS = 12
 STOPS = (7, 40)
@@ -61,11 +61,11 @@ def test_seeds_draw_the_samples_in_random_company(family: str) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [RowRule(True, 16, True), RowRule(True, 64, False)],
+    [PaddingRule(True, 16, True), PaddingRule(True, 64, False)],
     ids=["at least 16 rows", "most rows, prompts alone"],
 )
 def test_seeds_draw_the_samples_by_a_stricter_rule(
-    family: str, rule: RowRule, monkeypatch: pytest.MonkeyPatch
+    family: str, rule: PaddingRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "relax_events.engines.transformers.engine.measure_invariance", lambda *_, **__: rule
@@ -102,20 +102,20 @@ def test_rows_of_a_step_fill_vectors_where_a_gate_gives_one_number(
 @pytest.mark.parametrize(
     ("error_of", "expected"),
     [
-        (len, RowRule(agrees=True, min_rows=64, prefills_together=True)),
+        (len, PaddingRule(agrees=True, min_rows=64, prefills_together=True)),
         (
             lambda tokens: float(len(tokens) < 32),
-            RowRule(agrees=True, min_rows=32, prefills_together=True),
+            PaddingRule(agrees=True, min_rows=32, prefills_together=True),
         ),
         (
             lambda tokens: torch.arange(len(tokens))[:, None],
-            RowRule(agrees=False, min_rows=8, prefills_together=True),
+            PaddingRule(agrees=False, min_rows=8, prefills_together=True),
         ),
     ],
     ids=["by the number of rows", "by few rows", "by place"],
 )
 def test_measurement_sees_how_rows_round(
-    error_of: Any, expected: RowRule, monkeypatch: pytest.MonkeyPatch
+    error_of: Any, expected: PaddingRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = rounding(monkeypatch, of_step=error_of)
     assert measure_invariance(model, max_rows=64) == expected

@@ -8,7 +8,7 @@ from torch.nn.functional import softmax
 
 from relax_events.config import SamplingConfig
 from relax_events.engines.transformers.layers import grouped_sdpa, padded_experts
-from relax_events.engines.transformers.rows import RowTable, Sample
+from relax_events.engines.transformers.rows import RowTable, SampleState
 from relax_events.events.parts import FinishReason, VersionSegment
 
 
@@ -56,8 +56,8 @@ def sample(
     stops: tuple[int, ...] = (),
     limit: int = 8,
     prefix: tuple[int, ...] = (),
-) -> Sample:
-    return Sample(
+) -> SampleState:
+    return SampleState(
         order=0,
         sample_id=name,
         prompt_group_id="g",
@@ -69,14 +69,14 @@ def sample(
         tokens=np.array(prefix, np.int32),
         logprobs=-np.ones(len(prefix), np.float32),
         segments=(VersionSegment(0, len(prefix)),) if prefix else (),
-        given=np.ones(3, bool),
+        is_given=np.ones(3, bool),
     )
 
 
-def table_of(*samples: Sample) -> RowTable:
+def table_of(*samples: SampleState) -> RowTable:
     table = RowTable(max_rows=8, max_tokens=16)
     for one in samples:
-        table.join(one, policy_version=1)
+        table.add(one, policy_version=1)
     return table
 
 
@@ -99,7 +99,7 @@ def test_rows_end_by_stop_token_by_length_and_by_odd_numbers() -> None:
 def test_rows_close_up_when_samples_leave() -> None:
     table = table_of(*(sample(name) for name in "abcde"))
     record(table, [1, 2, 3, 4, 5])
-    left, sources, targets = table.leave([0, 2, 4])
+    left, sources, targets = table.remove([0, 2, 4])
     assert [(one.sample_id, one.tokens.tolist()) for one in left] == [
         ("a", [1]),
         ("c", [3]),
@@ -109,7 +109,7 @@ def test_rows_close_up_when_samples_leave() -> None:
     assert [one.sample_id for one in table.samples] == ["d", "b"]
     assert table.next_tokens[:2].tolist() == [4, 2]
     record(table, [40, 20])
-    left, sources, targets = table.leave([0, 1])
+    left, sources, targets = table.remove([0, 1])
     assert [one.tokens.tolist() for one in left] == [[4, 40], [2, 20]]
     assert (sources, targets, table.num_rows) == ([], [], 0)
 
@@ -124,19 +124,19 @@ def test_rows_count_positions_from_the_prompt() -> None:
 def test_segments_join_neighbours_of_one_kind() -> None:
     table = table_of(sample("a", prefix=(1, 2)))
     record(table, [3])
-    table.mark(2)
-    table.mark(3)
+    table.mark_version(2)
+    table.mark_version(3)
     record(table, [4])
     record(table, [5])
-    ((left,), _, _) = table.leave([0])
+    ((left,), _, _) = table.remove([0])
     assert left.segments == (
         VersionSegment(0, 2),
         VersionSegment(1, 1),
         VersionSegment(3, 2, kept_cache=True),
     )
-    table.join(left, policy_version=3)
+    table.add(left, policy_version=3)
     record(table, [6])
-    ((left,), _, _) = table.leave([0])
+    ((left,), _, _) = table.remove([0])
     assert left.segments[-2:] == (VersionSegment(3, 2, kept_cache=True), VersionSegment(3, 1))
     assert left.finish_reason is None
     assert sample("b", limit=1, prefix=(4,)).finish_reason is FinishReason.LENGTH

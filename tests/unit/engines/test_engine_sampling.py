@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from relax_events.engines.transformers import sampling
-from relax_events.engines.transformers.sampling import RowSampling, draw, uniforms
+from relax_events.engines.transformers.sampling import RowSampling, sample_tokens, uniforms
 
 NUM_DRAWS = 20_000
 
@@ -28,7 +28,7 @@ def frequencies(probabilities: list[float], **settings: float) -> NDArray[np.flo
     """Draw many times from one distribution; each draw is a row with a seed of its own."""
     logits = torch.tensor(probabilities).log().expand(NUM_DRAWS, -1)
     numbers = uniforms(np.arange(NUM_DRAWS, dtype=np.uint64), np.zeros(NUM_DRAWS, np.int64))
-    tokens, _ = draw(logits, numbers, sampling=rows(NUM_DRAWS, **settings))  # type: ignore[arg-type]
+    tokens, _ = sample_tokens(logits, numbers, sampling=rows(NUM_DRAWS, **settings))  # type: ignore[arg-type]
     return np.bincount(tokens, minlength=len(probabilities)) / NUM_DRAWS
 
 
@@ -110,7 +110,7 @@ def test_equal_probabilities_keep_the_lower_tokens_first() -> None:
 
 def test_logprobs_are_those_before_the_restriction() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    tokens, logprobs = draw(logits, np.array([0.99]), sampling=rows(1, temperature=2.0, top_k=2))
+    tokens, logprobs = sample_tokens(logits, np.array([0.99]), sampling=rows(1, temperature=2.0, top_k=2))
     weights = np.exp(np.array([1.0, 0.5, 0.0, -0.5]))
     assert tokens.tolist() == [1]
     assert logprobs[0] == pytest.approx(np.log(weights[1] / weights.sum()), abs=1e-6)
@@ -119,13 +119,13 @@ def test_logprobs_are_those_before_the_restriction() -> None:
 def test_token_without_probability_is_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
     for number in (0.0, 1 - 2.0**-52):
-        tokens, _ = draw(logits, np.array([number]), sampling=rows(1))
+        tokens, _ = sample_tokens(logits, np.array([number]), sampling=rows(1))
         assert tokens.tolist() == [1]
 
 
 def test_row_that_is_not_finite_gets_nan_and_leaves_the_others_alone() -> None:
     logits = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [torch.inf, 0.0]])
-    tokens, logprobs = draw(logits, np.full(3, 0.5), sampling=rows(3))
+    tokens, logprobs = sample_tokens(logits, np.full(3, 0.5), sampling=rows(3))
     assert np.isfinite(logprobs).tolist() == [True, False, False]
     assert ((tokens >= 0) & (tokens < 2)).all()
 
@@ -133,8 +133,8 @@ def test_row_that_is_not_finite_gets_nan_and_leaves_the_others_alone() -> None:
 def test_draws_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(33, 273, generator=torch.Generator().manual_seed(1))
     numbers = uniforms(np.arange(33, dtype=np.uint64), np.arange(33))
-    whole = draw(logits, numbers, sampling=rows(33, top_p=0.9))
+    whole = sample_tokens(logits, numbers, sampling=rows(33, top_p=0.9))
     monkeypatch.setattr(sampling, "MAX_ELEMENTS", 1000)
-    parts = draw(logits, numbers, sampling=rows(33, top_p=0.9))
+    parts = sample_tokens(logits, numbers, sampling=rows(33, top_p=0.9))
     assert whole[0].tolist() == parts[0].tolist()
     np.testing.assert_allclose(whole[1], parts[1], rtol=0, atol=1e-5)

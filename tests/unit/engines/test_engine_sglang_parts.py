@@ -24,14 +24,14 @@ from transformers import (
 )
 
 from relax_events.config import SGLangConfig
-from relax_events.engines.requests import admitted_samples
-from relax_events.engines.sglang.checkpoint import ModelFolder, not_finite
+from relax_events.engines.requests import build_samples
+from relax_events.engines.sglang.checkpoint import ModelFolder, find_non_finite
 from relax_events.engines.sglang.engine import servers
-from relax_events.engines.sglang.inflight import Flight, UnknownVersion
+from relax_events.engines.sglang.inflight import InflightRequest, UnknownVersion
 from relax_events.engines.sglang.patches import model as model_intake
 from relax_events.engines.sglang.patches import plugin
-from relax_events.engines.sglang.weight_checksums import Fingerprints
-from relax_events.engines.transformers.rows import Sample
+from relax_events.engines.sglang.weight_checksums import WeightChecksums
+from relax_events.engines.transformers.rows import SampleState
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.parts import VersionSegment
 from tests.unit.moving_and_sounding import expert_model, omni_model, whole_omni_model
@@ -45,9 +45,9 @@ def parameters(path: Path, loader: Any = AutoModelForCausalLM) -> dict[str, torc
 def check_fits(path: Path, loader: Any) -> None:
     """Hold what is read of a folder beside what transformers reads, tensor by tensor."""
     model = ModelFolder.read(path)
-    fitted, own = model.fitted(parameters(path, loader)), model.tensors()
-    assert fitted.keys() == own.keys() == model.shapes.keys()
-    assert all(torch.equal(fitted[name], own[name]) for name in own)
+    match_tensors, own = model.match_tensors(parameters(path, loader)), model.tensors()
+    assert match_tensors.keys() == own.keys() == model.shapes.keys()
+    assert all(torch.equal(match_tensors[name], own[name]) for name in own)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -104,16 +104,16 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
     tensors = parameters(model.path)
     name = "model.layers.0.mlp.up_proj.weight"
     with pytest.raises(WeightsError, match=f"the weights lack {name} "):
-        model.fitted({other: value for other, value in tensors.items() if other != name})
+        model.match_tensors({other: value for other, value in tensors.items() if other != name})
     with pytest.raises(
         WeightsError,
         match=r"the model has no tensor model.layers.9.norm \(1 unknown in all\); publish weights of",
     ):
-        model.fitted(tensors | {"model.layers.9.norm": torch.zeros(1)})
+        model.match_tensors(tensors | {"model.layers.9.norm": torch.zeros(1)})
     with pytest.raises(
         WeightsError, match=rf"{name} must be \(64, 32\) as in the model, got \(32, 64\)"
     ):
-        model.fitted(tensors | {name: tensors[name].T})
+        model.match_tensors(tensors | {name: tensors[name].T})
 
 
 def test_experts_are_told_of_with_a_place_for_layers_that_have_none() -> None:
@@ -123,9 +123,9 @@ def test_experts_are_told_of_with_a_place_for_layers_that_have_none() -> None:
         expert_layers=(1, 3),
     )
     chosen = np.array([[[7, 0], [2, 5]], [[1, 3], [6, 4]]], np.uint8)
-    said = np.frombuffer(b64decode(model.told_experts(chosen)), "<i4").reshape(2, 4, 2)
+    said = np.frombuffer(b64decode(model.encode_experts(chosen)), "<i4").reshape(2, 4, 2)
     assert said.tolist() == [[[0, 0], [7, 0], [0, 0], [2, 5]], [[0, 0], [1, 3], [0, 0], [6, 4]]]
-    assert model.chosen_experts(model.told_experts(chosen)).tolist() == chosen.tolist()
+    assert model.decode_experts(model.encode_experts(chosen)).tolist() == chosen.tolist()
 
 
 def test_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_model_that_hears_and_names_no_sounds_is_refused(tmp_path: Path) -> None
 def test_folder_of_a_version_is_a_whole_model(tmp_path: Path) -> None:
     model = ModelFolder.read(tiny_model())
     weights, path = other_weights(1)
-    folder = model.write_version(model.fitted(weights.tensors), tmp_path / "1")
+    folder = model.write_version(model.match_tensors(weights.tensors), tmp_path / "1")
     written, expected = ModelFolder.read(folder).tensors(), parameters(path)
     assert all(torch.equal(written[name], expected[name]) for name in expected)
     with pytest.raises(
@@ -170,8 +170,8 @@ def test_folder_of_a_version_is_a_whole_model(tmp_path: Path) -> None:
 
 def test_value_that_is_not_finite_is_named() -> None:
     tensors = {"a": torch.zeros(3), "b": torch.tensor([1.0, torch.inf]), "n": torch.arange(3)}
-    assert not_finite(tensors) == "b"
-    assert not_finite({"a": tensors["a"], "n": tensors["n"]}) is None
+    assert find_non_finite(tensors) == "b"
+    assert find_non_finite({"a": tensors["a"], "n": tensors["n"]}) is None
 
 
 def checksum(*parts: torch.Tensor) -> str:
@@ -224,10 +224,10 @@ def test_checksums_of_every_tensor_are_known_beforehand(family: str) -> None:
         ModelFolder.read(tiny_model(family)).tensors(),
         ModelFolder.read(tiny_model(family, seed=9)).tensors(),
     )
-    fingerprints, unproven = Fingerprints.learnt(
+    fingerprints, unverified = WeightChecksums.infer(
         server_tensors(family, own), own, dtype=torch.float32
     )
-    assert unproven == []
+    assert unverified == []
     assert fingerprints.of(other) == server_tensors(family, other)
 
 
@@ -236,17 +236,17 @@ def test_what_no_recipe_explains_stays_unproven() -> None:
     sums = server_tensors("qwen3", own)
     sums["model.norm.weight"] = "0" * 16
     del sums["model.layers.1.self_attn.qkv_proj.weight"]
-    _, unproven = Fingerprints.learnt(sums, own, dtype=torch.float32)
-    assert unproven == [
+    _, unverified = WeightChecksums.infer(sums, own, dtype=torch.float32)
+    assert unverified == [
         *(f"model.layers.1.self_attn.{part}_proj.weight" for part in "kqv"),
         "model.norm.weight",
     ]
 
 
-def admitted(num_top: int = 0) -> Sample:
+def admitted(num_top: int = 0) -> SampleState:
     """Give a sample that is to be generated."""
     request = make_request(1, num_samples=1, max_new_tokens=9, num_top=num_top)
-    return admitted_samples(
+    return build_samples(
         request,
         first_order=0,
         taken=(),
@@ -278,20 +278,20 @@ def event(
 
 def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
     sample = admitted(num_top=2)
-    flight = Flight(sample, "rid", 0)
-    flight.take(event([1, 2]))
-    flight.note_change()
-    flight.take(
+    request = InflightRequest(sample, "rid", 0)
+    request.take(event([1, 2]))
+    request.mark_weight_update()
+    request.take(
         event(
             [3, 4, 5], spans=[("zero", 0, 3), ("one", 3, 5)], reason={"type": "length", "length": 5}
         )
     )
-    flight.land(versions={"zero": 0, "one": 1}, swapped={1})
+    request.update_sample(versions={"zero": 0, "one": 1}, swapped={1})
     assert sample.tokens.tolist() == [1, 2, 3, 4, 5]
     assert sample.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
     assert sample.segments == (VersionSegment(0, 3), VersionSegment(1, 2, kept_cache=True))
     assert sample.top_tokens.tolist() == [[1, 2], [2, 3], [3, 4], [4, 5], [5, 6]]
-    again = Flight(sample, "next", 1)
+    again = InflightRequest(sample, "next", 1)
     assert again.prompt["input_ids"] == [*sample.prompt_tokens.tolist(), 1, 2, 3, 4, 5]
     assert again.prompt["max_new_tokens"] == 4
     again.take(
@@ -301,7 +301,7 @@ def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
             reason={"type": "abort", "message": "Abort", "status_code": None},
         )
     )
-    again.land(versions={"zero": 0, "one": 1}, swapped={1})
+    again.update_sample(versions={"zero": 0, "one": 1}, swapped={1})
     assert sample.segments == (
         VersionSegment(0, 3),
         VersionSegment(1, 2, kept_cache=True),
@@ -311,35 +311,35 @@ def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
 
 def test_request_that_broke_off_brings_what_is_certain() -> None:
     sample = admitted()
-    flight = Flight(sample, "rid", 4)
-    flight.take(event([1, 2]))
-    flight.land(versions={}, swapped=())
+    request = InflightRequest(sample, "rid", 4)
+    request.take(event([1, 2]))
+    request.update_sample(versions={}, swapped=())
     assert (sample.tokens.tolist(), sample.segments) == ([1, 2], (VersionSegment(4, 2),))
-    flight = Flight(sample, "next", 4)
-    flight.take(event([3]))
-    flight.note_change()
-    flight.take(event([7]))  # of the old weights or the new ones: nobody knows
-    flight.land(versions={}, swapped=())
+    request = InflightRequest(sample, "next", 4)
+    request.take(event([3]))
+    request.mark_weight_update()
+    request.take(event([7]))  # of the old weights or the new ones: nobody knows
+    request.update_sample(versions={}, swapped=())
     assert (sample.tokens.tolist(), sample.segments) == ([1, 2, 3], (VersionSegment(4, 3),))
 
 
 def test_tokens_of_weights_that_nobody_loaded_are_refused() -> None:
     sample = admitted()
-    flight = Flight(sample, "rid", 0)
-    flight.take(event([1], spans=[("default", 0, 1)], reason={"type": "length", "length": 1}))
+    request = InflightRequest(sample, "rid", 0)
+    request.take(event([1], spans=[("default", 0, 1)], reason={"type": "length", "length": 1}))
     with pytest.raises(
         UnknownVersion, match="its tokens are of weights 'default', which we never gave it"
     ):
-        flight.land(versions={"zero": 0}, swapped=())
+        request.update_sample(versions={"zero": 0}, swapped=())
     assert len(sample.tokens) == 0
 
 
 def test_request_that_the_server_refuses_says_why() -> None:
-    flight = Flight(admitted(), "rid", 0)
-    flight.take(
+    request = InflightRequest(admitted(), "rid", 0)
+    request.take(
         event([], spans=[], reason={"type": "abort", "message": "too long", "status_code": 400})
     )
-    assert (flight.has_landed, flight.refusal) == (True, "too long")
+    assert (request.has_finished, request.refusal) == (True, "too long")
 
 
 @pytest.mark.parametrize(
@@ -353,15 +353,15 @@ def test_plugin_leaves_machines_alone_that_have_their_own_platform(
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", environment)
     assert plugin.activate() == expected
     if expected is None:
-        plugin.replace_cuda_call()  # imports nothing of SGLang, which is not there
+        plugin.replace_cuda_calls()  # imports nothing of SGLang, which is not there
 
 
 def test_logprob_that_is_no_number_is_kept_as_such() -> None:
-    flight = Flight(admitted(), "rid", 0)
+    request = InflightRequest(admitted(), "rid", 0)
     broken = event([1])
     broken["meta_info"]["output_token_logprobs"] = [[None, 1, None]]
-    flight.take(broken)
-    assert np.isnan(flight.logprobs).all()
+    request.take(broken)
+    assert np.isnan(request.logprobs).all()
 
 
 def test_each_server_has_a_section_of_its_own() -> None:

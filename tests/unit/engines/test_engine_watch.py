@@ -28,7 +28,7 @@ class Watched:
         monkeypatch.setattr("relax_events.runtime.heartbeat.time.monotonic", lambda: self.now)
         monkeypatch.setattr(engine_watch, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.engine = SimpleNamespace(
-            usage=EngineUsage(num_drawn=1000, num_prefilled=50)
+            usage=EngineUsage(num_generated=1000, num_prefilled=50)
         )  # of a run that it was in before
         self.metrics = WorkerMetrics("rollout")
         self.reports: list[dict[str, float]] = []
@@ -77,10 +77,10 @@ def test_metrics_follow_the_engine_with_every_beat(watched: Watched) -> None:
     watched.engine.usage = EngineUsage(
         num_decoding=12,
         num_waiting=3,
-        num_drawn=1200,
+        num_generated=1200,
         num_prefilled=80,
-        num_reused=70,
-        num_resumed=5,
+        num_cached=70,
+        num_recomputed=5,
     )
     watched.beat()
     assert watched.told("relax_engine_samples") == {"decoding": 12, "waiting": 3}
@@ -91,7 +91,7 @@ def test_metrics_follow_the_engine_with_every_beat(watched: Watched) -> None:
         "resumed": 5,
     }
     watched.engine.usage = EngineUsage(
-        num_decoding=1, num_drawn=1300, num_prefilled=80, num_reused=70, num_resumed=5
+        num_decoding=1, num_generated=1300, num_prefilled=80, num_cached=70, num_recomputed=5
     )
     watched.beat()
     assert watched.told("relax_engine_samples") == {"decoding": 1, "waiting": 0}
@@ -116,7 +116,7 @@ def test_report_tells_what_happened_since_the_one_before(watched: Watched) -> No
     watched.does("generating", seconds=2.5)
     watched.does("loading", seconds=0.5)
     watched.engine.usage = EngineUsage(
-        num_decoding=8, num_drawn=1080, num_prefilled=60, num_reused=30, num_resumed=4
+        num_decoding=8, num_generated=1080, num_prefilled=60, num_cached=30, num_recomputed=4
     )
     for _ in range(REPORT_EVERY_BEATS):
         watched.beat()

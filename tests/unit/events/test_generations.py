@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
-from event_samples import rolled_out
+from event_samples import changed, rolled_out
 
 from relax_events.events.generations import trajectory_of, with_generation_digest
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, VersionSegment
@@ -25,13 +24,13 @@ TURN = ChatMessage(
 
 def generation(**changes: Any) -> list[SampleRolledOut]:
     """Make a prompt group of two samples, and change the second."""
-    return [rolled_out(index=0), dataclasses.replace(rolled_out(index=1), **changes)]
+    return [rolled_out(index=0), changed(rolled_out(index=1), **changes)]
 
 
 def digest_of(samples: list[SampleRolledOut]) -> str:
     marked = with_generation_digest(samples)
-    assert len({sample.generation_digest for sample in marked}) == 1
-    return marked[0].generation_digest
+    assert len({sample.key.generation_digest for sample in marked}) == 1
+    return marked[0].key.generation_digest
 
 
 @pytest.mark.parametrize(
@@ -57,4 +56,4 @@ def test_the_same_work_done_twice_is_one_generation() -> None:
 
 def test_trajectory_is_named_by_sample_version_and_generation() -> None:
     sample = with_generation_digest(generation())[1]
-    assert trajectory_of(sample) == ("000000-0000-0/1", 0, sample.generation_digest)
+    assert trajectory_of(sample) == ("000000-0000-0/1", 0, sample.key.generation_digest)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from relax_events.config import DataConfig, RunConfig
 from relax_events.config.engine import TinyModelConfig
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.examples.model_preparation import make_tiny_for, prepare_model, warm_start_model
+from relax_events.examples.model_preparation import make_tiny_for, prepare_model, warm_up_model
 
 
 def run_config(
@@ -40,7 +40,7 @@ def run_config(
                 else tiny or None,
             },
             "data": {"source": f"jsonl:{data}"},
-            "warm_start": {
+            "sft_warmup": {
                 "steps": steps,
                 "batch_size": 16,
                 "learning_rate": 1e-2,
@@ -103,41 +103,41 @@ def test_prepare_names_a_folder_that_can_not_be_written_before_it_begins(tmp_pat
     assert lines == []
 
 
-def test_warm_start_teaches_the_task_and_reports(tmp_path: Path) -> None:
+def test_sft_warmup_teaches_the_task_and_reports(tmp_path: Path) -> None:
     lines: list[str] = []
-    warm_start_model(run_config(tmp_path, steps=60), report=lines.append)
-    assert [line for line in lines if line.startswith("warm start: step 60 of 60, loss 0.0")]
-    assert "greedy accuracy after the warm start: 1.00 on 256 prompts" in lines
+    warm_up_model(run_config(tmp_path, steps=60), report=lines.append)
+    assert [line for line in lines if line.startswith("SFT warm-up: step 60 of 60, loss 0.0")]
+    assert "greedy accuracy after the SFT warm-up: 1.00 on 256 prompts" in lines
 
 
-def test_warm_start_stops_once_its_loss_is_low_enough(tmp_path: Path) -> None:
+def test_sft_warmup_stops_once_its_loss_is_low_enough(tmp_path: Path) -> None:
     lines: list[str] = []
-    warm_start_model(run_config(tmp_path, steps=60, target_loss=1.0), report=lines.append)
-    (last,) = [line for line in lines if line.startswith("warm start: stopped at step")]
+    warm_up_model(run_config(tmp_path, steps=60, target_loss=1.0), report=lines.append)
+    (last,) = [line for line in lines if line.startswith("SFT warm-up: stopped at step")]
     step, loss = int(last.split()[5].rstrip(",")), float(last.split()[-1])
     assert step < 60
     assert loss < 1.0
 
 
-def test_warm_start_gives_the_same_weights_for_a_seed(tmp_path: Path) -> None:
+def test_sft_warmup_gives_the_same_weights_for_a_seed(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    first = warm_start_model(
+    first = warm_up_model(
         run_config(tmp_path, steps=3), output=tmp_path / "first", report=lambda _: None
     )
     torch.manual_seed(2)
-    second = warm_start_model(
+    second = warm_up_model(
         run_config(tmp_path, steps=3), output=tmp_path / "second", report=lambda _: None
     )
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
 
 
-def test_warm_start_goes_on_from_the_model_that_is_there(tmp_path: Path) -> None:
-    random = warm_start_model(run_config(tmp_path), report=lambda _: None)
+def test_sft_warmup_goes_on_from_the_model_that_is_there(tmp_path: Path) -> None:
+    random = warm_up_model(run_config(tmp_path), report=lambda _: None)
     weights = (random / "model.safetensors").read_bytes()
-    copy = warm_start_model(run_config(tmp_path), output=tmp_path / "copy", report=lambda _: None)
+    copy = warm_up_model(run_config(tmp_path), output=tmp_path / "copy", report=lambda _: None)
     assert (copy / "model.safetensors").read_bytes() == weights
     assert (
-        warm_start_model(run_config(tmp_path, steps=2), report=lambda _: None) / "model.safetensors"
+        warm_up_model(run_config(tmp_path, steps=2), report=lambda _: None) / "model.safetensors"
     ).read_bytes() != weights
 
 

@@ -10,12 +10,12 @@ from event_samples import ended, rolled_out
 from sound_run import SEVERAL, TAMPERINGS, SoundRun, Tampering
 
 from relax_events.events.parts import Outcome
-from relax_events.history.ledger import between_commits
+from relax_events.history.ledger import stable_ranges
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.ledger_findings import REMEDIES, Rule
 
 STRANGE = "000900-0000-0"
-BY_HAND = {Rule.TOO_STALE, Rule.AHEAD, Rule.MANIFEST, Rule.NOT_AS_SOURCE}
+BY_HAND = {Rule.TOO_STALE, Rule.TRAINED_BY_OLDER_VERSION, Rule.MANIFEST, Rule.NOT_AS_SOURCE}
 """Rules with tests of their own: below, in test_replays.py and in
 tests/integration/test_ledger_reading.py."""
 
@@ -26,9 +26,9 @@ def rules(books: Ledger) -> set[str]:
 
 def test_books_balance_when_all_went_well() -> None:
     books = SoundRun(6).ledger()
-    figures = books.figures()
+    figures = books.totals()
     assert books.problems() == []
-    assert books.unproven() == []
+    assert books.unverified() == []
     assert figures["outcomes"] == {
         "issued": 13,
         "trained": 12,
@@ -64,9 +64,9 @@ def test_samples_of_a_step_that_skipped_its_update_are_accounted_for_once() -> N
     books = run.ledger()
     assert books.problems() == []
     assert (
-        books.figures()["updates_skipped"],
-        books.figures()["samples_trained"],
-        books.figures()["outcomes"]["trained"],
+        books.totals()["updates_skipped"],
+        books.totals()["samples_trained"],
+        books.totals()["outcomes"]["trained"],
     ) == (1, 24, 12)
 
 
@@ -103,11 +103,11 @@ def test_settling_on_the_way_changes_no_judgement(tamper: Tampering) -> None:
     tamper(run)
     books = Ledger(1)
     for below, (at, event) in in_step(run):
-        books.note(event, at)
-        books.settle(below)
+        books.apply(event, at)
+        books.finalize(below)
     whole = run.ledger()
     assert rules(books) == rules(whole)
-    assert books.figures() == whole.figures()
+    assert books.totals() == whole.totals()
 
 
 def in_step(run: SoundRun) -> list[tuple[int, Any]]:
@@ -129,8 +129,8 @@ def test_memory_does_not_grow_with_the_run() -> None:
     for num_steps in (40, 160):
         books, most = Ledger(1), 0
         for below, (at, event) in in_step(SoundRun(num_steps)):
-            books.note(event, at)
-            books.settle(below)
+            books.apply(event, at)
+            books.finalize(below)
             most = max(most, books.num_held)
         assert books.problems() == []
         held[num_steps] = most
@@ -142,7 +142,7 @@ def test_strangers_samples_are_counted_apart_when_they_were_refused() -> None:
     for _ in range(2):
         run.at("rollout.samples", 0).append(rolled_out(STRANGE, 0))
     run.at("control.group-outcomes").append(ended(STRANGE, Outcome.FAILED))
-    figures = run.ledger().figures()
+    figures = run.ledger().totals()
     assert run.ledger().problems() == []
     assert (
         figures["samples_foreign"],
@@ -156,7 +156,7 @@ def test_copies_of_a_sample_are_no_harm_and_are_counted() -> None:
     run = SoundRun(6)
     run.generate("000003-0000-0", version=3)
     books = run.ledger()
-    assert (books.problems(), books.figures()["rollouts_regenerated"]) == ([], 2)
+    assert (books.problems(), books.totals()["rollouts_regenerated"]) == ([], 2)
 
 
 @pytest.mark.parametrize("entity", ["advantage.samples", "prompt.end-requests"])
@@ -165,7 +165,7 @@ def test_request_to_end_a_prompt_group_is_no_end(entity: str) -> None:
     run.issue("000007-0000-0")
     run.at(entity, 0).append(ended("000007-0000-0", Outcome.FILTERED))
     books = run.ledger()
-    assert (books.problems(), books.figures()["outcomes"]["in_flight"]) == ([], 1)
+    assert (books.problems(), books.totals()["outcomes"]["in_flight"]) == ([], 1)
 
 
 def test_straggler_may_be_overtaken_until_the_goal_where_batches_are_not_in_order() -> None:
@@ -187,14 +187,14 @@ def test_damaged_record_leaves_its_prompt_group_without_proof() -> None:
             partition,
             offset,
         ):
-            books.note_damaged(at, key="000003-0000-0")
+            books.mark_damaged(at, key="000003-0000-0")
         else:
-            books.note(event, at)
+            books.apply(event, at)
     assert books.problems() == []
-    assert [claim.partition(",")[0] for claim in books.unproven()] == [
+    assert [claim.partition(",")[0] for claim in books.unverified()] == [
         "that the record of 1 trained samples is the one that the train step names"
     ]
-    assert books.figures()["staleness_counts"] == [4, 20]
+    assert books.totals()["staleness_counts"] == [4, 20]
 
 
 class GrowingLog:
@@ -211,5 +211,5 @@ def test_spans_end_before_or_after_a_step_that_is_committed_meanwhile() -> None:
     """The step's record came after the first answer, its outcomes before the second: taken together
     they would be a lie."""
     reader: Any = GrowingLog(4, 40, 5, 40, 5, 40)
-    spans = between_commits(reader, [("steps", 0), ("outcomes", 0)])
+    spans = stable_ranges(reader, [("steps", 0), ("outcomes", 0)])
     assert spans == {("steps", 0): (0, 5), ("outcomes", 0): (0, 40)}

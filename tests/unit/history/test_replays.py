@@ -24,12 +24,12 @@ from relax_events.history.runs.verification import first_difference
 from relax_events.projections.ledger import Ledger
 from relax_events.runtime.run_description import describe, described_config, is_told
 from relax_events.topics import TopicPlan
-from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.replay.relabel import (
-    OtherReward,
-    Rejudging,
-    needs_advantages,
-    require_teacher_of,
+    RelabelledReward,
+    AdvantageRelabeller,
+    needs_new_advantages,
+    require_recorded_teacher,
 )
 
 MakeConfig = Callable[..., RunConfig]
@@ -38,11 +38,11 @@ GROUP = "000004-0000-0"
 
 def test_replay_has_a_trainer_and_no_samples_of_its_own(make_run_config: MakeConfig) -> None:
     config = make_run_config(
-        run={"id": "new"}, source={"run": "old", "from_version": 4, "until_version": 9}
+        run={"id": "new"}, parent={"run": "old", "from_version": 4, "until_version": 9}
     )
     assert config.roles() == {"controller": 1, "metrics": 1, "trainer": 1}
     assert (config.first_version, config.last_version, config.num_train_steps) == (4, 9, 5)
-    plan = TopicPlan.of(config)
+    plan = TopicPlan.from_config(config)
     for entity in (
         "prompt.groups",
         "rollout.samples",
@@ -63,36 +63,36 @@ def test_replay_has_a_trainer_and_no_samples_of_its_own(make_run_config: MakeCon
 def test_fork_has_every_role_and_topics_of_its_own(make_run_config: MakeConfig) -> None:
     config = make_run_config(
         run={"id": "new", "num_steps": 30},
-        source={"run": "old", "rollouts": "live", "from_version": 12},
+        parent={"run": "old", "mode": "fork", "from_version": 12},
     )
     assert {"prompter", "rollout", "reward", "advantage"} <= config.roles().keys()
     assert (config.first_version, config.last_version, config.num_train_steps) == (12, 30, 18)
-    assert {spec.name.split(".")[1] for spec in TopicPlan.of(config).specs()} == {"new"}
+    assert {spec.name.split(".")[1] for spec in TopicPlan.from_config(config).specs()} == {"new"}
 
 
 @pytest.mark.parametrize(
     ("sections", "text"),
     [
         (
-            {"source": {"run": "old", "from_version": 5, "until_version": 5}},
-            "until_version must be above source.from_version = 5, got 5",
+            {"parent": {"run": "old", "from_version": 5, "until_version": 5}},
+            "until_version must be above parent.from_version = 5, got 5",
         ),
         (
-            {"source": {"run": "old", "follow": True, "scores": "strict"}},
+            {"parent": {"run": "old", "follow": True, "scores": "strict"}},
             "are those of a rescoring",
         ),
         (
-            {"run": {"id": "old"}, "source": {"run": "old"}},
-            "source.run must be another run than run.id = 'old'",
+            {"run": {"id": "old"}, "parent": {"run": "old"}},
+            "parent.run must be another run than run.id = 'old'",
         ),
         (
             {
                 "run": {"num_steps": 7},
-                "source": {"run": "old", "rollouts": "live", "from_version": 7},
+                "parent": {"run": "old", "mode": "fork", "from_version": 7},
             },
             "run.num_steps must be above it, got 7",
         ),
-        ({"source": {"run": "Old One"}}, "should match pattern"),
+        ({"parent": {"run": "Old One"}}, "should match pattern"),
     ],
 )
 def test_source_that_leads_nowhere_is_refused(
@@ -107,18 +107,18 @@ def test_description_gives_the_run_file_back_without_what_is_secret(
 ) -> None:
     broker = {
         "bootstrap_servers": "kafka.example:9092",
-        "shards": 5,
+        "partitions_per_version": 5,
         "client": {"client.rack": "rack-17"},
     }
     config = make_run_config(
-        broker=broker, trainer={"learning_rate": 0.125}, source={"run": "old", "from_version": 3}
+        broker=broker, trainer={"learning_rate": 0.125}, parent={"run": "old", "from_version": 3}
     )
     described = describe(config)
     assert (described.source_run, described.source_version) == ("old", 3)
     assert not {"kafka.example", "rack-17", "client"} & set(described.config.split('"'))
     back = described_config(described, run_id=config.run.id)
     assert back.model_dump(exclude={"broker"}) == config.model_dump(exclude={"broker"})
-    assert TopicPlan.of(back) == TopicPlan.of(config)
+    assert TopicPlan.from_config(back) == TopicPlan.from_config(config)
     assert is_told(
         dataclasses.replace(described, described_at=1), [describe(make_run_config()), described]
     )
@@ -131,9 +131,9 @@ def test_description_of_an_imported_run_leads_to_its_own_topics_and_objects(
 ) -> None:
     config = make_run_config(run={"id": "first"})
     moved = described_config(describe(config), run_id="second")
-    assert TopicPlan.of(moved).topic("rollout.samples") == "relax.second.rollout.samples"
+    assert TopicPlan.from_config(moved).topic("rollout.samples") == "relax.second.rollout.samples"
     assert moved.objects_uri == config.objects_uri.replace("/first/", "/second/")
-    assert moved.objects.moved_from == (config.objects_uri,)
+    assert moved.objects.uri_aliases == (config.objects_uri,)
 
 
 def test_description_of_another_release_names_the_key_that_is_not_known(
@@ -151,16 +151,16 @@ def test_description_of_another_release_names_the_key_that_is_not_known(
         described_config(newer, run_id=described.run_id)
 
 
-def placed(rewards: list[float], **changes: Any) -> list[PlacedSample]:
+def placed(rewards: list[float], **changes: Any) -> list[LocatedSample]:
     return [
-        PlacedSample(ready(GROUP, index, of=len(rewards), reward=reward, **changes), 0, index)
+        LocatedSample(ready(GROUP, index, of=len(rewards), reward=reward, **changes), 0, index)
         for index, reward in enumerate(rewards)
     ]
 
 
 def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
     samples = placed([0.0, 1.0, 0.5, 0.5])
-    plain = Rejudging(AlgorithmConfig(normalise_std=False), max_new_tokens=8)(samples[::-1])
+    plain = AdvantageRelabeller(AlgorithmConfig(normalise_std=False), max_new_tokens=8)(samples[::-1])
     assert [item.offset for item in plain] == [3, 2, 1, 0]
     assert [item.sample.advantages.tolist() for item in plain] == [
         [0, 0, 0, 0],
@@ -168,26 +168,26 @@ def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
         [0, 0, 0.5, 0.5],
         [0, 0, -0.5, -0.5],
     ]
-    scaled = Rejudging(AlgorithmConfig(), max_new_tokens=8)(samples)
+    scaled = AdvantageRelabeller(AlgorithmConfig(), max_new_tokens=8)(samples)
     deviation = np.std([0, 1, 0.5, 0.5], ddof=1)
     assert scaled[1].sample.advantages[-1] == pytest.approx(0.5 / deviation, rel=1e-5)
 
 
 def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
-    rewards = {(f"{GROUP}/0", 0, ""): OtherReward(3.0), (f"{GROUP}/1", 0, ""): OtherReward(1.0)}
-    judged = Rejudging(
+    rewards = {(f"{GROUP}/0", 0, ""): RelabelledReward(3.0), (f"{GROUP}/1", 0, ""): RelabelledReward(1.0)}
+    judged = AdvantageRelabeller(
         AlgorithmConfig(normalise_std=False), max_new_tokens=8, rewards=rewards, scores="strict"
     )(placed([0.0, 1.0]))
     assert [item.sample.reward for item in judged] == [3.0, 1.0]
     assert [float(item.sample.advantages[-1]) for item in judged] == [1.0, -1.0]
     with pytest.raises(
         ConfigError,
-        match=rf"sample {GROUP}/1 has no reward under source.scores = 'strict'; finish the rescoring",
+        match=rf"sample {GROUP}/1 has no reward under parent.scores = 'strict'; finish the rescoring",
     ):
-        Rejudging(
+        AdvantageRelabeller(
             AlgorithmConfig(),
             max_new_tokens=8,
-            rewards={(f"{GROUP}/0", 0, ""): OtherReward(3.0)},
+            rewards={(f"{GROUP}/0", 0, ""): RelabelledReward(3.0)},
             scores="strict",
         )(placed([0.0, 1.0]))
 
@@ -196,7 +196,7 @@ def test_rejudging_distils_with_another_coefficient() -> None:
     taught = {
         "teacher_logprobs": np.array([0, 0, -1.5, -0.75], np.float32)
     }  # the engine said -0.5 and -0.25
-    judged = Rejudging(AlgorithmConfig(name="opd", distill_coefficient=2.0), max_new_tokens=8)(
+    judged = AdvantageRelabeller(AlgorithmConfig(name="opd", distill_coefficient=2.0), max_new_tokens=8)(
         placed([0.0, 1.0], **taught)
     )
     assert [item.sample.advantages.tolist() for item in judged] == [[0, 0, -2.0, -1.0]] * 2
@@ -204,7 +204,7 @@ def test_rejudging_distils_with_another_coefficient() -> None:
         ConfigError,
         match=rf"prompt group {GROUP} can't be judged by opd: sample {GROUP}/0 lacks the teacher's",
     ):
-        Rejudging(AlgorithmConfig(name="opd"), max_new_tokens=8)(placed([0.0, 1.0]))
+        AdvantageRelabeller(AlgorithmConfig(name="opd"), max_new_tokens=8)(placed([0.0, 1.0]))
 
 
 def test_replay_is_refused_where_the_log_has_not_what_it_would_distil_from() -> None:
@@ -218,12 +218,12 @@ def test_replay_is_refused_where_the_log_has_not_what_it_would_distil_from() -> 
         (distilling(**top), distilling(**top | {"distill_top_k": 4, "distill_divergence": "jsd"})),
         (distilling(**top), distilling()),
     ]:
-        require_teacher_of(recorded, wanted, run_id="old")
+        require_recorded_teacher(recorded, wanted, run_id="old")
     with pytest.raises(
         ConfigError,
         match=r"distill_coefficient = 1 needs the teacher's log-probabilities, and run old was recorded without a teacher",
     ):
-        require_teacher_of(AlgorithmConfig(), AlgorithmConfig(name="opd"), run_id="old")
+        require_recorded_teacher(AlgorithmConfig(), AlgorithmConfig(name="opd"), run_id="old")
     need = r"distill_tokens = 'teacher_topk' with distill_top_k = 8 is not on the log of run old, which has {}; replay with those"
     for recorded, had in [
         (distilling(), "sampled with 0"),
@@ -231,15 +231,15 @@ def test_replay_is_refused_where_the_log_has_not_what_it_would_distil_from() -> 
         (distilling(**top | {"distill_top_k": 7}), "teacher_topk with 7"),
     ]:
         with pytest.raises(ConfigError, match=need.format(had)):
-            require_teacher_of(recorded, distilling(**top), run_id="old")
+            require_recorded_teacher(recorded, distilling(**top), run_id="old")
 
 
 def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> None:
     grpo = AlgorithmConfig()
-    assert not needs_advantages(grpo, AlgorithmConfig(clip_high=0.4, kl_coefficient=0.1))
-    assert needs_advantages(grpo, AlgorithmConfig(normalise_std=False))
-    assert needs_advantages(grpo, AlgorithmConfig(std_correction=0))
-    assert needs_advantages(grpo, AlgorithmConfig(name="gspo"))
+    assert not needs_new_advantages(grpo, AlgorithmConfig(clip_high=0.4, kl_coefficient=0.1))
+    assert needs_new_advantages(grpo, AlgorithmConfig(normalise_std=False))
+    assert needs_new_advantages(grpo, AlgorithmConfig(std_correction=0))
+    assert needs_new_advantages(grpo, AlgorithmConfig(name="gspo"))
 
 
 @pytest.mark.parametrize(
@@ -325,15 +325,15 @@ def test_first_record_that_is_gone_is_named() -> None:
 def replayed() -> tuple[SoundRun, Ledger]:
     """Return a source, and the ledger of a replay of its steps 2 to 4 that is at step 4."""
     source = SoundRun(6)
-    ledger = Ledger(MAX_STALENESS, first_version=2, last_version=5, of_replay=True)
+    ledger = Ledger(MAX_STALENESS, first_version=2, last_version=5, is_replay=True)
     for step in source.at("control.train-steps")[2:5]:
-        ledger.note_source(step)
+        ledger.apply_parent_step(step)
     for entity, first, last in (("control.train-steps", 2, 4), ("control.policy-versions", 2, 5)):
         for offset, event in enumerate(source.at(entity)[first:last]):
-            ledger.note(event, TopicOffset(f"relax.replayed.{entity}", 0, offset))
+            ledger.apply(event, TopicOffset(f"relax.replayed.{entity}", 0, offset))
     for event in source.at("control.group-outcomes"):
         if isinstance(event, PromptGroupEnded) and event.trainer_version in (2, 3):
-            ledger.note(event, TopicOffset("relax.replayed.control.group-outcomes", 0, 0))
+            ledger.apply(event, TopicOffset("relax.replayed.control.group-outcomes", 0, 0))
     return source, ledger
 
 
@@ -342,7 +342,7 @@ def test_books_of_a_replay_balance_over_what_its_sources_steps_name(
 ) -> None:
     _, ledger = replayed
     for _ in range(2):
-        figures = ledger.figures()
+        figures = ledger.totals()
         assert figures["outcomes"] == {
             "issued": 6,
             "trained": 4,
@@ -356,7 +356,7 @@ def test_books_of_a_replay_balance_over_what_its_sources_steps_name(
             8,
             [],
         )
-        ledger.settle(4)
+        ledger.finalize(4)
 
 
 @pytest.mark.parametrize("changes", [{"offsets": np.arange(4)}, {"staleness_counts": [4]}])
@@ -365,7 +365,7 @@ def test_replayed_step_that_trains_other_samples_than_its_source_is_found(
 ) -> None:
     source, ledger = replayed
     step: Any = source.at("control.train-steps")[4]
-    ledger.note(
+    ledger.apply(
         dataclasses.replace(step, **changes),
         TopicOffset("relax.replayed.control.train-steps", 0, 2),
     )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from event_samples import rolled_out
+from event_samples import rolled_out, sample_key
 
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.history.samples.rescoring import Rescoring, RescoringProgress
@@ -76,18 +76,14 @@ def test_prompt_groups_are_scored_whole_and_one_that_was_cut_short_at_the_end() 
 
 def test_prompt_group_with_half_its_scores_is_asked_whole_and_written_in_part() -> None:
     known = SampleScored(
-        sample_id=f"{A}/0",
-        prompt_group_id=A,
-        policy_version=0,
+        key=sample_key(A),
         reward=0.5,
         reward_name="rank",
         reward_digest="d",
     )
     done = [
         SampleScored(
-            sample_id=f"{B}/{index}",
-            prompt_group_id=B,
-            policy_version=0,
+            key=sample_key(B, index),
             reward=0.5,
             reward_name="rank",
             reward_digest="d",

@@ -95,7 +95,7 @@ def test_tokens_come_along_when_asked_for_also_from_the_store(
 ) -> None:
     path = tmp_path / f"samples.{suffix}"
     stored = view()
-    stored = replace(stored, sample=check_in(stored.sample, store, inline_max_bytes=1))
+    stored = replace(stored, sample=check_in(stored.sample, store, claim_check_threshold_bytes=1))
     with Export(log, path, tokens=True) as exported:
         exported.add(stored)
     row = rows_of(path)[0] if suffix == "jsonl" else pyarrow.parquet.read_table(path).to_pylist()[0]

@@ -12,7 +12,7 @@ from event_samples import ended, rolled_out, scored
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, Outcome
 from relax_events.events.types import PromptGroupEnded
-from relax_events.history.run_log import Found
+from relax_events.history.run_log import DecodedRecord
 from relax_events.history.samples.filter import EVERYTHING, Extent, SampleFilter, parse_bounds
 from relax_events.history.samples.view import SampleView
 from relax_events.topics import TopicPlan
@@ -20,7 +20,7 @@ from relax_events.topics import TopicPlan
 PLAN = TopicPlan(
     "looked-at",
     max_staleness=1,
-    shards=2,
+    partitions_per_version=2,
     queue_partitions=4,
     replication_factor=1,
     compression="none",
@@ -62,7 +62,7 @@ def test_bounds_that_are_none_are_refused_with_the_forms(text: str) -> None:
 
 
 def extent(
-    wanted: SampleFilter, ends: Mapping[str, Found[PromptGroupEnded]] | None = None
+    wanted: SampleFilter, ends: Mapping[str, DecodedRecord[PromptGroupEnded]] | None = None
 ) -> Extent:
     return wanted.extent(PLAN, ends or {}, newest_version=9)
 
@@ -88,12 +88,12 @@ def test_open_prompt_group_lies_in_its_shard_from_the_version_that_its_step_allo
 
 
 def test_trained_prompt_group_lies_on_the_version_that_its_end_names() -> None:
-    ends = {GROUP: Found(ended(GROUP, Outcome.TRAINED, version=4), "outcomes[0]@0", 1)}
+    ends = {GROUP: DecodedRecord(ended(GROUP, Outcome.TRAINED, version=4), "outcomes[0]@0", 1)}
     assert extent(SampleFilter(prompt_group_id=GROUP), ends) == Extent(range(4, 5), shard=1)
 
 
 def test_failed_prompt_group_may_lie_on_any_later_version() -> None:
-    ends = {GROUP: Found(ended(GROUP, Outcome.FAILED, version=4), "outcomes[0]@0", 1)}
+    ends = {GROUP: DecodedRecord(ended(GROUP, Outcome.FAILED, version=4), "outcomes[0]@0", 1)}
     assert extent(SampleFilter(prompt_group_id=GROUP), ends) == Extent(range(3, 10), shard=1)
 
 

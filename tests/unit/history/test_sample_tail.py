@@ -6,7 +6,7 @@ import pytest
 from event_samples import published, rolled_out, scored
 
 from relax_events.events.types import PolicyVersionPublished, SampleRolledOut, SampleScored
-from relax_events.history.run_log import Found
+from relax_events.history.run_log import DecodedRecord
 from relax_events.history.samples import tail as sample_tail
 from relax_events.history.samples.filter import SampleFilter
 from relax_events.history.samples.tail import SCORE_SECONDS, LiveSamples
@@ -34,7 +34,7 @@ def live(clock: Clock) -> LiveSamples:
 def take(
     live: LiveSamples, event: SampleRolledOut | SampleScored | PolicyVersionPublished
 ) -> SampleLine | None:
-    return live.take(Found(event, "topic[0]@0", 1))
+    return live.take(DecodedRecord(event, "topic[0]@0", 1))
 
 
 def test_sample_is_given_with_its_score_whichever_comes_first(live: LiveSamples) -> None:

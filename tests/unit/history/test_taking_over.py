@@ -17,7 +17,7 @@ from relax_events.config import RunConfig
 from relax_events.config.external_values import Named, Names
 from relax_events.history.runs.inherited_code import NotTrusted, own_run_files, require_trust
 from relax_events.runtime.run_description import describe, described_config
-from relax_events.session.resume import changes_since, settings_history
+from relax_events.session.resume import find_changes, settings_history
 
 MakeConfig = Callable[..., RunConfig]
 HOSTILE = {
@@ -104,7 +104,7 @@ def test_run_file_of_a_replay_vouches_for_nothing_that_the_replay_did_not_use(
     make_run_config: MakeConfig,
 ) -> None:
     source = make_run_config(**HOSTILE)
-    replay = make_run_config(**HOSTILE, source={"run": "old"})
+    replay = make_run_config(**HOSTILE, parent={"run": "old"})
     assert left(source, own=[replay], is_replay=True) == {}
     assert {"reward.function", "engine.sglang.python"} <= left(source, own=[replay]).keys()
 
@@ -171,7 +171,7 @@ def test_description_runs_no_code(
     assert found.roles()
     assert describe(found).config
     settings_history([forged, described, forged, forged], run_id=described.run_id)
-    changes_since(forged, make_run_config())
+    find_changes(forged, make_run_config())
     assert left(found, overrides=["algorithm.clip_low=0.3"])["algorithm.name"] == name
     assert not trace.exists()
 

@@ -38,8 +38,8 @@ class Message:
 
 
 def test_record_of_a_message_without_key_value_and_headers_is_empty() -> None:
-    assert Record.of(Message()) == Record("t", 1, 2, "", b"", {}, 5)
-    foreign = Record.of(Message(key=b"\xff", headers=[("a", None), ("b", b"\xfe")]))
+    assert Record.from_message(Message()) == Record("t", 1, 2, "", b"", {}, 5)
+    foreign = Record.from_message(Message(key=b"\xff", headers=[("a", None), ("b", b"\xfe")]))
     assert (foreign.key, foreign.headers) == ("\ufffd", {"a": "", "b": "\ufffd"})
 
 

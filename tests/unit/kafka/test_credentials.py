@@ -14,10 +14,10 @@ from relax_events.config import BrokerConfig, RunConfig, load_run_config
 from relax_events.errors import ConfigError
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.credentials import (
-    as_principal,
-    client_settings,
-    credential_environment,
-    without_credentials,
+    apply_principal,
+    build_worker_credentials,
+    read_client_settings,
+    remove_credentials,
 )
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.ops.security import make_folder
@@ -43,7 +43,9 @@ def password_of(config: RunConfig, username: str) -> str:
 
 @pytest.mark.parametrize("principal", ["trainer", "operator"])
 def test_process_takes_its_principal_from_the_folder(secured: RunConfig, principal: str) -> None:
-    settings = Connection.of(as_principal(secured, principal).broker, client_id="c").settings()
+    settings = Connection.from_config(
+        apply_principal(secured, principal).broker, client_id="c"
+    ).settings()
     username = f"relax.demo.{principal}"
     assert {
         key: settings[key]
@@ -61,18 +63,18 @@ def test_run_file_may_name_another_principal(secured: RunConfig) -> None:
     config = secured.model_copy(
         update={"broker": secured.broker.model_copy(update={"principal": "reader"})}
     )
-    assert as_principal(config, "operator").broker.username == "relax.demo.reader"
+    assert apply_principal(config, "operator").broker.username == "relax.demo.reader"
 
 
 def test_workers_of_a_run_are_told_their_own_principal_and_not_where_the_others_are(
     secured: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RELAX_BROKER__CREDENTIALS", str(tmp_path / "security"))
-    workers = Supervisor(as_principal(secured, "operator"), tmp_path / "run.json")._processes
+    workers = Supervisor(apply_principal(secured, "operator"), tmp_path / "run.json")._processes
     told = {
         name: order.environment
         for managed in workers.values()
-        for name, order in managed.orders.items()
+        for name, order in managed.requests.items()
     }
     assert {
         name: told[name]["RELAX_BROKER__USERNAME"]
@@ -83,11 +85,13 @@ def test_workers_of_a_run_are_told_their_own_principal_and_not_where_the_others_
         "metrics-0": "relax.demo.metrics",
     }
     (tmp_path / "run.json").write_bytes(
-        orjson.dumps(without_credentials(as_principal(secured, "operator")).model_dump(mode="json"))
+        orjson.dumps(
+            remove_credentials(apply_principal(secured, "operator")).model_dump(mode="json")
+        )
     )
     config = load_run_config(tmp_path / "run.json", environment=told["rollout-0"])
     assert (config.broker.username, config.broker.credentials) == ("relax.demo.rollout", None)
-    assert client_settings(config.broker)["sasl.password"] == password_of(
+    assert read_client_settings(config.broker)["sasl.password"] == password_of(
         secured, "relax.demo.rollout"
     )
     assert "security" not in (tmp_path / "run.json").read_text()
@@ -95,15 +99,15 @@ def test_workers_of_a_run_are_told_their_own_principal_and_not_where_the_others_
 
 def test_open_run_stays_as_it_is(make_run_config: Callable[..., RunConfig]) -> None:
     config = make_run_config()
-    assert as_principal(config, "trainer") is config
-    assert without_credentials(config) is config
-    assert credential_environment(config, "trainer") == {}
-    assert client_settings(config.broker) == {}
+    assert apply_principal(config, "trainer") is config
+    assert remove_credentials(config) is config
+    assert build_worker_credentials(config, "trainer") == {}
+    assert read_client_settings(config.broker) == {}
 
 
 def test_password_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BROKER_PASSWORD", SECRET)
-    assert client_settings(BrokerConfig(username="me"))["sasl.password"] == SECRET
+    assert read_client_settings(BrokerConfig(username="me"))["sasl.password"] == SECRET
 
 
 def test_user_without_password_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,18 +116,18 @@ def test_user_without_password_is_refused_with_the_remedy(monkeypatch: pytest.Mo
         ConfigError,
         match=r"broker.username = 'me' has no password; name its file in broker.password_file, or set BROKER_PASSWORD",
     ):
-        client_settings(BrokerConfig(username="me"))
+        read_client_settings(BrokerConfig(username="me"))
 
 
 def test_other_secrets_come_from_files_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(SECRET)
     config = BrokerConfig.model_validate({"secret_files": {"ssl.key.password": tmp_path / "key"}})
-    assert client_settings(config) == {"ssl.key.password": SECRET}
+    assert read_client_settings(config) == {"ssl.key.password": SECRET}
 
 
 def test_secret_is_hidden_once_it_was_read_and_in_what_a_connection_shows(tmp_path: Path) -> None:
     (tmp_path / "password").write_text(SECRET)
-    connection = Connection.of(
+    connection = Connection.from_config(
         BrokerConfig(username="me", password_file=tmp_path / "password"), client_id="c"
     )
     assert SECRET not in repr(connection)
@@ -133,7 +137,7 @@ def test_secret_is_hidden_once_it_was_read_and_in_what_a_connection_shows(tmp_pa
 def test_authority_may_be_a_bundle_of_any_size_with_comments_in_any_script(tmp_path: Path) -> None:
     bundle = tmp_path / "bundle.pem"
     bundle.write_text("# " + "ő" * 100_000 + "\n-----BEGIN CERTIFICATE-----\n")
-    assert client_settings(BrokerConfig(ca_file=bundle)) == {"ssl.ca.location": str(bundle)}
+    assert read_client_settings(BrokerConfig(ca_file=bundle)) == {"ssl.ca.location": str(bundle)}
 
 
 def test_authority_that_is_no_certificate_is_refused_by_name(tmp_path: Path) -> None:
@@ -143,9 +147,9 @@ def test_authority_that_is_no_certificate_is_refused_by_name(tmp_path: Path) -> 
         ConfigError,
         match=rf"broker.ca_file: {file} holds no certificate; give the PEM file of the authority",
     ):
-        client_settings(BrokerConfig(ca_file=file))
+        read_client_settings(BrokerConfig(ca_file=file))
     file.unlink()
     with pytest.raises(
         ConfigError, match=rf"broker.ca_file: {file} can't be read: No such file or directory"
     ):
-        client_settings(BrokerConfig(ca_file=file))
+        read_client_settings(BrokerConfig(ca_file=file))

@@ -9,7 +9,11 @@ from io import BytesIO
 
 import pytest
 
-from relax_events.kafka.embedded.storage import FEATURE_LEVELS, bootstrap_checkpoint, crc32c
+from relax_events.kafka.embedded.storage import (
+    FEATURE_LEVELS,
+    build_bootstrap_checkpoint,
+    compute_crc32c,
+)
 from relax_events.kafka.security.scram import ScramCredential
 
 NOW_MILLISECONDS = 1_700_000_000_123
@@ -89,12 +93,12 @@ def read_record(stream: BytesIO, index: int) -> tuple[bytes | None, bytes]:
 )
 def test_crc32c_agrees_with_published_vectors(data: bytes, expected: int) -> None:
     """RFC 3720, appendix B.4, and the check value of the CRC catalogue."""
-    assert crc32c(data) == expected
+    assert compute_crc32c(data) == expected
 
 
 def test_bootstrap_checkpoint_frames_features_between_header_and_footer() -> None:
     header, levels, footer = read_batches(
-        bootstrap_checkpoint(timestamp_milliseconds=NOW_MILLISECONDS)
+        build_bootstrap_checkpoint(timestamp_milliseconds=NOW_MILLISECONDS)
     )
     assert [batch.base_offset for batch in (header, levels, footer)] == [0, 1, 7]
     assert [batch.attributes for batch in (header, levels, footer)] == [0x20, 0, 0x20]
@@ -104,7 +108,7 @@ def test_bootstrap_checkpoint_frames_features_between_header_and_footer() -> Non
 
 
 def test_bootstrap_checkpoint_names_every_feature_level() -> None:
-    _, levels, _ = read_batches(bootstrap_checkpoint())
+    _, levels, _ = read_batches(build_bootstrap_checkpoint())
     read = {}
     for key, value in levels.records:
         assert key is None
@@ -118,7 +122,7 @@ def test_bootstrap_checkpoint_names_every_feature_level() -> None:
 
 
 def test_bootstrap_checkpoint_carries_checksums_of_what_they_cover() -> None:
-    for batch in read_batches(bootstrap_checkpoint()):
+    for batch in read_batches(build_bootstrap_checkpoint()):
         assert bitwise_crc32c(batch.covered) == batch.crc
 
 
@@ -136,7 +140,9 @@ def bitwise_crc32c(data: bytes) -> int:
 
 def test_bootstrap_checkpoint_holds_the_users_that_may_log_in_first() -> None:
     user = ScramCredential("relax.admin", b"salt" * 6, b"s" * 64, b"k" * 64, 8192)
-    _, records, footer = read_batches(bootstrap_checkpoint({"metadata.version": 30}, users=[user]))
+    _, records, footer = read_batches(
+        build_bootstrap_checkpoint({"metadata.version": 30}, users=[user])
+    )
     assert (len(records.records), footer.base_offset) == (2, 3)
     stream = BytesIO(records.records[1][1])
     assert (
@@ -155,7 +161,7 @@ def test_bootstrap_checkpoint_holds_the_users_that_may_log_in_first() -> None:
 def test_scram_credential_proves_a_password_and_no_other() -> None:
     """The server's check of RFC 5802, section 3: it recovers the client's key from its proof and
     compares what it hashes to."""
-    kept = ScramCredential.of("me", "right", salt=b"0123456789abcdef")
+    kept = ScramCredential.derive("me", "right", salt=b"0123456789abcdef")
     signature = hmac.digest(kept.stored_key, b"the messages so far", "sha512")
     for password, accepted in (("right", True), ("wrong", False)):
         salted = hashlib.pbkdf2_hmac(

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.kafka.embedded.java import Java, broker_command, heap_mib_of, request_bytes
-from relax_events.kafka.embedded.settings import server_properties
+from relax_events.kafka.embedded.java import (
+    Java,
+    build_broker_command,
+    compute_heap_mib,
+    compute_request_bytes,
+)
+from relax_events.kafka.embedded.settings import build_server_properties
 
 GIB = 1 << 30
 
@@ -17,13 +22,13 @@ GIB = 1 << 30
     [(4 * GIB, 512), (16 * GIB, 1024), (24 * GIB, 1536), (512 * GIB, 4096), (float("inf"), 4096)],
 )
 def test_heap_is_a_part_of_the_memory_within_bounds(memory: float, heap: int) -> None:
-    assert heap_mib_of(memory) == heap
+    assert compute_heap_mib(memory) == heap
 
 
 def test_broker_is_started_with_the_heap_and_holds_a_quarter_of_it_in_requests(
     tmp_path: Path,
 ) -> None:
-    command = broker_command(
+    command = build_broker_command(
         Java(Path("java"), 17, "17"),
         [],
         tmp_path / "server.properties",
@@ -32,8 +37,8 @@ def test_broker_is_started_with_the_heap_and_holds_a_quarter_of_it_in_requests(
         heap_mib=1536,
     )
     assert [word for word in command if word.startswith("-Xmx")] == ["-Xmx1536m"]
-    text = server_properties(
+    text = build_server_properties(
         tmp_path / "data", port=1, controller_port=2, overrides={}, heap_mib=1536
     )
-    assert f"queued.max.request.bytes={request_bytes(1536)}" in text.splitlines()
-    assert request_bytes(1536) == 384 << 20
+    assert f"queued.max.request.bytes={compute_request_bytes(1536)}" in text.splitlines()
+    assert compute_request_bytes(1536) == 384 << 20

@@ -2,11 +2,11 @@
 
 import re
 
-from relax_events.kafka.embedded.jars import read_lock
+from relax_events.kafka.embedded.jars import read_jar_lock
 
 
 def test_lock_names_the_node_itself_when_read() -> None:
-    lock = read_lock()
+    lock = read_jar_lock()
     names = {jar.name for jar in lock.jars}
     assert f"kafka_2.13-{lock.kafka_version}.jar" in names
     assert f"kafka-clients-{lock.kafka_version}.jar" in names
@@ -15,7 +15,7 @@ def test_lock_names_the_node_itself_when_read() -> None:
 
 
 def test_lock_holds_checkable_rows_when_read() -> None:
-    lock = read_lock()
+    lock = read_jar_lock()
     assert len({jar.name for jar in lock.jars}) == len(lock.jars)
     assert all(re.fullmatch(r"[0-9a-f]{64}", jar.sha256) for jar in lock.jars)
     assert all(
@@ -26,7 +26,7 @@ def test_lock_holds_checkable_rows_when_read() -> None:
 
 
 def test_lock_keeps_one_kafka_version_when_read() -> None:
-    lock = read_lock()
+    lock = read_jar_lock()
     versions = {
         jar.path.split("/")[-2] for jar in lock.jars if jar.path.startswith("org/apache/kafka/")
     }

@@ -11,19 +11,19 @@ from pydantic import ValidationError
 
 from relax_events.config import BrokerConfig
 from relax_events.errors import ConfigError
-from relax_events.kafka.credentials import client_settings
+from relax_events.kafka.credentials import read_client_settings
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.embedded.directory import BrokerState, write_state
 from relax_events.kafka.embedded.security import NodeLogin
-from relax_events.kafka.embedded.settings import server_properties
-from relax_events.kafka.embedded.tool_login import client_properties
+from relax_events.kafka.embedded.settings import build_server_properties
+from relax_events.kafka.embedded.tool_login import build_client_properties
 
 
 def test_password_is_random_for_its_owner_alone_and_stays(tmp_path: Path) -> None:
     first, second, other = (
-        NodeLogin.of(tmp_path / "a"),
-        NodeLogin.of(tmp_path / "a"),
-        NodeLogin.of(tmp_path / "b"),
+        NodeLogin.from_directory(tmp_path / "a"),
+        NodeLogin.from_directory(tmp_path / "a"),
+        NodeLogin.from_directory(tmp_path / "b"),
     )
     assert (first.is_new, second.is_new, other.is_new) == (True, False, True)
     assert first.password == second.password != other.password
@@ -35,8 +35,8 @@ def test_password_is_random_for_its_owner_alone_and_stays(tmp_path: Path) -> Non
 def test_no_listener_lets_in_whom_it_does_not_know_and_the_password_is_not_in_the_settings(
     tmp_path: Path,
 ) -> None:
-    login = NodeLogin.of(tmp_path)
-    text = server_properties(
+    login = NodeLogin.from_directory(tmp_path)
+    text = build_server_properties(
         Path("/node/data"), port=20001, controller_port=20002, overrides={}, security=login
     )
     written = dict(line.split("=", 1) for line in text.splitlines())
@@ -52,7 +52,7 @@ def test_no_listener_lets_in_whom_it_does_not_know_and_the_password_is_not_in_th
 
 
 def broker_of(folder: Path, state: BrokerState) -> EmbeddedBroker:
-    NodeLogin.of(folder)
+    NodeLogin.from_directory(folder)
     write_state(folder / "broker.json", state)
     return EmbeddedBroker(folder)
 
@@ -60,31 +60,34 @@ def broker_of(folder: Path, state: BrokerState) -> EmbeddedBroker:
 def test_tools_are_told_how_to_log_in(tmp_path: Path) -> None:
     broker = broker_of(tmp_path, BrokerState(20001, 20002, "4.3.1", login="password"))
     password = (tmp_path / "password").read_text()
-    java = dict(line.split("=", 1) for line in client_properties(broker, form="java").splitlines())
+    java = dict(
+        line.split("=", 1) for line in build_client_properties(broker, form="java").splitlines()
+    )
     assert java["sasl.jaas.config"].endswith(
         f'ScramLoginModule required username="relax" password="{password}";'
     )
     others = dict(
-        line.split("=", 1) for line in client_properties(broker, form="librdkafka").splitlines()
+        line.split("=", 1)
+        for line in build_client_properties(broker, form="librdkafka").splitlines()
     )
     table = BrokerConfig(
         bootstrap_servers="127.0.0.1:20001", embedded_password_file=tmp_path / "password"
     )
-    assert others == {"bootstrap.servers": "127.0.0.1:20001"} | client_settings(table)
+    assert others == {"bootstrap.servers": "127.0.0.1:20001"} | read_client_settings(table)
 
 
 def test_tools_of_an_open_broker_need_its_address_alone_and_of_a_secured_one_a_principal(
     tmp_path: Path,
 ) -> None:
     opened = broker_of(tmp_path, BrokerState(20001, 20002, "4.3.1", login="open"))
-    assert client_properties(opened, form="java") == "bootstrap.servers=127.0.0.1:20001\n"
+    assert build_client_properties(opened, form="java") == "bootstrap.servers=127.0.0.1:20001\n"
     secured = broker_of(tmp_path, BrokerState(20001, 20002, "4.3.1", credentials="/etc/relax"))
     assert secured.password_file is None
     with pytest.raises(
         ConfigError,
         match=r"lets in the principals of /etc/relax, each with a password of its own there; see docs/how-to/secure",
     ):
-        client_properties(secured, form="java")
+        build_client_properties(secured, form="java")
 
 
 def test_password_of_an_embedded_broker_is_not_for_clusters(tmp_path: Path) -> None:
@@ -100,6 +103,6 @@ def test_missing_password_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"broker.embedded_password_file: .*/none can't be read: No such file"
     ):
-        client_settings(
+        read_client_settings(
             BrokerConfig(bootstrap_servers="127.0.0.1:1", embedded_password_file=tmp_path / "none")
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.kafka.embedded.broker_log import follow_lines, last_lines
+from relax_events.kafka.embedded.broker_log import follow_lines, read_last_lines
 
 
 @pytest.mark.parametrize(
@@ -12,21 +12,21 @@ from relax_events.kafka.embedded.broker_log import follow_lines, last_lines
 )
 def test_last_lines_returns_so_many(tmp_path: Path, num_lines: int, expected: list[str]) -> None:
     (tmp_path / "log").write_text("a\nb\nc\nd\n")
-    assert last_lines(tmp_path / "log", num_lines=num_lines) == expected
+    assert read_last_lines(tmp_path / "log", num_lines=num_lines) == expected
 
 
 def test_last_lines_stays_within_its_part(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("a\nb\nc\nd\n")
-    assert last_lines(tmp_path / "log", num_lines=9, start_byte=2, end_byte=6) == ["b", "c"]
+    assert read_last_lines(tmp_path / "log", num_lines=9, start_byte=2, end_byte=6) == ["b", "c"]
 
 
 def test_last_lines_is_empty_when_there_is_no_file(tmp_path: Path) -> None:
-    assert last_lines(tmp_path / "log", num_lines=5) == []
+    assert read_last_lines(tmp_path / "log", num_lines=5) == []
 
 
 def test_last_lines_reads_the_end_only_when_the_log_is_long(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("x" * 99 + "\n" + ("y" * 99 + "\n") * 10_000)
-    lines = last_lines(tmp_path / "log", num_lines=1_000_000)
+    lines = read_last_lines(tmp_path / "log", num_lines=1_000_000)
     assert len(lines) < 3000
     assert lines[-1] == "y" * 99
 

@@ -5,7 +5,7 @@ from io import StringIO
 
 import pytest
 
-from relax_events.kafka.embedded.jars import transfer_progress
+from relax_events.kafka.embedded.jars import show_progress
 
 
 class Terminal(StringIO):
@@ -16,7 +16,7 @@ class Terminal(StringIO):
 def test_transfer_progress_prints_a_line_per_quarter_when_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with transfer_progress("things", 4 << 20) as advance:
+    with show_progress("things", 4 << 20) as advance:
         for _ in range(40):
             advance((4 << 20) // 40)
         advance((4 << 20) - (4 << 20) // 40 * 40)
@@ -29,7 +29,7 @@ def test_transfer_progress_prints_a_line_per_quarter_when_no_terminal(
 def test_transfer_progress_says_nothing_twice_when_a_part_starts_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with transfer_progress("things", 100) as advance:
+    with show_progress("things", 100) as advance:
         for num_bytes in (30, -30, 30, 70):
             advance(num_bytes)
     assert capsys.readouterr().err.splitlines()[1:] == [
@@ -43,6 +43,6 @@ def test_transfer_progress_draws_a_bar_when_a_person_watches(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with transfer_progress("things", 100) as advance:
+    with show_progress("things", 100) as advance:
         advance(100)
     assert "fetching things" in terminal.getvalue()

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from relax_events.cli.broker import app
-from relax_events.kafka.embedded.status import BrokerReport, broker_report
+from relax_events.kafka.embedded.status import BrokerStatus, read_broker_status
 
-REPORT = BrokerReport(
+REPORT = BrokerStatus(
     "/node",
     True,
     "127.0.0.1:20001",
@@ -24,7 +24,7 @@ REPORT = BrokerReport(
 
 
 def test_report_aligns_fields_when_shown_as_text() -> None:
-    assert REPORT.as_text().splitlines() == [
+    assert REPORT.to_text().splitlines() == [
         "state               running",
         "bootstrap servers   127.0.0.1:20001",
         "clients log in      no",
@@ -41,16 +41,16 @@ def test_report_aligns_fields_when_shown_as_text() -> None:
 
 
 def test_report_keeps_figures_exact_when_shown_as_json() -> None:
-    assert json.loads(REPORT.as_json())["uptime_seconds"] == 61.7
-    assert json.loads(REPORT.as_json())["disk_bytes"] == 5_242_880
+    assert json.loads(REPORT.to_json())["uptime_seconds"] == 61.7
+    assert json.loads(REPORT.to_json())["disk_bytes"] == 5_242_880
 
 
 def test_broker_report_is_down_and_empty_when_nothing_was_started(tmp_path: Path) -> None:
-    report = broker_report(tmp_path / "node")
-    assert report == BrokerReport(
+    report = read_broker_status(tmp_path / "node")
+    assert report == BrokerStatus(
         str(tmp_path / "node"), False, None, None, None, [], None, None, None, 0, 0
     )
-    assert report.as_text().startswith("state               down\nbootstrap servers   -\n")
+    assert report.to_text().startswith("state               down\nbootstrap servers   -\n")
 
 
 def test_broker_report_counts_what_sparse_files_really_take(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_broker_report_counts_what_sparse_files_really_take(tmp_path: Path) -> N
         file.truncate(10 << 20)
     (tmp_path / "data" / "real.log").write_bytes(b"x" * 100_000)
     (tmp_path / "broker.log").write_bytes(b"y" * 12)
-    report = broker_report(tmp_path)
+    report = read_broker_status(tmp_path)
     assert 100_000 <= report.disk_bytes < 1 << 20
     assert report.log_bytes == 12
 

@@ -10,19 +10,19 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.kafka.embedded.security import NodeSecurity, kept_credentials
-from relax_events.kafka.embedded.settings import server_properties
+from relax_events.kafka.embedded.security import NodeSecurity, choose_credentials
+from relax_events.kafka.embedded.settings import build_server_properties
 from relax_events.ops.security import make_folder
 
 
 @pytest.fixture
 def security(make_run_config: Callable[..., RunConfig], tmp_path: Path) -> NodeSecurity:
     make_folder(make_run_config(), tmp_path / "security", lifetime=timedelta(days=1))
-    return NodeSecurity.of(tmp_path / "security", internal_port=20003)
+    return NodeSecurity.from_folder(tmp_path / "security", internal_port=20003)
 
 
 def settings_of(security: NodeSecurity, **overrides: str) -> dict[str, str]:
-    text = server_properties(
+    text = build_server_properties(
         Path("/node/data"),
         port=20001,
         controller_port=20002,
@@ -69,7 +69,7 @@ def test_settings_hold_no_password(security: NodeSecurity) -> None:
 
 def test_super_users_can_not_be_overridden(security: NodeSecurity) -> None:
     with pytest.raises(ConfigError, match=r"must not set super.users"):
-        server_properties(
+        build_server_properties(
             Path("/d"),
             port=1,
             controller_port=2,
@@ -87,20 +87,20 @@ def test_incomplete_folder_is_refused_with_the_missing_file(
         ConfigError,
         match=rf"has no {Path(missing).name}; make the folder with: relax broker secure",
     ):
-        NodeSecurity.of(security.folder.path, internal_port=1)
+        NodeSecurity.from_folder(security.folder.path, internal_port=1)
 
 
 def test_node_stays_secured_when_a_start_names_no_folder(tmp_path: Path) -> None:
-    assert kept_credentials(None, "/etc/relax", data=tmp_path) == Path("/etc/relax")
-    assert kept_credentials(Path("/etc/moved"), "/etc/relax", data=tmp_path) == Path("/etc/moved")
-    assert kept_credentials(None, None, data=tmp_path) is None
+    assert choose_credentials(None, "/etc/relax", data=tmp_path) == Path("/etc/relax")
+    assert choose_credentials(Path("/etc/moved"), "/etc/relax", data=tmp_path) == Path("/etc/moved")
+    assert choose_credentials(None, None, data=tmp_path) is None
 
 
 def test_open_node_with_records_can_not_be_secured_afterwards(tmp_path: Path) -> None:
-    assert kept_credentials(Path("/etc/relax"), None, data=tmp_path / "new") == Path("/etc/relax")
+    assert choose_credentials(Path("/etc/relax"), None, data=tmp_path / "new") == Path("/etc/relax")
     (tmp_path / "meta.properties").touch()
     with pytest.raises(
         EnvironmentProblem,
         match=r"was made without broker.credentials and does not know their users; choose another run.directory",
     ):
-        kept_credentials(Path("/etc/relax"), None, data=tmp_path)
+        choose_credentials(Path("/etc/relax"), None, data=tmp_path)

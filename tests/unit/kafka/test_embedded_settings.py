@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from relax_events.errors import ConfigError
-from relax_events.kafka.embedded.settings import escape, server_properties
+from relax_events.kafka.embedded.settings import build_server_properties, escape_property
 
 
 def read(text: str) -> dict[str, str]:
@@ -15,7 +15,9 @@ def read(text: str) -> dict[str, str]:
 
 def settings(data: str = "/node/data", **overrides: str) -> dict[str, str]:
     named = {key.replace("_", "."): value for key, value in overrides.items()}
-    return read(server_properties(Path(data), port=20001, controller_port=20002, overrides=named))
+    return read(
+        build_server_properties(Path(data), port=20001, controller_port=20002, overrides=named)
+    )
 
 
 def test_server_properties_stay_on_loopback() -> None:
@@ -64,7 +66,7 @@ def test_server_properties_refuse_overrides_of_identity_and_place(key: str) -> N
     with pytest.raises(
         ConfigError, match=f"node_properties must not set {key}: the embedded broker decides it"
     ):
-        server_properties(Path("/node/data"), port=1, controller_port=2, overrides={key: "x"})
+        build_server_properties(Path("/node/data"), port=1, controller_port=2, overrides={key: "x"})
 
 
 def test_server_properties_refuse_a_folder_when_it_holds_a_comma() -> None:
@@ -84,4 +86,4 @@ def test_server_properties_refuse_a_folder_when_it_holds_a_comma() -> None:
     ],
 )
 def test_escape_writes_what_java_reads_back(text: str, written: str) -> None:
-    assert escape(text) == written
+    assert escape_property(text) == written

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.kafka.embedded.storage import ensure_formatted, new_id, require_free_space
+from relax_events.kafka.embedded.storage import create_id, ensure_formatted, require_free_space
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -43,7 +43,7 @@ def test_ensure_formatted_formats_again_when_a_crash_left_half(tmp_path: Path) -
 
 
 def test_new_id_is_sixteen_bytes_and_never_starts_with_a_dash() -> None:
-    ids = {new_id() for _ in range(500)}
+    ids = {create_id() for _ in range(500)}
     assert len(ids) == 500
     assert all(
         len(base64.urlsafe_b64decode(text + "==")) == 16 and not text.startswith("-")

@@ -5,34 +5,41 @@ from __future__ import annotations
 import pytest
 
 from relax_events.errors import BrokerUnavailable
-from relax_events.kafka.base_consumer import reader_settings
-from relax_events.kafka.batch_verification import VARIABLE, Batch, Examiner, batches
+from relax_events.kafka.base_consumer import build_reader_settings
+from relax_events.kafka.batch_verification import (
+    VARIABLE,
+    BatchVerifier,
+    RecordBatch,
+    split_batches,
+)
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.embedded.storage import bootstrap_checkpoint
+from relax_events.kafka.embedded.storage import build_bootstrap_checkpoint
 
-DATA = bootstrap_checkpoint({"one": 1, "two": 2, "three": 3}, timestamp_milliseconds=0)
+DATA = build_bootstrap_checkpoint({"one": 1, "two": 2, "three": 3}, timestamp_milliseconds=0)
 """Three record batches, as Kafka reads them: offsets 0, 1 to 3, and 4."""
 OFFSETS = [(0, 1), (1, 4), (4, 5)]
 
 
 def standings(data: bytes) -> list[bool]:
-    return [batch.is_sound for batch in batches(data)]
+    return [batch.has_valid_checksum for batch in split_batches(data)]
 
 
 def spans(data: bytes) -> list[tuple[int, int]]:
-    return [(batch.first, batch.stop) for batch in batches(data)]
+    return [(batch.first, batch.stop) for batch in split_batches(data)]
 
 
 def test_batches_lie_one_behind_the_other() -> None:
     assert (spans(DATA), standings(DATA)) == (OFFSETS, [True] * 3)
-    assert list(batches(b"")) == list(batches(DATA[:60])) == []
+    assert list(split_batches(b"")) == list(split_batches(DATA[:60])) == []
 
 
 @pytest.mark.parametrize("at", [-1, -2, -20])
 def test_one_altered_bit_is_seen_and_the_others_are_sound(at: int) -> None:
-    first_bytes = len(DATA) - sum(21 - 4 + len(batch.checked) for batch in list(batches(DATA))[1:])
+    first_bytes = len(DATA) - sum(
+        21 - 4 + len(batch.checked) for batch in list(split_batches(DATA))[1:]
+    )
     middle = bytearray(DATA)
-    end = first_bytes + 17 + len(list(batches(DATA))[1].checked)
+    end = first_bytes + 17 + len(list(split_batches(DATA))[1].checked)
     middle[end + at] ^= 1
     assert standings(bytes(middle)) == [True, False, True]
 
@@ -50,10 +57,10 @@ def test_batch_that_is_cut_off_or_claims_another_length_or_format_is_not_sound_a
 class Answers:
     """Stands for the connection to a partition: gives what a test has laid down."""
 
-    def __init__(self, found: dict[int, Batch]) -> None:
+    def __init__(self, found: dict[int, RecordBatch]) -> None:
         self.found = found
 
-    def batch_of(self, offset: int) -> Batch | None:
+    def batch_of(self, offset: int) -> RecordBatch | None:
         return next(
             (batch for batch in self.found.values() if batch.first <= offset < batch.stop), None
         )
@@ -64,12 +71,12 @@ class Answers:
 def test_records_of_an_altered_batch_are_told_from_those_of_sound_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sound = {batch.first: batch for batch in batches(DATA)}
-    altered = Batch(1, 4, sound[1].checked[:-1] + b"\xff")
+    sound = {batch.first: batch for batch in split_batches(DATA)}
+    altered = RecordBatch(1, 4, sound[1].checked[:-1] + b"\xff")
     answers = Answers(sound | {1: altered})
     monkeypatch.setattr("relax_events.kafka.batch_verification.PartitionReader", lambda *_: answers)
-    examiner = Examiner(lambda *_: Connection("nowhere:1"), timeout_seconds=1.0)
-    assert [examiner.altered("topic", 0, offset) for offset in range(6)] == [
+    examiner = BatchVerifier(lambda *_: Connection("nowhere:1"), timeout_seconds=1.0)
+    assert [examiner.find_altered_batch("topic", 0, offset) for offset in range(6)] == [
         None,
         *[range(1, 4)] * 3,
         None,
@@ -86,7 +93,7 @@ def test_partition_without_a_leader_is_asked_about_until_the_timeout() -> None:
         raise BrokerUnavailable("no leader")
 
     with pytest.raises(BrokerUnavailable, match="no leader"):
-        Examiner(leader, timeout_seconds=0.2).altered("topic", 0, 0)
+        BatchVerifier(leader, timeout_seconds=0.2).find_altered_batch("topic", 0, 0)
     assert len(asked) > 1
 
 
@@ -95,4 +102,4 @@ def test_client_leaves_checksums_to_the_examiner_where_it_is_asked_for(
     asked_for: str, checks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, asked_for)
-    assert reader_settings()["check_crcs"] is checks
+    assert build_reader_settings()["check_crcs"] is checks

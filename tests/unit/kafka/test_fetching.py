@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError
 
 from relax_events.errors import AccessDenied, BrokerError
 from relax_events.kafka import consumer
-from relax_events.kafka.base_consumer import Fetching
+from relax_events.kafka.base_consumer import BaseConsumer
 from relax_events.kafka.connection import Connection
 
 
@@ -21,7 +21,7 @@ def fetched(error: KafkaError) -> list[object]:
         topic=lambda: None, partition=lambda: -1, offset=lambda: -1001, error=lambda: error
     )
     client = SimpleNamespace(poll=lambda seconds: report, consume=lambda count, seconds: [])
-    return list(Fetching(client, Connection("nowhere:1")).fetch(timeout_seconds=0.0))
+    return list(BaseConsumer(client, Connection("nowhere:1")).fetch(timeout_seconds=0.0))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,6 @@ def test_member_may_work_on_one_part_for_longer_than_clients_may_go_without_poll
         lambda settings: taken.append(settings) or SimpleNamespace(subscribe=lambda *_, **__: None),
     )
     connection = Connection("nowhere:1", client={"max.poll.interval.ms": 46_000})
-    consumer.GroupConsumer(connection, consumer_group="group", topics=["topic"])
+    consumer.SubscribedConsumer(connection, consumer_group="group", topics=["topic"])
     day = 24 * 60 * 60 * 1000
     assert [settings["max.poll.interval.ms"] for settings in taken] == [day]

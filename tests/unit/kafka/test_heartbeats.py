@@ -6,7 +6,11 @@ import pytest
 from confluent_kafka import KafkaError
 
 from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable, ClientFailed, Fenced
-from relax_events.kafka.client_statistics import SILENT_SECONDS, STATISTICS_SECONDS, HeartbeatWatch
+from relax_events.kafka.client_statistics import (
+    SILENT_SECONDS,
+    STATISTICS_SECONDS,
+    HeartbeatMonitor,
+)
 from relax_events.kafka.connection import translate
 
 
@@ -31,7 +35,7 @@ def statistics(
 
 
 def silent_after(
-    watch: HeartbeatWatch,
+    watch: HeartbeatMonitor,
     count: int,
     *,
     start: float = 2.0,
@@ -41,7 +45,7 @@ def silent_after(
     """Note the same again and again; return how many seconds after the first time the client counts
     as silent."""
     for number in range(count):
-        watch.note(statistics(start + number * step, **said))  # type: ignore[arg-type]
+        watch.update(statistics(start + number * step, **said))  # type: ignore[arg-type]
         if watch.is_silent:
             return number * step
     return None
@@ -49,27 +53,27 @@ def silent_after(
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_client_is_silent_when_only_its_other_requests_go_on(by_name: bool) -> None:
-    watch = HeartbeatWatch()
-    watch.note(statistics(0.0, sent=5, by_name=by_name))
+    watch = HeartbeatMonitor()
+    watch.update(statistics(0.0, sent=5, by_name=by_name))
     for number in range(1, 7):  # twelve seconds of metadata requests, exactly what is allowed
-        watch.note(statistics(number * 2.0, sent=5 + number, listed=4 + number, by_name=by_name))
+        watch.update(statistics(number * 2.0, sent=5 + number, listed=4 + number, by_name=by_name))
         assert not watch.is_silent
-    watch.note(statistics(14.0, sent=12, listed=11, by_name=by_name))
+    watch.update(statistics(14.0, sent=12, listed=11, by_name=by_name))
     assert watch.is_silent
-    watch.note(statistics(16.0, sent=13, listed=11, by_name=by_name))
+    watch.update(statistics(16.0, sent=13, listed=11, by_name=by_name))
     assert not watch.is_silent
 
 
 def test_client_without_a_coordinator_is_silent_too() -> None:
-    watch = HeartbeatWatch()
-    watch.note(statistics(0.0, sent=9))
+    watch = HeartbeatMonitor()
+    watch.update(statistics(0.0, sent=9))
     assert silent_after(watch, 20, sent=9, coordinator="DOWN") == SILENT_SECONDS
 
 
 def test_client_is_not_silent_before_it_has_joined_nor_while_no_broker_is_there() -> None:
-    watch = HeartbeatWatch()
+    watch = HeartbeatMonitor()
     assert silent_after(watch, 50, sent=4) is None
-    watch.note(statistics(200.0, sent=9))
+    watch.update(statistics(200.0, sent=9))
     assert silent_after(watch, 50, start=202.0, sent=9, coordinator="DOWN", broker="DOWN") is None
     assert (
         silent_after(watch, 5, start=302.0, sent=9) is None
@@ -77,9 +81,9 @@ def test_client_is_not_silent_before_it_has_joined_nor_while_no_broker_is_there(
 
 
 def test_time_in_which_the_process_stood_still_does_not_count() -> None:
-    watch = HeartbeatWatch()
-    watch.note(statistics(0.0, sent=9))
-    watch.note(statistics(300.0, sent=9))
+    watch = HeartbeatMonitor()
+    watch.update(statistics(0.0, sent=9))
+    watch.update(statistics(300.0, sent=9))
     assert not watch.is_silent
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from event_samples import published
 
-from relax_events.kafka.admin import GroupMember, GroupState
+from relax_events.kafka.offset_admin import ConsumerGroupMember, ConsumerGroupState
 from relax_events.ops.consumer_lag import PartitionLag, lag_by_member, lag_by_slot, slot_owners
 
 ROLLED = "relax.r.rollout.samples"
@@ -66,10 +66,12 @@ def test_lag_by_slot_sums_partitions_and_takes_the_oldest_record() -> None:
 
 def test_lag_by_member_names_idle_members_and_orphaned_partitions() -> None:
     members = (
-        GroupMember("reward-0", "host-a", ((ROLLED, 0),)),
-        GroupMember("reward-1", "host-b", ()),
+        ConsumerGroupMember("reward-0", "host-a", ((ROLLED, 0),)),
+        ConsumerGroupMember("reward-1", "host-b", ()),
     )
-    found = lag_by_member(ROWS, {"reward": GroupState("g", "stable", members)}, now_ms=10_000)
+    found = lag_by_member(
+        ROWS, {"reward": ConsumerGroupState("g", "stable", members)}, now_ms=10_000
+    )
     assert [
         (item.role, item.member, item.host, item.num_records, item.partitions) for item in found
     ] == [

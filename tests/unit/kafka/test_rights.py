@@ -8,20 +8,20 @@ from importlib.metadata import entry_points
 import pytest
 
 from relax_events.kafka.security.acls import (
-    PERSON_RIGHTS,
+    PERSON_PERMISSIONS,
     PRINCIPALS,
-    ROLE_RIGHTS,
+    ROLE_PERMISSIONS,
     Acl,
-    acls_of,
-    prefix_of,
-    username_of,
+    build_acls,
+    build_run_prefix,
+    build_username,
 )
 from relax_events.plugins import ROLES
 from relax_events.topics import TopicPlan
 
 PLAN = TopicPlan("demo", 1, 2, 4, 1, "none")
 TOPICS = {spec.name for spec in PLAN.specs()}
-ACLS = acls_of("demo")
+ACLS = build_acls("demo")
 
 
 def allowed(operation: str) -> dict[str, set[str]]:
@@ -34,7 +34,7 @@ def allowed(operation: str) -> dict[str, set[str]]:
 
 
 def test_every_installed_role_has_rights_and_no_other() -> None:
-    assert {entry.name for entry in entry_points(group=ROLES)} == set(ROLE_RIGHTS)
+    assert {entry.name for entry in entry_points(group=ROLES)} == set(ROLE_PERMISSIONS)
 
 
 def test_every_topic_has_a_writer_and_rights_name_only_topics_of_the_plan() -> None:
@@ -65,7 +65,7 @@ def test_decisions_are_written_by_those_who_take_them(entity: str, writers: set[
 
 
 def test_roles_neither_make_nor_alter_nor_delete() -> None:
-    roles = {username_of("demo", role) for role in ROLE_RIGHTS}
+    roles = {build_username("demo", role) for role in ROLE_PERMISSIONS}
     assert {acl.operation for acl in ACLS if acl.username in roles} == {
         "read",
         "write",
@@ -84,7 +84,7 @@ def test_only_the_trainer_has_a_transactional_id_and_it_is_the_planned_one() -> 
     owners = [
         acl
         for acl in ACLS
-        if acl.resource == "transactional_id" and acl.username.split(".")[-1] in ROLE_RIGHTS
+        if acl.resource == "transactional_id" and acl.username.split(".")[-1] in ROLE_PERMISSIONS
     ]
     assert {acl.username for acl in owners} == {"relax.demo.trainer"}
     assert all(PLAN.transactional_id("trainer").startswith(acl.name) for acl in owners)
@@ -107,18 +107,18 @@ def test_nothing_is_allowed_outside_of_the_run() -> None:
     assert (
         {acl.username.removeprefix("relax.demo.") for acl in ACLS}
         == set(PRINCIPALS)
-        == {*ROLE_RIGHTS, *PERSON_RIGHTS}
+        == {*ROLE_PERMISSIONS, *PERSON_PERMISSIONS}
     )
 
 
 @pytest.mark.parametrize("other", ["demo-2", "dem", "demo2", "a-demo"])
 def test_prefix_of_a_run_is_never_anothers(other: str) -> None:
-    assert not prefix_of(other).startswith(prefix_of("demo"))
-    assert not prefix_of("demo").startswith(prefix_of(other))
+    assert not build_run_prefix(other).startswith(build_run_prefix("demo"))
+    assert not build_run_prefix("demo").startswith(build_run_prefix(other))
 
 
 def test_right_is_written_out_for_other_tools() -> None:
-    written = Acl("relax.demo.reader", "topic", "relax.demo.", "prefixed", "read").as_dict()
+    written = Acl("relax.demo.reader", "topic", "relax.demo.", "prefixed", "read").to_dict()
     assert written == {
         "username": "relax.demo.reader",
         "resource": "topic",
@@ -131,8 +131,8 @@ def test_right_is_written_out_for_other_tools() -> None:
 
 
 def test_replay_may_read_its_source_and_nothing_else_of_it() -> None:
-    more = set(acls_of("demo", source_run_id="first")) - set(ACLS)
-    assert set(ACLS) < set(acls_of("demo", source_run_id="first"))
+    more = set(build_acls("demo", source_run_id="first")) - set(ACLS)
+    assert set(ACLS) < set(build_acls("demo", source_run_id="first"))
     topics = {acl for acl in more if acl.resource == "topic"}
     assert {(acl.name, acl.pattern) for acl in topics} == {("relax.first.", "prefixed")}
     assert {acl.operation for acl in topics} == {"read", "describe_configs"}

@@ -5,21 +5,21 @@ from __future__ import annotations
 
 from rights_table import writes_by_page
 
-from relax_events.kafka.security.acls import acls_of, written_by
+from relax_events.kafka.security.acls import build_acls, list_writable_topics
 from relax_events.topics.plan import DEAD_LETTER_ROLES, ROLES
 
 
 def test_page_names_what_each_role_may_write() -> None:
     assert writes_by_page(ROLES, with_letters=DEAD_LETTER_ROLES) == {
-        role: set(written_by(role)) for role in ROLES
+        role: set(list_writable_topics(role)) for role in ROLES
     }
 
 
 def test_rights_to_write_are_literal_and_no_others() -> None:
     granted: dict[str, set[str]] = {role: set() for role in ROLES}
-    for acl in acls_of("r"):
+    for acl in build_acls("r"):
         role = acl.username.removeprefix("relax.r.")
         if role in granted and (acl.resource, acl.operation) == ("topic", "write"):
             assert acl.pattern == "literal"
             granted[role].add(acl.name.removeprefix("relax.r."))
-    assert granted == {role: set(written_by(role)) for role in ROLES}
+    assert granted == {role: set(list_writable_topics(role)) for role in ROLES}

@@ -12,8 +12,8 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.kafka.security.acls import PRINCIPALS, acls_of
-from relax_events.kafka.security.folder import ADMIN, LOCAL, SecurityFolder, read_secret
+from relax_events.kafka.security.acls import PRINCIPALS, build_acls
+from relax_events.kafka.security.folder import ADMIN, EMBEDDED_HOST, SecurityFolder, read_secret
 from relax_events.ops.security import Renewal, make_folder
 
 YEAR = timedelta(days=365)
@@ -82,7 +82,7 @@ def test_environment_of_a_role_names_its_own_files(folder: SecurityFolder) -> No
 def test_rights_are_listed_for_other_tools(folder: SecurityFolder) -> None:
     listed = orjson.loads(folder.acl_file("demo").read_bytes())
     assert [(row["username"], row["name"], row["operation"]) for row in listed] == [
-        (a.username, a.name, a.operation) for a in acls_of("demo")
+        (a.username, a.name, a.operation) for a in build_acls("demo")
     ]
     assert {(row["host"], row["permission"]) for row in listed} == {("*", "allow")}
 
@@ -113,7 +113,7 @@ def test_renewal_replaces_what_was_named_and_keeps_the_rest(
 ) -> None:
     before = (
         passwords_of(folder),
-        folder.broker_file(LOCAL).read_bytes(),
+        folder.broker_file(EMBEDDED_HOST).read_bytes(),
         folder.ca_file.read_bytes(),
     )
     make_folder(config, folder.path, lifetime=YEAR, renewal=Renewal(passwords=True))
@@ -121,7 +121,7 @@ def test_renewal_replaces_what_was_named_and_keeps_the_rest(
     assert passwords[ADMIN] == before[0][ADMIN]
     assert all(passwords[name] != before[0][name] for name in passwords if name != ADMIN)
     make_folder(config, folder.path, lifetime=YEAR, renewal=Renewal(certificates=True))
-    assert folder.broker_file(LOCAL).read_bytes() != before[1]
+    assert folder.broker_file(EMBEDDED_HOST).read_bytes() != before[1]
     assert folder.ca_file.read_bytes() == before[2]
 
 

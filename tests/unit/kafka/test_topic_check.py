@@ -8,7 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.kafka.admin import GroupMember, GroupState, PartitionState, TopicState
+from relax_events.kafka.admin import (
+    ConsumerGroupMember,
+    ConsumerGroupState,
+    PartitionState,
+    TopicState,
+)
 from relax_events.ops.topic_check import group_findings, partition_findings
 
 TOPICS = {"t": TopicState("t", 1, 3, {"min.insync.replicas": "2"})}
@@ -38,10 +43,10 @@ def test_partition_that_is_well_is_counted() -> None:
 def test_role_without_members_is_found_only_while_the_run_goes_on(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
-    config = make_run_config(run={"id": "r"}, broker={"lease": "consumer_group"})
-    someone = (GroupMember("reward-0", "host", ()),)
+    config = make_run_config(run={"id": "r"}, broker={"prompt_queue": "consumer_group"})
+    someone = (ConsumerGroupMember("reward-0", "host", ()),)
     groups = {
-        f"relax.r.{role}": GroupState(f"relax.r.{role}", "stable", members)
+        f"relax.r.{role}": ConsumerGroupState(f"relax.r.{role}", "stable", members)
         for role, members in (("reward", someone), ("advantage", ()))
     }
     found = [

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.protocol.group_membership import MembershipWatch
+from relax_events.kafka.protocol.group_membership import MembershipMonitor
 
 PLACE = ("rollout.samples", 3)
 
 
 def looks(*unread: dict[tuple[str, int], int]) -> list[bool]:
-    watch = MembershipWatch(Connection("127.0.0.1:1"), "group")
-    return [watch.look_at_unread(found) for found in unread]
+    watch = MembershipMonitor(Connection("127.0.0.1:1"), "group")
+    return [watch.check_unread(found) for found in unread]
 
 
 def test_unread_partition_is_suspicious_after_a_while_and_again_at_doubling_waits() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.launcher.deaths import Deaths, Progress
-from relax_events.launcher.worker_processes import MISREAD, Ending
+from relax_events.launcher.deaths import DeathCount, Progress
+from relax_events.launcher.worker_processes import CLIENT_ABORT_TEXT, WorkerExit
 from tests.unit.run_events import beat
 
 PID = 7
@@ -25,9 +25,9 @@ def of(worker_id: str, *, num_steps: int = 0, num_processed: int = 0, pid: int =
 
 def counted(worker_id: str, *seen: Progress) -> list[tuple[int, int]]:
     """Return the counts after each death of a worker."""
-    deaths, counts = Deaths(), []
+    deaths, counts = DeathCount(), []
     for progress in seen:
-        deaths = deaths.after(
+        deaths = deaths.count_death(
             progress, worker_id=worker_id, role=worker_id.rpartition("-")[0], pid=PID
         )
         counts.append((deaths.num_idle, deaths.num_stalled))
@@ -69,15 +69,15 @@ def test_steps_of_the_run_keep_it_going_but_do_not_speed_up_a_worker_that_does_n
 def test_elastic_worker_is_given_up_although_others_get_the_run_on(
     is_elastic: bool, expected: list[bool]
 ) -> None:
-    deaths, found = Deaths(), []
+    deaths, found = DeathCount(), []
     for num_steps in (1, 2, 3):
-        deaths = deaths.after(Progress(num_steps), worker_id="rollout-1", role="rollout", pid=PID)
+        deaths = deaths.count_death(Progress(num_steps), worker_id="rollout-1", role="rollout", pid=PID)
         found.append(deaths.exceeds(2, is_elastic=is_elastic))
     assert found == expected
 
 
 def test_each_start_in_a_row_waits_longer_up_to_half_a_minute() -> None:
-    assert [Deaths(num_idle=count).backoff_seconds for count in range(6)] == [
+    assert [DeathCount(num_idle=count).backoff_seconds for count in range(6)] == [
         0.0,
         0.0,
         2.0,
@@ -91,7 +91,7 @@ def test_abort_of_the_broker_client_is_told_from_others_by_what_it_left_in_the_l
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "reward-0.log"
-    abort = Ending("reward-0", -signal.SIGABRT, log, None)
+    abort = WorkerExit("reward-0", -signal.SIGABRT, log, None)
     assert abort.text == "ended by SIGABRT", "there is no log"
     log.write_text("free(): invalid pointer\n")
     assert abort.text == "ended by SIGABRT"
@@ -102,5 +102,5 @@ def test_abort_of_the_broker_client_is_told_from_others_by_what_it_left_in_the_l
             "wraparound\"' failed.\n"
         )
     )
-    assert abort.text == MISREAD
+    assert abort.text == CLIENT_ABORT_TEXT
     assert replace(abort, code=-signal.SIGKILL).text == "ended by SIGKILL"

@@ -9,7 +9,7 @@ import pytest
 from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
-from relax_events.media.items import MediaAccess, MediaItem, items_of
+from relax_events.media.items import MediaAccess, MediaItem, read_items
 
 LIMITS = MediaConfig(max_item_bytes=100)
 CONTENT = b"\x89PNG and so on"
@@ -96,7 +96,7 @@ def test_item_is_refused_when_it_is_larger_than_allowed(root: Path) -> None:
 def test_column_gives_one_item_or_a_list_in_any_of_the_forms_of_datasets() -> None:
     def sources(value: object) -> list[str | bytes]:
         return [
-            one.source for one in items_of(value, modality=Modality.IMAGE, place="row 1: images")
+            one.source for one in read_items(value, modality=Modality.IMAGE, location="row 1: images")
         ]
 
     assert sources(None) == []

@@ -11,7 +11,7 @@ from PIL import Image
 from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.media.facts import MediaFacts
-from relax_events.media.images import decode_picture, inspect_picture
+from relax_events.media.images import decode_image, inspect_image
 from tests.unit.pictures import picture_file
 
 WEBP_HEAD = picture_file(96, 96, kind="WEBP")[:200]
@@ -21,9 +21,9 @@ LIMITS = MediaConfig(max_item_bytes=50_000, max_image_pixels=10_000)
 
 def check_refused(data: bytes, reason: str, *, decode: bool = False) -> str:
     with pytest.raises(MediaError) as caught:
-        decode_picture(
-            data, size=(16, 16), limits=LIMITS, place="rows:1"
-        ) if decode else inspect_picture(data, limits=LIMITS, place="rows:1")
+        decode_image(
+            data, size=(16, 16), limits=LIMITS, location="rows:1"
+        ) if decode else inspect_image(data, limits=LIMITS, location="rows:1")
     assert caught.value.reason == reason
     return str(caught.value)
 
@@ -53,8 +53,8 @@ def png_that_claims(width: int, height: int) -> bytes:
     [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("GIF", "image/gif")],
 )
 def test_head_tells_type_and_size(kind: str, media_type: str) -> None:
-    assert inspect_picture(
-        picture_file(48, 32, kind=kind), limits=LIMITS, place="rows:1"
+    assert inspect_image(
+        picture_file(48, 32, kind=kind), limits=LIMITS, location="rows:1"
     ) == MediaFacts(media_type, 48, 32)
 
 
@@ -63,7 +63,7 @@ def test_pixels_are_those_of_the_file() -> None:
     file = BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     assert np.array_equal(
-        decode_picture(file.getvalue(), size=(16, 24), limits=LIMITS, place="rows:1"), pixels
+        decode_image(file.getvalue(), size=(16, 24), limits=LIMITS, location="rows:1"), pixels
     )
 
 
@@ -73,10 +73,10 @@ def test_picture_is_turned_as_its_camera_says() -> None:
     image, file, exif = Image.fromarray(pixels), BytesIO(), Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
     image.save(file, "JPEG", quality=100, exif=exif)
-    assert inspect_picture(file.getvalue(), limits=LIMITS, place="rows:1") == MediaFacts(
+    assert inspect_image(file.getvalue(), limits=LIMITS, location="rows:1") == MediaFacts(
         "image/jpeg", 16, 32
     )
-    upright = decode_picture(file.getvalue(), size=(32, 16), limits=LIMITS, place="rows:1")
+    upright = decode_image(file.getvalue(), size=(32, 16), limits=LIMITS, location="rows:1")
     assert upright[:14].min() > 200  # what was left is on top now
     assert upright[18:].max() < 50
 
@@ -85,8 +85,8 @@ def test_picture_without_three_colours_gets_them() -> None:
     for mode in ("RGBA", "L", "P", "LA", "1"):
         file = BytesIO()
         Image.new(mode, (16, 16)).save(file, "PNG")
-        assert decode_picture(
-            file.getvalue(), size=(16, 16), limits=LIMITS, place="rows:1"
+        assert decode_image(
+            file.getvalue(), size=(16, 16), limits=LIMITS, location="rows:1"
         ).shape == (16, 16, 3)
 
 

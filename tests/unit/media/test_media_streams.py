@@ -8,11 +8,11 @@ import pytest
 from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import MediaRef
-from relax_events.media.audio import decode_sound, inspect_sound
-from relax_events.media.av_files import format_of
+from relax_events.media.audio import decode_audio, inspect_audio
+from relax_events.media.av_files import detect_format
 from relax_events.media.facts import MediaFacts
-from relax_events.media.preprocessing import Plan
-from relax_events.media.videos import decode_clip, inspect_clip
+from relax_events.media.preprocessing import DecodePlan
+from relax_events.media.videos import decode_video, inspect_video
 from tests.unit.moving_and_sounding import clip_file, frames_of, sound_file, tone, written
 
 LIMITS = MediaConfig(
@@ -24,13 +24,13 @@ ALL = 12
 
 def refused(data: bytes, reason: str, *, clip: bool) -> str:
     with pytest.raises(MediaError) as caught:
-        (inspect_clip if clip else inspect_sound)(data, limits=LIMITS, place="rows:1")
+        (inspect_video if clip else inspect_audio)(data, limits=LIMITS, place="rows:1")
     assert caught.value.reason == reason
     return str(caught.value)
 
 
-def clip_plan(*frames: int, width: int = 48, height: int = 32) -> Plan:
-    return Plan((len(frames), height, width, 3), "uint8", frames=frames)
+def clip_plan(*frames: int, width: int = 48, height: int = 32) -> DecodePlan:
+    return DecodePlan((len(frames), height, width, 3), "uint8", frames=frames)
 
 
 @pytest.mark.parametrize(
@@ -47,22 +47,22 @@ def test_frames_of_a_clip_are_counted_and_those_that_are_wanted_decoded(
 ) -> None:
     drawn = frames_of(48, 32, ALL)
     data = written(codec, container, frames=drawn)
-    assert inspect_clip(data, limits=LIMITS, place="rows:1") == MediaFacts(
+    assert inspect_video(data, limits=LIMITS, location="rows:1") == MediaFacts(
         media_type, 48, 32, num_frames=ALL, rate_hertz=4.0
     )
-    every = decode_clip(data, plan=clip_plan(*range(ALL)), limits=LIMITS, place="rows:1")
+    every = decode_video(data, plan=clip_plan(*range(ALL)), limits=LIMITS, location="rows:1")
     distances = np.array(
         [[np.abs(found.astype(int) - frame).mean() for frame in drawn] for found in every]
     )
     assert distances.argmin(axis=1).tolist() == list(range(ALL))
-    some = decode_clip(data, plan=clip_plan(2, 2, 7, 11), limits=LIMITS, place="rows:1")
+    some = decode_video(data, plan=clip_plan(2, 2, 7, 11), limits=LIMITS, location="rows:1")
     assert np.array_equal(some, every[[2, 2, 7, 11]])
 
 
 def test_clip_with_many_key_frames_gives_the_same_frames_by_seeking() -> None:
     drawn = frames_of(48, 32, 40, seed=2)
     data = written("libx264", "mp4", frames=drawn, key_every=5)
-    (last,) = decode_clip(data, plan=clip_plan(38), limits=LIMITS, place="rows:1")
+    (last,) = decode_video(data, plan=clip_plan(38), limits=LIMITS, location="rows:1")
     assert np.abs(last.astype(int) - drawn[38]).mean() < 6
 
 
@@ -77,10 +77,10 @@ def test_clip_is_turned_as_its_camera_says() -> None:
     )
     at = data.index(upright, data.index(b"tkhd"))
     sideways = data[:at] + turned + data[at + len(upright) :]
-    facts = inspect_clip(sideways, limits=LIMITS, place="rows:1")
+    facts = inspect_video(sideways, limits=LIMITS, location="rows:1")
     assert (facts.width, facts.height) == (32, 48)
-    (seen, _) = decode_clip(
-        sideways, plan=clip_plan(0, 2, width=32, height=48), limits=LIMITS, place="rows:1"
+    (seen, _) = decode_video(
+        sideways, plan=clip_plan(0, 2, width=32, height=48), limits=LIMITS, location="rows:1"
     )
     assert seen[:20].min() > 200  # turned clockwise by a quarter: what was left is on top
     assert seen[28:].max() < 50
@@ -101,11 +101,11 @@ def test_sound_keeps_its_pitch_and_length_at_the_rate_of_the_model(
     codec: str, container: str, media_type: str, hertz: int
 ) -> None:
     data = written(codec, container, sound=tone(1000.0, 1.5, rate=hertz), hertz=hertz)
-    facts = inspect_sound(data, limits=LIMITS, place="rows:1")
+    facts = inspect_audio(data, limits=LIMITS, location="rows:1")
     assert (facts.media_type, facts.rate_hertz) == (media_type, hertz)
     assert facts.num_frames / hertz == pytest.approx(1.5, abs=0.11)
-    samples = decode_sound(
-        data, plan=Plan((24_000,), "float32", rate_hertz=16_000), limits=LIMITS, place="rows:1"
+    samples = decode_audio(
+        data, plan=DecodePlan((24_000,), "float32", rate_hertz=16_000), limits=LIMITS, location="rows:1"
     )
     middle = samples[4_000:20_000]
     assert np.abs(np.fft.rfft(middle)).argmax() == 1000  # a bin a hertz
@@ -115,8 +115,8 @@ def test_sound_keeps_its_pitch_and_length_at_the_rate_of_the_model(
 def test_sound_of_the_right_rate_is_left_as_it_is() -> None:
     drawn = np.random.default_rng(0).uniform(-1, 1, 5_000)
     data = written("pcm_s16le", "wav", sound=drawn)
-    samples = decode_sound(
-        data, plan=Plan((5_000,), "float32", rate_hertz=16_000), limits=LIMITS, place="rows:1"
+    samples = decode_audio(
+        data, plan=DecodePlan((5_000,), "float32", rate_hertz=16_000), limits=LIMITS, location="rows:1"
     )
     assert np.array_equal(samples, (drawn * 20_000).astype(np.int16).astype(np.float32) / 2**15)
 
@@ -132,8 +132,8 @@ def test_channels_are_mixed_into_one() -> None:
     )
     stereo = stereo + np.stack([body, -body], 1).astype("<i2").tobytes()
     stereo = stereo[:4] + struct.pack("<I", len(stereo) - 8) + stereo[8:]
-    samples = decode_sound(
-        stereo, plan=Plan((8_000,), "float32", rate_hertz=16_000), limits=LIMITS, place="rows:1"
+    samples = decode_audio(
+        stereo, plan=DecodePlan((8_000,), "float32", rate_hertz=16_000), limits=LIMITS, location="rows:1"
     )
     assert np.abs(samples).max() < 1e-4
 
@@ -198,7 +198,7 @@ def test_title_in_an_odd_encoding_does_no_harm() -> None:
         + b"\xff\xfe\xe9\x00"
     )
     whole = titled[:4] + struct.pack("<I", len(titled) - 8) + titled[8:]
-    assert inspect_sound(whole, limits=LIMITS, place="rows:1").num_frames == 6_400
+    assert inspect_audio(whole, limits=LIMITS, location="rows:1").num_frames == 6_400
 
 
 def test_files_are_told_apart_by_their_first_bytes() -> None:
@@ -208,9 +208,9 @@ def test_files_are_told_apart_by_their_first_bytes() -> None:
         "wav": sound_file(),
         "mp3": written("libmp3lame", "mp3", sound=tone(440.0, 1.0)),
     }
-    assert {name: format_of(data) for name, data in kinds.items()} == {name: name for name in kinds}
-    assert format_of(b"\xff\xfb\x90\x00") == "mp3"
-    assert format_of(b"%PDF-1.7") is None
+    assert {name: detect_format(data) for name, data in kinds.items()} == {name: name for name in kinds}
+    assert detect_format(b"\xff\xfb\x90\x00") == "mp3"
+    assert detect_format(b"%PDF-1.7") is None
 
 
 def test_reference_says_how_long_it_is() -> None:

@@ -18,7 +18,7 @@ from transformers.video_utils import VideoMetadata
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
-from relax_events.media.preprocessing import ClipShowing, SoundShowing
+from relax_events.media.preprocessing import VideoPreprocessor, AudioPreprocessor
 from relax_events.media.token_layout import MediaLayout, OmniLayout
 from tests.unit.moving_and_sounding import BOUNDS, SMALL, omni_model
 from tests.unit.pictures import picture_model
@@ -30,10 +30,10 @@ def layout(config: MediaConfig = BOUNDS, *, hears: bool = False) -> MediaLayout:
     return found
 
 
-def sounds() -> SoundShowing:
+def sounds() -> AudioPreprocessor:
     found = layout(hears=True)
     assert isinstance(found, OmniLayout)
-    return found.sounds
+    return found.audio
 
 
 def clip(num_frames: int, rate: float, *, width: int = 32, height: int = 32) -> MediaRef:
@@ -59,7 +59,7 @@ def sound(num_samples: int, rate: float = 16_000.0) -> MediaRef:
 def test_frames_are_those_of_transformers_brought_to_whole_moments(
     num_frames: int, rate: float
 ) -> None:
-    shown = layout().clips.plan(clip(num_frames, rate)).frames
+    shown = layout().videos.plan(clip(num_frames, rate)).frames
     count = min(max(int(num_frames / rate * 2.0), 4), 768, num_frames) // 2 * 2
     metadata = VideoMetadata(total_num_frames=num_frames, fps=rate)
     assert (
@@ -69,22 +69,22 @@ def test_frames_are_those_of_transformers_brought_to_whole_moments(
         ).tolist()
     )
     expected = Qwen3VLProcessor._calculate_timestamps(None, list(shown), rate, 2)
-    assert layout().clips.seconds(clip(num_frames, rate)) == pytest.approx(expected)
+    assert layout().videos.timestamps(clip(num_frames, rate)) == pytest.approx(expected)
 
 
 def test_clip_of_one_frame_shows_it_twice() -> None:
-    assert layout().clips.plan(clip(1, 25.0)).frames == (0, 0)
+    assert layout().videos.plan(clip(1, 25.0)).frames == (0, 0)
 
 
 def test_clip_is_written_moment_by_moment_with_the_time_before_each() -> None:
     text = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>What?"
     moment = "<{} seconds><|vision_start|><|video_pad|><|vision_end|>"
     assert (
-        layout().spelt(text, [clip(8, 4.0)])
+        layout().expand_videos(text, [clip(8, 4.0)])
         == f"<|im_start|>user\n{moment.format('0.2')}{moment.format('1.5')}What?"
     )
-    assert layout(hears=True).spelt(text, [clip(8, 4.0)]) == text
-    heard = layout(MediaConfig(**SMALL, use_audio_in_video=True), hears=True).spelt(
+    assert layout(hears=True).expand_videos(text, [clip(8, 4.0)]) == text
+    heard = layout(MediaConfig(**SMALL, use_audio_in_video=True), hears=True).expand_videos(
         text, [clip(8, 4.0)]
     )
     assert (
@@ -159,10 +159,10 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
     omni = layout(hears=True)
     image, audio = (omni.placeholders[modality] for modality in (Modality.IMAGE, Modality.AUDIO))
     with pytest.raises(PoisonSample, match="placeholders are of other kinds than its media"):
-        omni.expanded(np.array([7, image], np.int32), [sound(16_000)])
+        omni.expand_placeholders(np.array([7, image], np.int32), [sound(16_000)])
     with pytest.raises(PoisonSample, match="of other kinds than its media, or in another order"):
-        omni.cells(np.array([image] * 13), np.ones(13, bool), [sound(16_000)])
-    assert omni.expanded(np.array([7, audio, 8], np.int32), [sound(16_000)]).tolist() == [
+        omni.find_media_tokens(np.array([image] * 13), np.ones(13, bool), [sound(16_000)])
+    assert omni.expand_placeholders(np.array([7, audio, 8], np.int32), [sound(16_000)]).tolist() == [
         7,
         *[audio] * 13,
         8,
@@ -204,7 +204,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
 
 
 def test_bounds_of_frames_are_those_of_clips() -> None:
-    clips = layout(MediaConfig(video_min_token_num=16, video_max_token_num=16)).clips
-    assert isinstance(clips, ClipShowing)
+    clips = layout(MediaConfig(video_min_token_num=16, video_max_token_num=16)).videos
+    assert isinstance(clips, VideoPreprocessor)
     assert clips.plan(clip(4, 2.0, width=640, height=640)).shape == (4, 64, 64, 3)
     assert clips.grid(clip(4, 2.0, width=16, height=16)) == (2, 4, 4)

@@ -13,7 +13,7 @@ from relax_events.config.engine import TinyModelConfig
 from relax_events.config.inventory import CheckpointFacts
 from relax_events.errors import ConfigError
 from relax_events.models.checkpoint_facts import read_facts, tiny_facts
-from relax_events.session.machine import gpu_memory
+from relax_events.session.machine import parse_gpu_memory
 
 QWEN3_4B = {
     "model_type": "qwen3",
@@ -126,7 +126,7 @@ def test_tiny_model_is_known_before_it_is_made(family: str) -> None:
 
 def test_gpus_are_those_that_the_process_may_use() -> None:
     answer = "0, GPU-aa, 81559\n1, GPU-bb, 40960\n"
-    assert gpu_memory(answer, visible=None) == (81559 * 2**20, 40960 * 2**20)
-    assert gpu_memory(answer, visible="1") == (40960 * 2**20,)
-    assert gpu_memory(answer, visible="GPU-aa") == (81559 * 2**20,)
-    assert gpu_memory(answer, visible="") == ()
+    assert parse_gpu_memory(answer, visible=None) == (81559 * 2**20, 40960 * 2**20)
+    assert parse_gpu_memory(answer, visible="1") == (40960 * 2**20,)
+    assert parse_gpu_memory(answer, visible="GPU-aa") == (81559 * 2**20,)
+    assert parse_gpu_memory(answer, visible="") == ()

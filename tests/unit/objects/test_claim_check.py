@@ -8,6 +8,7 @@ from relax_events.errors import ObjectError
 from relax_events.events.parts import Array, ObjectRef, StoredArray
 from relax_events.events.types import SampleEvaluated
 from relax_events.objects import ObjectStore, check_in, check_out
+from tests.event_samples import sample_key
 
 pytestmark = pytest.mark.unit
 
@@ -31,7 +32,7 @@ def two_arrays(large: NDArray[np.generic]) -> TwoArrays:
 
 def test_check_in_stores_only_arrays_above_the_limit(store: ObjectStore) -> None:
     event = two_arrays(np.arange(100, dtype=np.float32))
-    stored = check_in(event, store, inline_max_bytes=399)
+    stored = check_in(event, store, claim_check_threshold_bytes=399)
     assert stored.small is event.small
     assert isinstance(stored.large, StoredArray)
     assert (stored.large.dtype, stored.large.shape, stored.large.reference.num_bytes) == (
@@ -44,7 +45,7 @@ def test_check_in_stores_only_arrays_above_the_limit(store: ObjectStore) -> None
 
 def test_check_in_returns_the_same_object_when_nothing_is_large(store: ObjectStore) -> None:
     event = two_arrays(np.arange(100, dtype=np.float32))
-    assert check_in(event, store, inline_max_bytes=400) is event
+    assert check_in(event, store, claim_check_threshold_bytes=400) is event
     assert check_out(event, store) is event
     assert store.list("") == []
 
@@ -60,7 +61,7 @@ def test_check_in_returns_the_same_object_when_nothing_is_large(store: ObjectSto
     ],
 )
 def test_check_out_gives_equal_arrays_back(store: ObjectStore, array: NDArray[np.generic]) -> None:
-    back = check_out(check_in(two_arrays(array), store, inline_max_bytes=1), store).large
+    back = check_out(check_in(two_arrays(array), store, claim_check_threshold_bytes=1), store).large
     assert isinstance(back, np.ndarray)
     assert np.array_equal(back, array)
     assert back.shape == array.shape
@@ -70,16 +71,14 @@ def test_check_out_gives_equal_arrays_back(store: ObjectStore, array: NDArray[np
 
 def test_check_in_sends_equal_arrays_once(store: ObjectStore) -> None:
     values = np.arange(100, dtype=np.float32)
-    for sample_id in ("a", "b"):
+    for index in (0, 1):
         event = SampleEvaluated(
-            sample_id=sample_id,
-            prompt_group_id="g",
-            policy_version=0,
+            key=sample_key(index=index),
             evaluator="reference",
             evaluator_version=0,
             values=values,
         )
-        assert isinstance(check_in(event, store, inline_max_bytes=10).values, StoredArray)
+        assert isinstance(check_in(event, store, claim_check_threshold_bytes=10).values, StoredArray)
     assert len(store.list("")) == 1
 
 
@@ -104,8 +103,8 @@ def test_check_out_names_dtype_and_shape_when_the_bytes_do_not_fit(
 
 
 def test_check_out_leaves_what_a_role_only_passes_on(store: ObjectStore) -> None:
-    stored = check_in(two_arrays(np.arange(100)), store, inline_max_bytes=1)
+    stored = check_in(two_arrays(np.arange(100)), store, claim_check_threshold_bytes=1)
     event = check_out(stored, store, leave=("large",))
     assert event.large is stored.large
     assert isinstance(event.small, np.ndarray)
-    assert check_in(event, store, inline_max_bytes=1).large is stored.large
+    assert check_in(event, store, claim_check_threshold_bytes=1).large is stored.large

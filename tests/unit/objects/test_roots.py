@@ -63,7 +63,7 @@ def events_with(uri: str) -> list[Event]:
 
 @pytest.mark.parametrize("uri", ESCAPES)
 def test_media_outside_of_the_roots_are_refused(uri: str) -> None:
-    roots = AllowedRoots.of(STORE)
+    roots = AllowedRoots.for_store(STORE)
     for event in events_with(uri):
         with pytest.raises(
             ObjectError,
@@ -76,14 +76,14 @@ def test_media_outside_of_the_roots_are_refused(uri: str) -> None:
     "uri", [STORE + "sha256/ab/abcd.png", "s3://pictures/cats/1.png", "file:///data/sets/1.png"]
 )
 def test_media_in_the_store_or_an_allowed_root_pass(uri: str) -> None:
-    roots = AllowedRoots.of(STORE, ["s3://pictures", "file:///data/sets/"])
+    roots = AllowedRoots.for_store(STORE, ["s3://pictures", "file:///data/sets/"])
     for event in events_with(uri):
         roots.check(event)
 
 
 def test_worker_refuses_a_record_before_anything_is_fetched(tmp_path: Path) -> None:
     store = ObjectStore.open((tmp_path / "objects").as_uri())
-    claim_check = StoreClaimCheck(store, inline_max_bytes=1)
+    claim_check = StoreClaimCheck(store, claim_check_threshold_bytes=1)
     inside = ready(media=[image(store.put(b"a picture", suffix=".png").uri)])
     assert claim_check.check_out(inside) is inside
     with pytest.raises(ObjectError, match="media must lie under"):
@@ -106,7 +106,7 @@ def test_array_and_artifact_outside_of_the_store_are_refused(tmp_path: Path, uri
     reference = ObjectRef(uri.format(root=store.uri("")), bytes(32), 9)
     stored = ready(tokens=StoredArray("<i4", (4,), reference))
     with pytest.raises(ObjectError, match=r"lies outside the object store|can't name an object"):
-        StoreClaimCheck(store, inline_max_bytes=1).check_out(stored)
+        StoreClaimCheck(store, claim_check_threshold_bytes=1).check_out(stored)
     announced = PolicyVersionPublished(
         policy_version=1, artifact=reference, transports=["store"], start_offsets=[]
     )

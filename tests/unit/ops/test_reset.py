@@ -22,7 +22,7 @@ from relax_events.topics import TopicPlan
 PLAN = TopicPlan(
     run_id="r",
     max_staleness=1,
-    shards=1,
+    partitions_per_version=1,
     queue_partitions=2,
     replication_factor=1,
     compression="none",

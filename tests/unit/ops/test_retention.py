@@ -11,13 +11,13 @@ import structlog.testing
 from event_samples import committed, ended, published
 
 from relax_events.config import RunConfig
-from relax_events.controller.retention import RetentionKeeper
+from relax_events.controller.retention import RetentionManager
 from relax_events.errors import BrokerUnavailable
 from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
-from relax_events.ops.purge import Cut
-from relax_events.ops.run_purger import PurgeBooks
+from relax_events.ops.purge import DeleteRange
+from relax_events.ops.run_purger import RetentionState
 
-CUT = Cut(("relax.r.rollout.samples", 0), 0, 5, "versions")
+CUT = DeleteRange(("relax.r.rollout.samples", 0), 0, 5, "versions")
 
 
 class FakePurger:
@@ -27,12 +27,12 @@ class FakePurger:
         self.num_purges, self.is_away = 0, False
         self.oldest_with_records = 10**9
 
-    def plan(self, books: PurgeBooks) -> list[Cut]:
+    def plan(self, books: RetentionState) -> list[DeleteRange]:
         if self.is_away:
             raise BrokerUnavailable("nobody answers")
         return [CUT]
 
-    def purge(self, cuts: list[Cut], books: PurgeBooks) -> Counter[str]:
+    def purge(self, cuts: list[DeleteRange], books: RetentionState) -> Counter[str]:
         self.num_purges += 1
         return Counter({"rollout.samples": sum(cut.num_records for cut in cuts)})
 
@@ -45,9 +45,9 @@ def purger() -> FakePurger:
 @pytest.fixture
 def make_keeper(
     make_run_config: Callable[..., RunConfig], purger: FakePurger
-) -> Callable[..., RetentionKeeper]:
-    def make(**run: Any) -> RetentionKeeper:
-        return RetentionKeeper(purger, make_run_config(run=run))  # type: ignore[arg-type]
+) -> Callable[..., RetentionManager]:
+    def make(**run: Any) -> RetentionManager:
+        return RetentionManager(purger, make_run_config(run=run))  # type: ignore[arg-type]
 
     return make
 
@@ -57,57 +57,57 @@ def checkpointed(step: int, version: int) -> Any:
 
 
 def test_records_are_purged_once_for_each_checkpoint(
-    make_keeper: Callable[..., RetentionKeeper], purger: FakePurger
+    make_keeper: Callable[..., RetentionManager], purger: FakePurger
 ) -> None:
     keeper = make_keeper(retain_versions=3)
     for event in (published(0), committed(0), published(1)):
-        keeper.note(event)
-    assert (keeper.tend(), purger.num_purges) == (
+        keeper.apply(event)
+    assert (keeper.purge_if_due(), purger.num_purges) == (
         Counter(),
         0,
     )  # nothing may go before there is a checkpoint
-    keeper.note(checkpointed(1, 1))
-    keeper.note(checkpointed(2, 1))
-    assert keeper.tend() == {"rollout.samples": 5}
-    assert keeper.tend() == {}
-    keeper.note(checkpointed(3, 3))
-    keeper.tend()
+    keeper.apply(checkpointed(1, 1))
+    keeper.apply(checkpointed(2, 1))
+    assert keeper.purge_if_due() == {"rollout.samples": 5}
+    assert keeper.purge_if_due() == {}
+    keeper.apply(checkpointed(3, 3))
+    keeper.purge_if_due()
     assert purger.num_purges == 2
 
 
 def test_nothing_is_purged_where_all_is_retained_or_belongs_to_a_source(
-    make_keeper: Callable[..., RetentionKeeper], purger: FakePurger
+    make_keeper: Callable[..., RetentionManager], purger: FakePurger
 ) -> None:
     keeper = make_keeper(retain_versions=0)
-    keeper.note(checkpointed(1, 1))
-    keeper.tend()
+    keeper.apply(checkpointed(1, 1))
+    keeper.purge_if_due()
     assert purger.num_purges == 0
 
 
 def test_broker_that_is_away_costs_one_purge_and_no_more(
-    make_keeper: Callable[..., RetentionKeeper], purger: FakePurger
+    make_keeper: Callable[..., RetentionManager], purger: FakePurger
 ) -> None:
     keeper = make_keeper(retain_versions=3)
     purger.is_away = True
-    keeper.note(checkpointed(1, 1))
+    keeper.apply(checkpointed(1, 1))
     with structlog.testing.capture_logs() as logs:
-        assert keeper.tend() == {}
+        assert keeper.purge_if_due() == {}
     assert [entry["event"] for entry in logs] == ["purge.failed"]
     purger.is_away = False
-    keeper.note(checkpointed(3, 3))
-    assert keeper.tend() == {"rollout.samples": 5}
+    keeper.apply(checkpointed(3, 3))
+    assert keeper.purge_if_due() == {"rollout.samples": 5}
 
 
 def test_books_know_seats_and_positions_and_forget_what_no_purge_asks_for() -> None:
-    books = PurgeBooks()
+    books = RetentionState()
     for event in (
         ended("000002-0001-1", Outcome.TRAINED, version=4),
         ended("000003-0000-0", Outcome.EXPIRED),
         *map(published, range(6)),
     ):
-        books.note(event)
+        books.apply(event)
     for step, (partition, offset) in enumerate([(0, 4), (1, 9), (0, 6), (0, 5), (1, 9)]):
-        books.note(
+        books.apply(
             committed(step, consumed=[TopicOffset("relax.r.advantage.samples", partition, offset)])
         )
     assert {(seat.train_step, seat.group_index): step for seat, step in books.trained.items()} == {

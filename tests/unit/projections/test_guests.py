@@ -67,20 +67,20 @@ def test_prompt_group_whose_id_names_another_seat_is_poison(changes: dict[str, i
 def test_failures_of_guests_do_not_count_towards_giving_up() -> None:
     state = RunState()
     for index in range(5):
-        state.note(ended(f"000000-{1_000_000 + index}-0", Outcome.FAILED))
-    assert (state.failed_in_a_row, state.outcomes) == (0, {})
-    state.note(ended(OURS, Outcome.FAILED))
-    assert (state.failed_in_a_row, state.outcomes) == (1, {"failed": 1})
+        state.apply(ended(f"000000-{1_000_000 + index}-0", Outcome.FAILED))
+    assert (state.num_consecutive_failures, state.outcomes) == (0, {})
+    state.apply(ended(OURS, Outcome.FAILED))
+    assert (state.num_consecutive_failures, state.outcomes) == (1, {"failed": 1})
 
 
 def test_ledger_counts_guests_apart() -> None:
     books = Ledger(max_staleness=1)
     for event in (issued(), issued(OURS)):
-        books.note(event, at("prompt.groups"))
+        books.apply(event, at("prompt.groups"))
     for event in (ended(GUEST, Outcome.FILTERED), ended(OURS, Outcome.FAILED)):
-        books.note(event, at("control.group-outcomes"))
+        books.apply(event, at("control.group-outcomes"))
     for _ in range(2):
-        figures = books.figures()
+        figures = books.totals()
         assert figures["prompt_groups_of_guests"] == 1
         assert figures["outcomes"] == {
             "issued": 1,
@@ -92,13 +92,13 @@ def test_ledger_counts_guests_apart() -> None:
         }
         assert books.problems() == []
         for _ in range(2):
-            books.settle(100)  # then both are counted and forgotten
+            books.finalize(100)  # then both are counted and forgotten
 
 
 def test_forgotten_guest_makes_no_step_count_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in a guest's id is its producer's word: it may lie far ahead of the trainer's."""
     monkeypatch.setattr(assembly, "ID_WINDOW", 4)
-    decided = assembly.DecidedGroups(())
+    decided = assembly.DedupWindow(())
     decided.add("999999-1000000-0")
     for step in range(4):
         decided.add(f"{step:06d}-0000-0")

@@ -17,14 +17,14 @@ from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PromptGroupIssued
 from relax_events.ops.purge import (
     QueuedGroup,
-    cuts_within,
+    bounded_ranges,
     oldest_retained,
     queue_bounds,
     recovery_bounds,
     version_bounds,
 )
 from relax_events.projections.ledger import Ledger
-from relax_events.projections.purged_ranges import PurgedLog
+from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.staleness import Place as Seat
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import END_REQUESTS
@@ -32,7 +32,7 @@ from relax_events.topics.plan import END_REQUESTS
 PLAN = TopicPlan(
     run_id="r",
     max_staleness=1,
-    shards=1,
+    partitions_per_version=1,
     queue_partitions=2,
     replication_factor=1,
     compression="none",
@@ -182,8 +182,8 @@ def test_queue_bound_keeps_the_record_with_the_highest_row() -> None:
 def test_cut_ends_at_the_lowest_bound_and_names_it() -> None:
     place, other = (ROLLED, 0), (ROLLED, 1)
     bounds = {"reward": {place: 12, other: 30}, "advantage": {place: 9}}
-    cuts = cuts_within({place: 4, other: 5}, {place: 20, other: 20}, bounds)
-    assert [(cut.place, cut.begin, cut.below, cut.held_by, cut.num_records) for cut in cuts] == [
+    cuts = bounded_ranges({place: 4, other: 5}, {place: 20, other: 20}, bounds)
+    assert [(cut.place, cut.begin, cut.end, cut.held_by, cut.num_records) for cut in cuts] == [
         (place, 4, 9, "advantage", 5),
         (other, 5, 20, "versions", 15),
     ]
@@ -200,22 +200,22 @@ def test_cut_never_passes_a_bound_nor_goes_backwards(
     wanted: int, begin: int, bounds: dict[str, int]
 ) -> None:
     place = (ROLLED, 0)
-    (cut,) = cuts_within(
+    (cut,) = bounded_ranges(
         {place: begin}, {place: wanted}, {name: {place: bound} for name, bound in bounds.items()}
     )
-    assert cut.below >= begin
-    assert cut.num_records == 0 or all(cut.below <= bound for bound in (wanted, *bounds.values()))
+    assert cut.end >= begin
+    assert cut.num_records == 0 or all(cut.end <= bound for bound in (wanted, *bounds.values()))
 
 
 def purged_ledger(lacking: Collection[str], begins: Mapping[tuple[str, int], int]) -> Ledger:
     """Return the books of a sound run without the records of step 0's prompt groups in some topics,
     whose partitions begin elsewhere."""
     run = SoundRun(3)
-    ledger = Ledger(MAX_STALENESS, purged=PurgedLog(run.plan, begins))
+    ledger = Ledger(MAX_STALENESS, purged=PurgedRanges(run.plan, begins))
     for at, event in run.items():
         is_of_step = getattr(event, "prompt_group_id", "").startswith("000000")
-        if not (is_of_step and run.plan.entity(at.topic) in lacking):
-            ledger.note(event, at)
+        if not (is_of_step and run.plan.parse_entity(at.topic) in lacking):
+            ledger.apply(event, at)
     return ledger
 
 
@@ -240,10 +240,10 @@ def test_ledger_says_what_it_cannot_prove_when_the_log_was_purged(
 ) -> None:
     ledger = purged_ledger(lacking, everywhere(*lacking))
     assert ledger.problems() == []
-    assert [text.partition(",")[0] for text in ledger.unproven()] == [
+    assert [text.partition(",")[0] for text in ledger.unverified()] == [
         f"that {claim}" for claim in claims
     ]
-    figures = ledger.figures()
+    figures = ledger.totals()
     assert (
         figures["outcomes"]["issued"],
         figures["outcomes"]["trained"],
@@ -270,4 +270,4 @@ def test_ledger_reports_losses_where_nothing_was_purged(
 ) -> None:
     ledger = purged_ledger([entity], purged)
     assert [finding.rule for finding in ledger.findings()] == [rule]
-    assert ledger.unproven() == []
+    assert ledger.unverified() == []

@@ -9,7 +9,7 @@ from event_samples import committed, ended, published
 
 from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
-from relax_events.projections.run_state import RunState, num_samples
+from relax_events.projections.run_state import RunState, count_samples
 
 
 def test_run_state_is_what_the_log_says() -> None:
@@ -35,14 +35,14 @@ def test_run_state_is_what_the_log_says() -> None:
         report,
     ]
     for event in events:
-        state.note(event)
+        state.apply(event)
     assert (state.num_steps, state.reward, state.policy_version) == (2, 0.75, 1)
     assert (state.workers["w"], state.metrics["w"]) == (beat, report)
-    state.note(
+    state.apply(
         MetricsReported(worker_id="w", role="critic", policy_version=2, values={"value_loss": 0.25})
     )
-    assert (state.metrics["w"], state.critic_figures) == (report, {1: {"value_loss": 0.25}})
-    state.note(published(0))
+    assert (state.metrics["w"], state.critic_metrics) == (report, {1: {"value_loss": 0.25}})
+    state.apply(published(0))
     assert state.policy_version == 1
 
 
@@ -54,7 +54,7 @@ def test_run_state_keeps_of_a_step_what_is_shown_and_none_of_its_samples() -> No
         "offsets": np.arange(2),
     }
     state, step = RunState(), committed(0, figures={"reward_mean": 0.75}, **of_samples)
-    state.note(step)
+    state.apply(step)
     (kept,) = state.steps
     assert (kept.train_step, kept.figures, kept.phase_seconds, kept.weights_digest) == (
         0,
@@ -68,7 +68,7 @@ def test_run_state_keeps_of_a_step_what_is_shown_and_none_of_its_samples() -> No
         [],
         0,
     )
-    assert num_samples(kept) == 2
+    assert count_samples(kept) == 2
 
 
 def test_run_state_counts_each_end_once_and_failures_in_a_row() -> None:
@@ -84,17 +84,17 @@ def test_run_state_counts_each_end_once_and_failures_in_a_row() -> None:
         ]
     ):
         for _ in range(2):
-            state.note(ended(f"000000-{index:04d}-0", outcome, reason=f"reason {index}"))
+            state.apply(ended(f"000000-{index:04d}-0", outcome, reason=f"reason {index}"))
     assert state.outcomes == {"failed": 4, "trained": 1, "expired": 1}
-    assert (state.failed_in_a_row, state.last_failure) == (2, "reason 5")
+    assert (state.num_consecutive_failures, state.last_failure) == (2, "reason 5")
 
 
 def test_run_state_ends_with_a_stop_for_all_only() -> None:
     state = RunState()
-    state.note(RunCommanded(command=Command.STOP, role="reward", reason="scale down"))
-    state.note(RunCommanded(command=Command.PAUSE, reason="wait"))
+    state.apply(RunCommanded(command=Command.STOP, role="reward", reason="scale down"))
+    state.apply(RunCommanded(command=Command.PAUSE, reason="wait"))
     assert state.ended is None
-    state.note(RunCommanded(command=Command.STOP, reason="goal", succeeded=True))
+    state.apply(RunCommanded(command=Command.STOP, reason="goal", succeeded=True))
     assert state.ended is not None
     assert state.ended.succeeded
 
@@ -102,17 +102,17 @@ def test_run_state_ends_with_a_stop_for_all_only() -> None:
 def test_updates_that_were_skipped_are_counted_in_a_row_since_the_run_was_last_resumed() -> None:
     state, counts = RunState(), []
     for step, is_skipped in enumerate([True, True, False, True]):
-        state.note(committed(step, update_skipped=is_skipped, committed_at=step + 1))
-        counts.append(state.skipped_in_a_row)
+        state.apply(committed(step, update_skipped=is_skipped, committed_at=step + 1))
+        counts.append(state.num_consecutive_skips)
     assert (counts, state.num_updates_skipped) == ([1, 2, 0, 1], 3)
-    state.note(RunCommanded(command=Command.RESUME, reason="resumed", commanded_at=20))
-    assert state.skipped_in_a_row == 0
-    state.note(
+    state.apply(RunCommanded(command=Command.RESUME, reason="resumed", commanded_at=20))
+    assert state.num_consecutive_skips == 0
+    state.apply(
         committed(4, update_skipped=True, committed_at=19)
     )  # read after the command, committed before it
-    assert state.skipped_in_a_row == 0
-    state.note(committed(5, update_skipped=True, committed_at=21))
-    assert state.skipped_in_a_row == 1
+    assert state.num_consecutive_skips == 0
+    state.apply(committed(5, update_skipped=True, committed_at=21))
+    assert state.num_consecutive_skips == 1
 
 
 def test_reports_of_metrics_are_no_steps_that_are_not_finite() -> None:
@@ -126,32 +126,32 @@ def test_reports_of_metrics_are_no_steps_that_are_not_finite() -> None:
             values={"steps_not_finite": 1.0},
             reported_at=at,
         )
-        state.note(forged)
-    assert (state.skipped_in_a_row, state.num_updates_skipped) == (0, 0)
+        state.apply(forged)
+    assert (state.num_consecutive_skips, state.num_updates_skipped) == (0, 0)
 
 
 def test_run_is_paused_until_it_is_resumed() -> None:
     state = RunState()
-    state.note(RunCommanded(command=Command.PAUSE, role="reward", reason="one role"))
+    state.apply(RunCommanded(command=Command.PAUSE, role="reward", reason="one role"))
     assert not state.is_paused
-    state.note(RunCommanded(command=Command.PAUSE, reason="maintenance"))
+    state.apply(RunCommanded(command=Command.PAUSE, reason="maintenance"))
     assert state.is_paused
-    state.note(RunCommanded(command=Command.RESUME, reason="done"))
+    state.apply(RunCommanded(command=Command.RESUME, reason="done"))
     assert not state.is_paused
 
 
 def test_run_state_does_not_grow_with_the_run() -> None:
     state, whole = RunState(), RunState(keeps_all=True)
-    state.note(published(0))
+    state.apply(published(0))
     for step in range(1000):
         for event in (
             committed(step, update_skipped=True),
             ended(f"{step:06d}-0000-0", Outcome.TRAINED),
             published(step + 1),
         ):
-            state.note(event)
-            whole.note(event)
-        state.note(
+            state.apply(event)
+            whole.apply(event)
+        state.apply(
             MetricsReported(
                 worker_id="c", role="critic", policy_version=step + 1, values={"value_loss": 0.25}
             )
@@ -162,8 +162,8 @@ def test_run_state_does_not_grow_with_the_run() -> None:
         {"trained": 1000},
     )
     assert state.steps[-1].train_step == 999
-    assert max(len(state.steps), len(state.critic_figures)) < 256
-    assert len(state.recent_ends) < 40_000
+    assert max(len(state.steps), len(state.critic_metrics)) < 256
+    assert len(state.recent_ended_ids) < 40_000
     assert (len(whole.steps), whole.num_steps) == (1000, 1000)
 
 
@@ -174,8 +174,8 @@ def test_run_state_may_begin_at_any_publication_which_sums_up_what_lies_before()
         committed(699),
         published(701),
     ):
-        state.note(event)
-    state.note(ended("000699-0000-0", Outcome.FAILED))
+        state.apply(event)
+    state.apply(ended("000699-0000-0", Outcome.FAILED))
     assert (state.num_steps, state.policy_version, state.outcomes) == (
         700,
         701,

@@ -33,7 +33,7 @@ def state_of(*steps: float, since: float = 100.0) -> RunState:
     """Return a state with steps committed so many seconds after `since`."""
     state = RunState(policy_version=len(steps))
     for index, seconds in enumerate(steps):
-        state.note(train_step(index, at_seconds=since + seconds, reward_mean=index / 10))
+        state.apply(train_step(index, at_seconds=since + seconds, reward_mean=index / 10))
     return state
 
 
@@ -108,8 +108,8 @@ def test_worker_table_tells_states_apart() -> None:
         ("prompter-0", 10.0, WorkerState.WORKING),
         ("advantage-3", 10.0, WorkerState.WORKING),
     ):
-        state.note(beat(worker_id, at_seconds=at, state=kind))
-    state.note(
+        state.apply(beat(worker_id, at_seconds=at, state=kind))
+    state.apply(
         MetricsReported(worker_id="rollout-0", role="rollout", values={"records_per_second": 12.5})
     )
     alive = dict.fromkeys(["rollout-0", "reward-0", "prompter-0", "rollout-9"], True)
@@ -152,7 +152,7 @@ def test_worker_table_counts_a_restart_when_another_process_beats() -> None:
     table, state = WorkerTable(run_config(), since_micros=0), RunState()
     counts = []
     for pid in (1, 1, 2, 3):
-        state.note(beat("rollout-0", at_seconds=1, pid=pid))
+        state.apply(beat("rollout-0", at_seconds=1, pid=pid))
         rows = table.rows(state, alive={"rollout-0": True}, now_micros=int(1e6))
         counts.append(next(row.num_restarts for row in rows if row.worker_id == "rollout-0"))
     assert counts == [0, 0, 1, 2]
@@ -274,13 +274,13 @@ def test_panel_shows_what_engines_do(width: int, cells: list[str]) -> None:
 def test_worker_table_knows_engines_by_their_reports() -> None:
     state = RunState()
     for worker_id in ("rollout-0", "reward-0"):
-        state.note(beat(worker_id, at_seconds=1))
-    state.note(
+        state.apply(beat(worker_id, at_seconds=1))
+    state.apply(
         MetricsReported(
             worker_id="rollout-0", role="rollout", values=ENGINE | {"records_per_second": 1.0}
         )
     )
-    state.note(
+    state.apply(
         MetricsReported(worker_id="reward-0", role="reward", values={"records_per_second": 1.0})
     )
     rows = WorkerTable(run_config(), since_micros=0).rows(state, alive={}, now_micros=int(1e6))
@@ -375,7 +375,7 @@ def test_lines_come_for_the_first_step_then_seldom_and_for_the_last() -> None:
     shown_at = []
     with ProgressDisplay(run_config(num_steps=100), stream=stream, clock=hand) as display:
         for index in range(25):
-            state.note(train_step(index, at_seconds=time.time() + index))
+            state.apply(train_step(index, at_seconds=time.time() + index))
             hand.seconds += 0.5
             before = stream.tell()
             display.update(state, lag=LAG, alive={})
@@ -395,7 +395,7 @@ def test_lines_keep_two_seconds_apart_when_the_run_is_quick() -> None:
     state = RunState()
     with ProgressDisplay(run_config(num_steps=12), stream=stream, clock=hand) as display:
         for index in range(12):
-            state.note(train_step(index, at_seconds=time.time() + index))
+            state.apply(train_step(index, at_seconds=time.time() + index))
             hand.seconds += 0.5
             display.update(state, lag={}, alive={})
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == [
@@ -410,7 +410,7 @@ def test_lines_say_that_nothing_comes_and_who_is_not_well() -> None:
     stream, hand = StringIO(), Hand()
     state = RunState()
     with ProgressDisplay(run_config(), stream=stream, clock=hand) as display:
-        state.note(beat("rollout-0", at_seconds=time.time() + 5))
+        state.apply(beat("rollout-0", at_seconds=time.time() + 5))
         display.update(state, lag={}, alive={})
         assert stream.getvalue() == ""
         hand.seconds += 31
@@ -446,7 +446,7 @@ def test_display_draws_a_panel_on_a_terminal_and_gives_the_cursor_back(
         assert stream.getvalue() == "broker started [at] 127.0.0.1\n"
         display.update(state, lag=LAG, alive={"rollout-0": True})
         display.note("a worker died")
-        state.note(train_step(1, at_seconds=102.0))
+        state.apply(train_step(1, at_seconds=102.0))
     text = stream.getvalue()
     assert "a worker died" in text
     assert "trained 5" in text

@@ -53,20 +53,20 @@ def books(num_steps: int, **figures: Any) -> tuple[RunState, Ledger]:
             transports=["store"],
             start_offsets=[],
         )
-        ledger.note(publication, at("control.policy-versions", version))
+        ledger.apply(publication, at("control.policy-versions", version))
     for index in range(num_steps):
         seconds, staleness = END_SECONDS - 2.0 * (num_steps - index), (0, 2) if index else (2,)
         step = train_step(
             index, at_seconds=seconds, staleness=staleness, reward_mean=index / 10, **figures
         )
-        state.note(step)
+        state.apply(step)
         for event, place in records_of(step, version=max(index - 1, 0)):
-            ledger.note(event, place)
+            ledger.apply(event, place)
     for event in (issued("000099-0000-0"), issued("000099-0001-0")):
-        ledger.note(event, at("prompt.groups"))
-    ledger.note(ended("000099-0000-0", Outcome.FILTERED), at("control.group-outcomes"))
+        ledger.apply(event, at("prompt.groups"))
+    ledger.apply(ended("000099-0000-0", Outcome.FILTERED), at("control.group-outcomes"))
     for _ in range(2):
-        ledger.note(rolled_out("000099-0001-0", 0), at("rollout.samples"))
+        ledger.apply(rolled_out("000099-0001-0", 0), at("rollout.samples"))
     return state, ledger
 
 
@@ -220,7 +220,7 @@ def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
 
 def test_report_shows_broken_promises() -> None:
     state, ledger = books(3)
-    ledger.note(
+    ledger.apply(
         train_step(1, at_seconds=END_SECONDS, staleness=(0, 2)), at("control.train-steps", 3)
     )
     report = built(state, ledger)
@@ -345,12 +345,12 @@ def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(
         evaluated(2, "a", 0.25),
         evaluated(2, "a", 0.99),
     ):
-        state.note(event)
-    ledger.note(
+        state.apply(event)
+    ledger.apply(
         replace(issued("000099-0000-0"), passed_over={"3": "too_long", "4": HOSTILE}),
         at("prompt.groups"),
     )
-    ledger.note(
+    ledger.apply(
         replace(issued("000099-0000-0"), passed_over={"3": "too_long", "5": "too_long"}),
         at("prompt.groups"),
     )

@@ -8,25 +8,25 @@ from relax_events.rewards.process import BURST_BYTES, BYTES_PER_SECOND, MAX_LINE
 def test_ordinary_prints_pass_however_they_come_in_pieces() -> None:
     budget = PrintBudget(now=0.0)
     assert (
-        b"".join(budget.take(part, now=0.0) for part in (b"one", b" line\ntwo\n", b"", b"three"))
+        b"".join(budget.limit(part, now=0.0) for part in (b"one", b" line\ntwo\n", b"", b"three"))
         == b"one line\ntwo\nthree"
     )
 
 
 def test_line_without_end_is_cut_and_the_next_one_passes() -> None:
     budget = PrintBudget(now=0.0)
-    written = b"".join(budget.take(part, now=0.0) for part in [b"x" * 1_000] * 10 + [b"x\nshort\n"])
+    written = b"".join(budget.limit(part, now=0.0) for part in [b"x" * 1_000] * 10 + [b"x\nshort\n"])
     assert written == b"x" * MAX_LINE_BYTES + b"...\nshort\n"
 
 
 def test_what_exceeds_the_budget_is_counted_until_there_is_room_again() -> None:
     budget, line = PrintBudget(now=0.0), b"y" * 1_023 + b"\n"
-    written = budget.take(line * 1_000, now=0.0)
+    written = budget.limit(line * 1_000, now=0.0)
     assert written == line * (BURST_BYTES // len(line))
     num_left_out = 1_000 * len(line) - len(written)
-    later = budget.take(b"again\n", now=60.0)
+    later = budget.limit(b"again\n", now=60.0)
     assert (
         later
         == f"({num_left_out} bytes that the reward function printed are left out)\nagain\n".encode()
     )
-    assert len(budget.take(line * 1_000, now=60.0)) <= 60 * BYTES_PER_SECOND
+    assert len(budget.limit(line * 1_000, now=60.0)) <= 60 * BYTES_PER_SECOND

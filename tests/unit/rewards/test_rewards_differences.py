@@ -9,7 +9,7 @@ from relax_events.config import RewardConfig
 from relax_events.config.external_values import Named, Names
 from relax_events.errors import RewardError
 from relax_events.history.runs.inherited_code import NotTrusted, reward_of
-from relax_events.rewards.comparison import DifferenceCounts, EvenDraw
+from relax_events.rewards.comparison import DifferenceCounts, ReservoirSampler
 from relax_events.rewards.scores import Score
 
 FAILED = RewardError("no")
@@ -51,7 +51,7 @@ def test_failures_neither_agree_nor_differ() -> None:
 
 
 def test_draw_takes_all_of_few_and_some_from_everywhere_of_many() -> None:
-    few, many, none = EvenDraw[int](5), EvenDraw[int](100), EvenDraw[int](0)
+    few, many, none = ReservoirSampler[int](5), ReservoirSampler[int](100), ReservoirSampler[int](0)
     for number in range(3):
         few.add(number)
     for number in range(10_000):

@@ -14,7 +14,7 @@ import pytest
 from relax_events.errors import ConfigError
 from relax_events.rewards import verifiers
 from relax_events.rewards.registry import load_reward, reward_names
-from relax_events.rewards.scores import Score, as_score
+from relax_events.rewards.scores import Score, parse_score
 
 
 def call(function: Any, completion: str, answer: str) -> float:
@@ -186,28 +186,28 @@ def test_hub_lists_its_names_when_one_is_unknown(name: str) -> None:
     ],
 )
 def test_score_takes_numbers_and_components(value: Any, score: Score) -> None:
-    assert as_score(value) == score
+    assert parse_score(value) == score
 
 
 @pytest.mark.parametrize("value", [None, "1", [1.0], {}, {"a": "1"}, {1: 1.0}, 1j])
 def test_score_refuses_other_types(value: Any) -> None:
     with pytest.raises(TypeError, match=r"it must return a number or a dict of numbers"):
-        as_score(value)
+        parse_score(value)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"a": math.nan}])
 def test_score_refuses_what_is_not_finite(value: Any) -> None:
     with pytest.raises(ValueError, match=r"rewards must be finite"):
-        as_score(value)
+        parse_score(value)
 
 
 def test_score_weighs_components_when_weights_are_given() -> None:
     weights = {"form": 0.5, "content": 2.0}
-    assert as_score({"form": 1, "content": 0.25, "length": 9}, weights=weights) == Score(
+    assert parse_score({"form": 1, "content": 0.25, "length": 9}, weights=weights) == Score(
         1.0, {"form": 1.0, "content": 0.25, "length": 9.0}
     )
-    assert as_score({"reward": 7, "form": 1, "content": 0}, weights=weights) == Score(
+    assert parse_score({"reward": 7, "form": 1, "content": 0}, weights=weights) == Score(
         0.5, {"form": 1.0, "content": 0.0}
     )
     with pytest.raises(ValueError, match=r"returned form, but reward.weights also names content"):
-        as_score({"form": 1}, weights=weights)
+        parse_score({"form": 1}, weights=weights)

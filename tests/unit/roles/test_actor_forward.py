@@ -43,7 +43,7 @@ class Stage:
         )
         self.versions = VersionedWeights(worker, scorer, self)  # type: ignore[arg-type]
         for version in range(6):
-            self.versions.note(published(version))
+            self.versions.apply(published(version))
 
     def fetch(self, event: Any) -> Any:
         self.held.append(Artifact.alive)

@@ -10,7 +10,7 @@ import event_samples
 import numpy as np
 import pytest
 
-from relax_events.algorithms.advantage_estimator import Judge
+from relax_events.algorithms.advantage_estimator import AdvantageEstimator
 from relax_events.events.parts import FinishReason, Outcome
 from relax_events.events.types import SampleReady
 from relax_events.runtime.join import JoinedGroup
@@ -64,7 +64,7 @@ def finish(
             group.evaluations.setdefault("teacher", {})[sample.sample_id] = evaluated
     sent, loop = Sent(config), AdvantageLoop.__new__(AdvantageLoop)
     loop._worker = sent  # type: ignore[assignment]
-    loop._judge = Judge(config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens)
+    loop._judge = AdvantageEstimator(config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens)
     loop._join = SimpleNamespace(close=lambda closed: None)  # type: ignore[assignment]
     loop._finish(group)
     return sent
@@ -152,7 +152,7 @@ def test_kl_is_taken_off_the_reward_token_by_token(make_run_config: Any) -> None
     assert sent.ready[0].ref_logprobs is not None
 
 
-@pytest.mark.parametrize("truncated", ["mask", "leave_out"])
+@pytest.mark.parametrize("truncated", ["mask", "drop"])
 def test_prompt_group_of_samples_cut_off_by_their_length_is_filtered(
     make_run_config: Any, truncated: str
 ) -> None:
@@ -169,7 +169,7 @@ def test_prompt_group_of_samples_cut_off_by_their_length_is_filtered(
 def test_equal_rewards_are_those_that_count(make_run_config: Any) -> None:
     settings = {"filter_uniform_rewards": True, "normalise_std": False}
     left_out = finish(
-        make_run_config(algorithm=settings | {"truncated_samples": "leave_out"}),
+        make_run_config(algorithm=settings | {"truncated_samples": "drop"}),
         [1.0, 1.0, 3.0],
         cut_off=(2,),
     )

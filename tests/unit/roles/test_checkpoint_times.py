@@ -11,7 +11,7 @@ from run_events import train_step
 
 from relax_events.config import TrainerConfig
 from relax_events.training import critic_learning
-from relax_events.training.critic_learning import CriticLearning
+from relax_events.training.critic_learning import CriticLearner
 from workers import trainer
 from workers.trainer import TrainLoop
 
@@ -72,7 +72,7 @@ def test_critic_begins_a_checkpoint_by_steps_or_by_time(
     monkeypatch.setattr(critic_learning.time, "monotonic", lambda: now)
     saved: list[dict[str, Any]] = []
     earlier, fresh = SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: None)
-    learning: Any = CriticLearning.__new__(CriticLearning)
+    learning: Any = CriticLearner.__new__(CriticLearner)
     learning._worker = SimpleNamespace(
         config=SimpleNamespace(trainer=TrainerConfig()), transfer=lambda _: nullcontext()
     )

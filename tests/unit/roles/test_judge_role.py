@@ -13,17 +13,17 @@ from event_samples import rolled_out
 from pydantic import ValidationError
 
 from relax_events.config import RunConfig
-from relax_events.controller.scaling_bounds import Bounds
-from relax_events.data.rendering import judge_renderer
+from relax_events.controller.scaling_bounds import ScalingBounds
+from relax_events.data.rendering import load_judge_renderer
 from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.events.types import SampleScored
 from relax_events.launcher.requirements import require_judge, require_roles
-from relax_events.rewards.run_judge import load_judged
+from relax_events.rewards.run_judge import load_judge_rewards
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
-from relax_events.topics.role_inputs import role_inputs
+from relax_events.topics.role_inputs import list_role_inputs
 from tests.unit.trainer_samples import tiny_model
 from workers.judge import Judging, open_judge
 from workers.reward import Scoring
@@ -42,7 +42,7 @@ class Speaking:
     """An engine that writes down what it is asked, and says what it is told to."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.renderer = judge_renderer(config.judge, config.data)
+        self.renderer = load_judge_renderer(config.judge, config.data)
         self.asked: list[GenerationRequest] = []
         self.aborted: list[str] = []
         self.saying: list[GeneratedSample] = []
@@ -98,7 +98,7 @@ class Stage:
             SimpleNamespace(reports=lambda figures: None),
             lambda look: None,
         )
-        self.judging = Judging(worker, self.engine, load_judged(config))
+        self.judging = Judging(worker, self.engine, load_judge_rewards(config))
 
     def answers(self) -> list[SampleScored]:
         records: list[Any] = [
@@ -188,7 +188,7 @@ def test_judgement_without_a_score_is_a_failure_or_a_zero(
     text: str, reason: FinishReason, error: str, make_stage: Callable[..., Stage]
 ) -> None:
     for unreadable, reward in (("fail", None), ("zero", 0.0)):
-        stage = make_stage(unreadable=unreadable)
+        stage = make_stage(on_parse_error=unreadable)
         stage.judging.begin(KEYS[0], rolled_out())
         stage.engine.say(text, reason=reason)
         (scored,) = stage.answers()
@@ -200,7 +200,7 @@ def test_judgement_without_a_score_is_a_failure_or_a_zero(
 def test_sample_that_can_t_be_judged_has_failed_whatever_becomes_of_unreadable_ones(
     make_stage: Callable[..., Stage],
 ) -> None:
-    stage = make_stage(unreadable="zero")
+    stage = make_stage(on_parse_error="zero")
     stage.judging.begin(KEYS[0], rolled_out(metadata="{"))
     stage.engine.refuses = True
     stage.judging.begin(KEYS[1], rolled_out())
@@ -235,7 +235,7 @@ def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(
         "max_running_samples": 4,
         "sampling": {"max_new_tokens": 6, "temperature": 1.0},
     }
-    judge = {"model_path": tiny_model(), "unreadable": "zero", "device": "cpu", "engine": engine}
+    judge = {"model_path": tiny_model(), "on_parse_error": "zero", "device": "cpu", "engine": engine}
     config, told = make_run_config(reward={"function": "genrm"}, judge=judge), []
     for order in ([0, 1, 2], [2, 0, 1]):
         stage = Stage(config)
@@ -288,21 +288,21 @@ def test_judge_takes_the_place_of_the_reward_role(make_run_config: MakeRunConfig
         reward={"function": "genrm"},
         judge={"model_path": tiny_model()},
         workers={"judge": 2},
-        broker={"shards": 4},
+        broker={"partitions_per_version": 4},
     )
     assert config.roles()["judge"] == 2
     assert "reward" not in config.roles()
     assert "judge x 2" in require_roles(config)
-    inputs = role_inputs(config)
+    inputs = list_role_inputs(config)
     assert inputs["judge"] == [SAMPLES]
     assert "reward.scores" in inputs["advantage"]
-    pool = Bounds.of(config, is_supervised=True).pools["judge"]
-    assert (pool.num_at_start, pool.max_workers) == (2, TopicPlan.of(config).num_sample_partitions)
+    pool = ScalingBounds.from_config(config, is_supervised=True).pools["judge"]
+    assert (pool.num_at_start, pool.max_workers) == (2, TopicPlan.from_config(config).num_sample_partitions)
     assert "judge" not in make_run_config().roles()
     assert (
         "judge"
         not in make_run_config(
-            judge={"model_path": tiny_model()}, reward={"function": "genrm"}, source={"run": "old"}
+            judge={"model_path": tiny_model()}, reward={"function": "genrm"}, parent={"run": "old"}
         ).roles()
     )
 
@@ -335,10 +335,10 @@ def test_judge_takes_the_place_of_the_reward_role(make_run_config: MakeRunConfig
             {
                 "reward": {"function": "genrm"},
                 "judge": {"engine": {"name": "sglang"}},
-                "health": {"stuck_seconds": 700},
+                "health": {"progress_timeout_seconds": 700},
             },
             (
-                "health.stuck_seconds must be above 720, got 700: for "
+                "health.progress_timeout_seconds must be above 720, got 700: for "
                 "judge.engine.sglang.stall_seconds"
             ),
         ),
@@ -380,7 +380,7 @@ def test_judge_is_looked_at_before_the_run_starts(
     with pytest.raises(
         ConfigError, match=r"reward.weights names accuracy, and a judge gives reward alone"
     ):
-        load_judged(config(weights={"accuracy": 1.0}))
+        load_judge_rewards(config(weights={"accuracy": 1.0}))
     with pytest.raises(ConfigError, match=r"the judge role has no model; set judge.model_path"):
         open_judge(make_run_config(), metrics=WorkerMetrics("judge").routing)
 
@@ -393,14 +393,14 @@ def test_version_of_the_reward_is_that_of_template_model_and_sampling(
             reward={"function": "genrm", "options": options or {}},
             judge={"model_path": tiny_model(), **judge},
         )
-        return load_judged(config)[None].digest
+        return load_judge_rewards(config)[None].digest
 
     digests = [
         digest(),
         digest(),
         digest(options={"rubric": "Is it kind?"}),
         digest(engine={"sampling": {"top_k": 1}}),
-        digest(unreadable="zero"),
+        digest(on_parse_error="zero"),
     ]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 4

@@ -13,7 +13,7 @@ from event_samples import published, rolled_out
 from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.runtime import processors as map_role
 from relax_events.runtime.concurrent_processor import Done, FlowMapRole, Key
 from relax_events.runtime.drain import Drain
@@ -94,7 +94,7 @@ class Stage:
         return self.capacity - len(self.at_work)
 
     def begin(self, key: Key, sample: SampleRolledOut) -> None:
-        assert sample.sample_index == key[2]
+        assert sample.key.sample_index == key[2]
         self.begun.append(key)
         self.at_work.add(key)
 
@@ -235,6 +235,6 @@ def test_drain_takes_nothing_new_and_finishes_what_is_at_work(stage: Stage) -> N
     stage.turn()
     stage.write(1)
     stage.drain.start()
-    stage.done = [((SAMPLES, 0, 0), [OutRecord("reward.scores", b"score")])]
+    stage.done = [((SAMPLES, 0, 0), [ProducerRecord("reward.scores", b"score")])]
     stage.role.run()
     assert (stage.begun, stage.committed[-1]) == ([(SAMPLES, 0, 0)], {0: 1})

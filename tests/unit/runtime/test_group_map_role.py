@@ -13,7 +13,7 @@ from event_samples import published, rolled_out
 from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.runtime import processors as map_role
 from relax_events.runtime.processors import GroupMapRole
 from relax_events.telemetry.traces import Traces
@@ -58,7 +58,7 @@ class Stage:
         )
         self.role = GroupMapRole(self.worker, self._handle)
 
-    def _handle(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+    def _handle(self, samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
         self.handled.append([sample.sample_id for sample in samples])
         return []
 

@@ -14,7 +14,7 @@ from event_samples import rolled_out
 from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
-from relax_events.kafka.records import OutRecord, Record
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.runtime import processors as map_role
 from relax_events.runtime.drain import Drain
 from relax_events.runtime.processors import MapRole
@@ -104,9 +104,9 @@ class Stage:
             num_prompt_tokens=1,
         )
 
-    def _handle(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+    def _handle(self, samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
         self.did.append(
-            [f"{int(sample.prompt_group_id[:6])}@{sample.sample_index}" for sample in samples]
+            [f"{int(sample.prompt_group_id[:6])}@{sample.key.sample_index}" for sample in samples]
         )
         return []
 

@@ -42,19 +42,19 @@ def test_commands_stay_when_nothing_was_resumed():
 
 def test_state_is_not_ended_after_a_resume():
     state = RunState()
-    state.note(command(Command.STOP, at=5))
+    state.apply(command(Command.STOP, at=5))
     assert state.ended is not None
-    state.note(command(Command.RESUME, at=6))
+    state.apply(command(Command.RESUME, at=6))
     assert state.ended is None
 
 
 def test_failures_before_a_resume_don_t_count_to_the_streak_in_whatever_order_they_are_read():
     state = RunState()
-    state.note(failure(0, at=3))
-    state.note(command(Command.RESUME, at=10))
-    state.note(failure(1, at=4))
-    state.note(failure(2, at=11))
-    assert (state.failed_in_a_row, state.outcomes["failed"]) == (1, 3)
+    state.apply(failure(0, at=3))
+    state.apply(command(Command.RESUME, at=10))
+    state.apply(failure(1, at=4))
+    state.apply(failure(2, at=11))
+    assert (state.num_consecutive_failures, state.outcomes["failed"]) == (1, 3)
 
 
 def test_first_signal_drains_also_when_a_command_started_the_drain_before():

@@ -15,7 +15,7 @@ from event_samples import ended, ready, rolled_out, scored
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import Outcome
 from relax_events.runtime.validation import check_ended, check_ready, check_sample, outcomes_on
-from relax_events.topics.plan import END_REQUESTS, TRAINED_FROM
+from relax_events.topics.plan import END_REQUESTS, TRAINING_SAMPLES
 
 
 def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
@@ -157,17 +157,17 @@ def test_good_samples_pass_unchanged_and_other_events_do_not() -> None:
 )
 def test_end_that_nobody_may_ask_for_is_poison(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(PoisonSample, match=re.escape(text)) as caught:
-        check_ended(replace(ended("000001-0002-0"), **changes), allowed=outcomes_on(TRAINED_FROM))
+        check_ended(replace(ended("000001-0002-0"), **changes), allowed=outcomes_on(TRAINING_SAMPLES))
     assert len(str(caught.value)) < 300
     assert (
-        check_ended(ended("000001-0002-0"), allowed=outcomes_on(TRAINED_FROM)).prompt_group_id
+        check_ended(ended("000001-0002-0"), allowed=outcomes_on(TRAINING_SAMPLES)).prompt_group_id
         == "000001-0002-0"
     )
 
 
 @pytest.mark.parametrize(
     ("entity", "refused"),
-    [(TRAINED_FROM, {Outcome.TRAINED}), (END_REQUESTS, {Outcome.TRAINED, Outcome.FILTERED})],
+    [(TRAINING_SAMPLES, {Outcome.TRAINED}), (END_REQUESTS, {Outcome.TRAINED, Outcome.FILTERED})],
 )
 def test_topic_says_which_outcomes_its_writers_may_ask_for(
     entity: str, refused: set[Outcome]

@@ -13,7 +13,7 @@ from sound_run import SoundRun
 
 from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, WorkerBeat
-from relax_events.kafka.security.acls import ROLE_RIGHTS
+from relax_events.kafka.security.acls import ROLE_PERMISSIONS
 from relax_events.topics.contents import EVENTS_ON, belongs_on
 from relax_events.topics.plan import (
     COMPACTED_TOPICS,
@@ -21,7 +21,7 @@ from relax_events.topics.plan import (
     HEARTBEATS,
     METRICS,
     QUEUE_TOPICS,
-    REPORT_TOPICS,
+    METRICS_TOPICS,
     ROLES,
     SAMPLE_TOPICS,
     SUMMARY_TOPICS,
@@ -33,7 +33,7 @@ def test_every_topic_of_events_says_what_it_holds_and_every_event_has_a_topic() 
         QUEUE_TOPICS
         | SAMPLE_TOPICS
         | CONTROL_TOPICS
-        | REPORT_TOPICS
+        | METRICS_TOPICS
         | COMPACTED_TOPICS
         | SUMMARY_TOPICS
     )
@@ -82,13 +82,13 @@ def test_what_is_said_of_a_worker_stands_on_the_topic_of_its_role() -> None:
             belongs_on(entity, WorkerBeat(worker_id=other, role=role, **state))
             for entity in EVENTS_ON
         ), "another role's worker"
-    assert tuple(ROLE_RIGHTS) == ROLES
+    assert tuple(ROLE_PERMISSIONS) == ROLES
 
 
 @pytest.mark.parametrize("entity", ["rollout.samples", "reward.scores", "prompt.end-requests"])
 def test_ledger_takes_nothing_from_a_role_that_may_not_say_it(entity: str) -> None:
     run, group = SoundRun(6), "000003-0000-0"
-    sound = run.ledger().figures()
+    sound = run.ledger().totals()
     events = [
         ready(group, 0, version=2),
         scored(group, 0, reward=9.0),
@@ -101,4 +101,4 @@ def test_ledger_takes_nothing_from_a_role_that_may_not_say_it(entity: str) -> No
             event for index, event in enumerate(events) if index != own
         )
     books = run.ledger()
-    assert (books.problems(), books.figures()) == ([], sound)
+    assert (books.problems(), books.totals()) == ([], sound)

@@ -17,8 +17,8 @@ from relax_events.topics.plan import QUEUE_TOPICS, SAMPLE_TOPICS
 def test_plan_gives_all_sample_topics_the_same_partitions(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
-    plan = TopicPlan.of(
-        make_run_config(run={"id": "mine", "max_staleness": 2}, broker={"shards": 3})
+    plan = TopicPlan.from_config(
+        make_run_config(run={"id": "mine", "max_staleness": 2}, broker={"partitions_per_version": 3})
     )
     specs = {spec.name: spec for spec in plan.specs()}
     assert len(specs) == len(plan.specs())
@@ -42,9 +42,9 @@ def test_plan_gives_all_sample_topics_the_same_partitions(
 def test_files_of_the_log_are_closed_in_time_where_purged_records_shall_leave_the_disk(
     make_run_config: Callable[..., RunConfig], retained: int, expected: str | None
 ) -> None:
-    plan = TopicPlan.of(make_run_config(run={"id": "mine", "retain_versions": retained}))
+    plan = TopicPlan.from_config(make_run_config(run={"id": "mine", "retain_versions": retained}))
     purged = [
-        spec for spec in plan.specs() if plan.entity(spec.name) in {*QUEUE_TOPICS, *SAMPLE_TOPICS}
+        spec for spec in plan.specs() if plan.parse_entity(spec.name) in {*QUEUE_TOPICS, *SAMPLE_TOPICS}
     ]
     assert {spec.settings.get("segment.ms") for spec in purged} == {expected}
 
@@ -52,8 +52,8 @@ def test_files_of_the_log_are_closed_in_time_where_purged_records_shall_leave_th
 def test_topics_that_are_compacted_or_kept_for_a_while_close_their_files_however_long_the_run_is(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
-    plan = TopicPlan.of(make_run_config(run={"id": "mine"}))
-    specs = {plan.entity(spec.name): spec for spec in plan.specs()}
+    plan = TopicPlan.from_config(make_run_config(run={"id": "mine"}))
+    specs = {plan.parse_entity(spec.name): spec for spec in plan.specs()}
     for entity in ("control.heartbeats.trainer", "control.engines"):
         assert specs[entity].settings["cleanup.policy"] == "compact"
         assert int(specs[entity].settings["segment.bytes"]) <= 1 << 20
@@ -72,12 +72,12 @@ def test_topics_that_are_compacted_or_kept_for_a_while_close_their_files_however
 
 def test_reports_have_topics_of_the_runs_own_roles() -> None:
     names = {"prompter", "rollout", "reward", "advantage", "trainer", "controller", "metrics"}
-    plan = TopicPlan.of(
+    plan = TopicPlan.from_config(
         RunConfig.model_validate(
             {"run": {"id": "mine"}, "model": {"path": "m"}, "data": {"source": "jsonl:x"}}
         )
     )
-    specs = {plan.entity(spec.name) for spec in plan.specs()}
+    specs = {plan.parse_entity(spec.name) for spec in plan.specs()}
     for kind in ("heartbeats", "metrics"):
         assert {entity for entity in specs if entity.startswith(f"control.{kind}.")} == {
             f"control.{kind}.{role}" for role in names

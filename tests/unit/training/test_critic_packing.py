@@ -13,7 +13,8 @@ from torch import Tensor
 
 from relax_events.training.backend.torch_critic import TorchCritic
 from relax_events.training.backend.value_model import ValueModel, ValueNetwork
-from tests.unit.trainer_samples import changed, make_samples, run_config
+from tests.event_samples import changed
+from tests.unit.trainer_samples import make_samples, run_config
 
 HIDDEN = ValueNetwork.hidden
 MAX_TOKENS = 30

@@ -5,22 +5,21 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from event_samples import ready
+from event_samples import changed, ready
 from run_events import run_config
 
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ForeignRecord, PoisonSample
 from relax_events.kafka.records import Record
 from relax_events.runtime.validation import check_trainable
-from relax_events.training.issue_terms import IssueTerms
+from relax_events.training.issue_terms import IssueRules
 
-CONFIG = run_config(groups_per_step=4, samples_per_prompt=2, max_staleness=1)
-TERMS = IssueTerms.of(CONFIG)
+CONFIG = run_config(prompts_per_step=4, samples_per_prompt=2, max_staleness=1)
+TERMS = IssueRules.from_config(CONFIG)
 OWN_PARTITION = TERMS.plan.partition("000001-0002-0", 1)
 
 
@@ -29,10 +28,10 @@ def require_met(
 ) -> None:
     """Check a sample of prompt group 000001-0002-0 that stands where it should, but for what is
     changed."""
-    sample = replace(ready("000001-0002-0", 1, version=1), **changes)
+    sample = changed(ready("000001-0002-0", 1, version=1), **changes)
     key = sample.prompt_group_id if key is None else key
     partition = TERMS.plan.partition(sample.prompt_group_id, 1) if partition is None else partition
-    TERMS.require_met(
+    TERMS.check_sample(
         Record("relax.r.advantage.samples", partition, 0, key, b"", {}, 0),
         sample,
         trainer_version=trainer_version,
@@ -64,11 +63,11 @@ def test_honest_sample_meets_the_terms() -> None:
         ),
         (
             {"prompt_group_id": "000001-0004-0", "group_index": 4},
-            "group_index must be below run.groups_per_step = 4, got 4",
+            "group_index must be below run.prompts_per_step = 4, got 4",
         ),
         (
             {"prompt_group_id": "000001-1000000-0", "group_index": 1_000_000},
-            "group_index must be below run.groups_per_step = 4, got 1000000",
+            "group_index must be below run.prompts_per_step = 4, got 1000000",
         ),
         (
             {"prompt_group_id": "000003-0002-0", "train_step": 3},
@@ -92,8 +91,8 @@ def test_end_is_refused_where_another_rank_reads_than_the_samples() -> None:
             if partition in own
             else pytest.raises(ForeignRecord, match="stands on partitions of shard")
         ):
-            TERMS.require_own_shard(record, "000001-0002-0")
-    assert len(own) == plan.num_sample_partitions // plan.shards < plan.num_sample_partitions
+            TERMS.check_shard(record, "000001-0002-0")
+    assert len(own) == plan.num_sample_partitions // plan.partitions_per_version < plan.num_sample_partitions
 
 
 def test_advantage_beyond_the_bound_is_poison() -> None:

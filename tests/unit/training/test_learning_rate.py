@@ -5,15 +5,15 @@ from small_settings import small_run
 
 from relax_events.config import TrainerConfig
 from relax_events.training.backend.torch_backend import (
-    policy_learning_rate,
-    scheduled_learning_rate,
+    compute_policy_learning_rate,
+    compute_scheduled_learning_rate,
 )
 from tests.unit.trainer_samples import run_config
 
 
 def rates(schedule: str, warmup_steps: int, steps: range, num_steps: int = 10) -> list[float]:
     trainer = TrainerConfig(learning_rate=1.0, warmup_steps=warmup_steps, schedule=schedule)
-    return [scheduled_learning_rate(trainer, step=step, num_steps=num_steps) for step in steps]
+    return [compute_scheduled_learning_rate(trainer, step=step, num_steps=num_steps) for step in steps]
 
 
 def test_constant_stays_at_the_peak_after_the_warm_up():
@@ -34,15 +34,15 @@ def test_linear_is_never_above_the_peak_when_the_warm_up_is_the_whole_run():
     assert max(rates("linear", 10, range(10))) <= 1.0
 
 
-def policy_rates(name: str, steps: range, **source: object) -> list[float]:
+def policy_rates(name: str, steps: range, **parent: object) -> list[float]:
     tree = run_config(
         algorithm={"name": name},
         trainer={"learning_rate": 1.0, "warmup_steps": 2, "schedule": "linear"},
     ).model_dump()
-    tree |= {"critic": {"warmup_steps": 2}, "source": source}
+    tree |= {"critic": {"warmup_steps": 2}, "parent": parent}
     tree["run"]["num_steps"] = 6
     config = small_run(tree)
-    return [policy_learning_rate(config, step=step) for step in steps]
+    return [compute_policy_learning_rate(config, step=step) for step in steps]
 
 
 def test_policy_waits_for_the_critic_and_begins_its_own_warm_up_then():
@@ -51,7 +51,7 @@ def test_policy_waits_for_the_critic_and_begins_its_own_warm_up_then():
 
 
 def test_critic_of_a_fork_begins_anew_and_that_of_a_replay_did_so_with_its_source():
-    assert policy_rates("ppo", range(3, 6), run="other", rollouts="live", from_version=3)[:2] == [
+    assert policy_rates("ppo", range(3, 6), run="other", mode="fork", from_version=3)[:2] == [
         0,
         0,
     ]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from relax_events.training.backend.master_weights import nearest_that_rounds_to, reconcile
+from relax_events.training.backend.master_weights import nearest_value_rounding_to, reconcile
 from relax_events.training.backend.protocol import TrainerState
 
 LEARNING_RATE = 1e-6
@@ -76,7 +76,7 @@ def test_result_is_the_nearest_that_rounds_to_the_published_value(
     dtype: torch.dtype, wanted: float, value: float
 ) -> None:
     published, replayed = torch.tensor([wanted]).to(dtype), torch.tensor([value])
-    nearest = nearest_that_rounds_to(published, replayed)
+    nearest = nearest_value_rounding_to(published, replayed)
     assert torch.equal(nearest.to(dtype), published)
     nearer = torch.nextafter(nearest, replayed)
     assert torch.equal(nearest, replayed) or not torch.equal(nearer.to(dtype), published)
@@ -84,6 +84,6 @@ def test_result_is_the_nearest_that_rounds_to_the_published_value(
 
 def test_replayed_weight_that_is_not_finite_gives_the_published_one() -> None:
     published = torch.tensor([1.5, -2.0]).bfloat16()
-    assert nearest_that_rounds_to(
+    assert nearest_value_rounding_to(
         published, torch.tensor([float("nan"), float("inf")])
     ).tolist() == [1.5, -2.0]

@@ -16,9 +16,10 @@ from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.training.backend.protocol import TrainerState
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.backend.torch_critic import TorchCritic
-from relax_events.training.batch.mini_batches import deal
+from relax_events.training.batch.mini_batches import split_into_mini_batches
 from relax_events.training.ranks import SingleRank
-from tests.unit.trainer_samples import changed, make_samples, run_config, tiny_model
+from tests.event_samples import changed
+from tests.unit.trainer_samples import make_samples, run_config, tiny_model
 
 SAMPLES = [
     changed(sample, temperature=0.8 + 0.1 * (index % 3))
@@ -41,7 +42,7 @@ def config_of(algorithm=None, trainer=None, **sections):
     tree = run_config(
         algorithm=algorithm, trainer=THREE_BY_TWO if trainer is None else trainer
     ).model_dump()
-    return small_run(tree | {"run": tree["run"] | {"groups_per_step": 5, "seed": 11}} | sections)
+    return small_run(tree | {"run": tree["run"] | {"prompts_per_step": 5, "seed": 11}} | sections)
 
 
 def backend(algorithm=None, trainer=None, dtype=torch.float64):
@@ -120,7 +121,7 @@ def ppo_step(plain, *, step, advantages, old_is_trainers, correction_high):
     )
     losses, norms, lengths, far, kls = [], [], [], [], []
     for epoch in range(3):
-        for group_ids in deal(GROUPS, num_mini_batches=2, seed=11, train_step=step, epoch=epoch):
+        for group_ids in split_into_mini_batches(GROUPS, num_mini_batches=2, seed=11, train_step=step, epoch=epoch):
             batch = members(group_ids)
             lp = torch.cat([plain.logprobs(sample) for sample in batch])
             lo = torch.cat([old[sample.sample_id] for sample in batch])
@@ -171,7 +172,7 @@ def test_train_steps_equal_a_plain_loop_of_passes_over_mini_batches(algorithm):
             for name, values in advantages.items()
         }
     for step in range(2):
-        figures = train(mine).as_figures()
+        figures = train(mine).to_metrics()
         is_trainers = algorithm["old_logprobs"] == "trainer"
         expected = ppo_step(
             plain,
@@ -197,25 +198,25 @@ def test_train_steps_equal_a_plain_loop_of_passes_over_mini_batches(algorithm):
 
 def test_prompt_groups_are_dealt_whole_evenly_and_in_another_order_in_each_pass():
     dealt = [
-        deal(GROUPS, num_mini_batches=2, seed=11, train_step=3, epoch=epoch) for epoch in range(4)
+        split_into_mini_batches(GROUPS, num_mini_batches=2, seed=11, train_step=3, epoch=epoch) for epoch in range(4)
     ]
     for mini_batches in dealt:
         assert [len(one) for one in mini_batches] == [3, 2]
         assert sorted(itertools.chain(*mini_batches)) == GROUPS
     assert len({str(one) for one in dealt}) == 4
-    assert deal(reversed(GROUPS), num_mini_batches=2, seed=11, train_step=3, epoch=1) == dealt[1]
-    assert deal(GROUPS, num_mini_batches=9, seed=1, train_step=3, epoch=0) != deal(
+    assert split_into_mini_batches(reversed(GROUPS), num_mini_batches=2, seed=11, train_step=3, epoch=1) == dealt[1]
+    assert split_into_mini_batches(GROUPS, num_mini_batches=9, seed=1, train_step=3, epoch=0) != split_into_mini_batches(
         GROUPS, num_mini_batches=9, seed=2, train_step=3, epoch=0
     )
     assert [
-        len(one) for one in deal(GROUPS, num_mini_batches=9, seed=0, train_step=0, epoch=0)
+        len(one) for one in split_into_mini_batches(GROUPS, num_mini_batches=9, seed=0, train_step=0, epoch=0)
     ] == [1] * 5
-    assert deal([], num_mini_batches=2, seed=0, train_step=0, epoch=0) == []
+    assert split_into_mini_batches([], num_mini_batches=2, seed=0, train_step=0, epoch=0) == []
 
 
 def test_order_stays_what_logs_of_this_release_were_trained_in():
     # By `printf "11 3 0 g0" | b2sum -l 64`, and so on, in ascending order.
-    assert deal(GROUPS, num_mini_batches=1, seed=11, train_step=3, epoch=0) == [
+    assert split_into_mini_batches(GROUPS, num_mini_batches=1, seed=11, train_step=3, epoch=0) == [
         ["g4", "g2", "g1", "g0", "g3"]
     ]
 
@@ -256,7 +257,7 @@ def test_step_that_a_crash_broke_between_optimizer_steps_is_trained_again_to_the
         if not next(left):
             raise Crash
 
-    killed.tell_progress(crash)
+    killed.on_progress(crash)
     with pytest.raises(Crash):
         train(killed)
     assert any(
@@ -291,8 +292,8 @@ def test_mini_batch_that_is_not_finite_is_left_out_and_the_others_are_trained():
         train(mine, [broken]),
         train(calm, [[sample for sample in SAMPLES if sample.prompt_group_id != "g1"]]),
     )
-    assert figures.own["num_mini_batches_not_finite"] == 1
-    assert figures.own["num_optimizer_steps"] == expected.own["num_optimizer_steps"] == 4
+    assert figures.algorithm_metrics["num_mini_batches_not_finite"] == 1
+    assert figures.algorithm_metrics["num_optimizer_steps"] == expected.algorithm_metrics["num_optimizer_steps"] == 4
     assert figures.loss == pytest.approx(expected.loss)
     assert_equal(mine, calm)
 
@@ -332,16 +333,16 @@ def test_prompt_group_without_a_loss_token_has_no_seat_in_a_mini_batch():
     mine, clean = backend(trainer={"num_mini_batches": 5}), backend(trainer={"num_mini_batches": 5})
     figures = train(mine, [empty])
     train(clean, [[sample for sample in SAMPLES if sample.prompt_group_id != "g2"]])
-    assert figures.own["num_optimizer_steps"] == 4
+    assert figures.algorithm_metrics["num_optimizer_steps"] == 4
     assert_equal(mine, clean)
 
 
 def test_passes_end_before_the_mini_batch_on_which_the_policy_is_too_far():
     whole, bounded = backend(), backend(trainer=THREE_BY_TWO | {"max_kl": 1e-9})
     figures, free = train(bounded), train(whole)
-    assert (figures.own["is_stopped_by_kl"], figures.own["num_optimizer_steps"]) == (1, 1)
-    assert (free.own["is_stopped_by_kl"], free.own["num_optimizer_steps"]) == (0, 6)
-    (first, _) = deal(GROUPS, num_mini_batches=2, seed=11, train_step=0, epoch=0)
+    assert (figures.algorithm_metrics["is_stopped_by_kl"], figures.algorithm_metrics["num_optimizer_steps"]) == (1, 1)
+    assert (free.algorithm_metrics["is_stopped_by_kl"], free.algorithm_metrics["num_optimizer_steps"]) == (0, 6)
+    (first, _) = split_into_mini_batches(GROUPS, num_mini_batches=2, seed=11, train_step=0, epoch=0)
     alone = backend(trainer=THREE_BY_TWO | {"num_epochs": 1, "num_mini_batches": 1})
     train(alone, [members(first)])
     assert_equal(bounded, alone)
@@ -356,7 +357,7 @@ def test_bound_of_the_second_moment_is_that_of_each_mini_batch():
     )
     figures = train(mine)
     for number, group_ids in enumerate(
-        deal(GROUPS, num_mini_batches=2, seed=11, train_step=0, epoch=0)
+        split_into_mini_batches(GROUPS, num_mini_batches=2, seed=11, train_step=0, epoch=0)
     ):
         apart.policy_version = 0
         assert 0 < train(apart, [members(group_ids)]).masked_fraction < 1, number
@@ -373,10 +374,10 @@ def test_what_the_data_bring_is_learnt_in_mini_batches_too(name):
         "algorithm": {"name": name},
         "trainer": tree["trainer"] | {"num_epochs": 2, "num_mini_batches": 2},
     }
-    tree["run"] |= {"samples_per_prompt": group_size, "groups_per_step": 5, "seed": 11}
+    tree["run"] |= {"samples_per_prompt": group_size, "prompts_per_step": 5, "seed": 11}
     tree["data"] |= data
     mine = TorchBackend(small_run(tree), ranks=SingleRank(), dtype=torch.float64)
-    figures = [train(mine, [SAMPLES]).as_figures(of_engine=False) for _ in range(3)]
+    figures = [train(mine, [SAMPLES]).to_metrics(of_engine=False) for _ in range(3)]
     assert figures[0]["num_optimizer_steps"] == 4
     assert figures[2]["loss"] < figures[1]["loss"] < figures[0]["loss"]
     assert "last_epoch_policy_kl" not in figures[0]
@@ -422,7 +423,7 @@ def test_critic_takes_passes_and_mini_batches_of_its_own():
     for step in range(2):
         losses, norms, lengths = [], [], []
         for epoch in range(3):
-            for group_ids in deal(
+            for group_ids in split_into_mini_batches(
                 GROUPS, num_mini_batches=2, seed=11, train_step=step, epoch=epoch
             ):
                 batch = [
@@ -464,7 +465,7 @@ def test_critic_that_crashed_amid_a_step_learns_it_again_to_the_same_bits():
         if not next(left):
             raise Crash
 
-    killed.tell_progress(crash)
+    killed.on_progress(crash)
     with pytest.raises(Crash):
         train(killed, [valued])
     restarted = critic(dtype=None)
@@ -499,7 +500,7 @@ def test_critic_does_as_the_trainer_where_nothing_else_is_said():
             {"num_mini_batches": 6},
             {},
             (
-                "trainer.num_mini_batches must be at most run.groups_per_step = 5, got 6: prompt "
+                "trainer.num_mini_batches must be at most run.prompts_per_step = 5, got 6: prompt "
                 "groups are dealt"
             ),
         ),
@@ -507,7 +508,7 @@ def test_critic_does_as_the_trainer_where_nothing_else_is_said():
             "ppo",
             {},
             {"num_mini_batches": 6},
-            "critic.num_mini_batches must be at most run.groups_per_step = 5, got 6",
+            "critic.num_mini_batches must be at most run.prompts_per_step = 5, got 6",
         ),
         (
             "rloo",

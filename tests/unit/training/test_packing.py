@@ -12,18 +12,19 @@ from relax_events.errors import PoisonSample
 from relax_events.events.parts import ObjectRef, StoredArray
 from relax_events.training.batch.packing import (
     MicroBatcher,
-    loss_values,
+    gather_loss_values,
+    micro_batch_slices,
     pack,
-    pack_order,
-    require_whole_groups,
+    require_whole_prompt_groups,
 )
+from tests.event_samples import changed
 from tests.unit.trainer_samples import make_samples
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=40)
 
 
 def test_pack_order_closes_before_the_budget_is_exceeded():
-    assert pack_order([4, 4, 3, 10, 1], max_tokens=8) == [
+    assert micro_batch_slices([4, 4, 3, 10, 1], max_tokens=8) == [
         slice(0, 2),
         slice(2, 3),
         slice(3, 4),
@@ -32,12 +33,12 @@ def test_pack_order_closes_before_the_budget_is_exceeded():
 
 
 def test_pack_order_gives_nothing_for_no_samples():
-    assert pack_order([], max_tokens=8) == []
+    assert micro_batch_slices([], max_tokens=8) == []
 
 
 @given(lengths=LENGTHS, max_tokens=st.integers(1, 60))
 def test_pack_order_covers_all_in_order_within_the_budget(lengths, max_tokens):
-    slices = pack_order(lengths, max_tokens=max_tokens)
+    slices = micro_batch_slices(lengths, max_tokens=max_tokens)
     assert [index for part in slices for index in range(len(lengths))[part]] == list(
         range(len(lengths))
     )
@@ -55,7 +56,7 @@ def test_micro_batcher_cuts_like_pack_order(seed, max_tokens):
     stream += [batch] if (batch := batcher.flush()) else []
     whole = [
         samples[part]
-        for part in pack_order([len(sample.tokens) for sample in samples], max_tokens=max_tokens)
+        for part in micro_batch_slices([len(sample.tokens) for sample in samples], max_tokens=max_tokens)
     ]
     assert [[sample.sample_id for sample in batch] for batch in stream] == [
         [sample.sample_id for sample in batch] for batch in whole
@@ -69,7 +70,7 @@ def test_micro_batcher_keeps_prompt_groups_whole_within_the_budget(seed, max_tok
     batches = [*batcher.feed(iter(samples)), *([batch] if (batch := batcher.flush()) else [])]
     assert [sample for batch in batches for sample in batch] == samples
     for batch in batches:
-        require_whole_groups(batch)
+        require_whole_prompt_groups(batch)
         assert sum(len(sample.tokens) for sample in batch) <= max_tokens or len(batch) == 2
     for batch, following in pairwise(batches):
         assert sum(len(sample.tokens) for sample in [*batch, *following[:2]]) > max_tokens
@@ -87,7 +88,7 @@ def test_micro_batcher_keeps_prompt_groups_whole_within_the_budget(seed, max_tok
 )
 def test_prompt_group_that_is_not_whole_is_refused(places, text):
     with pytest.raises(PoisonSample, match=text):
-        require_whole_groups([SAMPLES[place] for place in places])
+        require_whole_prompt_groups([SAMPLES[place] for place in places])
 
 
 def test_micro_batcher_flush_gives_none_when_empty():
@@ -134,7 +135,7 @@ def test_pack_points_at_the_position_before_each_loss_token():
 
 
 def test_pack_needs_no_padding_when_lengths_are_equal():
-    samples = [dataclasses.replace(SAMPLES[0], sample_id=str(index)) for index in range(3)]
+    samples = [changed(SAMPLES[0], sample_id=str(index)) for index in range(3)]
     batch = pack(samples, vocab_size=256)
     assert batch.input_ids.size == batch.num_tokens
     np.testing.assert_array_equal(
@@ -154,7 +155,7 @@ def with_length(length):
 
 
 def one(**changes):
-    return [SAMPLES[1], dataclasses.replace(SAMPLES[0], sample_id="odd", **changes)]
+    return [SAMPLES[1], changed(SAMPLES[0], sample_id="odd", **changes)]
 
 
 @pytest.mark.parametrize(
@@ -199,12 +200,12 @@ def test_loss_values_keeps_masked_positions_in_order():
     expected = np.concatenate(
         [sample.rollout_logprobs[sample.loss_mask == 1] for sample in SAMPLES]
     )
-    np.testing.assert_array_equal(loss_values(SAMPLES, "rollout_logprobs"), expected)
+    np.testing.assert_array_equal(gather_loss_values(SAMPLES, "rollout_logprobs"), expected)
 
 
 def test_loss_values_ignores_what_stands_outside_the_mask():
     outside = np.where(SAMPLES[0].loss_mask == 1, SAMPLES[0].advantages, np.nan)
-    assert np.isfinite(loss_values(one(advantages=outside), "advantages")).all()
+    assert np.isfinite(gather_loss_values(one(advantages=outside), "advantages")).all()
 
 
 @pytest.mark.parametrize(
@@ -220,4 +221,4 @@ def test_loss_values_ignores_what_stands_outside_the_mask():
 )
 def test_loss_values_names_sample_and_field(values, text):
     with pytest.raises(PoisonSample, match=f"sample odd:? ?{text}"):
-        loss_values(one(ref_logprobs=values), "ref_logprobs")
+        gather_loss_values(one(ref_logprobs=values), "ref_logprobs")

@@ -1,23 +1,23 @@
 """Where a step's time goes, also what is spent after its figures were written."""
 
-from relax_events.training.phases import Phases
+from relax_events.training.phases import PhaseTimer
 
 
 def test_commit_after_the_figures_counts_to_the_next_step():
-    phases = Phases()
+    phases = PhaseTimer()
     with phases.measure("update"):
         pass
-    written = phases.written()
+    written = phases.snapshot()
     with phases.measure("commit"):
         pass
     assert set(written) == {"update"}
-    following = phases.successor()
+    following = phases.next_step()
     assert set(following.seconds) == {"commit"}
     assert following.seconds["commit"] == phases.seconds["commit"]
 
 
 def test_step_that_was_cut_short_leaves_nothing_to_the_next():
-    phases = Phases()
+    phases = PhaseTimer()
     with phases.measure("wait"):
         pass
-    assert dict(phases.successor().seconds) == {}
+    assert dict(phases.next_step().seconds) == {}

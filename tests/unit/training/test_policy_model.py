@@ -12,8 +12,8 @@ from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend import policy_model
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.batch.packing import pack
+from tests.event_samples import changed
 from tests.unit.trainer_samples import (
-    changed,
     make_samples,
     plain_logprobs,
     plain_model,

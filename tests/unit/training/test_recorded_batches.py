@@ -57,7 +57,7 @@ def test_steps_are_read_within_a_bound_of_bytes_and_decoded_one_by_one(
         decoded.append(record.offset)
         return ready(f"{record.offset // 2:06d}-0000-0", record.offset % 2)
 
-    worker: Any = SimpleNamespace(plan=SimpleNamespace(shards=1, topic=lambda entity: entity))
+    worker: Any = SimpleNamespace(plan=SimpleNamespace(partitions_per_version=1, topic=lambda entity: entity))
     log: Any = Log()
     batches = RecordedBatches(worker, SingleRank(), decode=decode).read(
         log, [step(number) for number in range(10)]
@@ -65,7 +65,7 @@ def test_steps_are_read_within_a_bound_of_bytes_and_decoded_one_by_one(
     for number in range(10):
         batch = next(batches)
         assert batch.step.train_step == number
-        assert [placed.sample.sample_index for placed in batch.samples] == [0, 1]
+        assert [placed.sample.key.sample_index for placed in batch.samples] == [0, 1]
         assert len(decoded) == 2 * (number + 1), "a step was decoded before it was asked for"
     assert next(batches, None) is None
     assert log.num_read == num_read

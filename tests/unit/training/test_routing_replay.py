@@ -31,7 +31,8 @@ from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.batch.packing import pack
 from relax_events.training.batch.row_layout import PromptSharing
 from relax_events.training.ranks import SingleRank
-from tests.unit.trainer_samples import changed, make_samples, run_config
+from tests.event_samples import changed
+from tests.unit.trainer_samples import make_samples, run_config
 
 FAMILY = "qwen3_moe"
 SHAPE = ExpertShape(num_layers=2, top_k=2, num_experts=8)
@@ -267,7 +268,7 @@ def test_samples_whose_prompt_went_through_other_experts_do_not_share_it() -> No
     assert other.branches is None
     assert other.experts is not None
     np.testing.assert_array_equal(
-        other.experts.chosen[other.places[len(first.tokens) : -1]], experts
+        other.experts.experts[other.cells[len(first.tokens) : -1]], experts
     )
 
 
@@ -279,7 +280,7 @@ def test_last_token_and_padding_are_given_no_experts() -> None:
     for row, sample in enumerate(samples):
         start = row * batch.input_ids.shape[1]
         told[start : start + len(sample.tokens) - 1] = True
-    np.testing.assert_array_equal(batch.experts.is_given, told)
+    np.testing.assert_array_equal(batch.experts.is_replayed, told)
 
 
 @pytest.mark.parametrize(

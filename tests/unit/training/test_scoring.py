@@ -9,8 +9,8 @@ import torch
 from relax_events.errors import PoisonSample, WeightsError
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.training.backend.scoring import LogprobScorer
+from tests.event_samples import changed
 from tests.unit.trainer_samples import (
-    changed,
     make_samples,
     plain_logprobs,
     plain_model,

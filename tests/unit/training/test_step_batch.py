@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from relax_events.errors import ObjectError, PoisonSample
 from relax_events.events.types import SampleReady
-from relax_events.training.batch.assembly import PlacedSample
+from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.batch.packing import MicroBatcher
-from relax_events.training.batch.step_batch import RefusedGroup, StepBatch
-from relax_events.training.step_record import StepShare
+from relax_events.training.batch.step_batch import UntrainableGroup, StepBatch
+from relax_events.training.step_record import RankStepResult
 
 PER_GROUP = 4
 
@@ -37,25 +37,25 @@ class Backend:
         self.micro_batches = []
 
 
-def group(index: int) -> list[PlacedSample]:
+def group(index: int) -> list[LocatedSample]:
     group_id = f"000000-{index:04d}-0"
     return [
-        PlacedSample(ready(group_id, number, of=PER_GROUP), 0, PER_GROUP * index + number)
+        LocatedSample(ready(group_id, number, of=PER_GROUP), 0, PER_GROUP * index + number)
         for number in range(PER_GROUP)
     ]
 
 
-def ids_of(members: Sequence[PlacedSample]) -> list[str]:
+def ids_of(members: Sequence[LocatedSample]) -> list[str]:
     return [item.sample.sample_id for item in members]
 
 
 def run_step(
-    groups: Sequence[list[PlacedSample]], backend: Backend, *, num_samples: int, whole: bool
+    groups: Sequence[list[LocatedSample]], backend: Backend, *, num_samples: int, whole: bool
 ) -> StepBatch:
     num_tokens = len(groups[0][0].sample.tokens) * num_samples
     batcher = MicroBatcher(max_tokens=num_tokens, whole_prompt_groups=whole)
     batch = StepBatch(
-        StepShare(0),
+        RankStepResult(0),
         batcher,
         trainer_version=0,
         accumulate=backend.accumulate,
@@ -84,13 +84,13 @@ def test_step_holds_every_other_group_once(
     assert sorted(trained) == sorted(sample_id for members in kept for sample_id in ids_of(members))
     assert batch.share.prompt_group_ids == [members[0].sample.prompt_group_id for members in kept]
     assert batch.share.sample_ids == trained
-    assert batch.share.take_micro_batches() == backend.micro_batches
-    refused = batch.take_refused()
+    assert batch.share.pop_micro_batches() == backend.micro_batches
+    refused = batch.pop_untrainable()
     assert {item.prompt_group_id for item in refused} == {
         groups[index][0].sample.prompt_group_id for index in left_out
     }
     assert all(" is poison" in str(item.error) for item in refused)
-    assert batch.take_refused() == []
+    assert batch.pop_untrainable() == []
 
 
 def test_step_starts_again_when_a_part_of_the_group_was_trained() -> None:
@@ -100,16 +100,16 @@ def test_step_starts_again_when_a_part_of_the_group_was_trained() -> None:
     assert backend.micro_batches == [ids_of(groups[0]), ids_of(groups[2])]
     assert batch.share.offsets == [0, 1, 2, 3, 8, 9, 10, 11]
     assert batch.share.num_micro_batches == 2
-    (refused,) = batch.take_refused()
+    (refused,) = batch.pop_untrainable()
     assert (refused.prompt_group_id, refused.policy_version) == ("000000-0001-0", 0)
-    assert (0, 7) in refused.places
+    assert (0, 7) in refused.positions
 
 
 def test_group_whose_samples_can_not_be_had_is_left_out() -> None:
     backend = Backend(set())
     batch = run_step([group(0)], backend, num_samples=4, whole=True)
-    batch.refuse(RefusedGroup("000000-0001-0", 0, [(0, 4)], ObjectError("an object is missing")))
-    assert [item.prompt_group_id for item in batch.take_refused()] == ["000000-0001-0"]
+    batch.exclude(UntrainableGroup("000000-0001-0", 0, [(0, 4)], ObjectError("an object is missing")))
+    assert [item.prompt_group_id for item in batch.pop_untrainable()] == ["000000-0001-0"]
     assert batch.share.prompt_group_ids == ["000000-0000-0"]
 
 

@@ -11,33 +11,33 @@ from hypothesis import strategies as st
 from relax_events.errors import RunFailed
 from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
 from relax_events.projections.training_history import TrainingHistory
-from relax_events.training.batch.assembly import PlacedSample
-from relax_events.training.commit import trained_outcomes
-from relax_events.training.phases import Phases
-from relax_events.training.step_record import StepLayout, StepShare
+from relax_events.training.batch.assembly import LocatedSample
+from relax_events.training.commit import build_trained_outcomes
+from relax_events.training.phases import PhaseTimer
+from relax_events.training.step_record import StepRecord, RankStepResult
 
 
 def share_of(
     rank: int, *micro_batches: list[tuple[str, int, float]], trainer_version: int = 3
-) -> StepShare:
+) -> RankStepResult:
     """Make a rank's share: micro-batches of (prompt group, version, reward), one sample each."""
-    share = StepShare(rank)
+    share = RankStepResult(rank)
     for batch, members in enumerate(micro_batches):
         placed = [
-            PlacedSample(
+            LocatedSample(
                 ready(group_id, 0, version=version, reward=reward),
                 partition=rank,
                 offset=10 * batch + place,
             )
             for place, (group_id, version, reward) in enumerate(members)
         ]
-        share.note(placed, trainer_version=trainer_version)
+        share.add_micro_batch(placed, trainer_version=trainer_version)
         share.prompt_group_ids += [group_id for group_id, _, _ in members]
     return share
 
 
 @pytest.fixture
-def shares() -> list[StepShare]:
+def shares() -> list[RankStepResult]:
     first = share_of(
         0, [("000003-0000-0", 3, 1.0), ("000002-0001-1", 2, 0.0)], [("000003-0002-0", 1, 0.5)]
     )
@@ -46,8 +46,8 @@ def shares() -> list[StepShare]:
     return [first, second]
 
 
-def test_layout_holds_the_shares_in_rank_order(shares: list[StepShare]) -> None:
-    layout = StepLayout.of(shares)
+def test_layout_holds_the_shares_in_rank_order(shares: list[RankStepResult]) -> None:
+    layout = StepRecord.merge(shares)
     assert layout.sample_ids == [
         "000003-0000-0/0",
         "000002-0001-1/0",
@@ -66,26 +66,26 @@ def test_layout_holds_the_shares_in_rank_order(shares: list[StepShare]) -> None:
     assert layout.offsets.tolist() == [0, 1, 10, 0]
     assert layout.consumed == [TopicOffset("t", 1, 7)]
     assert layout.staleness_counts == [1, 2, 1]
-    assert layout.figures["reward_mean"] == 0.5
-    assert layout.figures["reward_std"] == pytest.approx(0.125**0.5)
-    assert layout.figures["staleness_mean"] == 1.0
-    assert (layout.figures["completion_tokens_mean"], layout.figures["completion_tokens_max"]) == (
+    assert layout.metrics["reward_mean"] == 0.5
+    assert layout.metrics["reward_std"] == pytest.approx(0.125**0.5)
+    assert layout.metrics["staleness_mean"] == 1.0
+    assert (layout.metrics["completion_tokens_mean"], layout.metrics["completion_tokens_max"]) == (
         2.0,
         2.0,
     )
 
 
 def test_layout_has_no_figures_of_rewards_where_nothing_is_rewarded(
-    shares: list[StepShare],
+    shares: list[RankStepResult],
 ) -> None:
-    figures = StepLayout.of(shares, has_rewards=False).figures
+    figures = StepRecord.merge(shares, has_rewards=False).metrics
     assert not [name for name in figures if name.startswith("reward")]
     assert figures["staleness_mean"] == 1.0
-    assert {end.mean_reward for end in trained_outcomes(shares, 3, has_rewards=False)} == {None}
+    assert {end.mean_reward for end in build_trained_outcomes(shares, 3, has_rewards=False)} == {None}
 
 
-def test_layout_stands_when_a_rank_trained_nothing(shares: list[StepShare]) -> None:
-    assert StepLayout.of([shares[0], StepShare(1)]).ranks.tolist() == [0, 0, 0]
+def test_layout_stands_when_a_rank_trained_nothing(shares: list[RankStepResult]) -> None:
+    assert StepRecord.merge([shares[0], RankStepResult(1)]).ranks.tolist() == [0, 0, 0]
 
 
 @given(
@@ -105,25 +105,25 @@ def test_share_survives_the_way_to_other_ranks(
         1, [(f"000003-{index:04d}-0", version, reward) for index, version, reward in members]
     )
     share.ended, share.consumed = [ended(outcome=outcome)], consumed
-    again = StepShare.from_bytes(share.to_bytes())
+    again = RankStepResult.from_bytes(share.to_bytes())
     assert again == share
     assert again.ended[0].outcome is outcome
 
 
 def test_trained_outcomes_name_each_groups_version_and_mean_reward() -> None:
-    share = StepShare(0)
+    share = RankStepResult(0)
     samples = [
         ready("000002-0001-1", 0, version=2, reward=1.0),
         ready(
             "000002-0001-1", 1, version=2, min_policy_version=3, max_policy_version=3, reward=0.0
         ),
     ]
-    share.note(
-        [PlacedSample(sample, 0, offset) for offset, sample in enumerate(samples)],
+    share.add_micro_batch(
+        [LocatedSample(sample, 0, offset) for offset, sample in enumerate(samples)],
         trainer_version=3,
     )
     share.prompt_group_ids = ["000002-0001-1"]
-    (end,) = trained_outcomes([share], 3)
+    (end,) = build_trained_outcomes([share], 3)
     assert (end.prompt_group_id, end.train_step, end.group_index, end.attempt) == (
         "000002-0001-1",
         2,
@@ -150,8 +150,8 @@ def test_history_is_what_the_log_says() -> None:
         history.checkpoints(),
         history.positions(),
     ) == (0, True, [], {})
-    history.note(published(0))
-    history.note(
+    history.apply(published(0))
+    history.apply(
         committed(
             0,
             consumed=[
@@ -161,15 +161,15 @@ def test_history_is_what_the_log_says() -> None:
             ],
         )
     )
-    history.note(
+    history.apply(
         committed(
             1,
             checkpoint=checkpoint,
             consumed=[TopicOffset(READY, 0, 8), TopicOffset(REQUESTS, 1, 7)],
         )
     )
-    history.note(committed(2, consumed=[TopicOffset(READY, 1, 12)]))
-    history.note(ended("000001-0002-0"))
+    history.apply(committed(2, consumed=[TopicOffset(READY, 1, 12)]))
+    history.apply(ended("000001-0002-0"))
     assert (history.policy_version, history.is_fresh) == (3, False)
     assert history.checkpoints() == [checkpoint]
     assert history.positions() == {
@@ -184,7 +184,7 @@ def test_history_is_what_the_log_says() -> None:
 def test_phases_add_up_even_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.5, 10.0, 10.25, 20.0, 24.0])
     monkeypatch.setattr("relax_events.training.phases.time.monotonic", lambda: next(clock))
-    phases = Phases()
+    phases = PhaseTimer()
     with phases.measure("wait"):
         pass
     with phases.measure("wait"):
@@ -194,8 +194,8 @@ def test_phases_add_up_even_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> N
     assert dict(phases.seconds) == {"wait": 1.75, "update": 4.0}
 
 
-def test_layout_arrays_have_the_types_of_the_log(shares: list[StepShare]) -> None:
-    layout = StepLayout.of(shares)
+def test_layout_arrays_have_the_types_of_the_log(shares: list[RankStepResult]) -> None:
+    layout = StepRecord.merge(shares)
     assert [
         array.dtype
         for array in (layout.partitions, layout.offsets, layout.ranks, layout.micro_batches)
@@ -209,13 +209,13 @@ def test_layout_arrays_have_the_types_of_the_log(shares: list[StepShare]) -> Non
 
 def test_history_that_begins_later_than_the_run_needs_a_checkpoint() -> None:
     history = TrainingHistory()
-    history.require_from(0)
+    history.require_steps_from(0)
     lost = CheckpointRef(5, "file:///objects/checkpoints/5/manifest.json", bytes(32))
-    history.note(published(5))
-    history.note(committed(5, checkpoint=lost))
+    history.apply(published(5))
+    history.apply(committed(5, checkpoint=lost))
     with pytest.raises(
         RunFailed,
         match=r"no checkpoint can be read .*checkpoints/5/manifest.json.*begin again at version 0",
     ):
-        history.require_from(0)
-    history.require_from(5)
+        history.require_steps_from(0)
+    history.require_steps_from(5)

@@ -14,8 +14,8 @@ from relax_events.events.parts import FinishReason
 from relax_events.training.backend.protocol import TrainerState
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
+from tests.event_samples import changed
 from tests.unit.trainer_samples import (
-    changed,
     make_samples,
     plain_logprobs,
     plain_model,
@@ -137,7 +137,7 @@ def test_steps_equal_a_padded_implementation(aggregation, estimator):
     for version in range(4):
         for part in (SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]):
             mine.accumulate(part)
-        figures, expected = mine.step().as_figures(), other.step(SAMPLES)
+        figures, expected = mine.step().to_metrics(), other.step(SAMPLES)
         assert {name: figures[name] for name in expected} == pytest.approx(
             expected, rel=1e-5, abs=1e-7
         )
@@ -163,7 +163,7 @@ def test_whole_step_algorithm_trains_what_a_whitened_and_masked_step_would():
     )
     for part in (SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]):
         mine.accumulate(part)
-    figures = mine.step().as_figures()
+    figures = mine.step().to_metrics()
     masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
     tokens = np.concatenate(
         [sample.advantages[mask] for sample, mask in zip(SAMPLES, masks, strict=True)]
@@ -258,7 +258,7 @@ def test_advantages_are_whitened_over_the_whole_step_by_n_or_one_less(over, give
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
-@pytest.mark.parametrize("truncated", ["mask", "leave_out"])
+@pytest.mark.parametrize("truncated", ["mask", "drop"])
 def test_samples_cut_off_by_their_length_have_no_part_in_the_step(truncated, aggregation):
     cut_off = [changed(sample, finish_reason=FinishReason.LENGTH) for sample in SAMPLES[:4]]
     mine = backend(algorithm={"truncated_samples": truncated, "aggregation": aggregation})
@@ -485,7 +485,7 @@ def test_float32_step_is_near_float64():
     mine, exact = backend(torch.float32), backend()
     for trainer in (mine, exact):
         trainer.accumulate(SAMPLES)
-    assert mine.step().as_figures() == pytest.approx(exact.step().as_figures(), rel=1e-4, abs=1e-5)
+    assert mine.step().to_metrics() == pytest.approx(exact.step().to_metrics(), rel=1e-4, abs=1e-5)
 
 
 def test_steps_are_equal_bit_for_bit_when_repeated():
@@ -710,8 +710,8 @@ def test_figures_carry_every_field():
     figures = mine.step()
     fields = dataclasses.asdict(figures)
     assert fields.pop("own") == {}
-    assert figures.as_figures() == {name: float(value) for name, value in fields.items()}
-    own = dataclasses.replace(figures, own={"margin": 0.5}).as_figures(of_engine=False)
+    assert figures.to_metrics() == {name: float(value) for name, value in fields.items()}
+    own = dataclasses.replace(figures, own={"margin": 0.5}).to_metrics(of_engine=False)
     assert set(own) == {
         "loss",
         "entropy",

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from relax_events.errors import PoisonSample, RunFailed, WeightsError
 from relax_events.events.parts import FinishReason
 from relax_events.training.backend.protocol import TrainerState
-from relax_events.training.backend.torch_critic import TorchCritic, explained_variance
-from tests.unit.trainer_samples import changed, make_samples, run_config, tiny_model
+from relax_events.training.backend.torch_critic import TorchCritic, compute_explained_variance
+from tests.event_samples import changed
+from tests.unit.trainer_samples import make_samples, run_config, tiny_model
 
 
 def with_values(samples, seed=0):
@@ -262,7 +263,7 @@ def test_critic_comes_to_know_what_follows_from_the_tokens_before():
 
 def test_explained_variance_says_how_much_the_values_knew():
     returns = np.array([1.0, 2.0, 3.0, 4.0])
-    assert explained_variance(returns + 5, returns=returns) == pytest.approx(1.0)
-    assert explained_variance(np.zeros(4), returns=returns) == pytest.approx(0.0)
-    assert explained_variance(-returns, returns=returns) == pytest.approx(-3.0)
-    assert explained_variance(returns, returns=np.ones(4)) == 0.0
+    assert compute_explained_variance(returns + 5, returns=returns) == pytest.approx(1.0)
+    assert compute_explained_variance(np.zeros(4), returns=returns) == pytest.approx(0.0)
+    assert compute_explained_variance(-returns, returns=returns) == pytest.approx(-3.0)
+    assert compute_explained_variance(returns, returns=np.ones(4)) == 0.0

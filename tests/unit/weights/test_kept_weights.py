@@ -9,7 +9,7 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.events.types import PolicyEvaluated
-from relax_events.weights.retention import BestVersions, num_newest, unwanted_versions
+from relax_events.weights.retention import BestVersions, num_newest, deletable_versions
 
 STORED = range(21)
 
@@ -19,10 +19,10 @@ def left(**changes: Any) -> list[int]:
         "newest": 20,
         "num_newest": 4,
         "every": 0,
-        "full_every": 1,
+        "full_snapshot_interval": 1,
         "best": (),
     } | changes
-    gone = unwanted_versions(STORED, **settings)
+    gone = deletable_versions(STORED, **settings)
     return [version for version in STORED if version not in gone]
 
 
@@ -42,7 +42,7 @@ def test_versions_stay_by_their_number_and_for_how_good_they_are() -> None:
     [({7}, [0, 4, 5, 6, 7, 16, 17, 18, 19, 20]), ({8}, [0, 8, 16, 17, 18, 19, 20])],
 )
 def test_version_keeps_those_that_it_is_read_on_top_of(best: set[int], expected: list[int]) -> None:
-    assert left(full_every=4, best=best) == expected
+    assert left(full_snapshot_interval=4, best=best) == expected
 
 
 def evaluated(version: int, reward: float | None, *, dataset: str = "held-out") -> PolicyEvaluated:
@@ -59,12 +59,12 @@ def evaluated(version: int, reward: float | None, *, dataset: str = "held-out") 
 def test_best_versions_are_those_of_the_highest_mean_reward() -> None:
     best = BestVersions(2)
     for version, reward in ((5, 0.2), (10, 0.9), (15, 0.5), (20, None), (25, 0.5)):
-        best.note(evaluated(version, reward))
+        best.apply(evaluated(version, reward))
     assert best.versions() == {10, 25}
-    best.note(evaluated(10, 0.0, dataset="other"))
+    best.apply(evaluated(10, 0.0, dataset="other"))
     assert best.versions() == {25, 15}
     nothing_kept = BestVersions(0)
-    nothing_kept.note(evaluated(5, 1.0))
+    nothing_kept.apply(evaluated(5, 1.0))
     assert nothing_kept.versions() == set()
 
 

@@ -76,7 +76,7 @@ def test_lost_version_ends_its_own_prompt_groups_and_others_are_evaluated() -> N
     now = [100.0]
     versions = VersionedWeights(worker, Scorer(), transport, clock=lambda: now[0])  # type: ignore[arg-type]
     for version in (1, 2, 3):
-        versions.note(published(version))
+        versions.apply(published(version))
     evaluate = Evaluating(
         worker, Scorer(), evaluator="actor", topic="actor.logprobs", use_version=versions.use
     )

@@ -1,1 +1,1 @@
-"""What SGLang's own processes load of ours, by its plugin entry points."""
+"""Plugins that SGLang's processes load through its entry points."""

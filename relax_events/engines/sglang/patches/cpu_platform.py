@@ -1,8 +1,8 @@
-"""SGLang on a plain CPU: every operation by its PyTorch form, no kernel of SGLang's. Named by
-`plugin`, imported by SGLang alone.
+"""SGLang platform for a plain CPU: every operation in PyTorch, no kernel. Named by `plugin`,
+imported only by SGLang.
 
-SGLang 0.5.23 from the package index has kernels for GPUs only, and its own CPU platform wants
-kernels that are built from source. A platform from outside is spared both.
+SGLang 0.5.23 from the package index has kernels for GPUs only, and its own CPU platform needs
+kernels built from source. An out-of-tree platform needs neither.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # SG
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
-        """Attend by PyTorch."""
+        """Use PyTorch's attention."""
         return "torch_native"
 
     def get_dispatch_key_name(self) -> str:
-        """Take the PyTorch form of every operation."""
+        """Use the PyTorch implementation of every operation."""
         return "native"
 
     def get_torch_profiler_activity_str(self) -> str:
-        """Name what the profiler watches."""
+        """Name the profiled activity."""
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
-        """Give what the profiler watches."""
+        """Return the profiled activity."""
         return torch.profiler.ProfilerActivity.CPU

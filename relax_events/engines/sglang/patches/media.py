@@ -1,9 +1,9 @@
-"""Takes media into a server as the worker has processed them. Imported by SGLang's processes alone,
-by way of `plugin`.
+"""Let a server accept media that the worker has preprocessed. Imported only by SGLang's processes,
+through `plugin`.
 
-SGLang's own way is to fetch and process files, and to expand a prompt's placeholders by what comes
-out. Other settings there would be other tokens, and a prompt that is tokenized again is another
-one. Its way for data that are processed already takes tensors, which HTTP has not.
+SGLang itself downloads and processes files, and expands a prompt's placeholders by the result.
+Other settings there would give other tokens, and tokenizing a prompt again may change it. Its
+interface for preprocessed data takes tensors, which HTTP can't carry.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from torch import Tensor
 
 from relax_events.engines.sglang.media_features import (
     FORMAT,
-    HEAD,
-    Place,
-    Placing,
-    ShownArray,
+    PREFIX,
+    TokenRange,
+    MediaPlacement,
+    MediaArray,
     read,
 )
 from relax_events.events.parts import Modality
-from relax_events.media.geometry import PictureGeometry
-from relax_events.media.towers import clip_patches
+from relax_events.media.geometry import ImageGeometry
+from relax_events.media.towers import cut_patches
 
 GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Taken:
-    """A prompt's media, in the place of SGLang's own `image_data`."""
+class ParsedMedia:
+    """A prompt's media, in place of SGLang's own `image_data`."""
 
-    shown: Sequence[ShownArray]
-    placing: Placing
+    shown: Sequence[MediaArray]
+    placement: MediaPlacement
 
 
 def read_request(request: Any) -> None:
-    """Read the media of a request for several prompts once, before it is taken apart into prompts.
+    """Parse the media of a request for several prompts once, before SGLang splits it into prompts.
 
     Raises:
-        ValueError: They are not of our form; the request is refused.
+        ValueError: They are not in our format; the request is rejected.
     """
     texts = [
         data[0]
         for data in request.image_data or ()
         if isinstance(data, list) and data and isinstance(data[0], str)
     ]
-    if not texts or not all(text.startswith(HEAD) for text in texts):
+    if not texts or not all(text.startswith(PREFIX) for text in texts):
         return
     try:
-        request.image_data = [[Taken(shown, placing)] for shown, placing in read(texts)]
+        request.image_data = [[ParsedMedia(shown, placement)] for shown, placement in read(texts)]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"media of format {FORMAT} can't be read: {error!r}; are server and worker of "
@@ -64,7 +64,7 @@ def read_request(request: Any) -> None:
         ) from None
 
 
-async def processed(
+async def process_media(
     original: Callable[..., Awaitable[Any]],
     processor: Any,
     *,
@@ -72,23 +72,23 @@ async def processed(
     input_text: Any,
     **settings: Any,
 ) -> Any:
-    """Give a prompt's media in SGLang's form; those that are not ours go the usual way.
+    """Convert a prompt's media to SGLang's types; pass others to SGLang's own method.
 
     Raises:
-        ValueError: They don't fit the prompt; the request is refused.
+        ValueError: They don't match the prompt; the request is rejected.
     """
-    if not (image_data and isinstance(image_data[0], Taken)):
+    if not (image_data and isinstance(image_data[0], ParsedMedia)):
         return await original(processor, image_data=image_data, input_text=input_text, **settings)
-    placing, shown = image_data[0].placing, image_data[0].shown
+    placement, shown = image_data[0].placement, image_data[0].shown
     tokens: list[int] = input_text
-    if placing.positions.shape != (3, len(tokens)) or len(placing.runs) != len(shown):
+    if placement.positions.shape != (3, len(tokens)) or len(placement.runs) != len(shown):
         raise ValueError(
-            f"positions of shape {placing.positions.shape} and {len(placing.runs)} places "
+            f"positions of shape {placement.positions.shape} and {len(placement.runs)} places "
             f"don't fit {len(tokens)} tokens"
         )
     items = [
-        _item(array, runs, num_tokens=len(tokens))
-        for array, runs in zip(shown, placing.runs, strict=True)
+        _build_item(array, runs, num_tokens=len(tokens))
+        for array, runs in zip(shown, placement.runs, strict=True)
     ]
     return MultimodalProcessorOutput(
         input_ids=tokens,
@@ -99,34 +99,32 @@ async def processed(
         im_token_id=processor.mm_tokens.image_token_id,
         video_token_id=processor.mm_tokens.video_token_id,
         audio_token_id=processor.mm_tokens.audio_token_id,
-        mrope_positions=torch.from_numpy(placing.positions),
-        mrope_position_delta=torch.tensor([[placing.shift]]),
+        mrope_positions=torch.from_numpy(placement.positions),
+        mrope_position_delta=torch.tensor([[placement.shift]]),
     )
 
 
-async def with_mark(original: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
-    """Let the server say of itself that it takes media in our form."""
+async def add_media_format(original: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    """Add to the server's state that it accepts media in our format."""
     return [{**state, "media_format": FORMAT} for state in await original(*arguments)]
 
 
-def forget_features(flushed: bool, *_: Any, **__: Any) -> bool:
-    """Drop the towers' features with the prefix cache: those of a request that goes on under new
-    weights are to be made anew.
+def clear_feature_cache(flushed: bool, *_: Any, **__: Any) -> bool:
+    """Clear the towers' features together with the prefix cache: a request that continues under new
+    weights must recompute them.
     """
     if flushed and mm_schedule.embedding_cache is not None:
         mm_schedule.embedding_cache.clear()
     return flushed
 
 
-def _item(array: ShownArray, runs: Sequence[Place], *, num_tokens: int) -> MultimodalDataItem:
-    """Make SGLang's object; features without a token, or tokens without a feature, would end the
-    server.
-    """
+def _build_item(array: MediaArray, runs: Sequence[TokenRange], *, num_tokens: int) -> MultimodalDataItem:
+    """Build SGLang's object; a mismatch of features and tokens would crash the server."""
     feature, num_features, data = (
-        _heard(array) if array.geometry is None else _seen(array, array.geometry)
+        _audio_features(array) if array.geometry is None else _visual_features(array, array.geometry)
     )
-    num_places = sum(last + 1 - first for first, last in runs)
-    if num_places != num_features or not all(
+    num_positions = sum(last + 1 - first for first, last in runs)
+    if num_positions != num_features or not all(
         0 <= first <= last < num_tokens for first, last in runs
     ):
         raise ValueError(
@@ -143,15 +141,15 @@ def _item(array: ShownArray, runs: Sequence[Place], *, num_tokens: int) -> Multi
     return item
 
 
-def _seen(array: ShownArray, geometry: PictureGeometry) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Cut pixels; return patches, how many features the tower makes of them, and what else it
-    takes.
+def _visual_features(array: MediaArray, geometry: ImageGeometry) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Cut pixels into patches; return them, the number of their features, and the tower's other
+    inputs.
     """
     frames = torch.from_numpy(array.values)
     frames = frames if frames.ndim == 4 else frames[None]
-    moments = -(-len(frames) // geometry.temporal_patch_size)
-    grid = [moments, *(side // geometry.patch_size for side in frames.shape[1:3])]
-    patches = clip_patches(frames, geometry)
+    temporal_patches = -(-len(frames) // geometry.temporal_patch_size)
+    grid = [temporal_patches, *(side // geometry.patch_size for side in frames.shape[1:3])]
+    patches = cut_patches(frames, geometry)
     return (
         patches,
         len(patches) // geometry.merge_size**2,
@@ -159,8 +157,8 @@ def _seen(array: ShownArray, geometry: PictureGeometry) -> tuple[Tensor, int, di
     )
 
 
-def _heard(array: ShownArray) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Return the same of a spectrum."""
+def _audio_features(array: MediaArray) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Return the same for a spectrogram."""
     num_frames = array.values.shape[1]
     num_features = int(_get_feat_extract_output_lengths(torch.tensor(num_frames)))
     return (

@@ -1,8 +1,8 @@
-"""What SGLang finds of ours by its entry points, in every process that it starts.
+"""Entry points that SGLang loads in every process it starts.
 
-It can then take media as the worker has processed them and read the folders of models that do, and
-serve on a machine without an accelerator. Where there is one, or the CPU kernels of SGLang's own
-were asked for, nothing is done for the latter. Nothing of SGLang is imported before it asks.
+They let it accept preprocessed media, load the folders of such models, and run on a machine without
+an accelerator. With an accelerator, or with SGLang's own CPU kernels selected, the platform is
+unchanged. SGLang is imported only when a hook is called.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from typing import Any
 
 PLATFORM = "relax_events.engines.sglang.patches.cpu_platform:TorchCpuPlatform"
 CUDA_CALLS = ("torch.cuda.synchronize", "sglang.srt.mem_cache.pool_host.common._cuda_host_register")
-"""What SGLang calls on every platform: before it hashes its weights and when it releases memory;
-and to record which experts tokens go through."""
+"""CUDA calls that SGLang makes on every platform: before it hashes its weights, when it releases
+memory, and to record experts.
+"""
 
 
-def activate() -> str | None:
-    """Name the platform that SGLang is to run on; None leaves the choice to SGLang. (Entry point in
+def choose_platform() -> str | None:
+    """Return the platform that SGLang should use; None leaves the choice to SGLang. (Entry point in
     `sglang.srt.platforms`.)
     """
-    return PLATFORM if _is_needed() else None
+    return PLATFORM if _is_plain_cpu() else None
 
 
-def replace_cuda_call() -> None:
-    """Let what is meant for a GPU that is not there do nothing. (Entry point in
-    `sglang.srt.plugins`.)
-    """
-    if not _is_needed():
+def replace_cuda_calls() -> None:
+    """Replace CUDA calls by no-ops if there is no GPU. (Entry point in `sglang.srt.plugins`.)"""
+    if not _is_plain_cpu():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -37,9 +36,9 @@ def replace_cuda_call() -> None:
         HookRegistry.register(call, _do_nothing, HookType.REPLACE)
 
 
-def take_media() -> None:
-    """Let requests bring media in our form beside SGLang's own, and models be read that take them.
-    (Entry point in `sglang.srt.plugins`.)
+def register_media() -> None:
+    """Register the hooks for media in our format and for the models that read them. (Entry point in
+    `sglang.srt.plugins`.)
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -82,12 +81,11 @@ def take_media() -> None:
         (f"{mixture}.load_weights", "model_intake", "load_mixture"): HookType.AROUND,
         (f"{mixture}.__init__", "model_intake", "note_depth"): HookType.AFTER,
     }.items():
-        HookRegistry.register(target, _later(module, name), kind)
+        HookRegistry.register(target, _lazy_hook(module, name), kind)
 
 
-def _later(module: str, name: str) -> Callable[..., Any]:
-    """Import what is ours when it is first called: SGLang's modules can't be imported while plugins
-    are.
+def _lazy_hook(module: str, name: str) -> Callable[..., Any]:
+    """Import our module at the first call: SGLang's modules can't be imported while plugins load.
     """
 
     def hook(*arguments: Any, **settings: Any) -> Any:
@@ -98,7 +96,7 @@ def _later(module: str, name: str) -> Callable[..., Any]:
     return hook
 
 
-def _is_needed() -> bool:
+def _is_plain_cpu() -> bool:
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") not in ("", "0"):
         return False
     import torch

@@ -19,12 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from benchmarks import report
-from stack.engine import Engine, StackError, exit_code_of, open_engine
-from stack.faults import RUN_FILES, FaultRun
-from stack.images import Stopwatch, provide_images
-from stack.prometheus import ask
-from stack.told import Told, somebody_told
-from stack.volumes import VOLUME_OF, fill, free
+from tests.stack.container_engine import Engine, StackError, exit_code_of, open_engine
+from tests.stack.faults import RUN_FILES, FaultRun
+from tests.stack.images import Stopwatch, provide_images
+from tests.stack.prometheus import ask
+from tests.stack.webhook_sink import Told, somebody_told
+from tests.stack.volumes import VOLUME_OF, fill, free
 
 FIRES_SECONDS, TOLD_SECONDS, CLEARS_SECONDS = 600.0, 60.0, 900.0
 TURN_SECONDS = 2.0
@@ -266,7 +266,7 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
         "stack-alerts",
         title="Alerts in the running stack",
         question=QUESTION,
-        command=shlex.join(["python", "-m", "stack.alerts", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", "tests.stack.alerts", *sys.argv[1:]]),
         conclusion=f"{len(woken)} faults in {num_steps} train steps by this command; "
         f"{sum(not one.problem for one in woken)} fired their alert and "
         "no other, and somebody was told. The run then went on to its goal, and the ledger "

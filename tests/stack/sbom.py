@@ -1,7 +1,7 @@
 """Writes the software bill of materials: every package that is pinned in requirements/, and every
 jar of the broker, as CycloneDX JSON.
 
-python -m stack.sbom TOOL FILE        TOOL is cyclonedx-py, which reads the requirements; `make sbom` installs it apart
+python -m tests.stack.sbom TOOL FILE        TOOL is cyclonedx-py, which reads the requirements; `make sbom` installs it apart
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_events.kafka.embedded.jars import Jar, read_lock
-from stack.engine import ROOT, StackError, exit_code_of
+from relax_events.kafka.embedded.jars import Jar, read_jar_lock
+from tests.stack.container_engine import ROOT, StackError, exit_code_of
 
 REQUIREMENTS = ROOT / "requirements"
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
@@ -109,7 +109,7 @@ def write(tool: Path, file: Path) -> None:
     )
     if done.returncode:
         raise StackError(f"{tool}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    made = bill(json.loads(done.stdout), pinned(), read_lock().jars)
+    made = bill(json.loads(done.stdout), pinned(), read_jar_lock().jars)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(made, indent=1) + "\n")
     print(f"{file}: {len(made['components'])} components")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import yaml
 
-from relax_events.kafka.embedded.jars import cache_directory, ensure_jars, read_lock
-from stack.engine import COMPOSE_FILE, ROOT, Engine, StackError, read_pins, run
+from relax_events.kafka.embedded.jars import locate_cache, ensure_jars, read_jar_lock
+from tests.stack.container_engine import COMPOSE_FILE, ROOT, Engine, StackError, read_pins, run
 
 BASE_IMAGE = {**read_pins(), **os.environ}.get("BASE_IMAGE", "debian:bookworm-slim")
 SUITE = "bookworm"
@@ -140,10 +140,10 @@ def _build_standin(engine: Engine, target: str, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         context = Path(folder) / "standins"
         shutil.copytree(ROOT / "compose" / "standins", context)
-        lock = read_lock()
+        lock = read_jar_lock()
         jars = context / "jars"
         jars.mkdir()
-        for jar in ensure_jars(lock, cache_directory(lock)):
+        for jar in ensure_jars(lock, locate_cache(lock)):
             shutil.copyfile(jar, jars / jar.name)  # readable by all, as those of the cache are not
         _build(engine, context, name, file=context / "Dockerfile", target=target)
 

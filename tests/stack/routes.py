@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from stack.engine import PROJECT, Engine, StackError
+from tests.stack.container_engine import PROJECT, Engine, StackError
 
 PYTHON = "/opt/relax/bin/python"
 SERVICES = {"kafka": 9092, "prometheus": 9090, "alertmanager": 9093}

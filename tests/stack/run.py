@@ -1,8 +1,8 @@
 """Brings the stack up, waits for the run's goal, proves the ledger and says what it took: `make
 stack`.
 
-python -m stack.run up        build what is missing, run, check; everything stays up to be looked at
-python -m stack.run down      take the containers down, and with --volumes all that the run wrote
+python -m tests.stack.run up        build what is missing, run, check; everything stays up to be looked at
+python -m tests.stack.run down      take the containers down, and with --volumes all that the run wrote
 
 With --overlay FILE another file of compose/ is laid over the stack, which is run and checked in the
 same way.
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from stack.engine import PROJECT, Engine, StackError, exit_code_of, open_engine
-from stack.images import Stopwatch, provide_images
-from stack.panels import panels_with_data
-from stack.run_watch import RunWatch
+from tests.stack.container_engine import PROJECT, Engine, StackError, exit_code_of, open_engine
+from tests.stack.images import Stopwatch, provide_images
+from tests.stack.panels import panels_with_data
+from tests.stack.run_monitor import RunWatch
 
 RUN_FILE = "configs/quickstart.toml"
 RUN_SECONDS = 1800.0

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stack.engine import Engine
+from tests.stack.container_engine import Engine
 
 MEGABYTES = {"log": 3000, "files": 1000}
 """By volume: what fits in. The log of some thousand train steps takes the half of its own."""

@@ -9,7 +9,7 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from stack.engine import StackError
+from tests.stack.container_engine import StackError
 
 PROMETHEUS = f"http://127.0.0.1:{os.environ.get('PROMETHEUS_PORT', '9090')}"
 ANSWER_SECONDS = 30.0

@@ -1,4 +1,4 @@
-"""Writes the Grafana dashboards from the metrics: `python -m stack.dashboards` (or `--check`, which
+"""Writes the Grafana dashboards from the metrics: `python -m compose.grafana.generate` (or `--check`, which
 fails when a file is out of date).
 
 A panel is a title and a query; what it means is told by the metric itself, in the words of
@@ -17,13 +17,13 @@ from typing import Any
 
 from relax_events.config import RunConfig
 from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetrics
-from relax_events.controller.scaling_bounds import Bounds
+from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.projections.health import HealthState
 from relax_events.projections.run_state import RunState
 from relax_events.projections.scaling import ScaleState
 from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 
-FOLDER = Path(__file__).parent.parent / "compose" / "grafana" / "dashboards"
+FOLDER = Path(__file__).parent / "dashboards"
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3
 RUN = 'run="$run"'
 SOURCE = {"type": "prometheus", "uid": "prometheus"}
@@ -303,12 +303,12 @@ def catalogue() -> dict[str, str]:
         "workers": {"drain_seconds": 20.0},
     }
     config = RunConfig.model_validate(tree)
-    health = HealthMetrics(HealthState.of(config, own_id="controller-0"), config)
+    health = HealthMetrics(HealthState.from_config(config, own_id="controller-0"), config)
     worker = [
         *WorkerMetrics("trainer").registry.collect(),
         *ErrorMetrics("trainer", broker={}, objects={}, away_seconds=float).collect(),
     ]
-    scaling = ScaleMetrics(ScaleState(), Bounds.of(config, is_supervised=True))
+    scaling = ScaleMetrics(ScaleState(), ScalingBounds.from_config(config, is_supervised=True))
     families = [
         *worker,
         *RunMetrics(config, RunState()).collect(),
@@ -407,7 +407,7 @@ def main() -> int:
     ]
     if "--check" in sys.argv:
         print(
-            "\n".join(f"{name} is out of date; run: python -m stack.dashboards" for name in stale)
+            "\n".join(f"{name} is out of date; run: python -m compose.grafana.generate" for name in stale)
             or "the dashboards are up to date"
         )
         return 1 if stale else 0

@@ -1,5 +1,5 @@
 """Makes the mistakes that people make with the stack, and shows what they are told: `make
-stack-mistakes`.
+stack-misconfiguration`.
 
 Each is one command on the stack's images and its broker, and has to end at once, with a text that
 names the thing and the remedy.
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from stack.engine import ROOT, Engine, StackError, exit_code_of, open_engine
-from stack.images import Stopwatch, provide_images
+from tests.stack.container_engine import ROOT, Engine, StackError, exit_code_of, open_engine
+from tests.stack.images import Stopwatch, provide_images
 
 RUN_FILE = "configs/quickstart.toml"
 BOUND_SECONDS = 90.0
@@ -222,10 +222,10 @@ def make_all() -> None:
     finally:
         engine.compose("down", "--volumes")
     report.write(
-        "stack-mistakes",
+        "stack-misconfiguration",
         title="Mistakes with the stack",
         question=QUESTION,
-        command="python -m stack.mistakes",
+        command="python -m tests.stack.misconfiguration",
         conclusion=(
             f"All {len(rows)} are refused by name, none takes longer than "
             f"{max(float(row['seconds']) for row in rows):.0f} s."

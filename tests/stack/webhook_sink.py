@@ -10,7 +10,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from relax_events.http.responses import TextHandler
-from stack.engine import ROOT, Engine
+from tests.stack.container_engine import ROOT, Engine
 
 OVERLAY = ROOT / "compose" / "notices.yml"
 HOST = "somebody"
@@ -42,7 +42,7 @@ class _Handler(TextHandler):
         self.server.titles.append(
             json.loads(self.rfile.read(int(self.headers["Content-Length"])))["title"]
         )
-        self.answer(200, b"noted\n")
+        self.respond(200, b"noted\n")
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def somebody_told(engine: Engine, folder: Path) -> Iterator[Told]:
     """Lay `notices.yml` over the stack and listen to what it sends."""
     with Told() as told:
         threading.Thread(target=told.serve_forever, daemon=True).start()
-        urls, overlay = folder / "notice_urls", folder / "told.json"
+        urls, overlay = folder / "notification_urls", folder / "told.json"
         urls.write_text(f"json://{HOST}:{told.server_port}/\n")
         reach = {"extra_hosts": [f"{HOST}:host-gateway"]}
         overlay.write_text(json.dumps({"services": {"notices": reach, "metrics": reach}}))

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable
 
-from stack.engine import Engine, StackError
+from tests.stack.container_engine import Engine, StackError
 
 TURN_SECONDS = 0.5
 ONE_SHOTS = ("topics", "model")

@@ -1,7 +1,7 @@
 """Writes compose/images.env: the images of others by digest, so that no registry can give another
 content under the same tag.
 
-python -m stack.pins        pulls each image by its tag and notes the digest that the registry gave it
+python -m tests.stack.pins        pulls each image by its tag and notes the digest that the registry gave it
 
 `make stack` reads the file; other compose commands take it by `--env-file images.env`.
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import yaml
 
-from stack.engine import COMPOSE_FILE, PINS_FILE, Engine, StackError, exit_code_of, open_engine
-from stack.images import PULL_SECONDS
+from tests.stack.container_engine import COMPOSE_FILE, PINS_FILE, Engine, StackError, exit_code_of, open_engine
+from tests.stack.images import PULL_SECONDS
 
 IMAGE = re.compile(r"\$\{([A-Z]+_IMAGE):-([^}]+)\}")
 HEAD = (

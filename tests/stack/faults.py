@@ -21,10 +21,10 @@ from statistics import median
 
 from benchmarks import report
 from relax_events.config import RunConfig, load_run_config
-from stack.engine import ROOT, Engine, exit_code_of, open_engine
-from stack.images import Stopwatch, provide_images
-from stack.run_watch import RunWatch
-from stack.volumes import VOLUME_OF, fill, free, write_small_volumes
+from tests.stack.container_engine import ROOT, Engine, exit_code_of, open_engine
+from tests.stack.images import Stopwatch, provide_images
+from tests.stack.run_monitor import RunWatch
+from tests.stack.volumes import VOLUME_OF, fill, free, write_small_volumes
 
 RUN_FILES = ROOT / ".relax" / "stack"
 RUN_FILE = "configs/faults.toml"
@@ -216,7 +216,7 @@ def write_report(injected: list[Injected], ledger: str, num_steps: int) -> None:
         "stack-faults",
         title="Faults in the running stack",
         question=QUESTION,
-        command=shlex.join(["python", "-m", "stack.faults", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", "tests.stack.faults", *sys.argv[1:]]),
         conclusion=f"{len(injected)} faults in {num_steps} train steps; median "
         f"{median(one.seconds for one in injected):.1f} s, longest "
         f"{max(one.seconds for one in injected):.1f} s. The run then went on to its goal, "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stack.dashboards import DASHBOARDS, Panel, plain_query
-from stack.prometheus import ask
+from compose.grafana.generate import DASHBOARDS, Panel, plain_query
+from tests.stack.prometheus import ask
 
 STEP_SECONDS = 5
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relax_events.kafka.embedded.jars import cache_directory, read_lock
+from relax_events.kafka.embedded.jars import locate_cache, read_jar_lock
 
-ROOT = Path(__file__).parent.parent
-ENGINE = cache_directory(read_lock()).parent / "engine"
+ROOT = Path(__file__).parents[2]
+ENGINE = locate_cache(read_jar_lock()).parent / "engine"
 COMPOSE_FILE = ROOT / "compose" / "docker-compose.yml"
 PINS_FILE = ROOT / "compose" / "images.env"
 START_SECONDS = 30.0

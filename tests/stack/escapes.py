@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks import report
 from relax_events.sandbox.walls import CAPABILITIES
-from stack.engine import ROOT, Engine, StackError, exit_code_of, open_engine
-from stack.images import Stopwatch, provide_images
-from stack.routes import BROKER, PYTHON, SERVICES, addresses, listening, reached
+from tests.stack.container_engine import ROOT, Engine, StackError, exit_code_of, open_engine
+from tests.stack.images import Stopwatch, provide_images
+from tests.stack.routes import BROKER, PYTHON, SERVICES, addresses, listening, reached
 
 FOLDER = ROOT / ".relax" / "stack"
 TESTS = "/srv/tests"
@@ -247,7 +247,7 @@ def try_all(engine: Engine) -> None:
         "stack-escapes",
         title="Ways out of the reward container",
         question=QUESTION,
-        command=shlex.join(["python", "-m", "stack.escapes", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", "tests.stack.escapes", *sys.argv[1:]]),
         conclusion="; ".join(wrong) or HOLDS,
         tables={
             "Programs": rows,

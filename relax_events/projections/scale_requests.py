@@ -1,0 +1,242 @@
+"""Scale requests, and the commands that put them on the control log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from relax_events.events.parts import Command
+from relax_events.events.types import RunCommanded
+
+MICROS = 1_000_000
+
+
+class Kind(StrEnum):
+    """Whether workers come or go."""
+
+    OUT = "out"
+    IN = "in"
+
+
+class Status(StrEnum):
+    """Where a request is; those of Relax."""
+
+    PENDING = "PENDING"
+    CREATING = "CREATING"
+    CONNECTING = "CONNECTING"
+    HEALTH_CHECKING = "HEALTH_CHECKING"
+    WEIGHT_SYNCING = "WEIGHT_SYNCING"
+    READY = "READY"
+    ACTIVE = "ACTIVE"
+    PARTIAL = "PARTIAL"
+    DRAINING = "DRAINING"
+    REMOVING = "REMOVING"
+    COMPLETED = "COMPLETED"
+    CANCELLED = "CANCELLED"
+    FAILED = "FAILED"
+
+
+STAGES = {
+    Kind.OUT: (
+        {Status.PENDING},
+        {Status.CREATING, Status.CONNECTING},
+        {Status.HEALTH_CHECKING},
+        {Status.WEIGHT_SYNCING},
+        {Status.READY},
+        {Status.REMOVING},
+        {Status.ACTIVE, Status.PARTIAL, Status.CANCELLED, Status.FAILED},
+    ),
+    Kind.IN: (
+        {Status.PENDING},
+        {Status.DRAINING},
+        {Status.REMOVING},
+        {Status.COMPLETED, Status.FAILED},
+    ),
+}
+"""A request only goes forward; the last of each are final."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRequest:
+    """Workers of a role that are to come or to go.
+
+    Attributes:
+        request_id: Names it.
+        model: As who asked calls the role.
+        target: Workers of the role that there shall be, those of the start among them.
+        workers: Who comes or goes, by worker id.
+        urls: Of the servers that the coming workers attach to, one each; empty for workers of their
+            own.
+        timeout: Microseconds until those that come must serve, or until those that go are killed.
+        force: Those that go are killed at once.
+        policy_version: Those that come serve once they have this one; -1 where there is none yet.
+        key: By which a call that is repeated is known again.
+        digest: Of what was asked for under the key.
+        failed: Workers that did not come up, with the reason.
+        left: Workers that are gone.
+        outcome: How the request ends when what it made is removed.
+        error: Why it did not do what was asked for.
+    """
+
+    request_id: str
+    kind: Kind
+    model: str
+    role: str
+    target: int
+    workers: tuple[str, ...]
+    urls: tuple[str, ...] = ()
+    timeout: int
+    force: bool = False
+    policy_version: int = -1
+    key: str = ""
+    digest: str = ""
+    status: Status = Status.PENDING
+    failed: tuple[tuple[str, str], ...] = ()
+    exited_workers: frozenset[str] = frozenset()
+    outcome: Status | None = None
+    error: str = ""
+    created_at: int
+    updated_at: int
+
+    @property
+    def stage(self) -> int:
+        """How far it is."""
+        return find_stage(self.kind, self.status)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is still to be done for it."""
+        return self.stage < len(STAGES[self.kind]) - 1
+
+    @property
+    def expected_workers(self) -> tuple[str, ...]:
+        """The workers that may still come up, or have."""
+        failed = {worker_id for worker_id, _ in self.failed}
+        return tuple(worker_id for worker_id in self.workers if worker_id not in failed)
+
+    def open_command(self, *, reason: str) -> RunCommanded:
+        """Return the command that puts the request on the log."""
+        arguments = {
+            "request": self.request_id,
+            "kind": self.kind.value,
+            "model": self.model,
+            "target": str(self.target),
+            "workers": " ".join(self.workers),
+            "urls": " ".join(self.urls),
+            "timeout": str(self.timeout),
+            "force": str(self.force),
+            "policy_version": str(self.policy_version),
+            "key": self.key,
+            "digest": self.digest,
+        }
+        return RunCommanded(
+            command=Command.SCALE,
+            role=self.role,
+            reason=reason,
+            arguments=arguments,
+            commanded_at=self.created_at,
+        )
+
+    def status_command(
+        self,
+        status: Status,
+        *,
+        now: int,
+        reason: str = "",
+        outcome: Status | None = None,
+        failed: Iterable[str] = (),
+        error: str = "",
+    ) -> RunCommanded:
+        """Return the command that takes it on to a status; see the attributes. `failed` are further
+        workers, for the reason `error`.
+        """
+        arguments = {
+            "request": self.request_id,
+            "status": status.value,
+            "failed": " ".join(failed),
+            "error": error,
+        }
+        if outcome is not None:
+            arguments["outcome"] = outcome.value
+        told = reason or error or f"request {self.request_id} is {status.value}"
+        return RunCommanded(
+            command=Command.SCALE,
+            role=self.role,
+            reason=told,
+            arguments=arguments,
+            commanded_at=now,
+        )
+
+    @classmethod
+    def from_command(cls, event: RunCommanded) -> ScaleRequest | None:
+        """Read a request off the command that opened it; None for what is none."""
+        given = event.arguments
+        try:
+            request = cls(
+                request_id=given["request"],
+                kind=Kind(given["kind"]),
+                model=given["model"],
+                role=event.role or "",
+                target=int(given["target"]),
+                workers=tuple(given["workers"].split()),
+                urls=tuple(given["urls"].split()),
+                timeout=int(given["timeout"]),
+                force=given["force"] == str(True),
+                policy_version=int(given["policy_version"]),
+                key=given["key"],
+                digest=given["digest"],
+                created_at=event.commanded_at,
+                updated_at=event.commanded_at,
+            )
+        except (KeyError, ValueError):
+            return None
+        are_named = all(
+            re.fullmatch(rf"{re.escape(request.role)}-[0-9]+", worker_id)
+            for worker_id in request.workers
+        )
+        return (
+            request
+            if request.workers and are_named and len(request.urls) in (0, len(request.workers))
+            else None
+        )
+
+    def with_status(self, event: RunCommanded) -> ScaleRequest:
+        """Return the request after a step; the same where the step is one back, as when it is read
+        a second time.
+        """
+        given = event.arguments
+        try:
+            status = Status(given["status"])
+            outcome = Status(given["outcome"]) if "outcome" in given else self.outcome
+            is_forward = find_stage(self.kind, status) > self.stage
+        except (KeyError, ValueError):
+            return self
+        if not is_forward:
+            return self
+        error = given.get("error", "")
+        failed = (
+            *self.failed,
+            *((worker_id, error) for worker_id in given.get("failed", "").split()),
+        )
+        return replace(
+            self,
+            status=status,
+            outcome=outcome,
+            failed=failed,
+            error=error or self.error,
+            updated_at=event.commanded_at,
+        )
+
+
+def find_stage(kind: Kind, status: Status) -> int:
+    """Return how far a request of a kind is in a status.
+
+    Raises:
+        ValueError: Requests of this kind are never in it.
+    """
+    for place, statuses in enumerate(STAGES[kind]):
+        if status in statuses:
+            return place
+    raise ValueError(f"{kind} has no status {status}")
