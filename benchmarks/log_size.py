@@ -21,7 +21,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, VersionSegment
 from relax_events.events.types import (
     Event,
-    SampleEvaluated,
+    LogprobsComputed,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -69,8 +69,8 @@ def events_of(num_tokens: int) -> Iterator[tuple[str, Event]]:
         for entity, evaluator in (("reference.logprobs", "reference"), ("actor.logprobs", "actor")):
             yield (
                 entity,
-                SampleEvaluated(
-                    key=ready.key, evaluator=evaluator, evaluator_version=0, values=ready.rollout_logprobs
+                LogprobsComputed(
+                    key=ready.key, model_role=evaluator, model_version=0, values=ready.rollout_logprobs
                 ),
             )
         yield "advantage.samples", ready

@@ -21,7 +21,7 @@ from relax_events.events.types import (
     PolicyVersionPublished,
     PromptGroupEnded,
     PromptGroupIssued,
-    SampleEvaluated,
+    LogprobsComputed,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -143,14 +143,14 @@ def evaluated(
     version: int = 0,
     evaluator: str = "reference",
     generation: str = "",
-) -> SampleEvaluated:
+) -> LogprobsComputed:
     """Make a sample's log-probabilities by another model."""
-    return SampleEvaluated(
+    return LogprobsComputed(
         key=sample_key(group_id, index, version=version, generation=generation),
-        evaluator=evaluator,
-        evaluator_version=0,
+        model_role=evaluator,
+        model_version=0,
         values=np.zeros(4, np.float32),
-        evaluated_at=1,
+        computed_at=1,
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from event_samples import changed, committed, ended, issued, published, ready, rolled_out, scored
 from small_settings import small_run
 
-from relax_events.events.parts import Outcome, TopicOffset, VersionSegment
+from relax_events.events.parts import Outcome, SampleEvent, TopicOffset, VersionSegment
 from relax_events.events.types import Event
 from relax_events.projections.ledger import Ledger
 from relax_events.staleness import IssuedGroup
@@ -111,7 +111,7 @@ class SoundRun:
         trained = outcome is Outcome.TRAINED
         end = ended(group_id, outcome, version=version, reason="" if trained else "because")
         mean = (SAMPLES_PER_PROMPT - 1) / 4 if trained else None
-        self.at("control.group-outcomes").append(
+        self.at("control.prompt-group-outcomes").append(
             replace(end, trainer_version=step, mean_reward=mean)
         )
 
@@ -207,8 +207,8 @@ def _older_tokens(run: SoundRun) -> None:
     )
     _change_sample(run, "advantage.samples", "000004-0000-0/0", min_policy_version=2)
     run.change(
-        "control.group-outcomes",
-        run.find("control.group-outcomes", prompt_group_id="000004-0000-0")[1],
+        "control.prompt-group-outcomes",
+        run.find("control.prompt-group-outcomes", prompt_group_id="000004-0000-0")[1],
         policy_version=2,
     )
 
@@ -233,8 +233,8 @@ def _train_half(run: SoundRun) -> None:
         **layout,
     )
     run.change(
-        "control.group-outcomes",
-        run.find("control.group-outcomes", prompt_group_id="000003-0000-0")[1],
+        "control.prompt-group-outcomes",
+        run.find("control.prompt-group-outcomes", prompt_group_id="000003-0000-0")[1],
         mean_reward=0.0,
     )
 
@@ -275,7 +275,7 @@ def _train_again(run: SoundRun) -> None:
         staleness_counts=[0, 4],
         **{name: getattr(former, name) for name in fields},
     )
-    for entity in ("control.group-outcomes", "prompt.groups"):
+    for entity in ("control.prompt-group-outcomes", "prompt.groups"):
         for group in dropped:
             _drop_all(run, entity, group)
 
@@ -294,8 +294,8 @@ def _step_at(run: SoundRun, step: int, **changes: Any) -> None:
 
 def _end_at(run: SoundRun, group_id: str, **changes: Any) -> None:
     run.change(
-        "control.group-outcomes",
-        run.find("control.group-outcomes", prompt_group_id=group_id)[1],
+        "control.prompt-group-outcomes",
+        run.find("control.prompt-group-outcomes", prompt_group_id=group_id)[1],
         **changes,
     )
 
@@ -340,7 +340,7 @@ def _guest_trained(run: SoundRun) -> None:
         for index, event in enumerate(events):
             if getattr(event, "prompt_group_id", "") == "000003-0000-0":
                 changes: dict[str, Any] = {"prompt_group_id": guest}
-                if hasattr(event, "group_index"):
+                if isinstance(event, SampleEvent) or hasattr(event, "group_index"):
                     changes |= {"group_index": IssuedGroup.parse(guest).place.group_index}
                 if hasattr(event, "sample_id"):
                     changes |= {"sample_id": f"{guest}/{event.sample_id[-1]}"}
@@ -385,8 +385,8 @@ TAMPERINGS: dict[str, Tampering] = {
     "train step contradicts itself": lambda run: _step_at(
         run, 3, prompt_group_ids=_step(run, 3).prompt_group_ids[:1]
     ),
-    "prompt group trained without an end on control.group-outcomes": lambda run: _drop_all(
-        run, "control.group-outcomes", "000003-0000-0"
+    "prompt group trained without an end on control.prompt-group-outcomes": lambda run: _drop_all(
+        run, "control.prompt-group-outcomes", "000003-0000-0"
     ),
     "prompt group ended as trained that no step trained": lambda run: (
         run.issue(LATE),
@@ -398,7 +398,7 @@ TAMPERINGS: dict[str, Tampering] = {
     "prompt group ended in two ways": lambda run: run.end(
         "000003-0000-0", Outcome.FAILED, version=2, step=5
     ),
-    "prompt group ended twice": lambda run: _again(run, "control.group-outcomes", 3),
+    "prompt group ended twice": lambda run: _again(run, "control.prompt-group-outcomes", 3),
     "prompt group ended untrained without a reason": lambda run: _end_at(
         run, "000001-0001-0", reason=""
     ),

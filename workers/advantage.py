@@ -24,7 +24,7 @@ from relax_events.events.tensors import dense
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
-    SampleEvaluated,
+    LogprobsComputed,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -149,7 +149,7 @@ class AdvantageLoop:
                 self._worker.dead_letter(record, error)
                 self._join.pass_over(record)
                 return None
-        if isinstance(event, SampleScored | SampleEvaluated):
+        if isinstance(event, SampleScored | LogprobsComputed):
             return self._join.add(record, event)
         reason = "record could not be decoded"
         if event is not None:

@@ -136,15 +136,15 @@ def sample_text(detail: SampleDetail) -> Iterator[str]:
     """Give the lines of a sample."""
     sample, view = detail.view.sample, detail.view
     yield (
-        f"sample {sample.sample_id} at {view.place}, generated "
+        f"sample {sample.sample_id} at {view.position}, generated "
         f"{clock_time(sample.rolled_out_at)} by {sample.worker_id}"
     )
     for message in (*sample.messages, *sample.turns[:-1]):
         yield from indented(message.role, message_text(message))
     yield from indented("completion", sample.completion)
     yield from indented("answer", sample.answer)
-    if view.score is not None and view.score.judgement:
-        yield from indented("judgement", view.score.judgement)
+    if view.score is not None and view.score.judge_response:
+        yield from indented("judgement", view.score.judge_response)
     yield ""
     yield f"reward      {score_text(view.score)}"
     for name, score in detail.other_scores.items():
@@ -209,7 +209,7 @@ def _numbers(array: Array | None) -> list[float] | None:
 
 def outcome_text(detail: SampleDetail) -> str:
     """Say what became of a sample."""
-    view, ended = detail.view, detail.view.ended
+    view, ended = detail.view, detail.view.outcome_event
     if view.train_step is not None:
         behind = f"{view.staleness(detail.newest_version)} versions behind"
         return (
@@ -273,7 +273,7 @@ def sample_document(detail: SampleDetail) -> dict[str, Any]:
         "other_scores": {
             name: score_document(score) for name, score in detail.other_scores.items()
         },
-        "ended": asdict(view.ended) if view.ended else None,
+        "ended": asdict(view.outcome_event) if view.outcome_event else None,
         "versions": [asdict(segment) for segment in sample.version_segments],
         "num_prompt_tokens": sample.num_prompt_tokens,
         "num_generations": detail.num_generations,

@@ -40,7 +40,7 @@ class PromptGroupIssued:
     metadata: str = "{}"
     tools: str = ""
     completions: list[list[ChatMessage]] = field(default_factory=list)
-    passed_over: dict[str, str] = field(default_factory=dict)
+    skipped_rows: dict[str, str] = field(default_factory=dict)
     seed: int
     issued_at: int = field(default_factory=now_micros)
 
@@ -80,22 +80,22 @@ class SampleScored(SampleEvent):
     reward_name: str
     reward_digest: str = ""
     error: str | None = None
-    judgement: str = ""
+    judge_response: str = ""
     seconds: float = 0.0
     scored_at: int = field(default_factory=now_micros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleEvaluated(SampleEvent):
+class LogprobsComputed(SampleEvent):
     """A model other than the engine computed values along a sample."""
 
     key: SampleKey
-    evaluator: str
-    evaluator_version: int
+    model_role: str
+    model_version: int
     values: Array
     topk_ids: Array | None = None
     topk_logprobs: Array | None = None
-    evaluated_at: int = field(default_factory=now_micros)
+    computed_at: int = field(default_factory=now_micros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,12 +152,12 @@ class PolicyVersionPublished:
     start_offsets: list[TopicOffset]
     control_offsets: list[TopicOffset] = field(default_factory=list)
     num_steps_before: int = 0
-    ended_before: dict[str, int] = field(default_factory=dict)
+    outcome_counts_before: dict[str, int] = field(default_factory=dict)
     published_at: int = field(default_factory=now_micros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptsSummed:
+class PrompterStateSaved:
     """The prompter's state at a place of the log: one that starts again begins there."""
 
     positions: list[TopicOffset]
@@ -166,23 +166,23 @@ class PromptsSummed:
     later_rows: list[int]
     in_flight: dict[str, int]
     num_trained: dict[str, int]
-    earned_places: Array
-    earned_rewards: Array
-    summed_at: int = field(default_factory=now_micros)
+    reward_history_rows: Array
+    reward_history_values: Array
+    saved_at: int = field(default_factory=now_micros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnginesEnlisted:
+class BroadcastMembership:
     """Which engines get new weights straight from the trainer, and where others may ask for the
     same.
     """
 
-    list_version: int
+    membership_version: int
     transport: str
     address: str
-    ticket: str
-    engines: list[str]
-    enlisted_at: int = field(default_factory=now_micros)
+    join_token: str
+    worker_ids: list[str]
+    updated_at: int = field(default_factory=now_micros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ class TrainStepCommitted:
     micro_batches: Array
     consumed: list[TopicOffset]
     staleness_counts: list[int]
-    figures: dict[str, float]
+    metrics: dict[str, float]
     phase_seconds: dict[str, float]
     weights_digest: bytes
     checkpoint: CheckpointRef | None = None
@@ -232,15 +232,15 @@ class RunDescribed:
     config: str
     config_digest: str
     package_version: str
-    source_run: str | None = None
-    source_version: int | None = None
+    parent_run: str | None = None
+    parent_version: int | None = None
     from_version: int | None = None
-    store_mark: str = ""
+    store_marker: str = ""
     described_at: int = field(default_factory=now_micros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerBeat:
+class WorkerHeartbeat:
     """A worker's work loop is alive, or inside a long call that it has named."""
 
     worker_id: str
@@ -257,9 +257,9 @@ class WorkerBeat:
     activity: str = ""
     activity_since: int | None = None
     activity_deadline_at: int | None = None
-    prompt_groups_at_work: list[str] = field(default_factory=list)
-    prompt_groups_ended: list[str] = field(default_factory=list)
-    beat_at: int = field(default_factory=now_micros)
+    prompt_groups_in_flight: list[str] = field(default_factory=list)
+    prompt_groups_written: list[str] = field(default_factory=list)
+    sent_at: int = field(default_factory=now_micros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +287,7 @@ class PolicyEvaluated:
     completion_tokens_mean: float | None = None
     num_truncated: int = 0
     num_unscored: int = 0
-    num_refused: int = 0
+    num_failed_prompts: int = 0
     reward_name: str = ""
     reward_digest: str = ""
     weights_digest: bytes
@@ -299,16 +299,16 @@ Event = (
     PromptGroupIssued
     | SampleRolledOut
     | SampleScored
-    | SampleEvaluated
+    | LogprobsComputed
     | SampleReady
     | PromptGroupEnded
     | PolicyVersionPublished
-    | PromptsSummed
-    | EnginesEnlisted
+    | PrompterStateSaved
+    | BroadcastMembership
     | TrainStepCommitted
     | PolicyEvaluated
     | RunCommanded
     | RunDescribed
-    | WorkerBeat
+    | WorkerHeartbeat
     | MetricsReported
 )

@@ -226,7 +226,7 @@ class Ledger:
         if (group := self._group(event.prompt_group_id)) is None:
             return
         group.is_issued, group.num_samples = True, event.samples_per_prompt
-        for row, reason in event.passed_over.items():
+        for row, reason in event.skipped_rows.items():
             self._skipped_rows.setdefault(
                 row, (UNPARSEABLE if group.batch_slot is None else group.batch_slot.place.train_step, reason)
             )

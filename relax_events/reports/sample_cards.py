@@ -9,7 +9,7 @@ from html import escape
 
 from relax_events.events.parts import ChatMessage, MediaRef
 from relax_events.history.samples.view import SampleView
-from relax_events.reports.chart_scales import short_number
+from relax_events.reports.chart_scales import format_number
 
 MAX_CHARACTERS = 4000
 """Of one text; what is longer is cut."""
@@ -62,7 +62,7 @@ def sample_row(view: SampleView, *, newest_version: int) -> str:
         else line.outcome
     )
     cells = "".join(cell_html(*cell) for cell in _numbers(view, outcome))
-    judgement = view.score.judgement if view.score is not None else ""
+    judgement = view.score.judge_response if view.score is not None else ""
     judged = f'<div class="message"><b>judge</b>{text_html(judgement)}</div>' if judgement else ""
     return f"<tr><td>{escape(sample.sample_id.rpartition('/')[2])}</td>{cells}<td>{text_html(sample.completion)}{judged}</td></tr>"
 
@@ -70,7 +70,7 @@ def sample_row(view: SampleView, *, newest_version: int) -> str:
 def _numbers(view: SampleView, outcome: str) -> Iterator[tuple[str, bool]]:
     failure = view.score.error if view.score is not None and view.score.reward is None else ""
     yield (
-        ("-" if view.reward is None else short_number(view.reward))
+        ("-" if view.reward is None else format_number(view.reward))
         + (f" ({failure})" if failure else ""),
         True,
     )

@@ -114,7 +114,7 @@ class Export(AbstractContextManager["Export"]):
                 whole = check_out(view.sample, self._store)
                 row |= {name: getattr(whole, name) for name in TOKEN_COLUMNS}
         except ObjectError as error:
-            self._log.unreadable.add(view.place, error)
+            self._log.unreadable.add(view.position, error)
             return
         self._writer.write(row)
         self.num_rows += 1
@@ -147,7 +147,7 @@ def sample_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRe
         "turn_rewards": _numbers(score.turn_rewards) if score else None,
         "reward_name": score.reward_name if score else None,
         "reward_digest": score.reward_digest if score else None,
-        "judgement": score.judgement if score else None,
+        "judgement": score.judge_response if score else None,
         "reward_error": score.error if score else None,
     }
 

@@ -80,7 +80,7 @@ def build_sample_scored(
         reward_name=reward_name,
         reward_digest=reward_digest,
         error=None if success else str(fitting),
-        judgement=judgement,
+        judge_response=judgement,
         seconds=success.seconds if success else 0.0,
     )
 

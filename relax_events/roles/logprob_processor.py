@@ -12,7 +12,7 @@ import structlog
 from relax_events.config import ModelConfig
 from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
-from relax_events.events.types import SampleEvaluated, SampleRolledOut
+from relax_events.events.types import LogprobsComputed, SampleRolledOut
 from relax_events.kafka.records import ProducerRecord
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.factory import find_backend
@@ -49,17 +49,17 @@ class Evaluating:
         records = []
         for version, members in sorted(by_version.items()):
             try:
-                evaluator_version = self._use_version(version)
+                model_version = self._use_version(version)
             except WeightsError as error:
                 records += self._ended(members, error)
                 continue
             with self._worker.piece("score a part of a record batch"):
                 scores = self.scores_of(members)
             for sample, values in zip(members, scores, strict=True):
-                evaluated = SampleEvaluated(
+                evaluated = LogprobsComputed(
                     key=sample.key,
-                    evaluator=self._evaluator,
-                    evaluator_version=evaluator_version,
+                    model_role=self._evaluator,
+                    model_version=model_version,
                     values=values.logprobs,
                     topk_ids=values.ids,
                     topk_logprobs=values.id_logprobs,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from relax_events.errors import RewardError
 from relax_events.events.parts import TopicOffset
-from relax_events.events.types import SampleEvaluated, SampleRolledOut, SampleScored
+from relax_events.events.types import LogprobsComputed, SampleRolledOut, SampleScored
 from relax_events.kafka.records import Record
 
 Key = tuple[str, int]
@@ -32,7 +32,7 @@ class JoinedGroup:
     generation_digest: str = ""
     samples: dict[str, SampleRolledOut] = field(default_factory=dict)
     scores: dict[str, SampleScored] = field(default_factory=dict)
-    evaluations: dict[str, dict[str, SampleEvaluated]] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, LogprobsComputed]] = field(default_factory=dict)
     poisoned: str = ""
     held: list[tuple[Place, int]] = field(default_factory=list)
 
@@ -93,7 +93,7 @@ class GroupJoin:
         return len(self._open)
 
     def add(
-        self, record: Record, event: SampleRolledOut | SampleScored | SampleEvaluated
+        self, record: Record, event: SampleRolledOut | SampleScored | LogprobsComputed
     ) -> JoinedGroup | None:
         """Take in one event; return its prompt group when that makes a generation of it complete.
         What came before is ignored.
@@ -108,7 +108,7 @@ class GroupJoin:
         elif isinstance(event, SampleScored):
             group.scores.setdefault(event.sample_id, event)
         else:
-            group.evaluations.setdefault(event.evaluator, {}).setdefault(event.sample_id, event)
+            group.evaluations.setdefault(event.model_role, {}).setdefault(event.sample_id, event)
         return (
             group if group.is_complete(self._evaluators, needs_scores=self._needs_scores) else None
         )

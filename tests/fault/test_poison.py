@@ -76,7 +76,7 @@ def test_poison_is_dead_lettered_and_the_run_goes_on(start_run: Callable[..., Fa
     assert len(run.records("rollout.dead-letters")) == num_prompts
     ended = [
         event
-        for record in run.records("control.group-outcomes")
+        for record in run.records("control.prompt-group-outcomes")
         if isinstance(event := CODEC.decode(record.value), PromptGroupEnded)
     ]
     strangers = [event for event in ended if event.prompt_group_id == STRANGE]

@@ -24,7 +24,7 @@ from relax_events.kafka.schema_registry import RegistryClient, open_codec
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 SCHEMAS = current_release(schema_directory()).schemas
 NAME = "relax.events.sample.PromptGroupEnded"
-CONTEXT = SerializationContext("relax.test.control.group-outcomes", MessageField.VALUE)
+CONTEXT = SerializationContext("relax.test.control.prompt-group-outcomes", MessageField.VALUE)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from relax_events.events.types import (
     PromptGroupEnded,
     RunCommanded,
     SampleRolledOut,
-    WorkerBeat,
+    WorkerHeartbeat,
 )
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
@@ -90,13 +90,13 @@ def next_of(inbox: queue.SimpleQueue[Event], count: int) -> list[Event]:
 def test_follower_that_stopped_reads_what_was_committed_before(
     connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
 ) -> None:
-    follower = ControlFollower(connection, plan, EventCodec(), also=["control.group-outcomes"])
+    follower = ControlFollower(connection, plan, EventCodec(), also=["control.prompt-group-outcomes"])
     heard: list[Event] = []
     follower.start(heard.append)
     try:
         follower.stop()
         tell("control.policy-versions", published(0))
-        tell("control.group-outcomes", ended("000000-0000-0", Outcome.FAILED))
+        tell("control.prompt-group-outcomes", ended("000000-0000-0", Outcome.FAILED))
         assert heard == []
         follower.read_rest()
         assert {type(event) for event in heard} == {PolicyVersionPublished, PromptGroupEnded}
@@ -111,13 +111,13 @@ def test_follower_tells_history_then_live_in_log_order(
 ) -> None:
     for version in (0, 1):
         tell("control.policy-versions", published(version))
-    follower = ControlFollower(connection, plan, EventCodec(), also=["control.group-outcomes"])
+    follower = ControlFollower(connection, plan, EventCodec(), also=["control.prompt-group-outcomes"])
     assert follower.policy_version == 1
     tell("control.policy-versions", published(2))
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     follower.start(inbox.put)
     assert [event.policy_version for event in next_of(inbox, 3)] == [0, 1, 2]
-    tell("control.group-outcomes", ended("000001-0002-0"))
+    tell("control.prompt-group-outcomes", ended("000001-0002-0"))
     assert next_of(inbox, 1) == [ended("000001-0002-0")]
     follower.close()
 
@@ -263,7 +263,7 @@ def test_follower_takes_nothing_that_its_writer_may_not_say(
         "last_progress_at": 0,
     }
     named = (("trainer-0", "trainer"), ("trainer-0", "reward"), ("reward-0", "reward"))
-    beats = [WorkerBeat(worker_id=name, role=role, **idle) for name, role in named]
+    beats = [WorkerHeartbeat(worker_id=name, role=role, **idle) for name, role in named]
     for event in (
         *beats,
         committed(7),
@@ -296,7 +296,7 @@ def test_honest_schema_can_be_neither_blanked_nor_overwritten(
     connection: Connection, plan: TopicPlan, producer: RecordProducer, worker: Worker
 ) -> None:
     topic, published_form = plan.topic("control.schemas"), worker.codec.published_form()
-    forged = next(schema for name, schema in published_form.items() if b"WorkerBeat" in schema)
+    forged = next(schema for name, schema in published_form.items() if b"WorkerHeartbeat" in schema)
     keys = [name.hex() for name in published_form]
     producer.write(
         ProducerRecord(topic, value, key=key) for key in keys for value in (b"", forged, b"{}")
@@ -355,7 +355,7 @@ def test_worker_publishes_its_schemas_and_beats(
         lambda: worker.tick(working=True),
     )
     beat = CODEC.decode(read(connection, plan.topic("control.heartbeats.reward"))[-1].value)
-    assert isinstance(beat, WorkerBeat)
+    assert isinstance(beat, WorkerHeartbeat)
     assert (beat.worker_id, beat.role, beat.num_processed, beat.num_in_flight) == (
         "reward-3",
         "reward",

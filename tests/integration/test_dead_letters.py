@@ -31,8 +31,8 @@ from relax_events.ops.dead_letters import (
     DeadLetter,
     Selection,
     drop,
-    read_letter,
-    read_letters,
+    read_dead_letter,
+    read_dead_letters,
     requeue,
 )
 from relax_events.roles.worker_factory import StoreClaimCheck
@@ -123,14 +123,14 @@ def records_of(written: WrittenRun, entity: str) -> list[Record]:
 
 def letters_of(written: WrittenRun, *, roles: tuple[str, ...] = ()) -> list[DeadLetter]:
     with RunLog(written.config, name="test") as log:
-        return read_letters(log, roles=roles)
+        return read_dead_letters(log, roles=roles)
 
 
 def requeue_all(written: WrittenRun, selection: Selection | None = None) -> int:
     with RunLog(written.config, name="test") as log:
         return requeue(
             log,
-            (selection or Selection(everything=True)).choose(read_letters(log)),
+            (selection or Selection(all_roles=True)).choose(read_dead_letters(log)),
             written.producer,
         )
 
@@ -143,17 +143,17 @@ def test_letters_are_listed_with_reason_and_origin(
     dead_letter("advantage", "rollout.samples", PoisonSample("no good"))
     letters = letters_of(written)
     topic = written.plan.topic("rollout.samples")
-    assert [(letter.name, letter.error_class, letter.error_text) for letter in letters] == [
+    assert [(letter.id, letter.error_class, letter.error_text) for letter in letters] == [
         ("reward@0", "CorruptRecord", "no event"),
         ("advantage@0", "PoisonSample", "no good"),
     ]
     assert {letter.origin for letter in letters} == {f"{topic}[0]@0"}
-    assert [letter.name for letter in letters_of(written, roles=("advantage",))] == ["advantage@0"]
+    assert [letter.id for letter in letters_of(written, roles=("advantage",))] == ["advantage@0"]
     with RunLog(written.config, name="test") as log:
-        letter, record = read_letter(log, "reward@0")
+        letter, record = read_dead_letter(log, "reward@0")
         assert (letter.num_bytes, record.value) == (7, b"garbage")
         with pytest.raises(ConfigError, match="there is no dead letter reward@1"):
-            read_letter(log, "reward@1")
+            read_dead_letter(log, "reward@1")
         with pytest.raises(
             ConfigError,
             match=(
@@ -161,7 +161,7 @@ def test_letters_are_listed_with_reason_and_origin(
                 "advantage"
             ),
         ):
-            read_letters(log, roles=["dancer"])
+            read_dead_letters(log, roles=["dancer"])
 
 
 def test_record_goes_back_untouched_and_only_once(
@@ -172,13 +172,13 @@ def test_record_goes_back_untouched_and_only_once(
     assert requeue_all(written) == 1
     first, second = records_of(written, "rollout.samples")
     assert replace(second, offset=first.offset, timestamp_ms=first.timestamp_ms) == first
-    assert [(letter.name, letter.resolution) for letter in letters_of(written)] == [
+    assert [(letter.id, letter.resolution) for letter in letters_of(written)] == [
         ("reward@0", "requeued")
     ]
     assert requeue_all(written) == 0
     with pytest.raises(ConfigError, match="dead letter reward@0 was requeued before; give --again"):
-        requeue_all(written, Selection(names=["reward@0"]))
-    assert requeue_all(written, Selection(names=["reward@0"], again=True)) == 1
+        requeue_all(written, Selection(ids=["reward@0"]))
+    assert requeue_all(written, Selection(ids=["reward@0"], include_resolved=True)) == 1
     assert len(records_of(written, "rollout.samples")) == 3
 
 
@@ -188,7 +188,7 @@ def test_dropped_letter_keeps_its_reason(
     written.write_sample("rollout.samples", rolled_out(GROUP))
     dead_letter("reward", "rollout.samples", PoisonSample("no good"))
     with RunLog(written.config, name="test") as log:
-        assert drop(log, read_letters(log), written.producer, reason="written by a test") == 1
+        assert drop(log, read_dead_letters(log), written.producer, reason="written by a test") == 1
     (letter,) = letters_of(written)
     assert (letter.resolution, letter.resolution_reason) == ("dropped", "written by a test")
     assert requeue_all(written) == 0
@@ -313,7 +313,7 @@ def test_requeued_records_of_a_prompt_group_that_ended_are_harmless(
             written.publish(version)
         assert worker.control.wait_for_version(2, timeout_seconds=TIMEOUT_SECONDS)
         requeue_all(
-            written, Selection(everything=True, again=True)
+            written, Selection(all_roles=True, include_resolved=True)
         )  # when it has left it, and is forgotten
         written.publish(3)
         await_consumed(written, admin, "rollout.samples")

@@ -254,7 +254,7 @@ def test_evaluator_gives_the_figures_of_its_samples(
         event.samples_per_prompt,
         event.num_unscored,
         event.num_truncated,
-        event.num_refused,
+        event.num_failed_prompts,
     ) == (3, 4, 3, 3, 0)
     assert event.reward_mean == pytest.approx((1 / 3 + 1 + 0) / 3)
     assert event.reward_stderr == pytest.approx(np.std([1 / 3, 1, 0], ddof=1) / np.sqrt(3))

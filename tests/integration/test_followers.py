@@ -19,8 +19,8 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.objects import ObjectStore
-from relax_events.ops.consumer_lag import read_lag
-from relax_events.ops.dependent_runs import describe_followers
+from relax_events.ops.consumer_lag import read_partition_lag
+from relax_events.ops.dependent_runs import describe_dependent_runs
 from relax_events.ops.run_purger import PlannedPurge, open_purge
 from relax_events.topics import TopicPlan
 from relax_events.training.replay.follower_position import FollowerPosition
@@ -84,9 +84,9 @@ def planned(config: RunConfig) -> Iterator[PlannedPurge]:
 def trained_records_that_go(config: RunConfig) -> dict[int, int]:
     with planned(config) as purge:
         return {
-            cut.place[1]: cut.num_records
+            cut.topic_partition[1]: cut.num_records
             for cut in purge.ranges
-            if "advantage.samples" in cut.place[0]
+            if "advantage.samples" in cut.topic_partition[0]
         }
 
 
@@ -115,7 +115,7 @@ def test_purge_leaves_what_a_replay_has_no_checkpoint_behind(
     train(replay, source, 2, checkpoint=2)
     assert trained_records_that_go(source.config) == {0: 2, 1: 2, 2: 0}
     with planned(source.config) as purge:
-        held_by = {cut.held_by for cut in purge.ranges if "advantage.samples" in cut.place[0]}
+        held_by = {cut.held_by for cut in purge.ranges if "advantage.samples" in cut.topic_partition[0]}
         assert purge.apply()["advantage.samples"] == 4
     assert f"run {source.config.run.id}-again, which trains these samples" in held_by
 
@@ -134,12 +134,12 @@ def test_replay_at_its_goal_holds_nothing_and_is_shown_no_more(
     source: SmallRun, replay: FollowerPosition
 ) -> None:
     replay.retain_all()
-    assert {row.role for row in read_lag(source.config, source.admin)} >= {
+    assert {row.role for row in read_partition_lag(source.config, source.admin)} >= {
         f"run {source.config.run.id}-again"
     }
     replay.release_all()
     assert trained_records_that_go(source.config) == ALL
-    assert describe_followers(source.config) == "none"
+    assert describe_dependent_runs(source.config) == "none"
     replay.retain_all()
     assert trained_records_that_go(source.config) == NONE, "it was given another goal"
 
@@ -162,12 +162,12 @@ def test_lag_and_doctor_show_how_far_a_replay_is(
     train(replay, source, 1, checkpoint=1)
     name = f"run {source.config.run.id}-again"
     rows = {
-        row.place[1]: row.num_records
-        for row in read_lag(source.config, source.admin)
+        row.topic_partition[1]: row.num_records
+        for row in read_partition_lag(source.config, source.admin)
         if row.role == name
     }
     assert rows == {0: 2, 1: 4, 2: 2}
-    assert describe_followers(source.config) == (
+    assert describe_dependent_runs(source.config) == (
         f"{name} needs the samples of version 1 and later, the newest is 5; up to 200 "
         "versions are kept for them"
     )
@@ -181,4 +181,4 @@ def test_lag_and_doctor_show_how_far_a_replay_is(
         CheckFailed,
         match=r"advantage.samples\[1\]@1 is purged: run.follower_versions = 1 keeps no more for it",
     ):
-        describe_followers(tight)
+        describe_dependent_runs(tight)

@@ -17,7 +17,7 @@ from event_samples import evaluated, published, rolled_out
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import TopicOffset
-from relax_events.events.types import PromptGroupEnded, SampleEvaluated, SampleRolledOut
+from relax_events.events.types import PromptGroupEnded, LogprobsComputed, SampleRolledOut
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
@@ -159,7 +159,7 @@ def test_every_sample_is_answered_in_its_partition_and_committed(
     answers = [
         CODEC.decode(record.value) for record in read(connection, plan, "reference.logprobs")
     ]
-    assert {answer.sample_id for answer in answers if isinstance(answer, SampleEvaluated)} == {
+    assert {answer.sample_id for answer in answers if isinstance(answer, LogprobsComputed)} == {
         sample.sample_id for sample in samples
     }
     assert {record.partition for record in read(connection, plan, "reference.logprobs")} == {0, 1}

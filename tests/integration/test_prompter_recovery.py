@@ -158,7 +158,7 @@ def test_rows_of_purged_records_are_not_issued_again(
     ]
     producer.write(
         [
-            ProducerRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
+            ProducerRecord(plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0)
             for event in ends
         ]
     )
@@ -212,13 +212,13 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
     ]
     producer.write(
         [
-            ProducerRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
+            ProducerRecord(plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0)
             for event in ends
         ]
     )
     events = issued_by_prompter(config, connection, num_records=6)
     second = sorted(
-        (event.prompt_group_id, event.row, event.passed_over)
+        (event.prompt_group_id, event.row, event.skipped_rows)
         for event in events
         if event.train_step == 1
     )
@@ -273,7 +273,7 @@ def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passe
     ]
     producer.write(
         [
-            ProducerRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0)
+            ProducerRecord(plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0)
             for event in ends
         ]
     )
@@ -286,7 +286,7 @@ def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passe
         "000000-0000-1": 3,
         "000000-0001-1": 1,
     }
-    assert again["000000-0000-1"].passed_over == {"2": "media_truncated"}
+    assert again["000000-0000-1"].skipped_rows == {"2": "media_truncated"}
     widths = {
         name: event.messages[0].parts[0].media.width
         for name, event in again.items()
@@ -304,7 +304,7 @@ def issued_by_prompter(
     read_messages = build_storing_reader(MediaLibrary(config))
     judges = build_filters(config.data, renderer=None, read_messages=read_messages)
     with (
-        open_worker("prompter", config, index=0, follow=("control.group-outcomes",)) as worker,
+        open_worker("prompter", config, index=0, follow=("control.prompt-group-outcomes",)) as worker,
         closing(LogReader(connection)) as reader,
     ):
         thread = threading.Thread(

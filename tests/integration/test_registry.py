@@ -33,7 +33,7 @@ from relax_events.telemetry.redaction import redacted
 
 SCHEMAS = current_release(schema_directory()).schemas
 NAME = "relax.events.sample.PromptGroupEnded"
-CONTEXT = SerializationContext("relax.test.control.group-outcomes", MessageField.VALUE)
+CONTEXT = SerializationContext("relax.test.control.prompt-group-outcomes", MessageField.VALUE)
 
 
 @pytest.fixture

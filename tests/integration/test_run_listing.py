@@ -16,8 +16,8 @@ from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused, ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command, TopicOffset, WorkerState, now_micros
-from relax_events.events.types import Event, RunCommanded, WorkerBeat
-from relax_events.history.runs.deletion import delete_run, plan_deletion, refuse_deletion
+from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
+from relax_events.history.runs.deletion import delete_run, plan_deletion, require_deletable
 from relax_events.history.runs.details import read_details
 from relax_events.history.runs.listing import read_run, read_runs
 from relax_events.history.runs.replay import resolve_parent
@@ -46,9 +46,9 @@ def write(
     )
 
 
-def beat(state: WorkerState, *, seconds_ago: float = 0.0) -> WorkerBeat:
+def beat(state: WorkerState, *, seconds_ago: float = 0.0) -> WorkerHeartbeat:
     at = now_micros() - int(seconds_ago * 1e6)
-    return WorkerBeat(
+    return WorkerHeartbeat(
         worker_id="trainer-0",
         role="trainer",
         host="here",
@@ -57,7 +57,7 @@ def beat(state: WorkerState, *, seconds_ago: float = 0.0) -> WorkerBeat:
         num_processed=0,
         num_in_flight=0,
         last_progress_at=at,
-        beat_at=at,
+        sent_at=at,
     )
 
 
@@ -66,7 +66,7 @@ def test_run_is_read_back_from_its_log(
 ) -> None:
     config = apply_run(trainer={"learning_rate": 0.25})
     run_id = config.run.id
-    assert (read_run(connection, run_id).standing, read_run(connection, run_id).described) == (
+    assert (read_run(connection, run_id).status, read_run(connection, run_id).description) == (
         "interrupted",
         None,
     )
@@ -79,7 +79,7 @@ def test_run_is_read_back_from_its_log(
     )
     write(producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING))
     run = read_run(connection, run_id)
-    assert (run.standing, run.alive, run.num_steps, run.policy_version, run.state.reward) == (
+    assert (run.status, run.live_workers, run.num_steps, run.policy_version, run.state.reward) == (
         "running",
         ["trainer-0"],
         100,
@@ -91,9 +91,9 @@ def test_run_is_read_back_from_its_log(
     assert run.config.trainer.learning_rate == 0.25
     assert run.num_records == 102
     write(producer, config, "control.heartbeats.trainer", beat(WorkerState.STOPPED))
-    assert read_run(connection, run_id).standing == "interrupted"
+    assert read_run(connection, run_id).status == "interrupted"
     write(producer, config, "control.commands", RunCommanded(command=Command.STOP, reason="enough"))
-    assert read_run(connection, run_id).standing == "ended"
+    assert read_run(connection, run_id).status == "ended"
     assert len(read_details(connection, read_run(connection, run_id)).steps) == 100
 
 
@@ -105,7 +105,7 @@ def test_worker_that_is_silent_for_too_long_does_not_count_as_alive(
     write(
         producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING, seconds_ago=6.0)
     )
-    assert read_run(connection, config.run.id).alive == []
+    assert read_run(connection, config.run.id).live_workers == []
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def neighbours(
             producer,
             config,
             "control.commands",
-            describe(config, store_mark=claim_store(store, run_id=config.run.id).value),
+            describe(config, store_marker=claim_store(store, run_id=config.run.id).value),
         )
         producer.write([ProducerRecord(plan.topic("prompt.groups"), b"prompt", partition=0)])
         lanes = ShareGroupLeases(
@@ -171,7 +171,7 @@ def test_deletion_leaves_a_neighbour_whose_id_begins_alike(
     }
     assert len(deletion.objects) == 3
     assert deletion.objects[-1] == MARKER
-    refuse_deletion(
+    require_deletable(
         read_run(connection, mine.run.id), read_runs(connection, with_progress=False).values()
     )
     delete_run(connection, deletion)
@@ -244,7 +244,7 @@ def test_deletion_keeps_objects_of_a_victim_that_a_log_names_as_its_own(
     config = apply_run(
         run={"id": run_id}, objects={"uri": f"{tmp_path.as_uri()}/{detour}", "by_run": False}
     )
-    write(producer, config, "control.commands", describe(config, store_mark=mark.value))
+    write(producer, config, "control.commands", describe(config, store_marker=mark.value))
     deletion = plan_deletion(connection, run_id)
     assert deletion.objects == []
     assert "and the log says run" in deletion.note or detour == "objects/weights"
@@ -274,7 +274,7 @@ def test_run_that_lives_or_is_replayed_is_not_deleted(
         BrokerRefused,
         match=rf"run {run_id} holds the rollouts of {run_id}-r \(replay from 0\); delete that first, or give --force",
     ):
-        refuse_deletion(
+        require_deletable(
             read_run(connection, run_id), read_runs(connection, with_progress=False).values()
         )
     write(producer, replay, "control.heartbeats.trainer", beat(WorkerState.IDLE))
@@ -282,7 +282,7 @@ def test_run_that_lives_or_is_replayed_is_not_deleted(
         BrokerRefused,
         match=rf"run {run_id}-r is alive: trainer-0 beat; end it first, or give --force",
     ):
-        refuse_deletion(
+        require_deletable(
             read_run(connection, replay.run.id), read_runs(connection, with_progress=False).values()
         )
 
@@ -312,7 +312,7 @@ def test_replay_of_purged_rollouts_is_refused(
     later = apply_run(run={"id": f"{run_id}-r"}, parent={"run": run_id, "from_version": 1})
     assert resolve_parent(later).num_train_steps == 1
     details = read_details(connection, read_run(connection, run_id))
-    assert details.recorded == (1, 2)
+    assert details.replayable_versions == (1, 2)
 
 
 def test_replay_of_a_replay_names_the_run_that_has_the_rollouts(

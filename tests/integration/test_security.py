@@ -34,7 +34,7 @@ from relax_events.errors import (
 )
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command, Outcome, WorkerState
-from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
+from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerHeartbeat
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader, SubscribedConsumer
@@ -61,7 +61,7 @@ from relax_events.ops.security import (
     Renewal,
     admin_connection,
     apply_security,
-    make_folder,
+    create_folder,
     plan_security,
     quota_connection,
     quota_entities,
@@ -77,7 +77,7 @@ FEW_SECONDS = 60.0  # an answer is due after the request timeout; the rest is a 
 
 # Written down from the picture of the pipeline, not from the table under test. Every worker besides
 # follows control and beats.
-COMMON_READS = {"control.schemas", "control.policy-versions", "control.commands", "control.engines"}
+COMMON_READS = {"control.schemas", "control.policy-versions", "control.commands", "control.broadcast-membership"}
 COMMON_WRITES = {"control.schemas"}
 ROLES = (
     "prompter",
@@ -105,7 +105,7 @@ STOPPED: dict[str, Any] = {
     "last_progress_at": 0,
 }
 READS = {
-    "prompter": {"control.group-outcomes", "control.summaries", "prompt.groups"},
+    "prompter": {"control.prompt-group-outcomes", "control.prompter-state", "prompt.groups"},
     "rollout": {"prompt.groups", "control.heartbeats.rollout"},
     "reward": {"rollout.samples"},
     "judge": {"rollout.samples"},
@@ -125,13 +125,13 @@ READS = {
         "advantage.samples",
         "prompt.end-requests",
         "control.train-steps",
-        "control.group-outcomes",
+        "control.prompt-group-outcomes",
         "control.evaluations",
     },
     "evaluator": {"control.evaluations"},
     "controller": {
         "control.train-steps",
-        "control.group-outcomes",
+        "control.prompt-group-outcomes",
         *HEARTBEATS,
         *METRICS,
         "control.evaluations",
@@ -139,7 +139,7 @@ READS = {
     "metrics": {*METRICS, "control.train-steps", "control.evaluations"},
 }
 WRITES = {
-    "prompter": {"prompt.groups", "control.summaries"},
+    "prompter": {"prompt.groups", "control.prompter-state"},
     "rollout": {"rollout.samples", "prompt.end-requests", "rollout.dead-letters"},
     "reward": {"reward.scores", "prompt.end-requests", "reward.dead-letters"},
     "judge": {"reward.scores", "prompt.end-requests", "judge.dead-letters"},
@@ -151,8 +151,8 @@ WRITES = {
     "trainer": {
         "control.policy-versions",
         "control.train-steps",
-        "control.group-outcomes",
-        "control.engines",
+        "control.prompt-group-outcomes",
+        "control.broadcast-membership",
         "trainer.dead-letters",
     },
     "evaluator": {"control.evaluations"},
@@ -191,7 +191,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[EmbeddedBroker]:
-    make_folder(run_config("mine", folder, "unknown:1"), folder, lifetime=YEAR)
+    create_folder(run_config("mine", folder, "unknown:1"), folder, lifetime=YEAR)
     with EmbeddedBroker(tmp_path_factory.mktemp("node"), credentials=folder) as running:
         yield running
 
@@ -225,7 +225,7 @@ def run_config(run_id: str, folder: Path, bootstrap_servers: str) -> RunConfig:
 
 def secured_run(run_id: str, broker: EmbeddedBroker, folder: Path) -> SecuredRun:
     config = run_config(run_id, folder, broker.bootstrap_servers)
-    make_folder(config, folder, lifetime=YEAR)
+    create_folder(config, folder, lifetime=YEAR)
     apply_security(config, admin_connection(config))
     run, everything = SecuredRun(config), replace(TopicPlan.from_config(config), roles=ROLES)
     apply_topics(config, admin := Admin(run.as_("operator")))
@@ -339,14 +339,14 @@ def test_forged_announcement_is_refused_and_leaves_nothing_on_the_log(mine: Secu
             ],
         ),
         ("advantage.samples", [ended(outcome=Outcome.TRAINED)]),
-        ("control.group-outcomes", [ended(outcome=Outcome.TRAINED)]),
+        ("control.prompt-group-outcomes", [ended(outcome=Outcome.TRAINED)]),
         (
             "control.metrics.trainer",
             [MetricsReported(worker_id="trainer-0", role="trainer", values={"loss": 9.0})] * 2,
         ),
         (
             "control.heartbeats.trainer",
-            [WorkerBeat(worker_id="trainer-0", role="trainer", **STOPPED)],
+            [WorkerHeartbeat(worker_id="trainer-0", role="trainer", **STOPPED)],
         ),
         ("control.commands", [RunCommanded(command=Command.STOP, reason="forged")]),
     ],
@@ -628,7 +628,7 @@ def test_renewed_password_holds_and_the_old_one_does_not(
     folder = SecurityFolder(credentials(neighbour))
     old = tmp_path / "old"
     old.write_bytes(folder.password_file("relax.neighbour.reader").read_bytes())
-    make_folder(neighbour.config, folder.path, lifetime=YEAR, renewal=Renewal(passwords=True))
+    create_folder(neighbour.config, folder.path, lifetime=YEAR, renewal=Renewal(passwords=True))
     apply_security(neighbour.config, admin_connection(neighbour.config))
     assert Admin(neighbour.as_("reader")).ping(timeout_seconds=PATIENCE_SECONDS) == 1
     late = neighbour.changed(

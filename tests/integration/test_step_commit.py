@@ -198,7 +198,7 @@ def test_committed_step_is_on_the_log_whole(
         == step.sample_ids
         == [f"{group_id}/{index}" for group_id in placed for index in range(2)]
     )
-    assert history.steps[0].figures["loss"] == 0.5
+    assert history.steps[0].metrics["loss"] == 0.5
     assert history.ended_group_ids == {"000000-0000-0", "000000-0001-0", "000000-0002-0"}
     assert [event.policy_version for event in history.published] == [0, 1]
     consumed = {(offset.topic, offset.partition): offset.offset for offset in share.consumed}

@@ -27,15 +27,15 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.objects import ObjectStore
-from relax_events.ops.consumer_lag import lag_by_member, lag_by_slot, read_lag
+from relax_events.ops.consumer_lag import sum_by_member, sum_by_slot, read_partition_lag
 from relax_events.ops.export_manifest import Manifest
-from relax_events.ops.offset_reset import ResetTarget, apply_reset, plan_reset, time_of
-from relax_events.ops.run_export import ExportFilter, export_run, versions_of
+from relax_events.ops.offset_reset import ResetTarget, apply_reset, plan_reset, parse_time_ms
+from relax_events.ops.run_export import ExportFilter, export_run, parse_versions
 from relax_events.ops.run_import import import_run, plan_import, verify_import
 from relax_events.ops.run_purger import open_purge
 from relax_events.ops.topic_apply import apply_topics, plan_changes
 from relax_events.ops.topic_check import check_topics
-from relax_events.ops.topic_tail import tail, tail_places, tail_starts
+from relax_events.ops.topic_tail import tail, find_partitions, find_start_offsets
 from relax_events.topics import TopicPlan, TopicSpec
 from relax_events.topics.role_inputs import list_input_partitions
 
@@ -92,7 +92,7 @@ class SmallRun:
             trained = ended(group, Outcome.TRAINED, version=step)
             out = [
                 self._out(codec, "control.train-steps", record),
-                self._out(codec, "control.group-outcomes", trained),
+                self._out(codec, "control.prompt-group-outcomes", trained),
             ]
             writer.commit(
                 [*out, self._out(codec, "control.policy-versions", self._published(step + 1))]
@@ -187,7 +187,7 @@ def test_lag_names_the_version_of_each_slot_and_its_stale_records(run: SmallRun)
     )
     rows = [
         row
-        for row in lag_by_slot(read_lag(run.config, run.admin), now_ms=2**62)
+        for row in sum_by_slot(read_partition_lag(run.config, run.admin), now_ms=2**62)
         if row.role == "reward"
     ]
     # Versions 0 and 3 wrote two samples each into slot 0, 1 and 4 into slot 1, 2 into slot 2;
@@ -206,8 +206,8 @@ def test_lag_by_member_names_who_holds_what(run: SmallRun) -> None:
         run.connection, consumer_group=group, topics=[run.plan.topic("rollout.samples")]
     )
     turn_until(lambda: len(member.positions) == 3, lambda: member.fetch(timeout_seconds=0.1))
-    found = lag_by_member(
-        read_lag(run.config, run.admin), {"reward": run.admin.groups(group)[group]}, now_ms=2**62
+    found = sum_by_member(
+        read_partition_lag(run.config, run.admin), {"reward": run.admin.groups(group)[group]}, now_ms=2**62
     )
     mine = next(row for row in found if row.role == "reward")
     assert (mine.member, mine.num_records, mine.partitions) == (
@@ -230,7 +230,7 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
     places = [(topic, partition) for partition in range(3)]
     run.commit_all()
     plan = plan_reset(run.config, run.admin, "reward", ResetTarget(version=3))
-    assert [(move.place[1], move.before, move.after, move.num_skipped) for move in plan.moves] == [
+    assert [(move.topic_partition[1], move.before, move.after, move.num_skipped) for move in plan.moves] == [
         (0, 4, 2, -2),
         (1, 4, 2, -2),
     ]
@@ -251,7 +251,7 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
     assert run.admin.committed_offsets(group, places) == {(topic, 0): 4, (topic, 1): 4, (topic, 2): 1}
     apply_reset(
         run.admin,
-        plan_reset(run.config, run.admin, "reward", ResetTarget(time_ms=time_of("2001-01-01"))),
+        plan_reset(run.config, run.admin, "reward", ResetTarget(time_ms=parse_time_ms("2001-01-01"))),
     )
     assert set(run.admin.committed_offsets(group, places).values()) == {0}
 
@@ -273,7 +273,7 @@ def test_reset_of_trainer_and_of_a_share_group_is_refused(run: SmallRun) -> None
 
 def test_purge_waits_for_groups_and_keeps_what_recovery_needs(run: SmallRun) -> None:
     with open_purge(run.config, before_version=4) as purge:
-        assert {cut.num_records for cut in purge.ranges if "samples" in cut.place[0]} == {
+        assert {cut.num_records for cut in purge.ranges if "samples" in cut.topic_partition[0]} == {
             0
         }  # nobody has read anything
     run.commit_all()
@@ -309,9 +309,9 @@ def test_purge_goes_by_the_newest_checkpoint_that_is_whole(
     def trained_records_that_go() -> dict[int, int]:
         with open_purge(run.config, before_version=4) as purge:
             return {
-                cut.place[1]: cut.num_records
+                cut.topic_partition[1]: cut.num_records
                 for cut in purge.ranges
-                if cut.place[0] == run.plan.topic("advantage.samples")
+                if cut.topic_partition[0] == run.plan.topic("advantage.samples")
             }
 
     assert trained_records_that_go() == {
@@ -343,12 +343,12 @@ def test_tail_begins_at_a_version_and_reads_strangers(
     run: SmallRun, producer: RecordProducer
 ) -> None:
     producer.write([ProducerRecord(run.plan.topic("rollout.samples"), b"no event", partition=1)])
-    places = tail_places(run.config, run.admin, "rollout.samples", partition=1)
+    places = find_partitions(run.config, run.admin, "rollout.samples", partition=1)
     with RunLog(run.config, name="tail") as log:
         found = list(
             tail(
                 log,
-                tail_starts(log, run.admin, places, "version:4"),
+                find_start_offsets(log, run.admin, places, "version:4"),
                 stops=run.admin.end_offsets(places),
             )
         )
@@ -364,11 +364,11 @@ def test_tail_begins_at_a_version_and_reads_strangers(
             ConfigError,
             match=r"--from 'tomorrow' is no place to begin; it may be beginning, end, an offset",
         ):
-            tail_starts(log, run.admin, places, "tomorrow")
+            find_start_offsets(log, run.admin, places, "tomorrow")
     with pytest.raises(
         ConfigError, match=r"has no topic 'nothing'; it has actor-forward.dead-letters"
     ):
-        tail_places(run.config, run.admin, "nothing", partition=None)
+        find_partitions(run.config, run.admin, "nothing", partition=None)
 
 
 def test_check_names_what_is_amiss(run: SmallRun, producer: RecordProducer, run_id: str) -> None:
@@ -508,7 +508,7 @@ def test_export_of_versions_holds_their_samples_at_their_offsets(
     run: SmallRun, tmp_path: Path
 ) -> None:
     entities = ("rollout.samples", "control.train-steps")
-    config, manifest = copy(run, tmp_path / "some", ExportFilter(entities, versions_of("2..3")))
+    config, manifest = copy(run, tmp_path / "some", ExportFilter(entities, parse_versions("2..3")))
     counts = {(item.entity, item.partition): item.num_records for item in manifest.partitions}
     assert counts == {
         ("control.train-steps", 0): 5,

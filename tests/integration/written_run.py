@@ -166,7 +166,7 @@ class WrittenRun:
             reason="" if outcome is Outcome.TRAINED else "because",
         )
         self._control(
-            "control.group-outcomes",
+            "control.prompt-group-outcomes",
             replace(event, trainer_version=version if trainer_version is None else trainer_version),
         )
 

@@ -75,7 +75,7 @@ LEDGER_TOPICS = (
     "prompt.end-requests",
     "control.policy-versions",
     "control.train-steps",
-    "control.group-outcomes",
+    "control.prompt-group-outcomes",
 )
 UNSCORABLE = "unscorable"
 TURN_SECONDS = 100.0
@@ -339,7 +339,7 @@ class SimulatedRun:
         claim_check = StoreClaimCheck(
             self.store, claim_check_threshold_bytes=self.config.objects.claim_check_threshold_bytes
         )
-        follow = ("control.group-outcomes",) if role == "prompter" else ()
+        follow = ("control.prompt-group-outcomes",) if role == "prompter" else ()
         return Worker(role, self.config, claim_check=claim_check, index=index, follow=follow)
 
     def start(self, role: str, index: int = 0) -> str:

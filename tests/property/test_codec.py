@@ -416,7 +416,7 @@ def test_content_parts_and_not_a_number_pass() -> None:
     assert decoded.temperature == math.inf
 
 
-def with_field(kind: Any, *, name: str = "WorkerBeat") -> bytes:
+def with_field(kind: Any, *, name: str = "WorkerHeartbeat") -> bytes:
     schema = schema_of(name)
     schema["fields"].insert(0, {"name": "added", "type": kind})
     return json.dumps(schema).encode()
@@ -481,7 +481,7 @@ def test_our_own_schemas_are_bounded(schema: Schema) -> None:
 
 
 def test_brackets_in_texts_are_no_depth() -> None:
-    published = json.dumps({**schema_of("WorkerBeat"), "doc": '[{\\"[' * 500}).encode()
+    published = json.dumps({**schema_of("WorkerHeartbeat"), "doc": '[{\\"[' * 500}).encode()
     assert EventCodec().learn(published)
 
 

@@ -99,7 +99,7 @@ def test_forged_samples_and_ends_that_come_first_change_nothing(run: SimulatedRu
     for _ in range(4):
         everyone_works(run)
     assert not [
-        end for end in run.events("control.group-outcomes") if isinstance(end, PromptGroupEnded)
+        end for end in run.events("control.prompt-group-outcomes") if isinstance(end, PromptGroupEnded)
     ]
     finish(run)
     assert run.ledger.problems() == []
@@ -123,7 +123,7 @@ def test_role_may_have_prompt_groups_ended_as_failed_and_no_more(run: SimulatedR
     assert run.ledger.problems() == []
     outcomes = [
         (end.outcome, end.reason)
-        for end in run.events("control.group-outcomes")
+        for end in run.events("control.prompt-group-outcomes")
         if getattr(end, "prompt_group_id", "") == victim
     ]
     assert outcomes == [(Outcome.FAILED, "forged")]

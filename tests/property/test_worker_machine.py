@@ -275,7 +275,7 @@ class WorkerMachine(RuleBasedStateMachine):
         assert self.run.ledger.totals()["staleness_max"] <= self.run.config.run.max_staleness
         assert not any(
             end.reason == FORGED
-            for end in self.run.events("control.group-outcomes")
+            for end in self.run.events("control.prompt-group-outcomes")
             if isinstance(end, PromptGroupEnded)
         )
 
@@ -295,7 +295,7 @@ class WorkerMachine(RuleBasedStateMachine):
         assert all(sample.sample_id in scored for sample in self._passed_by("reward"))
 
     def offsets_never_pass_a_sample_without_its_advantages(self) -> None:
-        done = self._group_ids("advantage.samples") | self._group_ids("control.group-outcomes")
+        done = self._group_ids("advantage.samples") | self._group_ids("control.prompt-group-outcomes")
         assert all(sample.prompt_group_id in done for sample in self._passed_by("advantage"))
 
     def _passed_by(self, role: str) -> Iterator[SampleRolledOut]:
@@ -329,7 +329,7 @@ class WorkerMachine(RuleBasedStateMachine):
         }
 
     def offsets_never_pass_a_prompt_group_without_its_end(self) -> None:
-        ended = self._group_ids("control.group-outcomes")
+        ended = self._group_ids("control.prompt-group-outcomes")
         committed = self.run.kafka.committed.get(self.run.plan.consumer_group("trainer"), {})
         for place in [place for entity in TRAINER_INPUTS for place in self.run.places(entity)]:
             for entry in self.run.kafka.visible(place, 0):

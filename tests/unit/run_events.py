@@ -10,7 +10,7 @@ from small_settings import small_run
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import Outcome, TopicOffset, WorkerState
-from relax_events.events.types import Event, TrainStepCommitted, WorkerBeat
+from relax_events.events.types import Event, TrainStepCommitted, WorkerHeartbeat
 
 
 def run_config(directory: Path = Path(".relax"), **run: Any) -> RunConfig:
@@ -36,7 +36,7 @@ def train_step(
         micro_batches=np.zeros(2, np.int32),
         consumed=[],
         staleness_counts=list(staleness),
-        figures={
+        metrics={
             "reward_mean": 0.5,
             "loss": 0.25,
             "kl_estimate": 0.003,
@@ -67,7 +67,7 @@ def records_of(step: TrainStepCommitted, *, version: int) -> list[tuple[Event, T
     return [
         *records,
         (step, at("control.train-steps", step.train_step)),
-        (end, at("control.group-outcomes", step.train_step)),
+        (end, at("control.prompt-group-outcomes", step.train_step)),
     ]
 
 
@@ -78,10 +78,10 @@ def at(entity: str, offset: int = 0) -> TopicOffset:
 
 def beat(
     worker_id: str, *, at_seconds: float, state: WorkerState = WorkerState.WORKING, pid: int = 1
-) -> WorkerBeat:
+) -> WorkerHeartbeat:
     """Return a heartbeat of a worker that has processed 7 records, has 3 in flight and serves
     version 2."""
-    return WorkerBeat(
+    return WorkerHeartbeat(
         worker_id=worker_id,
         role=worker_id.rpartition("-")[0],
         host="here",
@@ -91,5 +91,5 @@ def beat(
         num_in_flight=3,
         policy_version=2,
         last_progress_at=int(at_seconds * 1e6),
-        beat_at=int(at_seconds * 1e6),
+        sent_at=int(at_seconds * 1e6),
     )

@@ -12,7 +12,7 @@ import numpy as np
 from relax_events.errors import ConfigError
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import SampleReady, SampleScored, TrainStepCommitted
-from relax_events.history.lineage.reader import advantage_of, data_rows, find_step
+from relax_events.history.lineage.reader import read_advantage, data_rows, find_step
 from relax_events.history.run_log import DecodedRecord, RunLog
 
 
@@ -31,7 +31,7 @@ class TrainedSample:
     advantage: float | None
     reward_name: str
     reward_digest: str
-    place: str
+    position: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class VersionLineage:
 
     policy_version: int
     published_at: int
-    published_place: str
+    published_position: str
     artifact: str
     weights_digest: str = ""
     train_step: int | None = None
     committed_at: int | None = None
-    step_place: str = ""
+    step_position: str = ""
     staleness_counts: list[int] = field(default_factory=list)
     prompt_group_ids: list[str] = field(default_factory=list)
     rewards: list[RewardUse] = field(default_factory=list)
@@ -91,7 +91,7 @@ def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
         weights_digest=step.event.weights_digest.hex(),
         train_step=step.event.train_step,
         committed_at=step.event.committed_at,
-        step_place=step.position,
+        step_position=step.position,
         staleness_counts=list(step.event.staleness_counts),
         prompt_group_ids=list(step.event.prompt_group_ids),
         rewards=reward_uses(samples),
@@ -138,10 +138,10 @@ def _trained(
         row=event.key.row,
         data_row=data_row,
         reward=event.reward,
-        advantage=advantage_of(event),
+        advantage=read_advantage(event),
         reward_name=score.reward_name if score else "",
         reward_digest=score.reward_digest if score else "",
-        place=found.position,
+        position=found.position,
     )
 
 

@@ -19,7 +19,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.history.run_log import OffsetRange, RunLog, TopicPartition
-from relax_events.history.samples.filter import Bounds, whole_range
+from relax_events.history.samples.filter import Bounds, integer_range
 from relax_events.history.samples.score_comparison import Comparison, ScoreComparison, ScoredPair
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord
@@ -53,7 +53,7 @@ class RescoringProgress:
 Report = Callable[[RescoringProgress], None]
 
 
-def scores_name(function: str) -> str:
+def default_scores_name(function: str) -> str:
     """Return the default name for the scores of a reward function: `gsm8k`, or `judge-strict` for
     `rewards/judge.py:strict`.
     """
@@ -88,7 +88,7 @@ def rescore(
             another function.
     """
     log.plan.scores_entity(name)
-    extent = whole_range(max(versions[0], 0), min(versions[1], log.newest_version))
+    extent = integer_range(max(versions[0], 0), min(versions[1], log.newest_version))
     spans = log.offset_ranges("rollout.samples", extent)
     originals_at = {
         place[1]: {place: span} for place, span in log.offset_ranges("reward.scores", extent).items()
@@ -105,8 +105,8 @@ def rescore(
             for mark, schema in published.items()
         )
         for place, span in spans.items():
-            originals = rewards_of(log, originals_at.get(place[1], {}))
-            Rescoring(log, entity, pool, producer, codec, comparison, progress, report).run(
+            originals = read_rewards(log, originals_at.get(place[1], {}))
+            PartitionRescorer(log, entity, pool, producer, codec, comparison, progress, report).run(
                 place, span, originals
             )
             progress.num_partitions_done += 1
@@ -135,7 +135,7 @@ def open_topic(log: RunLog, name: str) -> str:
 
 
 @dataclass(slots=True)
-class Rescoring:
+class PartitionRescorer:
     """Scores one partition after the other. Holds that partition's scores and ids, and a batch of
     samples.
     """
@@ -155,7 +155,7 @@ class Rescoring:
         group.
         """
         _, partition = place
-        new = rewards_of(
+        new = read_rewards(
             self.log, self.log.full_ranges(self.entity, [partition]), check=self._require_same_function
         )
         self.progress.num_scored_before += len(new)
@@ -197,20 +197,20 @@ class Rescoring:
         self, sample: SampleRolledOut, gathered: dict[GroupKey, list[SampleRolledOut]]
     ) -> list[SampleRolledOut]:
         """Return the sample's whole prompt group when it is the last of it, else nothing."""
-        samples = gathered.setdefault(group_of(sample), [])
+        samples = gathered.setdefault(group_key(sample), [])
         samples.append(sample)
-        return gathered.pop(group_of(sample)) if len(samples) == sample.key.samples_per_prompt else []
+        return gathered.pop(group_key(sample)) if len(samples) == sample.key.samples_per_prompt else []
 
     def _unscored(self, samples: list[SampleRolledOut], new: Rewards) -> list[SampleRolledOut]:
         """Return those to be scored: all without a score, and the others of their prompt groups
         where the function needs them.
         """
-        open_groups = {group_of(sample) for sample in samples if trajectory_of(sample) not in new}
+        open_groups = {group_key(sample) for sample in samples if trajectory_of(sample) not in new}
         return [
             sample
             for sample in samples
             if trajectory_of(sample) not in new
-            or (self.pool.takes_prompt_group and group_of(sample) in open_groups)
+            or (self.pool.takes_prompt_group and group_key(sample) in open_groups)
         ]
 
     def _score(self, samples: list[SampleRolledOut], partition: int, new: Rewards) -> None:
@@ -245,7 +245,7 @@ class Rescoring:
         )
 
     def _pair(self, sample: SampleRolledOut, original: float | None, new: float | None) -> None:
-        key = group_of(sample)
+        key = group_key(sample)
         pairs = self.open_groups.setdefault(key, [])
         pairs.append(
             ScoredPair(sample.sample_id, sample.policy_version, original, new, sample.completion)
@@ -267,7 +267,7 @@ class Rescoring:
             raise ConfigError(f"{text}; take another --name")
 
 
-def rewards_of(
+def read_rewards(
     log: RunLog, spans: dict[TopicPartition, OffsetRange], *, check: Callable[[SampleScored], None] = lambda _: None
 ) -> Rewards:
     """Return the first reward of each sample in these spans; `check` may refuse a score."""
@@ -278,6 +278,6 @@ def rewards_of(
     return rewards
 
 
-def group_of(event: SampleRolledOut) -> GroupKey:
+def group_key(event: SampleRolledOut) -> GroupKey:
     """Return what tells the generations of prompt groups apart."""
     return event.prompt_group_id, event.policy_version, event.key.generation_digest

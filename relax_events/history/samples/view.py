@@ -17,10 +17,10 @@ class SampleView:
     """
 
     sample: SampleRolledOut
-    place: str
+    position: str
     written_at: int
     score: SampleScored | None
-    ended: PromptGroupEnded | None
+    outcome_event: PromptGroupEnded | None
 
     @property
     def reward(self) -> float | None:
@@ -32,21 +32,21 @@ class SampleView:
         """How its prompt group ended, `open` before that, or `superseded` when another generation
         of the prompt group was trained.
         """
-        if self.ended is None:
+        if self.outcome_event is None:
             return OPEN
         if (
-            self.ended.outcome is Outcome.TRAINED
-            and self.ended.policy_version != self.sample.policy_version
+            self.outcome_event.outcome is Outcome.TRAINED
+            and self.outcome_event.policy_version != self.sample.policy_version
         ):
             return SUPERSEDED
-        return self.ended.outcome.value
+        return self.outcome_event.outcome.value
 
     @property
     def train_step(self) -> int | None:
         """The train step that trained it."""
         return (
-            self.ended.trainer_version
-            if self.ended is not None and self.outcome == Outcome.TRAINED
+            self.outcome_event.trainer_version
+            if self.outcome_event is not None and self.outcome == Outcome.TRAINED
             else None
         )
 
@@ -75,7 +75,7 @@ class SampleView:
             worker_id=sample.worker_id,
             completion=sample.completion,
             rolled_out_at=sample.rolled_out_at,
-            place=self.place,
+            position=self.position,
         )
 
 
@@ -96,4 +96,4 @@ class SampleLine:
     worker_id: str
     completion: str
     rolled_out_at: int
-    place: str
+    position: str

@@ -95,7 +95,7 @@ def test_sample_is_a_conversation_with_reward_and_outcome() -> None:
         components={"format": 0.25, "answer": 0.5},
         reward_name="judge.py:strict",
         reward_digest="abcdef0123456789",
-        judgement="It is a cat.\nScore: 1",
+        judge_response="It is a cat.\nScore: 1",
         seconds=0.125,
     )
     media = MediaRef("file:///objects/sha256/ab/abcd.png", bytes(32), "image/png", 120)

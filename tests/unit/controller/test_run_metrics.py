@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from relax_events.config import RunConfig
 from relax_events.controller.metrics import RunMetrics
 from relax_events.events.parts import CheckpointRef, Command, Outcome, WorkerState, now_micros
-from relax_events.events.types import Event, PolicyEvaluated, RunCommanded, WorkerBeat
+from relax_events.events.types import Event, PolicyEvaluated, RunCommanded, WorkerHeartbeat
 from relax_events.projections.run_state import RunState
 
 MakeRunConfig = Callable[..., RunConfig]
@@ -38,11 +38,11 @@ def served(config: RunConfig, *events: Event) -> dict[str, dict[Labels, float]]:
 
 def beat(
     worker_id: str, state: WorkerState, *, seconds_ago: float = 0.0, policy_version: int = -1
-) -> WorkerBeat:
+) -> WorkerHeartbeat:
     role = worker_id.rsplit("-", 1)[0]
     at = now_micros() - int(seconds_ago * 1e6)
-    figures = {"num_processed": 0, "num_in_flight": 0, "last_progress_at": at, "beat_at": at}
-    return WorkerBeat(
+    figures = {"num_processed": 0, "num_in_flight": 0, "last_progress_at": at, "sent_at": at}
+    return WorkerHeartbeat(
         worker_id=worker_id,
         role=role,
         host="h",

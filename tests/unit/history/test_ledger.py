@@ -141,7 +141,7 @@ def test_strangers_samples_are_counted_apart_when_they_were_refused() -> None:
     run = SoundRun(6)
     for _ in range(2):
         run.at("rollout.samples", 0).append(rolled_out(STRANGE, 0))
-    run.at("control.group-outcomes").append(ended(STRANGE, Outcome.FAILED))
+    run.at("control.prompt-group-outcomes").append(ended(STRANGE, Outcome.FAILED))
     figures = run.ledger().totals()
     assert run.ledger().problems() == []
     assert (

@@ -18,8 +18,8 @@ from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PromptGroupEnded
-from relax_events.history.runs.details import first_gone
-from relax_events.history.runs.forking import carried_over
+from relax_events.history.runs.details import find_missing_record
+from relax_events.history.runs.forking import inherited_algorithm
 from relax_events.history.runs.verification import first_difference
 from relax_events.projections.ledger import Ledger
 from relax_events.runtime.run_description import describe, described_config, is_told
@@ -114,7 +114,7 @@ def test_description_gives_the_run_file_back_without_what_is_secret(
         broker=broker, trainer={"learning_rate": 0.125}, parent={"run": "old", "from_version": 3}
     )
     described = describe(config)
-    assert (described.source_run, described.source_version) == ("old", 3)
+    assert (described.parent_run, described.parent_version) == ("old", 3)
     assert not {"kafka.example", "rack-17", "client"} & set(described.config.split('"'))
     back = described_config(described, run_id=config.run.id)
     assert back.model_dump(exclude={"broker"}) == config.model_dump(exclude={"broker"})
@@ -265,7 +265,7 @@ def test_settings_of_the_source_hold_unless_another_algorithm_or_correction_brin
         "correction_low": 0.0,
         "correction_high": 2.0,
     }
-    assert carried_over(settings, overrides) == {
+    assert inherited_algorithm(settings, overrides) == {
         key: value for key, value in settings.items() if key not in dropped
     }
 
@@ -316,9 +316,9 @@ def test_first_record_that_is_gone_is_named() -> None:
     step = committed(
         0, sample_ids=["a", "b", "c"], partitions=np.array([0, 1, 1]), offsets=np.array([9, 4, 3])
     )
-    assert first_gone(step, {0: 0, 1: 3}) is None
-    assert first_gone(step, {0: 0, 1: 4}) == (1, 3)
-    assert first_gone(step, {1: 0}) == (0, 9)
+    assert find_missing_record(step, {0: 0, 1: 3}) is None
+    assert find_missing_record(step, {0: 0, 1: 4}) == (1, 3)
+    assert find_missing_record(step, {1: 0}) == (0, 9)
 
 
 @pytest.fixture
@@ -331,9 +331,9 @@ def replayed() -> tuple[SoundRun, Ledger]:
     for entity, first, last in (("control.train-steps", 2, 4), ("control.policy-versions", 2, 5)):
         for offset, event in enumerate(source.at(entity)[first:last]):
             ledger.apply(event, TopicOffset(f"relax.replayed.{entity}", 0, offset))
-    for event in source.at("control.group-outcomes"):
+    for event in source.at("control.prompt-group-outcomes"):
         if isinstance(event, PromptGroupEnded) and event.trainer_version in (2, 3):
-            ledger.apply(event, TopicOffset("relax.replayed.control.group-outcomes", 0, 0))
+            ledger.apply(event, TopicOffset("relax.replayed.control.prompt-group-outcomes", 0, 0))
     return source, ledger
 
 

@@ -11,7 +11,7 @@ import pytest
 from event_samples import rolled_out, sample_key
 
 from relax_events.events.types import SampleRolledOut, SampleScored
-from relax_events.history.samples.rescoring import Rescoring, RescoringProgress
+from relax_events.history.samples.rescoring import PartitionRescorer, RescoringProgress
 from relax_events.history.samples.score_comparison import ScoreComparison
 from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.scores import Score
@@ -55,7 +55,7 @@ def rescore(
     )
     codec: Any = SimpleNamespace(encode=lambda event: event.sample_id)
     whole: Any = pool
-    Rescoring(
+    PartitionRescorer(
         log,
         "reward.scores.x",
         whole,

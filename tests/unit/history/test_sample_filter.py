@@ -13,7 +13,7 @@ from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, Outcome
 from relax_events.events.types import PromptGroupEnded
 from relax_events.history.run_log import DecodedRecord
-from relax_events.history.samples.filter import EVERYTHING, Extent, SampleFilter, parse_bounds
+from relax_events.history.samples.filter import UNBOUNDED, VersionRange, SampleFilter, parse_bounds
 from relax_events.history.samples.view import SampleView
 from relax_events.topics import TopicPlan
 
@@ -40,7 +40,7 @@ def view(
 @pytest.mark.parametrize(
     ("text", "bounds"),
     [
-        ("", EVERYTHING),
+        ("", UNBOUNDED),
         ("3", (3, 3)),
         ("3..7", (3, 7)),
         ("..0.2", (-math.inf, 0.2)),
@@ -63,38 +63,38 @@ def test_bounds_that_are_none_are_refused_with_the_forms(text: str) -> None:
 
 def extent(
     wanted: SampleFilter, ends: Mapping[str, DecodedRecord[PromptGroupEnded]] | None = None
-) -> Extent:
-    return wanted.extent(PLAN, ends or {}, newest_version=9)
+) -> VersionRange:
+    return wanted.version_range(PLAN, ends or {}, newest_version=9)
 
 
 def test_everything_lies_in_all_versions() -> None:
-    assert extent(SampleFilter()) == Extent(range(10))
+    assert extent(SampleFilter()) == VersionRange(range(10))
 
 
 def test_span_of_versions_is_cut_to_those_published() -> None:
-    assert extent(SampleFilter(versions=(3, 7))) == Extent(range(3, 8))
-    assert extent(SampleFilter(versions=(8, math.inf))) == Extent(range(8, 10))
-    assert extent(SampleFilter(versions=(11, 12))) == Extent(range(0))
+    assert extent(SampleFilter(versions=(3, 7))) == VersionRange(range(3, 8))
+    assert extent(SampleFilter(versions=(8, math.inf))) == VersionRange(range(8, 10))
+    assert extent(SampleFilter(versions=(11, 12))) == VersionRange(range(0))
 
 
 def test_train_step_takes_only_versions_of_its_window() -> None:
-    assert extent(SampleFilter(train_step=5)) == Extent(range(4, 6))
-    assert extent(SampleFilter(train_step=0)) == Extent(range(1))
+    assert extent(SampleFilter(train_step=5)) == VersionRange(range(4, 6))
+    assert extent(SampleFilter(train_step=0)) == VersionRange(range(1))
 
 
 def test_open_prompt_group_lies_in_its_shard_from_the_version_that_its_step_allows() -> None:
-    assert extent(SampleFilter(sample_id=f"{GROUP}/3")) == Extent(range(3, 10), shard=1)
-    assert extent(SampleFilter(prompt_group_id=GROUP)) == Extent(range(3, 10), shard=1)
+    assert extent(SampleFilter(sample_id=f"{GROUP}/3")) == VersionRange(range(3, 10), shard=1)
+    assert extent(SampleFilter(prompt_group_id=GROUP)) == VersionRange(range(3, 10), shard=1)
 
 
 def test_trained_prompt_group_lies_on_the_version_that_its_end_names() -> None:
     ends = {GROUP: DecodedRecord(ended(GROUP, Outcome.TRAINED, version=4), "outcomes[0]@0", 1)}
-    assert extent(SampleFilter(prompt_group_id=GROUP), ends) == Extent(range(4, 5), shard=1)
+    assert extent(SampleFilter(prompt_group_id=GROUP), ends) == VersionRange(range(4, 5), shard=1)
 
 
 def test_failed_prompt_group_may_lie_on_any_later_version() -> None:
     ends = {GROUP: DecodedRecord(ended(GROUP, Outcome.FAILED, version=4), "outcomes[0]@0", 1)}
-    assert extent(SampleFilter(prompt_group_id=GROUP), ends) == Extent(range(3, 10), shard=1)
+    assert extent(SampleFilter(prompt_group_id=GROUP), ends) == VersionRange(range(3, 10), shard=1)
 
 
 @pytest.mark.parametrize("name", ["tea", "000004-0001", "4-1-0", "000004-0001-0/x/y"])

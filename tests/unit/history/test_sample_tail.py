@@ -34,7 +34,7 @@ def live(clock: Clock) -> LiveSamples:
 def take(
     live: LiveSamples, event: SampleRolledOut | SampleScored | PolicyVersionPublished
 ) -> SampleLine | None:
-    return live.take(DecodedRecord(event, "topic[0]@0", 1))
+    return live.add(DecodedRecord(event, "topic[0]@0", 1))
 
 
 def test_sample_is_given_with_its_score_whichever_comes_first(live: LiveSamples) -> None:
@@ -48,7 +48,7 @@ def test_sample_is_given_with_its_score_whichever_comes_first(live: LiveSamples)
         ("000000-0000-0/0", 0.25),
         ("000000-0000-0/1", 0.75),
     ]
-    assert list(live.overdue()) == []
+    assert list(live.pop_overdue()) == []
 
 
 def test_generations_of_a_sample_are_told_apart(live: LiveSamples) -> None:
@@ -62,9 +62,9 @@ def test_generations_of_a_sample_are_told_apart(live: LiveSamples) -> None:
 def test_sample_whose_score_does_not_come_is_given_without(live: LiveSamples, clock: Clock) -> None:
     take(live, rolled_out())
     clock.now += SCORE_SECONDS - 1
-    assert list(live.overdue()) == []
+    assert list(live.pop_overdue()) == []
     clock.now += 1
-    assert [line.reward for line in live.overdue()] == [None]
+    assert [line.reward for line in live.pop_overdue()] == [None]
     assert take(live, scored()) is None, "it was given already"
 
 
@@ -74,7 +74,7 @@ def test_oldest_sample_goes_when_too_many_wait(
     monkeypatch.setattr(sample_tail, "MAX_WAITING", 2)
     for index in range(3):
         take(live, rolled_out(index=index, of=3))
-    assert [line.sample_id for line in live.overdue()] == ["000000-0000-0/0"]
+    assert [line.sample_id for line in live.pop_overdue()] == ["000000-0000-0/0"]
 
 
 def test_scores_of_samples_before_our_time_are_forgotten(

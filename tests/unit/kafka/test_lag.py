@@ -5,7 +5,7 @@ from __future__ import annotations
 from event_samples import published
 
 from relax_events.kafka.offset_admin import ConsumerGroupMember, ConsumerGroupState
-from relax_events.ops.consumer_lag import PartitionLag, lag_by_member, lag_by_slot, slot_owners
+from relax_events.ops.consumer_lag import PartitionLag, sum_by_member, sum_by_slot, find_slot_owners
 
 ROLLED = "relax.r.rollout.samples"
 
@@ -22,7 +22,7 @@ def row(
 ) -> PartitionLag:
     return PartitionLag(
         role=role,
-        place=(ROLLED, partition),
+        topic_partition=(ROLLED, partition),
         slot=slot,
         policy_version=version,
         position=0,
@@ -41,12 +41,12 @@ ROWS = [
 
 
 def test_slot_belongs_to_its_newest_version() -> None:
-    owners = slot_owners([published(version) for version in (0, 1, 2, 4, 3)], num_slots=3)
+    owners = find_slot_owners([published(version) for version in (0, 1, 2, 4, 3)], num_slots=3)
     assert {slot: event.policy_version for slot, event in owners.items()} == {0: 3, 1: 4, 2: 2}
 
 
 def test_lag_by_slot_sums_partitions_and_takes_the_oldest_record() -> None:
-    found = lag_by_slot(ROWS, now_ms=10_000)
+    found = sum_by_slot(ROWS, now_ms=10_000)
     assert [
         (
             item.role,
@@ -69,7 +69,7 @@ def test_lag_by_member_names_idle_members_and_orphaned_partitions() -> None:
         ConsumerGroupMember("reward-0", "host-a", ((ROLLED, 0),)),
         ConsumerGroupMember("reward-1", "host-b", ()),
     )
-    found = lag_by_member(
+    found = sum_by_member(
         ROWS, {"reward": ConsumerGroupState("g", "stable", members)}, now_ms=10_000
     )
     assert [

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from relax_events.errors import ObjectError
 from relax_events.events.parts import Array, ObjectRef, StoredArray
-from relax_events.events.types import SampleEvaluated
+from relax_events.events.types import LogprobsComputed
 from relax_events.objects import ObjectStore, check_in, check_out
 from tests.event_samples import sample_key
 
@@ -72,10 +72,10 @@ def test_check_out_gives_equal_arrays_back(store: ObjectStore, array: NDArray[np
 def test_check_in_sends_equal_arrays_once(store: ObjectStore) -> None:
     values = np.arange(100, dtype=np.float32)
     for index in (0, 1):
-        event = SampleEvaluated(
+        event = LogprobsComputed(
             key=sample_key(index=index),
-            evaluator="reference",
-            evaluator_version=0,
+            model_role="reference",
+            model_version=0,
             values=values,
         )
         assert isinstance(check_in(event, store, claim_check_threshold_bytes=10).values, StoredArray)

@@ -24,7 +24,7 @@ from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.objects.roots import AllowedRoots
 from relax_events.roles.worker_factory import StoreClaimCheck
-from relax_events.weights.transport import StoreTransport
+from relax_events.weights.transport import StoreReader
 
 STORE = "s3://runs/demo/objects/"
 ESCAPES = [
@@ -111,7 +111,7 @@ def test_array_and_artifact_outside_of_the_store_are_refused(tmp_path: Path, uri
         policy_version=1, artifact=reference, transports=["store"], start_offsets=[]
     )
     with pytest.raises(WeightsError, match=r"lies outside the object store|can't name an object"):
-        StoreTransport(store).fetch(announced)
+        StoreReader(store).fetch(announced)
 
 
 def test_run_file_allows_more_roots(make_run_config: Callable[..., RunConfig]) -> None:

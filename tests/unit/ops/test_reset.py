@@ -13,9 +13,9 @@ from relax_events.ops.offset_reset import (
     OffsetMove,
     ResetPlan,
     ResetTarget,
-    named_offsets,
-    time_of,
-    version_offsets,
+    parse_offsets,
+    parse_time_ms,
+    find_version_offsets,
 )
 from relax_events.topics import TopicPlan
 
@@ -37,13 +37,13 @@ def test_version_begins_where_its_slot_and_those_of_later_versions_begin() -> No
         for version in range(8)
     ]
     ends = dict.fromkeys(PLACES, 99)
-    assert version_offsets(PLAN, events, PLACES, version=4, ends=ends) == {
+    assert find_version_offsets(PLAN, events, PLACES, version=4, ends=ends) == {
         (ROLLED, 0): 20,
         (ROLLED, 1): 10,
         (ROLLED, 2): 10,
     }
     # No version from 6 on has owned slot 2 yet: all that lies there is older.
-    assert version_offsets(PLAN, events, PLACES, version=6, ends=ends) == {
+    assert find_version_offsets(PLAN, events, PLACES, version=6, ends=ends) == {
         (ROLLED, 0): 20,
         (ROLLED, 1): 20,
         (ROLLED, 2): 99,
@@ -52,19 +52,19 @@ def test_version_begins_where_its_slot_and_those_of_later_versions_begin() -> No
 
 def test_version_that_was_not_published_is_refused() -> None:
     with pytest.raises(ConfigError, match="policy version 3 was not published; the newest is 1"):
-        version_offsets(PLAN, [published(0), published(1)], PLACES, version=3, ends={})
+        find_version_offsets(PLAN, [published(0), published(1)], PLACES, version=3, ends={})
 
 
 def test_prompt_queue_has_no_versions() -> None:
     with pytest.raises(ConfigError, match="prompt groups are not ordered by version"):
-        version_offsets(
+        find_version_offsets(
             PLAN, [published(0)], [(PLAN.topic("prompt.groups"), 0)], version=0, ends={}
         )
 
 
 def test_named_places_may_carry_the_full_topic() -> None:
     texts = ["rollout.samples[2]@17", f"{ROLLED}[0]@3"]
-    assert named_offsets(PLAN, PLACES, texts) == {(ROLLED, 2): 17, (ROLLED, 0): 3}
+    assert parse_offsets(PLAN, PLACES, texts) == {(ROLLED, 2): 17, (ROLLED, 0): 3}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_named_places_may_carry_the_full_topic() -> None:
 )
 def test_place_that_is_not_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--to-offset"):
-        named_offsets(PLAN, PLACES, [text])
+        parse_offsets(PLAN, PLACES, [text])
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_place_that_is_not_read_is_refused(text: str) -> None:
     ],
 )
 def test_time_is_iso_8601_and_utc_without_zone(text: str, milliseconds: int) -> None:
-    assert time_of(text) == milliseconds
+    assert parse_time_ms(text) == milliseconds
 
 
 def test_text_that_is_no_time_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="'yesterday' is no time; write it like 2026-01-31T12:00:00Z"
     ):
-        time_of("yesterday")
+        parse_time_ms("yesterday")
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_ledger_counts_guests_apart() -> None:
     for event in (issued(), issued(OURS)):
         books.apply(event, at("prompt.groups"))
     for event in (ended(GUEST, Outcome.FILTERED), ended(OURS, Outcome.FAILED)):
-        books.apply(event, at("control.group-outcomes"))
+        books.apply(event, at("control.prompt-group-outcomes"))
     for _ in range(2):
         figures = books.totals()
         assert figures["prompt_groups_of_guests"] == 1

@@ -8,14 +8,14 @@ import numpy as np
 from event_samples import committed, ended, published
 
 from relax_events.events.parts import Command, Outcome, WorkerState
-from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
+from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerHeartbeat
 from relax_events.projections.run_state import RunState, count_samples
 
 
 def test_run_state_is_what_the_log_says() -> None:
     state = RunState()
     assert (state.num_steps, state.reward, state.policy_version) == (0, None, -1)
-    beat = WorkerBeat(
+    beat = WorkerHeartbeat(
         worker_id="w",
         role="reward",
         host="h",
@@ -56,9 +56,9 @@ def test_run_state_keeps_of_a_step_what_is_shown_and_none_of_its_samples() -> No
     state, step = RunState(), committed(0, figures={"reward_mean": 0.75}, **of_samples)
     state.apply(step)
     (kept,) = state.steps
-    assert (kept.train_step, kept.figures, kept.phase_seconds, kept.weights_digest) == (
+    assert (kept.train_step, kept.metrics, kept.phase_seconds, kept.weights_digest) == (
         0,
-        step.figures,
+        step.metrics,
         step.phase_seconds,
         step.weights_digest,
     )
@@ -170,7 +170,7 @@ def test_run_state_does_not_grow_with_the_run() -> None:
 def test_run_state_may_begin_at_any_publication_which_sums_up_what_lies_before() -> None:
     state = RunState()
     for event in (
-        replace(published(700), num_steps_before=699, ended_before={"trained": 5592, "failed": 3}),
+        replace(published(700), num_steps_before=699, outcome_counts_before={"trained": 5592, "failed": 3}),
         committed(699),
         published(701),
     ):

@@ -16,7 +16,7 @@ from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished, P
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import build_report, write_report
-from relax_events.reports.report_page import duration, report_page
+from relax_events.reports.report_page import duration, render_report
 from relax_events.runtime.run_description import config_digest
 from tests.unit.html_page import Page
 from tests.unit.run_events import at, records_of, run_config, train_step
@@ -64,7 +64,7 @@ def books(num_steps: int, **figures: Any) -> tuple[RunState, Ledger]:
             ledger.apply(event, place)
     for event in (issued("000099-0000-0"), issued("000099-0001-0")):
         ledger.apply(event, at("prompt.groups"))
-    ledger.apply(ended("000099-0000-0", Outcome.FILTERED), at("control.group-outcomes"))
+    ledger.apply(ended("000099-0000-0", Outcome.FILTERED), at("control.prompt-group-outcomes"))
     for _ in range(2):
         ledger.apply(rolled_out("000099-0001-0", 0), at("rollout.samples"))
     return state, ledger
@@ -133,11 +133,11 @@ def test_report_holds_the_figures_of_the_run() -> None:
 def test_report_shows_the_loss_of_a_run_that_rewards_nothing() -> None:
     state, ledger = books(3)
     for index, step in enumerate(state.steps):
-        del step.figures["reward_mean"]
-        step.figures.update(loss=3.0 - index, preference_accuracy=0.5)
+        del step.metrics["reward_mean"]
+        step.metrics.update(loss=3.0 - index, preference_accuracy=0.5)
     report = built(state, ledger)
     assert (report["reward_first"], report["reward_last_10"], state.reward) == (None, None, None)
-    text = " ".join(Page(report_page(report)).words)
+    text = " ".join(Page(render_report(report)).words)
     assert "Preferences" in text
     assert "reward, 10 steps" not in text
     assert "Reward" not in text
@@ -168,8 +168,8 @@ def test_report_takes_rates_from_the_whole_run_when_nothing_was_left_to_train() 
 def test_report_curves_have_an_entry_per_step_and_exact_losses(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     state, ledger = books(5, loss=0.1 + 0.2)
-    state.steps[2].figures["grad_norm"] = math.nan
-    state.steps[3].figures["grad_norm"] = 1.5
+    state.steps[2].metrics["grad_norm"] = math.nan
+    state.steps[3].metrics["grad_norm"] = 1.5
     write_report(config, state, ledger, wall_seconds=100.0, succeeded=True, reason="done")
     curves = json.loads((config.run_directory / "report.json").read_text())["curves"]
     assert curves["train_step"] == [0, 1, 2, 3, 4]
@@ -226,12 +226,12 @@ def test_report_shows_broken_promises() -> None:
     report = built(state, ledger)
     assert report["samples_trained_twice"] == 2
     assert report["ledger_problems"][0].startswith("sample trained twice: 2, for example")
-    assert "sample trained twice: 2, for example" in report_page(report)
+    assert "sample trained twice: 2, for example" in render_report(report)
 
 
 def test_page_draws_a_point_per_step_for_every_curve() -> None:
     state, ledger = books(7)
-    page = report_page(built(state, ledger))
+    page = render_report(built(state, ledger))
     figures = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
     titles = [re.search(r"<b>(.*?)</b>", figure).group(1) for figure in figures]  # type: ignore[union-attr]
     assert titles == [
@@ -250,7 +250,7 @@ def test_page_draws_a_point_per_step_for_every_curve() -> None:
 
 
 def test_page_shows_the_key_figures() -> None:
-    words = Page(report_page(built(*books(12)))).words
+    words = Page(render_report(built(*books(12)))).words
     text = " ".join(words)
     for part in (
         "Run shown",
@@ -265,7 +265,7 @@ def test_page_shows_the_key_figures() -> None:
 
 
 def test_page_needs_nothing_from_outside() -> None:
-    page = Page(report_page(built(*books(12))))
+    page = Page(render_report(built(*books(12))))
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
     attributes = [(name, value or "") for _, attrs in page.tags for name, value in attrs.items()]
     assert not [name for name, _ in attributes if name.startswith("on") or name in ("src", "href")]
@@ -282,7 +282,7 @@ def test_page_shows_hostile_text_as_text() -> None:
     )
     report = built(state, ledger, reason=HOSTILE, config=config)
     report["ledger_problems"] = [HOSTILE]
-    page = Page(report_page(report))
+    page = Page(render_report(report))
     assert "script" not in [tag for tag, _ in page.tags]
     assert page.words.count(HOSTILE) >= 3  # the reason, the ledger, the phase
 
@@ -293,7 +293,7 @@ def test_page_stays_small_when_the_run_was_long() -> None:
         train_step(index, at_seconds=END_SECONDS - 10_000 + index, reward_mean=math.sin(index))
         for index in range(10_000)
     ]
-    page = report_page(built(state, Ledger(2), wall_seconds=10_001.0))
+    page = render_report(built(state, Ledger(2), wall_seconds=10_001.0))
     assert len(page) < 1_000_000
     assert "steps 0 to 41" in page
 
@@ -374,7 +374,7 @@ def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(
     assert report["evaluations"][0]["pass_at_k"] == {"2": 0.75}
     assert report["prompts_passed_over"] == {HOSTILE: 1, "too_long": 2}
     assert json.loads(json.dumps(report["evaluations"])) == report["evaluations"]
-    page = Page(report_page(report))
+    page = Page(render_report(report))
     assert {"a: reward", "b: pass@2", "3"} <= {word.strip() for word in page.words}
     assert "script" not in {tag for tag, _ in page.tags}
 
@@ -382,9 +382,9 @@ def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(
 def test_page_draws_the_teacher_where_there_is_one() -> None:
     state, ledger = books(3)
     for step in state.steps:
-        step.figures.update(teacher_kl=0.0, distill_loss=0.0)
-    assert "Distance to the teacher" not in report_page(built(state, ledger))
-    state.steps[1].figures["teacher_kl"] = 0.5
-    page = report_page(built(state, ledger))
+        step.metrics.update(teacher_kl=0.0, distill_loss=0.0)
+    assert "Distance to the teacher" not in render_report(built(state, ledger))
+    state.steps[1].metrics["teacher_kl"] = 0.5
+    page = render_report(built(state, ledger))
     assert "Distance to the teacher" in page
     assert "divergence from the teacher in the loss" not in page

@@ -154,7 +154,7 @@ def test_score_is_read_from_the_last_line_and_its_text_is_kept(
         {},
         "genrm",
     )
-    assert scored.judgement == "Score: 1 would be unfair.\nScore: 7.5"
+    assert scored.judge_response == "Score: 1 would be unfair.\nScore: 7.5"
     assert scored.error is None
     assert (stage.judging.room, stage.counted) == (63, ["scored"])
 
@@ -192,7 +192,7 @@ def test_judgement_without_a_score_is_a_failure_or_a_zero(
         stage.judging.begin(KEYS[0], rolled_out())
         stage.engine.say(text, reason=reason)
         (scored,) = stage.answers()
-        assert (scored.reward, scored.judgement, stage.counted) == (reward, text, ["unreadable"])
+        assert (scored.reward, scored.judge_response, stage.counted) == (reward, text, ["unreadable"])
         assert (scored.error is None) == (unreadable == "zero")
         assert unreadable == "zero" or error in str(scored.error)
 
@@ -247,7 +247,7 @@ def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(
         while len(answers) < 3:
             answers += stage.answers()
         assert stage.judging.progress > 0
-        told.append({scored.sample_id: scored.judgement for scored in answers})
+        told.append({scored.sample_id: scored.judge_response for scored in answers})
         opened.close()
     assert told[0] == told[1]
     assert len(set(told[0].values())) == 3, "each sample has a seed of its own"

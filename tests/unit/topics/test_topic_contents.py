@@ -12,7 +12,7 @@ from event_samples import evaluated as logprobs
 from sound_run import SoundRun
 
 from relax_events.events.parts import Outcome, WorkerState
-from relax_events.events.types import Event, MetricsReported, WorkerBeat
+from relax_events.events.types import Event, MetricsReported, WorkerHeartbeat
 from relax_events.kafka.security.acls import ROLE_PERMISSIONS
 from relax_events.topics.contents import EVENTS_ON, belongs_on
 from relax_events.topics.plan import (
@@ -47,7 +47,7 @@ def test_samples_stand_where_the_advantage_role_alone_writes() -> None:
     assert [entity for entity in EVENTS_ON if belongs_on(entity, ended())] == [
         "advantage.samples",
         "prompt.end-requests",
-        "control.group-outcomes",
+        "control.prompt-group-outcomes",
     ]
 
 
@@ -71,7 +71,7 @@ def test_what_is_said_of_a_worker_stands_on_the_topic_of_its_role() -> None:
         assert [
             entity
             for entity in EVENTS_ON
-            if belongs_on(entity, WorkerBeat(worker_id=own, role=role, **state))
+            if belongs_on(entity, WorkerHeartbeat(worker_id=own, role=role, **state))
         ] == [HEARTBEATS[role]]
         assert [
             entity
@@ -79,7 +79,7 @@ def test_what_is_said_of_a_worker_stands_on_the_topic_of_its_role() -> None:
             if belongs_on(entity, MetricsReported(worker_id=own, role=role, values={}))
         ] == [METRICS[role]]
         assert not any(
-            belongs_on(entity, WorkerBeat(worker_id=other, role=role, **state))
+            belongs_on(entity, WorkerHeartbeat(worker_id=other, role=role, **state))
             for entity in EVENTS_ON
         ), "another role's worker"
     assert tuple(ROLE_PERMISSIONS) == ROLES

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
-from relax_events.events.types import PolicyVersionPublished, SampleEvaluated, SampleRolledOut
+from relax_events.events.types import PolicyVersionPublished, LogprobsComputed, SampleRolledOut
 from relax_events.roles.logprob_processor import Evaluating
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.weights.manifest import Weights
@@ -35,8 +35,8 @@ class Told:
 
     transfer = piece
 
-    def sample_record(self, _: str, event: SampleEvaluated, **__: object) -> tuple[str, int]:
-        return event.sample_id, event.evaluator_version
+    def sample_record(self, _: str, event: LogprobsComputed, **__: object) -> tuple[str, int]:
+        return event.sample_id, event.model_version
 
     def tombstone(
         self, prompt_group_id: str, outcome: Outcome, reason: str, *, policy_version: int
