@@ -1,8 +1,7 @@
-"""Writes the Grafana dashboards from the metrics: `python -m compose.grafana.generate` (or `--check`, which
-fails when a file is out of date).
+"""Write the Grafana dashboards from the metrics: `python -m compose.grafana.generate`.
 
-A panel is a title and a query; what it means is told by the metric itself, in the words of
-docs/reference/metrics.md.
+`--check` fails if a file is out of date. A panel is a title and a query; its description is the
+metric's help text of docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Panel:
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics that the query asks for."""
+        """Names of the metrics in the query."""
         return list(dict.fromkeys(re.findall(r"\brelax_\w+", self.query)))
 
 
@@ -50,7 +49,7 @@ def of_step(figure: str) -> str:
 
 
 def quantile(q: float) -> str:
-    """Return the query of a quantile of how long record batches take, by role."""
+    """Return the query of a quantile of the duration of record batches, by role."""
     return (
         f"histogram_quantile({q}, sum by (role, le) "
         f"(rate(relax_record_batch_duration_seconds_bucket{{{RUN}}}[$__rate_interval])))"
@@ -407,7 +406,9 @@ def main() -> int:
     ]
     if "--check" in sys.argv:
         print(
-            "\n".join(f"{name} is out of date; run: python -m compose.grafana.generate" for name in stale)
+            "\n".join(
+                f"{name} is out of date; run: python -m compose.grafana.generate" for name in stale
+            )
             or "the dashboards are up to date"
         )
         return 1 if stale else 0

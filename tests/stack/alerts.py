@@ -1,9 +1,9 @@
-"""Holds faults in a running stack until somebody is woken, then mends them: `make stack-alerts`.
+"""Hold faults in a running stack until the expected alert fires, then end them: `make
+stack-alerts`.
 
-For each fault: the alert that should fire does, on the stack's Prometheus; no other does; somebody
-    is told of it by Alertmanager and Apprise; and
-it clears once the fault is over. At the end the run is brought to its goal and the ledger is
-checked.
+For each fault: the expected alert fires on the stack's Prometheus, and no other; Alertmanager and
+Apprise send a notification; and the alert clears after the fault. At the end the run reaches its
+goal and the ledger is checked.
 """
 
 from __future__ import annotations
@@ -19,29 +19,35 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from benchmarks import report
-from tests.stack.container_engine import Engine, StackError, exit_code_of, open_engine
+from tests.stack.container_engine import (
+    ContainerEngine,
+    StackError,
+    exit_code_of,
+    open_container_engine,
+)
 from tests.stack.faults import RUN_FILES, FaultRun
 from tests.stack.images import Stopwatch, provide_images
-from tests.stack.prometheus import ask
-from tests.stack.webhook_sink import Told, somebody_told
+from tests.stack.prometheus import query_prometheus
 from tests.stack.volumes import VOLUME_OF, fill, free
+from tests.stack.webhook_sink import WebhookSink, open_webhook_sink
 
-FIRES_SECONDS, TOLD_SECONDS, CLEARS_SECONDS = 600.0, 60.0, 900.0
+FIRES_SECONDS, NOTIFIED_SECONDS, CLEARS_SECONDS = 600.0, 60.0, 900.0
 TURN_SECONDS = 2.0
-QUESTION = """The quickstart's task in containers, and one fault after the other, each held until Prometheus fires the alert that names it, then
-mended. Seconds from the fault to the alert, from there until Alertmanager and Apprise have told somebody outside of the stack, and from the
-fault's end until no alert fires any more."""
+QUESTION = """The quickstart's task in containers, and one fault after the other,
+each held until Prometheus fires the expected alert, then ended. Seconds from the fault to the
+alert, from the alert to the notification by Alertmanager and Apprise outside of the stack, and
+from the end of the fault until no alert fires."""
 COLUMNS = (
     "fault",
     "alert",
     "fired after, s",
-    "told after, s",
+    "notified after, s",
     "cleared after, s",
     "what went wrong",
 )
 FREE = 0.05
-"""Of a volume that is nearly full."""
-NO_EVENT = """
+"""Free fraction of a volume that is nearly full."""
+UNDECODABLE_RECORD = """
 from confluent_kafka import Producer
 producer = Producer({"bootstrap.servers": "kafka:9092"})
 producer.produce("relax.faults.rollout.samples", b"no event", partition=0)
@@ -50,30 +56,30 @@ assert producer.flush(30) == 0
 
 
 @dataclass(frozen=True)
-class Held:
-    """A fault that is held until somebody is woken."""
+class HeldFault:
+    """A fault that is held until its alert has been sent."""
 
     name: str
     alert: str
     role: str
-    begin: Callable[[Engine], object]
-    end: Callable[[Engine], object]
+    begin: Callable[[ContainerEngine], object]
+    end: Callable[[ContainerEngine], object]
 
     @property
-    def woken_by(self) -> str:
-        """The alert, with the role it names."""
+    def alert_label(self) -> str:
+        """The alert name, and its role label if any."""
         return f"{self.alert} {self.role}".strip()
 
     def is_named_by(self, alert: str) -> bool:
-        """Whether an alert, with the role it names, is the one; without a role of its own the fault
-        may concern several.
+        """Whether an alert with its role label is the expected one; a fault without a role accepts
+        any role.
         """
-        return alert == self.woken_by or (not self.role and alert.startswith(f"{self.alert} "))
+        return alert == self.alert_label or (not self.role and alert.startswith(f"{self.alert} "))
 
 
-def stopped(service: str, alert: str, *, role: str = "") -> Held:
-    """A service that somebody has stopped."""
-    return Held(
+def stopped(service: str, alert: str, *, role: str = "") -> HeldFault:
+    """Build the fault of a stopped service."""
+    return HeldFault(
         f"{service} stopped",
         alert,
         role,
@@ -82,9 +88,9 @@ def stopped(service: str, alert: str, *, role: str = "") -> Held:
     )
 
 
-def frozen(service: str, alert: str, *, role: str = "") -> Held:
-    """A service that hangs."""
-    return Held(
+def frozen(service: str, alert: str, *, role: str = "") -> HeldFault:
+    """Build the fault of a service that hangs."""
+    return HeldFault(
         f"{service} frozen",
         alert,
         role,
@@ -93,11 +99,11 @@ def frozen(service: str, alert: str, *, role: str = "") -> Held:
     )
 
 
-def nearly_full(service: str, alert: str) -> Held:
-    """A volume that has little room left."""
+def nearly_full(service: str, alert: str) -> HeldFault:
+    """Build the fault of a volume that is nearly full."""
     volume = VOLUME_OF[service]
     name = f"volume {volume} nearly full"
-    return Held(
+    return HeldFault(
         name,
         alert,
         "",
@@ -106,8 +112,8 @@ def nearly_full(service: str, alert: str) -> Held:
     )
 
 
-def send_no_event(engine: Engine) -> None:
-    """Write a record that no role can read, as a client of somebody else's might."""
+def send_undecodable_record(engine: ContainerEngine) -> None:
+    """Write a record that no role can decode, as a foreign client might."""
     engine.compose(
         "run",
         "--rm",
@@ -117,86 +123,91 @@ def send_no_event(engine: Engine) -> None:
         "/opt/relax/bin/python",
         "relax",
         "-c",
-        NO_EVENT,
+        UNDECODABLE_RECORD,
     )
 
 
 ONE_EACH = ("prompter", "rollout", "reward", "reference", "actor-forward", "advantage", "trainer")
-HELD = (
+HELD_FAULTS = (
     *(stopped(role, "RelaxRoleWithoutWorker", role=role) for role in ONE_EACH),
     frozen("reward", "RelaxRoleWithoutWorker", role="reward"),
     stopped("controller", "RelaxControllerUnseen"),
     stopped("kafka", "RelaxRunStalled"),
     nearly_full("trainer", "RelaxDiskFilling"),
-    Held(
+    HeldFault(
         "record that is no event",
         "RelaxDeadLettersArriving",
         "",
-        send_no_event,
+        send_undecodable_record,
         lambda engine: None,
     ),
 )
 
 
 @dataclass(frozen=True)
-class Woken:
-    """What a held fault did."""
+class AlertResult:
+    """The result of a held fault."""
 
-    held: Held
+    held: HeldFault
     fired_seconds: float = math.nan
-    told_seconds: float = math.nan
+    notified_seconds: float = math.nan
     cleared_seconds: float = math.nan
     problem: str = ""
 
     def rounded_seconds(self) -> list[str]:
-        """Return the three times as the page shows them."""
+        """Return the three durations as the page shows them."""
         return [
             f"{seconds:.0f}"
-            for seconds in (self.fired_seconds, self.told_seconds, self.cleared_seconds)
+            for seconds in (self.fired_seconds, self.notified_seconds, self.cleared_seconds)
         ]
 
 
 def firing() -> set[str]:
-    """Return the alerts that fire, each with the role it names.
+    """Return the firing alerts, each with its role label.
 
     Raises:
-        StackError: Prometheus does not answer.
+        StackError: Prometheus does not respond.
     """
-    alerts = [alert["labels"] for alert in ask("alerts")["alerts"] if alert["state"] == "firing"]
+    alerts = [
+        alert["labels"]
+        for alert in query_prometheus("alerts")["alerts"]
+        if alert["state"] == "firing"
+    ]
     return {f"{labels['alertname']} {labels.get('role', '')}".strip() for labels in alerts}
 
 
-def hold(engine: Engine, held: Held, told: Told) -> Woken:
-    """Hold a fault and say what it did; when something else than its alert came, mend it and wait
-    until nothing fires.
+def hold(engine: ContainerEngine, held: HeldFault, sink: WebhookSink) -> AlertResult:
+    """Hold a fault and return the result; if another alert fires, end the fault and wait until
+    nothing fires.
     """
     print(f"{held.name:<26}", end="", flush=True)
     try:
-        woken = _hold(engine, held, told)
+        woken = _hold(engine, held, sink)
     except StackError as error:
         print(error, flush=True)
         with suppress(StackError):
             _seconds_until(
                 lambda: not firing(), time.monotonic(), CLEARS_SECONDS, what="everything clears"
             )
-        return Woken(held, problem=str(error))
+        return AlertResult(held, problem=str(error))
     seconds = (
-        f"fired after {woken.fired_seconds:4.0f} s, told after {woken.told_seconds:3.0f} s, "
+        f"fired after {woken.fired_seconds:4.0f} s, notified after "
+        f"{woken.notified_seconds:3.0f} s, "
         f"cleared after {woken.cleared_seconds:4.0f} s"
     )
-    print(f"{held.woken_by:<40} {seconds}", flush=True)
+    print(f"{held.alert_label:<40} {seconds}", flush=True)
     return woken
 
 
-def _hold(engine: Engine, held: Held, told: Told) -> Woken:
+def _hold(engine: ContainerEngine, held: HeldFault, sink: WebhookSink) -> AlertResult:
     """Hold a fault until its alert fires and somebody knows, mend it, and wait until none fires.
 
     Raises:
-        StackError: It did not fire, nobody was told, it did not clear, or another one fired.
+        StackError: It did not fire, nobody was sink, it did not clear, or another one fired.
     """
     if early := firing():
         raise StackError(f"{held.name}: {', '.join(sorted(early))} fires before the fault")
-    told.titles.clear()
+    sink.titles.clear()
     started = time.monotonic()
     held.begin(engine)
     try:
@@ -204,32 +215,32 @@ def _hold(engine: Engine, held: Held, told: Told) -> Woken:
             lambda: bool(_expected(held)),
             started,
             FIRES_SECONDS,
-            what=f"{held.name}: {held.woken_by} fires",
+            what=f"{held.name}: {held.alert_label} fires",
         )
         known = _seconds_until(
-            lambda: told.has_been_told(held.alert),
+            lambda: sink.has_received(held.alert),
             time.monotonic(),
-            TOLD_SECONDS,
-            what=f"{held.name}: somebody is told",
+            NOTIFIED_SECONDS,
+            what=f"{held.name}: the notification arrives",
         )
     finally:
         held.end(engine)
-    mended = time.monotonic()
+    ended = time.monotonic()
     cleared = _seconds_until(
         lambda: not _expected(held),
-        mended,
+        ended,
         CLEARS_SECONDS,
-        what=f"{held.name}: {held.woken_by} clears",
+        what=f"{held.name}: {held.alert_label} clears",
     )
-    return Woken(held, fired, known, cleared)
+    return AlertResult(held, fired, known, cleared)
 
 
-def _expected(held: Held) -> set[str]:
-    """Return what fires, which nothing may but the alert that is waited for."""
+def _expected(held: HeldFault) -> set[str]:
+    """Return the firing alerts; any other than the expected one is an error."""
     found = firing()
     if others := {alert for alert in found if not held.is_named_by(alert)}:
         raise StackError(
-            f"{held.name}: {', '.join(sorted(others))} fired, where only {held.woken_by} should"
+            f"{held.name}: {', '.join(sorted(others))} fired, where only {held.alert_label} should"
         )
     return found
 
@@ -244,9 +255,9 @@ def _seconds_until(
     return time.monotonic() - started
 
 
-def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
-    """Write docs/benchmarks/stack-alerts.md; of faults that were not held this time it keeps what
-    it said before.
+def write_report(results: list[AlertResult], ledger: str, num_steps: int) -> None:
+    """Write docs/benchmarks/stack-alerts.md; rows of faults that were not held this time are
+    kept.
     """
     page = report.FOLDER / "stack-alerts.json"
     former = json.loads(page.read_text())["rows"] if page.exists() else []
@@ -254,11 +265,11 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
         one.held.name: dict(
             zip(
                 COLUMNS,
-                (one.held.name, one.held.woken_by, *one.rounded_seconds(), one.problem or "-"),
+                (one.held.name, one.held.alert_label, *one.rounded_seconds(), one.problem or "-"),
                 strict=True,
             )
         )
-        for one in woken
+        for one in results
     }
     table = [rows.pop(row["fault"], dict.fromkeys(COLUMNS, "-") | row) for row in former]
     table += rows.values()
@@ -267,36 +278,36 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
         title="Alerts in the running stack",
         question=QUESTION,
         command=shlex.join(["python", "-m", "tests.stack.alerts", *sys.argv[1:]]),
-        conclusion=f"{len(woken)} faults in {num_steps} train steps by this command; "
-        f"{sum(not one.problem for one in woken)} fired their alert and "
-        "no other, and somebody was told. The run then went on to its goal, and the ledger "
+        conclusion=f"{len(results)} faults in {num_steps} train steps by this command; "
+        f"{sum(not one.problem for one in results)} fired their alert and "
+        "no other, and somebody was sink. The run then went on to its goal, and the ledger "
         "is clean. Other rows are of runs before.",
         rows=table,
-        data={"held": [one.held.name for one in woken], "ledger": ledger},
+        data={"held": [one.held.name for one in results], "ledger": ledger},
     )
 
 
-def hold_all(chosen: list[Held]) -> None:
+def hold_all(chosen: list[HeldFault]) -> None:
     """Start a run, hold each fault in turn, bring the run to its goal, and write the report.
 
     Raises:
         StackError: An image, the start, an alert, the run or the ledger failed.
     """
-    engine = open_engine()
+    engine = open_container_engine()
     images = provide_images(engine, Stopwatch())
     run = FaultRun(engine, images["light"])
-    with somebody_told(engine, RUN_FILES) as told:
+    with open_webhook_sink(engine, RUN_FILES) as sink:
         run.start()
-        woken = [hold(engine, held, told) for held in chosen]
+        results = [hold(engine, held, sink) for held in chosen]
         ledger = run.finish()
     print(ledger)
-    write_report(woken, ledger, run.num_steps)
-    if problems := [one.problem for one in woken if one.problem]:
+    write_report(results, ledger, run.num_steps)
+    if problems := [one.problem for one in results if one.problem]:
         raise StackError("; ".join(problems))
 
 
 def main() -> int:
-    """Hold what the command line says."""
+    """Hold the faults that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -304,11 +315,11 @@ def main() -> int:
         "--faults",
         nargs="+",
         metavar="FAULT",
-        choices=[held.name for held in HELD],
-        default=[held.name for held in HELD],
+        choices=[held.name for held in HELD_FAULTS],
+        default=[held.name for held in HELD_FAULTS],
     )
     names = parser.parse_args().faults
-    return exit_code_of(lambda: hold_all([held for held in HELD if held.name in names]))
+    return exit_code_of(lambda: hold_all([held for held in HELD_FAULTS if held.name in names]))
 
 
 if __name__ == "__main__":

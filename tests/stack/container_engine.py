@@ -1,5 +1,5 @@
-"""The container engine: the one that runs, or one of our own where none does, with a socket, data
-and process file of its own.
+"""Use the running container engine, or start a private one with its own socket, data and process
+file.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ PROJECT = "relax"
 
 
 def read_pins(file: Path = PINS_FILE) -> dict[str, str]:
-    """Return the images by digest that `make stack-pins` has written, by variable; none where it
-    has not.
+    """Return the images by digest that `make stack-pins` has written, by variable; empty if it has
+    not.
     """
     lines = file.read_text().splitlines() if file.exists() else []
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
 class StackError(Exception):
-    """Something about the engine or the stack that a person can act upon."""
+    """The engine or the stack failed in a way that a user can fix."""
 
 
 @dataclass
-class Engine:
-    """Runs `docker` and compose. `settings` are the environment variables that the compose file
-    knows, `overlays` files laid over it.
+class ContainerEngine:
+    """Runs `docker` and compose. `settings` are environment variables of the compose file,
+    `overlays` more compose files.
     """
 
     host: str = ""
@@ -51,7 +51,9 @@ class Engine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the commands; images are built by the classic builder, which every engine has."""
+        """Environment of the commands; images are built by the classic builder, which every engine
+        has.
+        """
         own = {"DOCKER_HOST": self.host} if self.host else {}
         return {
             **read_pins(),
@@ -63,10 +65,10 @@ class Engine:
         }
 
     def docker(self, *words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
-        """Run a docker command and return what it said on stdout.
+        """Run a docker command and return its stdout.
 
         Raises:
-            StackError: It failed, or took longer than `seconds`; the text ends with what it said.
+            StackError: It failed, or took longer than `seconds`; the text ends with its output.
         """
         return run(["docker", *words], self.environment, seconds=seconds, check=check)
 
@@ -82,14 +84,14 @@ class Engine:
         return self.compose("run", "--rm", "-T", "relax", *words, seconds=seconds, check=check)
 
     def answers(self) -> bool:
-        """Tell whether an engine is there."""
+        """Return whether an engine responds."""
         with suppress(StackError):
             self.docker("info", "--format", "{{.ServerVersion}}", seconds=10)
             return True
         return False
 
     def has_image(self, name: str) -> bool:
-        """Tell whether an image is here."""
+        """Return whether an image is present."""
         with suppress(StackError):
             self.docker("image", "inspect", "--format", "{{.Id}}", name, seconds=30)
             return True
@@ -111,18 +113,18 @@ class Engine:
         ).split()
 
     def logs(self, container: str, *words: str) -> str:
-        """Return what a container has logged."""
+        """Return the log of a container."""
         return run(["docker", "logs", *words, container], self.environment, seconds=60, merged=True)
 
     def state(self, container: str) -> dict[str, Any]:
-        """Return what the engine says of a container: Status, ExitCode, Pid, Health, ..."""
+        """Return the state of a container: Status, ExitCode, Pid, Health, ... ..."""
         state: dict[str, Any] = json.loads(
             self.docker("inspect", "--format", "{{json .State}}", container, seconds=30)
         )
         return state
 
     def networks(self, container: str) -> dict[str, dict[str, Any]]:
-        """Return the networks that a container is in, by name: IPAddress, Gateway, Aliases, ..."""
+        """Return the networks of a container by name: IPAddress, Gateway, Aliases, ..."""
         networks: dict[str, dict[str, Any]] = json.loads(
             self.docker(
                 "inspect", "--format", "{{json .NetworkSettings.Networks}}", container, seconds=30
@@ -170,7 +172,7 @@ def run(
 
 
 def exit_code_of(work: Callable[[], object]) -> int:
-    """Do a command's work; a `StackError` is told on stderr and gives 1."""
+    """Run a command; a `StackError` is printed on stderr and returns 1."""
     try:
         work()
     except StackError as error:
@@ -180,17 +182,17 @@ def exit_code_of(work: Callable[[], object]) -> int:
 
 
 def compose_command() -> list[str]:
-    """Return the classic docker-compose, or the plugin where there is only that."""
+    """Return docker-compose, or the compose plugin if only that is installed."""
     return ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
 
 
-def open_engine() -> Engine:
-    """Return an engine that answers, and start one where none does.
+def open_container_engine() -> ContainerEngine:
+    """Return a running engine, or start one.
 
     Raises:
-        StackError: There is none, and none can be started; the text says what is missing.
+        StackError: None runs and none can be started; the text says what is missing.
     """
-    usual, own = Engine(), Engine(host=f"unix://{ENGINE / 'docker.sock'}")
+    usual, own = ContainerEngine(), ContainerEngine(host=f"unix://{ENGINE / 'docker.sock'}")
     found = next((engine for engine in (usual, own) if engine.answers()), None)
     if found is not None:
         return found

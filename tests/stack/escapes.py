@@ -1,8 +1,8 @@
-"""Tries every known way out of the reward container, and out of the walls around the programs in
-it: `make stack-escapes`.
+"""Try every known escape from the reward container and from the sandbox inside it: `make
+stack-escapes`.
 
-In the container as the stack has it, no way may lead anywhere. In others, which have less or more
-than that, none may either, unless the reward refuses to run programs there and names the setting.
+In the stack's own container no attempt may succeed. In containers with fewer or more privileges
+none may succeed either, unless the reward refuses to run programs there and names the setting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from typing import Any
 
 from benchmarks import report
 from relax_events.sandbox.walls import CAPABILITIES
-from tests.stack.container_engine import ROOT, Engine, StackError, exit_code_of, open_engine
+from tests.stack.container_engine import (
+    ROOT,
+    ContainerEngine,
+    StackError,
+    exit_code_of,
+    open_container_engine,
+)
 from tests.stack.images import Stopwatch, provide_images
 from tests.stack.routes import BROKER, PYTHON, SERVICES, addresses, listening, reached
 
@@ -24,11 +30,12 @@ FOLDER = ROOT / ".relax" / "stack"
 TESTS = "/srv/tests"
 SERVICE, OTHER_SERVICE = "reward", "relax"
 TRY_SECONDS = 900.0
-QUESTION = """Programs that a model might write, in the container of the reward worker: ways to files, the network, other processes and the kernel,
-and tricks that make a test pass without being right. The same again in containers that have less or more than the stack's own, and the ways
-without any walls, which shows that they are ways. Then what the reward worker itself reaches, whom no walls surround."""
-HOLDS = """Where programs run no way and no trick leads anywhere; where one would, none is run. The reward worker reaches the broker and nothing
-else, and writes to nothing but its own temporary folder."""
+QUESTION = """Programs that a model might write, in the container of the reward worker: access to
+files, the network, other processes and the kernel, and tricks that make a test pass with a wrong
+solution. The same in containers with fewer or more privileges, and without a sandbox, which shows
+that the attempts work there. Then what the reward worker itself reaches, outside of the sandbox."""
+HOLDS = """Where programs run, no attempt and no trick succeeds; where one would, no program runs.
+The reward worker reaches the broker and nothing else, and writes only to its own temporary folder."""
 LANDLOCK = ["landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"]
 ENOSYS, EPERM = 38, 1
 WITHOUT_LANDLOCK = {
@@ -38,8 +45,7 @@ WITHOUT_LANDLOCK = {
         {"names": ["unshare", "setns", "mount"], "action": "SCMP_ACT_ERRNO", "errnoRet": EPERM},
     ],
 }
-"""A seccomp profile: what a container has where the kernel or the engine's own profile lacks
-Landlock."""
+"""A seccomp profile that blocks Landlock, as some kernels and engine profiles do."""
 READ_ONLY = """
 import sys, tempfile
 try:
@@ -59,7 +65,7 @@ class Container:
     """Laid over the service."""
     walls: str = "chosen"
     refused: str = ""
-    """What the refusal says where none run; empty where they have to run."""
+    """Text of the refusal if programs must not run; empty if they must run."""
 
 
 CONTAINERS = (
@@ -82,16 +88,16 @@ CONTAINERS = (
 )
 
 
-def try_out(engine: Engine, container: Container) -> dict[str, Any]:
-    """Try all ways and all tricks in a container; return the row that says what came of it.
+def try_out(engine: ContainerEngine, container: Container) -> dict[str, Any]:
+    """Try all escapes and all tricks in a container; return the row of results.
 
     Raises:
-        StackError: The container could not be run, or what tries the ways did not end as it should.
+        StackError: The container could not be run, or the attempts did not end as expected.
     """
     print(f"{container.name} ...", flush=True)
     overlay = FOLDER / "escapes.json"
     overlay.write_text(json.dumps({"version": "2.4", "services": {SERVICE: container.changes}}))
-    laid = Engine(
+    laid = ContainerEngine(
         engine.host, engine.settings, [*engine.overlays, *([overlay] if container.changes else [])]
     )
     ways = _run(laid, container.walls, "ways")
@@ -119,7 +125,7 @@ def _row(
     }
 
 
-def _run(engine: Engine, walls: str, what: str) -> dict[str, Any]:
+def _run(engine: ContainerEngine, walls: str, what: str) -> dict[str, Any]:
     """Run the tests' own program in a new container of the reward service, and return what it
     says.
     """
@@ -168,7 +174,7 @@ def problems(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def try_routes(engine: Engine) -> tuple[list[dict[str, str]], list[str]]:
+def try_routes(engine: ContainerEngine) -> tuple[list[dict[str, str]], list[str]]:
     """Connect to the stack's services and to this machine, from the reward container and from
     another one; return the table and what is wrong.
 
@@ -205,7 +211,7 @@ def _word(is_reached: bool) -> str:
     return "reached" if is_reached else "no"
 
 
-def try_writes(engine: Engine) -> tuple[list[dict[str, str]], list[str]]:
+def try_writes(engine: ContainerEngine) -> tuple[list[dict[str, str]], list[str]]:
     """Write as the reward worker would, in each of the container's folders; return the table and
     what is wrong.
     """
@@ -231,7 +237,7 @@ def try_writes(engine: Engine) -> tuple[list[dict[str, str]], list[str]]:
     ]
 
 
-def try_all(engine: Engine) -> None:
+def try_all(engine: ContainerEngine) -> None:
     """Try out all containers, and write the report.
 
     Raises:
@@ -265,7 +271,7 @@ def main() -> int:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    return exit_code_of(lambda: try_all(open_engine()))
+    return exit_code_of(lambda: try_all(open_container_engine()))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Breaks the parts of a running stack one after the other, and measures how long the run needs to
-be over it: `make stack-faults`.
+"""Inject faults into a running stack one by one, and measure the recovery time of the run: `make
+stack-faults`.
 
-Over it means that a train step is committed whose prompts were issued after the fault was. At the
-end the run is given a goal that is near, every worker is started again to take it up, and the
-ledger is checked.
+The run has recovered when a train step commits whose prompts were issued after the fault ended. At
+the end the run gets a near goal, every worker restarts to resume it, and the ledger is checked.
 """
 
 from __future__ import annotations
@@ -21,24 +20,25 @@ from statistics import median
 
 from benchmarks import report
 from relax_events.config import RunConfig, load_run_config
-from tests.stack.container_engine import ROOT, Engine, exit_code_of, open_engine
+from tests.stack.container_engine import ROOT, ContainerEngine, exit_code_of, open_container_engine
 from tests.stack.images import Stopwatch, provide_images
-from tests.stack.run_monitor import RunWatch
+from tests.stack.run_monitor import RunMonitor
 from tests.stack.volumes import VOLUME_OF, fill, free, write_small_volumes
 
 RUN_FILES = ROOT / ".relax" / "stack"
 RUN_FILE = "configs/faults.toml"
 HELD_SECONDS = 10.0
-"""How long a part is paused or cut off: longer than a session lasts, which is 6 s."""
+"""How long a service is paused or disconnected: longer than the session timeout of 6 s."""
 MORE_WORKERS, SCALED_SECONDS = 3, 40.0
 BOUND_SECONDS = 180.0
 START_SECONDS = 600.0
 ENDLESS = 1_000_000
 STEPS_LEFT = 50
-QUESTION = f"""The quickstart's task in containers, and one fault after the other: a service is killed, frozen for {HELD_SECONDS:g} s, taken off the
-network for {HELD_SECONDS:g} s, its volume is full for {HELD_SECONDS:g} s, it is stopped in peace and started again, or given two workers more for
-{SCALED_SECONDS:g} s. Seconds from the end of the fault to the first committed train step whose prompts were issued after it; what others hold
-ready is trained meanwhile."""
+QUESTION = f"""The quickstart's task in containers, and one fault after the other: a service
+is killed, paused for {HELD_SECONDS:g} s, disconnected from its networks for {HELD_SECONDS:g} s,
+its volume is full for {HELD_SECONDS:g} s, it is restarted gracefully, or gets two more workers for
+{SCALED_SECONDS:g} s. Seconds from the end of the fault to the first committed train step whose
+prompts were issued after it; samples that are ready are trained meanwhile."""
 WORKERS = (
     "controller",
     "metrics",
@@ -54,32 +54,32 @@ WORKERS = (
 
 @dataclass(frozen=True)
 class Injected:
-    """A fault, and how many seconds after its end the run was over it."""
+    """A fault, and the seconds from its end to the recovery of the run."""
 
     service: str
     fault: str
     seconds: float
 
 
-def kill(engine: Engine, service: str) -> None:
-    """Kill a service's processes as a crash would: `docker kill` would count as a wish that they
-    stay down.
+def kill(engine: ContainerEngine, service: str) -> None:
+    """Kill a service's processes as a crash would: after `docker kill` the engine would not restart
+    them.
     """
     for container in engine.containers(service):
         if pid := engine.state(container)["Pid"]:
             os.kill(pid, signal.SIGKILL)
 
 
-def pause(engine: Engine, service: str) -> None:
-    """Freeze a service for a while."""
+def pause(engine: ContainerEngine, service: str) -> None:
+    """Pause a service for a while."""
     for container in engine.containers(service):
         engine.docker("pause", container)
         time.sleep(HELD_SECONDS)
         engine.docker("unpause", container)
 
 
-def disconnect(engine: Engine, service: str) -> None:
-    """Take a service off its networks for a while."""
+def disconnect(engine: ContainerEngine, service: str) -> None:
+    """Disconnect a service from its networks for a while."""
     for container in engine.containers(service):
         networks = engine.networks(container)
         for network in networks:
@@ -89,13 +89,13 @@ def disconnect(engine: Engine, service: str) -> None:
             engine.docker("network", "connect", "--alias", service, network, container)
 
 
-def restart(engine: Engine, service: str) -> None:
-    """Stop a service in peace and start it again, as an upgrade does."""
+def restart(engine: ContainerEngine, service: str) -> None:
+    """Restart a service gracefully, as an upgrade does."""
     engine.compose("restart", service)
 
 
-def scale(engine: Engine, service: str) -> None:
-    """Give a role two workers more, and take them away again after a while."""
+def scale(engine: ContainerEngine, service: str) -> None:
+    """Scale a role out by two workers, and in again after a while."""
     for num_workers in (MORE_WORKERS, 1):
         engine.compose(
             "up",
@@ -110,7 +110,7 @@ def scale(engine: Engine, service: str) -> None:
         time.sleep(SCALED_SECONDS if num_workers > 1 else 0)
 
 
-def run_full(engine: Engine, service: str) -> None:
+def run_full(engine: ContainerEngine, service: str) -> None:
     """Fill the volume that a service writes to, and free it after a while."""
     fill(engine, VOLUME_OF[service])
     try:
@@ -119,7 +119,7 @@ def run_full(engine: Engine, service: str) -> None:
         free(engine, VOLUME_OF[service])
 
 
-FAULTS: dict[str, Callable[[Engine, str], None]] = {
+FAULTS: dict[str, Callable[[ContainerEngine, str], None]] = {
     "kill": kill, "pause": pause, "disconnect": disconnect, "restart": restart, "full": run_full, "scale": scale,
 }  # fmt: skip
 SCALED = ("rollout", "reward", "reference", "actor-forward", "advantage")
@@ -127,19 +127,19 @@ SCALED = ("rollout", "reward", "reference", "actor-forward", "advantage")
 
 
 def fits(fault: str, service: str) -> bool:
-    """Tell whether a service can have such a fault."""
+    """Return whether a fault applies to a service."""
     return service in {"scale": SCALED, "full": VOLUME_OF}.get(fault, (service,))
 
 
 class FaultRun:
-    """A run of the stack that goes on until it is given a goal."""
+    """A run of the stack that continues until it gets a goal."""
 
-    def __init__(self, engine: Engine, image: str) -> None:
+    def __init__(self, engine: ContainerEngine, image: str) -> None:
         self._engine = engine
         self.config = self._write_goal(ENDLESS)
         engine.overlays.append(write_small_volumes(RUN_FILES, image))
         engine.settings |= {"RUN_FILE": RUN_FILE, "RUN_FILES": str(RUN_FILES)}
-        self._watch = RunWatch(engine)
+        self._watch = RunMonitor(engine)
 
     def _write_goal(self, num_steps: int) -> RunConfig:
         """Write the quickstart's run file with another name and goal, and a rate of learning that
@@ -166,7 +166,7 @@ class FaultRun:
     def start(self) -> None:
         """Bring the stack up, and wait until the run is at work."""
         self._engine.compose("up", "--detach", "--no-build")
-        self._watch.until(
+        self._watch.wait_until(
             lambda: self._watch.num_steps > 0, seconds=START_SECONDS, what="the first train steps"
         )
 
@@ -177,11 +177,11 @@ class FaultRun:
             StackError: It was not, in time.
         """
         FAULTS[fault](self._engine, service)
-        self._watch.look()
+        self._watch.update()
         issued_after = (
             self._watch.num_steps + self.config.run.max_staleness + 1
         )  # steps up to here may have been admitted before
-        seconds = self._watch.until(
+        seconds = self._watch.wait_until(
             lambda: self._watch.num_steps > issued_after,
             seconds=BOUND_SECONDS,
             what=f"over {fault} of {service}",
@@ -195,10 +195,10 @@ class FaultRun:
         Raises:
             StackError: It did not end, or the ledger found a broken promise.
         """
-        self._watch.look()
+        self._watch.update()
         self._write_goal(self._watch.num_steps + STEPS_LEFT)
         self._engine.compose("restart", *WORKERS)
-        self._watch.until(
+        self._watch.wait_until(
             lambda: self._watch.has_ended, seconds=START_SECONDS, what="the end of the run"
         )
         return self._engine.relax("ledger", "check", RUN_FILE)
@@ -245,7 +245,7 @@ def inject_all(services: Sequence[str], faults: Sequence[str]) -> None:
     Raises:
         StackError: An image, the start, the run or the ledger failed.
     """
-    engine = open_engine()
+    engine = open_container_engine()
     images = provide_images(engine, Stopwatch())
     run = FaultRun(engine, images["light"])
     run.start()

@@ -1,5 +1,5 @@
-"""Sees that every image of the stack is here: ours are built, those of others pulled, or built from
-Debian's packages where they can't be.
+"""Provide the images of the stack: build ours; pull third-party images, or build them from Debian
+packages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from pathlib import Path
 
 import yaml
 
-from relax_events.kafka.embedded.jars import locate_cache, ensure_jars, read_jar_lock
-from tests.stack.container_engine import COMPOSE_FILE, ROOT, Engine, StackError, read_pins, run
+from relax_events.kafka.embedded.jars import ensure_jars, locate_cache, read_jar_lock
+from tests.stack.container_engine import (
+    COMPOSE_FILE,
+    ROOT,
+    ContainerEngine,
+    StackError,
+    read_pins,
+    run,
+)
 
 BASE_IMAGE = {**read_pins(), **os.environ}.get("BASE_IMAGE", "debian:bookworm-slim")
 SUITE = "bookworm"
@@ -34,14 +41,14 @@ PULL_SECONDS = 300.0
 
 
 class Stopwatch:
-    """Seconds by what was done, in order."""
+    """Measures the seconds of named steps, in order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def measure(self, what: str) -> Iterator[None]:
-        """Time a block, and say so."""
+        """Measure a block, and print its name."""
         print(f"{what} ...", flush=True)
         started = time.monotonic()
         yield
@@ -49,8 +56,8 @@ class Stopwatch:
 
 
 def image_names() -> dict[str, str]:
-    """Return the image of each stand-in and of each of our targets, as the compose file says, by
-    service or target.
+    """Return the image of each stand-in and of each of our targets in the compose file, by service
+    or target.
     """
     services = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
     named = {
@@ -66,13 +73,13 @@ def image_names() -> dict[str, str]:
 
 
 def default_of(value: str) -> str:
-    """Return what `${NAME:-default}` stands for when nothing is set."""
+    """Return the default of `${NAME:-default}`."""
     return value.partition(":-")[2].removesuffix("}")
 
 
-def provide_images(engine: Engine, watch: Stopwatch) -> dict[str, str]:
-    """Build or fetch what is missing, and return the images by what they are for; ours are always
-    built, which costs nothing when nothing changed.
+def provide_images(engine: ContainerEngine, watch: Stopwatch) -> dict[str, str]:
+    """Build or pull missing images, and return the image names by target; ours are always built,
+    with the engine's cache.
 
     Raises:
         StackError: An image could neither be pulled nor built.
@@ -93,9 +100,7 @@ def provide_images(engine: Engine, watch: Stopwatch) -> dict[str, str]:
 
 
 def further_targets(overlays: Iterable[Path]) -> dict[str, str]:
-    """Return the image of each target of our own Dockerfile that only these overlays ask for, by
-    target.
-    """
+    """Return the images of the Dockerfile targets that only these overlays use, by target."""
     services = [
         service
         for file in overlays
@@ -109,7 +114,9 @@ def further_targets(overlays: Iterable[Path]) -> dict[str, str]:
     return {target: name for target, name in wanted.items() if target not in OURS}
 
 
-def _provide(engine: Engine, name: str, make: Callable[[], None], watch: Stopwatch) -> None:
+def _provide(
+    engine: ContainerEngine, name: str, make: Callable[[], None], watch: Stopwatch
+) -> None:
     if engine.has_image(name):
         return
     with watch.measure(f"provide {name}"):
@@ -128,7 +135,7 @@ def _provide(engine: Engine, name: str, make: Callable[[], None], watch: Stopwat
             make()
 
 
-def _build(engine: Engine, context: Path, name: str, *, file: Path, target: str) -> None:
+def _build(engine: ContainerEngine, context: Path, name: str, *, file: Path, target: str) -> None:
     network = ["--network", "host"]  # packages are fetched as this machine fetches them
     engine.docker(
         "build", *network, "--build-arg", f"BASE_IMAGE={BASE_IMAGE}", "--file", str(file), "--target", target, "--tag", name, str(context),
@@ -136,7 +143,7 @@ def _build(engine: Engine, context: Path, name: str, *, file: Path, target: str)
     )  # fmt: skip
 
 
-def _build_standin(engine: Engine, target: str, name: str) -> None:
+def _build_standin(engine: ContainerEngine, target: str, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         context = Path(folder) / "standins"
         shutil.copytree(ROOT / "compose" / "standins", context)
@@ -148,10 +155,8 @@ def _build_standin(engine: Engine, target: str, name: str) -> None:
         _build(engine, context, name, file=context / "Dockerfile", target=target)
 
 
-def _make_base(engine: Engine) -> None:
-    """Make the base image out of Debian's packages, with the authorities that this machine
-    trusts.
-    """
+def _make_base(engine: ContainerEngine) -> None:
+    """Build the base image from Debian packages, with the CA certificates of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         run(
             ["debootstrap", "--variant=minbase", "--include=ca-certificates", SUITE, folder],

@@ -1,8 +1,8 @@
-"""Makes the mistakes that people make with the stack, and shows what they are told: `make
+"""Run the stack with typical misconfigurations, and check the error texts: `make
 stack-misconfiguration`.
 
-Each is one command on the stack's images and its broker, and has to end at once, with a text that
-names the thing and the remedy.
+Each case is one command on the stack's images and its broker. It must fail quickly, with an error
+that names the cause and the remedy.
 """
 
 from __future__ import annotations
@@ -21,44 +21,50 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from tests.stack.container_engine import ROOT, Engine, StackError, exit_code_of, open_engine
+from tests.stack.container_engine import (
+    ROOT,
+    ContainerEngine,
+    StackError,
+    exit_code_of,
+    open_container_engine,
+)
 from tests.stack.images import Stopwatch, provide_images
 
 RUN_FILE = "configs/quickstart.toml"
 BOUND_SECONDS = 90.0
 QUESTION = (
-    "A mistake in the stack's settings or surroundings, one command each, and what the person "
-    "who made it reads."
+    "Misconfigurations of the stack or its host, one command each, and the error that the "
+    "user reads."
 )
 OVER_EXISTING, OVER_GPU = ROOT / "compose" / "existing-cluster.yml", ROOT / "compose" / "gpu.yml"
-PROJECT = "relax-mistakes"
-"""Apart from a stack that is up."""
+PROJECT = "relax-misconfiguration"
+"""Separate from a stack that is up."""
 CONTAINER_USER = 1000
 ONCE = ("run", "--rm", "--no-deps", "-T")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a command said when it failed, and after how many seconds."""
+    """The error text of a command, and the seconds until it failed."""
 
     text: str
     seconds: float
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """A command that must fail, and a pattern of what it must say."""
+class Misconfiguration:
+    """A command that must fail, and a pattern of its error."""
 
     name: str
     says: str
-    make: Callable[[Engine, Path], Refusal]
+    make: Callable[[ContainerEngine, Path], Refusal]
 
 
-def refused(engine: Engine, *words: str) -> Refusal:
-    """Run a compose command that must fail, and return what it said.
+def run_refused(engine: ContainerEngine, *words: str) -> Refusal:
+    """Run a compose command that must fail, and return its error.
 
     Raises:
-        StackError: It did not.
+        StackError: It succeeded.
     """
     started = time.monotonic()
     try:
@@ -70,37 +76,46 @@ def refused(engine: Engine, *words: str) -> Refusal:
     raise StackError(f"{' '.join(words)} was accepted")
 
 
-def with_more(engine: Engine, settings: dict[str, str], *overlays: Path) -> Engine:
-    """Return the engine with further settings and overlays."""
-    return Engine(engine.host, {**engine.settings, **settings}, [*engine.overlays, *overlays])
+def extend_engine(
+    engine: ContainerEngine, settings: dict[str, str], *overlays: Path
+) -> ContainerEngine:
+    """Return a copy of the engine with more settings and overlays."""
+    return ContainerEngine(
+        engine.host, {**engine.settings, **settings}, [*engine.overlays, *overlays]
+    )
 
 
-def a_port_is_taken(engine: Engine, folder: Path) -> Refusal:
-    """Start Prometheus where something listens already."""
+def use_taken_port(engine: ContainerEngine, folder: Path) -> Refusal:
+    """Start Prometheus on a port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = {"PROMETHEUS_PORT": str(server.getsockname()[1])}
-        return refused(
-            with_more(engine, port), "up", "--detach", "--no-deps", "--force-recreate", "prometheus"
+        return run_refused(
+            extend_engine(engine, port),
+            "up",
+            "--detach",
+            "--no-deps",
+            "--force-recreate",
+            "prometheus",
         )
 
 
-def a_volume_is_read_only(engine: Engine, folder: Path) -> Refusal:
-    """Make the model where nothing can be written."""
+def use_read_only_volume(engine: ContainerEngine, folder: Path) -> Refusal:
+    """Prepare the model on a read-only volume."""
     overlay = folder / "read-only.json"
     overlay.write_text(
         json.dumps({"services": {"model": {"volumes": [f"{folder}:/srv/relax/.relax:ro"]}}})
     )
-    return refused(with_more(engine, {}, overlay), *ONCE, "model", "models", "prepare", RUN_FILE)
+    return run_refused(
+        extend_engine(engine, {}, overlay), *ONCE, "model", "models", "prepare", RUN_FILE
+    )
 
 
-def with_secrets(
+def build_secrets_case(
     password: str | None, *, authority: str = "-----BEGIN CERTIFICATE-----"
-) -> Callable[[Engine, Path], Refusal]:
-    """Return a mistake with the secrets of an existing cluster; None is a password that is not
-    there.
-    """
+) -> Callable[[ContainerEngine, Path], Refusal]:
+    """Build a case with the secrets of an existing cluster; None leaves the password file out."""
 
-    def make(engine: Engine, folder: Path) -> Refusal:
+    def make(engine: ContainerEngine, folder: Path) -> Refusal:
         files = {"BROKER_PASSWORD_FILE": folder / "password", "BROKER_CA_FILE": folder / "ca.pem"}
         if password is not None:
             files["BROKER_PASSWORD_FILE"].write_text(password)
@@ -108,15 +123,20 @@ def with_secrets(
         for file in folder.iterdir():
             file.chmod(0o644)
         settings = {name: str(file) for name, file in files.items()}
-        return refused(
-            with_more(engine, settings, OVER_EXISTING), *ONCE, "relax", "topics", "plan", RUN_FILE
+        return run_refused(
+            extend_engine(engine, settings, OVER_EXISTING),
+            *ONCE,
+            "relax",
+            "topics",
+            "plan",
+            RUN_FILE,
         )
 
     return make
 
 
-def a_password_is_wrong(engine: Engine, folder: Path) -> Refusal:
-    """Ask a secured broker with a password that is not the user's."""
+def use_wrong_password(engine: ContainerEngine, folder: Path) -> Refusal:
+    """Connect to a secured broker with a wrong password."""
     security = folder / "security"
     command = [
         sys.executable,
@@ -133,40 +153,42 @@ def a_password_is_wrong(engine: Engine, folder: Path) -> Refusal:
     subprocess.run(command, check=True, timeout=BOUND_SECONDS, capture_output=True)
     for path in (security, *security.rglob("*")):
         os.chown(path, CONTAINER_USER, CONTAINER_USER)
-    secured = with_more(
+    secured = extend_engine(
         engine, {"COMPOSE_PROJECT_NAME": f"{PROJECT}-secured"}, *security.glob("compose/*.json")
     )
     try:
         secured.compose("run", "--rm", "-T", "topics")
         (file,) = security.glob("secrets/*.operator")
         file.write_text("not the password")
-        return refused(secured, *ONCE, "relax", "topics", "plan", RUN_FILE)
+        return run_refused(secured, *ONCE, "relax", "topics", "plan", RUN_FILE)
     finally:
         secured.compose("down", "--volumes")
 
 
-MISTAKES = (
-    Mistake("port taken", r"(address already in use|port is already allocated)", a_port_is_taken),
-    Mistake("secret missing", r"password", with_secrets(None)),
-    Mistake(
+MISCONFIGURATIONS = (
+    Misconfiguration(
+        "port taken", r"(address already in use|port is already allocated)", use_taken_port
+    ),
+    Misconfiguration("secret missing", r"password", build_secrets_case(None)),
+    Misconfiguration(
         "secret empty",
         r"broker\.password_file: /run/secrets/broker_password is empty; write the secret into it",
-        with_secrets(""),
+        build_secrets_case(""),
     ),
-    Mistake(
+    Misconfiguration(
         "authority that is none",
         r"broker\.ca_file: /run/secrets/broker_ca holds no certificate; give the PEM file",
-        with_secrets("a password", authority="-"),
+        build_secrets_case("a password", authority="-"),
     ),
-    Mistake(
+    Misconfiguration(
         "password wrong",
         r"user .relax\.quickstart\.operator. was not let in; .* or knows another password",
-        a_password_is_wrong,
+        use_wrong_password,
     ),
-    Mistake(
+    Misconfiguration(
         "no broker",
         r"no broker answered at kafka-9:9092 within .*; start it, or set broker\.bootstrap_servers",
-        lambda engine, folder: refused(
+        lambda engine, folder: run_refused(
             engine,
             *ONCE,
             "-e",
@@ -177,85 +199,85 @@ MISTAKES = (
             RUN_FILE,
         ),
     ),
-    Mistake(
+    Misconfiguration(
         "run file missing",
         r"configs/missing\.toml",
-        lambda engine, folder: refused(
+        lambda engine, folder: run_refused(
             engine, *ONCE, "relax", "topics", "plan", "configs/missing.toml"
         ),
     ),
-    Mistake(
+    Misconfiguration(
         "volume read-only",
         r"error: model folder \.relax/models can't be written: Read-only file system; give model\.path in one that can",
-        a_volume_is_read_only,
+        use_read_only_volume,
     ),
-    Mistake(
+    Misconfiguration(
         "GPU asked of the image for a CPU",
         r"model\.device = 'cuda' asks for a GPU that is not here: .*; give the process one, or set model\.device = 'auto'",
-        lambda engine, folder: refused(
+        lambda engine, folder: run_refused(
             engine, *ONCE, "trainer", "worker", "trainer", RUN_FILE, "model.device=cuda"
         ),
     ),
-    Mistake(
+    Misconfiguration(
         "GPU asked of a machine without one",
         r"could not select device driver",
-        lambda engine, folder: refused(
-            with_more(engine, {}, OVER_GPU), *ONCE, "trainer", "worker", "trainer", RUN_FILE
+        lambda engine, folder: run_refused(
+            extend_engine(engine, {}, OVER_GPU), *ONCE, "trainer", "worker", "trainer", RUN_FILE
         ),
     ),
 )
 
 
-def make_all() -> None:
-    """Make every mistake, check what is said, and write the report.
+def run_all() -> None:
+    """Make every case, check what is said, and write the report.
 
     Raises:
         StackError: One did not fail, took too long, or said something else.
     """
-    engine = open_engine()
+    engine = open_container_engine()
     names = provide_images(engine, Stopwatch())
     engine.settings |= {"GPU_IMAGE": names["model"], "COMPOSE_PROJECT_NAME": PROJECT}
     try:
         engine.compose("run", "--rm", "-T", "topics")  # and the broker that it needs
         engine.compose(*ONCE, "model")
-        rows = [_made(engine, mistake) for mistake in MISTAKES]
+        rows = [_run_case(engine, case) for case in MISCONFIGURATIONS]
     finally:
         engine.compose("down", "--volumes")
     report.write(
         "stack-misconfiguration",
-        title="Mistakes with the stack",
+        title="Misconfigurations of the stack",
         question=QUESTION,
         command="python -m tests.stack.misconfiguration",
         conclusion=(
-            f"All {len(rows)} are refused by name, none takes longer than "
+            f"All {len(rows)} are rejected with the cause; none takes longer than "
             f"{max(float(row['seconds']) for row in rows):.0f} s."
         ),
         rows=rows,
-        data={"mistakes": rows},
+        data={"misconfigurations": rows},
     )
 
 
-def _made(engine: Engine, mistake: Mistake) -> dict[str, str]:
+def _run_case(engine: ContainerEngine, case: Misconfiguration) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        refusal = mistake.make(engine, Path(folder))
-    line = next((line for line in refusal.text.splitlines() if re.search(mistake.says, line)), None)
+        refusal = case.make(engine, Path(folder))
+    line = next((line for line in refusal.text.splitlines() if re.search(case.says, line)), None)
     if line is None:
-        raise StackError(f"{mistake.name}: nothing said matches {mistake.says!r}:\n{refusal.text}")
-    print(f"{mistake.name:<36}{refusal.seconds:6.1f} s  {line.strip()}", flush=True)
+        raise StackError(f"{case.name}: nothing said matches {case.says!r}:\n{refusal.text}")
+    print(f"{case.name:<36}{refusal.seconds:6.1f} s  {line.strip()}", flush=True)
     return {
-        "mistake": mistake.name,
+        "mistake": case.name,
         "what it says": line.strip().replace(folder, "FOLDER"),
         "seconds": f"{refusal.seconds:.1f}",
     }
 
 
 def main() -> int:
-    """Make them all."""
+    """Run all cases."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    return exit_code_of(make_all)
+    return exit_code_of(run_all)
 
 
 if __name__ == "__main__":

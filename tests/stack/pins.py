@@ -1,14 +1,14 @@
 """Writes compose/images.env: the images of others by digest, so that no registry can give another
 content under the same tag.
 
-python -m tests.stack.pins        pulls each image by its tag and notes the digest that the registry gave it
+python -m tests.stack.pins    asks each registry for the digest of a tag; needs no container engine
 
 `make stack` reads the file; other compose commands take it by `--env-file images.env`.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import yaml
 
-from tests.stack.container_engine import COMPOSE_FILE, PINS_FILE, Engine, StackError, exit_code_of, open_engine
-from tests.stack.images import PULL_SECONDS
+from tests.stack.container_engine import COMPOSE_FILE, PINS_FILE, exit_code_of
+from tests.stack.registry import digest_of
 
 IMAGE = re.compile(r"\$\{([A-Z]+_IMAGE):-([^}]+)\}")
 HEAD = (
@@ -46,51 +46,51 @@ def images_of_others(folder: Path = COMPOSE_FILE.parent) -> dict[str, str]:
     }
 
 
-def digest_of(tag: str, inspected: str) -> str:
-    """Return an image by digest, out of what `docker image inspect` says of it.
-
-    Raises:
-        StackError: It comes from no registry.
-    """
-    name = tag.rpartition(":")[0]
-    digests: list[str] = json.loads(inspected) or []
-    by_digest = sorted(
-        found.partition("@")[2]
-        for found in digests
-        if re.fullmatch(r".+@sha256:[0-9a-f]{64}", found)
-    )
-    if not by_digest:
-        raise StackError(
-            f"{tag} was made on this machine and has no digest of a registry; remove it with "
-            f"`docker image rm {tag}` and pull it"
-        )
-    return f"{name}@{by_digest[0]}"
-
-
 def text_of(pins: Mapping[str, str]) -> str:
     """Return the content of the file."""
     return HEAD + "".join(f"{variable}={image}\n" for variable, image in sorted(pins.items()))
 
 
-def pin(engine: Engine) -> dict[str, str]:
-    """Pull every image of others and return it by digest, by variable.
+def by_digest(image: str) -> str:
+    """Return an image by the digest that its tag has now; one that is named by digest stays.
 
     Raises:
-        StackError: One can't be pulled or was made here; nothing is written then.
+        StackError: Its registry gives none.
+    """
+    if "@" in image:
+        return image
+    folder, slash, name = image.rpartition("/")
+    return f"{folder}{slash}{name.partition(':')[0]}@{digest_of(image)}"
+
+
+def pin(images: Mapping[str, str], chosen: Mapping[str, str]) -> dict[str, str]:
+    """Return every image by digest, by variable.
+
+    Args:
+        images: Tags by variable.
+        chosen: By variable, images that are taken instead: of a registry of one's own.
+    Raises:
+        StackError: The registry of one gives no digest.
     """
     pins = {}
-    for variable, tag in images_of_others().items():
-        engine.docker("pull", "--quiet", tag, seconds=PULL_SECONDS)
-        pins[variable] = digest_of(
-            tag, engine.docker("image", "inspect", "--format", "{{json .RepoDigests}}", tag)
-        )
+    for variable, tag in images.items():
+        pins[variable] = by_digest(chosen.get(variable) or tag)
         print(f"{variable}={pins[variable]}", flush=True)
     return pins
 
 
+def write_pins() -> None:
+    """Write the file, if every image has a digest.
+
+    Raises:
+        StackError: See `pin`; the file stays as it was.
+    """
+    PINS_FILE.write_text(text_of(pin(images_of_others(), os.environ)))
+
+
 def main() -> int:
     """Write the file."""
-    return exit_code_of(lambda: PINS_FILE.write_text(text_of(pin(open_engine()))))
+    return exit_code_of(write_pins)
 
 
 if __name__ == "__main__":

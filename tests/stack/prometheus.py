@@ -1,4 +1,4 @@
-"""Asks the stack's Prometheus."""
+"""Query the stack's Prometheus."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from typing import Any
 from tests.stack.container_engine import StackError
 
 PROMETHEUS = f"http://127.0.0.1:{os.environ.get('PROMETHEUS_PORT', '9090')}"
-ANSWER_SECONDS = 30.0
+RESPONSE_SECONDS = 30.0
 
 
-def ask(what: str, **parameters: object) -> Any:
-    """Return the data of an answer of Prometheus' HTTP interface.
+def query_prometheus(what: str, **parameters: object) -> Any:
+    """Return the data of a response of Prometheus' HTTP API.
 
     Args:
         what: The path below `/api/v1/`.
-        parameters: Of the query.
-    Raises:
-        StackError: It did not answer, or refused.
+        parameters: Parameters of the query. Raises: StackError: Prometheus did not respond, or
+            rejected the query.
     """
     url = f"{PROMETHEUS}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
+        with urllib.request.urlopen(url, timeout=RESPONSE_SECONDS) as answer:
             return json.load(answer)["data"]
     except urllib.error.HTTPError as error:
         raise StackError(f"{url}: {error.read().decode(errors='replace')}") from None
     except OSError as error:
         raise StackError(
-            f"Prometheus does not answer at {PROMETHEUS}: {error}; PROMETHEUS_PORT says where it is"
+            f"Prometheus does not answer at {PROMETHEUS}: {error}; set PROMETHEUS_PORT"
         ) from None

@@ -1,6 +1,4 @@
-"""What a container of the stack reaches: tried from inside, by the addresses that the engine knows
-of the others.
-"""
+"""Check from inside a container which addresses of the stack it reaches."""
 
 from __future__ import annotations
 
@@ -10,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tests.stack.container_engine import PROJECT, Engine, StackError
+from tests.stack.container_engine import PROJECT, ContainerEngine, StackError
 
 PYTHON = "/opt/relax/bin/python"
 SERVICES = {"kafka": 9092, "prometheus": 9090, "alertmanager": 9093}
-"""Services that are up, and the port of each."""
+"""Port of each running service."""
 BROKER = "kafka"
 CLOSED = f"{PROJECT}_scoring"
 ELSEWHERE = "203.0.113.1"
-"""Of those that documents use; where nothing answers, it proves nothing."""
+"""An address reserved for documentation; without a network route the check proves nothing."""
 ATTEMPTS = """
 import json, socket, sys
 for host, port in json.loads(sys.argv[1]):
@@ -32,23 +30,22 @@ for host, port in json.loads(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Address:
-    """An address that something listens at, and what it is."""
+    """A named address with a listener."""
 
     name: str
     host: str
     port: int
     is_closed: bool = False
-    """Whether the address is of a network that only its members have: elsewhere nobody's, or
-    somebody else's."""
+    """Whether the address is in a network that only its members can reach."""
 
 
-def addresses(engine: Engine, host_port: int) -> list[Address]:
-    """Return where the stack's services and this machine can be looked for: by name and in every
+def addresses(engine: ContainerEngine, host_port: int) -> list[Address]:
+    """Return the addresses of the stack's services and of this machine: by name and in every
     network.
 
     Args:
-        engine: Whose services are up.
-        host_port: Of a server of this machine that listens on every address.
+        engine: The engine with the running services. host_port: Port of a server on this machine
+            that listens on every address.
     """
     found = [Address(f"{service} by its name", service, port) for service, port in SERVICES.items()]
     gateways = {}
@@ -80,8 +77,8 @@ def addresses(engine: Engine, host_port: int) -> list[Address]:
     ]
 
 
-def _first_address(engine: Engine, network: str) -> str:
-    """Return where the machine would be in a network: its first address."""
+def _first_address(engine: ContainerEngine, network: str) -> str:
+    """Return the machine's address in a network: the first one."""
     (config,) = json.loads(
         engine.docker("network", "inspect", "--format", "{{json .IPAM.Config}}", network)
     )
@@ -91,7 +88,7 @@ def _first_address(engine: Engine, network: str) -> str:
 
 
 def own_address() -> str:
-    """Return the address that this machine has towards others; nothing is sent."""
+    """Return this machine's outbound address; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         one.connect(("192.0.2.1", 9))
         return str(one.getsockname()[0])
@@ -99,13 +96,13 @@ def own_address() -> str:
 
 @contextmanager
 def listening() -> Iterator[int]:
-    """Listen on every address of this machine; give the port."""
+    """Listen on every address of this machine; yield the port."""
     with socket.create_server(("0.0.0.0", 0)) as server:
         yield server.getsockname()[1]
 
 
-def reached(engine: Engine, service: str, tried: list[Address]) -> list[bool]:
-    """Connect to addresses out of a new container of a service; tell which answered.
+def reached(engine: ContainerEngine, service: str, tried: list[Address]) -> list[bool]:
+    """Connect to addresses from a new container of a service; return which accepted.
 
     Raises:
         StackError: The container could not be run.

@@ -1,11 +1,10 @@
-"""Brings the stack up, waits for the run's goal, proves the ledger and says what it took: `make
-stack`.
+"""Bring the stack up, wait for the run's goal, check the ledger and report the costs: `make stack`.
 
-python -m tests.stack.run up        build what is missing, run, check; everything stays up to be looked at
-python -m tests.stack.run down      take the containers down, and with --volumes all that the run wrote
+python -m tests.stack.run up        build what is missing, run, check; everything stays up for inspection
+python -m tests.stack.run down      take the containers down, and with --volumes delete all that the run wrote
 
-With --overlay FILE another file of compose/ is laid over the stack, which is run and checked in the
-same way.
+--overlay FILE lays another file of compose/ over the stack, which runs and is checked in the same
+way.
 """
 
 from __future__ import annotations
@@ -19,10 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from tests.stack.container_engine import PROJECT, Engine, StackError, exit_code_of, open_engine
+from tests.stack.container_engine import (
+    PROJECT,
+    ContainerEngine,
+    StackError,
+    exit_code_of,
+    open_container_engine,
+)
 from tests.stack.images import Stopwatch, provide_images
 from tests.stack.panels import panels_with_data
-from tests.stack.run_monitor import RunWatch
+from tests.stack.run_monitor import RunMonitor
 
 RUN_FILE = "configs/quickstart.toml"
 RUN_SECONDS = 1800.0
@@ -33,7 +38,7 @@ QUESTION = """A run on one machine in containers: Kafka, every role a container 
 from nothing. The run is over when its controller has ended it; then the ledger is checked in the stack."""
 
 
-def up(engine: Engine) -> dict[str, Any]:
+def up(engine: ContainerEngine) -> dict[str, Any]:
     """Bring the stack up, wait for the run's end and check it.
 
     Raises:
@@ -44,15 +49,15 @@ def up(engine: Engine) -> dict[str, Any]:
     started, started_at = time.monotonic(), time.time()
     with watch.measure("docker-compose up, until the workers are started"):
         engine.compose("up", "--detach", "--no-build")
-    run, memory = RunWatch(engine), Memory(engine)
+    run, memory = RunMonitor(engine), Memory(engine)
 
     def is_over() -> bool:
-        memory.look()
+        memory.update()
         return run.has_ended
 
     print("waiting for the goal ...", flush=True)
-    run.until(is_over, seconds=RUN_SECONDS, what="the end of the run")
-    run.look()
+    run.wait_until(is_over, seconds=RUN_SECONDS, what="the end of the run")
+    run.update()
     watch.seconds["from docker-compose up to the first train step"] = run.first_step_at - started
     watch.seconds["from docker-compose up to the end of the run"] = time.monotonic() - started
     with watch.measure("relax ledger check"):
@@ -82,14 +87,14 @@ def up(engine: Engine) -> dict[str, Any]:
 
 
 class Memory:
-    """The most memory that each service's containers were seen to use."""
+    """The highest memory use seen of each container."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ContainerEngine) -> None:
         self._engine = engine
         self.peak_bytes: dict[str, int] = {}
 
-    def look(self) -> None:
-        """Note what they use now."""
+    def update(self) -> None:
+        """Read the current memory use."""
         for line in self._engine.docker(
             "stats", "--no-stream", "--format", "{{.Name}} {{.MemUsage}}", seconds=60
         ).splitlines():
@@ -105,15 +110,13 @@ def bytes_of(text: str) -> int:
     return int(float(number) * base ** " KMGT".index(unit[0].upper() if unit[0] != "B" else " "))
 
 
-def image_bytes(engine: Engine, name: str) -> int:
+def image_bytes(engine: ContainerEngine, name: str) -> int:
     """Return the size of an image, all of its layers."""
     return int(engine.docker("image", "inspect", "--format", "{{.Size}}", name))
 
 
-def volume_bytes(engine: Engine, image: str) -> dict[str, int]:
-    """Return how much of the disk each of the stack's volumes takes; Kafka's index files are mostly
-    holes.
-    """
+def volume_bytes(engine: ContainerEngine, image: str) -> dict[str, int]:
+    """Return the disk use of each of the stack's volumes; Kafka's index files are sparse."""
     names = engine.docker(
         "volume", "ls", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}"
     ).split()
@@ -170,7 +173,7 @@ def write_report(measured: dict[str, Any], images: dict[str, int]) -> None:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -199,10 +202,10 @@ def main() -> int:
 
 
 def up_and_report(overlays: list[Path]) -> None:
-    """Bring the stack up and check it; write what it took, or with overlays say it; raises as
-    `up`.
+    """Bring the stack up and check it; write the report, or print it if there are overlays; raises
+    as `up`.
     """
-    engine = open_engine()
+    engine = open_container_engine()
     engine.overlays += overlays
     measured = up(engine)
     if overlays:
@@ -220,12 +223,12 @@ def up_and_report(overlays: list[Path]) -> None:
 
 
 def down(overlays: list[Path], *, volumes: bool) -> None:
-    """Take the stack's containers down, and with `volumes` all that the run wrote.
+    """Take the stack's containers down, and with `volumes` delete all that the run wrote.
 
     Raises:
         StackError: There is no engine, or it failed.
     """
-    engine = open_engine()
+    engine = open_container_engine()
     engine.overlays += overlays
     engine.compose("down", "--remove-orphans", *(["--volumes"] if volumes else []))
 

@@ -1,6 +1,4 @@
-"""Follows a run of the stack from outside: by what its containers log and by how they stand, so
-that it sees through any fault.
-"""
+"""Monitor a run of the stack from outside, by the logs and states of its containers."""
 
 from __future__ import annotations
 
@@ -8,16 +6,16 @@ import json
 import time
 from collections.abc import Callable
 
-from tests.stack.container_engine import Engine, StackError
+from tests.stack.container_engine import ContainerEngine, StackError
 
-TURN_SECONDS = 0.5
+POLL_SECONDS = 0.5
 ONE_SHOTS = ("topics", "model")
 
 
-class RunWatch:
-    """What a run has come to. `look` brings it up to date."""
+class RunMonitor:
+    """The progress of a run; `update` reads new log lines."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ContainerEngine) -> None:
         self._engine = engine
         self._seen_to = "0"
         self.rewards: dict[int, float] = {}
@@ -25,16 +23,16 @@ class RunWatch:
 
     @property
     def num_steps(self) -> int:
-        """Train steps that were committed."""
+        """Number of committed train steps."""
         return max(self.rewards, default=-1) + 1
 
     @property
     def has_ended(self) -> bool:
-        """Whether the controller has ended the run: nothing else makes it exit with code 0.
+        """Whether the controller has ended the run: only then it exits with code 0.
 
         Raises:
-            StackError: What has to be done before the workers start has failed; the text ends with
-                its log.
+            StackError: A service that must finish before the workers start has failed; the
+                text ends with its log.
         """
         for service in ONE_SHOTS:
             for container in self._engine.containers(service):
@@ -49,8 +47,8 @@ class RunWatch:
         ]
         return any(state["Status"] == "exited" and state["ExitCode"] == 0 for state in states)
 
-    def look(self) -> None:
-        """Take in the train steps that the trainer has logged since the last look."""
+    def update(self) -> None:
+        """Read the train steps that the trainer has logged since the last update."""
         for container in self._engine.containers("trainer"):
             for line in self._engine.logs(
                 container, "--timestamps", "--since", self._seen_to
@@ -62,19 +60,19 @@ class RunWatch:
                     self.first_step_at = self.first_step_at or time.monotonic()
                     self.rewards[event["train_step"]] = event["reward_mean"]
 
-    def until(self, condition: Callable[[], bool], *, seconds: float, what: str) -> float:
-        """Look until the condition holds, and return after how many seconds it did.
+    def wait_until(self, condition: Callable[[], bool], *, seconds: float, what: str) -> float:
+        """Update until the condition holds, and return the seconds that it took.
 
         Raises:
-            StackError: It did not, in time.
+            StackError: It did not hold in time.
         """
         started = time.monotonic()
         while True:
-            self.look()
+            self.update()
             if condition():
                 return time.monotonic() - started
             if time.monotonic() - started > seconds:
                 raise StackError(
                     f"{what}: not within {seconds:g} s; {self.num_steps} train steps are committed"
                 )
-            time.sleep(TURN_SECONDS)
+            time.sleep(POLL_SECONDS)

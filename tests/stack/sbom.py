@@ -1,7 +1,7 @@
-"""Writes the software bill of materials: every package that is pinned in requirements/, and every
-jar of the broker, as CycloneDX JSON.
+"""Write the software bill of materials as CycloneDX JSON: every package pinned in requirements/,
+and every jar of the broker.
 
-python -m tests.stack.sbom TOOL FILE        TOOL is cyclonedx-py, which reads the requirements; `make sbom` installs it apart
+python -m tests.stack.sbom TOOL FILE        TOOL is cyclonedx-py, which reads the requirements; `make sbom` installs it in an environment of its own
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.stack.container_engine import ROOT, StackError, exit_code_of
 REQUIREMENTS = ROOT / "requirements"
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
 OF_FILES = "relax-events:requirements"
-"""Property of a package: the files of requirements/ that name it, so what has it of the
-environments and images."""
+"""Property of a package: the files of requirements/ that pin it, so the environments and images
+that contain it."""
 TOOL_SECONDS = 120
 
 
@@ -40,12 +40,9 @@ def bill(
     """Return the bill of materials.
 
     Args:
-        read: What cyclonedx-py read from all requirements files; a package of several files is in
-            it several times.
-        pins: Files by package.
-        jars: Of the broker.
-    Raises:
-        StackError: A pinned package is missing in what was read.
+        read: Output of cyclonedx-py for all requirements files; a package in several files occurs
+            several times. pins: Files by package. jars: Jars of the broker. Raises: StackError: A
+            pinned package is missing in the output.
     """
     by_package = {
         (one["name"], one["version"]): one for one in read["components"] if "version" in one
@@ -92,7 +89,7 @@ def write(tool: Path, file: Path) -> None:
     """Read the requirements by cyclonedx-py, and write the bill of materials.
 
     Raises:
-        StackError: The tool failed, or has passed a package over.
+        StackError: The tool failed, or left a package out.
     """
     text = "\n".join(one.read_text() for one in sorted(REQUIREMENTS.glob("*.txt")))
     command = [

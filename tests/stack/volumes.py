@@ -1,4 +1,4 @@
-"""Gives the stack small volumes, and fills them: a disk that is full is a fault like others."""
+"""Give the stack small volumes, and fill them to inject full disks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.stack.container_engine import Engine
+from tests.stack.container_engine import ContainerEngine
 
 MEGABYTES = {"log": 3000, "files": 1000}
-"""By volume: what fits in. The log of some thousand train steps takes the half of its own."""
-KEEPER = "keeper"
+"""Size by volume. The log of some thousand train steps takes half of its volume."""
+VOLUME_HOLDER = "volume-holder"
 BALLAST = "ballast"
 VOLUME_OF = {"kafka": "log", "trainer": "files"}
-"""By service that is hurt when it is full."""
+"""The volume by the service that fails when it is full."""
 BROKER_MEGABYTES = 1024
-"""What the broker may take besides what it writes: a volume in memory counts as its writer's."""
+"""Memory limit of the broker without its volume: a volume in memory counts as memory of its
+writer."""
 
 
 def write_small_volumes(folder: Path, image: str) -> Path:
-    """Write an overlay that puts the stack's log and files into memory, so that they can be filled,
-    and a container that keeps them there.
+    """Write an overlay that puts the stack's log and files into tmpfs volumes, and a container that
+    holds them.
     """
     volumes = {
         name: {
@@ -33,7 +34,7 @@ def write_small_volumes(folder: Path, image: str) -> Path:
         }
         for name, size in MEGABYTES.items()
     }
-    keeper = {
+    holder = {
         "image": image,
         "user": "root",
         "entrypoint": ["sleep", "infinity"],
@@ -43,19 +44,21 @@ def write_small_volumes(folder: Path, image: str) -> Path:
     }
     path = folder / "volumes.json"
     services: dict[str, Any] = {
-        name: {"depends_on": {KEEPER: {"condition": "service_started"}}}
+        name: {"depends_on": {VOLUME_HOLDER: {"condition": "service_started"}}}
         for name in ("kafka", "topics", "model")
     }
     services["kafka"]["mem_limit"] = f"{MEGABYTES['log'] + BROKER_MEGABYTES}m"
-    path.write_text(json.dumps({"services": {KEEPER: keeper, **services}, "volumes": volumes}))
+    path.write_text(
+        json.dumps({"services": {VOLUME_HOLDER: holder, **services}, "volumes": volumes})
+    )
     return path
 
 
-def fill(engine: Engine, volume: str, *, free_fraction: float = 0.0) -> None:
+def fill(engine: ContainerEngine, volume: str, *, free_fraction: float = 0.0) -> None:
     """Fill a volume until only a fraction of it is free.
 
     Raises:
-        StackError: It could not be filled.
+        StackError: The volume could not be filled.
     """
     folder = f"/volumes/{volume}"
     left = int(MEGABYTES[volume] * free_fraction)
@@ -64,15 +67,15 @@ def fill(engine: Engine, volume: str, *, free_fraction: float = 0.0) -> None:
         f"head --bytes=$(({room} - {left}))M /dev/zero > {folder}/{BALLAST}; test {room} -le "
         f"{left + 1}"
     )
-    engine.docker("exec", *engine.containers(KEEPER), "sh", "-c", fills)
+    engine.docker("exec", *engine.containers(VOLUME_HOLDER), "sh", "-c", fills)
 
 
-def free(engine: Engine, volume: str) -> None:
-    """Take away what `fill` has written.
+def free(engine: ContainerEngine, volume: str) -> None:
+    """Delete what `fill` has written.
 
     Raises:
-        StackError: It can't be taken away.
+        StackError: The file can't be deleted.
     """
     engine.docker(
-        "exec", *engine.containers(KEEPER), "rm", "--force", f"/volumes/{volume}/{BALLAST}"
+        "exec", *engine.containers(VOLUME_HOLDER), "rm", "--force", f"/volumes/{volume}/{BALLAST}"
     )

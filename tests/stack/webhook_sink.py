@@ -1,4 +1,4 @@
-"""Somebody who is told of alerts: an Apprise service of our own, beside the stack."""
+"""Receive alert notifications: an Apprise webhook next to the stack."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from relax_events.http.responses import TextHandler
-from tests.stack.container_engine import ROOT, Engine
+from tests.stack.container_engine import ROOT, ContainerEngine
 
 OVERLAY = ROOT / "compose" / "notices.yml"
-HOST = "somebody"
+HOST = "webhook-sink"
 
 
-class Told(ThreadingHTTPServer):
-    """Keeps the titles of what Apprise posts to a `json://` address."""
+class WebhookSink(ThreadingHTTPServer):
+    """Keeps the titles of the notifications that Apprise posts to a `json://` address."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        """Listen on a free port of every interface, since the containers come from a network of
+        """Listen on a free port of every interface, because the containers are in a network of
         their own.
         """
         super().__init__(("0.0.0.0", 0), _Handler)
         self.titles: list[str] = []
 
-    def has_been_told(self, alert: str) -> bool:
-        """Tell whether a notice has come that this alert fires."""
+    def has_received(self, alert: str) -> bool:
+        """Return whether a notification says that this alert fires."""
         return any(
             title.startswith(f"{alert}: ") and title.endswith("firing") for title in self.titles
         )
 
 
 class _Handler(TextHandler):
-    server: Told
+    server: WebhookSink
 
     def do_POST(self) -> None:  # noqa: N802 as http.server calls it
         self.server.titles.append(
@@ -46,15 +46,15 @@ class _Handler(TextHandler):
 
 
 @contextmanager
-def somebody_told(engine: Engine, folder: Path) -> Iterator[Told]:
-    """Lay `notices.yml` over the stack and listen to what it sends."""
-    with Told() as told:
-        threading.Thread(target=told.serve_forever, daemon=True).start()
-        urls, overlay = folder / "notification_urls", folder / "told.json"
-        urls.write_text(f"json://{HOST}:{told.server_port}/\n")
+def open_webhook_sink(engine: ContainerEngine, folder: Path) -> Iterator[WebhookSink]:
+    """Lay `notices.yml` over the stack and receive its notifications."""
+    with WebhookSink() as sink:
+        threading.Thread(target=sink.serve_forever, daemon=True).start()
+        urls, overlay = folder / "notification_urls", folder / "webhook.json"
+        urls.write_text(f"json://{HOST}:{sink.server_port}/\n")
         reach = {"extra_hosts": [f"{HOST}:host-gateway"]}
         overlay.write_text(json.dumps({"services": {"notices": reach, "metrics": reach}}))
         engine.overlays += [OVERLAY, overlay]
         engine.settings["NOTICE_URLS_FILE"] = str(urls)
-        yield told
-        told.shutdown()
+        yield sink
+        sink.shutdown()

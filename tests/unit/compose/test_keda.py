@@ -10,8 +10,8 @@ import pytest
 import yaml
 from small_settings import small_run
 
-from relax_events.topics import TopicPlan
 from compose.grafana.generate import catalogue
+from relax_events.topics import TopicPlan
 
 FOLDER = Path(__file__).parents[3] / "compose"
 OBJECTS: dict[str, dict[str, Any]] = {

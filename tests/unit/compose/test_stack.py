@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.container_engine import Engine, StackError, read_pins
+from tests.stack.container_engine import ContainerEngine, StackError, read_pins
 from tests.stack.images import Stopwatch, default_of, image_names, provide_images
-from tests.stack.pins import digest_of, images_of_others, text_of
+from tests.stack.pins import images_of_others, text_of
 from tests.stack.run import bytes_of
 
+COMPOSE = Path(__file__).parents[3] / "compose"
 DIGEST = "sha256:" + "ab" * 32
 
 
@@ -56,14 +57,15 @@ def test_every_image_of_others_can_be_pinned_and_is_named_by_a_version() -> None
     assert all(re.search(r":(v?\d+\.\d+\.\d+|bookworm-slim)$", tag) for tag in images.values())
 
 
-def test_digest_is_that_of_the_registry_and_an_image_made_here_has_none() -> None:
-    assert digest_of("apache/kafka:4.3.1", f'["apache/kafka@{DIGEST}"]') == f"apache/kafka@{DIGEST}"
-    for made_here in ("[]", "null"):
-        with pytest.raises(
-            StackError,
-            match=r"^apache/kafka:4.3.1 was made on this machine and has no digest of a registry; remove it",
-        ):
-            digest_of("apache/kafka:4.3.1", made_here)
+@pytest.mark.parametrize("file", sorted(COMPOSE.rglob("Dockerfile*")), ids=str)
+def test_images_of_ours_are_built_on_the_base_that_is_pinned_and_copy_from_no_other(
+    file: Path,
+) -> None:
+    text = file.read_text()
+    bases, stages = zip(*re.findall(r"^FROM (\S+) AS (\S+)$", text, re.MULTILINE), strict=True)
+    assert set(bases) <= {"${BASE_IMAGE}", *stages}
+    assert set(re.findall(r"--from=(\S+)", text)) <= set(stages)
+    assert len(bases) == text.count("\nFROM ")
 
 
 def test_pins_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -76,11 +78,11 @@ def test_pins_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_pinned_image_that_cannot_be_pulled_is_not_replaced_by_one_made_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Cut(Engine):
+    class Cut(ContainerEngine):
         def docker(self, *words: str, seconds: float = 0, check: bool = True) -> str:
             raise StackError("no registry")
 
-    monkeypatch.setattr("stack.images.BASE_IMAGE", f"debian@{DIGEST}")
+    monkeypatch.setattr("tests.stack.images.BASE_IMAGE", f"debian@{DIGEST}")
     with pytest.raises(
         StackError,
         match=r"^debian@sha256:\w+ can't be pulled, and nothing made here has its digest; drop its line",
