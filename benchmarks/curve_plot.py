@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from relax_events.reports.chart_scales import bucketed, smoothed
+from relax_events.reports.chart_scales import bucket_curve, moving_mean
 from relax_events.reports.charts import HEIGHT, LEFT, WIDTH, Frame, path
 
 NUM_COLUMNS = 3
@@ -97,9 +97,9 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
             rewards.setdefault(step, []).extend([] if reward is None else [reward])
     steps = sorted(rewards)
     means = [sum(rewards[step]) / len(rewards[step]) if rewards[step] else None for step in steps]
-    return Curve(steps, smoothed(means, reach=REACH))
+    return Curve(steps, moving_mean(means, reach=REACH))
 
 
 def drawn(frame: Frame, curve: Curve) -> str:
     """Return a curve as the line of a path."""
-    return path(frame, bucketed(curve.steps, curve.rewards, limit=len(curve.steps)), curve.rewards)
+    return path(frame, bucket_curve(curve.steps, curve.rewards, limit=len(curve.steps)), curve.rewards)

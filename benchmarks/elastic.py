@@ -25,7 +25,7 @@ from benchmarks.timed_run import Stage, open_stage
 from relax_events.config import BrokerConfig, load_run_config
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
-from relax_events.events.types import Event, WorkerBeat
+from relax_events.events.types import Event, WorkerHeartbeat
 from relax_events.kafka.connection import Connection
 from relax_events.projections.scale_requests import Status, find_stage
 from relax_events.projections.scaling import ScaleState
@@ -64,7 +64,7 @@ class Watched:
         }
         self._settings = [f"{key}={value}" for key, value in (places | settings).items()]
         self.run_file = stage.folder / "runs" / RUN_ID / "run.json"
-        self.scaling, self.beats = ScaleState(), dict[str, WorkerBeat]()
+        self.scaling, self.beats = ScaleState(), dict[str, WorkerHeartbeat]()
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     @contextmanager
@@ -114,7 +114,7 @@ class Watched:
             with suppress(queue.Empty):
                 event = self._inbox.get(timeout=1.0)
                 self.scaling.apply(event)
-                if isinstance(event, WorkerBeat):
+                if isinstance(event, WorkerHeartbeat):
                     self.beats[event.worker_id] = event
         return time.time()
 

@@ -17,7 +17,7 @@ from benchmarks import report
 from relax_events.config import load_run_config
 from relax_events.controller.metrics import RunMetrics
 from relax_events.events.parts import WorkerState, now_micros
-from relax_events.events.types import TrainStepCommitted, WorkerBeat
+from relax_events.events.types import TrainStepCommitted, WorkerHeartbeat
 from relax_events.projections.run_state import RunState
 from relax_events.telemetry.metrics import WorkerMetrics
 
@@ -63,7 +63,7 @@ def controller() -> WorkerMetrics:
             "last_progress_at": now,
         }
         state.apply(
-            WorkerBeat(
+            WorkerHeartbeat(
                 worker_id=f"rollout-{index}",
                 role="rollout",
                 host="h",
@@ -90,7 +90,7 @@ def committed(step: int, figures: dict[str, float]) -> TrainStepCommitted:
     return TrainStepCommitted(
         train_step=step,
         policy_version=step + 1,
-        figures=figures,
+        metrics=figures,
         phase_seconds=phases,
         weights_digest=b"",
         **arrays,

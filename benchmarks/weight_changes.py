@@ -23,7 +23,7 @@ from relax_events.events.parts import ObjectRef
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.weights.manifest import WeightManifest
-from relax_events.weights.transport import StoreTransport
+from relax_events.weights.transport import StorePublisher, StoreReader
 
 NUM_ROUNDS = 7
 WEIGHT_STD = 0.02
@@ -52,9 +52,8 @@ class Way:
 
     def __init__(self, folder: Path, full_snapshot_interval: int) -> None:
         self._store = ObjectStore.open(folder.as_uri())
-        self._writer, self._reader = (
-            StoreTransport(self._store, full_snapshot_interval=full_snapshot_interval) for _ in range(2)
-        )
+        self._writer = StorePublisher(self._store, full_snapshot_interval=full_snapshot_interval)
+        self._reader = StoreReader(self._store, full_snapshot_interval=full_snapshot_interval)
 
     def send(self, tensors: Mapping[str, Tensor], version: int) -> tuple[float, int]:
         """Write a version and read it; return the seconds and the bytes of its files."""

@@ -26,7 +26,7 @@ from benchmarks import report, weights_runs, weights_updates
 from benchmarks.clock import timed
 from benchmarks.timed_run import open_stage, show
 from relax_events.config import WeightsConfig
-from relax_events.events.types import EnginesEnlisted
+from relax_events.events.types import BroadcastMembership
 from relax_events.objects import ObjectStore
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.weights.artifact_reader import read_weights
@@ -121,7 +121,7 @@ def broadcasting(
 ) -> Callable[[int], None]:
     """Open a trainer's side and an engine's, and give a function that broadcasts a version."""
     digest = transit_digest(tensors)
-    lists: list[EnginesEnlisted] = []
+    lists: list[BroadcastMembership] = []
     config = WeightsConfig(transport="gloo", use_shared_memory=use_shared_memory)
     broadcaster = stack.enter_context(
         closing(Broadcaster(config, metrics=WorkerMetrics("t").weights, announce=lists.append))

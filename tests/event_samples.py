@@ -141,13 +141,13 @@ def evaluated(
     index: int = 0,
     *,
     version: int = 0,
-    evaluator: str = "reference",
+    model_role: str = "reference",
     generation: str = "",
 ) -> LogprobsComputed:
     """Make a sample's log-probabilities by another model."""
     return LogprobsComputed(
         key=sample_key(group_id, index, version=version, generation=generation),
-        model_role=evaluator,
+        model_role=model_role,
         model_version=0,
         values=np.zeros(4, np.float32),
         computed_at=1,
@@ -223,7 +223,7 @@ def committed(train_step: int, **changes: Any) -> TrainStepCommitted:
         "micro_batches": np.zeros(0, np.int32),
         "consumed": [],
         "staleness_counts": [],
-        "figures": {"reward_mean": 0.5},
+        "metrics": {"reward_mean": 0.5},
         "phase_seconds": {},
         "weights_digest": bytes(32),
         "committed_at": 1,

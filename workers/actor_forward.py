@@ -1,7 +1,7 @@
 """The actor-forward role: log-probabilities of every sample under the policy version that owns its
 slot, as the trainer sees it.
 
-Consumes rollout.samples, produces SampleEvaluated on actor.logprobs. Where engine and trainer
+Consumes rollout.samples, produces LogprobsComputed on actor.logprobs. Where engine and trainer
 differ in numerics, these stand below the probability ratio instead of the engine's.
 """
 
@@ -20,7 +20,7 @@ from relax_events.runtime.processors import MapRole
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.protocol import Scorer
 from relax_events.weights.manifest import Weights
-from relax_events.weights.transport import StoreTransport, WeightsTransport
+from relax_events.weights.transport import StoreReader, WeightsReader
 
 MAX_VERSIONS = 2
 """Held in memory, whole: the version that most samples are of, and its neighbour where they
@@ -36,10 +36,10 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("actor-forward", config, index=index, store=store) as worker:
         scorer = open_scorer(worker)
         versions = VersionedWeights(
-            worker, scorer, StoreTransport(store, full_snapshot_interval=config.weights.full_snapshot_interval)
+            worker, scorer, StoreReader(store, full_snapshot_interval=config.weights.full_snapshot_interval)
         )
         evaluate = Evaluating(
-            worker, scorer, evaluator="actor", topic="actor.logprobs", use_version=versions.use
+            worker, scorer, model_role="actor", topic="actor.logprobs", use_version=versions.use
         )
         MapRole(
             worker,
@@ -58,7 +58,7 @@ class VersionedWeights:
         self,
         worker: Worker,
         scorer: Scorer,
-        transport: WeightsTransport,
+        transport: WeightsReader,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -174,7 +174,7 @@ class ControllerLoop:
             event.policy_version for event in history if isinstance(event, PolicyVersionPublished)
         ]
         described = describe(
-            self._config, from_version=max(versions, default=None), store_mark=mark.value
+            self._config, from_version=max(versions, default=None), store_marker=mark.value
         )
         if not is_told(described, history):
             self._worker.producer.write([self._worker.outbound("control.commands", described)])

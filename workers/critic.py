@@ -2,7 +2,7 @@
 from the run's own steps.
 
     rollout.samples ──▶ first learn from every step that led to the sample's version, then evaluate
-    ──▶ SampleEvaluated on critic.values control.train-steps ──▶ learn from the step, between record
+    ──▶ LogprobsComputed on critic.values control.train-steps ──▶ learn from the step, between record
     batches
 
 So the values of a sample are those of a critic that has learned at least as long as the policy that
@@ -30,7 +30,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             evaluate = Evaluating(
                 worker,
                 critic,
-                evaluator="critic",
+                model_role="critic",
                 topic="critic.values",
                 use_version=learning.learn_up_to,
             )

@@ -35,7 +35,7 @@ from relax_events.runtime.control_view import RECENT_VERSIONS
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.weights.manifest import Weights
-from relax_events.weights.transport import StoreTransport, WeightsTransport
+from relax_events.weights.transport import StoreReader, WeightsReader
 from workers.rollout import open_speaker
 
 log = structlog.get_logger()
@@ -75,7 +75,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         EvaluatorLoop(
             worker,
             engine,
-            StoreTransport(store, full_snapshot_interval=config.weights.full_snapshot_interval),
+            StoreReader(store, full_snapshot_interval=config.weights.full_snapshot_interval),
             sources=sources,
             rewards=rewards,
         ).run()
@@ -88,7 +88,7 @@ class EvaluatorLoop:
         self,
         worker: Worker,
         engine: Engine,
-        transport: WeightsTransport,
+        transport: WeightsReader,
         *,
         sources: dict[str, PromptSource],
         rewards: dict[str, RewardPool],
@@ -247,7 +247,7 @@ class EvaluatorLoop:
             reward_mean=done.reward_mean,
             pass_at_k=done.pass_at_k,
             num_unscored=done.num_unscored,
-            num_refused=done.num_refused,
+            num_failed_prompts=done.num_failed_prompts,
             seconds=round(done.seconds, 3),
         )
         return done

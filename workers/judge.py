@@ -231,7 +231,7 @@ class Judging:
             result,
             reward_name=JUDGED,
             reward_digest=asked.reward.digest,
-            judgement=judgement,
+            judge_response=judgement,
         )
         return self._worker.sample_record(
             "reward.scores",

@@ -163,12 +163,12 @@ class MetricsLoop:
 
     def _line(self, event: Event | None) -> dict[str, Any] | None:
         if isinstance(event, TrainStepCommitted):
-            self._track("train", event.train_step, event.committed_at, event.figures)
+            self._track("train", event.train_step, event.committed_at, event.metrics)
             self._track("phase_seconds", event.train_step, event.committed_at, event.phase_seconds)
             return {
                 "train_step": event.train_step,
                 "at": event.committed_at,
-                **event.figures,
+                **event.metrics,
                 "phase_seconds": event.phase_seconds,
             }
         if isinstance(event, PolicyEvaluated):

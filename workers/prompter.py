@@ -38,7 +38,7 @@ from relax_events.events.types import (
     PolicyVersionPublished,
     PromptGroupEnded,
     PromptGroupIssued,
-    PromptsSummed,
+    PrompterStateSaved,
 )
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.consumer import LogReader
@@ -62,7 +62,7 @@ from relax_events.topics import compute_shard
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
-QUEUE, ENDS, SUMMARIES = "prompt.groups", "control.group-outcomes", "control.summaries"
+QUEUE, ENDS, SUMMARIES = "prompt.groups", "control.prompt-group-outcomes", "control.prompter-state"
 SUMMARY_STEPS = 8
 """Train steps that are admitted between two summaries."""
 MAX_EARNED = 400_000
@@ -188,16 +188,16 @@ class PrompterLoop:
                 next_row=self._chooser.floor,
             )
 
-    def _read_summary(self, reader: LogReader) -> PromptsSummed | None:
+    def _read_summary(self, reader: LogReader) -> PrompterStateSaved | None:
         for records in reader.read_backwards((self._worker.plan.topic(SUMMARIES), 0), num_offsets=1):
             for record in reversed(records):
                 with suppress(CorruptRecord, SchemaError):
                     event = self._worker.codec.decode(record.value)
-                    if isinstance(event, PromptsSummed):
+                    if isinstance(event, PrompterStateSaved):
                         return event
         return None
 
-    def _begin_at(self, summary: PromptsSummed) -> None:
+    def _begin_at(self, summary: PrompterStateSaved) -> None:
         self._next_step = self._summed_step = summary.next_step
         self._chooser.resume_at(summary.next_row, summary.later_rows)
         self._in_flight = {
@@ -206,8 +206,8 @@ class PrompterLoop:
         }
         self._trained.update({int(step): count for step, count in summary.num_trained.items()})
         for (dataset, index), reward in zip(
-            np.asarray(summary.earned_places).tolist(),
-            np.asarray(summary.earned_rewards).tolist(),
+            np.asarray(summary.reward_history_rows).tolist(),
+            np.asarray(summary.reward_history_values).tolist(),
             strict=True,
         ):
             self._chooser.history.add(DatasetRow(dataset, index), reward)
@@ -228,17 +228,17 @@ class PrompterLoop:
             return
         queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
         positions = self._admin.end_offsets(queue) | {(plan.topic(ENDS), 0): self._ends_position}
-        summary = PromptsSummed(
+        summary = PrompterStateSaved(
             positions=[TopicOffset(*place, offset) for place, offset in sorted(positions.items())],
             next_step=self._next_step,
             next_row=self._chooser.floor,
             later_rows=self._chooser.later_rows,
             in_flight={name: group.row for name, group in self._in_flight.items()},
             num_trained={str(step): count for step, count in self._trained.items()},
-            earned_places=np.array(
+            reward_history_rows=np.array(
                 [(place.dataset, place.index) for place, _ in earned], np.int64
             ).reshape(-1, 2),
-            earned_rewards=np.array([reward for _, reward in earned], np.float64),
+            reward_history_values=np.array([reward for _, reward in earned], np.float64),
         )
         self._worker.producer.write([self._worker.outbound(SUMMARIES, summary, key="prompter")])
 
@@ -255,16 +255,16 @@ class PrompterLoop:
         return None
 
     def _remember_issue(self, event: PromptGroupIssued) -> None:
-        passed_over = [int(row) for row in event.passed_over if row.isdecimal()]
+        skipped_rows = [int(row) for row in event.skipped_rows if row.isdecimal()]
         self._remember(
             IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row),
-            passed_over,
+            skipped_rows,
         )
 
-    def _remember(self, group: IssuedGroup, passed_over: Iterable[int]) -> None:
+    def _remember(self, group: IssuedGroup, skipped_rows: Iterable[int]) -> None:
         self._in_flight[group.prompt_group_id] = group
         self._seats.add(group.place)
-        for row in (group.row, *passed_over):
+        for row in (group.row, *skipped_rows):
             self._chooser.mark_used(row)
 
     def _take(self, event: Event | None, ends_position: int) -> None:
@@ -349,7 +349,7 @@ class PrompterLoop:
             self._remember(group, choice.skipped)
         self._worker.finished(len(groups), started)
         first, last = groups[0][0].prompt_group_id, groups[-1][0].prompt_group_id
-        passed_over = Counter(
+        skipped_rows = Counter(
             reason for _, choice in groups for reason in choice.skipped.values()
         )
         log.info(
@@ -357,7 +357,7 @@ class PrompterLoop:
             num_prompt_groups=len(groups),
             first=first,
             last=last,
-            passed_over=dict(passed_over),
+            skipped_rows=dict(skipped_rows),
         )
 
     def _begin_trace(self, group: IssuedGroup) -> TracedWork:
@@ -392,7 +392,7 @@ class PrompterLoop:
             metadata=row.metadata,
             tools=row.tools,
             completions=row.completions,
-            passed_over={str(number): reason for number, reason in choice.skipped.items()},
+            skipped_rows={str(number): reason for number, reason in choice.skipped.items()},
             seed=seed_of(run.seed, group),
         )
         partition = compute_shard(group.prompt_group_id, shards=self._worker.plan.queue_partitions)

@@ -1,6 +1,6 @@
 """The reference role: log-probabilities of every sample under the initial model, for the KL term.
 
-Consumes rollout.samples, produces SampleEvaluated on reference.logprobs.
+Consumes rollout.samples, produces LogprobsComputed on reference.logprobs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         evaluate = Evaluating(
             worker,
             scorer,
-            evaluator="reference",
+            model_role="reference",
             topic="reference.logprobs",
             use_version=lambda _: 0,
         )

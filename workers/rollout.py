@@ -52,7 +52,7 @@ from relax_events.runtime.worker import Worker
 from relax_events.telemetry.component_metrics import RoutingMetrics
 from relax_events.telemetry.traces import TracedWork
 from relax_events.weights.factory import open_weights_reader
-from relax_events.weights.transport import WeightsTransport
+from relax_events.weights.transport import WeightsReader
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -158,7 +158,7 @@ class RolloutLoop:
         self,
         worker: Worker,
         engine: Engine,
-        transport: WeightsTransport,
+        transport: WeightsReader,
         *,
         library: MediaLibrary | None = None,
     ) -> None:
@@ -184,7 +184,7 @@ class RolloutLoop:
         """Work until the drain starts, finish what runs, release what waits."""
         worker = self._worker
         worker.drain.on_start(lambda: self._put(None))
-        worker.follow(self._wake_on_version, self._transport.follow(lambda: self._put(None)))
+        worker.follow(self._wake_on_version, self._transport.subscribe(lambda: self._put(None)))
         leases = self._open_leases()
         try:
             while not worker.drain.requested:
@@ -260,11 +260,11 @@ class RolloutLoop:
     def _tell_what_is_at_work(self) -> None:
         beats = self._worker.beats
         beats.num_in_flight = len(self._running) + len(self._waiting)
-        beats.prompt_groups_at_work = (
+        beats.prompt_groups_in_flight = (
             *self._running,
             *(group.issued.prompt_group_id for group in self._waiting),
         )
-        beats.prompt_groups_ended = tuple(islice(reversed(self._written), NUM_ENDED_TOLD))
+        beats.prompt_groups_written = tuple(islice(reversed(self._written), NUM_ENDED_TOLD))
 
     def _is_kept_from_work(self) -> bool:
         """Tell whether a prompt group waits though the version that it needs is out: the engine has

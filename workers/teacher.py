@@ -1,7 +1,7 @@
 """The teacher role: what another model says of every sample's tokens, and of the tokens that it or
 the policy finds most probable.
 
-Consumes rollout.samples, produces SampleEvaluated on teacher.logprobs. Its log-probabilities are
+Consumes rollout.samples, produces LogprobsComputed on teacher.logprobs. Its log-probabilities are
 tempered as the samples were, like
 those of the other roles: so both are compared under the distribution that drew the tokens, and
     agree where the models do.
@@ -55,7 +55,7 @@ class Teaching(Evaluating):
 
     def __init__(self, worker: Worker, scorer: Scorer) -> None:
         super().__init__(
-            worker, scorer, evaluator="teacher", topic="teacher.logprobs", use_version=lambda _: 0
+            worker, scorer, model_role="teacher", topic="teacher.logprobs", use_version=lambda _: 0
         )
         self._teacher, self._algorithm = scorer, worker.config.algorithm
 

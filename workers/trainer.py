@@ -78,7 +78,7 @@ from relax_events.training.replay.recorded_batches import RecordedBatch, Recorde
 from relax_events.training.replay.recovery import Replay
 from relax_events.training.step_record import RankStepResult
 from relax_events.weights.artifact_reader import is_stored
-from relax_events.weights.transport import StoreTransport
+from relax_events.weights.transport import StoreReader
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -265,7 +265,7 @@ class TrainLoop:
             self._checkpoint = pending.wait(self._config.health.transfer_seconds)
         log.info(
             "source.loaded",
-            source_run=source.config.run.id,
+            parent_run=source.config.run.id,
             policy_version=version,
             kind=start.kind,
         )
@@ -300,7 +300,7 @@ class TrainLoop:
         the truth, as exactly as they are written.
         """
         try:
-            published = StoreTransport(self._store).fetch(history.published[-1])
+            published = StoreReader(self._store).fetch(history.published[-1])
         except WeightsError as error:
             run_id, older = self._config.run.id, max(history.published[-1].policy_version - 1, 0)
             way_out = (

@@ -55,7 +55,7 @@ class PolicyLossOutput:
     """Per-token policy loss and what the clipping did. With a ratio of sequences all tokens of a
     sample have the same.
 
-    `figures` are what the algorithm's spec names in `figures`, a value for each token, detached; a
+    `metrics` are what the algorithm's spec names in `metrics`, a value for each token, detached; a
     step reports their means, taken as the loss's is.
     """
 
@@ -71,7 +71,7 @@ class PolicyLossOutput:
         losses: Float[Tensor, " tokens"],
         *,
         ratio: Float[Tensor, " tokens"],
-        figures: Mapping[str, Float[Tensor, " tokens"]] = NO_METRICS,
+        metrics: Mapping[str, Float[Tensor, " tokens"]] = NO_METRICS,
     ) -> PolicyLossOutput:
         """Make one that clips nothing; the ratio is only reported."""
         none = torch.zeros_like(ratio, dtype=torch.bool)
@@ -80,7 +80,7 @@ class PolicyLossOutput:
             ratio=ratio.detach(),
             clipped_low=none,
             clipped_high=none,
-            figures=figures,
+            metrics=metrics,
         )
 
 

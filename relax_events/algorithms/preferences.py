@@ -26,7 +26,7 @@ def dpo_loss(
 
     Every loss token of a pair carries the pair's loss, so that with `sample_mean` each pair counts
     once. dpo_beta (lp - ref) is what the policy
-    takes an answer to be worth: the figures are its mean over chosen and over rejected answers,
+    takes an answer to be worth: the metrics are its mean over chosen and over rejected answers,
         their difference, and the share of the pairs
     whose chosen answer is worth more.
 
@@ -65,7 +65,7 @@ def ipo_loss(
         dpo_beta: Half the inverse of the margin that is aimed at, per nat; the paper's tau.
         length_normalised: Means over the answers' tokens in place of sums.
     Returns:
-        As `dpo_loss`, with the same figures.
+        As `dpo_loss`, with the same metrics.
     Raises:
         ConfigError: As `dpo_loss`.
     Source: IPO: A general theoretical paradigm to understand learning from human preferences (arXiv
@@ -107,13 +107,13 @@ def _sample_of(tokens: LossTokens) -> Int[Tensor, " tokens"]:
 def _spread_over_pairs(
     tokens: LossTokens, *, losses: Float[Tensor, " pairs"], worth: Float[Tensor, "pairs 2"]
 ) -> PolicyLossOutput:
-    """Give every loss token its pair's loss and figures."""
+    """Give every loss token its pair's loss and metrics."""
     pair_of, worth = _sample_of(tokens) // 2, worth.detach()
     margin = worth[:, 0] - worth[:, 1]
     values = ((margin > 0).to(margin.dtype), margin, worth[:, 0], worth[:, 1])
-    figures: dict[str, Float[Tensor, " tokens"]] = {
+    metrics: dict[str, Float[Tensor, " tokens"]] = {
         name: value[pair_of] for name, value in zip(METRICS, values, strict=True)
     }
     return PolicyLossOutput.unclipped(
-        losses[pair_of], ratio=tokens.log_ratio.detach().exp(), figures=figures
+        losses[pair_of], ratio=tokens.log_ratio.detach().exp(), metrics=metrics
     )

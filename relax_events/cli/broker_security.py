@@ -57,7 +57,7 @@ def secure(
 
     from relax_events.config import load_run_config
     from relax_events.errors import ConfigError
-    from relax_events.ops.security import Renewal, make_folder
+    from relax_events.ops.security import Renewal, create_folder
 
     settings = load_run_config(config, overrides)
     folder = (out or settings.broker.credentials or DEFAULT_FOLDER).absolute()
@@ -71,7 +71,7 @@ def secure(
         return _change(config, overrides, withdraw=True, dry_run=dry_run, yes=yes)
     renewal = Renewal(certificates=renew_certificates, passwords=renew_passwords)
     if not dry_run:
-        for file in make_folder(
+        for file in create_folder(
             settings, folder, hosts=hosts or (), lifetime=timedelta(days=days), renewal=renewal
         ):
             print(file)
@@ -95,13 +95,13 @@ def _change(
         apply_security,
         missing_quotas,
         plan_security,
-        plan_withdrawal,
-        withdraw_security,
+        plan_removal,
+        remove_security,
     )
 
     with _reach(config, overrides) as (settings, connection):
         _show(
-            (plan_withdrawal if withdraw else plan_security)(settings, connection),
+            (plan_removal if withdraw else plan_security)(settings, connection),
             {} if withdraw else missing_quotas(settings, connection),
         )
         question = (
@@ -116,7 +116,7 @@ def _change(
         if not withdraw:
             apply_security(settings, connection)
             return 0
-        for file in withdraw_security(settings, connection):
+        for file in remove_security(settings, connection):
             print(f"deleted {file}", file=sys.stderr)
         return 0
 

@@ -51,12 +51,12 @@ def list_(
     """
     from relax_events.cli.output import print_json, print_table
     from relax_events.cli.run_reader import open_run_log
-    from relax_events.ops.dead_letters import read_letters
+    from relax_events.ops.dead_letters import read_dead_letters
 
     with open_run_log(config, overrides, name="deadletter") as log:
         letters = [
             letter
-            for letter in read_letters(log, roles=[role] if role else ())
+            for letter in read_dead_letters(log, roles=[role] if role else ())
             if reason in ("", letter.error_class)
         ]
     letters = [letter for letter in letters if done or not letter.resolution]
@@ -65,7 +65,7 @@ def list_(
         print_json(
             {
                 "counts": counts,
-                "letters": [{"letter": letter.name, **asdict(letter)} for letter in letters],
+                "letters": [{"letter": letter.id, **asdict(letter)} for letter in letters],
             }
         )
         return
@@ -87,7 +87,7 @@ def _cells(letter: DeadLetter) -> list[Any]:
     )
     reason = f"{letter.error_class}: {excerpt(letter.error_text, 60)}"
     return [
-        letter.name,
+        letter.id,
         clock_time(letter.written_at * 1000),
         origin,
         reason,
@@ -111,11 +111,11 @@ def show(letter: str, config: Path, *overrides: str, output: Output = "table") -
     """
     from relax_events.cli.output import print_json, print_pairs
     from relax_events.cli.run_reader import open_run_log
-    from relax_events.ops.dead_letters import read_letter
+    from relax_events.ops.dead_letters import read_dead_letter
     from relax_events.ops.topic_tail import read_record
 
     with open_run_log(config, overrides, name="deadletter") as log:
-        found, record = read_letter(log, letter)
+        found, record = read_dead_letter(log, letter)
         read = read_record(log, record)
     document = {
         **asdict(found),
@@ -233,9 +233,9 @@ def _choose(
 ) -> list[DeadLetter] | None:
     """Show which letters are meant; return them if it may be done."""
     from relax_events.cli.output import agreed, print_table
-    from relax_events.ops.dead_letters import read_letters
+    from relax_events.ops.dead_letters import read_dead_letters
 
-    letters = selection.choose(read_letters(log, roles=[selection.role] if selection.role else ()))
+    letters = selection.choose(read_dead_letters(log, roles=[selection.role] if selection.role else ()))
     print_table(COLUMNS, [_cells(letter) for letter in letters])
     if dry_run:
         print(f"would {verb} {len(letters)} records", file=sys.stderr)

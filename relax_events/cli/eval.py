@@ -32,7 +32,7 @@ def show(
     """
     from relax_events.cli.output import print_json, print_table
     from relax_events.cli.run_reader import note_unreadable, open_run_log
-    from relax_events.reports.evaluations import evaluation_table, read_evaluations
+    from relax_events.reports.evaluations import build_table, read_evaluations
 
     with open_run_log(config, overrides, name="eval") as log:
         rows = [row for row in read_evaluations(log) if dataset in ("", row["dataset"])]
@@ -40,4 +40,4 @@ def show(
     if output == "json":
         print_json(rows)
     else:
-        print_table(*evaluation_table(rows))
+        print_table(*build_table(rows))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
-    from relax_events.events.types import WorkerBeat
+    from relax_events.events.types import WorkerHeartbeat
 
 VARIABLE = "RELAX_TELEMETRY__METRICS_PORT"
 ANSWER_SECONDS = 3.0
@@ -145,13 +145,13 @@ def _show_workers(
         )
 
 
-def _health_of(beat: WorkerBeat | None, host: str, *, ready: bool) -> tuple[bool, str]:
+def _health_of(beat: WorkerHeartbeat | None, host: str, *, ready: bool) -> tuple[bool, str]:
     if beat is None:
         return False, "no heartbeat of late"
     if beat.host != socket.gethostname():
         return (
             True,
-            f"heartbeat {max(0.0, time.time() - beat.beat_at / 1e6):.1f} s ago, {beat.state.value}",
+            f"heartbeat {max(0.0, time.time() - beat.sent_at / 1e6):.1f} s ago, {beat.state.value}",
         )
     try:
         return True, ask(beat.metrics_port, ready=ready, host=host)

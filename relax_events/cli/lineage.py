@@ -56,7 +56,7 @@ def version(policy_version: int, config: Path, *overrides: str, output: Output =
 def _print_version(found: VersionLineage) -> None:
     print(
         f"version {found.policy_version}, published {clock_time(found.published_at)}  "
-        f"{found.published_place}"
+        f"{found.published_position}"
     )
     print(f"  weights {found.artifact}")
     if found.train_step is None or found.committed_at is None:
@@ -64,7 +64,7 @@ def _print_version(found: VersionLineage) -> None:
         return
     print(
         f"  made from version {found.policy_version - 1} by train step {found.train_step}, "
-        f"{clock_time(found.committed_at)}  {found.step_place}"
+        f"{clock_time(found.committed_at)}  {found.step_position}"
     )
     counts = ", ".join(
         f"{count} samples {age} behind" for age, count in enumerate(found.staleness_counts) if count
@@ -84,7 +84,7 @@ def _print_version(found: VersionLineage) -> None:
             _row(sample.data_row, sample.row),
             figure(sample.reward),
             figure(sample.advantage),
-            sample.place,
+            sample.position,
         ]
         for sample in found.samples
     ]
@@ -120,7 +120,7 @@ def sample_lines(found: SampleLineage) -> Iterator[str]:
     again = f", generated {found.num_generations} times" if found.num_generations > 1 else ""
     yield f"sample {found.sample_id}{again}"
     for stage in found.stages:
-        yield f"  {clock_time(stage.at)}  {stage.what:<11} {stage.place}"
+        yield f"  {clock_time(stage.at)}  {stage.what:<11} {stage.position}"
         yield f"{'':<34}{facts_text(stage)}"
     if found.first_version is not None:
         yield f"in version {found.first_version} and every later one"
@@ -182,8 +182,8 @@ def _print_uses(uses: list[PromptUse]) -> None:
             use.outcome,
             "-" if use.train_step is None else use.train_step,
             figure(use.mean_reward),
-            use.issued_place,
-            use.ended_place or "-",
+            use.issued_position,
+            use.ended_position or "-",
         ]
         for use in uses
     ]
@@ -204,7 +204,7 @@ def _print_uses(uses: list[PromptUse]) -> None:
         if use.samples:
             print()
             lines = [
-                [line.sample_id, line.policy_version, line.outcome, figure(line.reward), line.place]
+                [line.sample_id, line.policy_version, line.outcome, figure(line.reward), line.position]
                 for line in use.samples
             ]
             print_table(["sample", "version", "outcome", "reward", "record"], lines)

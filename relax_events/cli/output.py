@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relax_events.history.runs.inherited_code import NotTrusted
+    from relax_events.history.runs.inherited_code import UntrustedSettingsError
 
 
 def agreed(question: str, *, yes: bool) -> bool:
@@ -30,13 +30,13 @@ def agreed(question: str, *, yes: bool) -> bool:
         return False
 
 
-def accept_source(refused: NotTrusted, *, trusts: bool) -> None:
+def accept_source(refused: UntrustedSettingsError, *, trusts: bool) -> None:
     """Show what a log names, and go on if the flag says so or a person on a terminal agrees.
 
     Raises:
         NotTrusted: Nobody agrees.
     """
-    from relax_events.history.runs.inherited_code import named_text
+    from relax_events.history.runs.inherited_code import format_values
     from relax_events.printable import printable
 
     if not trusts and not sys.stdin.isatty():
@@ -44,7 +44,7 @@ def accept_source(refused: NotTrusted, *, trusts: bool) -> None:
     print(
         printable(
             f"the log of run {refused.source} names what will be used "
-            f"here:\n{named_text(refused.named)}"
+            f"here:\n{format_values(refused.named)}"
         ),
         file=sys.stderr,
     )

@@ -20,7 +20,7 @@ def report(config: Path, *overrides: str) -> int:
     """
     from relax_events.config import load_run_config
     from relax_events.history.runs.replay import resolve_parent
-    from relax_events.reports.run_report import remake_report
+    from relax_events.reports.run_report import rewrite_report
     from relax_events.session.broker_address import attach, open_admin, require_run
     from relax_events.session.defaults import resolve_defaults
     from relax_events.session.resume import known_settings, read_last_session
@@ -31,7 +31,7 @@ def report(config: Path, *overrides: str) -> int:
             require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
         settings = resolve_parent(settings)
         settings, _ = resolve_defaults(settings, known=known_settings(settings, read_last_session(settings)))
-        written, ledger = remake_report(settings)
+        written, ledger = rewrite_report(settings)
     outcome = "reached its goal" if written["succeeded"] else "did not reach its goal"
     print(
         f"run {written['run_id']} {outcome} at step {written['steps']} of "

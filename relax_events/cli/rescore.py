@@ -53,9 +53,9 @@ def rescore(
     from relax_events.cli.run_reader import note_unreadable, open_run_log
     from relax_events.history.samples.filter import parse_bounds
     from relax_events.history.samples.rescoring import rescore as rescore_run
-    from relax_events.history.samples.rescoring import scores_name
+    from relax_events.history.samples.rescoring import default_scores_name
 
-    versions, topic_name = parse_bounds(version, flag="--version"), name or scores_name(reward)
+    versions, topic_name = parse_bounds(version, flag="--version"), name or default_scores_name(reward)
     with open_run_log(config, overrides, name="rescore") as log:
         run = log.config.reward
         if log.config.is_replay:  # in its run file stands what the log of its source says

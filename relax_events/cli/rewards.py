@@ -198,7 +198,7 @@ def compare(
     from relax_events.config import RewardConfig
     from relax_events.errors import ConfigError
     from relax_events.history.samples.filter import parse_bounds
-    from relax_events.history.samples.reader import generated_samples
+    from relax_events.history.samples.reader import read_generated_samples
     from relax_events.rewards.comparison import compare_rewards
     from relax_events.rewards.scoring import build_reward_item
     from relax_events.rewards.trial import read_items
@@ -238,7 +238,7 @@ def compare(
                 directory=directory,
                 trusts=trust_source,
             )
-            items = (build_reward_item(sample) for sample in generated_samples(log, versions))
+            items = (build_reward_item(sample) for sample in read_generated_samples(log, versions))
             found = compare_rewards(
                 *sides(section), items, threshold=threshold, limit=limit, report=report
             )
@@ -288,7 +288,7 @@ def _section_of(
     from relax_events.cli.output import accept_source
     from relax_events.cli.run_reader import is_run_file
     from relax_events.config import RewardConfig, load_run_config
-    from relax_events.history.runs.inherited_code import own_run_files, reward_of
+    from relax_events.history.runs.inherited_code import read_own_run_files, require_trusted_reward
 
     if is_run_file(run) and not settings.is_replay:
         return settings.reward
@@ -297,9 +297,9 @@ def _section_of(
     ):  # the run file of a replay says what the log of its source says
         return RewardConfig()
     named = load_run_config(config) if config is not None else None
-    return reward_of(
+    return require_trusted_reward(
         settings,
-        own=own_run_files(directory, run, named=named),
+        own=read_own_run_files(directory, run, named=named),
         accept=partial(accept_source, trusts=trusts),
     )
 

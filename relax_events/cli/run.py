@@ -41,7 +41,7 @@ def run(config: Path, *overrides: str, accept_changes: bool = False) -> None:
     from relax_events.config import load_run_config
     from relax_events.launcher.preparation import prepare_run
     from relax_events.launcher.run import RunSession
-    from relax_events.reports.run_report import closing_line
+    from relax_events.reports.run_report import format_closing_line
     from relax_events.runtime.private_files import keep_private
     from relax_events.session.resume import ChangesNotAccepted
 
@@ -57,7 +57,7 @@ def run(config: Path, *overrides: str, accept_changes: bool = False) -> None:
         if not agreed("go on with these changes?", yes=False):
             raise
         report = RunSession(settings, accepts_changes=True).run()
-    print(closing_line(report, settings.run_directory))
+    print(format_closing_line(report, settings.run_directory))
 
 
 def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"] = 0) -> None:

@@ -87,7 +87,7 @@ def list_runs(
 def _row(run: RunSummary) -> dict[str, Any]:
     return {
         "run": run.run_id,
-        "state": run.standing,
+        "state": run.status,
         "steps": run.num_steps,
         "version": run.policy_version,
         "reward": run.state.reward,
@@ -123,11 +123,11 @@ def show(
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_pairs, print_table
-    from relax_events.history.runs.details import details_tree, read_details
+    from relax_events.history.runs.details import details_as_dict, read_details
     from relax_events.history.runs.listing import read_run
 
     with _connection(config, bootstrap_servers, directory) as connection:
-        tree = details_tree(read_details(connection, read_run(connection, run_id)))
+        tree = details_as_dict(read_details(connection, read_run(connection, run_id)))
         if output == "json":
             print_json(tree)
             return
@@ -222,10 +222,10 @@ def timeline(
     import orjson
 
     from relax_events.cli.run_reader import note_unreadable, open_run_log
-    from relax_events.history.runs.timeline import read_timeline, trace_text
+    from relax_events.history.runs.timeline import read_timeline, format_trace
 
     with open_run_log(config, overrides, name="timeline") as log, out.open("w") as file:
-        file.writelines(trace_text(orjson.dumps(entry).decode() for entry in read_timeline(log)))
+        file.writelines(format_trace(orjson.dumps(entry).decode() for entry in read_timeline(log)))
         note_unreadable(log)
     print(f"{out}; open it at https://ui.perfetto.dev")
 
@@ -257,7 +257,7 @@ def delete(
         yes: Don't ask.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.history.runs.deletion import delete_run, plan_deletion, refuse_deletion
+    from relax_events.history.runs.deletion import delete_run, plan_deletion, require_deletable
     from relax_events.history.runs.listing import read_run, read_runs
 
     cluster = _cluster(config, bootstrap_servers, directory)
@@ -266,7 +266,7 @@ def delete(
         deletion = plan_deletion(connection, run_id, run_file=cluster.run_file)
         _show_deletion(deletion, output)
         if not force:
-            refuse_deletion(
+            require_deletable(
                 read_run(connection, run_id), read_runs(connection, with_progress=False).values()
             )
         if dry_run:
@@ -414,11 +414,11 @@ def _train(
     from functools import partial
 
     from relax_events.history.cluster import Cluster
-    from relax_events.history.runs.forking import make_run_file, refuse_unverifiable
+    from relax_events.history.runs.forking import make_run_file, require_verifiable
     from relax_events.history.runs.verification import verify_replay
     from relax_events.launcher.preparation import prepare_run
     from relax_events.launcher.run import RunSession
-    from relax_events.reports.run_report import closing_line
+    from relax_events.reports.run_report import format_closing_line
     from relax_events.runtime.parent_run import SourceRun
     from relax_events.runtime.private_files import keep_private
 
@@ -429,11 +429,11 @@ def _train(
             cluster, source, new, choice, overrides, accept=partial(accept_source, trusts=trusts)
         )
         if verify:
-            refuse_unverifiable(source, settings)
+            require_verifiable(source, settings)
         keep_private(settings)
         prepare_run(settings)
         report = RunSession(settings).run()
-        print(closing_line(report, settings.run_directory))
+        print(format_closing_line(report, settings.run_directory))
         if not verify:
             return 0
         found = verify_replay(Cluster.from_run_file(settings).connection(name="runs"), choice.run, new)

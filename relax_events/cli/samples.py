@@ -71,14 +71,14 @@ def tail(
 def _lines(
     log: RunLog, which: Which, *, from_beginning: bool, last: int, follow: bool
 ) -> Iterator[SampleLine]:
-    from relax_events.history.samples.reader import history_lines, last_lines
+    from relax_events.history.samples.reader import read_lines, read_last_lines
     from relax_events.history.samples.tail import follow_samples, live_starts
 
     wanted, starts = which.as_filter(), live_starts(log)
     if from_beginning:
-        yield from history_lines(log, wanted)
+        yield from read_lines(log, wanted)
     elif last:
-        yield from last_lines(log, wanted, count=last)
+        yield from read_last_lines(log, wanted, count=last)
     if follow:
         yield from follow_samples(log, wanted, starts)
 
@@ -156,12 +156,12 @@ def export(
         limit: End after so many samples.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log, reader_may_leave
-    from relax_events.history.samples.reader import last_samples, read_samples
+    from relax_events.history.samples.reader import read_last_samples, read_samples
     from relax_events.reports.sample_export import open_export
 
     wanted = which.as_filter()
     with open_run_log(config, overrides, name="samples") as log:
-        views = last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
+        views = read_last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
         with (
             reader_may_leave() if to is None else nullcontext(),
             open_export(log, to, media=media, tokens=tokens) as exported,

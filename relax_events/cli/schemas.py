@@ -39,7 +39,7 @@ def check(
         directory: Folder of .avsc files with their releases; by default the installed ones.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.ops.schema_check import check_releases, check_run, unreleased
+    from relax_events.ops.schema_check import check_releases, check_run, find_unreleased
 
     folder = _folder(directory)
     problems = check_releases(folder)
@@ -49,7 +49,7 @@ def check(
 
         with attach(load_run_config(config, overrides), by="relax schemas") as settings:
             problems += check_run(settings, folder)
-    _show_problems(problems, unreleased(folder), output)
+    _show_problems(problems, find_unreleased(folder), output)
     return 6 if problems else 0
 
 
@@ -131,10 +131,10 @@ def add_release(
     import sys
 
     from relax_events.events.releases import write_release
-    from relax_events.ops.schema_check import next_release
+    from relax_events.ops.schema_check import build_release
 
     folder = _folder(directory)
-    release = next_release(folder, version)
+    release = build_release(folder, version)
     print(
         f"{len(release.schemas)} events will be released as {version} in {folder}", file=sys.stderr
     )

@@ -53,12 +53,12 @@ def status(
 
 def _print(found: RunStatus, *, with_workers: bool = True) -> None:
     from relax_events.cli.output import print_table
-    from relax_events.reports.terminal import progress_line
+    from relax_events.reports.terminal import format_progress
 
     reason = f": {found.reason}" if found.reason else ""
-    print(f"run {found.run_id} {found.standing}{reason}")
+    print(f"run {found.run_id} {found.status}{reason}")
     if with_workers:
-        print(progress_line(found.figures, found.workers))
+        print(format_progress(found.progress, found.workers))
         columns = ["worker", "state", "version", "processed", "in flight", "per s", "last beat"]
         print_table(
             columns, [[_cell(value) for value in found.row(worker)] for worker in found.workers]

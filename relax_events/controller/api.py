@@ -1,5 +1,5 @@
-"""The HTTP API of the controller: Relax's routes for elastic rollout, with a token, keys for
-repeated calls, and rehearsals.
+"""The controller's HTTP API: Relax's routes for elastic rollout, with a token, idempotency keys and
+dry runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from relax_events.http.guard import RequestGuard
 from relax_events.projections.scale_requests import Kind, Status
 
 RESPONSE_SECONDS = 10.0
-SUMMARY = "Workers of a run come and go while it goes on."
+SUMMARY = "Scale the workers of a run while it runs."
 Result = TypeVar("Result")
 Key = Annotated[
     str,
@@ -41,7 +41,7 @@ Key = Annotated[
         alias="Idempotency-Key",
         max_length=128,
         pattern=r"^[!-~]*$",
-        description="A call that is repeated with the same key makes no second request.",
+        description="A repeated call with the same key opens no second request.",
     ),
 ]
 RequestId = Annotated[
@@ -50,12 +50,12 @@ RequestId = Annotated[
         min_length=1,
         max_length=128,
         pattern=r"^[A-Za-z0-9_-]+$",
-        description="As the call that made it was told.",
+        description="As returned by the call that opened it.",
     ),
 ]
 ModelQuery = Annotated[str | None, Query(max_length=64, description="Only of this model.")]
 StatusQuery = Annotated[Status | None, Query(description="Only in this status.")]
-# The guard before the application checks the token; this tells of it in the API's description.
+# The guard in front of the application checks the token; this documents it in the API's schema.
 BEARER = HTTPBearer(
     auto_error=False,
     description=(
@@ -64,36 +64,34 @@ BEARER = HTTPBearer(
     ),
 )
 UNEXPECTED: dict[int | str, dict[str, Any]] = {
-    "default": {"model": ApiResponse, "description": "Anything else that went wrong."}
+    "default": {"model": ApiResponse, "description": "Any other error."}
 }
-UNAUTHORIZED = error_response(401, "No token, or the wrong one.")
+UNAUTHORIZED = error_response(401, "The token is missing or wrong.")
 UNAVAILABLE = error_response(
-    503, "The controller or its broker does not answer now; try again, with the same key."
+    503, "The controller or its broker is unavailable; retry with the same key."
 )
 BAD_REQUEST = error_response(
-    400, "The call is not one that can be understood, or can't be done; the message says why."
+    400, "The call is malformed or can't be carried out; the message names the reason."
 )
-NOT_FOUND = error_response(404, "It names a model or a request that is not there.")
+NOT_FOUND = error_response(404, "The model or the request does not exist.")
 CONFLICT = error_response(
-    409, "Another request for the model is not over, or the key belongs to another call."
+    409, "Another request for the model is open, or the key belongs to another call."
 )
 
 
 def build_app(
-    desk: ScalingService, put: Callable[[MainThreadTask[object]], None], *, token: str, host: str
+    service: ScalingService, put: Callable[[MainThreadTask[object]], None], *, token: str, host: str
 ) -> RequestGuard:
-    """Make the application.
+    """Build the application.
 
-    Args:
-        desk: Answers, in the thread that does what is put.
-        put: Hands an errand to that thread.
-        token: Without which no call is answered, and no body is read.
-        host: What it listens on.
+    Args: service: Answers the calls, in the controller's thread. put: Hands a task to that thread.
+    token: Required of every call, before its body is read. host: The address that the server
+    listens on.
     """
     app = FastAPI(
         title="Relax Events", version=__version__, summary=SUMMARY, docs_url=None, redoc_url=None
     )
-    app.include_router(_routes(desk, put))
+    app.include_router(_routes(service, put))
     app.add_exception_handler(RejectedError, _respond_rejected)
     app.add_exception_handler(RequestValidationError, _respond_invalid)
     app.add_exception_handler(PlainHTTPException, _respond_http_error)
@@ -102,19 +100,19 @@ def build_app(
     return RequestGuard(app, problem=_problem, host=host, token=token)
 
 
-def _routes(desk: ScalingService, put: Callable[[MainThreadTask[object]], None]) -> APIRouter:
+def _routes(service: ScalingService, put: Callable[[MainThreadTask[object]], None]) -> APIRouter:
     routes = APIRouter(
         prefix="/rollout",
         dependencies=[Depends(BEARER)],
         responses={**UNAUTHORIZED, **UNAVAILABLE, **BAD_REQUEST, **UNEXPECTED},
     )
 
-    def ask(work: Callable[[], Result]) -> Result:
-        errand = MainThreadTask(work)
-        put(errand)  # type: ignore[arg-type]
-        return errand.wait(RESPONSE_SECONDS)
+    def call(work: Callable[[], Result]) -> Result:
+        task = MainThreadTask(work)
+        put(task)  # type: ignore[arg-type]
+        return task.wait(RESPONSE_SECONDS)
 
-    def asked(kind: Kind, body: ScaleBody, key: str, *, force: bool = False) -> ScaleCommand:
+    def command(kind: Kind, body: ScaleBody, key: str, *, force: bool = False) -> ScaleCommand:
         urls = tuple(body.engine_urls)
         return ScaleCommand(
             kind=kind,
@@ -128,60 +126,62 @@ def _routes(desk: ScalingService, put: Callable[[MainThreadTask[object]], None])
 
     @routes.post("/scale_out", responses=NOT_FOUND | CONFLICT)
     def scale_out(body: ScaleOutBody, key: Key = "") -> ApiResponse:
-        """Have as many workers as asked for, or attach to SGLang servers."""
-        return ask(lambda: desk.scale(asked(Kind.OUT, body, key), dry_run=body.dry_run))
+        """Scale out to the given number of workers, or attach to SGLang servers."""
+        return call(lambda: service.scale(command(Kind.OUT, body, key), dry_run=body.dry_run))
 
     @routes.get("/scale_out")
     def list_scale_out(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
-        """Show requests for more workers: those that are open, and those that ended within seven
-        days, or the newest 100.
+        """List scale-out requests: the open ones, and those that ended within seven days or are
+        among the newest 100.
         """
-        return ask(lambda: desk.views(Kind.OUT, model=model_name, status=status))
+        return call(lambda: service.views(Kind.OUT, model=model_name, status=status))
 
     @routes.get("/scale_out/{request_id}", responses=NOT_FOUND)
     def show_scale_out(request_id: RequestId) -> RequestView:
-        """Show a request for more workers."""
-        return ask(lambda: desk.view(request_id, Kind.OUT))
+        """Show a scale-out request."""
+        return call(lambda: service.view(request_id, Kind.OUT))
 
     @routes.post("/scale_out/{request_id}/cancel", responses=NOT_FOUND)
     def cancel_scale_out(request_id: RequestId) -> ApiResponse:
-        """Take a request back that is not over; whatever it has made goes."""
-        return ask(lambda: desk.cancel(request_id))
+        """Cancel an open scale-out request; the workers that it added are removed."""
+        return call(lambda: service.cancel(request_id))
 
     @routes.post("/scale_out_cancel")
     def cancel_several(body: CancelBody) -> CancelResult:
-        """Take all requests back that match."""
-        return ask(
-            lambda: desk.cancel_all(
+        """Cancel all matching scale-out requests."""
+        return call(
+            lambda: service.cancel_all(
                 model=body.model_name, status=body.status_filter, dry_run=body.dry_run
             )
         )
 
     @routes.get("/engines", responses=NOT_FOUND)
     def engines(model_name: ModelQuery = None) -> Engines:
-        """Show the workers that are there."""
-        return ask(lambda: desk.engines(model_name))
+        """List the current workers."""
+        return call(lambda: service.engines(model_name))
 
     @routes.post("/scale_in", responses=NOT_FOUND | CONFLICT)
     def scale_in(body: ScaleInBody, key: Key = "") -> ApiResponse:
-        """Have no more workers than asked for, or let go of SGLang servers; the newest workers go
-        first, those of the start stay.
+        """Scale in to the given number of workers, or detach SGLang servers; the newest workers
+        are removed first, the initial ones never.
         """
-        return ask(
-            lambda: desk.scale(asked(Kind.IN, body, key, force=body.force), dry_run=body.dry_run)
+        return call(
+            lambda: service.scale(
+                command(Kind.IN, body, key, force=body.force), dry_run=body.dry_run
+            )
         )
 
     @routes.get("/scale_in")
     def list_scale_in(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
-        """Show requests for fewer workers: those that are open, and those that ended within seven
-        days, or the newest 100.
+        """List scale-in requests: the open ones, and those that ended within seven days or are
+        among the newest 100.
         """
-        return ask(lambda: desk.views(Kind.IN, model=model_name, status=status))
+        return call(lambda: service.views(Kind.IN, model=model_name, status=status))
 
     @routes.get("/scale_in/{request_id}", responses=NOT_FOUND)
     def show_scale_in(request_id: RequestId) -> RequestView:
-        """Show a request for fewer workers."""
-        return ask(lambda: desk.view(request_id, Kind.IN))
+        """Show a scale-in request."""
+        return call(lambda: service.view(request_id, Kind.IN))
 
     return routes
 
@@ -190,9 +190,11 @@ def _problem(code: int, text: str) -> bytes:
     return ApiResponse(status="REJECTED", message=text).model_dump_json().encode()
 
 
-def _respond(code: int, word: str, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def _respond(
+    code: int, status: str, text: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
     return JSONResponse(
-        ApiResponse(status=word, message=text).model_dump(), status_code=code, headers=headers
+        ApiResponse(status=status, message=text).model_dump(), status_code=code, headers=headers
     )
 
 
@@ -202,17 +204,13 @@ def _respond_rejected(_: Request, error: Exception) -> JSONResponse:
 
 
 def _respond_http_error(_: Request, error: Exception) -> JSONResponse:
-    """Answer what the framework refuses, as a path or a method that there is not, or a call without
-    the token.
-    """
+    """Respond to an error of the framework: an unknown path or method, or a call without the token."""
     assert isinstance(error, PlainHTTPException)
     return _respond(error.status_code, "REJECTED", str(error.detail), dict(error.headers or {}))
 
 
 def _respond_invalid(_: Request, error: Exception) -> JSONResponse:
-    """Answer a call whose parts are not of the form that they must have; what it brought is shown
-    in ASCII, whatever it was.
-    """
+    """Respond to a call with a malformed part; the given value is shown in ASCII."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"][1:]) or "the body"
@@ -229,5 +227,8 @@ def _respond_invalid(_: Request, error: Exception) -> JSONResponse:
 
 
 def _respond_unavailable(_: Request, error: Exception) -> JSONResponse:
-    text = str(error) or f"the controller has not come to it within {RESPONSE_SECONDS:g} s; try again"
+    text = (
+        str(error)
+        or f"the controller did not run the call within {RESPONSE_SECONDS:g} s; try again"
+    )
     return _respond(503, "UNAVAILABLE", text, {"Retry-After": "5"})

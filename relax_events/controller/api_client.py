@@ -1,4 +1,4 @@
-"""Calls a run's API, from the command line."""
+"""Calls a run's API from the command line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import orjson
 from relax_events.errors import CheckFailed, ConfigError
 
 CALL_SECONDS = 15.0
-"""Longer than the controller may take to come to a call."""
+"""Longer than the controller may take to respond."""
 USAGE = (400, 401, 404, 422)
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleClient:
-    """Where the API is, and the token to bring."""
+    """A client of a run's API: its address and the token."""
 
     url: str
     token: str
@@ -26,11 +26,10 @@ class ScaleClient:
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, key: str = ""
     ) -> dict[str, Any]:
-        """Call a route under `/rollout` and return its answer.
+        """Call a route under `/rollout` and return its response.
 
-        Raises:
-            ConfigError: The call is refused for what it says.
-            CheckFailed: Nobody answers, or something else has to be over first.
+        Raises: ConfigError: The call is rejected for its arguments. CheckFailed: The API does not
+        respond, or another request must finish first.
         """
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"} | (
             {"Idempotency-Key": key} if key else {}
@@ -42,15 +41,15 @@ class ScaleClient:
         )
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({})
-        )  # the token goes to nobody in between
+        )  # no proxy may see the token
         try:
-            with opener.open(request, timeout=CALL_SECONDS) as answer:
-                told: dict[str, Any] = orjson.loads(answer.read())
-                return told
+            with opener.open(request, timeout=CALL_SECONDS) as response:
+                body_read: dict[str, Any] = orjson.loads(response.read())
+                return body_read
         except urllib.error.HTTPError as refusal:
             text = _message(refusal.read())
             raise (ConfigError if refusal.code in USAGE else CheckFailed)(
-                f"{self.url} refused it ({refusal.code}): {text}"
+                f"{self.url} rejected the call ({refusal.code}): {text}"
             ) from None
         except (OSError, orjson.JSONDecodeError) as error:
             why = getattr(error, "reason", error)

@@ -1,5 +1,5 @@
-"""Where a run's API is, and the token that it asks for: two files in the run's folder, which only
-their owner may read.
+"""The address and the token of a run's API: two files in the run's folder that only their owner may
+read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class ApiEndpointFile:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> ApiEndpointFile:
-        """Return where they lie."""
+        """Return the paths of the files."""
         folder, given = config.run_directory, config.scaling.token_file
         return cls(folder / "api.json", given or folder / "api-token", given is None)
 
     def open_token(self) -> str:
-        """Return the token that calls must bring; one of the run's own is made where it is missing.
+        """Return the token that calls must carry; create the run's own token where it is missing.
 
         Raises:
             ConfigError: The file that `scaling.token_file` names is missing or empty.
@@ -44,7 +44,7 @@ class ApiEndpointFile:
         return self.read_token()
 
     def read_token(self) -> str:
-        """Return the token to bring; raises as `open_token`, also where the run has made none."""
+        """Return the token; raises as `open_token`, and also where the run has created none."""
         if self.is_own_token and not self.token_file.exists():
             raise ConfigError(
                 f"{self.token_file} does not exist: the run has not served its API here; "
@@ -57,12 +57,12 @@ class ApiEndpointFile:
         return token
 
     def write_url(self, url: str) -> None:
-        """Write down where the API is."""
+        """Write the address of the API."""
         write_private(self.address_file, orjson.dumps({"url": url}))
 
     def remove(self, url: str) -> None:
-        """Remove what `announce` wrote and the run's own token, unless another controller has
-        announced itself since.
+        """Remove the address and the run's own token, unless another controller has written its own
+        address since.
         """
         with suppress(CheckFailed):
             if self.read_url() == url:
@@ -71,10 +71,9 @@ class ApiEndpointFile:
                     self.token_file.unlink(missing_ok=True)
 
     def read_url(self) -> str:
-        """Return where it is.
+        """Return the address of the API.
 
-        Raises:
-            CheckFailed: Nobody has said so here.
+        Raises: CheckFailed: No address was written here.
         """
         try:
             return str(orjson.loads(self.address_file.read_bytes())["url"])

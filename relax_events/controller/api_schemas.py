@@ -1,4 +1,4 @@
-"""What calls of the API bring and get: the fields of Relax's, and `dry_run` for both ways."""
+"""Request and response bodies of the API: Relax's fields, with `dry_run` for both directions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from relax_events.controller.scaling_bounds import DEFAULT_MODEL
-from relax_events.projections.scale_requests import Kind, MICROS, ScaleRequest, Status
+from relax_events.projections.scale_requests import MICROS, Kind, ScaleRequest, Status
 
 MAX_COUNT = 1_000_000
 MAX_SECONDS = 86_400.0
@@ -26,19 +26,19 @@ Timeout = Annotated[
         gt=0,
         le=MAX_SECONDS,
         allow_inf_nan=False,
-        description="Seconds for all of it; null for the run file's.",
+        description="Time limit of the request in seconds; null for the run file's.",
     ),
 ]
 
 
 class Body(BaseModel):
-    """What a call brings; a key that nobody knows is refused."""
+    """A request body; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class ScaleBody(Body):
-    """How many workers there shall be, those of the start among them, or which servers."""
+    """The wanted number of workers, the initial ones included, or the servers."""
 
     model_name: Model = DEFAULT_MODEL
     num_replicas: Annotated[
@@ -46,7 +46,7 @@ class ScaleBody(Body):
         Field(
             ge=0,
             le=MAX_COUNT,
-            description="Workers that there shall be in all; 0 when engine_urls say it.",
+            description="Wanted number of workers in all; 0 when engine_urls are given.",
         ),
     ] = 0
     engine_urls: Annotated[
@@ -54,18 +54,21 @@ class ScaleBody(Body):
         Field(max_length=MAX_URLS, description="SGLang servers."),
     ] = []
     timeout_secs: Timeout = None
-    dry_run: Annotated[bool, Field(description="Say what would be done, and do nothing.")] = False
+    dry_run: Annotated[bool, Field(description="Report what would be done, and do nothing.")] = (
+        False
+    )
 
 
 class ScaleOutBody(ScaleBody):
-    """More workers."""
+    """A scale-out."""
 
 
 class ScaleInBody(ScaleBody):
-    """Fewer workers: the newest go, and those of the start stay."""
+    """A scale-in: the newest workers are removed, the initial ones stay."""
 
     force: Annotated[
-        bool, Field(description="Don't wait for what they hold; others generate it again.")
+        bool,
+        Field(description="Don't drain the workers; others generate their prompt groups again."),
     ] = False
 
 
@@ -75,12 +78,12 @@ class CancelBody(Body):
     model_name: Annotated[Model | None, Field(description="Only of this model.")] = None
     status_filter: Annotated[Status | None, Field(description="Only in this status.")] = None
     dry_run: Annotated[
-        bool, Field(description="Say what would be cancelled, and cancel nothing.")
+        bool, Field(description="Report what would be cancelled, and cancel nothing.")
     ] = False
 
 
 class ApiResponse(BaseModel):
-    """What became of a call."""
+    """The result of a call."""
 
     request_id: str = ""
     status: str
@@ -96,7 +99,7 @@ class Skipped(BaseModel):
 
 
 class CancelResult(BaseModel):
-    """What became of a call to cancel several."""
+    """The result of a call that cancels several requests."""
 
     succeeded: list[str]
     skipped: list[Skipped]
@@ -106,7 +109,7 @@ class CancelResult(BaseModel):
 
 
 class RequestView(BaseModel):
-    """Where a request is. Times are in seconds since the epoch."""
+    """The state of a request. Times are in seconds since the epoch."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -130,7 +133,7 @@ class RequestView(BaseModel):
 
     @classmethod
     def from_request(cls, request: ScaleRequest) -> RequestView:
-        """Show a request."""
+        """Describe a request."""
         is_out, failed = request.kind is Kind.OUT, [worker_id for worker_id, _ in request.failed]
         return cls(
             request_id=request.request_id,
@@ -175,7 +178,7 @@ class EngineView(BaseModel):
 
 
 class EngineGroup(BaseModel):
-    """The workers of a model that the run began with, or those that were added."""
+    """The initial workers of a model, or the added ones."""
 
     group_index: int
     worker_type: str
@@ -194,12 +197,12 @@ class ModelView(BaseModel):
 
 
 class Engines(BaseModel):
-    """All workers that may come and go, and those of the start beside them."""
+    """All workers of the elastic roles, the initial ones included."""
 
     models: dict[str, ModelView]
     total_engines: int
 
 
 def error_response(status: int, text: str) -> dict[int | str, dict[str, Any]]:
-    """Describe an error of a route for the OpenAPI page."""
+    """Describe an error of a route for the OpenAPI schema."""
     return {status: {"model": ApiResponse, "description": text}}

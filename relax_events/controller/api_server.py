@@ -1,4 +1,4 @@
-"""Serves the API beside the controller's loop, in a thread of its own."""
+"""Runs the API server in a thread beside the controller's loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_events.controller.api_endpoint import ApiEndpointFile
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import EnvironmentProblem
 from relax_events.http.guard import build_server_config
-from relax_events.http.listener import find_missing_package, open_listener, build_url
+from relax_events.http.listener import build_url, find_missing_package, open_listener
 
 log = structlog.get_logger()
 CLOSE_SECONDS = 5.0
@@ -22,10 +22,10 @@ KEEP_ALIVE_SECONDS = 5
 
 
 def is_served(config: ScalingConfig) -> bool:
-    """Tell whether the controller shall serve the API.
+    """Return whether the controller serves the API.
 
     Raises:
-        EnvironmentProblem: It shall, and a package that it needs is not installed.
+        EnvironmentProblem: The API is wanted and a package that it needs is not installed.
     """
     missing = find_missing_package()
     if missing and config.api == "on":
@@ -36,10 +36,10 @@ def is_served(config: ScalingConfig) -> bool:
 
 
 def require_api_port(config: RunConfig) -> str:
-    """Return where the API will be served, once its address is this machine's and its port is free.
+    """Return the address of the API, once it belongs to this machine and its port is free.
 
-    Raises:
-        EnvironmentProblem: It is not; the text says which key to set.
+    Raises: EnvironmentProblem: The address or the port can't be used; the text names the key to
+    set.
     """
     if not is_served(config.scaling):
         return (
@@ -60,26 +60,28 @@ def _listen(config: ScalingConfig) -> socket.socket:
 
 
 class ApiServer:
-    """Listens from the start on, and answers a moment later: what it is made of takes a second to
-    load, which nobody waits for.
+    """Listens from the start; responds about a second later, once the web framework is loaded in
+    its thread.
     """
 
     def __init__(
-        self, config: RunConfig, desk: ScalingService, put: Callable[[MainThreadTask[object]], None]
+        self,
+        config: RunConfig,
+        service: ScalingService,
+        put: Callable[[MainThreadTask[object]], None],
     ) -> None:
         """Listen.
 
-        Raises:
-            EnvironmentProblem: The port is taken, or the address not this machine's.
-            ConfigError: There is no token.
+        Raises: EnvironmentProblem: The port is taken, or the address is not this machine's.
+        ConfigError: There is no token.
         """
-        place = ApiEndpointFile.from_config(config)
-        self._place, self._host = place, config.scaling.host
-        self._desk, self._put, self._token = desk, put, place.open_token()
+        endpoint = ApiEndpointFile.from_config(config)
+        self._endpoint, self._host = endpoint, config.scaling.host
+        self._service, self._put, self._token = service, put, endpoint.open_token()
         self._listener = _listen(config.scaling)
         self._listener.listen()
         self.url = build_url(self._listener)
-        place.write_url(self.url)
+        endpoint.write_url(self.url)
         self._server: Any = None
         self._is_closing = False
         self._lock = threading.Lock()
@@ -92,7 +94,7 @@ class ApiServer:
 
         from relax_events.controller.api import build_app
 
-        app = build_app(self._desk, self._put, token=self._token, host=self._host)
+        app = build_app(self._service, self._put, token=self._token, host=self._host)
         settings = build_server_config(app, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS)
         with self._lock:
             if self._is_closing:
@@ -101,8 +103,8 @@ class ApiServer:
         self._server.run(sockets=[self._listener])
 
     def close(self) -> None:
-        """Stop serving, and leave no address and no token behind."""
-        self._place.remove(self.url)
+        """Stop serving, and remove the address and the token."""
+        self._endpoint.remove(self.url)
         with self._lock:
             self._is_closing = True
             server = self._server

@@ -1,5 +1,5 @@
-"""How many rollout workers there should be, from what was seen over the last minutes: a pure
-function, and who looks.
+"""The scaling policy: chooses the number of rollout workers from observations of the last minutes,
+and the loop that applies it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,18 @@ from relax_events.projections.scaling import is_running
 log = structlog.get_logger()
 KEY = "autoscaler/"
 MIN_COVERAGE = 0.8
-"""Share of the looks of a time that must be there to say anything of it."""
+"""Share of the expected observations of an interval that must be known to use it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What there was to see at a time; None where nobody knew.
+    """The load at one time; None where it is unknown.
 
-    Attributes:
-        at: Microseconds since the epoch.
-        num_workers: Rollout workers that take work.
-        usage: Prompt groups that they hold, of those that they have room for.
-        queued: Prompt groups that nobody holds, for each worker.
-        groups_per_second: That they finish, together.
-        wait: Share of the newest train step that the trainer waited for samples.
-        staleness: Mean staleness of the newest train step, of the bound; 0 where the bound is 0.
+    Attributes: at: Microseconds since the epoch. num_workers: Rollout workers that take work.
+    usage: Prompt groups that they hold, as a share of their capacity. queued: Queued prompt groups
+    without a lease, per worker. groups_per_second: Prompt groups that all workers finish per
+    second. wait: Share of the newest train step that the trainer waited for samples. staleness:
+    Mean staleness of the newest train step, as a share of the bound; 0 where the bound is 0.
     """
 
     at: int
@@ -51,7 +48,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Ask for so many workers, and why."""
+    """A wanted number of workers, with the reason."""
 
     kind: Kind
     target: int
@@ -67,15 +64,12 @@ def decide(
     last_out_at: int,
     last_in_at: int,
 ) -> Decision | None:
-    """Say how many workers should be asked for now, if another number.
+    """Return the decision to scale now, or None.
 
-    Args:
-        looks: Oldest first; the newest says what time it is.
-        rules: Of the run file.
-        pool: Bounds of the rollout workers.
-        num_wanted: Workers that there shall be now.
-        last_out_at: When workers were added last by such a verdict; 0 for never.
-        last_in_at: Likewise, taken away.
+    Args: looks: Observations, oldest first; the time of the newest is the current time. rules: Of
+    the run file. pool: Bounds of the rollout workers. num_wanted: Current desired number of
+    workers. last_out_at: When the autoscaler last added workers; 0 for never. last_in_at: When it
+    last removed workers; 0 for never.
     """
     if not looks or not looks[-1].num_workers:
         return None
@@ -87,7 +81,11 @@ def decide(
         return Decision(Kind.OUT, target, reason) if target > num_wanted and is_rested else None
     target = max(num_wanted - rules.in_workers, pool.num_at_start)
     is_rested = now - max(last_out_at, last_in_at) >= rules.in_cooldown_seconds * MICROS
-    if target < num_wanted and is_rested and _should_scale_in(looks, rules, kept=target / num_wanted):
+    if (
+        target < num_wanted
+        and is_rested
+        and _should_scale_in(looks, rules, kept=target / num_wanted)
+    ):
         return Decision(
             Kind.IN,
             target,
@@ -100,7 +98,7 @@ def decide(
 
 
 def _scale_out_reason(looks: Sequence[Observation], rules: AutoscalerConfig) -> str:
-    """Return which condition for more workers holds; empty when none does."""
+    """Return the condition for more workers that holds; empty when none does."""
     conditions: tuple[tuple[str, Callable[[Observation], float | None], float, float], ...] = (
         ("usage", lambda look: look.usage, rules.out_usage_ratio, rules.out_usage_seconds),
         (
@@ -124,8 +122,8 @@ def _scale_out_reason(looks: Sequence[Observation], rules: AutoscalerConfig) -> 
 
 
 def _should_scale_in(looks: Sequence[Observation], rules: AutoscalerConfig, *, kept: float) -> bool:
-    """Tell whether all conditions for fewer workers hold; of the workers that there are the share
-    `kept` would stay.
+    """Return whether all conditions for fewer workers hold; the share `kept` of the current workers
+    would remain.
     """
 
     def over_time(of: Callable[[Observation], float | None]) -> list[float]:
@@ -153,20 +151,25 @@ def _should_scale_in(looks: Sequence[Observation], rules: AutoscalerConfig, *, k
 
 
 def _is_trainer_bottleneck(look: Observation, rules: AutoscalerConfig) -> bool:
-    """Tell whether samples wait for the trainer, so that more of them would only be older when they
-    are trained.
+    """Return whether samples wait for the trainer: more of them would only be older when they are
+    trained.
     """
     if look.wait is None or look.staleness is None:
         return False
-    return look.staleness >= rules.trainer_bound_staleness_ratio and look.wait < rules.trainer_bound_wait_ratio
+    return (
+        look.staleness >= rules.trainer_bound_staleness_ratio
+        and look.wait < rules.trainer_bound_wait_ratio
+    )
 
 
 def _values_over(
-    looks: Sequence[Observation], of: Callable[[Observation], float | None], *, seconds: float, every: float
+    looks: Sequence[Observation],
+    of: Callable[[Observation], float | None],
+    *,
+    seconds: float,
+    every: float,
 ) -> list[float]:
-    """Return a figure over the last seconds; empty where too few looks know it to say anything of
-    that time.
-    """
+    """Return a metric over the last seconds; empty where too few observations know it."""
     begin = looks[-1].at - int(seconds * MICROS)
     if looks[0].at > begin + int(every * MICROS):
         return []
@@ -175,8 +178,8 @@ def _values_over(
 
 
 class Autoscaler:
-    """Looks at the figures from time to time and asks for what follows, as any caller would; used
-    by the controller's loop.
+    """Observes the load at intervals and requests a change as any caller would. The controller's
+    loop calls it.
     """
 
     def __init__(self, config: RunConfig, run: RunState, desk: ScalingService) -> None:
@@ -191,18 +194,21 @@ class Autoscaler:
             self._rules.out_queue_seconds,
             self._rules.in_usage_seconds,
         )
-        self._observations: deque[Observation] = deque(maxlen=int(longest / self._rules.interval_seconds) + 2)
+        self._observations: deque[Observation] = deque(
+            maxlen=int(longest / self._rules.interval_seconds) + 2
+        )
 
     def poll(self, *, now: int, num_unfinished: int | None) -> None:
-        """Look, if it is time to, and ask.
+        """Observe the load if an observation is due, and request what the policy decides.
 
-        Args:
-            now: Microseconds since the epoch.
-            num_unfinished: Prompt groups on the queue, those in work included; None where the
-                broker does not tell.
+        Args: now: Microseconds since the epoch. num_unfinished: Unfinished prompt groups on the
+        queue; None where the broker does not report it.
         """
         pool = self._service.bounds.pools.get(DEFAULT_MODEL)
-        is_due = not self._observations or now - self._observations[-1].at >= self._rules.interval_seconds * MICROS
+        is_due = (
+            not self._observations
+            or now - self._observations[-1].at >= self._rules.interval_seconds * MICROS
+        )
         if pool is None or not self._rules.enabled or self._run.ended is not None or not is_due:
             return
         self._observations.append(self.observe(now=now, num_unfinished=num_unfinished))
@@ -222,7 +228,8 @@ class Autoscaler:
             return
         try:
             answer = self._service.scale(
-                ScaleCommand(kind=verdict.kind, target=verdict.target, key=f"{KEY}{now}"), dry_run=False
+                ScaleCommand(kind=verdict.kind, target=verdict.target, key=f"{KEY}{now}"),
+                dry_run=False,
             )
             log.info(
                 "scaling.asked",
@@ -240,9 +247,7 @@ class Autoscaler:
             )
 
     def _last_request_at(self, kind: Kind) -> int:
-        """Return when the newest request of ours was made: also one of a controller before this
-        one.
-        """
+        """Return when the autoscaler's newest request was made, by this or an earlier controller."""
         ours = (
             request
             for request in self._service.state.requests.values()
@@ -251,9 +256,13 @@ class Autoscaler:
         return max((request.created_at for request in ours), default=0)
 
     def observe(self, *, now: int, num_unfinished: int | None) -> Observation:
-        """Gather what there is to see."""
+        """Build an observation from the current state."""
         state = self._service.state
-        beats = [beat for beat in state.last_heartbeats.values() if beat.role == "rollout" and is_running(beat)]
+        beats = [
+            beat
+            for beat in state.last_heartbeats.values()
+            if beat.role == "rollout" and is_running(beat)
+        ]
         num_held = sum(beat.num_in_flight for beat in beats)
         reported = [
             self._run.metrics[beat.worker_id].values.get("records_per_second", 0.0)
@@ -276,7 +285,7 @@ class Autoscaler:
             else None,
             staleness=None
             if step is None
-            else step.figures.get("staleness_mean", 0.0) / bound
+            else step.metrics.get("staleness_mean", 0.0) / bound
             if bound
             else 0.0,
         )

@@ -19,10 +19,10 @@ from relax_events.config import RunConfig
 from relax_events.controller.health import HealthLimits, find_symptoms
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.parts import WorkerState, now_micros
-from relax_events.events.types import TrainStepCommitted, WorkerBeat
-from relax_events.projections.health import HealthState, Symptom, RecoveryLevel
+from relax_events.events.types import TrainStepCommitted, WorkerHeartbeat
+from relax_events.projections.health import HealthState, RecoveryLevel, Symptom
 from relax_events.projections.run_state import RunState, is_silent, max_sample_staleness
-from relax_events.projections.scale_requests import Kind, STAGES
+from relax_events.projections.scale_requests import STAGES, Kind
 from relax_events.projections.scaling import ScaleState
 
 OF_WORKERS = (Symptom.SILENT, Symptom.OVERDUE, Symptom.STUCK, Symptom.SLOW_START)
@@ -34,12 +34,18 @@ class HealthMetrics(Collector):
     """
 
     def __init__(self, state: HealthState, config: RunConfig) -> None:
-        self._state, self._limits, self._roles = state, HealthLimits.from_config(config), list(config.roles())
+        self._state, self._limits, self._roles = (
+            state,
+            HealthLimits.from_config(config),
+            list(config.roles()),
+        )
 
     def collect(self) -> Iterator[Metric]:
         """Give every metric family."""
         acts = list(self._state.interventions)
-        restarted = Counter((act.role, act.symptom) for act in acts if act.level is RecoveryLevel.WORKER_RESTART)
+        restarted = Counter(
+            (act.role, act.symptom) for act in acts if act.level is RecoveryLevel.WORKER_RESTART
+        )
         found = find_symptoms(self._state, self._limits, now=now_micros())
         troubled = Counter(
             (self._state.last_heartbeats[worker_id].heartbeat.role, symptom)
@@ -122,7 +128,9 @@ class ScaleMetrics(Collector):
                         family.add_metric(
                             [pool.role, kind, status], counts[pool.role, kind, status]
                         )
-            wanted.add_metric([pool.role], pool.num_at_start + len(self._state.remaining_workers(pool.role)))
+            wanted.add_metric(
+                [pool.role], pool.num_at_start + len(self._state.remaining_workers(pool.role))
+            )
         yield from (pending, over, wanted)
 
 
@@ -253,19 +261,19 @@ class RunMetrics(Collector):
         for step in steps:
             committed.add_metric([], step.committed_at / MICROS)
             staleness.add_metric([], max_sample_staleness(step))
-            for name, value in step.figures.items():
+            for name, value in step.metrics.items():
                 figures.add_metric([name], value)
             for name, value in step.phase_seconds.items():
                 phases.add_metric([name], value)
         yield from (committed, staleness, figures, phases)
 
-    def _workers(self, beats: Sequence[WorkerBeat]) -> Iterator[Metric]:
+    def _workers(self, beats: Sequence[WorkerHeartbeat]) -> Iterator[Metric]:
         """Count workers by what they said last; one that owes a beat for `workers.heartbeat_timeout_seconds` is
         silent.
         """
         heartbeat_timeout_seconds = self._config.workers.heartbeat_timeout_seconds
         newest_at = max(
-            (beat.beat_at for beat in beats), default=0
+            (beat.sent_at for beat in beats), default=0
         )  # at the latest our own, which come as often as the others'
         standings = [
             (

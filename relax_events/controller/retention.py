@@ -1,4 +1,4 @@
-"""A long run purges by itself."""
+"""Purges a long run automatically: `run.retain_versions`."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ from relax_events.errors import BrokerError, StoreUnavailable
 from relax_events.events.parts import CheckpointRef
 from relax_events.events.types import Event
 from relax_events.ops.purge import oldest_retained
-from relax_events.ops.run_purger import RetentionState, Purger
+from relax_events.ops.run_purger import Purger, RetentionState
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
 
 
 def num_versions_needed(config: RunConfig) -> int:
-    """Return how many of the newest publications purges look at.
+    """Return how many of the newest publications a purge needs.
 
-    They are those of retained versions, of what is kept for followers, of their slots' next owners,
-    and of kept checkpoints.
+    It needs those of the retained versions, of the versions kept for dependent runs, of their
+    slots' next owners, and of the kept checkpoints.
     """
     if not config.run.retain_versions:
         return 0
-    replayed = (config.trainer.keep_checkpoints + 1) * config.trainer.checkpoint_every
+    recovered = (config.trainer.keep_checkpoints + 1) * config.trainer.checkpoint_every
     return (
         config.run.retain_versions
         + config.run.follower_versions
         + 3 * TopicPlan.from_config(config).num_slots
-        + replayed
+        + recovered
     )
 
 
 class RetentionManager:
-    """Purges by `run.retain_versions`, once for each checkpoint that a step has committed. Feed it
-    every control event.
-    """
+    """Purges by `run.retain_versions`, once for each checkpoint that a step commits."""
 
     def __init__(self, purger: Purger, config: RunConfig) -> None:
         self._purger, self._config = purger, config
@@ -45,13 +43,13 @@ class RetentionManager:
         self._purged_for: CheckpointRef | None = None
 
     def apply(self, event: Event) -> None:
-        """Take in an event; where everything is retained, nothing is kept of it."""
+        """Apply an event of the control log; a run that retains everything keeps no state."""
         if self._config.run.retain_versions:
             self._books.apply(event)
 
     def purge_if_due(self) -> Counter[str]:
-        """Purge if a new checkpoint allows it; return how many records went, by entity. What is
-        away is asked again with the next one.
+        """Purge if a new checkpoint allows it; return the number of deleted records by entity.
+        Records behind an unavailable broker are purged with the next checkpoint.
         """
         checkpoint = self._books.newest_checkpoint
         if (
@@ -59,19 +57,15 @@ class RetentionManager:
             or self._config.is_replay
             or checkpoint in (None, self._purged_for)
         ):
-            return (
-                Counter()
-            )  # the samples of a replay are its source's, which alone may delete them
+            return Counter()  # only the source run may delete the samples of a replay
         former, self._purged_for = self._purged_for, checkpoint
         oldest = oldest_retained(self._config, newest_version=self._books.newest_version)
         try:
-            gone = self._purger.purge(self._purger.plan(self._books), self._books)
+            deleted = self._purger.purge(self._purger.plan(self._books), self._books)
         except (BrokerError, StoreUnavailable) as error:
             log.warning("purge.failed", error=str(error))
             return Counter()
-        needed = (
-            former.policy_version if former else 0
-        )  # the newest checkpoint may turn out not to be whole
+        needed = former.policy_version if former else 0  # the newest checkpoint may be incomplete
         self._books.forget_before(
             min(
                 oldest - 2 * TopicPlan.from_config(self._config).num_slots,
@@ -79,6 +73,6 @@ class RetentionManager:
                 self._purger.oldest_with_records,
             )
         )
-        if gone:
-            log.info("records.purged", before_version=oldest, num_records=gone.total())
-        return gone
+        if deleted:
+            log.info("records.purged", before_version=oldest, num_records=deleted.total())
+        return deleted

@@ -1,5 +1,5 @@
-"""How many rollout workers the brokers have room for: each of their lanes is a member of one share
-group, whose size is bounded.
+"""How many rollout workers fit into the share group: each of a worker's lanes is one of its
+members, and the brokers limit its size.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ log = structlog.get_logger()
 SHARE_GROUP_SIZE_KEY = "group.share.max.size"
 REMEDY = (
     f"lower engine.max_prompt_groups, run fewer rollout workers, or raise {SHARE_GROUP_SIZE_KEY} on the brokers "
-    "(1000 is Kafka's most)"
+    "(Kafka's maximum is 1000)"
 )
 
 
 def has_share_group(config: RunConfig) -> bool:
-    """Return whether the run's rollout workers divide the prompt queue by a share group."""
+    """Return whether the run's rollout workers share the prompt queue by a share group."""
     return config.broker.prompt_queue == "share_group" and "rollout" in config.roles()
 
 
 def read_share_group_size(config: RunConfig, admin: Admin) -> int | None:
     """Return how many members the brokers allow a share group; None where the run has none, or the
-    brokers do not tell.
+    brokers do not report it.
     """
     if not has_share_group(config):
         return None
@@ -38,23 +38,20 @@ def read_share_group_size(config: RunConfig, admin: Admin) -> int | None:
 
 
 def max_rollout_workers(config: RunConfig, size: int) -> int:
-    """Return for how many rollout workers a share group of this size has room."""
+    """Return how many rollout workers fit into a share group of this size."""
     return size // config.num_lanes
 
 
 def require_rollout_capacity(config: RunConfig, size: int | None) -> str:
-    """Return what room there is for rollout workers.
+    """Return the capacity for rollout workers as text.
 
-    Args:
-        config: The run.
-        size: As `share_group_size` gives it.
-    Raises:
-        ConfigError: There is none for all of those that the run starts with.
+    Args: config: The run. size: As `read_share_group_size` returns it. Raises: ConfigError: The
+    initial rollout workers do not fit.
     """
     if not has_share_group(config):
         return "no share group"
     if size is None:
-        return f"the brokers do not tell {SHARE_GROUP_SIZE_KEY}"
+        return f"the brokers do not report {SHARE_GROUP_SIZE_KEY}"
     num_workers = config.roles()["rollout"]
     wanted = num_workers * config.num_lanes
     if wanted > size:

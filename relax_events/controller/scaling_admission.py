@@ -1,4 +1,6 @@
-"""Whether a request is taken up, and what it is then: pure functions over `ScaleState`."""
+"""Decides whether a scale command is accepted, and builds its request: pure functions over
+`ScaleState`.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,22 @@ from relax_events.projections.scale_requests import MICROS, Kind, ScaleRequest, 
 from relax_events.projections.scaling import ElasticWorker, ScaleState
 
 
-class RejectedError(Exception):  # what a caller is answered, no error of the run
-    """A call that comes to nothing: the text says why and what would do."""
+class RejectedError(Exception):  # a response to the caller, no error of the run
+    """A scale command that can't be carried out; the text names the reason and the remedy."""
 
     code = 400
     word = "REJECTED"
 
 
 class NotFoundError(RejectedError):
-    """It names what is not there."""
+    """The command names a model or a request that does not exist."""
 
     code = 404
     word = "NOT_FOUND"
 
 
 class ConflictError(RejectedError):
-    """Something else has to be over first."""
+    """Another request must finish first."""
 
     code = 409
     word = "CONFLICT"
@@ -36,16 +38,13 @@ class ConflictError(RejectedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleCommand:
-    """What a caller wants.
+    """A caller's wish.
 
-    Attributes:
-        kind: Workers shall come or go.
-        model: Whose.
-        target: How many there shall be, those of the start among them; 0 when `urls` say it.
-        urls: Servers to attach to, or to let go.
-        timeout_seconds: For all of it; None for what the run file says.
-        force: Let workers go without waiting for what they hold.
-        key: By which a call that is repeated is known again; empty for none.
+    Attributes: kind: Add or remove workers. model: The model whose workers are meant. target:
+    Wanted number of workers, the initial ones included; 0 when `urls` are given. urls: Servers to
+    attach to, or to detach. timeout_seconds: Time limit of the request; None for the run file's.
+    force: Remove workers without draining them. key: Idempotency key, by which a repeated call is
+    recognised; empty for none.
     """
 
     kind: Kind
@@ -58,7 +57,7 @@ class ScaleCommand:
 
     @property
     def digest(self) -> str:
-        """Of all but the key."""
+        """Digest of every field but the key."""
         said = (
             self.kind.value,
             self.model,
@@ -72,8 +71,8 @@ class ScaleCommand:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a call comes to: a new request to be opened, one that was opened by the same call
-    before, or nothing to do.
+    """The result of a command: a new request, the request of an identical earlier call, or nothing
+    to do.
     """
 
     request: ScaleRequest | None
@@ -81,34 +80,31 @@ class Admission:
     text: str
 
 
-def admit(state: ScaleState, bounds: ScalingBounds, asked: ScaleCommand, *, now: int) -> Admission:
-    """Find out what a call comes to, and change nothing.
+def admit(
+    state: ScaleState, bounds: ScalingBounds, command: ScaleCommand, *, now: int
+) -> Admission:
+    """Decide on a command, and change nothing.
 
-    Args:
-        state: What the log says.
-        bounds: Of the run.
-        asked: By the caller.
-        now: Microseconds since the epoch.
-    Raises:
-        Refused, Unknown, Conflicting: It comes to nothing.
+    Args: state: The folded log. bounds: Of the run. command: Of the caller. now: Microseconds since
+    the epoch. Raises: RejectedError, NotFoundError, ConflictError: The command is not accepted.
     """
-    if (known := _find_repeated_call(state, asked)) is not None:
-        return Admission(known, False, f"request {known.request_id} was made by the same call")
-    pool = _find_pool(bounds, asked)
-    if bool(asked.target) == bool(asked.urls):
-        given = "both" if asked.target else "neither"
+    if (known := _find_repeated_call(state, command)) is not None:
+        return Admission(known, False, f"request {known.request_id} was made by an identical call")
+    pool = _find_pool(bounds, command)
+    if bool(command.target) == bool(command.urls):
+        given = "both" if command.target else "neither"
         raise RejectedError(
-            f"num_replicas and engine_urls say the same in two ways, and {given} is given; "
+            f"num_replicas and engine_urls exclude each other, and {given} is given; "
             "give num_replicas >= 1 or engine_urls"
         )
-    if asked.target > pool.max_workers:
+    if command.target > pool.max_workers:
         raise RejectedError(
-            f"{asked.target} workers of {pool.model} are more than {pool.max_workers}: {pool.limit}"
+            f"{command.target} workers of {pool.model} are more than {pool.max_workers}: {pool.limit}"
         )
     if (
-        asked.kind is Kind.OUT
-        and asked.timeout_seconds is not None
-        and asked.timeout_seconds * MICROS < pool.least_timeout
+        command.kind is Kind.OUT
+        and command.timeout_seconds is not None
+        and command.timeout_seconds * MICROS < pool.least_timeout
     ):
         least = (
             f"a server of {pool.model} may take {pool.least_timeout / MICROS:g} s to start and "
@@ -116,7 +112,7 @@ def admit(state: ScaleState, bounds: ScalingBounds, asked: ScaleCommand, *, now:
         )
         raise RejectedError(
             f"timeout_secs must be >= {pool.least_timeout / MICROS:g}, got "
-            f"{asked.timeout_seconds:g}: {least}; leave it out"
+            f"{command.timeout_seconds:g}: {least}; leave it out"
         )
     if not bounds.is_supervised:
         remedy = (
@@ -124,10 +120,14 @@ def admit(state: ScaleState, bounds: ScalingBounds, asked: ScaleCommand, *, now:
             "docs/how-to/scale-rollout.md"
         )
         raise RejectedError(
-            "the workers of this run were not started by `relax run`, so nobody here can "
+            "the workers of this run were not started by `relax run`, so this controller can't "
             f"start or end one; {remedy}"
         )
-    found = _workers_to_add(state, pool, asked) if asked.kind is Kind.OUT else _workers_to_remove(state, pool, asked)
+    found = (
+        _workers_to_add(state, pool, command)
+        if command.kind is Kind.OUT
+        else _workers_to_remove(state, pool, command)
+    )
     if isinstance(found, str):
         return Admission(None, False, found)
     if (other := state.open_request(pool.model)) is not None:
@@ -136,37 +136,45 @@ def admit(state: ScaleState, bounds: ScalingBounds, asked: ScaleCommand, *, now:
             "its end, or cancel it"
         )
     return Admission(
-        _build_request(state, bounds, pool, asked, found, now=now), True, _describe(asked, pool, found)
+        _build_request(state, bounds, pool, command, found, now=now),
+        True,
+        _describe(command, pool, found),
     )
 
 
-def _find_repeated_call(state: ScaleState, asked: ScaleCommand) -> ScaleRequest | None:
+def _find_repeated_call(state: ScaleState, command: ScaleCommand) -> ScaleRequest | None:
     known = next(
-        (request for request in state.requests.values() if asked.key and request.key == asked.key),
+        (
+            request
+            for request in state.requests.values()
+            if command.key and request.key == command.key
+        ),
         None,
     )
-    if known is not None and known.digest != asked.digest:
+    if known is not None and known.digest != command.digest:
         raise ConflictError(
-            f"the key {asked.key} belongs to request {known.request_id}, which asked for "
+            f"the key {command.key} belongs to request {known.request_id}, which command for "
             "something else; take another key"
         )
     return known
 
 
-def _find_pool(bounds: ScalingBounds, asked: ScaleCommand) -> WorkerPool:
-    if asked.model not in bounds.pools:
+def _find_pool(bounds: ScalingBounds, command: ScaleCommand) -> WorkerPool:
+    if command.model not in bounds.pools:
         there = ", ".join(bounds.pools) or "none: it replays another run"
-        raise NotFoundError(f"this run has no model {asked.model!a}; there is {there}")
-    return bounds.pools[asked.model]
+        raise NotFoundError(f"this run has no model {command.model!a}; there is {there}")
+    return bounds.pools[command.model]
 
 
-def _workers_to_add(state: ScaleState, pool: WorkerPool, asked: ScaleCommand) -> list[ElasticWorker] | str:
-    """Return who shall come, or why nobody needs to."""
+def _workers_to_add(
+    state: ScaleState, pool: WorkerPool, command: ScaleCommand
+) -> list[ElasticWorker] | str:
+    """Return the workers to add, or why none is needed."""
     there = state.remaining_workers(pool.role)
     num_there = pool.num_at_start + len(there)
     first = state.next_index(pool.role, num_at_start=pool.num_at_start)
-    if not asked.urls:
-        if asked.target <= num_there:
+    if not command.urls:
+        if command.target <= num_there:
             return f"workers of {pool.model} there are: {num_there}"
         if pool.urls:
             remedy = (
@@ -180,7 +188,7 @@ def _workers_to_add(state: ScaleState, pool: WorkerPool, asked: ScaleCommand) ->
             )
         return [
             ElasticWorker(f"{pool.role}-{first + place}", pool.role, "")
-            for place in range(asked.target - num_there)
+            for place in range(command.target - num_there)
         ]
     if pool.model != DEFAULT_MODEL:
         raise RejectedError(
@@ -188,7 +196,7 @@ def _workers_to_add(state: ScaleState, pool: WorkerPool, asked: ScaleCommand) ->
             f"{pool.model!r}; give num_replicas"
         )
     attached = {worker.url for worker in there} | {url.rstrip("/") for url in pool.urls}
-    new = [url for url in dict.fromkeys(map(_checked_url, asked.urls)) if url not in attached]
+    new = [url for url in dict.fromkeys(map(_checked_url, command.urls)) if url not in attached]
     if num_there + len(new) > pool.max_workers:
         raise RejectedError(
             f"{num_there + len(new)} workers of {pool.model} are more than "
@@ -224,21 +232,25 @@ def _checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _workers_to_remove(state: ScaleState, pool: WorkerPool, asked: ScaleCommand) -> list[ElasticWorker] | str:
-    """Return who shall go, the newest first, or why nobody needs to."""
+def _workers_to_remove(
+    state: ScaleState, pool: WorkerPool, command: ScaleCommand
+) -> list[ElasticWorker] | str:
+    """Return the workers to remove, newest first, or why none must go."""
     there = state.remaining_workers(pool.role)
-    if asked.urls:
-        urls = {url.rstrip("/") for url in asked.urls}
+    if command.urls:
+        urls = {url.rstrip("/") for url in command.urls}
         if unknown := sorted(urls - {worker.url for worker in there}):
             raise RejectedError(
                 f"engine_urls: no worker that was added is attached to {unknown[0][:200]!a}; "
                 "those of the start stay"
             )
         return [worker for worker in reversed(there) if worker.url in urls]
-    if asked.target < pool.num_at_start:
+    if command.target < pool.num_at_start:
         what = f"the run starts with {pool.num_at_start} workers of {pool.model}, and those stay"
-        raise RejectedError(f"{what}; num_replicas must be >= {pool.num_at_start}, got {asked.target}")
-    surplus = pool.num_at_start + len(there) - asked.target
+        raise RejectedError(
+            f"{what}; num_replicas must be >= {pool.num_at_start}, got {command.target}"
+        )
+    surplus = pool.num_at_start + len(there) - command.target
     if surplus <= 0:
         return f"workers of {pool.model} there are: {pool.num_at_start + len(there)}"
     return list(reversed(there))[:surplus]
@@ -248,48 +260,48 @@ def _build_request(
     state: ScaleState,
     bounds: ScalingBounds,
     pool: WorkerPool,
-    asked: ScaleCommand,
+    command: ScaleCommand,
     found: Sequence[ElasticWorker],
     *,
     now: int,
 ) -> ScaleRequest:
-    usual = pool.timeout if asked.kind is Kind.OUT else bounds.drain
-    sign = 1 if asked.kind is Kind.OUT else -1
+    usual = pool.timeout if command.kind is Kind.OUT else bounds.drain
+    sign = 1 if command.kind is Kind.OUT else -1
     return ScaleRequest(
-        request_id=f"scale-{asked.kind.value}-{uuid.uuid4().hex[:12]}",
-        kind=asked.kind,
+        request_id=f"scale-{command.kind.value}-{uuid.uuid4().hex[:12]}",
+        kind=command.kind,
         model=pool.model,
         role=pool.role,
-        target=asked.target
+        target=command.target
         or pool.num_at_start + len(state.remaining_workers(pool.role)) + sign * len(found),
         workers=tuple(worker.worker_id for worker in found),
-        urls=tuple(worker.url for worker in found) if asked.urls else (),
-        timeout=usual if asked.timeout_seconds is None else int(asked.timeout_seconds * MICROS),
-        force=asked.force,
+        urls=tuple(worker.url for worker in found) if command.urls else (),
+        timeout=usual if command.timeout_seconds is None else int(command.timeout_seconds * MICROS),
+        force=command.force,
         policy_version=state.policy_version if state.policy_version > bounds.first_version else -1,
-        key=asked.key,
-        digest=asked.digest,
+        key=command.key,
+        digest=command.digest,
         created_at=now,
         updated_at=now,
     )
 
 
-def _describe(asked: ScaleCommand, pool: WorkerPool, found: Sequence[ElasticWorker]) -> str:
+def _describe(command: ScaleCommand, pool: WorkerPool, found: Sequence[ElasticWorker]) -> str:
     names = ", ".join(worker.worker_id for worker in found)
     come, go = ("comes", "goes") if len(found) == 1 else ("come", "go")
-    return f"{names} {come if asked.kind is Kind.OUT else go}, of model {pool.model}"
+    return f"{names} {come if command.kind is Kind.OUT else go}, of model {pool.model}"
 
 
 def require_cancellable(request: ScaleRequest) -> ScaleRequest:
     """Return a request that may be cancelled.
 
-    Raises:
-        Refused: It is over, or takes workers away: a drain that has begun is not taken back.
+    Raises: RejectedError: The request is over, or removes workers: a drain that has begun is not
+    undone.
     """
     if request.kind is Kind.IN:
         raise RejectedError(
-            f"request {request.request_id} lets workers go, which is not taken back; ask for "
-            "as many again"
+            f"request {request.request_id} removes workers, which can't be cancelled; add "
+            "them again"
         )
     if not request.is_open or request.status is Status.REMOVING:
         raise RejectedError(

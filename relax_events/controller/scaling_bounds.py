@@ -1,4 +1,4 @@
-"""Whose workers may come and go in a run, and how many there may be."""
+"""The limits of scaling: which roles are elastic, and how many workers each may have."""
 
 from __future__ import annotations
 
@@ -6,34 +6,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from relax_events.config import RunConfig
-from relax_events.controller.rollout_capacity import SHARE_GROUP_SIZE_KEY, REMEDY, max_rollout_workers
+from relax_events.controller.rollout_capacity import (
+    REMEDY,
+    SHARE_GROUP_SIZE_KEY,
+    max_rollout_workers,
+)
 from relax_events.projections.scale_requests import MICROS
 from relax_events.topics import TopicPlan
 
 DEFAULT_MODEL = "default"
 """The policy's engines: the rollout workers."""
 ELASTIC_ROLES = ("rollout", "reward", "judge", "reference", "actor-forward", "teacher")
-"""Roles that take work from a queue or from partitions, so that one more shares it and one less
-leaves it to the others."""
+"""Roles that take work from a queue or from partitions, which their workers share."""
 CONFIRM_SECONDS = 30.0
-"""How long after its deadline the end of a worker may be told."""
+"""How long after its deadline a worker's exit may be reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPool:
-    """The workers that a model has by the run file.
+    """The workers of a model by the run file.
 
-    Attributes:
-        model: As callers name it.
-        role: As the run does.
-        num_at_start: Workers that the run starts with; they are never let go.
-        max_workers: More than these are refused, for the reason `limit`.
-        limit: What the bound follows from, with the remedy.
-        timeout: Microseconds that workers who come may take until they serve, where nobody says
-            otherwise.
-        least_timeout: Microseconds that their server may take by its own limit to start and load;
-            no request may give them less.
-        urls: Servers that the workers of the start are attached to, which serve nobody else.
+    Attributes: model: Name of the model in the API. role: The role that serves it. num_at_start:
+    Initial number of workers; they are never removed. max_workers: Upper bound, for the reason
+    `limit`. limit: The origin of the bound, with the remedy. timeout: Microseconds that added
+    workers may take until they serve, by default. least_timeout: Microseconds that their server may
+    take by its own limit to start and load; the minimum of a request's timeout. urls: Servers that
+    the initial workers are attached to, one worker each.
     """
 
     model: str
@@ -48,7 +46,7 @@ class WorkerPool:
 
 @dataclass(frozen=True, slots=True)
 class ScalingBounds:
-    """What a run allows; times in microseconds."""
+    """A run's limits; times in microseconds."""
 
     pools: Mapping[str, WorkerPool]
     drain: int
@@ -56,14 +54,14 @@ class ScalingBounds:
     keeps_partial: bool
     first_version: int
     is_supervised: bool
-    """Whether there is a `relax run` that starts workers."""
+    """Whether a `relax run` starts the workers."""
 
     @classmethod
     def from_config(
         cls, config: RunConfig, *, is_supervised: bool, share_group_size: int | None = None
     ) -> ScalingBounds:
-        """Read them off a run file, and off how many members the brokers allow a share group, where
-        that is known.
+        """Read the limits from a run file and, where it is known, from the brokers' limit of a
+        share group's size.
         """
         roles = config.roles()
         pools = [
@@ -82,9 +80,11 @@ class ScalingBounds:
         )
 
 
-def _build_pool(config: RunConfig, role: str, *, num_at_start: int, share_group_size: int | None) -> WorkerPool:
-    """Return a role's pool; members of a consumer group beyond its partitions would get no work,
-    and of a share group beyond its size no place.
+def _build_pool(
+    config: RunConfig, role: str, *, num_at_start: int, share_group_size: int | None
+) -> WorkerPool:
+    """Build a role's pool. Members of a consumer group beyond its partitions would get no work, and
+    a share group refuses members beyond its size.
     """
     plan, most = TopicPlan.from_config(config), config.scaling.max_workers
     limit = f"scaling.max_workers = {most}"

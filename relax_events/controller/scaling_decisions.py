@@ -1,12 +1,12 @@
-"""What is to be done next about requests: pure functions over `ScaleState`.
+"""The next step of each scale request: pure functions over `ScaleState`.
 
     out   PENDING ─▶ CREATING | CONNECTING ─▶ HEALTH_CHECKING ─▶ WEIGHT_SYNCING ─▶ READY ─▶ ACTIVE | PARTIAL
-                            │ a worker fails, the deadline, a cancellation
-                            └──▶ REMOVING ─all it made is gone─▶ FAILED | CANCELLED
-    in    PENDING ─▶ DRAINING ─all have said goodbye─▶ REMOVING ─all are gone─▶ COMPLETED
+                            │ a worker fails, the deadline passes, the caller cancels
+                            └──▶ REMOVING ─all its workers have exited─▶ FAILED | CANCELLED
+    in    PENDING ─▶ DRAINING ─all have sent STOPPED─▶ REMOVING ─all have exited─▶ COMPLETED
 
-`relax run` reads the same log: it starts the workers of a request from CREATING on, ends those that
-    leave, and tells of each that is gone.
+`relax run` reads the same log: it starts a request's workers from CREATING on, ends those that
+leave, and reports each exit.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from __future__ import annotations
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import RunCommanded
-from relax_events.projections.scale_requests import Kind, MICROS, ScaleRequest, Status
+from relax_events.projections.scale_requests import MICROS, Kind, ScaleRequest, Status
 from relax_events.projections.scaling import ScaleState, is_running
 
 OUT_STAGES = (Status.CREATING, Status.HEALTH_CHECKING, Status.WEIGHT_SYNCING, Status.READY)
 
 
 def decide(state: ScaleState, bounds: ScalingBounds, *, now: int) -> list[RunCommanded]:
-    """Return the next step of each request that has one; call it again once they are known.
+    """Return the next command of each request that has one; apply them and call again.
 
-    Args:
-        state: What the log says. It must know a command from the moment on at which it is given.
-        bounds: Of the run.
-        now: Microseconds since the epoch.
+    Args: state: The folded log. Commands must be applied to it as soon as they are sent. bounds: Of
+    the run. now: Microseconds since the epoch.
     """
     if state.is_over:
         return []
@@ -51,8 +49,10 @@ def _next_command(
 def _next_out(
     state: ScaleState, bounds: ScalingBounds, request: ScaleRequest, *, now: int
 ) -> RunCommanded | None:
-    """Take a request one status further, or give it up."""
-    serving = [worker_id for worker_id in request.expected_workers if state.is_serving(request, worker_id)]
+    """Advance a request by one status, or abort it."""
+    serving = [
+        worker_id for worker_id in request.expected_workers if state.is_serving(request, worker_id)
+    ]
     late = (
         [worker_id for worker_id in request.expected_workers if worker_id not in serving]
         if now - request.created_at > request.timeout
@@ -75,7 +75,9 @@ def _next_out(
         worker_id, why = request.failed[0]
         return _abort(request, f"{worker_id}: {why}", now=now)
     if request.status is Status.PENDING:
-        return request.status_command(Status.CONNECTING if request.urls else Status.CREATING, now=now)
+        return request.status_command(
+            Status.CONNECTING if request.urls else Status.CREATING, now=now
+        )
     if request.status is Status.READY:
         if request.failed:
             return request.status_command(
@@ -83,12 +85,16 @@ def _next_out(
             )
         return request.status_command(Status.ACTIVE, now=now)
     height = min(_worker_stage(state, request, worker_id) for worker_id in request.expected_workers)
-    return request.status_command(OUT_STAGES[request.stage], now=now) if height >= request.stage else None
+    return (
+        request.status_command(OUT_STAGES[request.stage], now=now)
+        if height >= request.stage
+        else None
+    )
 
 
 def _worker_stage(state: ScaleState, request: ScaleRequest, worker_id: str) -> int:
-    """Return how far a worker is: 0 unheard, 1 starting, 2 up, 3 serving with the weights that it
-    needs.
+    """Return a worker's progress: 0 no heartbeat, 1 starting, 2 running, 3 serving with the weights
+    that it needs.
     """
     beat = state.heartbeat_since(worker_id, since=request.created_at)
     if beat is None:
@@ -100,8 +106,10 @@ def _abort(request: ScaleRequest, error: str, *, now: int) -> RunCommanded:
     return request.status_command(Status.REMOVING, now=now, outcome=Status.FAILED, error=error)
 
 
-def _finish_removal(bounds: ScalingBounds, request: ScaleRequest, *, now: int) -> RunCommanded | None:
-    """End a request that was taken back, once nothing is left of it."""
+def _finish_removal(
+    bounds: ScalingBounds, request: ScaleRequest, *, now: int
+) -> RunCommanded | None:
+    """End an aborted request once all its workers have exited."""
     outcome = request.outcome or Status.FAILED
     missing = sorted(set(request.workers) - request.exited_workers)
     if not missing:
@@ -115,9 +123,7 @@ def _finish_removal(bounds: ScalingBounds, request: ScaleRequest, *, now: int) -
         return request.status_command(
             outcome,
             now=now,
-            error=f"{request.error}; nobody has told of the end of {', '.join(missing)}".lstrip(
-                "; "
-            ),
+            error=f"{request.error}; no exit was reported of {', '.join(missing)}".lstrip("; "),
         )
     return None
 
@@ -125,12 +131,14 @@ def _finish_removal(bounds: ScalingBounds, request: ScaleRequest, *, now: int) -
 def _next_in(
     state: ScaleState, bounds: ScalingBounds, request: ScaleRequest, *, now: int
 ) -> RunCommanded | None:
-    missing = [worker_id for worker_id in request.workers if worker_id not in request.exited_workers]
+    missing = [
+        worker_id for worker_id in request.workers if worker_id not in request.exited_workers
+    ]
     if request.status is Status.PENDING:
         return request.status_command(Status.DRAINING, now=now)
     if missing and now - request.created_at > request.timeout + bounds.confirm:
         return request.status_command(
-            Status.FAILED, now=now, error=f"nobody has told of the end of {', '.join(missing)}"
+            Status.FAILED, now=now, error=f"no exit was reported of {', '.join(missing)}"
         )
     if request.status is Status.DRAINING:
         are_done = all(_has_stopped(state, worker_id) for worker_id in missing)

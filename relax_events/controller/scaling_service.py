@@ -1,5 +1,5 @@
-"""Takes calls on behalf of the controller, whose own thread answers them: it alone changes the
-state.
+"""Answers scale commands and advances requests. API threads hand their calls to the controller's
+thread, which alone changes the state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from relax_events.controller.api_schemas import (
     RequestView,
     Skipped,
 )
-from relax_events.controller.scaling_admission import ScaleCommand, RejectedError, NotFoundError
+from relax_events.controller.scaling_admission import NotFoundError, RejectedError, ScaleCommand
 from relax_events.controller.scaling_bounds import ScalingBounds, WorkerPool
 from relax_events.controller.scaling_decisions import decide
 from relax_events.events.parts import now_micros
@@ -30,29 +30,28 @@ from relax_events.projections.scaling import DesiredState, ScaleState
 
 Result = TypeVar("Result")
 EmitCommands = Callable[[Sequence[RunCommanded]], None]
-"""Writes commands to the log, and has the state know them from then on."""
+"""Writes commands to the log and applies them to the state."""
 
 
 class MainThreadTask(Generic[Result]):
-    """Something to be done by another thread than the one that waits for it."""
+    """A call that the controller's thread runs while another thread waits for its result."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self._work = work
         self._future: Future[Result] = Future()
 
     def run(self) -> None:
-        """Do it, unless nobody waits any more."""
+        """Run the call, unless its caller no longer waits."""
         if self._future.set_running_or_notify_cancel():
             try:
                 self._future.set_result(self._work())
-            except Exception as error:  # whoever waits has it raised in its own thread
+            except Exception as error:  # raised in the thread that waits
                 self._future.set_exception(error)
 
     def wait(self, timeout_seconds: float) -> Result:
-        """Wait for the result; what has not begun by then is not done.
+        """Wait for the result; a call that has not begun by then is dropped.
 
-        Raises:
-            TimeoutError: Nobody came to it in time.
+        Raises: TimeoutError: The controller's thread did not run it in time.
         """
         try:
             return self._future.result(timeout_seconds)
@@ -61,24 +60,23 @@ class MainThreadTask(Generic[Result]):
 
 
 class ScalingService:
-    """Answers calls and takes requests further. Used within one thread."""
+    """Answers scale commands and advances requests. Used by one thread."""
 
     def __init__(self, state: ScaleState, bounds: ScalingBounds, give: EmitCommands) -> None:
         self.state, self.bounds = state, bounds
         self._emit = give
 
     def reconcile(self) -> None:
-        """Take every request as far as it has come."""
+        """Advance every request as far as possible."""
         while steps := decide(self.state, self.bounds, now=now_micros()):
             self._emit(steps)
 
-    def scale(self, asked: ScaleCommand, *, dry_run: bool) -> ApiResponse:
-        """Open a request, unless there is nothing to do or this is a rehearsal.
+    def scale(self, command: ScaleCommand, *, dry_run: bool) -> ApiResponse:
+        """Open a request, unless there is nothing to do or this is a dry run.
 
-        Raises:
-            Refused: It can't be done; the text says why.
+        Raises: RejectedError: The command can't be carried out; the text names the reason.
         """
-        found = admission.admit(self.state, self.bounds, asked, now=now_micros())
+        found = admission.admit(self.state, self.bounds, command, now=now_micros())
         request = found.request
         if request is None:
             return ApiResponse(status="NOOP", message=found.text)
@@ -100,29 +98,33 @@ class ScalingService:
         """Return a request.
 
         Raises:
-            Unknown: There is none of that id and kind.
+            NotFoundError: There is none of that id and kind.
         """
         found = self.state.requests.get(request_id)
         if found is None or kind not in (None, found.kind):
-            raise NotFoundError(f"there is no request {request_id[:80]!a} among those that are kept")
+            raise NotFoundError(
+                f"there is no request {request_id[:80]!a} among those that are kept"
+            )
         return found
 
     def view(self, request_id: str, kind: Kind) -> RequestView:
-        """Show a request; raises as `request`."""
+        """Describe a request; raises as `request`."""
         return RequestView.from_request(self.request(request_id, kind))
 
     def views(self, kind: Kind, *, model: str | None, status: Status | None) -> RequestList:
-        """Show requests of a kind."""
+        """Describe the requests of a kind."""
         shown = [
-            RequestView.from_request(found) for found in self._matching(model, status) if found.kind is kind
+            RequestView.from_request(found)
+            for found in self._matching(model, status)
+            if found.kind is kind
         ]
         return RequestList(requests=shown, total_count=len(shown))
 
     def cancel(self, request_id: str) -> ApiResponse:
-        """Take a request back, and whatever it has made.
+        """Cancel a request and remove the workers that it has added.
 
         Raises:
-            Refused, Unknown: It can't be, or there is none.
+            RejectedError, NotFoundError: It can't be cancelled, or there is none.
         """
         request = admission.require_cancellable(self.request(request_id, Kind.OUT))
         self._cancel(request)
@@ -130,19 +132,21 @@ class ScalingService:
         return ApiResponse(
             request_id=request_id,
             status=Status.REMOVING,
-            message=f"taken back: {', '.join(names)}",
+            message=f"cancelled: {', '.join(names)}",
             selected_engines=names,
         )
 
-    def cancel_all(self, *, model: str | None, status: Status | None, dry_run: bool) -> CancelResult:
-        """Take all requests of a kind back that can be."""
+    def cancel_all(
+        self, *, model: str | None, status: Status | None, dry_run: bool
+    ) -> CancelResult:
+        """Cancel every matching request that can be cancelled."""
         succeeded, skipped = [], []
         found = [request for request in self._matching(model, status) if request.kind is Kind.OUT]
         for request in found:
             try:
                 admission.require_cancellable(request)
-            except RejectedError as refusal:
-                skipped.append(Skipped(request_id=request.request_id, reason=str(refusal)))
+            except RejectedError as rejection:
+                skipped.append(Skipped(request_id=request.request_id, reason=str(rejection)))
                 continue
             succeeded.append(request.request_id)
             if not dry_run:
@@ -177,10 +181,10 @@ class ScalingService:
         ]
 
     def engines(self, model: str | None) -> Engines:
-        """Show who is there.
+        """Describe the current workers.
 
         Raises:
-            Unknown: The run has no such model.
+            NotFoundError: The run has no such model.
         """
         pools = self.bounds.pools
         if model is not None and model not in pools:

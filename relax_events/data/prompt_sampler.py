@@ -27,7 +27,7 @@ class PromptSampler:
     filters return.
 
     Its state is the set of rows that were issued or skipped, all recorded on the log: see
-    `PromptGroupIssued.passed_over`. A block ends when all of its rows are used. Without a user
+    `PromptGroupIssued.skipped_rows`. A block ends when all of its rows are used. Without a user
     function a block is one row, so rows come in the order of the stream.
     """
 

@@ -109,7 +109,9 @@ class GenerationRequest:
     @property
     def is_given(self) -> NDArray[np.bool_]:
         """Which of the prompt's tokens the policy did not sample."""
-        return np.ones(len(self.prompt_tokens), bool) if self.is_sampled is None else ~self.is_sampled
+        return (
+            np.ones(len(self.prompt_tokens), bool) if self.is_sampled is None else ~self.is_sampled
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +129,9 @@ class GeneratedSample:
         top_tokens: The most probable ids when each token was sampled, [tokens, num_top_tokens],
             most probable first, before top-k and top-p. Only of tokens that the policy sampled.
             None if not requested or not known to the engine.
-        loss_mask: 1 where the policy sampled the token; None where it sampled all. turns: The
-            policy's turns and the environment's replies, ending with a turn of the policy; empty
-            without an environment.
+        loss_mask: 1 where the policy sampled the token; None where it sampled all.
+        turns: The policy's turns and the environment's replies, ending with a turn of the policy;
+            empty without an environment.
         routed_experts: The experts of the tokens of prompt and completion when they were first
             computed, if the engine was opened with `model.routing_replay`. Of all but the last
             token, fewer if the sample was aborted. See `events.routed_experts`.
@@ -160,8 +162,8 @@ class EngineUsage:
     Attributes:
         num_decoding: Samples being decoded, or sent to a server.
         num_waiting: Samples that wait for a free row or for their server.
-        num_drawn: Sampled tokens, including those of running samples. num_prefilled: Prefilled
-            tokens: of prompts, and of samples that were continued.
+        num_drawn: Sampled tokens, including those of running samples.
+        num_prefilled: Prefilled tokens: of prompts, and of samples that were continued.
         num_reused: Tokens whose prefill was saved by the cache of another sample of the prompt or
             of another request.
         num_resumed: Generated tokens that were prefilled again when their sample continued: after

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
-from relax_events.engines.transformers.rows import SampleState
+from relax_events.engines.sample_state import SampleState
 from relax_events.errors import PoisonSample
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.token_layout import MediaLayout
@@ -38,7 +38,7 @@ def build_samples(
     request: GenerationRequest,
     *,
     first_order: int,
-    taken: Collection[str],
+    running_ids: Collection[str],
     model: ServedModel,
     max_context_tokens: int,
 ) -> list[SampleState]:
@@ -47,7 +47,8 @@ def build_samples(
     Args:
         request: From the worker.
         first_order: Index of the first sample in the order of submission.
-        taken: Ids of samples in the engine. model: Its vocabulary size, media layout and experts.
+        running_ids: Ids of samples in the engine.
+        model: Its vocabulary size, media layout and experts.
         max_context_tokens: Bound on prompt and completion together.
     Raises:
         PoisonSample: The request can't be generated; the text says why.
@@ -60,8 +61,8 @@ def build_samples(
         raise PoisonSample(f"{name}: the prompt is empty; it needs at least one token")
     if len(request.is_given) != num_prompt_tokens:
         raise PoisonSample(
-            f"{name}: chosen must tell of each of {num_prompt_tokens} prompt tokens, got "
-            f"{len(request.is_given)}"
+            f"{name}: is_sampled must have an entry for each of {num_prompt_tokens} prompt "
+            f"tokens, got {len(request.is_given)}"
         )
     if num_prompt_tokens >= max_context_tokens:
         raise PoisonSample(
@@ -75,7 +76,7 @@ def build_samples(
         )
     shift = _position_shift(request, model, name) if request.media else 0
     max_new_tokens = min(request.sampling.max_new_tokens, max_context_tokens - num_prompt_tokens)
-    _check_ids(request.samples, taken, name)
+    _check_ids(request.samples, running_ids, name)
     samples = [
         _build_sample(request, sample, first_order + index, max_new_tokens, vocab_size)
         for index, sample in enumerate(request.samples)
@@ -177,9 +178,9 @@ def _check_tokens(tokens: NDArray[np.int32], name: str, vocab_size: int) -> None
         )
 
 
-def _check_ids(samples: tuple[SampleRequest, ...], taken: Collection[str], name: str) -> None:
+def _check_ids(samples: tuple[SampleRequest, ...], running_ids: Collection[str], name: str) -> None:
     ids = [sample.sample_id for sample in samples]
-    if repeated := sorted(set(ids) & set(taken) | {one for one in ids if ids.count(one) > 1}):
+    if repeated := sorted(set(ids) & set(running_ids) | {one for one in ids if ids.count(one) > 1}):
         raise PoisonSample(
             f"{name}: sample {repeated[0]} is running already; give every sample an id of its own"
         )

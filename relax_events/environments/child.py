@@ -32,9 +32,7 @@ MAX_ERROR_CHARACTERS = 600
 def main() -> int:
     """Serve until stdin ends: report what was loaded, then return the environment's replies."""
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(
-        2, 1
-    )  # user code must neither print into the responses nor read the requests
+    os.dup2(2, 1)  # user code must neither print into the responses nor read the requests
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     setup = orjson.loads(requests.readline())
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
@@ -57,7 +55,9 @@ def main() -> int:
         for question, content in asked:
             answer(
                 answers,
-                *_call_environment(function, question, content, max_item_bytes=setup["max_item_bytes"]),
+                *_call_environment(
+                    function, question, content, max_item_bytes=setup["max_item_bytes"]
+                ),
             )
     return 0
 
@@ -96,7 +96,9 @@ def _call_environment(
 ) -> tuple[dict[str, Any], Sequence[bytes]]:
     bounds = pairwise(accumulate(question[LENGTHS], initial=0))
     files = (
-        {FILES: [content[start:end] for start, end in bounds]} if _has_parameter(function, FILES) else {}
+        {FILES: [content[start:end] for start, end in bounds]}
+        if _has_parameter(function, FILES)
+        else {}
     )
     told = {
         "messages": question["messages"],
@@ -118,8 +120,7 @@ def _call_environment(
 
 
 def _encode_reply(reply: object, max_item_bytes: int) -> tuple[dict[str, Any], Sequence[bytes]]:
-    """Encode a reply for the pipe: data URIs and bytes follow the header, distinguished by `kinds`.
-    """
+    """Encode a reply for the pipe: data URIs and bytes follow the header, distinguished by `kinds`."""
     if reply is None:
         return {"reply": None}, ()
     if isinstance(reply, str):

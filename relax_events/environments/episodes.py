@@ -29,12 +29,12 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import (
     Engine,
     EngineUsage,
+    EnvironmentContext,
     GeneratedSample,
     GenerationRequest,
     SampleRequest,
-    EnvironmentContext,
 )
-from relax_events.engines.transformers.rows import merge_segments
+from relax_events.engines.sample_state import merge_segments
 from relax_events.environments.pool import EnvironmentPool, ProcessedReply
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason, VersionSegment
@@ -78,7 +78,7 @@ class Episode:
         return replace(
             self.request,
             prompt_tokens=np.concatenate([prompt, self.tokens]),
-            chosen=np.concatenate([np.zeros(len(prompt), bool), self.loss_mask.astype(bool)]),
+            is_sampled=np.concatenate([np.zeros(len(prompt), bool), self.loss_mask.astype(bool)]),
             samples=(
                 replace(
                     sample,
@@ -135,7 +135,7 @@ class Episode:
         )
 
 
-PendingReply = tuple[Episode, "Future[Said | None]"]
+PendingReply = tuple[Episode, "Future[ProcessedReply | None]"]
 
 
 class MultiTurnEngine:
@@ -245,7 +245,9 @@ class MultiTurnEngine:
             episode = self._episodes.pop(sample.sample_id)
             episode.add_turn(sample)
             aborted.append(episode.ended(FinishReason.ABORT))
-        for sample_id in [one for one in self._awaiting_reply if sample_ids is None or one in sample_ids]:
+        for sample_id in [
+            one for one in self._awaiting_reply if sample_ids is None or one in sample_ids
+        ]:
             del self._awaiting_reply[sample_id]
             aborted.append(
                 _without_last_turn(self._episodes.pop(sample_id)).ended(FinishReason.ABORT)
@@ -271,7 +273,9 @@ class MultiTurnEngine:
         self._pool.close()
         self._engine.close()
 
-    def _build_episode(self, request: GenerationRequest, task: EnvironmentContext, sample: SampleRequest) -> Episode:
+    def _build_episode(
+        self, request: GenerationRequest, task: EnvironmentContext, sample: SampleRequest
+    ) -> Episode:
         """Return a submitted sample: at its first turn, or after the last reply of an earlier
         attempt.
         """
@@ -293,7 +297,7 @@ class MultiTurnEngine:
                 self._library.load(reference) for reference in list_message_media(sample.turns)
             )
             episode.turns = list(sample.turns)
-            reply = _num_tokens_through_last_reply(sample.loss_mask)
+            count = _num_tokens_through_last_reply(sample.loss_mask)
             episode.tokens, episode.loss_mask = sample.tokens[:reply], sample.loss_mask[:reply]
             episode.logprobs = sample.logprobs[:reply]
             num_chosen = int(episode.loss_mask.sum())
@@ -310,7 +314,9 @@ class MultiTurnEngine:
             sample,
             tokens=sample.tokens[reply:],
             logprobs=sample.logprobs[reply:],
-            segments=_slice_segments(sample.segments, num_chosen, num_chosen + len(sample.tokens) - reply),
+            segments=_slice_segments(
+                sample.segments, num_chosen, num_chosen + len(sample.tokens) - reply
+            ),
             top_tokens=None if sample.top_tokens is None else sample.top_tokens[num_chosen:],
         )
         self._submit_turn(episode, rest)
@@ -425,7 +431,9 @@ def _num_tokens_through_last_reply(loss_mask: NDArray[np.uint8]) -> int:
     return int(replies[-1]) + 1 if len(replies) else 0
 
 
-def _slice_segments(segments: Sequence[VersionSegment], start: int, end: int) -> tuple[VersionSegment, ...]:
+def _slice_segments(
+    segments: Sequence[VersionSegment], start: int, end: int
+) -> tuple[VersionSegment, ...]:
     """Return the part of segments between two counts of sampled tokens."""
     parts, first = [], 0
     for segment in segments:

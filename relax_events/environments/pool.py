@@ -34,7 +34,7 @@ class ProcessedReply:
     media: tuple[ProcessedMedia, ...]
 
 
-ReplyCallback = Callable[["Future[Said | None]"], None]
+ReplyCallback = Callable[["Future[ProcessedReply | None]"], None]
 
 
 class EnvironmentPool:
@@ -58,7 +58,8 @@ class EnvironmentPool:
         size = config.environment.processes
         self._free_children: queue.SimpleQueue[_EnvironmentChild] = queue.SimpleQueue()
         self._children = [
-            _EnvironmentChild(config, (libraries or (lambda: MediaLibrary(config)))()) for _ in range(size)
+            _EnvironmentChild(config, (libraries or (lambda: MediaLibrary(config)))())
+            for _ in range(size)
         ]
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="environment")
         with ExitStack() as on_failure:
@@ -69,7 +70,12 @@ class EnvironmentPool:
             on_failure.pop_all()
 
     def ask(
-        self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage], *, on_reply: ReplyCallback
+        self,
+        sample_id: str,
+        task: EnvironmentContext,
+        turns: Sequence[ChatMessage],
+        *,
+        on_reply: ReplyCallback,
     ) -> None:
         """Request a reply to the last turn of the policy.
 
@@ -90,7 +96,9 @@ class EnvironmentPool:
             place.close()
         self._threads.shutdown()
 
-    def _reply(self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]) -> ProcessedReply | None:
+    def _reply(
+        self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]
+    ) -> ProcessedReply | None:
         place = self._free_children.get()
         try:
             return place.reply(sample_id, task, turns)
@@ -136,7 +144,9 @@ class _EnvironmentChild:
         if self._child is not None:
             self._child.close()
 
-    def reply(self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]) -> ProcessedReply | None:
+    def reply(
+        self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]
+    ) -> ProcessedReply | None:
         """Call the child, and store the media of its reply; errors as in
         `EnvironmentPool.request_reply`.
         """
@@ -185,7 +195,9 @@ class _EnvironmentChild:
                 f"{where}: it {limit if lost.is_late else f'died ({lost.ending})'}"
             ) from None
 
-    def _process_reply(self, reply: dict[str, Any], contents: Sequence[bytes], where: str) -> ProcessedReply:
+    def _process_reply(
+        self, reply: dict[str, Any], contents: Sequence[bytes], where: str
+    ) -> ProcessedReply:
         brought: dict[Modality, list[bytes | str]] = {Modality(name): [] for name in reply["media"]}
         for (name, is_file), content in zip(reply["kinds"], contents, strict=True):
             brought[Modality(name)].append(content if is_file else content.decode())

@@ -52,6 +52,6 @@ class Environment(Protocol):
             messages: The conversation before, as `role` and `content`; media are `<image>`,
                 `<audio>` or `<video>` in the content.
             answer: The reference answer of the prompt.
-            metadata: Of the prompt, from its data source. files: The media of `messages`, in order,
-                unprocessed.
+            metadata: Of the prompt, from its data source.
+            files: The media of `messages`, in order, unprocessed.
         """

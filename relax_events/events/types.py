@@ -1,6 +1,4 @@
-"""The events, one slotted dataclass for each Avro record of the same name in `schemas/`; see
-`parts` for what they hold.
-"""
+"""The events: one slotted dataclass for each Avro record of the same name in `schemas/`."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ class SampleRolledOut(SampleEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleScored(SampleEvent):
-    """A sample was given a reward, or scoring it failed (`reward` None, `error` set)."""
+    """A sample was given a reward, or scoring failed (`reward` None, `error` set)."""
 
     key: SampleKey
     reward: float | None = None
@@ -87,7 +85,7 @@ class SampleScored(SampleEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsComputed(SampleEvent):
-    """A model other than the engine computed values along a sample."""
+    """A model other than the engine computed log-probabilities, or values, for a sample."""
 
     key: SampleKey
     model_role: str
@@ -100,7 +98,7 @@ class LogprobsComputed(SampleEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleReady(SampleEvent):
-    """All that the trainer needs for one sample."""
+    """Everything the trainer needs for one sample."""
 
     key: SampleKey
     tokens: Array
@@ -127,7 +125,7 @@ class SampleReady(SampleEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGroupEnded:
-    """A prompt group came to its end: trained, or dropped with a reason."""
+    """A prompt group ended: trained, or dropped with a reason."""
 
     prompt_group_id: str
     train_step: int
@@ -144,7 +142,7 @@ class PromptGroupEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersionPublished:
-    """New weights may be used."""
+    """New weights are available."""
 
     policy_version: int
     artifact: ObjectRef
@@ -158,7 +156,7 @@ class PolicyVersionPublished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrompterStateSaved:
-    """The prompter's state at a place of the log: one that starts again begins there."""
+    """The prompter's state at a position of the log, from which a restarted prompter resumes."""
 
     positions: list[TopicOffset]
     next_step: int
@@ -173,9 +171,7 @@ class PrompterStateSaved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastMembership:
-    """Which engines get new weights straight from the trainer, and where others may ask for the
-    same.
-    """
+    """The workers that receive new weights directly from the trainer, and where others join."""
 
     membership_version: int
     transport: str
@@ -187,9 +183,9 @@ class BroadcastMembership:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStepCommitted:
-    """A train step became real: what it trained on, in which order, and what came out.
+    """A train step was committed: its samples in trained order, and its metrics.
 
-    `update_skipped` says that its loss or gradient was not finite: the samples count as trained,
+    `update_skipped` means that loss or gradient was not finite: the samples count as trained,
     and the new version has the weights of the one before.
     """
 
@@ -213,7 +209,7 @@ class TrainStepCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCommanded:
-    """The controller asks all, a role or one worker for something."""
+    """The controller sends a command to all workers, one role or one worker."""
 
     command: Command
     role: str | None = None
@@ -226,7 +222,7 @@ class RunCommanded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDescribed:
-    """What the run is: its run file, and the run that it goes back to."""
+    """Configuration of the run: its run file and its parent run."""
 
     run_id: str
     config: str
@@ -241,7 +237,7 @@ class RunDescribed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHeartbeat:
-    """A worker's work loop is alive, or inside a long call that it has named."""
+    """A worker's main loop is alive, or inside a long call that the heartbeat names."""
 
     worker_id: str
     role: str
@@ -264,7 +260,7 @@ class WorkerHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsReported:
-    """Figures of a worker over an interval."""
+    """Metrics of a worker over an interval."""
 
     worker_id: str
     role: str

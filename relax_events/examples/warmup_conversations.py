@@ -20,7 +20,7 @@ from relax_events.data.placeholders import insert_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.engines.protocol import EnvironmentContext
-from relax_events.environments.pool import EnvironmentPool, Said
+from relax_events.environments.pool import EnvironmentPool, ProcessedReply
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
 from relax_events.examples.sft_warmup import SupervisedExample
@@ -96,11 +96,11 @@ class WarmupConversations:
             prompt, np.concatenate(pieces), np.concatenate(chosen), tuple(media)
         )
 
-    def _said(self, task: EnvironmentContext, turns: Sequence[ChatMessage]) -> Said | None:
+    def _said(self, task: EnvironmentContext, turns: Sequence[ChatMessage]) -> ProcessedReply | None:
         if self._pool is None:
             return None
-        answered: queue.SimpleQueue[Future[Said | None]] = queue.SimpleQueue()
-        self._pool.ask("of the SFT warm-up", task, turns, on_answer=answered.put)
+        answered: queue.SimpleQueue[Future[ProcessedReply | None]] = queue.SimpleQueue()
+        self._pool.request_reply("of the SFT warm-up", task, turns, on_reply=answered.put)
         return answered.get().result()
 
 

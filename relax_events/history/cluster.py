@@ -15,7 +15,13 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.credentials import apply_principal
 from relax_events.kafka.embedded import EmbeddedBroker
-from relax_events.session.broker_address import ANSWER_SECONDS, EMBEDDED, OPERATOR, keep_running, with_address
+from relax_events.session.broker_address import (
+    ANSWER_SECONDS,
+    EMBEDDED,
+    OPERATOR,
+    keep_running,
+    with_address,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,9 @@ class Cluster:
     run_file: RunConfig | None = None
 
     @classmethod
-    def from_options(cls, *, config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
+    def from_options(
+        cls, *, config: Path | None, bootstrap_servers: str, directory: Path
+    ) -> Cluster:
         """Return the broker that a command's options name.
 
         Raises:

@@ -54,7 +54,11 @@ REST = 2**62
 """Stands for the version behind the last block."""
 # every stream begins with a new assignment, which would wait for the last request of the one before
 FETCH_WAIT_MS = 10
-DECISION_TOPICS = ("control.policy-versions", "control.train-steps", "control.group-outcomes")
+DECISION_TOPICS = (
+    "control.policy-versions",
+    "control.train-steps",
+    "control.prompt-group-outcomes",
+)
 
 TopicPartition = tuple[str, int]
 OffsetRange = tuple[int, int]
@@ -92,7 +96,9 @@ def read_ledger(config: RunConfig) -> Ledger:
         reader.close()
 
 
-def stable_ranges(reader: OffsetReader, decisions: Sequence[TopicPartition]) -> dict[TopicPartition, OffsetRange]:
+def stable_ranges(
+    reader: OffsetReader, decisions: Sequence[TopicPartition]
+) -> dict[TopicPartition, OffsetRange]:
     """Return spans of these topics that end all before or all after any commit of the trainer's,
     while it goes on.
 

@@ -14,7 +14,7 @@ from typing import Self
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import Command, WorkerState, now_micros
-from relax_events.events.types import Event, RunCommanded, WorkerBeat
+from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
@@ -33,12 +33,15 @@ def silent_micros(config: RunConfig) -> int:
     """
     workers = config.workers
     return int(
-        min(workers.heartbeat_timeout_seconds, max(SILENT_SECONDS, SILENT_HEARTBEATS * workers.heartbeat_seconds))
+        min(
+            workers.heartbeat_timeout_seconds,
+            max(SILENT_SECONDS, SILENT_HEARTBEATS * workers.heartbeat_seconds),
+        )
         * 1e6
     )
 
 
-class RunFollower(AbstractContextManager["RunWatch"]):
+class RunFollower(AbstractContextManager["RunFollower"]):
     """Follows a run while it is entered. `state` is that of the log; look at it under `lock`."""
 
     def __init__(self, config: RunConfig, *, name: str) -> None:
@@ -98,7 +101,7 @@ class RunFollower(AbstractContextManager["RunWatch"]):
                 ]
             )
 
-    def alive(self) -> dict[str, WorkerBeat]:
+    def alive(self) -> dict[str, WorkerHeartbeat]:
         """Return the newest heartbeat of each worker that has sent one of late and not said
         goodbye; hold the lock.
         """
@@ -106,7 +109,7 @@ class RunFollower(AbstractContextManager["RunWatch"]):
         return {
             name: beat
             for name, beat in self.state.workers.items()
-            if beat.beat_at > limit and beat.state is not WorkerState.STOPPED
+            if beat.sent_at > limit and beat.state is not WorkerState.STOPPED
         }
 
     @property

@@ -109,7 +109,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """How each prompt group ended, by id."""
         if self._outcomes is None:
             self._outcomes = {}
-            for found in self.read_control("control.group-outcomes", PromptGroupEnded):
+            for found in self.read_control("control.prompt-group-outcomes", PromptGroupEnded):
                 self._outcomes.setdefault(found.event.prompt_group_id, found)
         return self._outcomes
 
@@ -131,17 +131,23 @@ class RunLog(AbstractContextManager["RunLog"]):
                     if event is not None and belongs_on(entity, event):
                         yield event
 
-    def full_ranges(self, entity: str, partitions: Iterable[int]) -> dict[TopicPartition, OffsetRange]:
+    def full_ranges(
+        self, entity: str, partitions: Iterable[int]
+    ) -> dict[TopicPartition, OffsetRange]:
         """Return the spans of all that these partitions of a topic hold; they begin at 0, or at the
         oldest record that is left.
         """
         topic = self.plan.topic(entity)
         return {
             place: (0, end)
-            for place, end in self._end_offsets((topic, partition) for partition in partitions).items()
+            for place, end in self._end_offsets(
+                (topic, partition) for partition in partitions
+            ).items()
         }
 
-    def offset_ranges(self, entity: str, versions: range, *, shard: int | None = None) -> dict[TopicPartition, OffsetRange]:
+    def offset_ranges(
+        self, entity: str, versions: range, *, shard: int | None = None
+    ) -> dict[TopicPartition, OffsetRange]:
         """Return where the records of these versions lie on a sample topic.
 
         What was written for a version after its slot had passed on lies among the next owner's
@@ -231,7 +237,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         finally:
             self._idle.append(reader)
 
-    def read(self, spans: Mapping[TopicPartition, OffsetRange], kind: type[EventT]) -> Iterator[DecodedRecord[EventT]]:
+    def read(
+        self, spans: Mapping[TopicPartition, OffsetRange], kind: type[EventT]
+    ) -> Iterator[DecodedRecord[EventT]]:
         """Give the events of a kind in these spans; what can't be decoded is counted as
         unreadable.
         """
@@ -259,7 +267,9 @@ class RunLog(AbstractContextManager["RunLog"]):
             if isinstance(event, kind)
         ]
 
-    def read_records_at(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+    def read_records_at(
+        self, topic: str, places: Iterable[tuple[int, int]]
+    ) -> dict[tuple[int, int], Record]:
         """Return the records at these (partition, offset) places of a topic, given with its full
         name; raises as `exactly`.
         """
@@ -294,7 +304,9 @@ class RunLog(AbstractContextManager["RunLog"]):
     def _control_spans(self, run_id: str, entity: str) -> dict[TopicPartition, OffsetRange]:
         return {
             place: (0, end)
-            for place, end in self._end_offsets([(self.plan.build_topic_name(run_id, entity), 0)]).items()
+            for place, end in self._end_offsets(
+                [(self.plan.build_topic_name(run_id, entity), 0)]
+            ).items()
         }
 
     def _learn_schemas(self, run_id: str) -> None:

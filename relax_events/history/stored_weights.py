@@ -28,7 +28,9 @@ class StoredWeights:
         self._artifacts: dict[int, ObjectRef] = {}
         self._digests: dict[int, bytes] = {}
         try:
-            self._store = ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases)
+            self._store = ObjectStore.open(
+                config.objects_uri, uri_aliases=config.objects.uri_aliases
+            )
             self._stored = frozenset(self._store.list(PREFIX))
         except (ConfigError, ObjectError) as error:
             self._failure = str(error)

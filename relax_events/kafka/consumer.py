@@ -1,11 +1,8 @@
-"""Consumers: one that subscribes as a member of a consumer group, and one that assigns its
-partitions itself.
-"""
+"""A consumer that subscribes to topics as a member of a consumer group."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -13,30 +10,23 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaExcepti
 from confluent_kafka import TopicPartition as ClientPartition
 
 from relax_events.deadline import Deadline
-from relax_events.errors import BrokerError, BrokerUnavailable, ClientFailed
-from relax_events.events.container import LoggedRecord
+from relax_events.errors import BrokerUnavailable, ClientFailed
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.base_consumer import (
     HANDOVER_SECONDS,
     LEADER_CHANGE_SECONDS,
     BaseConsumer,
     build_reader_settings,
-    is_partition_end,
-    locate_message,
-    to_record,
 )
 from relax_events.kafka.client_statistics import STATISTICS_SECONDS, HeartbeatMonitor
 from relax_events.kafka.connection import Connection, extract_error
-from relax_events.kafka.corruption import damage_error
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.protocol.group_membership import MembershipMonitor
-from relax_events.kafka.records import Record, to_logged_record
+from relax_events.kafka.records import Record
 from relax_events.kafka.retry import retry_while_unavailable
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
-MAX_POLLED_MESSAGES = 500
-POLL_SECONDS = 0.05
-FIRST_RANGE_OFFSETS = 128
 
 OnRevoked = Callable[[list[TopicOffset], Deadline], None]
 
@@ -237,222 +227,3 @@ class SubscribedConsumer(BaseConsumer):
 def _log_commit_error(error: KafkaError | None, _: Any) -> None:
     if error is not None:
         log.debug("offset_commit.refused", error=error.name())
-
-
-class LogReader(BaseConsumer):
-    """A consumer that assigns its partitions and positions itself. It joins no group, but may
-    commit a group's offsets through transactions.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        *,
-        consumer_group: str = "",
-        start: Mapping[TopicPartition, int] | None = None,
-        fetch_wait_ms: int = 100,
-    ) -> None:
-        """Create the consumer.
-
-        Args:
-            connection: How to reach the broker.
-            consumer_group: The consumer group whose offsets it may commit.
-            start: Start offsets, as for `assign`.
-            fetch_wait_ms: How long the broker may delay a fetch response when no records are
-                available. A reader that is reassigned first waits for its last response.
-        """
-        name = (
-            consumer_group or f"relax.{connection.client_id}.reader"
-        )  # within the run's prefix, as its ACLs require
-        settings = connection.lasting_settings(
-            group_id=name,
-            enable_partition_eof=True,
-            **build_reader_settings() | {"fetch_wait_max_ms": fetch_wait_ms},
-        )
-        super().__init__(Consumer(settings), connection)
-        self._checked_topics: set[str] = set()
-        if start:
-            self.assign(start)
-
-    def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
-        """See `BaseConsumer.fetch`."""
-        records = super().fetch(max_records, timeout_seconds=timeout_seconds)
-        self.positions |= {
-            (record.topic, record.partition): record.offset + 1 for record in records
-        }
-        return records
-
-    def assign(self, start: Mapping[TopicPartition, int]) -> None:
-        """Read these partitions from these offsets; 0 means from the beginning offset.
-
-        Raises:
-            AccessDenied: This principal may not see a topic; the client would wait for its records
-                for ever without an error.
-        """
-        self._offset_after_damage.clear()
-        self.positions = dict(start)
-        for topic in {topic for topic, _ in start} - self._checked_topics:
-            self._has_partition(topic)
-            self._checked_topics.add(topic)
-        self._consumer.assign(
-            [
-                ClientPartition(topic, partition, offset or OFFSET_BEGINNING)
-                for (topic, partition), offset in start.items()
-            ]
-        )
-
-    def read_at(
-        self, topic: str, places: Collection[tuple[int, int]]
-    ) -> dict[tuple[int, int], Record]:
-        """Return the records at these (partition, offset) positions.
-
-        Raises:
-            BrokerError: A record was purged or never written, or fails its checksum.
-            BrokerUnavailable: The log could not be read within the request timeout without any
-                progress.
-        """
-        wanted = set(places)
-        first: dict[int, int] = {}
-        for partition, offset in wanted:
-            first[partition] = min(offset, first.get(partition, offset))
-        self._check_offsets_exist(topic, wanted)
-        self.assign({(topic, partition): offset for partition, offset in first.items()})
-        found: dict[tuple[int, int], Record] = {}
-        progress = time.monotonic()
-        while len(found) < len(wanted):
-            for record in self.fetch(2000, timeout_seconds=0.5):
-                progress = time.monotonic()
-                if (record.partition, record.offset) in wanted:
-                    if record.is_damaged:
-                        raise damage_error(topic, record.partition, record.offset)
-                    found[record.partition, record.offset] = record
-            if time.monotonic() - progress > self._timeout_seconds:
-                partition, offset = min(wanted - found.keys())
-                raise BrokerUnavailable(
-                    f"record {topic}[{partition}]@{offset} can't be read; is the broker down?"
-                )
-        return found
-
-    def _check_offsets_exist(self, topic: str, places: Collection[tuple[int, int]]) -> None:
-        """Compare the positions with the watermarks: waiting for a deleted record on a live topic
-        would never end.
-        """
-        ends = {
-            partition: self.watermarks(topic, partition)
-            for partition in {partition for partition, _ in places}
-        }
-        for partition, offset in sorted(places):
-            low, high = ends[partition]
-            what = f"record {topic}[{partition}]@{offset}"
-            if offset < low:
-                raise BrokerError(
-                    f"{what} was purged: the log begins at {low}; keep records as long as a "
-                    "replay may need them"
-                )
-            if offset >= high:
-                raise BrokerError(
-                    f"{what} does not exist: the log ends at {high}; is this the run's own cluster?"
-                )
-
-    def read_to_end(
-        self,
-        topics_partitions: Iterable[TopicPartition],
-        *,
-        from_offsets: Mapping[TopicPartition, int] | None = None,
-    ) -> list[Record]:
-        """Return all records that the partitions hold now, from the given offsets (default: all),
-        in order per partition.
-
-        Raises:
-            BrokerError: A record fails its checksum.
-            BrokerUnavailable: The log could not be read within the request timeout without any
-                progress.
-        """
-        starts = {place: (from_offsets or {}).get(place, 0) for place in topics_partitions}
-        return list(
-            self.stream(
-                {place: (start, self.watermarks(*place)[1]) for place, start in starts.items()}
-            )
-        )
-
-    def stream(
-        self, spans: Mapping[TopicPartition, tuple[int, int]], *, with_damaged: bool = False
-    ) -> Iterator[Record]:
-        """Yield the records of these offset ranges, in order per partition, and end. Only
-        prefetched records are held in memory.
-
-        One stream at a time: it replaces the reader's assignment.
-
-        Args:
-            spans: First offset and the offset behind the last, by partition.
-            with_damaged: Whether to yield records that fail their checksum, without values, instead
-                of raising an error.
-        Raises:
-            BrokerError: A record fails its checksum.
-            BrokerUnavailable: The log could not be read within the request timeout without any
-                progress.
-        """
-        for found in self._messages(spans, with_damaged=with_damaged):
-            yield to_record(found)
-
-    def read_backwards(
-        self, place: TopicPartition, *, num_offsets: int = FIRST_RANGE_OFFSETS
-    ) -> Iterator[list[Record]]:
-        """Yield a partition's records backwards in ranges that double: the newest range first, in
-        log order within a range.
-
-        A caller that searches near the end can stop early, at a cost independent of the partition's
-        size.
-
-        Args:
-            place: The partition.
-            num_offsets: The number of offsets in the first range.
-        Raises:
-            BrokerError, BrokerUnavailable: As `stream`.
-        """
-        low, stop = self.watermarks(*place)
-        while stop > low:
-            start = max(low, stop - num_offsets)
-            yield list(self.stream({place: (start, stop)}))
-            stop, num_offsets = start, 2 * num_offsets
-
-    def stream_raw(self, spans: Mapping[TopicPartition, tuple[int, int]]) -> Iterator[LoggedRecord]:
-        """Yield the same as `stream`, as raw bytes."""
-        yield from map(to_logged_record, self._messages(spans))
-
-    def _messages(
-        self, spans: Mapping[TopicPartition, tuple[int, int]], *, with_damaged: bool = False
-    ) -> Iterator[Any]:
-        open_places = {place for place, (start, stop) in spans.items() if start < stop}
-        if not open_places:
-            return
-        self.assign({place: spans[place][0] for place in open_places})
-        progress = time.monotonic()
-        while open_places:
-            for found in self._valid_messages(self._poll_messages(), with_damaged=with_damaged):
-                place, offset = locate_message(found)
-                progress = time.monotonic()
-                if place not in open_places:
-                    continue
-                if not is_partition_end(found) and offset < spans[place][1]:
-                    yield found
-                if is_partition_end(found) or offset + 1 >= spans[place][1]:
-                    self._finish_range(place, open_places)
-            if time.monotonic() - progress > self._timeout_seconds:
-                raise BrokerUnavailable(
-                    f"reading {sorted(open_places)} stalled for {self._timeout_seconds:.0f} "
-                    "s; see that the broker runs"
-                )
-
-    def _poll_messages(self) -> list[Any]:
-        """Wait for one message, then take the messages that are already prefetched: consuming many
-        at once would wait for all of them.
-        """
-        first = self._consumer.poll(POLL_SECONDS)
-        return [] if first is None else [first, *self._consumer.consume(MAX_POLLED_MESSAGES - 1, 0)]
-
-    def _finish_range(self, place: tuple[str, int], open_places: set[tuple[str, int]]) -> None:
-        """Unassign a partition, so that records behind the range are not fetched."""
-        if place in open_places and len(open_places) > 1:
-            self._consumer.incremental_unassign([ClientPartition(*place)])
-        open_places.discard(place)

@@ -1,5 +1,5 @@
-"""How often a worker has died without progress, and what follows from it: the next start, or the
-end of the run. Values alone.
+"""Counts a worker's deaths without progress, and derives the delay of its next start or the end of
+the run. Pure values.
 """
 
 from __future__ import annotations
@@ -8,30 +8,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from relax_events.events.types import WorkerBeat
+from relax_events.events.types import WorkerHeartbeat
 
 BACKOFF_SECONDS = (0.0, 2.0, 10.0, 30.0)
-"""Waited before a worker is started again, by how often it has died in a row without progress of
-its own."""
+"""Delay before a worker is restarted, by its consecutive deaths without progress of its own."""
 ROLES_WITHOUT_RECORDS = frozenset({"trainer", "critic", "controller", "metrics"})
-"""What these have processed is lost with the process: a new one does it again. Only the run's steps
-tell that they get on."""
+"""Roles whose processed records are lost with the process and processed again. Only committed steps
+show their progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the control log says that was achieved so far.
+    """The progress of the run according to the control log.
 
-    Attributes:
-        num_steps: Committed train steps of the run.
-        beats: The newest beat of each worker.
+    Attributes: num_steps: Committed train steps. heartbeats: The newest heartbeat of each worker.
     """
 
     num_steps: int = 0
-    heartbeats: Mapping[str, WorkerBeat] = field(default_factory=dict)
+    heartbeats: Mapping[str, WorkerHeartbeat] = field(default_factory=dict)
 
     def has_processed(self, worker_id: str, pid: int) -> bool:
-        """Tell whether a process has finished records that no other one will be given again."""
+        """Return whether a process has finished records that are not delivered again."""
         beat = self.heartbeats.get(worker_id)
         return (
             beat is not None
@@ -43,12 +40,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class DeathCount:
-    """Deaths of a worker in a row.
+    """Consecutive deaths of a worker.
 
-    Attributes:
-        num_idle: Without progress of its own in between: its next start waits the longer for it.
-        num_stalled: Without that, and without a committed step of the run.
-        num_steps: Committed steps at the newest death.
+    Attributes: num_idle: Deaths without progress of the worker itself; they lengthen the delay of
+    its restart. num_stalled: Deaths without that and without a committed step of the run.
+    num_steps: Committed steps at the newest death.
     """
 
     num_idle: int = 0
@@ -56,13 +52,10 @@ class DeathCount:
     num_steps: int = 0
 
     def count_death(self, progress: Progress, *, worker_id: str, role: str, pid: int) -> Self:
-        """Count a death.
+        """Return the count after another death.
 
-        Args:
-            progress: What was achieved by now.
-            worker_id: Who died.
-            role: Its role.
-            pid: Of the process that died.
+        Args: progress: The run's progress by now. worker_id: The worker that died. role: Its role.
+        pid: Of the process that died.
         """
         has_stepped = progress.num_steps > self.num_steps
         is_own = progress.has_processed(worker_id, pid) or (
@@ -75,14 +68,14 @@ class DeathCount:
         )
 
     def exceeds(self, max_restarts: int, *, is_elastic: bool) -> bool:
-        """Tell whether the worker is given up. The run goes on without an elastic one, so the run's
-        steps don't speak for it.
+        """Return whether the worker is abandoned. The run continues without an elastic worker, so
+        committed steps are no progress of it.
         """
         return (self.num_idle if is_elastic else self.num_stalled) > max_restarts
 
     @property
     def backoff_seconds(self) -> float:
-        """How long the next start waits."""
+        """The delay of the next start."""
         return (
             BACKOFF_SECONDS[min(self.num_idle, len(BACKOFF_SECONDS)) - 1] if self.num_idle else 0.0
         )

@@ -15,8 +15,8 @@ import orjson
 from relax_events.config import RunConfig
 from relax_events.config.derived import Derived
 from relax_events.config.inventory import width_of
-from relax_events.controller.rollout_capacity import require_rollout_capacity, read_share_group_size
-from relax_events.data.prompt_filter import FunctionFilter, needs_token_counts, build_length_filter
+from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
+from relax_events.data.prompt_filter import FunctionFilter, build_length_filter, needs_token_counts
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.row_media import build_checking_reader
 from relax_events.data.rows import PromptRow, PromptSource
@@ -31,16 +31,16 @@ from relax_events.launcher.requirements import REQUIREMENTS, require_context_len
 from relax_events.launcher.weights_fit import read_newest_version, require_fitting_model
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
-from relax_events.ops.dependent_runs import describe_followers
+from relax_events.ops.dependent_runs import describe_dependent_runs
 from relax_events.ops.topic_apply import plan_changes
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.sandbox.trial import check_isolation
 from relax_events.session.broker_address import (
     EMBEDDED,
     OPERATOR,
-    with_broker_address,
     embedded_broker,
     open_admin,
+    with_broker_address,
 )
 from relax_events.session.defaults import read_checkpoint_facts, read_resolved, resolve_defaults
 from relax_events.topics import TopicPlan
@@ -145,7 +145,9 @@ def check_weights(config: RunConfig) -> str:
     broker = embedded_broker(config)
     if broker is not None and not broker.is_running:
         return "not compared with the model: the embedded broker does not run"
-    reached = apply_principal(config if broker is None else with_broker_address(config, broker), OPERATOR)
+    reached = apply_principal(
+        config if broker is None else with_broker_address(config, broker), OPERATOR
+    )
     topic = TopicPlan.from_config(config).topic("control.policy-versions")
     is_there = topic in open_admin(reached, name="doctor").topics(topic)
     return require_fitting_model(config, read_newest_version(reached) if is_there else None)
@@ -160,7 +162,7 @@ def check_dependent_runs(config: RunConfig) -> str:
             if config.is_replay
             else "not looked for: the embedded broker does not run"
         )
-    return describe_followers(
+    return describe_dependent_runs(
         apply_principal(config if broker is None else with_broker_address(config, broker), OPERATOR)
     )
 
@@ -174,7 +176,9 @@ def check_sandbox(config: RunConfig) -> str:
     ]
     if not options:
         return "none needed: no reward runs programs"
-    return check_isolation(allow_unprotected=all(one.get("allow_unprotected", False) for one in options))
+    return check_isolation(
+        allow_unprotected=all(one.get("allow_unprotected", False) for one in options)
+    )
 
 
 def check_registry(config: RunConfig) -> str:
@@ -276,9 +280,13 @@ class PromptCheck:
             for section, part in named_sources(config.data)
         ]
         self._first = opened[0][1].row(0)
-        texts = [f"{source.num_rows} prompts in {name}{_left_out(source)}" for name, source in opened]
+        texts = [
+            f"{source.num_rows} prompts in {name}{_left_out(source)}" for name, source in opened
+        ]
         if config.data.prompt_filter:
-            place = FunctionFilter(config.data.prompt_filter)(self._first, mean_rewards=(), train_step=0)
+            place = FunctionFilter(config.data.prompt_filter)(
+                self._first, mean_rewards=(), train_step=0
+            )
             texts.append(f"{config.data.prompt_filter} gives {place} for the first")
         texts += [text for _, source in opened if (text := _lengths(config, source))]
         if not config.algorithm.has_rewards and config.model.path.exists():
@@ -363,7 +371,9 @@ def _lengths(config: RunConfig, source: PromptSource) -> str:
     if not needs_token_counts(config.data) or not config.model.path.exists():
         return ""
     renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
-    judge = build_length_filter(renderer, config.data, read_messages=build_checking_reader(MediaLibrary(config)))
+    judge = build_length_filter(
+        renderer, config.data, read_messages=build_checking_reader(MediaLibrary(config))
+    )
     rows = range(min(source.num_rows, NUM_MEASURED))
     reasons = Counter(
         verdict

@@ -1,4 +1,4 @@
-"""The supervisor's side of the starter."""
+"""The supervisor's side of the fork server: spawns worker processes and reports their exits."""
 
 from __future__ import annotations
 
@@ -22,63 +22,58 @@ from relax_events.launcher.fork_protocol import SpawnRequest, receive, send, sha
 
 log = structlog.get_logger()
 START_SECONDS = 60.0
-"""How long imports may take on a busy machine."""
+"""Time limit of the imports, on a busy machine."""
 EXIT_REPORT_SECONDS = 5.0
-"""Within which the starter tells of an end."""
+"""Time limit of the report of an exit."""
 
 
 class ForkServer:
-    """Starts worker processes: has them forked from one that has imported what they need. Used by
-    one thread at a time.
+    """Spawns worker processes by forking a process that has imported their modules. Used by one
+    thread at a time.
     """
 
     def __init__(self, environment: Mapping[str, str], log_path: Path) -> None:
-        """Nothing is started before something is asked for.
+        """Start nothing yet; the first request starts the process.
 
-        Args:
-            environment: What all workers have, and no secrets.
-            log_path: For what goes wrong in the starter itself.
+        Args: environment: The environment of all workers, without secrets. log_path: Log of the
+        fork server itself.
         """
         self._environment, self._log_path = dict(environment), log_path
         self._process: ForkServerProcess | None = None
 
     @classmethod
     def from_config(cls, config: RunConfig) -> ForkServer:
-        """Return a run's starter."""
+        """Return a run's fork server."""
         return cls(shared_environment(), config.run_directory / "logs" / "starter.log")
 
     @property
     def pid(self) -> int | None:
-        """Of the process that forks, if it is there."""
+        """Process id of the fork server, if it runs."""
         return self._process.pid if self._process is not None else None
 
     def prepare(self, imports: Sequence[str]) -> None:
-        """Have modules imported that workers will need, and don't wait for it."""
+        """Import modules that workers will need, without waiting for it."""
         self._running_process().prepare(imports)
 
     def spawn(
-        self, order: SpawnRequest, *, log_path: Path, listener: socket.socket | None = None
+        self, request: SpawnRequest, *, log_path: Path, listener: socket.socket | None = None
     ) -> ForkedWorker:
         """Start a worker in a session of its own.
 
-        Args:
-            order: For it.
-            log_path: Where its output is added.
-            listener: A socket that it takes over, named by `order.socket_variable`; it stays open
-                here.
-        Raises:
-            RunFailed: The starter can't be started.
+        Args: request: The worker to start. log_path: The file that its output is appended to.
+        listener: A socket that the worker inherits, named by `request.socket_variable`; it stays
+        open here. Raises: RunFailed: The fork server can't be started.
         """
         log_path.parent.mkdir(
             parents=True, exist_ok=True
-        )  # the run's folder may have been deleted: its worker says so, in a log
+        )  # the run's folder may have been deleted; the worker reports that in its log
         with log_path.open("ab") as log_file:
             descriptors = [
                 log_file.fileno(),
                 *([listener.fileno()] if listener is not None else []),
             ]
             for _ in range(2):
-                if (worker := self._running_process().fork(order, descriptors)) is not None:
+                if (worker := self._running_process().fork(request, descriptors)) is not None:
                     return worker
                 self.close()
         raise RunFailed(
@@ -87,7 +82,7 @@ class ForkServer:
         )
 
     def close(self) -> None:
-        """End the starter. What it has started goes on."""
+        """End the fork server. The workers that it has spawned keep running."""
         if self._process is not None:
             self._process.close()
         self._process = None
@@ -99,7 +94,7 @@ class ForkServer:
 
 
 class ForkServerProcess:
-    """One process that forks."""
+    """One process of the fork server."""
 
     def __init__(self, environment: Mapping[str, str], log_path: Path) -> None:
         self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,28 +116,30 @@ class ForkServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._process.pid
 
     def prepare(self, imports: Sequence[str]) -> None:
-        """Have modules imported."""
-        with contextlib.suppress(OSError):  # it is gone, as the first order will find out
+        """Import modules in the process."""
+        with contextlib.suppress(
+            OSError
+        ):  # the process is gone; the first spawn request restarts it
             send(self._channel, {"imports": list(imports)})
 
-    def fork(self, order: SpawnRequest, descriptors: Sequence[int]) -> ForkedWorker | None:
-        """Have a worker forked whose output goes to the first descriptor, and that owns a copy of
-        the rest; None when the process is gone.
+    def fork(self, request: SpawnRequest, descriptors: Sequence[int]) -> ForkedWorker | None:
+        """Fork a worker that writes its output to the first descriptor and inherits the rest;
+        return None if the process is gone.
         """
         with contextlib.suppress(OSError):
-            send(self._channel, asdict(order), *descriptors)
+            send(self._channel, asdict(request), *descriptors)
         worker = None
         while worker is None and not self._is_lost:
             worker = self._receive()
         return worker
 
     def wait_for_exit_code(self, pid: int, *, seconds: float) -> int | None:
-        """Return the exit code of a worker that has ended, as soon as it is told; None if it is not
-        in time.
+        """Return the exit code of a worker that has exited, as soon as it is reported; None if it
+        is not reported in time.
         """
         deadline = time.monotonic() + seconds
         while (
@@ -152,39 +149,38 @@ class ForkServerProcess:
         ):
             self._receive()
         if pid not in self._codes and self._is_lost:
-            return -signal.SIGKILL  # nobody has seen how it ended
+            return -signal.SIGKILL  # no exit code was reported
         return self._codes.pop(pid, None)
 
     def close(self) -> None:
-        """End the process. Of workers whose end it has not told by now nobody learns more."""
+        """Kill the process. Exits that it has not reported by now are lost."""
         self._is_lost = True
         self._channel.close()
         self._process.kill()
         self._process.wait(10)
 
     def _receive(self) -> ForkedWorker | None:
-        """Take a message, and return the worker if one was started."""
+        """Receive a message, and return the worker if one was started."""
         try:
-            heard = receive(self._channel)
+            message_read = receive(self._channel)
         except OSError as error:
-            log.warning("starter.lost", pid=self.pid, error=str(error))
-            heard = None
-        if heard is None:
+            log.warning("fork_server.lost", pid=self.pid, error=str(error))
+            message_read = None
+        if message_read is None:
             self._is_lost = True
             return None
-        message, descriptors = heard
+        message, descriptors = message_read
         if "started" in message:
-            self._codes.pop(message["started"], None)  # of a process that had the same id
+            self._codes.pop(message["started"], None)  # of an earlier process with the same id
             return ForkedWorker(self, message["started"], descriptors[0])
         self._codes[message["ended"]] = message["code"]
         return None
 
 
 class ForkedWorker:
-    """A worker that was forked, with what a `subprocess.Popen` would be asked for.
+    """A forked worker, with the interface of `subprocess.Popen`.
 
-    Attributes:
-        pid: Of its process, and of its process group.
+    Attributes: pid: Of its process and of its process group.
     """
 
     def __init__(self, parent: ForkServerProcess, pid: int, handle: int) -> None:
@@ -193,22 +189,21 @@ class ForkedWorker:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return its exit code once it has ended, -N if signal N ended it."""
-        return self._exit_code(0, told_seconds=0)
+        """Return its exit code once it has exited, -N if signal N ended it."""
+        return self._exit_code(0, report_seconds=0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return its exit code.
+        """Wait for its exit, and return its exit code.
 
-        Raises:
-            subprocess.TimeoutExpired: It lives on.
+        Raises: subprocess.TimeoutExpired: It still runs.
         """
-        code = self._exit_code(timeout, told_seconds=EXIT_REPORT_SECONDS)
+        code = self._exit_code(timeout, report_seconds=EXIT_REPORT_SECONDS)
         if code is None:
             raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or EXIT_REPORT_SECONDS)
         return code
 
     def terminate(self) -> None:
-        """Ask it to drain."""
+        """Signal it to drain."""
         if self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGTERM)
@@ -219,9 +214,9 @@ class ForkedWorker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def _exit_code(self, seconds: float | None, *, told_seconds: float) -> int | None:
+    def _exit_code(self, seconds: float | None, *, report_seconds: float) -> int | None:
         if self._code is None and select.select([self._handle], [], [], seconds)[0]:
-            self._code = self._parent.wait_for_exit_code(self.pid, seconds=told_seconds)
+            self._code = self._parent.wait_for_exit_code(self.pid, seconds=report_seconds)
             if self._code is not None:
                 os.close(self._handle)
         return self._code

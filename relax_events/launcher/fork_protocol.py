@@ -1,7 +1,5 @@
-"""What the starter is asked for and what it tells, in messages of JSON with descriptors beside
-them.
-
-The environment of workers.
+"""Messages between the supervisor and the fork server: JSON with file descriptors. Also the
+workers' environment.
 """
 
 from __future__ import annotations
@@ -23,16 +21,12 @@ MAX_DESCRIPTORS = 2
 
 @dataclass(frozen=True, slots=True)
 class SpawnRequest:
-    """A worker to be started.
+    """A worker to start.
 
-    Attributes:
-        module: What it runs, as `python -m` does.
-        arguments: What that is told.
-        environment: All of its own.
-        imports: Modules that are there before it is forked: they are imported for the first alone
-            that needs them.
-        socket_variable: The variable that names the descriptor of a socket which is handed to the
-            worker; empty where there is none.
+    Attributes: module: The module to run, as `python -m` does. arguments: Its command-line
+    arguments. environment: Its whole environment. imports: Modules that are imported before the
+    fork; the first worker that needs them pays. socket_variable: The environment variable that
+    names the descriptor of an inherited socket; empty where there is none.
     """
 
     module: str
@@ -42,22 +36,22 @@ class SpawnRequest:
     socket_variable: str = ""
 
 
-def send(line: socket.socket, message: Mapping[str, Any], *descriptors: int) -> None:
-    """Send a message: what shall be imported, an order, who was started, who has ended."""
-    socket.send_fds(line, [orjson.dumps(message)], list(descriptors))
+def send(channel: socket.socket, message: Mapping[str, Any], *descriptors: int) -> None:
+    """Send a message: imports, a spawn request, a started worker, an exit."""
+    socket.send_fds(channel, [orjson.dumps(message)], list(descriptors))
 
 
-def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Receive a message, and the descriptors beside it; None when nobody is left to send one."""
-    content, descriptors, _, _ = socket.recv_fds(line, MAX_BYTES, MAX_DESCRIPTORS)
+def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Receive a message and its descriptors; None when the peer has closed the connection."""
+    content, descriptors, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_DESCRIPTORS)
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     return (orjson.loads(content), descriptors) if content else None
 
 
 def worker_environment() -> dict[str, str]:
-    """Return that of a process of ours: single-threaded numerics unless the user says otherwise, no
-    hub look-ups.
+    """Return the environment of a worker: single-threaded numerics unless the user sets it
+    otherwise, and no look-ups on the model hub.
     """
     defaults = {
         "OMP_NUM_THREADS": "1",
@@ -69,7 +63,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def shared_environment() -> dict[str, str]:
-    """Return what all workers have in theirs, and no secrets."""
+    """Return the environment that all workers share, without secrets."""
     return {
         name: value for name, value in worker_environment().items() if name not in SHARED_VARIABLES
     }

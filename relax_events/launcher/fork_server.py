@@ -1,7 +1,7 @@
-"""The starter: imports what workers need, and becomes one of them for each order. It computes
-nothing and has no thread, so that it can be forked.
+"""The fork server: imports the workers' modules, then forks one worker per spawn request. It has no
+threads and computes nothing, so that it can be forked.
 
-Started by the supervisor alone; it ends with it. What it has started goes on without it.
+The supervisor starts it, and it exits with the supervisor. Its workers keep running.
 """
 
 from __future__ import annotations
@@ -24,42 +24,41 @@ from relax_events.launcher.fork_protocol import SpawnRequest, receive, send
 
 
 def main() -> None:
-    """Serve the supervisor at the other end of the descriptor in the command line, until it is
-    gone; in a worker, be that worker.
+    """Serve the supervisor on the descriptor in the command channel until the supervisor is gone; in a
+    forked process, run the worker.
     """
-    with socket.socket(fileno=int(sys.argv[1])) as line:
-        found = serve(line)
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        found = serve(channel)
     if found is not None:  # in a worker
         exec_worker(*found)
 
 
-def serve(line: socket.socket) -> tuple[SpawnRequest, list[int]] | None:
-    """Fork a worker for each order, and tell of the end of each.
+def serve(channel: socket.socket) -> tuple[SpawnRequest, list[int]] | None:
+    """Fork a worker for each spawn request, and report each exit.
 
-    Returns:
-        In a worker, its order and the descriptors that came along; in the starter None, once the
-        supervisor is gone.
+    Returns: In a worker, its request and the descriptors that came with it; in the fork server
+    None, once the supervisor is gone.
     """
     with (
         selectors.DefaultSelector() as selector,
         contextlib.suppress(BrokenPipeError, ConnectionResetError),
     ):
-        selector.register(line, selectors.EVENT_READ)
+        selector.register(channel, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.data is not None:
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     send(
-                        line,
+                        channel,
                         {
                             "ended": key.data,
                             "code": os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1]),
                         },
                     )
-                elif (heard := receive(line)) is None:
+                elif (message := receive(channel)) is None:
                     return None
-                elif (found := handle(*heard, line, selector)) is not None:
+                elif (found := handle(*message, channel, selector)) is not None:
                     return found
     return None
 
@@ -67,61 +66,60 @@ def serve(line: socket.socket) -> tuple[SpawnRequest, list[int]] | None:
 def handle(
     message: dict[str, Any],
     descriptors: list[int],
-    line: socket.socket,
+    channel: socket.socket,
     selector: selectors.BaseSelector,
 ) -> tuple[SpawnRequest, list[int]] | None:
-    """Import what is asked for, and fork a worker if one is ordered; see `serve`."""
+    """Import the requested modules, and fork a worker if one is requested; see `serve`."""
     import_modules(message["imports"])
     if "module" not in message:
         return None
-    order = SpawnRequest(**message)
+    request = SpawnRequest(**message)
     if (pid := fork()) == 0:
         for worker in selector.get_map().values():
             if worker.data is not None:
                 os.close(worker.fd)
-        return order, descriptors
+        return request, descriptors
     for descriptor in descriptors:
         os.close(descriptor)
-    handle = os.pidfd_open(pid)  # it is not waited for yet, and so the name of nobody else
+    handle = os.pidfd_open(pid)  # not waited for yet, so the id can't be reused
     selector.register(handle, selectors.EVENT_READ, pid)
-    send(line, {"started": pid}, handle)
+    send(channel, {"started": pid}, handle)
     return None
 
 
 def import_modules(modules: Sequence[str]) -> None:
-    """Import what workers need."""
+    """Import the workers' modules."""
     for module in modules:
         with contextlib.suppress(
             Exception
-        ):  # the worker imports it as well, and says what is wrong with it
+        ):  # the worker imports the module again and reports the error
             importlib.import_module(module)
 
 
 def fork() -> int:
-    """Fork; the worker leads a session of its own, and so a process group, before anybody hears of
+    """Fork a process that leads a session, and so a process group, before the supervisor learns of
     it.
     """
-    # no collector looks at what is there: its memory stays shared, and collections are short
+    # the garbage collector skips existing objects: their memory stays shared
     gc.freeze()
-    heard, told = os.pipe()
+    read_end, write_end = os.pipe()
     if (pid := os.fork()) == 0:
-        os.close(heard)
+        os.close(read_end)
         os.setsid()
-        os.close(told)
+        os.close(write_end)
         gc.enable()
         return pid
-    os.close(told)
-    os.read(heard, 1)
-    os.close(heard)
+    os.close(write_end)
+    os.read(read_end, 1)
+    os.close(read_end)
     return pid
 
 
-def exec_worker(order: SpawnRequest, descriptors: Sequence[int]) -> None:
-    """Be the process that a shell would have started.
+def exec_worker(request: SpawnRequest, descriptors: Sequence[int]) -> None:
+    """Become the worker process, as a shell would have started it.
 
-    Args:
-        order: What to be.
-        descriptors: Of the log, and of the socket where the order names one.
+    Args: request: The worker. descriptors: Of the log, and of the socket where the request names
+    one.
     """
     log, *sockets = descriptors
     for output in (sys.stdout.fileno(), sys.stderr.fileno()):
@@ -129,14 +127,14 @@ def exec_worker(order: SpawnRequest, descriptors: Sequence[int]) -> None:
     os.close(log)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     setproctitle(
-        " ".join([sys.executable, "-m", order.module, *order.arguments])
-    )  # it writes over the environment that we were started with
+        " ".join([sys.executable, "-m", request.module, *request.arguments])
+    )  # overwrites the memory of the original environment
     os.environ.clear()
-    os.environ.update(order.environment)
+    os.environ.update(request.environment)
     for descriptor in sockets:
-        os.environ[order.socket_variable] = str(descriptor)
-    sys.argv[1:] = order.arguments
-    runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+        os.environ[request.socket_variable] = str(descriptor)
+    sys.argv[1:] = request.arguments
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

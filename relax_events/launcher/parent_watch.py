@@ -1,7 +1,5 @@
-"""Workers end with the `relax run` that started them, however it ends: nobody is left to consume
-for a run that nobody watches.
-
-Tells replicas of one role apart that were all started by the same command line.
+"""Drains a worker when its supervisor exits, so that no worker outlives its `relax run`. Also
+derives a container's worker index from its hostname.
 """
 
 from __future__ import annotations
@@ -18,12 +16,10 @@ SUPERVISOR_PID_VARIABLE = "RELAX_SUPERVISOR_PID"
 
 
 def drain_when_supervisor_exits(*, drain_seconds: float) -> None:
-    """Drain when the supervisor is gone. A worker that was started by hand has none and is left
-    alone.
+    """Drain when the supervisor exits. A worker that was started by hand has none.
 
-    Args:
-        drain_seconds: After so long the process ends at once, as the supervisor would have had it:
-            what was not committed is delivered again.
+    Args: drain_seconds: Time limit of the drain; then the process exits at once, and uncommitted
+    work is delivered again.
     """
     supervisor = os.environ.get(SUPERVISOR_PID_VARIABLE)
     if supervisor is None:
@@ -46,7 +42,7 @@ def drain_when_supervisor_exits(*, drain_seconds: float) -> None:
 def worker_index_from_hostname() -> int:
     """Derive a worker's index from this machine's name.
 
-    A container keeps its name when it is started again, so its worker is the same one, and what it
-    held is found to be its own.
+    A container keeps its hostname over a restart. So the worker keeps its identity and recognises
+    its own leases and partitions.
     """
     return zlib.crc32(socket.gethostname().encode())

@@ -1,5 +1,5 @@
-"""Makes what a run needs before it starts and that can be made here: a tiny model with its warm
-start.
+"""Prepares a run before it starts: checks its requirements, and makes a tiny model with its SFT
+warm-up.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ import sys
 from relax_events.config import RunConfig
 from relax_events.data.prompt_filter import find_hook
 from relax_events.data.rendering import read_chat_template
-from relax_events.data.sources import named_evaluation_datasets, is_generated, named_sources, open_source
+from relax_events.data.sources import (
+    is_generated,
+    named_evaluation_datasets,
+    named_sources,
+    open_source,
+)
 from relax_events.errors import ConfigError, RunFailed
 from relax_events.launcher.fork_protocol import worker_environment
 from relax_events.launcher.requirements import REQUIREMENTS, require_context_length
@@ -19,14 +24,12 @@ from relax_events.session.defaults import read_resolved, resolve_defaults
 
 
 def prepare_run(config: RunConfig) -> None:
-    """Refuse what can't work before anything is started, and make the model if it is to be made and
-    is not there.
+    """Refuse a run that can't work before anything starts, and make the model if it is configured
+    and missing.
 
-    Raises:
-        ConfigError: The run file names a role, a model, a data file or a row that is missing or
-            unfit.
-        EnvironmentProblem: A package is not installed, or a port is taken.
-        RunFailed: Making the model failed; what it printed stands above.
+    Raises: ConfigError: The run file names a role, a model, a data file or a row that is missing or
+    invalid. EnvironmentProblem: A package is not installed, or a port is taken. RunFailed: Making
+    the model failed; its output is above.
     """
     for require in REQUIREMENTS.values():
         require(config)
@@ -37,10 +40,11 @@ def prepare_run(config: RunConfig) -> None:
 
 
 def _check_rows(config: RunConfig) -> None:
-    """Look at every row of every file that the run will read, and at what renders and judges them.
+    """Check every row of every file that the run will read, and the templates and filters that will
+    process them.
 
-    Generators of problems take seconds to import, which the prompter does while the other workers
-    start.
+    Generated problems are skipped: their libraries take seconds to import, and the prompter imports
+    them while other workers start.
     """
     prompts, evaluated = (
         [] if config.is_replay else named_sources(config.data),
@@ -56,7 +60,7 @@ def _check_rows(config: RunConfig) -> None:
 
 
 def _make_model(config: RunConfig) -> None:
-    """Make the model in a process of its own, so that this one stays light."""
+    """Make the model in a child process, so that this process stays small."""
     resolved = config.run_directory / "prepare.json"
     write_private(resolved, config.model_dump_json().encode())
     command = [sys.executable, "-m", "relax_events.cli", "models", "prepare", str(resolved)]
@@ -64,8 +68,6 @@ def _make_model(config: RunConfig) -> None:
         command, env=worker_environment(), check=False, stdout=sys.stderr
     ).returncode
     if code == ConfigError.exit_code:
-        raise ConfigError("the model could not be made; the reason stands above")
+        raise ConfigError("the model could not be made; the reason is above")
     if code:
-        raise RunFailed(
-            f"making the model ended with exit code {code}; what it printed stands above"
-        )
+        raise RunFailed(f"making the model ended with exit code {code}; its output is above")

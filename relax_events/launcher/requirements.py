@@ -1,5 +1,5 @@
-"""What a run file asks of this machine, judged without a broker and without loading anything heavy:
-`relax run` and the doctor ask first.
+"""What a run requires of this machine, checked without a broker and without loading anything heavy.
+`relax run` and the doctor check it first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import find_algorithm
 from relax_events.controller.api_server import require_api_port
-from relax_events.data.prompt_filter import needs_token_counts, build_length_filter
+from relax_events.data.prompt_filter import build_length_filter, needs_token_counts
 from relax_events.data.rendering import PromptRenderer, load_judge_renderer
 from relax_events.data.sources import is_generated, media_modalities, named_sources, open_source
 from relax_events.engines.sglang.checkpoint import MEDIA_MODELS, UNTESTED_MEDIA_MODELS
@@ -40,17 +40,16 @@ MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
 MAX_PORT = 65_535
 NUM_RENDERED = 100
-"""Rows that are rendered before a run starts: a moment."""
+"""Rows that are rendered before a run starts; it takes a moment."""
 ENGINE_MEDIA_FAMILIES = {"sglang": MEDIA_MODELS}
-"""Whose media an engine shows to the model, where that is not all that the model reads."""
+"""Model families whose media an engine supports, where it does not support all of them."""
 
 
 def require_roles(config: RunConfig) -> str:
-    """Return the roles with their numbers, once every role, engine, environment, backend and
-    algorithm that the run names is installed.
+    """Return the roles with their worker counts, once every role, engine, environment, backend and
+    algorithm is installed.
 
-    Raises:
-        ConfigError: One is not; the text names its key and those that are.
+    Raises: ConfigError: One is not installed; the text names its key and the installed ones.
     """
     for role in config.roles():
         find_plugin(ROLES, role, what=f"role {role!r}")
@@ -80,8 +79,8 @@ def require_roles(config: RunConfig) -> str:
 
 
 def _require_own_servers(config: RunConfig) -> None:
-    """Refuse workers that would all attach to the same servers, and change the weights under each
-    other's samples.
+    """Refuse several workers that attach to the same servers: each would change the weights under
+    the others' samples.
     """
     engines = {("engine", "rollout"): config.engine} | (
         {("judge.engine", "judge"): config.judge.engine} if config.has_judge else {}
@@ -102,12 +101,10 @@ def _require_own_servers(config: RunConfig) -> None:
 
 
 def require_model(config: RunConfig) -> str:
-    """Return how the run comes by its model: the folder is whole, or will be made.
+    """Return the model's origin: its folder is complete, or the run will make it.
 
-    Raises:
-        ConfigError: The folder is missing with no way to make it, or lacks a file; the text names
-            it.
-        EnvironmentProblem: A library is not installed.
+    Raises: ConfigError: The folder is missing and not configured to be made, or lacks a file; the
+    text names it. EnvironmentProblem: A library is not installed.
     """
     if missing := [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
@@ -137,15 +134,13 @@ def require_model(config: RunConfig) -> str:
 
 
 def _require_media_support(config: RunConfig) -> None:
-    """Refuse data that bring media where the engine, or the model as it is there or will be made,
-    does not read such.
-    """
-    brought = {
+    """Refuse media in the data that the engine, or the model, does not read."""
+    required = {
         modality
         for part in (*config.data.parts, *config.evaluation.datasets)
         for modality in media_modalities(part)
     }
-    if not brought:
+    if not required:
         return
     path, tiny = config.model.path, config.model.tiny
     if path.exists() or tiny is not None:
@@ -154,7 +149,7 @@ def _require_media_support(config: RunConfig) -> None:
             if path.exists()
             else MEDIA_FAMILIES.get(tiny.family if tiny else "")
         )
-        if unread := sorted(brought - set(layout.MODALITIES if layout else ())):
+        if unread := sorted(required - set(layout.MODALITIES if layout else ())):
             what = (
                 f"model.path {path}"
                 if path.exists()
@@ -162,10 +157,12 @@ def _require_media_support(config: RunConfig) -> None:
             )
             reads = " and ".join(layout.MODALITIES) if layout else "text alone"
             able = ", ".join(
-                name for name, family in MEDIA_FAMILIES.items() if brought <= set(family.MODALITIES)
+                name
+                for name, family in MEDIA_FAMILIES.items()
+                if required <= set(family.MODALITIES)
             )
             raise ConfigError(
-                f"the data bring media of kind {unread[0]} and {what} reads {reads}; take a "
+                f"the data contains media of kind {unread[0]} and {what} reads {reads}; take a "
                 f"model of one of the families {able}"
             )
         family, shown = (
@@ -174,19 +171,19 @@ def _require_media_support(config: RunConfig) -> None:
         )
         if shown is not None and family not in shown:
             what = (
-                f"engine {config.engine.name!r} shows media to models of the families "
+                f"engine {config.engine.name!r} supports media for models of the families "
                 f"{', '.join(shown)} alone, and {path} is of {family}"
             )
             why = f", {UNTESTED_MEDIA_MODELS[family]}" if family in UNTESTED_MEDIA_MODELS else ""
             raise ConfigError(
-                f"the data bring media of kind {min(brought)}: {what}{why}; set engine.name "
+                f"the data contains media of kind {min(required)}: {what}{why}; set engine.name "
                 "= 'transformers'"
             )
     if config.algorithm.needs_critic and (critic := config.critic.model_path) is not None:
         layout = MediaLayout.from_folder(critic, config.model.media)
-        if unread := sorted(brought - set(layout.MODALITIES if layout else ())):
+        if unread := sorted(required - set(layout.MODALITIES if layout else ())):
             raise ConfigError(
-                f"the data bring media of kind {unread[0]}, and critic.model_path {critic} "
+                f"the data contains media of kind {unread[0]}, and critic.model_path {critic} "
                 "does not read such; leave it out"
             )
     if missing := [name for name in ("PIL", "av") if importlib.util.find_spec(name) is None]:
@@ -197,12 +194,12 @@ def _require_media_support(config: RunConfig) -> None:
 
 
 def _family_of(path: Path) -> str:
-    """Return what a model's folder says it is; `MediaLayout` has read it before."""
+    """Return the model type of a folder; `MediaLayout` has read it before."""
     return str(read_model_json(path / "config.json").get("model_type"))
 
 
 def _require_routing_replay(config: RunConfig) -> None:
-    """Refuse a replay of the engine's routing where there are no experts."""
+    """Refuse routing replay for a model without experts."""
     if not config.model.replays_routing:
         return
     path, tiny, what = config.model.path, config.model.tiny, "model.routing_replay = 'rollout'"
@@ -229,12 +226,10 @@ def _require_critic(config: RunConfig) -> None:
 
 
 def require_teacher(config: RunConfig) -> str:
-    """Return whom the policy learns from, once the teacher is whole and has the policy's
-    vocabulary.
+    """Return the teacher, once its folder is complete and it has the policy's vocabulary.
 
-    Raises:
-        ConfigError: The folder is missing, lacks a file, or holds another tokenizer; the text names
-            both.
+    Raises: ConfigError: The folder is missing, lacks a file, or holds another tokenizer; the text
+    names both.
     """
     path = config.teacher.model_path
     if not config.algorithm.distills or config.is_replay:
@@ -265,11 +260,10 @@ def require_teacher(config: RunConfig) -> str:
 
 
 def require_judge(config: RunConfig) -> str:
-    """Return who judges samples, once the judging model is whole and can be asked.
+    """Return the LLM judge, once its model is complete and its prompts can be rendered.
 
-    Raises:
-        ConfigError: The folder is missing or lacks a file or a chat template, or an option does not
-            fit; the text names it.
+    Raises: ConfigError: The folder is missing or lacks a file or a chat template, or an option does
+    not fit; the text names it.
     """
     path = config.judge.model_path
     if path is None or not config.has_judge:
@@ -295,17 +289,17 @@ def require_judge(config: RunConfig) -> str:
 
 
 def require_metrics_ports(config: RunConfig) -> str:
-    """Return where the workers of `relax run` serve their metrics, once the address is this
-    machine's and the ports are free.
+    """Return the ports of the workers' metrics, once the address is this machine's and the ports
+    are free.
 
-    Raises:
-        EnvironmentProblem: A port is taken or the address is not ours; the text names both.
+    Raises: EnvironmentProblem: A port is taken or the address is not this machine's; the text names
+    both.
     """
     host, first = config.telemetry.metrics_host, config.telemetry.metrics_port
     last = config.telemetry.port_of(sum(config.roles().values()) + config.trainer.ranks - 2)
     if last > MAX_PORT:
         need = f"the last worker would serve on {last}; set it to {first + MAX_PORT - last} or less"
-        raise ConfigError(f"telemetry.metrics_port = {first} leaves no room: {need}")
+        raise ConfigError(f"telemetry.metrics_port = {first} is too high: {need}")
     remedies = "set telemetry.metrics_port = 0 for free ones", "set telemetry.metrics_host"
     for port in range(first, last + 1):
         open_listener(host, port, remedies=remedies, what="metrics").close()
@@ -313,10 +307,9 @@ def require_metrics_ports(config: RunConfig) -> str:
 
 
 def require_folder(config: RunConfig) -> str:
-    """Return the folder that the run writes to, once this user may.
+    """Return the run's folder, once this user may write it.
 
-    Raises:
-        EnvironmentProblem: The folder, or the nearest one above it that is there, can't be written.
+    Raises: EnvironmentProblem: The folder, or its nearest existing parent, can't be written.
     """
     wanted = config.run_directory.absolute()
     there = next(path for path in (wanted, *wanted.parents) if path.exists())
@@ -331,15 +324,12 @@ def require_folder(config: RunConfig) -> str:
 def require_context_length(
     config: RunConfig, *, num_rows: int = NUM_RENDERED, with_generated: bool = False
 ) -> str:
-    """Return how many of the first prompts leave the engine no token to answer, where that can be
-    known: text alone, and a model that is there.
+    """Return how many of the first prompts leave the engine no token to generate. Only text prompts
+    are checked, and only where the model exists.
 
-    Args:
-        config: The run.
-        num_rows: How many rows of each source are rendered.
-        with_generated: Look at generated problems too, whose libraries take seconds to import.
-    Raises:
-        ConfigError: None of them leaves one; the text names the shortest.
+    Args: config: The run. num_rows: Rows of each source that are rendered. with_generated: Check
+    generated problems too, whose libraries take seconds to import. Raises: ConfigError: No prompt
+    leaves a token; the text names the shortest.
     """
     limit = config.engine.max_context_tokens
     if config.is_replay or not config.model.path.exists():
@@ -355,11 +345,11 @@ def require_context_length(
             if judge is None or not isinstance(judge(row, mean_rewards=(), train_step=0), str):
                 with suppress(
                     PoisonSample
-                ):  # the template refuses it, and its prompt group fails alone
+                ):  # the template refuses the row; only its prompt group fails
                     lengths.append(len(renderer.prompt_tokens(row.messages, tools=row.tools)))
     if lengths and min(lengths) >= limit:
         shortest = f"the shortest of the first {len(lengths)} prompts has {min(lengths)}"
-        rule = f"engine.max_context_tokens = {limit} leaves no token for an answer: {shortest}"
+        rule = f"engine.max_context_tokens = {limit} leaves no token for a completion: {shortest}"
         raise ConfigError(
             f"{rule}; set engine.max_context_tokens to "
             f"{max(lengths) + config.engine.sampling.max_new_tokens} or so"
@@ -367,7 +357,7 @@ def require_context_length(
     num_long = sum(length >= limit for length in lengths)
     return (
         f"{limit} tokens; {num_long or 'none'} of the first {len(lengths)} prompts "
-        f"leave{'s' if num_long == 1 else ''} none for an answer"
+        f"leave{'s' if num_long == 1 else ''} none for a completion"
     )
 
 
@@ -382,4 +372,4 @@ REQUIREMENTS: Mapping[str, Callable[[RunConfig], str]] = {
     "teacher": require_teacher,
     "judge": require_judge,
 }
-"""What `relax run` asks before it starts anything, in this order, and the doctor as well."""
+"""Checked by `relax run` before it starts anything, in this order, and by the doctor."""

@@ -18,7 +18,7 @@ from relax_events.config.derived import LEAST_DRAIN_SECONDS
 from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
 from relax_events.errors import BrokerError, CheckFailed, Interrupted, RelaxError, RunFailed
 from relax_events.events.parts import Command, WorkerState, now_micros
-from relax_events.events.types import Event, RunCommanded, WorkerBeat
+from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
 from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
@@ -32,14 +32,14 @@ from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.weights_fit import require_fitting_model
 from relax_events.launcher.worker_imports import run_modules
-from relax_events.ops.consumer_lag import consumer_lag
+from relax_events.ops.consumer_lag import read_slot_lag
 from relax_events.ops.security import admin_connection, apply_security
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.projections.base import ProjectionGroup
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.scaling import ScaleState
-from relax_events.reports.run_report import make_report
+from relax_events.reports.run_report import write_final_report
 from relax_events.reports.terminal import ProgressDisplay
 from relax_events.runtime.control_view import ControlFollower
 from relax_events.runtime.drain import Drain
@@ -141,7 +141,9 @@ class RunSession:
             self._producer = stack.enter_context(
                 closing(
                     RecordProducer(
-                        Connection.from_config(self._config.broker, client_id=f"{self._config.run.id}.run")
+                        Connection.from_config(
+                            self._config.broker, client_id=f"{self._config.run.id}.run"
+                        )
                     )
                 )
             )
@@ -177,7 +179,7 @@ class RunSession:
             return
         is_new = stack.enter_context(self._broker.in_use("relax run"))
         self._config = with_broker_address(self._config, self._broker)
-        display.note(
+        display.print_line(
             f"broker {'started' if is_new else 'found'} at {self._broker.bootstrap_servers}"
         )
         if self._config.broker.credentials is not None:
@@ -189,31 +191,33 @@ class RunSession:
         session, unless it was accepted.
         """
         described = read_last_session(self._config)
-        self._config, derived = resolve_defaults(self._config, known=known_settings(self._config, described))
+        self._config, derived = resolve_defaults(
+            self._config, known=known_settings(self._config, described)
+        )
         log_derived(derived)
         changes = [] if described is None else find_changes(described, self._config)
         refuse_changes(self._config.run.id, changes, is_accepted=self._accepts_changes)
         if changes:
-            display.note(
+            display.print_line(
                 f"changed in the run file since the last session:\n{format_changes(changes)}"
             )
         for one in derived:
             if one.is_warning:
-                display.note(f"{one.key} = {one.value}, derived: {one.reason}")
+                display.print_line(f"{one.key} = {one.value}, derived: {one.reason}")
 
     def _report_interrupt(self, display: ProgressDisplay) -> None:
         """Say at once that the interrupt was heard: draining takes up to
         `workers.drain_seconds`.
         """
         self._drain.wait(threading.TIMEOUT_MAX)
-        display.note("draining; press Ctrl-C again to stop at once")
+        display.print_line("draining; press Ctrl-C again to stop at once")
 
     def _warn_of_other_sessions(self, display: ProgressDisplay) -> None:
         """Tell a person that another `relax run` works on the run. Nothing gets lost by it: the
         workers share the work, and one trainer is fenced.
         """
         for session in self._sessions.others:
-            display.note(
+            display.print_line(
                 f"another relax run works on this run already (pid {session.pid} on "
                 f"{session.host}); both share the work"
             )
@@ -231,7 +235,9 @@ class RunSession:
         return path
 
     def _follow(self, stack: ExitStack) -> ControlFollower:
-        connection = Connection.from_config(self._config.broker, client_id=f"{self._config.run.id}.progress")
+        connection = Connection.from_config(
+            self._config.broker, client_id=f"{self._config.run.id}.progress"
+        )
         follower = ControlFollower(
             connection, TopicPlan.from_config(self._config), self._codec, also=RUN_STATE_TOPICS
         )
@@ -246,7 +252,7 @@ class RunSession:
             ended, num_steps = self._state.ended, self._state.num_steps
         if ended is None or num_steps >= self._config.num_train_steps:
             return
-        display.note(f"taken up at step {num_steps}; it had ended: {ended.reason}")
+        display.print_line(f"taken up at step {num_steps}; it had ended: {ended.reason}")
         resume = RunCommanded(
             command=Command.RESUME,
             reason=f"relax run, towards {self._config.num_train_steps} steps",
@@ -258,7 +264,11 @@ class RunSession:
     def _send(self, entity: str, event: Event, *, key: str = "") -> None:
         """Hand an event to the client, and don't wait: we tend the broker as well."""
         self._producer.send(
-            ProducerRecord(TopicPlan.from_config(self._config).topic(entity), self._codec.encode(event), key=key)
+            ProducerRecord(
+                TopicPlan.from_config(self._config).topic(entity),
+                self._codec.encode(event),
+                key=key,
+            )
         )
 
     def _apply(self, event: Event) -> None:
@@ -284,7 +294,7 @@ class RunSession:
             self._poll_workers(supervisor, display)
             if not is_told and self._state.num_steps >= self._config.num_train_steps:
                 is_told = True
-                display.note(
+                display.print_line(
                     "all steps are trained; waiting for the evaluation of version "
                     f"{self._config.last_version}"
                 )
@@ -296,7 +306,7 @@ class RunSession:
         """
         try:
             for text in supervisor.poll(self._progress()):
-                display.note(text)
+                display.print_line(text)
         except RelaxError as error:
             if not self._sessions.others:
                 self._send_abort(str(error))
@@ -330,10 +340,10 @@ class RunSession:
                 self._send_goodbye(beat)
             self._send("control.commands", gone)
 
-    def _send_goodbye(self, beat: WorkerBeat) -> None:
+    def _send_goodbye(self, beat: WorkerHeartbeat) -> None:
         """Say for a worker that it has stopped; `beat` is its newest heartbeat."""
         goodbye = replace(
-            beat, state=WorkerState.STOPPED, num_in_flight=0, busy_since=None, beat_at=now_micros()
+            beat, state=WorkerState.STOPPED, num_in_flight=0, busy_since=None, sent_at=now_micros()
         )
         self._send(HEARTBEATS[beat.role], goodbye, key=beat.worker_id)
 
@@ -342,13 +352,19 @@ class RunSession:
         while another session works in their names.
         """
         with self._lock:
-            owed = [beat for beat in self._state.workers.values() if supervisor.lacks_final_heartbeat(beat)]
+            owed = [
+                beat
+                for beat in self._state.workers.values()
+                if supervisor.lacks_final_heartbeat(beat)
+            ]
         if not owed or not self._sessions.is_alone():
             return
         try:
             for beat in owed:
                 self._send_goodbye(beat)
-        except BrokerError as error:  # they count as alive until `workers.heartbeat_timeout_seconds` have passed
+        except (
+            BrokerError
+        ) as error:  # they count as alive until `workers.heartbeat_timeout_seconds` have passed
             log.warning("goodbye.not_written", error=str(error))
 
     def _restart_fenced(self, supervisor: Supervisor) -> None:
@@ -357,13 +373,15 @@ class RunSession:
             with self._lock:
                 beat = self._state.workers.get(worker_id)
             if fencing.is_over(
-                beat, now=now_micros(), heartbeat_timeout_seconds=self._config.workers.heartbeat_timeout_seconds
+                beat,
+                now=now_micros(),
+                heartbeat_timeout_seconds=self._config.workers.heartbeat_timeout_seconds,
             ):
                 supervisor.restart_fenced(worker_id)
 
     def _restart_broker(self, display: ProgressDisplay) -> None:
         if self._broker is not None and not self._broker.is_running:
-            display.note("the broker died and is started again")
+            display.print_line("the broker died and is started again")
             log.warning("broker.died", error=str(self._broker.explain_death()))
             try:
                 self._broker.restart()
@@ -376,7 +394,7 @@ class RunSession:
         if time.monotonic() - self._lag_read_at > LAG_EVERY_SECONDS:
             self._lag_read_at = time.monotonic()
             try:
-                self._lag = consumer_lag(self._config, admin)
+                self._lag = read_slot_lag(self._config, admin)
             except BrokerError as error:
                 log.debug("lag.unknown", error=str(error))
         with self._lock:
@@ -416,7 +434,7 @@ class RunSession:
         self, wall_seconds: float, *, succeeded: bool, reason: str
     ) -> tuple[dict[str, Any], Ledger]:
         total_seconds = partial(self._sessions.total_seconds, wall_seconds)
-        return make_report(
+        return write_final_report(
             self._config,
             wall_seconds=wall_seconds,
             total_seconds=total_seconds,

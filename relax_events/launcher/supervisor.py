@@ -1,6 +1,4 @@
-"""Starts a run's worker processes on this machine, starts again what dies, and ends them
-together.
-"""
+"""Starts a run's worker processes on this machine, restarts those that die, and ends them together."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ from relax_events.errors import (
     StoreUnavailable,
 )
 from relax_events.events.parts import WorkerState, now_micros
-from relax_events.events.types import WorkerBeat
-from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
+from relax_events.events.types import WorkerHeartbeat
+from relax_events.kafka.batch_verification import VARIABLE as VERIFY_BATCHES
 from relax_events.kafka.credentials import build_worker_credentials
 from relax_events.launcher.deaths import BACKOFF_SECONDS, DeathCount, Progress
 from relax_events.launcher.fork_client import ForkServer
@@ -42,36 +40,35 @@ RELAX = "relax_events.cli"
 FATAL_CODES = {kind.exit_code: kind for kind in (ConfigError, SchemaError)}
 ABANDON_ERRORS = {
     BrokerRefused.exit_code: BrokerRefused
-}  # tried again at first: the brokers may be taking up new rights
+}  # retried at first: new ACLs may still propagate to the brokers
 UNAVAILABLE = frozenset({BrokerUnavailable.__name__, StoreUnavailable.__name__})
-"""Errors of what a worker needs and can't have for now: it is started again for as long as that
-takes."""
+"""Errors of unavailable services: the worker is restarted for as long as the outage takes."""
 UNAVAILABLE_BACKOFF_SECONDS = BACKOFF_SECONDS[1]
-AFTER_DRAIN_SECONDS = 1.0  # the command to stop may reach a worker before it reaches us
-AFTER_GOODBYE_SECONDS = 5.0  # the same, for a worker that is not ours to wait for
+AFTER_DRAIN_SECONDS = 1.0  # the stop command may reach a worker before this process
+AFTER_GOODBYE_SECONDS = 5.0  # the same, for another instance's worker
 CODES_WITH_GOODBYE = frozenset({0, Fenced.exit_code})
-"""Exit codes of workers whose last heartbeat says that they have stopped."""
+"""Exit codes of workers whose last heartbeat is STOPPED."""
 LOG_TAIL_LINES = 12
 MAX_NOTE = 400
-"""Characters of an error in a line on the console; the log has it whole."""
+"""Maximum characters of an error on the console; the log has all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fencing:
-    """When a process of ours ended because another instance took over its work."""
+    """Another instance took over the work of a worker, and its process here exited."""
 
     pid: int
     fenced_at: int
 
-    def is_over(self, beat: WorkerBeat | None, *, now: int, heartbeat_timeout_seconds: float) -> bool:
-        """Tell whether nobody does the work any more: the other instance said goodbye, or was
-        silent for too long.
+    def is_over(
+        self, beat: WorkerHeartbeat | None, *, now: int, heartbeat_timeout_seconds: float
+    ) -> bool:
+        """Return whether the work is abandoned: the other instance sent STOPPED, or was silent for
+        too long.
 
-        Args:
-            beat: The newest beat in the worker's name. One of our own process says nothing: it may
-                be younger than the other's.
-            now: Microseconds since the epoch.
-            heartbeat_timeout_seconds: After how much silence a worker counts as hung.
+        Args: heartbeat: The newest heartbeat in the worker's name. One of this process's own worker
+        is ignored: it may be newer than the other instance's. now: Microseconds since the epoch.
+        hung_seconds: Heartbeat timeout of a worker.
         """
         other = beat if beat is not None and beat.pid != self.pid else None
         patience = (
@@ -79,14 +76,14 @@ class Fencing:
             if other is not None and other.state is WorkerState.STOPPED
             else heartbeat_timeout_seconds
         )
-        heard_at = max(self.fenced_at, other.beat_at if other is not None else 0)
+        heard_at = max(self.fenced_at, other.sent_at if other is not None else 0)
         return now - heard_at > patience * 1e6
 
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """A worker, whether its process is there or is to be started. A trainer of several ranks is one
-    worker with an order for each rank.
+    """A worker, whether its process runs or is to be started. A trainer of several ranks is one
+    worker with a spawn request for each rank.
     """
 
     worker_id: str
@@ -103,23 +100,23 @@ class ManagedProcess:
     drain_deadline: float | None = None
     abandoned_reason: str = ""
     pids_without_goodbye: set[int] = field(default_factory=set)
-    """Pids of the processes since the last one that said goodbye."""
+    """Pids of the processes since the last one that sent STOPPED."""
 
     @property
     def log_path(self) -> Path:
-        """Where the worker writes to; the further ranks of a trainer have logs of their own beside
-        it.
+        """The worker's log; the further ranks of a trainer have logs of their own in the same
+        folder.
         """
         return self.logs / f"{self.worker_id}.log"
 
     @property
     def is_running(self) -> bool:
-        """Whether the process lives."""
+        """Whether the process runs."""
         return self.process is not None and self.process.poll() is None
 
     def drain_then_kill(self, *, seconds: float) -> None:
-        """Ask the process to drain, once, and kill it when that takes longer; at once with 0
-        seconds.
+        """Signal the process to drain, once, and kill it when the drain takes longer; with 0
+        seconds at once.
         """
         if self.drain_deadline is None:
             self.drain_deadline = time.monotonic() + seconds
@@ -144,47 +141,46 @@ def read_log_tail(path: Path) -> str:
 
 
 class Supervisor:
-    """The processes of a run, each in a process group of its own, with a log file each.
+    """The worker processes of a run, each in a process group of its own, with a log file each.
 
-    A worker that ends though the run goes on is started again, later each time; one that ends with
-    a usage or configuration error is not, since it would end the same way. One that dies
-    `workers.max_restarts` + 1 times in a row without progress ends the run with its error. One that
-    was fenced stays down until `revive`: another instance is at its work, and a new one would only
-    fence that in turn.
+    A worker that exits while the run continues is restarted, with a growing delay. A worker that
+    exits with a usage or configuration error is not restarted: it would fail the same way. A worker
+    that dies `workers.max_restarts` + 1 times in a row without progress ends the run with its
+    error. A fenced worker stays down until `restart_fenced`: another instance does its work, and a
+    restart would only fence that one.
 
-    Elastic workers come and go by `adjust`. One that can't be kept going is given up, and the run
-    goes on.
+    `reconcile` adds and removes elastic workers. An elastic worker that keeps failing is abandoned,
+    and the run continues.
     """
 
     def __init__(
-        self, config: RunConfig, config_path: Path, starter: ForkServer | None = None
+        self, config: RunConfig, config_path: Path, fork_server: ForkServer | None = None
     ) -> None:
-        """Nothing is started yet.
+        """Start nothing yet.
 
-        Args:
-            config: Of the run.
-            config_path: Where it stands, for the workers.
-            starter: By whom they are started; it is ended with them.
+        Args: config: Of the run. config_path: The resolved run file, for the workers. fork_server:
+        Spawns the workers; it is closed with them.
         """
         self._config, self._config_path = config, config_path
         self._logs = config.run_directory / "logs"
         self._environment = shared_environment()
-        self._fork_server = starter or ForkServer.from_config(config)
+        self._fork_server = fork_server or ForkServer.from_config(config)
         self._processes = {process.worker_id: process for process in self._build_initial()}
-        self._num_places = len(self._processes) + config.trainer.ranks - 1
+        self._num_ports = len(self._processes) + config.trainer.ranks - 1
 
     def _build_initial(self) -> list[ManagedProcess]:
         workers = [
             (role, index) for role, count in self._config.roles().items() for index in range(count)
         ]
         return [
-            self._build_process(role, index, place=place) for place, (role, index) in enumerate(workers)
+            self._build_process(role, index, port_index=port_index)
+            for port_index, (role, index) in enumerate(workers)
         ]
 
     def _build_process(
-        self, role: str, index: int, *, place: int, overrides: Sequence[str] = ()
+        self, role: str, index: int, *, port_index: int, overrides: Sequence[str] = ()
     ) -> ManagedProcess:
-        worker_id, port = f"{role}-{index}", self._config.telemetry.port_of(place)
+        worker_id, port = f"{role}-{index}", self._config.telemetry.port_of(port_index)
         environment = self._environment | {
             "RELAX_TELEMETRY__METRICS_PORT": str(port),
             **build_worker_credentials(self._config, role),
@@ -207,13 +203,15 @@ class Supervisor:
     def reconcile(
         self, elastic: Iterable[ElasticWorker]
     ) -> list[tuple[ElasticWorker, ExitReason, str]]:
-        """Start the elastic workers that shall be there, have those go that shall, and return who
-        is gone, how and why.
+        """Start and end elastic workers according to their desired state, and return the workers
+        that have exited, with how and why.
 
-        Whoever is returned is forgotten: leave it out from then on.
+        A returned worker is forgotten: omit it from further calls.
         """
         gone = [
-            (worker, *found) for worker in elastic if (found := self._reconcile_worker(worker)) is not None
+            (worker, *found)
+            for worker in elastic
+            if (found := self._reconcile_worker(worker)) is not None
         ]
         for worker, departure, reason in gone:
             self._processes.pop(worker.worker_id, None)
@@ -221,9 +219,7 @@ class Supervisor:
         return gone
 
     def _reconcile_worker(self, worker: ElasticWorker) -> tuple[ExitReason, str] | None:
-        """Bring one worker nearer to where it shall be; return how it went, and why, once it
-        has.
-        """
+        """Move one worker towards its desired state; return how and why it exited, once it has."""
         managed = self._processes.get(worker.worker_id)
         if managed is not None and managed.abandoned_reason:
             return ExitReason.FAILED, managed.abandoned_reason
@@ -235,7 +231,9 @@ class Supervisor:
         if managed is None or managed.process is None:
             return ExitReason.ABSENT, "there was no process"
         longest = self._config.workers.drain_seconds + AFTER_DRAIN_SECONDS
-        managed.drain_then_kill(seconds=longest if worker.drain_micros is None else worker.drain_micros / 1e6)
+        managed.drain_then_kill(
+            seconds=longest if worker.drain_micros is None else worker.drain_micros / 1e6
+        )
         code = managed.process.poll()
         if code is None:
             return None
@@ -246,27 +244,30 @@ class Supervisor:
         )
 
     def _build_elastic(self, worker: ElasticWorker) -> ManagedProcess:
-        """Return the place of an elastic worker; its port is the first free one behind those of the
-        start.
+        """Return the managed process of an elastic worker; its metrics port is the first free one
+        after those of the initial workers.
         """
         taken = {managed.metrics_port for managed in self._processes.values()} - {0}
-        place = next(
-            place
-            for place in count(self._num_places)
-            if self._config.telemetry.port_of(place) not in taken
+        port_index = next(
+            port_index
+            for port_index in count(self._num_ports)
+            if self._config.telemetry.port_of(port_index) not in taken
         )
         overrides = (
             ["engine.name=sglang", f'engine.sglang.urls=["{worker.url}"]'] if worker.url else []
         )
         managed = self._build_process(
-            worker.role, int(worker.worker_id.rpartition("-")[2]), place=place, overrides=overrides
+            worker.role,
+            int(worker.worker_id.rpartition("-")[2]),
+            port_index=port_index,
+            overrides=overrides,
         )
         managed.is_elastic = True
         return managed
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of those that live, by worker; those of a trainer's ranks as well."""
+        """Process ids of the running processes by worker id, including those of a trainer's ranks."""
         return {
             name: pid
             for managed in self._processes.values()
@@ -281,21 +282,19 @@ class Supervisor:
 
     def _spawn(self, managed: ManagedProcess) -> None:
         managed.is_killed = False
-        managed.process = WorkerProcesses.start(self._fork_server, managed.requests, logs=managed.logs)
+        managed.process = WorkerProcesses.start(
+            self._fork_server, managed.requests, logs=managed.logs
+        )
         managed.pids_without_goodbye |= managed.process.started_pids
         log.info("worker.spawned", worker_id=managed.worker_id, pid=managed.process.pid)
 
     def poll(self, progress: Progress) -> list[str]:
-        """Look after the processes once.
+        """Check the processes once, and restart those that are due.
 
-        Args:
-            progress: What the run has achieved by now.
-        Returns:
-            A line for each worker that died: who, of what, and where its log is.
-        Raises:
-            ConfigError, SchemaError: A worker ended with an error that a restart won't mend; the
-                text names it and the log.
-            RunFailed, BrokerRefused: A worker died too often without progress; likewise.
+        Args: progress: The run's progress by now. Returns: A line for each worker that died: its
+        name, its error and its log. Raises: ConfigError, SchemaError: A worker exited with an error
+        that a restart won't fix; the text names it and the log. RunFailed, BrokerRefused: A worker
+        died too often without progress; likewise.
         """
         now = time.monotonic()
         notes: list[str] = []
@@ -320,15 +319,15 @@ class Supervisor:
     def _handle_death(
         self, managed: ManagedProcess, process: WorkerProcesses, progress: Progress
     ) -> str:
-        """Count a death, and have the worker started again or give it up; return what a person
-        shall read of it.
+        """Count a death, and schedule a restart or abandon the worker; return a line for the
+        console.
         """
         ending = process.exit()
-        is_away = ending.error is not None and ending.error.error_class in UNAVAILABLE
-        is_asked = managed.is_killed or (ending.code == RESTART_CODE and not is_away)
+        is_unavailable = ending.error is not None and ending.error.error_class in UNAVAILABLE
+        is_commanded = managed.is_killed or (ending.code == RESTART_CODE and not is_unavailable)
         counts = (
-            not is_asked and not is_away
-        )  # the health manager counts what it asks for, and no worker is to blame for what is away
+            not is_commanded and not is_unavailable
+        )  # the health manager counts its own restarts, and an outage is no fault of the worker
         if counts:
             managed.deaths = managed.deaths.count_death(
                 progress, worker_id=managed.worker_id, role=managed.role, pid=process.pid
@@ -340,7 +339,13 @@ class Supervisor:
             self._enable_batch_verification()
         if ending.code in FATAL_CODES or is_too_often:
             return self._abandon(managed, ending)
-        delay = 0.0 if is_asked else UNAVAILABLE_BACKOFF_SECONDS if is_away else managed.deaths.backoff_seconds
+        delay = (
+            0.0
+            if is_commanded
+            else UNAVAILABLE_BACKOFF_SECONDS
+            if is_unavailable
+            else managed.deaths.backoff_seconds
+        )
         log.warning(
             "worker.died",
             worker_id=ending.worker_id,
@@ -349,25 +354,29 @@ class Supervisor:
             restart_in_seconds=delay,
         )
         managed.process, managed.start_after = None, time.monotonic() + delay
-        what = "was ended by the health manager" if is_asked else f"died: {ending.text[:MAX_NOTE]}"
-        return f"{ending.worker_id} {what}; it is started again; log: {ending.log_path}"
+        what = (
+            "was killed by the health manager"
+            if is_commanded
+            else f"died: {ending.text[:MAX_NOTE]}"
+        )
+        return f"{ending.worker_id} {what}; it is restarted; log: {ending.log_path}"
 
     def _enable_batch_verification(self) -> None:
-        """Have this process, and all that are started from now on, check record batches themselves:
-        Kafka's client would abort again.
+        """Verify record batches in this process and in all workers that start from now on: Kafka's
+        client would abort again.
         """
-        os.environ[EXAMINE] = "1"
-        self._environment[EXAMINE] = "1"
+        os.environ[VERIFY_BATCHES] = "1"
+        self._environment[VERIFY_BATCHES] = "1"
         for managed in self._processes.values():
             managed.requests = {
-                name: replace(order, environment=order.environment | {EXAMINE: "1"})
+                name: replace(order, environment=order.environment | {VERIFY_BATCHES: "1"})
                 for name, order in managed.requests.items()
             }
 
     def _abandon(self, managed: ManagedProcess, ending: WorkerExit) -> str:
-        """Give an elastic worker up, or end the run with the error of another one."""
+        """Abandon an elastic worker, or end the run with the error of another one."""
         if ending.code in FATAL_CODES:
-            what = "can't go on"
+            what = "can't continue"
         elif managed.is_elastic:
             what = f"died {managed.deaths.num_idle} times in a row without a finished record"
         else:
@@ -393,12 +402,12 @@ class Supervisor:
         }
 
     def restart_fenced(self, worker_id: str) -> None:
-        """Let `tend` start a fenced worker again."""
+        """Let `poll` restart a fenced worker."""
         self._processes[worker_id].fenced = None
 
     def kill(self, worker_id: str) -> None:
-        """Kill a hung worker, with all its ranks if it is one of several; `tend` starts it again.
-        Its leases and partitions are free at once.
+        """Kill a hung worker with all its ranks; `poll` restarts it. Its leases and partitions are
+        free at once.
         """
         managed = next(
             (managed for managed in self._processes.values() if worker_id in managed.requests), None
@@ -408,11 +417,11 @@ class Supervisor:
             managed.is_killed = True
             managed.process.kill_group()
 
-    def lacks_final_heartbeat(self, beat: WorkerBeat) -> bool:
-        """Tell whether a worker's newest heartbeat is of a process of ours that ended without
-        saying goodbye.
+    def lacks_final_heartbeat(self, beat: WorkerHeartbeat) -> bool:
+        """Return whether a worker's newest heartbeat is of a process of this supervisor that exited
+        without sending STOPPED.
 
-        Not where another instance speaks in its name, or has fenced it.
+        False where another instance uses the worker's name, or has fenced it.
         """
         managed = next(
             (managed for managed in self._processes.values() if beat.worker_id in managed.requests),
@@ -425,11 +434,13 @@ class Supervisor:
             or beat.host != socket.gethostname()
         ):
             return False
-        ended_in_order = managed.process is not None and managed.process.poll() in CODES_WITH_GOODBYE
+        ended_in_order = (
+            managed.process is not None and managed.process.poll() in CODES_WITH_GOODBYE
+        )
         return not ended_in_order and beat.pid in managed.pids_without_goodbye
 
     def stop(self, *, timeout_seconds: float, tick: Callable[[], None] = lambda: None) -> None:
-        """Ask all to drain, wait, and kill what is left at the deadline."""
+        """Signal all workers to drain, wait, and kill the rest at the deadline."""
         for managed in self._processes.values():
             if managed.process is not None and managed.is_running:
                 managed.process.terminate()

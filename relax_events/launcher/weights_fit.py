@@ -1,5 +1,5 @@
-"""Compares the model that a run file names with the newest weights of the run, by names and shapes
-alone: nothing is loaded.
+"""Compares the model that a run file names with the run's newest weights, by names and shapes; no
+tensor is loaded.
 """
 
 from __future__ import annotations
@@ -31,12 +31,8 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
     """Return what was compared, once `model.path` holds the model whose weights the run has
     published.
 
-    Args:
-        config: The run.
-        newest: The run's newest version; None before the first.
-    Raises:
-        ConfigError: A tensor has another shape, or there are more or fewer layers; the text names
-            both.
+    Args: config: The run. newest: The run's newest version; None before the first. Raises:
+    ConfigError: A tensor has another shape, or the number of layers differs; the text names both.
     """
     path = config.model.path
     if newest is None or not path.exists():
@@ -54,7 +50,7 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
     except (
         ObjectError,
         WeightsError,
-    ) as error:  # those who load the weights say it, and know whether they need them
+    ) as error:  # the roles that load the weights report it, if they need them
         log.warning("weights.not_compared", policy_version=newest.policy_version, error=str(error))
         return f"not compared with policy version {newest.policy_version}: {error}"
     trained = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
@@ -89,14 +85,13 @@ def read_newest_version(config: RunConfig) -> PolicyVersionPublished | None:
 
 
 def find_difference(model: Mapping[str, Shape], trained: Mapping[str, Shape]) -> str:
-    """Say in what a model's folder and trained weights differ; empty where they do not.
+    """Return the first difference between a model's folder and trained weights; empty where there
+    is none.
 
     Only tensors that both name are compared: a folder may keep experts one by one, or parts that
-        are not trained.
+    are not trained.
 
-    Args:
-        model: Shapes in the folder, by name.
-        trained: Shapes of the trained weights, by name.
+    Args: model: Shapes in the folder, by name. trained: Shapes of the trained weights, by name.
     """
     for name in sorted(model.keys() & trained.keys()):
         if model[name] != trained[name]:
@@ -109,7 +104,7 @@ def find_difference(model: Mapping[str, Shape], trained: Mapping[str, Shape]) ->
 
 
 def _num_layers(names: Iterable[str]) -> dict[str, int]:
-    """Return how many layers there are, by the name of what they are layers of."""
+    """Return the number of layers by the prefix of their names."""
     found: dict[str, int] = {}
     for name in names:
         if match := LAYER.match(name):
@@ -121,8 +116,7 @@ def read_shapes(folder: Path) -> dict[str, Shape]:
     """Return the shape of each tensor in a model's folder, by name, from the headers of its
     safetensors files.
 
-    Raises:
-        ConfigError: A file is cut or is not safetensors; the text names it.
+    Raises: ConfigError: A file is truncated or is not safetensors; the text names it.
     """
     shapes: dict[str, Shape] = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""What a worker imports, by what its run asks for."""
+"""Which modules a role's worker imports before its work starts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TORCH_ROLES = frozenset({"trainer", "critic"})
 """Roles whose own modules import torch."""
 COMMAND = "relax_events.cli.run"
 ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
-"""Devices of drivers. Where one is there, `auto` means a GPU."""
+"""Device files of GPU drivers. Where one exists, `auto` means a GPU."""
 
 
 def worker_modules(config: RunConfig, role: str) -> list[str]:
-    """Name the modules that a role's worker on this machine loads before its work."""
+    """List the modules that a role's worker on this machine imports at its start."""
     is_on_cpu = computes_on_cpu(config)
     names = [(ROLES, role)] if is_on_cpu or role not in TORCH_ROLES else []
     if is_on_cpu:
@@ -32,18 +32,24 @@ def worker_modules(config: RunConfig, role: str) -> list[str]:
         ]
     return [
         COMMAND,
-        *(list_installed(group)[name].module for group, name in names if name in list_installed(group)),
+        *(
+            list_installed(group)[name].module
+            for group, name in names
+            if name in list_installed(group)
+        ),
     ]
 
 
 def computes_on_cpu(config: RunConfig) -> bool:
-    """Tell whether torch may be imported before a fork: a process that has asked for GPUs, as some
-    imports do, can't be forked for them.
+    """Return whether torch may be imported before a fork. A process that has initialised a GPU, as
+    some imports do, can't be forked.
     """
     known = {"cpu"} if any(path.exists() for path in ACCELERATORS) else {"cpu", "auto"}
     return {config.model.device, config.judge.device, config.teacher.device} <= known
 
 
 def run_modules(config: RunConfig) -> list[str]:
-    """Name the modules of all roles of a run, each once."""
-    return list(dict.fromkeys(name for role in config.roles() for name in worker_modules(config, role)))
+    """List the modules of all roles of a run, each once."""
+    return list(
+        dict.fromkeys(name for role in config.roles() for name in worker_modules(config, role))
+    )

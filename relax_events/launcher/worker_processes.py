@@ -1,5 +1,5 @@
-"""The processes of one worker: one, or one for each rank of the trainer. They start together and
-end together.
+"""The processes of one worker: one, or one for each rank of the trainer. They start and end
+together.
 """
 
 from __future__ import annotations
@@ -25,27 +25,24 @@ from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE
 log = structlog.get_logger()
 LOOPBACK = "127.0.0.1"
 OTHERS_SECONDS = 10.0
-"""How long the other ranks may take to end by themselves once one has failed: their next collective
+"""Time limit for the other ranks to exit by themselves once one has failed: their next collective
 fails at once, unless they hang."""
 CLIENT_ASSERTS, LOG_END_BYTES = b"rd_slice_", 16 * 1024
-"""What librdkafka's assertions about the bytes of an answer have in their names, and how much of a
-log is searched for it."""
+"""Common part of the names of librdkafka's assertions on a response's bytes, and how much of a log
+is searched for it."""
 CLIENT_ABORT_TEXT = (
-    "ended by SIGABRT: Kafka's client stumbled over what it misread behind a record batch "
-    "whose checksum fails; what is started from now on "
-    "checks record batches itself (RELAX_EXAMINE_RECORDS=1)"
+    "ended by SIGABRT: Kafka's client aborted while it parsed a record batch "
+    "whose checksum fails; processes that start from now on "
+    "verify record batches themselves (RELAX_EXAMINE_RECORDS=1)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """How a worker ended: as the rank did that was the cause.
+    """A worker's exit, described by the rank that caused it.
 
-    Attributes:
-        worker_id: Of that rank.
-        code: Its exit code, -N if signal N ended it.
-        log_path: What it wrote to.
-        error: The error that it ended with; None where it could not write one.
+    Attributes: worker_id: Of that rank. code: Its exit code, -N if signal N ended it. log_path: Its
+    log. error: The error that it ended with; None where it could not write one.
     """
 
     worker_id: str
@@ -55,12 +52,12 @@ class WorkerExit:
 
     @property
     def has_client_abort(self) -> bool:
-        """Whether Kafka's client aborted over the bytes of an answer."""
+        """Whether Kafka's client aborted while it parsed a response."""
         return self.code == -signal.SIGABRT and CLIENT_ASSERTS in _end_of(self.log_path)
 
     @property
     def text(self) -> str:
-        """Name the error, or what is known in its place."""
+        """The error, or what is known without one."""
         if self.error is not None:
             return str(self.error)
         if self.has_client_abort:
@@ -85,47 +82,45 @@ def _signal_name(number: int) -> str:
     return f"signal {number}"
 
 
-def build_rank_requests(order: SpawnRequest, *, num_ranks: int) -> list[SpawnRequest]:
-    """Return the order of each rank: all variables that torch.distributed reads but for the port,
-    which is chosen when they are started.
+def build_rank_requests(request: SpawnRequest, *, num_ranks: int) -> list[SpawnRequest]:
+    """Return the spawn request of each rank, with all variables that torch.distributed reads but
+    the port, which is chosen at the start.
     """
     if num_ranks == 1:
-        return [order]
+        return [request]
     shared = {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": LOOPBACK,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-    return [replace(order, environment=order.environment | shared | place) for place in places]
+    return [replace(request, environment=request.environment | shared | place) for place in places]
 
 
 class WorkerProcesses:
-    """What a `subprocess.Popen` would be asked for, of all processes of a worker."""
+    """All processes of a worker, with the interface of `subprocess.Popen`."""
 
     def __init__(self, processes: Mapping[str, ForkedWorker], logs: Path) -> None:
-        """Take charge of processes that run; see `start`."""
+        """Take over running processes; see `start`."""
         self._processes, self._logs = dict(processes), logs
         self._killed: set[str] = set()
         self._kill_at: float | None = None
         self._ending: WorkerExit | None = None
 
     @classmethod
-    def start(cls, starter: ForkServer, orders: Mapping[str, SpawnRequest], *, logs: Path) -> Self:
-        """Start them.
+    def start(
+        cls, fork_server: ForkServer, requests: Mapping[str, SpawnRequest], *, logs: Path
+    ) -> Self:
+        """Start the processes.
 
-        Args:
-            starter: Who forks them.
-            orders: By worker id, rank 0 first.
-            logs: The folder of their logs; each has one of its own.
-        Raises:
-            RunFailed: The starter can't be started.
+        Args: fork_server: Forks them. requests: By worker id, rank 0 first. logs: The folder of
+        their logs, one each. Raises: RunFailed: The fork server can't be started.
         """
-        if len(orders) == 1:
+        if len(requests) == 1:
             return cls(
                 {
-                    name: starter.spawn(order, log_path=logs / f"{name}.log")
-                    for name, order in orders.items()
+                    name: fork_server.spawn(request, log_path=logs / f"{name}.log")
+                    for name, request in requests.items()
                 },
                 logs,
             )
@@ -136,39 +131,41 @@ class WorkerProcesses:
         ):
             undo.callback(lambda: cls(started, logs).kill_group())
             port = {"MASTER_PORT": str(listener.getsockname()[1])}
-            for name, order in orders.items():
+            for name, request in requests.items():
                 is_first = not started
-                told = replace(
-                    order,
-                    environment=order.environment | port,
+                started_request = replace(
+                    request,
+                    environment=request.environment | port,
                     socket_variable=RENDEZVOUS_FD_VARIABLE if is_first else "",
                 )
-                started[name] = starter.spawn(
-                    told, log_path=logs / f"{name}.log", listener=listener if is_first else None
+                started[name] = fork_server.spawn(
+                    started_request,
+                    log_path=logs / f"{name}.log",
+                    listener=listener if is_first else None,
                 )
             undo.pop_all()
         return cls(started, logs)
 
     @property
     def pid(self) -> int:
-        """Of the process that sends the worker's beats: rank 0."""
+        """Process id of rank 0, which sends the worker's heartbeats."""
         return next(iter(self._processes.values())).pid
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by worker id, of those that live."""
+        """Process ids of the running processes, by worker id."""
         return {
             name: process.pid for name, process in self._processes.items() if process.poll() is None
         }
 
     @property
     def started_pids(self) -> set[int]:
-        """Process ids of all, also of those that have ended."""
+        """Process ids of all processes, also of those that have exited."""
         return {process.pid for process in self._processes.values()}
 
     def poll(self) -> int | None:
-        """Return the exit code once all have ended: that of the rank that was the cause. When one
-        has failed, the others are ended.
+        """Return the exit code once all have exited: that of the rank that caused it. When one rank
+        fails, the others are ended.
         """
         codes = {name: process.poll() for name, process in self._processes.items()}
         living = [name for name, code in codes.items() if code is None]
@@ -193,8 +190,8 @@ class WorkerProcesses:
             self._processes[name].kill_group()
 
     def exit(self) -> WorkerExit:
-        """Return how the worker ended, once all have: a rank that only misses another one is not
-        the cause, nor is one that was killed for it.
+        """Return the worker's exit, once all processes have exited. A rank that only lost a peer is
+        not the cause, nor is one that was killed for it.
         """
         if self._ending is None:
             self._ending = min(
@@ -210,8 +207,8 @@ class WorkerProcesses:
         )
 
     def _blame(self, ending: WorkerExit) -> tuple[bool, bool, bool, int]:
-        """Sort the cause first: what failed by itself, and of that the earliest; a signal leaves no
-        time behind and comes before.
+        """Sort the cause first: a rank that failed by itself, the earliest of them. A signal leaves
+        no time and sorts before the others.
         """
         error = ending.error
         is_follower = error is not None and error.error_class == RankLost.__name__
@@ -223,10 +220,9 @@ class WorkerProcesses:
         )
 
     def wait(self, timeout: float) -> int:
-        """Wait for the end of all, and return the exit code; see `poll`.
+        """Wait until all have exited, and return the exit code; see `poll`.
 
-        Raises:
-            subprocess.TimeoutExpired: One lives on.
+        Raises: subprocess.TimeoutExpired: One still runs.
         """
         deadline = time.monotonic() + timeout
         for process in self._processes.values():
@@ -236,11 +232,11 @@ class WorkerProcesses:
         return code
 
     def terminate(self) -> None:
-        """Ask them to drain."""
+        """Signal the processes to drain."""
         for process in self._processes.values():
             process.terminate()
 
     def kill_group(self) -> None:
-        """Kill them and all their children."""
+        """Kill the processes and all their children."""
         for process in self._processes.values():
             process.kill_group()

@@ -90,7 +90,11 @@ def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, locati
     data = file.read(member.size)
     if len(data) < member.size:
         _refuse(
-            location, path, name, f"it ends after {len(data)} of its {member.size} bytes", "truncated"
+            location,
+            path,
+            name,
+            f"it ends after {len(data)} of its {member.size} bytes",
+            "truncated",
         )
     return data
 
@@ -110,7 +114,9 @@ def _read_index(path: Path, num_bytes: int, changed: int) -> ArchiveIndex:
         try:
             with tarfile.open(fileobj=cast("BinaryIO", _BoundedFile(file)), mode="r:") as archive:
                 for info in archive:
-                    members[info.name] = ArchiveMember(info.offset_data, info.size, _describe_non_file(info))
+                    members[info.name] = ArchiveMember(
+                        info.offset_data, info.size, _describe_non_file(info)
+                    )
                     if len(members) > MAX_MEMBERS:
                         return ArchiveIndex(
                             {}, f"the archive has more than {MAX_MEMBERS} members; part it"

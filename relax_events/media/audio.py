@@ -26,7 +26,7 @@ def inspect_audio(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
         MediaError: See `streams.opened`; or it is too long, cut off or broken, or of a rate that
             nobody hears.
     """
-    with open_stream(data, Modality.AUDIO, limits=limits, place=location) as found:
+    with open_stream(data, Modality.AUDIO, limits=limits, location=location) as found:
         rate, total = _read_rate(found, location), 0
         for frame in found.container.decode(found.stream):
             total += frame.samples
@@ -47,7 +47,11 @@ def decode_audio(
         MediaError: As for `inspect_sound`.
     """
     return decode_samples(
-        data, num_samples=plan.shape[0], rate_hertz=plan.rate_hertz, limits=limits, location=location
+        data,
+        num_samples=plan.shape[0],
+        rate_hertz=plan.rate_hertz,
+        limits=limits,
+        location=location,
     )
 
 
@@ -60,7 +64,7 @@ def decode_samples(
         MediaError: As for `inspect_sound`.
     """
     samples, count = np.zeros(num_samples, np.float32), 0
-    with open_stream(data, Modality.AUDIO, limits=limits, place=location) as found:
+    with open_stream(data, Modality.AUDIO, limits=limits, location=location) as found:
         _read_rate(found, location)
         for piece in _resample(found, rate_hertz):
             kept = piece[: num_samples - count]

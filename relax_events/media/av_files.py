@@ -134,7 +134,12 @@ def _open_options(version: str) -> dict[str, Any]:
 
 
 def _find_stream(
-    container: InputContainer, modality: Modality, data: bytes, *, location: str, limits: MediaConfig
+    container: InputContainer,
+    modality: Modality,
+    data: bytes,
+    *,
+    location: str,
+    limits: MediaConfig,
 ) -> OpenedStream:
     kind = container.format.name.partition(",")[0]
     streams: Any = (
@@ -167,4 +172,6 @@ def require_whole(found: OpenedStream, seconds: float, *, location: str) -> None
         MediaError: It is cut off.
     """
     if seconds < found.claimed_seconds * CLAIMED_SHARE - CLAIMED_SECONDS:
-        raise broken_file(location, f"{found.claimed_seconds:g} s are claimed and {seconds:g} s are there")
+        raise broken_file(
+            location, f"{found.claimed_seconds:g} s are claimed and {seconds:g} s are there"
+        )

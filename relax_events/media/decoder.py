@@ -93,5 +93,6 @@ class Decoder:
                 f"{location} must be decoded within {rule}, and was not", reason="too_slow"
             )
         return MediaError(
-            f"{location} ended the process that decoded it ({lost.ending})", reason="crashed_decoder"
+            f"{location} ended the process that decoded it ({lost.ending})",
+            reason="crashed_decoder",
         )

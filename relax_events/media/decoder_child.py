@@ -79,7 +79,9 @@ def decode(
     """
     if modality is Modality.IMAGE:
         return [
-            decode_image(data, size=(plan.shape[0], plan.shape[1]), limits=limits, location=location)
+            decode_image(
+                data, size=(plan.shape[0], plan.shape[1]), limits=limits, location=location
+            )
         ]
     if modality is Modality.AUDIO:
         return [decode_audio(data, plan=plan, limits=limits, location=location)]

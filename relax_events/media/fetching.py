@@ -96,7 +96,8 @@ class WebFetcher:
             host, _ = parts.hostname, parts.port
         except ValueError as error:
             raise MediaError(
-                f"{location}: {_without_query(url)} is no address: {error}", reason="forbidden_address"
+                f"{location}: {_without_query(url)} is no address: {error}",
+                reason="forbidden_address",
             ) from None
         if parts.scheme not in SCHEMES or host is None or parts.username is not None:
             raise MediaError(

@@ -170,7 +170,11 @@ def read_items(
     values = value if isinstance(value, list) else [] if value is None else [value]
     return [
         MediaItem(
-            modality, _source(one, f"{location}[{index}]"), f"{location}[{index}]", access, _member(one)
+            modality,
+            _source(one, f"{location}[{index}]"),
+            f"{location}[{index}]",
+            access,
+            _member(one),
         )
         for index, one in enumerate(values)
     ]

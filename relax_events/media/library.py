@@ -250,7 +250,9 @@ class MediaLibrary:
         return self._stores[root]
 
 
-def _split_arrays(reference: MediaRef, plan: DecodePlan, content: bytes | memoryview) -> ProcessedMedia:
+def _split_arrays(
+    reference: MediaRef, plan: DecodePlan, content: bytes | memoryview
+) -> ProcessedMedia:
     """Take the arrays out of what decoding has left; they may be written to, as torch wants it."""
     whole = bytearray(content)
     first = np.frombuffer(whole, plan.dtype, count=int(np.prod(plan.shape))).reshape(plan.shape)

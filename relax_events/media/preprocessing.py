@@ -194,7 +194,11 @@ class VideoPreprocessor:
 
     @classmethod
     def from_settings(
-        cls, picture: ImagePreprocessor, config: MediaConfig, *, sound: AudioPreprocessor | None = None
+        cls,
+        picture: ImagePreprocessor,
+        config: MediaConfig,
+        *,
+        sound: AudioPreprocessor | None = None,
     ) -> Self:
         """Cut frames as pictures are cut, within the run file's bounds for clips.
 

@@ -37,8 +37,13 @@ from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
 from relax_events.media.geometry import ImageGeometry
-from relax_events.media.preprocessing import VideoPreprocessor, ImagePreprocessor, MediaPreprocessor, AudioPreprocessor
-from relax_events.model_folder import read_model_json, get_thinker_config
+from relax_events.media.preprocessing import (
+    AudioPreprocessor,
+    ImagePreprocessor,
+    MediaPreprocessor,
+    VideoPreprocessor,
+)
+from relax_events.model_folder import get_thinker_config, read_model_json
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +188,11 @@ class MediaLayout:
                 "Qwen3-Omni's family, or leave it out"
             )
         pictures = ImagePreprocessor(ImageGeometry.from_settings(processor, config))
-        return cls(_tokens(settings, cls.MODALITIES), pictures, VideoPreprocessor.from_settings(pictures, config))
+        return cls(
+            _tokens(settings, cls.MODALITIES),
+            pictures,
+            VideoPreprocessor.from_settings(pictures, config),
+        )
 
     @property
     def preprocessors(self) -> Mapping[Modality, MediaPreprocessor]:
@@ -234,7 +243,9 @@ class MediaLayout:
             for second in self.videos.timestamps(clip)
         )
 
-    def expand_placeholders(self, tokens: NDArray[np.int32], media: Sequence[MediaRef]) -> NDArray[np.int32]:
+    def expand_placeholders(
+        self, tokens: NDArray[np.int32], media: Sequence[MediaRef]
+    ) -> NDArray[np.int32]:
         """Repeat each placeholder as often as its piece of media has tokens there.
 
         Args:
@@ -373,7 +384,9 @@ class OmniLayout(MediaLayout):
         modality, grid = modality_of(media), self.preprocessor_for(media).grid(media)
         if modality is Modality.AUDIO:
             return [audio_block(self.placeholders[modality], grid[0])]
-        seen = visual_block(self.placeholders[modality], grid, interval=self.temporal_patch_positions)
+        seen = visual_block(
+            self.placeholders[modality], grid, interval=self.temporal_patch_positions
+        )
         if modality is Modality.IMAGE or not (num_heard := self.videos.num_audio_tokens(media)):
             return [seen]
         return [
@@ -384,7 +397,9 @@ class OmniLayout(MediaLayout):
         ]
 
     def _spelt_clip(self, clip: MediaRef) -> str:
-        inner = "<|audio_start|><|video_pad|><|audio_end|>" if self.videos.audio else "<|video_pad|>"
+        inner = (
+            "<|audio_start|><|video_pad|><|audio_end|>" if self.videos.audio else "<|video_pad|>"
+        )
         return f"<|vision_start|>{inner}<|vision_end|>"
 
 

@@ -83,10 +83,13 @@ class AudioTower:
         """Return the layers of each piece, which is one."""
         weight = next(self.tower.parameters())
         spectra = [
-            log_mel_spectrogram(piece, self.extractor).to(weight.device, weight.dtype) for piece in pieces
+            log_mel_spectrogram(piece, self.extractor).to(weight.device, weight.dtype)
+            for piece in pieces
         ]
         heard: list[Layers] = [[] for _ in pieces]
-        for together in _batches_of_equal_length([spectrum.shape[1] for spectrum in spectra], apart=self.separately):
+        for together in _batches_of_equal_length(
+            [spectrum.shape[1] for spectrum in spectra], apart=self.separately
+        ):
             lengths = torch.tensor(
                 [spectra[index].shape[1] for index in together], device=weight.device
             )

@@ -48,7 +48,7 @@ def inspect_video(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
         MediaError: See `streams.opened`; or it has too many frames or pixels, is too long, cut off
             or broken.
     """
-    with open_stream(data, Modality.VIDEO, limits=limits, place=location) as found:
+    with open_stream(data, Modality.VIDEO, limits=limits, location=location) as found:
         _require_size(found, limits, location)
         table = _read_frame_table(found, limits, location)
         rate = _read_rate(found, location)
@@ -56,7 +56,10 @@ def inspect_video(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
         require_whole(found, len(table.times) / rate, location=location)
         ((_, first),) = _decode_frames(found, table, [0], location)
         return MediaFacts(
-            found.media_type, *rotate_upright(first).size, num_frames=len(table.times), rate_hertz=rate
+            found.media_type,
+            *rotate_upright(first).size,
+            num_frames=len(table.times),
+            rate_hertz=rate,
         )
 
 
@@ -70,7 +73,7 @@ def decode_video(
         MediaError: As for `inspect_clip`, or a frame is damaged.
     """
     pixels: dict[int, Pixels] = {}
-    with open_stream(data, Modality.VIDEO, limits=limits, place=location) as found:
+    with open_stream(data, Modality.VIDEO, limits=limits, location=location) as found:
         _require_size(found, limits, location)
         table = _read_frame_table(found, limits, location)
         wanted = sorted(set(plan.frames))

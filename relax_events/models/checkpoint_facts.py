@@ -17,7 +17,7 @@ import orjson
 from relax_events.config.engine import TinyModelConfig
 from relax_events.config.inventory import CheckpointFacts
 from relax_events.errors import ConfigError
-from relax_events.model_folder import read_model_json, get_text_config, get_thinker_config
+from relax_events.model_folder import get_text_config, get_thinker_config, read_model_json
 
 DTYPES = {
     "float32": "float32",

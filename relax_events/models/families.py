@@ -28,9 +28,20 @@ from transformers import (
 
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.media.model_inputs import MediaInputs, MediaSequence, ProcessedMedia, build_media_inputs
+from relax_events.media.model_inputs import (
+    MediaInputs,
+    MediaSequence,
+    ProcessedMedia,
+    build_media_inputs,
+)
 from relax_events.media.token_layout import MediaLayout, OmniLayout
-from relax_events.media.towers import AudioTower, VisionTower, Layers, load_feature_extractor, concatenate_layers
+from relax_events.media.towers import (
+    AudioTower,
+    Layers,
+    VisionTower,
+    concatenate_layers,
+    load_feature_extractor,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +224,9 @@ class MediaFamily(Family):
         )
         ears = (
             iter(
-                AudioTower(module.get_submodule(self.audio_name), self.extractor, self.separately).encode(
-                    heard
-                )
+                AudioTower(
+                    module.get_submodule(self.audio_name), self.extractor, self.separately
+                ).encode(heard)
             )
             if heard
             else iter(())

@@ -111,7 +111,9 @@ class Routers:
         """
         forward()
         for router, (logits, weights, chosen) in zip(self._routers, self._latest, strict=True):
-            if not torch.allclose(expert_weights(router, logits, chosen).to(weights.dtype), weights):
+            if not torch.allclose(
+                expert_weights(router, logits, chosen).to(weights.dtype), weights
+            ):
                 rule = (
                     "replays routers that weigh the experts of the highest softmax probabilities "
                     "by these"

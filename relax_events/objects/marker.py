@@ -98,7 +98,7 @@ def claim_store(store: ObjectStore, *, run_id: str, cluster_id: str = "", told: 
 
 def find_logged_marker(descriptions: Sequence[RunDescribed]) -> str:
     """Return the newest value that a run's log tells; empty where it tells none."""
-    return next((event.store_mark for event in reversed(descriptions) if event.store_mark), "")
+    return next((event.store_marker for event in reversed(descriptions) if event.store_marker), "")
 
 
 def require_marker(mark: StoreMarker, *, told: str, store_uri: str) -> None:

@@ -1,5 +1,5 @@
-"""Writes what secures the container stack: an overlay that gives each service its own principal,
-and the brokers their certificates.
+"""Writes the overlay that secures the container stack: each service has its own principal, and the
+brokers have certificates.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from relax_events.kafka.security.folder import EMBEDDED_HOST, SecurityFolder
 from relax_events.kafka.security.settings import build_broker_settings
 
 CLIENTS = "CLIENT"
-"""Name of the clients' listener: where one is called SASL_SSL, Kafka's image wants key stores with
-passwords of their own."""
+"""Name of the clients' listener. Kafka's image requires key stores with passwords for listeners
+named SASL_SSL."""
 BROKER_FILE, CA_FILE, PASSWORD_FILE = (
     "/etc/kafka/secrets/broker.pem",
     "/run/secrets/broker_ca",
@@ -21,7 +21,7 @@ BROKER_FILE, CA_FILE, PASSWORD_FILE = (
 )
 LOG_VOLUME, LOG_FOLDER = "/var/lib/kafka/data", "/var/lib/kafka/data/log"
 CLUSTER_ID = "5L6g3nShT-eMCtK--X86sw"
-"""What Kafka's image takes when it is not told another."""
+"""The default of Kafka's image."""
 RUN_FILE = "${RUN_FILE:-configs/quickstart.toml}"
 ONE_SHOT = {
     "image": "${LIGHT_IMAGE:-relax-events:light}",
@@ -31,25 +31,32 @@ ONE_SHOT = {
     "cap_drop": ["ALL"],
     "security_opt": ["no-new-privileges:true"],
     "mem_limit": "256m",
+    "pids_limit": 1024,
 }
-SPELT = {".": "_", "_": "__", "-": "___"}
+ESCAPES = {".": "_", "_": "__", "-": "___"}
 COMPLETED, HEALTHY = (
     {"condition": "service_completed_successfully"},
     {"condition": "service_healthy"},
 )
 
 
-def stack_overlay(folder: SecurityFolder, run_id: str) -> dict[str, Any]:
+def build_overlay(folder: SecurityFolder, run_id: str) -> dict[str, Any]:
     """Return an overlay of compose/docker-compose.yml for a run, and for every broker that has a
     certificate, which is a service of that name.
 
-    Before the brokers first start their disks are formatted with the super user; once they are up,
-    users and rights are brought onto them.
+    Before the brokers first start, their disks are formatted with the super user. Once they run,
+    users and ACLs are created.
     """
     hosts = sorted(
-        file.stem for file in folder.broker_file(EMBEDDED_HOST).parent.glob("*.pem") if file.stem != EMBEDDED_HOST
+        file.stem
+        for file in folder.broker_file(EMBEDDED_HOST).parent.glob("*.pem")
+        if file.stem != EMBEDDED_HOST
     )
-    principals = {**{role: role for role in ROLE_PERMISSIONS}, "topics": "operator", "relax": "operator"}
+    principals = {
+        **{role: role for role in ROLE_PERMISSIONS},
+        "topics": "operator",
+        "relax": "operator",
+    }
     secrets = {
         principal: {"file": str(folder.password_file(build_username(run_id, principal)))}
         for principal in {*principals.values()}
@@ -106,7 +113,7 @@ def _broker(folder: SecurityFolder, host: str, *, is_alone: bool) -> dict[str, A
         | listeners
     )
     return {
-        "environment": {variable(key): value for key, value in settings.items()},
+        "environment": {environment_variable(key): value for key, value in settings.items()},
         "volumes": [
             f"{folder.broker_file(host)}:{BROKER_FILE}:ro",
             f"{folder.ca_file}:{CA_FILE}:ro",
@@ -116,9 +123,7 @@ def _broker(folder: SecurityFolder, host: str, *, is_alone: bool) -> dict[str, A
 
 
 def _access(folder: SecurityFolder, hosts: list[str]) -> dict[str, Any]:
-    """Return the service that brings users and rights onto the brokers; it alone sees everybody's
-    passwords.
-    """
+    """Return the service that creates users and ACLs on the brokers; it alone reads all passwords."""
     return {
         **ONE_SHOT,
         "command": ["broker", "secure", RUN_FILE, "--out", str(folder.path), "--apply", "--yes"],
@@ -131,12 +136,10 @@ def _access(folder: SecurityFolder, hosts: list[str]) -> dict[str, Any]:
 
 
 def _mounted(folder: SecurityFolder) -> str:
-    """Return the mount of the whole folder, where it lies on this machine: its files name each
-    other.
-    """
+    """Return the mount of the whole folder at its path on this machine: its files name each other."""
     return f"{folder.path}:{folder.path}:ro"
 
 
-def variable(key: str) -> str:
-    """Return the environment variable by which Kafka's image sets a property."""
-    return "KAFKA_" + "".join(SPELT.get(letter, letter.upper()) for letter in key)
+def environment_variable(key: str) -> str:
+    """Return the environment variable that sets a property of Kafka in its image."""
+    return "KAFKA_" + "".join(ESCAPES.get(letter, letter.upper()) for letter in key)

@@ -1,6 +1,4 @@
-"""How far consumer groups are behind: by slot and the version that owns it, by member, and for how
-long.
-"""
+"""How far consumer groups are behind: by slot and owning version, by member, and since when."""
 
 from __future__ import annotations
 
@@ -13,18 +11,18 @@ from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.inventory import Inventory
 from relax_events.kafka.offset_admin import ConsumerGroupState
-from relax_events.ops.dependent_runs import find_followers
+from relax_events.ops.dependent_runs import find_dependent_runs
 from relax_events.topics import TopicPlan, compute_slot
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import CONSUMER_GROUP_ROLES
 from relax_events.topics.role_inputs import list_input_partitions, list_role_inputs
 
-NOBODY = "-"
+NO_MEMBER = "-"
 
 
-def consumer_lag(config: RunConfig, admin: Admin) -> dict[str, dict[int, int]]:
-    """Return records behind, by role and slot, summed over the slot's topics and shards: the
-    operator's gauge of staleness.
+def read_slot_lag(config: RunConfig, admin: Admin) -> dict[str, dict[int, int]]:
+    """Return the lag in records by role and slot, summed over the slot's topics and shards: the
+    operator's measure of staleness.
     """
     plan = TopicPlan.from_config(config)
     places = [
@@ -56,7 +54,7 @@ class PartitionLag:
     """
 
     role: str
-    place: TopicPartition
+    topic_partition: TopicPartition
     slot: int | None
     policy_version: int | None
     position: int
@@ -67,8 +65,8 @@ class PartitionLag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagRow:
-    """Lag summed up; `age_seconds` is the time since the oldest unread record was written, None
-    when nothing is unread.
+    """Summed lag; `age_seconds` is the age of the oldest unread record, None when nothing is
+    unread.
     """
 
     role: str
@@ -82,7 +80,7 @@ class LagRow:
     age_seconds: float | None
 
 
-def slot_owners(
+def find_slot_owners(
     published: Iterable[PolicyVersionPublished], *, num_slots: int
 ) -> dict[int, PolicyVersionPublished]:
     """Return the newest published version of each slot."""
@@ -94,15 +92,15 @@ def slot_owners(
     return owners
 
 
-def read_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
-    """Return the lag of every role at every partition that it reads, with the age of what is oldest
-    where something is unread.
+def read_partition_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
+    """Return the lag of every role at every partition that it reads, with the age of its oldest
+    unread record.
 
     A run that replays this one has a row for each partition too, `run ID`: its records count until
     its newest checkpoint lies behind them.
     """
     with RunLog(config, name="lag") as log:
-        owners = slot_owners(
+        owners = find_slot_owners(
             (found.event for found in log.versions.values()), num_slots=log.plan.num_slots
         )
         inputs = {
@@ -110,7 +108,7 @@ def read_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
             for role in list_role_inputs(config)
         }
         if not config.is_replay:
-            followers = find_followers(log.plan, admin, Inventory(log.connection))
+            followers = find_dependent_runs(log.plan, admin, Inventory(log.connection))
             inputs |= {
                 f"run {follower.run_id}": (follower.group, list(follower.offsets))
                 for follower in followers
@@ -122,7 +120,9 @@ def read_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
         ]
         oldest = _oldest_unread(log, rows)
     return [
-        replace(row, oldest_ms=oldest.get((row.place, row.position))) if row.num_records else row
+        replace(row, oldest_ms=oldest.get((row.topic_partition, row.position)))
+        if row.num_records
+        else row
         for row in rows
     ]
 
@@ -155,7 +155,7 @@ def _lag_of(
         rows.append(
             PartitionLag(
                 role=role,
-                place=place,
+                topic_partition=place,
                 slot=slot,
                 policy_version=version,
                 position=position,
@@ -166,15 +166,16 @@ def _lag_of(
     return rows
 
 
-def _oldest_unread(log: RunLog, rows: Iterable[PartitionLag]) -> dict[tuple[TopicPartition, int], int]:
+def _oldest_unread(
+    log: RunLog, rows: Iterable[PartitionLag]
+) -> dict[tuple[TopicPartition, int], int]:
     """Return when the first unread record of each partition was written, in milliseconds since the
     epoch.
 
-    Roles that stand at different positions of one partition are read one after the other, a record
-    each.
+    Roles at different offsets of one partition are read one after the other, a record each.
     """
     found: dict[tuple[TopicPartition, int], int] = {}
-    wanted = {(row.place, row.position) for row in rows if row.num_records}
+    wanted = {(row.topic_partition, row.position) for row in rows if row.num_records}
     while wanted:
         spans = {place: (position, position + 1) for place, position in sorted(wanted)}
         for record in log.records(spans):
@@ -183,8 +184,8 @@ def _oldest_unread(log: RunLog, rows: Iterable[PartitionLag]) -> dict[tuple[Topi
     return found
 
 
-def lag_by_slot(rows: Iterable[PartitionLag], *, now_ms: int) -> list[LagRow]:
-    """Sum lag up by role and slot, in the order in which they come."""
+def sum_by_slot(rows: Iterable[PartitionLag], *, now_ms: int) -> list[LagRow]:
+    """Sum the lag by role and slot, in order of appearance."""
     groups: dict[tuple[str, int | None], list[PartitionLag]] = {}
     for row in rows:
         groups.setdefault((row.role, row.slot), []).append(row)
@@ -196,16 +197,14 @@ def lag_by_slot(rows: Iterable[PartitionLag], *, now_ms: int) -> list[LagRow]:
     ]
 
 
-def lag_by_member(
+def sum_by_member(
     rows: Iterable[PartitionLag], groups: Mapping[str, ConsumerGroupState], *, now_ms: int
 ) -> list[LagRow]:
-    """Sum lag up by the group's member that holds the partition; what no member holds stands under
-    `-`.
+    """Sum the lag by the group member that holds the partition; partitions without a member are
+    listed under `-`.
 
-    Args:
-        rows: The lag of every partition.
-        groups: The state of each role's group, by role.
-        now_ms: Milliseconds since the epoch.
+    Args: rows: The lag of every partition. groups: The state of each role's group, by role. now_ms:
+    Milliseconds since the epoch.
     """
     holders = {
         (role, place): member
@@ -217,8 +216,12 @@ def lag_by_member(
     for role, group in groups.items():
         held |= {(role, member.client_id, member.host): [] for member in group.members}
     for row in rows:
-        member = holders.get((row.role, row.place))
-        key = (row.role, member.client_id, member.host) if member else (row.role, NOBODY, NOBODY)
+        member = holders.get((row.role, row.topic_partition))
+        key = (
+            (row.role, member.client_id, member.host)
+            if member
+            else (row.role, NO_MEMBER, NO_MEMBER)
+        )
         held.setdefault(key, []).append(row)
     return [
         _sum_of(
@@ -254,10 +257,12 @@ def _sum_of(
 
 
 def _span(rows: Iterable[PartitionLag]) -> str:
-    """Name the partitions of each topic: rollout.samples[0,2]."""
+    """Format the partitions of each topic: rollout.samples[0,2]."""
     topics: dict[str, list[int]] = {}
     for row in rows:
-        topics.setdefault(TopicPlan.parse_entity(row.place[0]), []).append(row.place[1])
+        topics.setdefault(TopicPlan.parse_entity(row.topic_partition[0]), []).append(
+            row.topic_partition[1]
+        )
     return " ".join(
         f"{entity}[{','.join(map(str, sorted(partitions)))}]"
         for entity, partitions in sorted(topics.items())

@@ -1,8 +1,8 @@
-"""Dead letters: what roles could not use, and what was done about it.
+"""Dead letters: records that a role could not process, and their resolutions.
 
-The topics are append-only. What is done with a letter is one more record in its topic: no value,
-and a header `resolves` with the letter's partition and offset. A letter that no such record names
-is open.
+The topics are append-only. A resolution is another record in the same topic: without a value, and
+with a header `resolves` that holds the dead letter's partition and offset. A dead letter that no
+such record names is open.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ ORIGIN_HEADERS = ("origin-topic", "origin-partition", "origin-offset")
 OUR_HEADERS = frozenset({*ORIGIN_HEADERS, "error-class", "error-text", "worker-id"})
 RESOLVES, RESOLUTION, REASON = "resolves", "resolution", "resolution-reason"
 REQUEUED, DROPPED = "requeued", "dropped"
-NAME_PATTERN = re.compile(r"([a-z0-9-]+)@([0-9]{1,18})")
+ID_PATTERN = re.compile(r"([a-z0-9-]+)@([0-9]{1,18})")
 NUMBER_PATTERN = re.compile("[0-9]{1,18}")
-MARK_PATTERN = re.compile(r"0@([0-9]{1,18})")
+RESOLVES_PATTERN = re.compile(r"0@([0-9]{1,18})")
 RECORDS_AT_ONCE, BYTES_AT_ONCE = 256, 32 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A record that a role could not use, without its value; `written_at` in milliseconds since the
-    epoch.
+    """A record that a role could not process, without its value; `written_at` in milliseconds since
+    the epoch.
     """
 
     role: str
@@ -51,27 +51,29 @@ class DeadLetter:
     resolution_reason: str = ""
 
     @property
-    def name(self) -> str:
-        """What it is called on the command line."""
+    def id(self) -> str:
+        """Its id on the command line."""
         return f"{self.role}@{self.offset}"
 
     @property
     def origin(self) -> str:
-        """Where the record lay."""
+        """The position of the original record."""
         return f"{self.origin_topic}[{self.origin_partition}]@{self.origin_offset}"
 
 
-def read_letters(log: RunLog, *, roles: Iterable[str] = ()) -> list[DeadLetter]:
-    """Return the dead letters of some or all roles, oldest first, each with what was done about it;
-    their values are not kept.
+def read_dead_letters(log: RunLog, *, roles: Iterable[str] = ()) -> list[DeadLetter]:
+    """Return the dead letters of some or all roles, oldest first, each with its resolution; values
+    are not kept.
     """
     letters = [
-        letter for role in roles or letter_roles(log) for letter in _read_role(log, role).values()
+        letter
+        for role in roles or list_dead_letter_roles(log)
+        for letter in _read_role(log, role).values()
     ]
-    return sorted(letters, key=lambda letter: (letter.written_at, letter.name))
+    return sorted(letters, key=lambda letter: (letter.written_at, letter.id))
 
 
-def letter_roles(log: RunLog) -> list[str]:
+def list_dead_letter_roles(log: RunLog) -> list[str]:
     """Return the roles that have a dead-letter topic."""
     return sorted(
         log.plan.parse_entity(topic).removesuffix(SUFFIX)
@@ -83,9 +85,9 @@ def letter_roles(log: RunLog) -> list[str]:
 def _read_role(log: RunLog, role: str) -> dict[int, DeadLetter]:
     letters: dict[int, DeadLetter] = {}
     for record in log.records(_spans(log, role)):
-        mark = MARK_PATTERN.fullmatch(record.headers.get(RESOLVES, ""))
+        mark = RESOLVES_PATTERN.fullmatch(record.headers.get(RESOLVES, ""))
         if mark is None:
-            letters[record.offset] = letter_of(role, record)
+            letters[record.offset] = parse_dead_letter(role, record)
         elif int(mark[1]) in letters:
             reason = record.headers.get(REASON, "")
             letters[int(mark[1])] = replace(
@@ -99,14 +101,14 @@ def _read_role(log: RunLog, role: str) -> dict[int, DeadLetter]:
 def _spans(log: RunLog, role: str) -> dict[tuple[str, int], tuple[int, int]]:
     if log.plan.topic(f"{role}{SUFFIX}") not in log.topics:
         raise ConfigError(
-            f"role {role!r} has no dead letters; those that may have some: "
-            f"{', '.join(letter_roles(log))}"
+            f"role {role!r} has no dead-letter topic; roles with one: "
+            f"{', '.join(list_dead_letter_roles(log))}"
         )
     return log.full_ranges(f"{role}{SUFFIX}", range(1))
 
 
-def letter_of(role: str, record: Record) -> DeadLetter:
-    """Read a letter's headers; what a stranger left out stays empty."""
+def parse_dead_letter(role: str, record: Record) -> DeadLetter:
+    """Read a dead letter's headers. Headers that an untrusted producer left out stay empty."""
     text = record.headers.get
     partition, offset = (text(name, "") for name in ("origin-partition", "origin-offset"))
     return DeadLetter(
@@ -124,71 +126,66 @@ def letter_of(role: str, record: Record) -> DeadLetter:
     )
 
 
-def read_letter(log: RunLog, name: str) -> tuple[DeadLetter, Record]:
-    """Return one letter with its record.
+def read_dead_letter(log: RunLog, name: str) -> tuple[DeadLetter, Record]:
+    """Return one dead letter with its record.
 
-    Raises:
-        ConfigError: The name is none, or there is no such letter.
+    Raises: ConfigError: The id is malformed, or there is no such dead letter.
     """
-    role, offset = parse_name(name)
+    role, offset = parse_id(name)
     letter = _read_role(log, role).get(offset)
     if letter is None:
-        raise ConfigError(
-            f"there is no dead letter {name}; relax deadletter list shows those that there are"
-        )
+        raise ConfigError(f"there is no dead letter {name}; relax deadletter list shows all")
     topic = log.plan.topic(f"{role}{SUFFIX}")
     return letter, next(log.records({(topic, 0): (offset, offset + 1)}))
 
 
-def parse_name(name: str) -> tuple[str, int]:
-    """Take a letter's name apart.
+def parse_id(name: str) -> tuple[str, int]:
+    """Split a dead letter's id into role and offset.
 
-    Raises:
-        ConfigError: It is none.
+    Raises: ConfigError: The id is malformed.
     """
-    match = NAME_PATTERN.fullmatch(name)
+    match = ID_PATTERN.fullmatch(name)
     if match is None:
-        raise ConfigError(f"{name!r} names no dead letter; they are called like reward@12")
+        raise ConfigError(f"{name!r} is no id of a dead letter; ids look like reward@12")
     return match[1], int(match[2])
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which letters are meant: some by name, or all of a role or with a reason."""
+    """Selects dead letters: by id, or all of a role or with a reason."""
 
-    names: Sequence[str] = ()
+    ids: Sequence[str] = ()
     role: str = ""
     reason: str = ""
-    everything: bool = False
-    again: bool = False
+    all_roles: bool = False
+    include_resolved: bool = False
 
     def choose(self, letters: Sequence[DeadLetter]) -> list[DeadLetter]:
-        """Return the letters that are meant. Those that were dealt with are passed over unless
-        named or `again`.
+        """Return the selected dead letters. Resolved ones are skipped unless named or
+        `include_resolved`.
 
-        Raises:
-            ConfigError: Nothing says which, a name is unknown, or a named letter was dealt with and
-                `again` is not given.
+        Raises: ConfigError: Nothing is selected, an id is unknown, or a named dead letter is
+        resolved and `include_resolved` is not set.
         """
-        if not (self.names or self.role or self.reason or self.everything):
+        if not (self.ids or self.role or self.reason or self.all_roles):
             raise ConfigError(
                 "say which dead letters: --letter NAME, --role ROLE, --reason CLASS or --all"
             )
-        known = {letter.name: letter for letter in letters}
-        for name in self.names:
-            parse_name(name)
+        known = {letter.id: letter for letter in letters}
+        for name in self.ids:
+            parse_id(name)
             if name not in known:
                 raise ConfigError(
                     f"there is no dead letter {name}; relax deadletter list shows those that "
                     "there are"
                 )
-            if known[name].resolution and not self.again:
+            if known[name].resolution and not self.include_resolved:
                 raise ConfigError(
-                    f"dead letter {name} was {known[name].resolution} before; give --again "
+                    f"dead letter {name} is {known[name].resolution} already; give --again "
                     "to do it once more"
                 )
-        named = [known[name] for name in dict.fromkeys(self.names)] or [
-            letter for letter in letters if self.again or not letter.resolution
+        named = [known[name] for name in dict.fromkeys(self.ids)] or [
+            letter for letter in letters if self.include_resolved or not letter.resolution
         ]
         return [
             letter
@@ -198,44 +195,43 @@ class Selection:
 
 
 def requeue(log: RunLog, letters: Sequence[DeadLetter], producer: RecordProducer) -> int:
-    """Write records back, untouched, to where they came from, and mark their letters; return how
-    many.
+    """Write records back, unchanged, to their original topics, and mark their dead letters as
+    resolved; return their number.
 
-    Every reader of that topic gets them again. Ids make that harmless, also when their prompt group
-    has ended meanwhile. A crash in between leaves letters open whose records were written:
-    requeueing them is as harmless.
+    Every reader of the topic receives them again. Ids make that harmless, also when their prompt
+    group has ended meanwhile. A crash in between leaves dead letters open whose records were
+    written: requeueing them is harmless too.
 
-    Raises:
-        ConfigError: A letter names an origin that its role does not read, or that holds other bytes
-            or none. Nothing was written.
+    Raises: ConfigError: A dead letter names an origin that its role does not read, or that holds
+    other bytes or none. Nothing was written.
     """
     for letter in letters:
         require_origin(letter, log.plan)
     chosen = {
         (log.plan.topic(f"{letter.role}{SUFFIX}"), letter.offset): letter for letter in letters
     }
-    for records in batched(_values(log, chosen)):
+    for records in split_batches(_values(log, chosen)):
         _require_same(log, records)
-    for records in batched(_values(log, chosen)):
-        producer.write(untouched(record) for record, _ in records)
-        producer.write(mark(log.plan, letter, REQUEUED) for _, letter in records)
+    for records in split_batches(_values(log, chosen)):
+        producer.write(raw_copy(record) for record, _ in records)
+        producer.write(resolution_record(log.plan, letter, REQUEUED) for _, letter in records)
     return len(letters)
 
 
 def drop(
     log: RunLog, letters: Sequence[DeadLetter], producer: RecordProducer, *, reason: str
 ) -> int:
-    """Mark letters as dealt with, with a reason; return how many. They stay on the log."""
-    producer.write(mark(log.plan, letter, DROPPED, reason) for letter in letters)
+    """Mark dead letters as dropped, with a reason; return their number. They stay on the log."""
+    producer.write(resolution_record(log.plan, letter, DROPPED, reason) for letter in letters)
     return len(letters)
 
 
 def require_origin(letter: DeadLetter, plan: TopicPlan) -> None:
-    """Refuse a letter whose record can't go back: its role may forge headers, and we may write more
-    topics than it.
+    """Refuse a dead letter whose record must not be written back: its role may forge headers, and
+    this process may write more topics than the role.
 
-    Raises:
-        ConfigError: Its origin is no topic that its role reads, or no partition of it.
+    Raises: ConfigError: The role does not read the original topic, or the topic has no such
+    partition.
     """
     reads = ROLE_PERMISSIONS[letter.role].reads if letter.role in ROLE_PERMISSIONS else ()
     counts = dict.fromkeys(SAMPLE_TOPICS, plan.num_sample_partitions) | dict.fromkeys(
@@ -248,13 +244,13 @@ def require_origin(letter: DeadLetter, plan: TopicPlan) -> None:
             f"{', '.join(plan.parse_entity(topic) for topic in sizes)}"
         )
         raise ConfigError(
-            f"dead letter {letter.name} says that it came from {letter.origin or 'nowhere'}: "
+            f"dead letter {letter.id} names its origin as {letter.origin or 'nowhere'}: "
             f"{rule}; drop it"
         )
 
 
 def _require_same(log: RunLog, records: Sequence[tuple[Record, DeadLetter]]) -> None:
-    """Refuse letters that are no copies of the records that they name; raises ConfigError."""
+    """Refuse dead letters that are no copies of the records that they name; raises ConfigError."""
     by_topic: dict[str, list[tuple[Record, DeadLetter]]] = {}
     for record, letter in records:
         by_topic.setdefault(letter.origin_topic, []).append((record, letter))
@@ -267,15 +263,15 @@ def _require_same(log: RunLog, records: Sequence[tuple[Record, DeadLetter]]) -> 
             raise
         except BrokerError as error:
             raise ConfigError(
-                f"what dead letters of {topic} stand for can't be read, so nothing proves "
-                f"them: {error}; drop them"
+                f"the original records of dead letters of {topic} can't be read, so the letters can't "
+                f"be verified: {error}; drop them"
             ) from error
         for record, letter in copies:
             original = there[letter.origin_partition, letter.origin_offset]
             if (original.key, original.value) != (record.key, record.value):
                 raise ConfigError(
-                    f"dead letter {letter.name} holds other bytes than {letter.origin}, "
-                    "where it says that it came from; drop it"
+                    f"dead letter {letter.id} holds other bytes than {letter.origin}, "
+                    "its named origin; drop it"
                 )
 
 
@@ -291,10 +287,10 @@ def _values(
             yield record, chosen[record.topic, record.offset]
 
 
-def batched(
+def split_batches(
     records: Iterable[tuple[Record, DeadLetter]],
 ) -> Iterator[list[tuple[Record, DeadLetter]]]:
-    """Give records in lists of bounded length and size."""
+    """Split records into lists of bounded length and size."""
     batch: list[tuple[Record, DeadLetter]] = []
     num_bytes = 0
     for item in records:
@@ -307,8 +303,8 @@ def batched(
         yield batch
 
 
-def untouched(record: Record) -> ProducerRecord:
-    """Return the record of a letter as it was, for where it was."""
+def raw_copy(record: Record) -> ProducerRecord:
+    """Return a dead letter's record with its original bytes, for its original topic."""
     headers = {name: text for name, text in record.headers.items() if name not in OUR_HEADERS}
     return ProducerRecord(
         record.headers["origin-topic"],
@@ -319,8 +315,10 @@ def untouched(record: Record) -> ProducerRecord:
     )
 
 
-def mark(plan: TopicPlan, letter: DeadLetter, resolution: str, reason: str = "") -> ProducerRecord:
-    """Return the record that says what was done with a letter."""
+def resolution_record(
+    plan: TopicPlan, letter: DeadLetter, resolution: str, reason: str = ""
+) -> ProducerRecord:
+    """Return the record that resolves a dead letter."""
     headers = {RESOLVES: f"0@{letter.offset}", RESOLUTION: resolution, REASON: reason}
     return ProducerRecord(
         plan.topic(f"{letter.role}{SUFFIX}"), None, key=letter.key, partition=0, headers=headers

@@ -1,4 +1,4 @@
-"""Runs that train this run's samples: which records they still need, up to the limit that the run
+"""Runs that train this run's samples: which records they still need, up to the limit that this run
 sets.
 """
 
@@ -22,9 +22,9 @@ from relax_events.topics.plan import DEPENDENT_RUN, NO_RECORDS_NEEDED, SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
-class Follower:
+class DependentRun:
     """A run that replays this one; `offsets` are those of the first records that it may still need,
-    by place.
+    by topic partition.
     """
 
     run_id: str
@@ -32,8 +32,8 @@ class Follower:
     offsets: Mapping[TopicPartition, int]
 
     def oldest_version(self, plan: TopicPlan, published: Iterable[PolicyVersionPublished]) -> int:
-        """Return the oldest of the published versions whose records it may still need; -1 where
-        none is published.
+        """Return the oldest published version whose records it may still need; -1 where none is
+        published.
         """
         begun: dict[int, int] = {}
         for event in sorted(published, key=lambda event: event.policy_version):
@@ -47,9 +47,9 @@ class Follower:
         return min(begun.values(), default=-1)
 
 
-def find_followers(plan: TopicPlan, admin: Admin, inventory: Inventory) -> list[Follower]:
-    """Return the runs that have told which records of this run they need; those that have reached
-    their goal need none.
+def find_dependent_runs(plan: TopicPlan, admin: Admin, inventory: Inventory) -> list[DependentRun]:
+    """Return the runs that have committed which records of this run they need; runs that have
+    reached their goal need none.
     """
     places = [(plan.topic(SAMPLES), partition) for partition in range(plan.num_sample_partitions)]
     found = []
@@ -60,16 +60,16 @@ def find_followers(plan: TopicPlan, admin: Admin, inventory: Inventory) -> list[
         committed = admin.committed_offsets(group, places)
         if committed and NO_RECORDS_NEEDED not in committed.values():
             found.append(
-                Follower(run_id, group, {place: committed.get(place, 0) for place in places})
+                DependentRun(run_id, group, {place: committed.get(place, 0) for place in places})
             )
     return found
 
 
-def follower_bounds(
-    followers: Iterable[Follower], floor: Mapping[TopicPartition, int]
+def dependent_run_bounds(
+    followers: Iterable[DependentRun], floor: Mapping[TopicPartition, int]
 ) -> dict[str, Mapping[TopicPartition, int]]:
-    """Return from where on each follower keeps records, by a text that names it; what lies below
-    `floor` is kept for nobody.
+    """Return the first offset that each dependent run needs, by a text that names it; records below
+    `floor` are kept for none.
     """
     return {
         f"run {follower.run_id}, which trains these samples": {
@@ -79,20 +79,21 @@ def follower_bounds(
     }
 
 
-def describe_followers(config: RunConfig) -> str:
-    """Say which runs train this run's samples, and how many versions more are kept for each.
+def describe_dependent_runs(config: RunConfig) -> str:
+    """Describe which runs train this run's samples, and how many more versions are kept for each.
 
-    Raises:
-        CheckFailed: One is so far behind that records which it needs are purged.
+    Raises: CheckFailed: One is so far behind that records which it needs are purged.
     """
     plan = TopicPlan.from_config(config)
     with closing(open_admin(config, name="followers")) as admin:
         if not admin.topics(plan.topic("control.policy-versions")):
-            return "none: the run has not begun"
-        followers = find_followers(
+            return "none: the run has not started"
+        followers = find_dependent_runs(
             plan,
             admin,
-            Inventory(Connection.from_config(config.broker, client_id=f"{config.run.id}.followers")),
+            Inventory(
+                Connection.from_config(config.broker, client_id=f"{config.run.id}.followers")
+            ),
         )
         if not followers:
             return "none"
@@ -113,11 +114,9 @@ def describe_followers(config: RunConfig) -> str:
             place for place, offset in follower.offsets.items() if offset and offset < begins[place]
         ]:
             where = f"{lost[0][0]}[{lost[0][1]}]@{follower.offsets[lost[0]]}"
-            rule = (
-                f"run.follower_versions = {limit} keeps no more for it; raise it for runs to come"
-            )
+            rule = f"run.follower_versions = {limit} keeps no more for it; raise it for future runs"
             raise CheckFailed(
                 f"{texts[-1]}, and {where} is purged: {rule}, or delete run "
-                f"{follower.run_id} if it is given up"
+                f"{follower.run_id} if it is abandoned"
             )
     return f"{'; '.join(texts)}; up to {limit} versions are kept for them"

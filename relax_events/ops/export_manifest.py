@@ -1,6 +1,4 @@
-"""The table of contents of an exported run: what every file holds, and how to know that it is
-whole.
-"""
+"""The manifest of an exported run: the content of each file, and how to verify it."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ FORMAT = 1
 
 @dataclass(slots=True)
 class ExportedPartition:
-    """One partition: readers see its records from offset `begin` up to, not including, `end`.
+    """One partition: its records from offset `begin` up to, not including, `end`.
 
     `records_digest` covers offset, time, key, value and headers of every record, without the offset
     where the topic is compacted; `file_digest` covers the file. Both are empty until the partition
@@ -50,8 +48,8 @@ class ExportedObject:
 
 @dataclass(slots=True)
 class Manifest:
-    """The whole export. It is written again after each file, so that an export that was cut short
-    goes on where it was.
+    """The manifest of an export. It is written again after each file, so that an interrupted export
+    can continue.
     """
 
     run_id: str
@@ -64,7 +62,7 @@ class Manifest:
     is_complete: bool = False
 
     def save(self, folder: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the manifest atomically."""
         text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
         fresh = folder / f"{MANIFEST}.part"
         fresh.write_text(text)
@@ -72,10 +70,9 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Read it.
+        """Read the manifest.
 
-        Raises:
-            ConfigError: There is none, or it is of another format.
+        Raises: ConfigError: There is none, or it has another format.
         """
         try:
             tree = json.loads((folder / MANIFEST).read_text())
@@ -89,34 +86,33 @@ class Manifest:
             return cls(**tree)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{folder} holds no exported run: {error}; name the folder that relax topics "
+                f"{folder} holds no exported run: {error}; give the folder that relax topics "
                 "export wrote"
             ) from error
 
 
-def digest_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Prove that every file is there as it was written.
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Check that every file is there as it was written.
 
-    Raises:
-        CheckFailed: One is missing, torn or altered, or the export was cut short; the text names
-            it.
+    Raises: CheckFailed: A file is missing, truncated or altered, or the export was interrupted; the
+    text names it.
     """
     if not manifest.is_complete:
         raise CheckFailed(
-            f"the export in {folder} was cut short; the same command goes on where it was: "
+            f"the export in {folder} was interrupted; the same command continues it: "
             "relax topics export"
         )
     for item in manifest.partitions:
         path = folder / item.file
         if not path.is_file():
             raise CheckFailed(f"{path} is missing; export the run again")
-        if (seen := digest_of(path)) != item.file_digest:
+        if (seen := file_sha256(path)) != item.file_digest:
             raise CheckFailed(
                 f"{path} was altered: its SHA-256 must be {item.file_digest}, got {seen}; "
                 "export the run again"

@@ -1,4 +1,4 @@
-"""Moves the committed offsets of a role: what it reads next, after it was drained."""
+"""Resets the committed offsets of a role: the next records that it reads, after it was drained."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.role_inputs import list_input_partitions, list_role_inputs
 
-PLACE_PATTERN = re.compile(r"(?P<topic>[a-z0-9.-]+)\[(?P<partition>[0-9]+)\]@(?P<offset>[0-9]+)")
+OFFSET_PATTERN = re.compile(r"(?P<topic>[a-z0-9.-]+)\[(?P<partition>[0-9]+)\]@(?P<offset>[0-9]+)")
 DANGERS = {
     "trainer": (
-        "the trainer goes on where its checkpoint and its committed steps say; its group's "
-        "offsets only tell others how far it is"
+        "the trainer continues from its checkpoint and its committed steps; its group's "
+        "offsets only report its progress"
     ),
     "skip": (
-        "records that the role has not read would be passed over: their prompt groups wait until "
+        "records that the role has not read would be skipped: their prompt groups wait until "
         "they expire"
     ),
 }
@@ -32,7 +32,7 @@ DANGERS = {
 
 @dataclass(frozen=True, slots=True)
 class ResetTarget:
-    """Where a role is to go on: exactly one of these is given."""
+    """The target of a reset; exactly one field is given."""
 
     version: int | None = None
     time_ms: int | None = None
@@ -57,11 +57,11 @@ class ResetTarget:
 
 @dataclass(frozen=True, slots=True)
 class OffsetMove:
-    """One committed offset, as it is (None: never committed) and as it is to be. Negative
-    `num_skipped` are read again.
+    """One committed offset, before (None: never committed) and after. Negative `num_skipped` are
+    read again.
     """
 
-    place: TopicPartition
+    topic_partition: TopicPartition
     before: int | None
     after: int
     num_skipped: int
@@ -69,7 +69,7 @@ class OffsetMove:
 
 @dataclass(frozen=True, slots=True)
 class ResetPlan:
-    """Everything that a reset would do."""
+    """All changes of a reset."""
 
     role: str
     consumer_group: str
@@ -77,7 +77,7 @@ class ResetPlan:
 
     @property
     def dangers(self) -> list[str]:
-        """Names of `DANGERS` that lie in it."""
+        """Names of its `DANGERS`."""
         skips = any(move.num_skipped > 0 for move in self.moves)
         return [
             name
@@ -87,17 +87,16 @@ class ResetPlan:
 
 
 def plan_reset(config: RunConfig, admin: Admin, role: str, target: ResetTarget) -> ResetPlan:
-    """Return what a reset would change.
+    """Return the changes of a reset.
 
-    Raises:
-        ConfigError: The role keeps no committed offsets, or the target names no place of its
-            topics.
+    Raises: ConfigError: The role commits no offsets, or the target names no partition of its
+    topics.
     """
     inputs = list_role_inputs(config)
     if role not in inputs:
         others = f"those of this run that do are {', '.join(inputs) or 'none'}"
         because = (
-            "its share group keeps its own books on the broker"
+            "its share group keeps its state on the broker"
             if role == "rollout" and inputs
             else others
         )
@@ -107,7 +106,7 @@ def plan_reset(config: RunConfig, admin: Admin, role: str, target: ResetTarget) 
     begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
     committed = admin.committed_offsets(plan.consumer_group(role), places)
     moves = []
-    for place, offset in target_offsets(
+    for place, offset in resolve_target(
         config, admin, places, target, begins=begins, ends=ends
     ).items():
         after = min(max(offset, begins[place]), ends[place])
@@ -117,7 +116,7 @@ def plan_reset(config: RunConfig, admin: Admin, role: str, target: ResetTarget) 
     return ResetPlan(role, plan.consumer_group(role), moves)
 
 
-def target_offsets(
+def resolve_target(
     config: RunConfig,
     admin: Admin,
     places: Collection[TopicPartition],
@@ -126,21 +125,21 @@ def target_offsets(
     begins: Mapping[TopicPartition, int],
     ends: Mapping[TopicPartition, int],
 ) -> dict[TopicPartition, int]:
-    """Return the offset of each place that the target speaks of."""
+    """Return the target offset of each topic partition."""
     if target.version is not None:
         with RunLog(config, name="reset") as log:
             published = [found.event for found in log.versions.values()]
-        return version_offsets(
+        return find_version_offsets(
             TopicPlan.from_config(config), published, places, version=target.version, ends=ends
         )
     if target.time_ms is not None:
         return admin.offsets_at(places, timestamp_ms=target.time_ms)
     if target.offsets:
-        return named_offsets(TopicPlan.from_config(config), places, target.offsets)
+        return parse_offsets(TopicPlan.from_config(config), places, target.offsets)
     return dict(begins if target.to_beginning else ends)
 
 
-def version_offsets(
+def find_version_offsets(
     plan: TopicPlan,
     published: Collection[PolicyVersionPublished],
     places: Collection[TopicPartition],
@@ -148,12 +147,11 @@ def version_offsets(
     version: int,
     ends: Mapping[TopicPartition, int],
 ) -> dict[TopicPartition, int]:
-    """Return where each partition's records of this version and of what came after it begin.
+    """Return the first offset of this version's and newer records in each partition.
 
-    A slot that no such version owns yet holds older records only: there it is the end.
+    A slot that no such version owns yet holds older records only: its offset is the end.
 
-    Raises:
-        ConfigError: The version was never published, or the places are not those of versions.
+    Raises: ConfigError: The version was never published, or the topics are not ordered by versions.
     """
     if version not in {event.policy_version for event in published}:
         newest = max((event.policy_version for event in published), default=-1)
@@ -170,23 +168,24 @@ def version_offsets(
     for event in sorted(published, key=lambda event: event.policy_version):
         for at in event.start_offsets if event.policy_version >= version else ():
             starts.setdefault((plan.parse_entity(at.topic), at.partition), at.offset)
-    return {place: starts.get((plan.parse_entity(place[0]), place[1]), ends[place]) for place in places}
+    return {
+        place: starts.get((plan.parse_entity(place[0]), place[1]), ends[place]) for place in places
+    }
 
 
-def named_offsets(
+def parse_offsets(
     plan: TopicPlan, places: Collection[TopicPartition], texts: Sequence[str]
 ) -> dict[TopicPartition, int]:
-    """Read places such as `rollout.samples[2]@17`; the topic may carry its full name.
+    """Parse offsets such as `rollout.samples[2]@17`; the topic may carry its full name.
 
-    Raises:
-        ConfigError: A text names no place, or none that the role reads.
+    Raises: ConfigError: A text is malformed, or names no partition that the role reads.
     """
     found = {}
     for text in texts:
-        match = PLACE_PATTERN.fullmatch(text)
+        match = OFFSET_PATTERN.fullmatch(text)
         if match is None:
             raise ConfigError(
-                f"--to-offset {text!r} is no place; write topic[partition]@offset, for "
+                f"--to-offset {text!r} is malformed; write topic[partition]@offset, for "
                 "example rollout.samples[0]@17"
             )
         topic = match["topic"]
@@ -204,11 +203,10 @@ def named_offsets(
     return found
 
 
-def time_of(text: str) -> int:
+def parse_time_ms(text: str) -> int:
     """Return milliseconds since the epoch of an ISO 8601 time; one without a zone is UTC.
 
-    Raises:
-        ConfigError: The text is no time.
+    Raises: ConfigError: The text is no time.
     """
     try:
         parsed = datetime.fromisoformat(text)
@@ -217,12 +215,10 @@ def time_of(text: str) -> int:
     return int((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
-def refuse_reset(admin: Admin, plan: ResetPlan, *, allow: Collection[str] = ()) -> None:
-    """Refuse what members who are at work would undo, and what is dangerous without having been
-    agreed to.
+def require_safe_reset(admin: Admin, plan: ResetPlan, *, allow: Collection[str] = ()) -> None:
+    """Refuse a reset that live members would undo, and a dangerous one without consent.
 
-    Raises:
-        BrokerRefused: The text names the members, or the danger and its word.
+    Raises: BrokerRefused: The text names the members, or the danger and its option.
     """
     group = admin.groups(plan.consumer_group).get(plan.consumer_group)
     if group and group.members:
@@ -239,9 +235,10 @@ def refuse_reset(admin: Admin, plan: ResetPlan, *, allow: Collection[str] = ()) 
 
 
 def apply_reset(admin: Admin, plan: ResetPlan, *, allow: Collection[str] = ()) -> None:
-    """Move the offsets; raises as `refuse_reset`, and then nothing was changed."""
-    refuse_reset(admin, plan, allow=allow)
+    """Move the offsets; raises as `require_safe_reset`, and then nothing was changed."""
+    require_safe_reset(admin, plan, allow=allow)
     if plan.moves:
         admin.set_committed_offsets(
-            plan.consumer_group, [TopicOffset(*move.place, move.after) for move in plan.moves]
+            plan.consumer_group,
+            [TopicOffset(*move.topic_partition, move.after) for move in plan.moves],
         )

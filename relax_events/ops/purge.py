@@ -1,16 +1,16 @@
-"""Deletes records that only policy versions older than the retained ones own, and never one that
-somebody still needs.
+"""Deletes records that only policy versions older than the retained ones own, and never one that is
+still needed.
 
-A record may go when all of these say so, and the lowest offset counts:
+A record may be deleted up to the lowest of these offsets:
 
-    versions    it lies below the start of the oldest retained version of its slot
-    groups      every role that reads it has committed an offset behind it
-    recovery    no step behind the newest usable checkpoint was trained on it, and the trainer reads on behind it
-    critic      (where there is one) no step behind its newest checkpoint was trained on it
-    followers   every run that trains this run's samples has a checkpoint behind it, or is more than `run.follower_versions` behind what is retained
-    seats       (prompt queue) its seat was trained, for a version that is not retained
+    versions    the start of the oldest retained version of its slot
+    groups      the committed offset of every role that reads it
+    recovery    the first record of any step after the newest usable checkpoint, and the trainer's next offset
+    critic      (where there is one) the first record of any step after its newest checkpoint
+    followers   the checkpoint of every run that trains this run's samples, unless it is more than `run.follower_versions` behind the retained versions
+    slots       (prompt queue) the first record whose batch slot was not trained for a version that is not retained
 
-Control topics stay: they are the ledger.
+Control topics are never purged: they are the ledger.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ QUEUE = "prompt.groups"
 
 @dataclass(frozen=True, slots=True)
 class DeleteRange:
-    """What goes from one partition: the records from `begin` up to, not including, `below`.
-    `held_by` names who keeps what follows.
+    """The records to delete from one partition: from `begin` up to, not including, `end`. `held_by`
+    names the bound that keeps the next record.
     """
 
-    place: TopicPartition
+    topic_partition: TopicPartition
     begin: int
     end: int
     held_by: str
 
     @property
     def num_records(self) -> int:
-        """How many records go."""
+        """Number of records to delete."""
         return max(self.end - self.begin, 0)
 
 
@@ -233,27 +233,29 @@ def group_bounds(config: RunConfig, admin: Admin) -> dict[str, Bounds]:
     return bounds
 
 
-def bounded_ranges(begins: Bounds, wanted: Bounds, bounds: Mapping[str, Bounds]) -> list[DeleteRange]:
-    """Return what goes: up to what is wanted, and nowhere beyond one of the bounds.
+def bounded_ranges(
+    begins: Bounds, wanted: Bounds, bounds: Mapping[str, Bounds]
+) -> list[DeleteRange]:
+    """Return the ranges to delete: up to the wanted offsets, and not beyond any bound.
 
-    Args:
-        begins: The oldest offset that is left, by place.
-        wanted: Below which offset records are to go, by place.
-        bounds: What others still need begins here, by their name.
+    Args: begins: The oldest available offset, by topic partition. wanted: The first offset to keep,
+    by topic partition. bounds: The first offset that others still need, by their name.
     """
-    cuts = []
+    ranges = []
     for place, target in sorted(wanted.items()):
         limits = [
             (target, "versions"),
             *((bound[place], name) for name, bound in bounds.items() if place in bound),
         ]
         below, held_by = min(limits, key=lambda limit: limit[0])
-        cuts.append(DeleteRange(place, begins[place], max(below, begins[place]), held_by))
-    return cuts
+        ranges.append(DeleteRange(place, begins[place], max(below, begins[place]), held_by))
+    return ranges
 
 
-def delete_ranges(admin: Admin, cuts: Iterable[DeleteRange]) -> int:
-    """Delete the records of the cuts; return how many went."""
-    real = [cut for cut in cuts if cut.num_records]
-    admin.delete_records([TopicOffset(*cut.place, cut.end) for cut in real])
-    return sum(cut.num_records for cut in real)
+def delete_ranges(admin: Admin, ranges: Iterable[DeleteRange]) -> int:
+    """Delete the records of the ranges; return their number."""
+    real = [delete_range for delete_range in ranges if delete_range.num_records]
+    admin.delete_records(
+        [TopicOffset(*delete_range.topic_partition, delete_range.end) for delete_range in real]
+    )
+    return sum(delete_range.num_records for delete_range in real)

@@ -1,5 +1,5 @@
-"""Writes a run's records into files, byte for byte, streaming; what was written whole is not
-written again.
+"""Exports a run's records into files, byte for byte, streaming; complete files are not written
+again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.container import ContainerWriter, LoggedRecord, RecordsDigest
 from relax_events.history.run_log import RunLog
-from relax_events.history.samples.filter import parse_bounds, whole_range
+from relax_events.history.samples.filter import integer_range, parse_bounds
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.records import POLICY_VERSION_HEADER
@@ -26,7 +26,7 @@ from relax_events.ops.export_manifest import (
     ExportedObject,
     ExportedPartition,
     Manifest,
-    digest_of,
+    file_sha256,
 )
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import SAMPLE_TOPICS
@@ -39,17 +39,19 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ExportFilter:
-    """What of a run is exported. Control topics are small and always whole when their entity is."""
+    """Selects what is exported. Control topics are small and always exported completely."""
 
     entities: tuple[str, ...] = ()
     versions: range | None = None
 
-    def wants(self, entity: str) -> bool:
-        """Tell whether a topic is exported; without names, all are."""
+    def includes_topic(self, entity: str) -> bool:
+        """Return whether a topic is exported; without names, all are."""
         return not self.entities or entity in self.entities
 
-    def takes(self, record: LoggedRecord) -> bool:
-        """Tell whether a sample's record is of a wanted version; one without a version is taken."""
+    def includes_record(self, record: LoggedRecord) -> bool:
+        """Return whether a sample's record is of a wanted version; one without a version is
+        included.
+        """
         if self.versions is None:
             return True
         text = next(
@@ -58,19 +60,18 @@ class ExportFilter:
         return not text.isdigit() or int(text) in self.versions
 
     def describe(self) -> dict[str, object]:
-        """Return it for the manifest."""
+        """Return the filter for the manifest."""
         versions = None if self.versions is None else [self.versions.start, self.versions.stop - 1]
         return {"entities": sorted(self.entities), "versions": versions}
 
 
-def versions_of(text: str) -> range | None:
-    """Read 3, 3..7, 3.. or ..7; None for an empty text.
+def parse_versions(text: str) -> range | None:
+    """Parse 3, 3..7, 3.. or ..7; None for an empty text.
 
-    Raises:
-        ConfigError: The text is none of these.
+    Raises: ConfigError: The text is malformed.
     """
     low, high = parse_bounds(text, flag="--version")
-    return whole_range(max(low, 0), min(high, NO_VERSION)) if text else None
+    return integer_range(max(low, 0), min(high, NO_VERSION)) if text else None
 
 
 def export_run(
@@ -82,24 +83,19 @@ def export_run(
     with_objects: bool,
     report: Report,
 ) -> Manifest:
-    """Export a run into a folder and return what is there now.
+    """Export a run into a folder and return its manifest.
 
-    Each file appears whole or not at all; an export that was cut short goes on with the ends of the
-    log that it had found.
+    Each file is written atomically; an interrupted export continues with the end offsets that it
+    had found.
 
-    Args:
-        config: The run, with the broker's address filled in.
-        admin: Of its broker.
-        folder: Made if missing.
-        wanted: What is exported.
-        with_objects: Copy the run's object store too: weights, checkpoints, media.
-        report: Called with a line for each finished file.
-    Raises:
-        ConfigError: The folder holds another export, or the run has no such topic.
+    Args: config: The run, with the broker's address filled in. admin: Of its broker. folder:
+    Created if missing. wanted: What is exported. with_objects: Copy the run's object store too:
+    weights, checkpoints, media. report: Called with a line for each finished file. Raises:
+    ConfigError: The folder holds another export, or the run has no such topic.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with RunLog(config, name="export") as log:
-        manifest = _begun(folder, config, wanted) or _plan(config, admin, log, wanted)
+        manifest = _load_started(folder, config, wanted) or _plan_export(config, admin, log, wanted)
         manifest.save(folder)
         reader = LogReader(log.connection)
         try:
@@ -119,7 +115,7 @@ def export_run(
     return manifest
 
 
-def _begun(folder: Path, config: RunConfig, wanted: ExportFilter) -> Manifest | None:
+def _load_started(folder: Path, config: RunConfig, wanted: ExportFilter) -> Manifest | None:
     if not (folder / MANIFEST).exists():
         return None
     manifest = Manifest.load(folder)
@@ -131,10 +127,13 @@ def _begun(folder: Path, config: RunConfig, wanted: ExportFilter) -> Manifest | 
     return manifest
 
 
-def _plan(config: RunConfig, admin: Admin, log: RunLog, wanted: ExportFilter) -> Manifest:
-    """Fix the ends: control topics first, so that what they name lies within the samples' ends."""
+def _plan_export(config: RunConfig, admin: Admin, log: RunLog, wanted: ExportFilter) -> Manifest:
+    """Fix the end offsets: control topics first, so that everything they name lies below the sample
+    topics' end offsets.
+    """
     found = {
-        log.plan.parse_entity(name): state for name, state in admin.topics(log.plan.topic("")).items()
+        log.plan.parse_entity(name): state
+        for name, state in admin.topics(log.plan.topic("")).items()
     }
     if missing := sorted(set(wanted.entities) - found.keys()):
         raise ConfigError(
@@ -142,7 +141,8 @@ def _plan(config: RunConfig, admin: Admin, log: RunLog, wanted: ExportFilter) ->
         )
     spans: dict[TopicPartition, tuple[int, int]] = {}
     for entity in sorted(
-        filter(wanted.wants, found), key=lambda entity: (not entity.startswith("control."), entity)
+        filter(wanted.includes_topic, found),
+        key=lambda entity: (not entity.startswith("control."), entity),
     ):
         spans |= _spans(admin, log, entity, found[entity].num_partitions, wanted)
     partitions = [
@@ -159,7 +159,7 @@ def _plan(config: RunConfig, admin: Admin, log: RunLog, wanted: ExportFilter) ->
     topics: dict[str, dict[str, Any]] = {
         entity: {"num_partitions": state.num_partitions, "settings": dict(state.settings)}
         for entity, state in found.items()
-        if wanted.wants(entity)
+        if wanted.includes_topic(entity)
     }
     return Manifest(
         config.run.id,
@@ -174,8 +174,8 @@ def _plan(config: RunConfig, admin: Admin, log: RunLog, wanted: ExportFilter) ->
 def _spans(
     admin: Admin, log: RunLog, entity: str, num_partitions: int, wanted: ExportFilter
 ) -> dict[TopicPartition, tuple[int, int]]:
-    """Return where reading begins and ends in each partition; with versions given, only what lies
-    between their starts.
+    """Return the offset range of each partition; with versions given, only the range between their
+    starts.
     """
     places = [(log.plan.topic(entity), partition) for partition in range(num_partitions)]
     begins, ends = admin.beginning_offsets(places), admin.last_stable_offsets(places)
@@ -186,11 +186,12 @@ def _spans(
         entity, range(wanted.versions.start, min(wanted.versions.stop, log.newest_version + 1))
     )
     return {
-        place: _overlap(span, owned.get(place, (span[1], span[1]))) for place, span in spans.items()
+        place: _intersect(span, owned.get(place, (span[1], span[1])))
+        for place, span in spans.items()
     }
 
 
-def _overlap(span: tuple[int, int], owned: tuple[int, int]) -> tuple[int, int]:
+def _intersect(span: tuple[int, int], owned: tuple[int, int]) -> tuple[int, int]:
     return min(max(span[0], owned[0]), span[1]), min(span[1], max(owned[1], span[0]))
 
 
@@ -200,7 +201,9 @@ def _committed(
     """Return the committed offsets of every role, as (entity, partition, offset)."""
     committed = {}
     for role in list_role_inputs(config):
-        found = admin.committed_offsets(log.plan.consumer_group(role), list_input_partitions(config, role))
+        found = admin.committed_offsets(
+            log.plan.consumer_group(role), list_input_partitions(config, role)
+        )
         committed[role] = [
             (log.plan.parse_entity(topic), partition, offset)
             for (topic, partition), offset in sorted(found.items())
@@ -213,7 +216,11 @@ def _is_written(folder: Path, item: ExportedPartition) -> bool:
 
 
 def _write(
-    folder: Path, item: ExportedPartition, reader: LogReader, place: TopicPartition, wanted: ExportFilter
+    folder: Path,
+    item: ExportedPartition,
+    reader: LogReader,
+    place: TopicPartition,
+    wanted: ExportFilter,
 ) -> None:
     path = folder / item.file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,18 +236,21 @@ def _write(
         digest.num_bytes,
         digest.hex(),
     )
-    item.file_digest = digest_of(path)
+    item.file_digest = file_sha256(path)
 
 
 def _chosen(
-    reader: LogReader, spans: dict[TopicPartition, tuple[int, int]], entity: str, wanted: ExportFilter
+    reader: LogReader,
+    spans: dict[TopicPartition, tuple[int, int]],
+    entity: str,
+    wanted: ExportFilter,
 ) -> Iterator[LoggedRecord]:
     records = reader.stream_raw(spans)
-    return filter(wanted.takes, records) if entity in SAMPLE_TOPICS else records
+    return filter(wanted.includes_record, records) if entity in SAMPLE_TOPICS else records
 
 
 def _copy_objects(config: RunConfig, folder: Path, manifest: Manifest, report: Report) -> None:
-    """Copy every object that is not there yet."""
+    """Copy every object that is missing in the folder."""
     store = ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases)
     manifest.objects_uri = store.uri("")
     known: Collection[str] = {item.key for item in manifest.objects}

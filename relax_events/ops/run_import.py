@@ -1,6 +1,4 @@
-"""Makes a run out of exported files: the same records at the same offsets, under a run id of its
-own.
-"""
+"""Imports a run from exported files: the same records at the same offsets, under a new run id."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import claim_store
-from relax_events.ops.export_manifest import ExportedPartition, Manifest, check_files
+from relax_events.ops.export_manifest import ExportedPartition, Manifest, verify_files
 from relax_events.ops.topic_apply import apply_groups
 from relax_events.runtime.run_description import read_description
 from relax_events.topics import TopicPlan, TopicSpec
@@ -32,20 +30,18 @@ from relax_events.topics.partitions import TopicPartition
 
 Report = Callable[[str], None]
 DESCRIBED_ON = "control.commands"
-OWN_TIME = {"message.timestamp.type": "CreateTime"}
-"""While records are written they keep the times that they had; afterwards the broker's clock counts
-again.
-
-So it also marks topics whose import is not finished.
+IMPORT_SETTINGS = {"message.timestamp.type": "CreateTime"}
+"""Records keep their times while they are written; afterwards the broker's clock is used again.
+Therefore the setting also marks topics whose import is unfinished.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ImportPlan:
-    """What an import does: topics to make, partitions to write; those that are there whole already
-    are left alone.
+    """The changes of an import: topics to create, partitions to write; complete ones are left
+    alone.
 
-    `unfinished` are topics of an import that was cut short: they are made anew.
+    `unfinished` are topics of an interrupted import: they are created again.
     """
 
     specs: list[TopicSpec]
@@ -55,24 +51,23 @@ class ImportPlan:
 
     @property
     def num_records(self) -> int:
-        """Records that are to be written."""
+        """Number of records to write."""
         return sum(item.num_records for item in self.partitions)
 
 
 def plan_import(config: RunConfig, admin: Admin, manifest: Manifest) -> ImportPlan:
-    """Return what an import would do.
+    """Return the changes of an import.
 
-    Raises:
-        ConfigError: The run file gives the topics another shape than the export has.
-        BrokerRefused: The run has records of its own already.
+    Raises: ConfigError: The run file gives the topics another shape than the export has.
+    BrokerRefused: The run has records of its own already.
     """
     plan = TopicPlan.from_config(config)
-    specs = [_spec(plan, entity, topic) for entity, topic in manifest.topics.items()]
+    specs = [_topic_spec(plan, entity, topic) for entity, topic in manifest.topics.items()]
     found = admin.topics(plan.topic(""))
     unfinished = [
         spec.name
         for spec in specs
-        if spec.name in found and found[spec.name].settings.items() >= OWN_TIME.items()
+        if spec.name in found and found[spec.name].settings.items() >= IMPORT_SETTINGS.items()
     ]
     present = [
         item for item in manifest.partitions if plan.topic(item.entity) in found.keys() - unfinished
@@ -86,7 +81,7 @@ def plan_import(config: RunConfig, admin: Admin, manifest: Manifest) -> ImportPl
         if end and end != (item.num_records if item.is_compacted else item.end):
             place = f"{plan.topic(item.entity)}[{item.partition}]"
             raise BrokerRefused(
-                f"{place} holds other records already: it ends at {end}; give another "
+                f"{place} holds other records: it ends at {end}; give another "
                 "--run-id, or delete that run first"
             )
         if end or not item.end:
@@ -95,10 +90,10 @@ def plan_import(config: RunConfig, admin: Admin, manifest: Manifest) -> ImportPl
     return ImportPlan(specs, todo, len(done), unfinished)
 
 
-def _spec(plan: TopicPlan, entity: str, topic: dict[str, object]) -> TopicSpec:
+def _topic_spec(plan: TopicPlan, entity: str, topic: dict[str, object]) -> TopicSpec:
     planned = {spec.name: spec for spec in plan.specs()}
     spec = planned.get(plan.topic(entity))
-    if spec is None:  # made beside the plan, as rescoring does: the sample topics' settings fit
+    if spec is None:  # not in the plan, for example a rescoring's: the sample topics' settings fit
         first = planned[plan.sample_topics()[0]]
         spec = TopicSpec(
             plan.topic(entity),
@@ -130,33 +125,27 @@ def import_run(
     *,
     report: Report,
 ) -> None:
-    """Write the planned partitions, then the consumer groups' positions and the objects.
+    """Write the planned partitions, then the consumer groups' offsets and the objects.
 
-    Args:
-        config: The new run, with the broker's address filled in.
-        admin: Of its broker.
-        folder: Of the export.
-        manifest: Of the export.
-        plan: As `plan_import` gave it.
-        report: Called with a line for each finished part.
-    Raises:
-        CheckFailed: A file is not as it was written.
-        BrokerError: Somebody else writes to the run, or the broker refuses.
+    Args: config: The new run, with the broker's address filled in. admin: Of its broker. folder: Of
+    the export. manifest: Of the export. plan: As `plan_import` returned it. report: Called with a
+    line for each finished part. Raises: CheckFailed: A file is altered. BrokerError: Another
+    process writes to the run, or the broker refuses.
     """
-    check_files(folder, manifest)
+    verify_files(folder, manifest)
     topics = TopicPlan.from_config(config)
     admin.delete(plan.unfinished)
     present = admin.topics(topics.topic(""))
     admin.create(
         [
-            replace(spec, settings=spec.settings | OWN_TIME)
+            replace(spec, settings=spec.settings | IMPORT_SETTINGS)
             for spec in plan.specs
             if spec.name not in present
         ]
     )
     for spec in plan.specs:
         if spec.name in present:
-            admin.alter_topic(spec.name, OWN_TIME)
+            admin.alter_topic(spec.name, IMPORT_SETTINGS)
     writer = PartitionWriter(
         _connection(config), transactional_id=topics.transactional_id("import")
     )
@@ -178,10 +167,9 @@ def import_run(
 
 
 def verify_import(config: RunConfig, manifest: Manifest) -> None:
-    """Read the run back and compare with what was exported, record by record.
+    """Read the run back and compare it with the export, record by record.
 
-    Raises:
-        CheckFailed: A partition differs; the text names it.
+    Raises: CheckFailed: A partition differs; the text names it.
     """
     topics, reader = TopicPlan.from_config(config), LogReader(_connection(config))
     try:
@@ -223,24 +211,22 @@ def _set_groups(config: RunConfig, topics: TopicPlan, admin: Admin, manifest: Ma
 
 
 def _describe(config: RunConfig, topics: TopicPlan, manifest: Manifest) -> None:
-    """Say on the log what the new run is: what the old one was, under its own id and with its own
-    objects.
-    """
+    """Write the description of the new run: the old run's, with the new id and objects."""
     if DESCRIBED_ON not in manifest.topics:
         return
     reader = LogReader(_connection(config))
     try:
         cluster_id = reader.cluster_id(topics.topic(DESCRIBED_ON))
-        told = (
+        described_before = (
             read_description(reader, config.run.id)
             if "control.schemas" in manifest.topics
             else None
         )
     finally:
         reader.close()
-    if told is None:
+    if described_before is None:
         return
-    tree = orjson.loads(told.config)
+    tree = orjson.loads(described_before.config)
     tree["run"] |= {"id": config.run.id, "directory": str(config.run.directory.resolve())}
     former = tree.get("objects", {})
     if manifest.objects:
@@ -255,12 +241,16 @@ def _describe(config: RunConfig, topics: TopicPlan, manifest: Manifest) -> None:
         ).value
     else:
         tree["objects"] = former | {"uri": manifest.objects_uri, "by_run": False}
-        mark = told.store_mark
+        mark = described_before.store_marker
     text = orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode()
     described = replace(
-        told, store_mark=mark, run_id=config.run.id, config=text, described_at=now_micros()
+        described_before,
+        store_marker=mark,
+        run_id=config.run.id,
+        config=text,
+        described_at=now_micros(),
     )
-    if described.config != told.config:
+    if described.config != described_before.config:
         producer = RecordProducer(_connection(config))
         producer.write([ProducerRecord(topics.topic(DESCRIBED_ON), EventCodec().encode(described))])
         producer.close()

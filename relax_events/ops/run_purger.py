@@ -1,4 +1,4 @@
-"""Knows of a run what a purge has to know, from the control log, and purges."""
+"""Plans and performs purges of one run, from the state that the control log gives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.inventory import Inventory
 from relax_events.objects import ObjectStore
 from relax_events.objects.version_objects import delete_objects_before
-from relax_events.ops.dependent_runs import find_followers, follower_bounds
+from relax_events.ops.dependent_runs import dependent_run_bounds, find_dependent_runs
 from relax_events.ops.purge import (
     QUEUE,
     Bounds,
@@ -58,22 +58,19 @@ SAMPLED_RECORDS = 20
 
 @dataclass(slots=True)
 class RetentionState:
-    """What the control log says that a purge has to know. Feed it every event, in log order within
-    a topic.
-    """
+    """What a purge needs to know, folded from the control log."""
 
     steps: list[TrainStepCommitted] = field(default_factory=list)
     num_steps_before: int = 0
-    """Steps that are not among them: they were committed before what was read, or no purge asks for
-    them."""
+    """Number of steps that are not in `steps`: committed before the log that was read, or dropped."""
     positions: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Up to where the trainer has consumed its input, by entity and partition."""
+    """The next offset of the trainer's input, by entity and partition."""
     published: dict[int, PolicyVersionPublished] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     trained: dict[Seat, int] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
-        """Take in an event."""
+        """Apply an event of the control log."""
         if isinstance(event, TrainStepCommitted):
             self.steps.append(event)
             advance_positions(self.positions, event.consumed)
@@ -99,8 +96,8 @@ class RetentionState:
         )
 
     def forget_before(self, version: int) -> None:
-        """Drop steps and publications of versions that no later purge asks for, so that a purge
-        costs the same in a long run.
+        """Drop steps and publications of versions that no later purge needs, so that the cost of a
+        purge does not grow with the run.
         """
         kept = [step for step in self.steps if step.train_step >= version]
         self.num_steps_before += len(self.steps) - len(kept)
@@ -109,8 +106,8 @@ class RetentionState:
             del self.published[old]
 
     def keep_only(self, queued: Collection[PromptGroupIssued]) -> None:
-        """Drop ends of all prompt groups but these, which are still queued: a purge asks for no
-        others, and an end follows its issue.
+        """Drop the outcomes of all prompt groups but the queued ones: a purge needs no others, and
+        an outcome follows its issue.
         """
         ids, seats = (
             {issued.prompt_group_id for issued in queued},
@@ -121,8 +118,8 @@ class RetentionState:
 
 
 class Purger:
-    """Plans purges of one run and makes them; each needs the broker, the object store for the
-    checkpoint, and the books.
+    """Plans purges of one run and performs them; needs the broker, the object store for the
+    checkpoint, and the retention state.
     """
 
     def __init__(
@@ -140,73 +137,80 @@ class Purger:
         self._plan = TopicPlan.from_config(config)
         self._admin, self._inventory = Admin(connection), Inventory(connection)
         self.oldest_with_records = 0
-        """The oldest version that had records left after the newest purge."""
+        """The oldest version with records after the newest purge."""
 
-    def plan(self, books: RetentionState, *, before_version: int | None = None) -> list[DeleteRange]:
-        """Return what would go from each partition of the sample topics and the prompt queue.
+    def plan(
+        self, state: RetentionState, *, before_version: int | None = None
+    ) -> list[DeleteRange]:
+        """Return the ranges to delete from each partition of the sample topics and the prompt
+        queue.
 
-        Args:
-            books: What the control log says.
-            before_version: Records of older versions are to go; by default those that
-                `run.retain_versions` doesn't retain.
+        Args: state: The retention state. before_version: Delete records of older versions; by
+        default those that `run.retain_versions` doesn't retain.
         """
         oldest = oldest_retained(
-            self._config, newest_version=books.newest_version, before_version=before_version
+            self._config, newest_version=state.newest_version, before_version=before_version
         )
-        wanted = version_bounds(self._plan, books.published.values(), before_version=oldest)
+        wanted = version_bounds(self._plan, state.published.values(), before_version=oldest)
         queue = [
             (self._plan.topic(QUEUE), partition) for partition in range(self._plan.queue_partitions)
         ]
         begins = self._admin.beginning_offsets([*wanted, *queue])
         queued = self._queued(begins, queue)
         wanted |= queue_bounds(
-            self._plan, queued, ended=books.ended, trained=books.trained, before_version=oldest
+            self._plan, queued, ended=state.ended, trained=state.trained, before_version=oldest
         )
-        books.keep_only([group.issued for group in queued if group.issued is not None])
-        usable = self._usable_checkpoint(books)
+        state.keep_only([group.issued for group in queued if group.issued is not None])
+        usable = self._usable_checkpoint(state)
         version = usable.policy_version if usable else 0
         is_known = (
-            bool(usable) or books.num_steps_before == 0
-        )  # else older steps would be trained again, whose records we don't know
-        positions = books.positions if is_known else {}
+            bool(usable) or state.num_steps_before == 0
+        )  # else older steps would be trained again, and their records are unknown
+        positions = state.positions if is_known else {}
         recovery = recovery_bounds(
-            self._plan, books.steps, checkpoint_version=version, positions=positions
+            self._plan, state.steps, checkpoint_version=version, positions=positions
         )
         bounds = (
             group_bounds(self._config, self._admin)
             | {"recovery": recovery}
-            | self._critic_bounds(books)
+            | self._critic_bounds(state)
         )
-        return bounded_ranges(begins, wanted, bounds | self._follower_bounds(books, oldest))
+        return bounded_ranges(begins, wanted, bounds | self._follower_bounds(state, oldest))
 
-    def purge(self, cuts: list[DeleteRange], books: RetentionState) -> Counter[str]:
-        """Delete what the cuts say, then the objects of versions that have no records left; return
-        how many records went, by entity.
+    def purge(self, ranges: list[DeleteRange], state: RetentionState) -> Counter[str]:
+        """Delete the ranges, then the objects of versions that have no records left; return the
+        number of deleted records by entity.
 
-        Raises:
-            StoreUnavailable: The records are gone, the objects will go with the next purge.
+        Raises: StoreUnavailable: The records are deleted, the objects will be with the next purge.
         """
-        delete_ranges(self._admin, cuts)
+        delete_ranges(self._admin, ranges)
         begins = self._admin.beginning_offsets(
-            cut.place for cut in cuts if self._plan.parse_entity(cut.place[0]) != QUEUE
+            delete_range.topic_partition
+            for delete_range in ranges
+            if self._plan.parse_entity(delete_range.topic_partition[0]) != QUEUE
         )
         self.oldest_with_records = oldest = oldest_with_records(
-            self._plan, books.published.values(), begins
+            self._plan, state.published.values(), begins
         )
         if num_objects := delete_objects_before(self._store, oldest):
             log.info("objects.purged", before_version=oldest, num_objects=num_objects)
-        gone = Counter[str]()
-        for cut in cuts:
-            gone[self._plan.parse_entity(cut.place[0])] += cut.num_records
-        return +gone
+        deleted = Counter[str]()
+        for delete_range in ranges:
+            deleted[self._plan.parse_entity(delete_range.topic_partition[0])] += (
+                delete_range.num_records
+            )
+        return +deleted
 
-    def estimate_bytes(self, cuts: list[DeleteRange]) -> dict[TopicPartition, int]:
-        """Return about how many bytes go with each cut, reckoned from its first records."""
+    def estimate_bytes(self, ranges: list[DeleteRange]) -> dict[TopicPartition, int]:
+        """Return the approximate size of each range, extrapolated from its first records."""
         reader = LogReader(self._connection)
         spans = {
-            cut.place: (cut.begin, min(cut.end, cut.begin + SAMPLED_RECORDS))
-            for cut in cuts
-            if cut.num_records
+            delete_range.topic_partition: (
+                delete_range.begin,
+                min(delete_range.end, delete_range.begin + SAMPLED_RECORDS),
+            )
+            for delete_range in ranges
+            if delete_range.num_records
         }
         sizes: dict[TopicPartition, list[int]] = {place: [] for place in spans}
         try:
@@ -214,19 +218,21 @@ class Purger:
                 sizes[record.topic, record.partition].append(len(record.value) + len(record.key))
         finally:
             reader.close()
-        counts = {cut.place: cut.num_records for cut in cuts}
+        counts = {delete_range.topic_partition: delete_range.num_records for delete_range in ranges}
         return {
             place: round(sum(found) / len(found) * counts[place]) if found else 0
             for place, found in sizes.items()
         }
 
     def close(self) -> None:
-        """Leave the broker."""
+        """Close the admin client."""
         self._admin.close()
 
-    def _queued(self, begins: dict[TopicPartition, int], queue: list[TopicPartition]) -> list[QueuedGroup]:
-        """Read what is left of the prompt queue: small records, and few of them where a purge runs
-        now and then.
+    def _queued(
+        self, begins: dict[TopicPartition, int], queue: list[TopicPartition]
+    ) -> list[QueuedGroup]:
+        """Read the rest of the prompt queue: small records, and few of them where purges run
+        regularly.
         """
         reader = LogReader(self._connection)
         try:
@@ -246,25 +252,27 @@ class Purger:
             return None
         return event if isinstance(event, PromptGroupIssued) else None
 
-    def _follower_bounds(self, books: RetentionState, oldest: int) -> dict[str, Bounds]:
-        """Return below which offsets runs that train this run's samples need none of them, for as
-        many versions as the run keeps for them.
+    def _follower_bounds(self, state: RetentionState, oldest: int) -> dict[str, Bounds]:
+        """Return the offsets that runs which train this run's samples still need, for as many
+        versions as the run keeps for them.
         """
         limit = self._config.run.follower_versions
         if not limit:
             return {}
         floor = version_bounds(
-            self._plan, books.published.values(), before_version=max(oldest - limit, 0)
+            self._plan, state.published.values(), before_version=max(oldest - limit, 0)
         )
-        return follower_bounds(find_followers(self._plan, self._admin, self._inventory), floor)
+        return dependent_run_bounds(
+            find_dependent_runs(self._plan, self._admin, self._inventory), floor
+        )
 
-    def _critic_bounds(self, books: RetentionState) -> dict[str, Bounds]:
-        """Return below which offsets a critic that starts anew reads nothing; all is held while it
-        has no checkpoint.
+    def _critic_bounds(self, state: RetentionState) -> dict[str, Bounds]:
+        """Return the offsets that a restarted critic reads; all records are held while it has no
+        checkpoint.
         """
         if "critic" not in self._config.roles():
             return {}
-        digests = {step.policy_version: step.weights_digest for step in books.steps}
+        digests = {step.policy_version: step.weights_digest for step in state.steps}
         newest = next(list_critic_checkpoints(self._store, digests=digests), None)
         consumed = newest.consumed if newest else {}
         topic = self._plan.topic(TRAINING_SAMPLES)
@@ -275,11 +283,11 @@ class Purger:
             }
         }
 
-    def _usable_checkpoint(self, books: RetentionState) -> CheckpointRef | None:
-        """Return the newest checkpoint that is there whole: its manifest as committed, and every
-        shard that it names.
+    def _usable_checkpoint(self, state: RetentionState) -> CheckpointRef | None:
+        """Return the newest complete checkpoint: its manifest as committed, and every shard that it
+        names.
         """
-        for reference in dict.fromkeys(step.checkpoint for step in reversed(books.steps)):
+        for reference in dict.fromkeys(step.checkpoint for step in reversed(state.steps)):
             if reference is not None and self._is_usable(reference):
                 return reference
         return None
@@ -300,7 +308,7 @@ class Purger:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPurge:
-    """A purge that has been planned and may be looked at before it is made."""
+    """A purge that can be inspected before it is performed."""
 
     before_version: int
     ranges: list[DeleteRange]
@@ -308,27 +316,23 @@ class PlannedPurge:
     state: RetentionState
 
     def estimate_bytes(self) -> dict[TopicPartition, int]:
-        """Return about how many bytes go with each cut."""
+        """Return the approximate size of each range."""
         return self.purger.estimate_bytes(self.ranges)
 
     def apply(self) -> Counter[str]:
-        """Delete the records; return how many went, by entity."""
-        gone = self.purger.purge(self.ranges, self.state)
-        log.info("records.purged", before_version=self.before_version, num_records=gone.total())
-        return gone
+        """Delete the records; return their number by entity."""
+        deleted = self.purger.purge(self.ranges, self.state)
+        log.info("records.purged", before_version=self.before_version, num_records=deleted.total())
+        return deleted
 
 
 @contextmanager
 def open_purge(config: RunConfig, *, before_version: int | None = None) -> Iterator[PlannedPurge]:
     """Read a run's control log and plan a purge.
 
-    Args:
-        config: The run, with the broker's address filled in.
-        before_version: Records of older versions are to go; by default all but the newest
-            `run.retain_versions`.
-    Raises:
-        ConfigError: Nothing says what is to go, the version was never published, or the run is a
-            replay.
+    Args: config: The run, with the broker's address filled in. before_version: Delete records of
+    older versions; by default all but the newest `run.retain_versions`. Raises: ConfigError:
+    Nothing selects versions, the version was never published, or the run is a replay.
     """
     if config.is_replay:
         raise ConfigError(
@@ -339,18 +343,18 @@ def open_purge(config: RunConfig, *, before_version: int | None = None) -> Itera
         raise ConfigError(
             "run.retain_versions = 0 keeps all records; set it, or give --before-version"
         )
-    books = RetentionState()
+    state = RetentionState()
     with RunLog(config, name="purge") as run_log:
         apply_events(
             run_log.read_control_events(
-                "control.policy-versions", "control.train-steps", "control.group-outcomes"
+                "control.policy-versions", "control.train-steps", "control.prompt-group-outcomes"
             ),
-            books,
+            state,
         )
-        if before_version is not None and before_version > books.newest_version:
+        if before_version is not None and before_version > state.newest_version:
             raise ConfigError(
                 f"policy version {before_version} was not published; the newest is "
-                f"{books.newest_version}"
+                f"{state.newest_version}"
             )
         purger = Purger(
             config,
@@ -360,10 +364,10 @@ def open_purge(config: RunConfig, *, before_version: int | None = None) -> Itera
         )
         try:
             oldest = oldest_retained(
-                config, newest_version=books.newest_version, before_version=before_version
+                config, newest_version=state.newest_version, before_version=before_version
             )
             yield PlannedPurge(
-                oldest, purger.plan(books, before_version=before_version), purger, books
+                oldest, purger.plan(state, before_version=before_version), purger, state
             )
         finally:
             purger.close()

@@ -1,5 +1,5 @@
-"""Checks that the schemas evolve as promised: every release and every writer of a run can read what
-the current code writes, and the reverse.
+"""Checks that schemas evolve compatibly: every release and every writer of a run can read what the
+current code writes, and the reverse.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ log = structlog.get_logger()
 
 
 def check_releases(directory: Path) -> list[Incompatibility]:
-    """Return what keeps the schemas in a folder and any of its releases from reading each other's
-    records.
+    """Return the incompatibilities between the schemas in a folder and any of its releases.
 
-    Raises:
-        SchemaError: A file can't be read as what it should be.
+    Raises: SchemaError: A file can't be parsed.
     """
     current = current_release(directory)
     return [
@@ -40,20 +38,15 @@ def check_releases(directory: Path) -> list[Incompatibility]:
 
 
 def check_run(config: RunConfig, directory: Path) -> list[Incompatibility]:
-    """Return what keeps the schemas in a folder and the writers of a run from reading each other's
-    records.
+    """Return the incompatibilities between the schemas in a folder and the writers of a run.
 
-    Args:
-        config: The run, with the broker's address filled in.
-        directory: Folder of .avsc files.
-    Raises:
-        BrokerUnavailable: No broker answered.
-        ConfigError: The broker has no topics of this run.
-        ConfigError: The broker has no topics of the run.
+    Args: config: The run, with the broker's address filled in. directory: Folder of .avsc files.
+    Raises: BrokerUnavailable: No broker answered. ConfigError: The broker has no topics of this
+    run.
     """
     current = current_release(directory)
     found = []
-    for fingerprint, schema in published_schemas(config):
+    for fingerprint, schema in read_published_schemas(config):
         name = name_of(schema)
         if name in current.schemas:
             found += compare(
@@ -73,9 +66,9 @@ def check_run(config: RunConfig, directory: Path) -> list[Incompatibility]:
     return found
 
 
-def published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
-    """Give each schema that writers of a run have published, with its fingerprint; what no reader
-    would learn is named in the log and left out.
+def read_published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
+    """Read each schema that writers of a run have published, with its fingerprint; invalid ones are
+    logged and left out.
     """
     topic = TopicPlan.from_config(config).topic("control.schemas")
     admin = open_admin(config, name="schemas")
@@ -110,7 +103,7 @@ def published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
     yield from found.items()
 
 
-def next_release(directory: Path, version: str) -> Release:
+def build_release(directory: Path, version: str) -> Release:
     """Return the schemas in a folder as the release that is to be added.
 
     Raises:
@@ -132,7 +125,7 @@ def next_release(directory: Path, version: str) -> Release:
     return Release(version, current_release(directory).schemas)
 
 
-def unreleased(directory: Path) -> list[str]:
+def find_unreleased(directory: Path) -> list[str]:
     """Return the events whose schemas are in no release as they stand, by full name."""
     known = {
         schema_fingerprint(schema)

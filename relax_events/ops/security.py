@@ -40,7 +40,7 @@ from relax_events.kafka.security.folder import (
 )
 from relax_events.kafka.security.principals import PrincipalAdmin, SecurityChanges
 from relax_events.kafka.security.settings import build_broker_settings, read_admin_settings
-from relax_events.ops.compose_overlay import stack_overlay
+from relax_events.ops.compose_overlay import build_overlay
 
 
 def quota_entities(config: RunConfig) -> list[QuotaEntity]:
@@ -73,7 +73,7 @@ WORLD_READABLE = 0o644
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What is made anew although it is there. New passwords hold once they are applied, new
+    """What to create again although it exists. New passwords take effect once applied, new
     certificates once brokers restart.
     """
 
@@ -81,7 +81,7 @@ class Renewal:
     passwords: bool = False
 
 
-def make_folder(
+def create_folder(
     config: RunConfig,
     path: Path,
     *,
@@ -89,19 +89,13 @@ def make_folder(
     lifetime: timedelta,
     renewal: Renewal = Renewal(),
 ) -> list[Path]:
-    """Make a security folder or add a run to it; what is there stays, unless it is to be renewed.
+    """Create a security folder or add a run to it; existing files stay, unless they are to be
+    renewed.
 
-    Args:
-        config: The run.
-        path: The folder, one for a cluster.
-        hosts: Brokers that need a certificate, by the name that clients use.
-        lifetime: Of brokers' certificates.
-        renewal: What to make anew.
-    Returns:
-        The files that were written.
-    Raises:
-        ConfigError: The folder has an authority's certificate without its key, so that nothing can
-            be signed.
+    Args: config: The run. path: The folder, one for a cluster. hosts: Brokers that need a
+    certificate, by the name that clients use. lifetime: Of brokers' certificates. renewal: What to
+    create again. Returns: The files that were written. Raises: ConfigError: The folder has an
+    authority's certificate without its key, so that nothing can be signed.
     """
     folder = SecurityFolder(path.absolute())
     written = _make_certificates(folder, hosts, lifetime=lifetime, renew=renewal.certificates)
@@ -115,10 +109,10 @@ def make_folder(
         written.append(folder.password_file(ADMIN))
     texts = {folder.environment_file(user): _environment_text(folder, user) for user in users}
     texts[folder.acl_file(config.run.id)] = orjson.dumps(
-        [acl.to_dict() for acl in rights_of(config)], option=orjson.OPT_INDENT_2
+        [acl.to_dict() for acl in build_run_acls(config)], option=orjson.OPT_INDENT_2
     )
     texts[folder.overlay_file(config.run.id)] = orjson.dumps(
-        stack_overlay(folder, config.run.id), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS
+        build_overlay(folder, config.run.id), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS
     )
     texts[folder.properties_file] = _properties_text(folder)
     texts[folder.path / "security.toml"] = _overlay_text(folder)
@@ -196,11 +190,10 @@ def _properties_text(folder: SecurityFolder) -> bytes:
 
 
 def admin_connection(config: RunConfig) -> Connection:
-    """Return the connection of whoever may make users and rights: the folder's super user, or
+    """Return the connection that may create users and ACLs: of the folder's super user, or of
     `broker.username` when that is set.
 
-    Raises:
-        ConfigError: There is neither.
+    Raises: ConfigError: There is neither.
     """
     connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.security")
     if config.broker.username:
@@ -222,8 +215,8 @@ def security_folder(config: RunConfig) -> SecurityFolder:
     return SecurityFolder(config.broker.credentials.absolute())
 
 
-def rights_of(config: RunConfig) -> list[Acl]:
-    """Return all rights that the run's principals need."""
+def build_run_acls(config: RunConfig) -> list[Acl]:
+    """Return all ACLs that the run's principals need."""
     return build_acls(config.run.id, source_run_id=config.parent.run)
 
 
@@ -231,24 +224,24 @@ def plan_security(config: RunConfig, connection: Connection) -> SecurityChanges:
     """Return what `apply_security` would change."""
     prefix, folder = build_run_prefix(config.run.id), security_folder(config)
     return PrincipalAdmin(connection).plan_changes(
-        prefix, rights_of(config), folder.usernames(config.run.id)
+        prefix, build_run_acls(config), folder.usernames(config.run.id)
     )
 
 
-def plan_withdrawal(config: RunConfig, connection: Connection) -> SecurityChanges:
-    """Return what `withdraw_security` would take off the cluster: all users and rights of the
-    run.
-    """
+def plan_removal(config: RunConfig, connection: Connection) -> SecurityChanges:
+    """Return what `remove_security` would remove from the cluster: all users and ACLs of the run."""
     return PrincipalAdmin(connection).plan_changes(build_run_prefix(config.run.id), [], [])
 
 
-def withdraw_security(config: RunConfig, connection: Connection) -> list[Path]:
-    """Take the run's quotas, users and rights off the brokers, then its files out of the folder;
-    return the files that are gone.
+def remove_security(config: RunConfig, connection: Connection) -> list[Path]:
+    """Remove the run's quotas, users and ACLs from the brokers, then its files from the folder;
+    return the removed files.
     """
-    changes = plan_withdrawal(config, connection)
+    changes = plan_removal(config, connection)
     write_quotas(
-        connection, [QuotaEntity("user", user) for user in changes.unexpected_users], dict.fromkeys(QUOTA_NAMES)
+        connection,
+        [QuotaEntity("user", user) for user in changes.unexpected_users],
+        dict.fromkeys(QUOTA_NAMES),
     )
     nobody: dict[str, str] = {}
     PrincipalAdmin(connection).apply(changes, password_of=nobody.__getitem__)
@@ -256,8 +249,8 @@ def withdraw_security(config: RunConfig, connection: Connection) -> list[Path]:
 
 
 def apply_security(config: RunConfig, connection: Connection) -> SecurityChanges:
-    """Bring the run's users, rights and quotas on load onto the brokers; return what was changed of
-    users and rights.
+    """Create the run's users, ACLs and load quotas on the brokers; return the changes of users and
+    ACLs.
     """
     folder = security_folder(config)
     changes = plan_security(config, connection)
@@ -274,16 +267,16 @@ def apply_security(config: RunConfig, connection: Connection) -> SecurityChanges
 def missing_quotas(
     config: RunConfig, connection: Connection
 ) -> dict[QuotaEntity, dict[str, float]]:
-    """Return the usual quotas on load that the run's users lack; one that has been set stays as it
-    is.
-    """
+    """Return the default load quotas that the run's users lack; a quota that has been set stays."""
     entities = [
         QuotaEntity("user", user) for user in security_folder(config).usernames(config.run.id)
     ]
     found = read_quotas(connection, entities)
     lacking = {
         entity: {
-            name: value for name, value in DEFAULT_LOAD_QUOTAS.items() if name not in found.get(entity, {})
+            name: value
+            for name, value in DEFAULT_LOAD_QUOTAS.items()
+            if name not in found.get(entity, {})
         }
         for entity in entities
     }

@@ -1,5 +1,5 @@
-"""Brings the broker's topics and groups to the plan: shows the difference first, refuses what would
-lose or misplace records.
+"""Brings the broker's topics and groups to the plan: shows the difference first, and refuses
+changes that would lose or misplace records.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from relax_events.topics.plan import CONSUMER_GROUP_ROLES
 
 FOREVER = -1
 DELIVERY_LIMIT = 10
-"""As many as brokers allow: after so many the broker drops a prompt group without a word."""
-"""Deliveries after which the broker drops a prompt group: the most that ours allows, else that
-others do, so that a worker gives it up before."""
+"""Deliveries after which the broker silently drops a prompt group: the maximum that brokers allow,
+so that a worker fails the prompt group before."""
 DANGERS = {
     "partitions": (
-        "more partitions: records that lie in a topic already stay where no reader looks for "
-        "them any more"
+        "more partitions: existing records stay in partitions where no reader expects them any more"
     ),
     "retention": "shorter retention: the broker deletes what is older or more",
-    "cleanup": "another clean-up policy: the broker deletes records that it kept until now",
-    "record-size": "smaller records: what was accepted until now is refused",
-    "durability": "fewer copies must be written before a record counts as safe",
+    "cleanup": "another clean-up policy: the broker deletes records that it has kept so far",
+    "record-size": "smaller records: records of a size that was accepted so far are refused",
+    "durability": "fewer replicas must be written before a record is acknowledged",
     "delete": "topics that are not in the plan are deleted with their records",
 }
-EXTRA_OF_THE_RUN = "reward.scores."
-"""Rescoring makes topics of this name; they belong to the run though no run file plans them, and go
-when it goes."""
+RESCORING_PREFIX = "reward.scores."
+"""Prefix of rescoring topics: they belong to the run though no run file plans them, and are deleted
+with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,8 @@ class Change:
     """One difference between plan and broker.
 
     `kind` is create, alter, delete, extra (not in the plan, left alone: no drift) or conflict
-    (can't be brought to the plan, or not without the word for its danger). `danger` is a name of
-    `DANGERS`, or empty.
+    (can't be applied, or not without consent to its danger). `danger` is a name of `DANGERS`, or
+    empty.
     """
 
     kind: str
@@ -51,20 +49,17 @@ class Change:
 
     @property
     def is_drift(self) -> bool:
-        """Whether the broker differs from the plan in something that the plan speaks of."""
+        """Whether the broker differs from the plan in something that the plan specifies."""
         return self.kind != "extra"
 
 
 def plan_changes(
     specs: list[TopicSpec], found: dict[str, TopicState], *, allow: Collection[str] = ()
 ) -> list[Change]:
-    """Return what has to happen so that the broker has the planned topics; nothing when it has.
+    """Return the changes that bring the broker to the plan; none when it has all planned topics.
 
-    Args:
-        specs: The plan.
-        found: What is there under the run's prefix.
-        allow: Dangers that were agreed to. `delete` makes the topics deletable that are not in the
-            plan.
+    Args: specs: The plan. found: The existing topics with the run's prefix. allow: Dangers with
+    consent. `delete` makes the topics deletable that are not in the plan.
     """
     changes = []
     for spec in specs:
@@ -115,7 +110,7 @@ def _setting_changes(spec: TopicSpec, state: TopicState) -> list[Change]:
             spec.name,
             f"{key}: {state.settings.get(key)} -> {value}",
             spec,
-            danger_of(key, state.settings.get(key), value),
+            find_danger(key, state.settings.get(key), value),
         )
         for key, value in spec.settings.items()
         if state.settings.get(key) != value
@@ -125,17 +120,17 @@ def _setting_changes(spec: TopicSpec, state: TopicState) -> list[Change]:
 def _extra_topics(names: Iterable[str], allow: Collection[str]) -> list[Change]:
     changes = []
     for name in sorted(names):
-        is_ours = TopicPlan.parse_entity(name).startswith(EXTRA_OF_THE_RUN)
+        is_ours = TopicPlan.parse_entity(name).startswith(RESCORING_PREFIX)
         goes = "delete" in allow and not is_ours
-        detail = "not in the plan" + (", made by a rescoring" if is_ours else "")
+        detail = "not in the plan" + (", created by rescoring" if is_ours else "")
         changes.append(
             Change("delete" if goes else "extra", name, detail, None, "delete" if goes else "")
         )
     return changes
 
 
-def danger_of(key: str, old: str | None, new: str) -> str:
-    """Return which danger lies in a new value of a topic's setting; empty when there is none."""
+def find_danger(key: str, old: str | None, new: str) -> str:
+    """Return the danger of a new value of a topic's setting; empty when there is none."""
     if old is None:
         return ""
     if key in ("retention.ms", "retention.bytes"):
@@ -150,11 +145,11 @@ def danger_of(key: str, old: str | None, new: str) -> str:
     return lowered[key] if key in lowered and int(new) < int(old) else ""
 
 
-def records_at_stake(
+def count_records_at_risk(
     changes: Iterable[Change], admin: Admin, found: Mapping[str, TopicState]
 ) -> dict[str, int]:
-    """Return how many records the topics hold whose change is dangerous: what would be lost or
-    misplaced at most.
+    """Return the number of records of topics with a dangerous change: the maximum that would be
+    lost or misplaced.
     """
     topics = {change.topic for change in changes if change.danger}
     places = [
@@ -170,16 +165,11 @@ def records_at_stake(
 
 
 def apply_topics(config: RunConfig, admin: Admin, *, allow: Collection[str] = ()) -> list[Change]:
-    """Create and alter topics and groups of a run; return what was changed.
+    """Create and alter topics and groups of a run; return the changes.
 
-    Args:
-        config: The run.
-        admin: Of its broker.
-        allow: Names of `DANGERS` that were agreed to.
-    Raises:
-        BrokerRefused: A topic has another number of partitions than the plan, on which the place of
-            every sample depends, or a change is dangerous and was not agreed to. Nothing was
-            changed.
+    Args: config: The run. admin: Of its broker. allow: Names of `DANGERS` with consent. Raises:
+    BrokerRefused: A topic has another number of partitions than the plan, on which the partition of
+    every sample depends, or a change is dangerous and without consent. Nothing was changed.
     """
     plan = TopicPlan.from_config(config)
     changes = [
@@ -187,7 +177,7 @@ def apply_topics(config: RunConfig, admin: Admin, *, allow: Collection[str] = ()
         for change in plan_changes(plan.specs(), admin.topics(plan.topic("")), allow=allow)
         if change.is_drift
     ]
-    refuse_dangers(changes, allow=allow)
+    require_allowed(changes, allow=allow)
     admin.create([change.spec for change in changes if change.kind == "create" and change.spec])
     for change in changes:
         if change.kind == "conflict" and change.spec:
@@ -201,11 +191,10 @@ def apply_topics(config: RunConfig, admin: Admin, *, allow: Collection[str] = ()
     return changes
 
 
-def refuse_dangers(changes: Iterable[Change], *, allow: Collection[str]) -> None:
-    """Refuse what can't be done, and what is dangerous without having been agreed to.
+def require_allowed(changes: Iterable[Change], *, allow: Collection[str]) -> None:
+    """Refuse impossible changes, and dangerous ones without consent.
 
-    Raises:
-        BrokerRefused: The text names the topic, the danger and the remedy.
+    Raises: BrokerRefused: The text names the topic, the danger and the remedy.
     """
     for change in changes:
         if change.kind == "conflict" and change.danger not in allow:
@@ -224,7 +213,7 @@ def refuse_dangers(changes: Iterable[Change], *, allow: Collection[str]) -> None
 
 
 def _keys_behind(change: Change) -> str:
-    """Name the keys of the run file from which a topic's shape follows."""
+    """Name the keys of the run file that determine a topic's shape."""
     if "replicas" in change.detail:
         return "broker.replication_factor as it was"
     is_queue = TopicPlan.parse_entity(change.topic) == "prompt.groups"
@@ -236,7 +225,7 @@ def _keys_behind(change: Change) -> str:
 
 
 def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
-    """Set how fast a dead member is noticed, and how long a lease lasts."""
+    """Set how fast a dead member is detected, and how long a lease lasts."""
     timings = {
         "consumer.session.timeout.ms": str(int(config.broker.session_timeout_seconds * 1000)),
         "consumer.heartbeat.interval.ms": "500",

@@ -1,5 +1,5 @@
-"""Looks whether a run's topics and groups are in order, and changes nothing. Each finding says what
-to do.
+"""Checks whether a run's topics and groups are in order, and changes nothing. Each finding names a
+remedy.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from relax_events.config import RunConfig
-from relax_events.events.types import RunCommanded
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin, PartitionState, TopicState
 from relax_events.kafka.offset_admin import ConsumerGroupState
-from relax_events.ops.dead_letters import DeadLetter, read_letters
+from relax_events.ops.dead_letters import DeadLetter, read_dead_letters
 from relax_events.ops.topic_apply import Change, plan_changes
 from relax_events.projections.base import apply_events
 from relax_events.projections.run_state import RunState
@@ -23,8 +22,8 @@ from relax_events.topics.role_inputs import list_role_inputs
 
 @dataclass(frozen=True, slots=True)
 class TopicFinding:
-    """Something that is looked at: `is_good`, or what is wrong and the remedy. `is_note` is worth
-    knowing and not wrong.
+    """A result of a check: `is_good`, or a problem with its remedy. `is_note` is information, no
+    problem.
     """
 
     what: str
@@ -39,7 +38,7 @@ class TopicFinding:
 
 
 def check_topics(config: RunConfig, admin: Admin) -> list[TopicFinding]:
-    """Look at everything; the findings that need somebody come first."""
+    """Run all checks; problems come first."""
     plan = TopicPlan.from_config(config)
     found = admin.topics(plan.topic(""))
     findings = [
@@ -48,22 +47,22 @@ def check_topics(config: RunConfig, admin: Admin) -> list[TopicFinding]:
     ]
     if plan.topic("control.commands") in found:
         with RunLog(config, name="check") as log:
-            over = is_over(log)
-            findings += letter_findings(read_letters(log))
+            over = has_ended(log)
+            findings += dead_letter_findings(read_dead_letters(log))
         findings += group_findings(config, admin.groups(plan.consumer_group("")), is_over=over)
         findings += transaction_findings(admin, found, is_over=over)
     return sorted(findings, key=lambda finding: finding.is_good)
 
 
-def is_over(log: RunLog) -> bool:
-    """Tell whether the run has ended, or has not begun: then nobody has to be at work."""
+def has_ended(log: RunLog) -> bool:
+    """Return whether the run has ended, or has not started: then no worker is expected."""
     state = RunState()
     apply_events(log.read_control_events("control.commands"), state)
     return state.ended is not None or not log.versions
 
 
 def drift_findings(changes: Iterable[Change]) -> Iterator[TopicFinding]:
-    """Say where the topics differ from the plan."""
+    """Report where the topics differ from the plan."""
     changes = list(changes)
     for change in changes:
         if not change.is_drift:
@@ -130,17 +129,17 @@ def partition_findings(
 def group_findings(
     config: RunConfig, groups: Mapping[str, ConsumerGroupState], *, is_over: bool
 ) -> Iterator[TopicFinding]:
-    """Say which roles of a run that goes on have nobody at work."""
+    """Report the roles of a running run that have no members."""
     plan, missing = TopicPlan.from_config(config), []
     for role in list_role_inputs(config):
         group = groups.get(plan.consumer_group(role))
         if role != "trainer" and not (
             group and group.members
-        ):  # the trainer assigns partitions itself: fencing keeps it single, not a group
+        ):  # the trainer assigns its partitions itself: fencing, not a group, keeps it single
             missing.append(role)
     if is_over:
         yield TopicFinding(
-            "groups", "the run does not go on now: nobody has to be at work", is_note=True
+            "groups", "the run does not run now: no members are expected", is_note=True
         )
         return
     for role in missing:
@@ -156,8 +155,8 @@ def group_findings(
 def transaction_findings(
     admin: Admin, found: Mapping[str, TopicState], *, is_over: bool
 ) -> Iterator[TopicFinding]:
-    """Say where an open transaction hides records. In a run that goes on it is the trainer's, and
-    gone in a moment.
+    """Report where an open transaction hides records. In a running run it is the trainer's, and
+    short.
     """
     places = [
         (name, partition)
@@ -166,7 +165,7 @@ def transaction_findings(
     ]
     stable, ends = admin.last_stable_offsets(places), admin.end_offsets(places)
     hidden = {place: ends[place] - stable[place] for place in places if stable[place] < ends[place]}
-    remedy = "start the run's trainer again: it ends what its predecessor left open"
+    remedy = "start the run's trainer again: it aborts the transaction of its predecessor"
     for (topic, partition), count in hidden.items():
         text = f"{topic}[{partition}]: {count} record(s) lie behind an open transaction"
         yield TopicFinding("transactions", text, remedy, is_note=not is_over)
@@ -174,14 +173,14 @@ def transaction_findings(
         yield TopicFinding("transactions", "none is open")
 
 
-def letter_findings(letters: Iterable[DeadLetter]) -> Iterator[TopicFinding]:
-    """Count, by role, the dead letters that nobody has dealt with."""
+def dead_letter_findings(letters: Iterable[DeadLetter]) -> Iterator[TopicFinding]:
+    """Count the open dead letters by role."""
     waiting = Counter(letter.role for letter in letters if not letter.resolution)
     for role, count in sorted(waiting.items()):
         yield TopicFinding(
             "dead letters",
-            f"{role} could not use {count} record(s)",
+            f"{role} could not process {count} record(s)",
             f"relax deadletter list RUN_FILE --role {role}",
         )
     if not waiting:
-        yield TopicFinding("dead letters", "none is waiting")
+        yield TopicFinding("dead letters", "none is open")

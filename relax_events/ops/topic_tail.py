@@ -1,4 +1,4 @@
-"""Follows the records of one topic, decoded, from a place that people can name."""
+"""Follows the decoded records of one topic, from a start that the user names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_events.events.parts import StoredArray
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.records import Record
-from relax_events.ops.offset_reset import time_of, version_offsets
+from relax_events.ops.offset_reset import find_version_offsets, parse_time_ms
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import SAMPLE_TOPICS
 
@@ -26,8 +26,8 @@ MAX_LISTED = 16
 
 @dataclass(frozen=True, slots=True)
 class TailedRecord:
-    """A record with what it holds: `event` is its event's name and `fields` the content, or `error`
-    says why it can't be read.
+    """A record with its content: `event` is its event's name and `fields` the content, or `error`
+    tells why it can't be read.
     """
 
     record: Record
@@ -36,7 +36,7 @@ class TailedRecord:
     error: str = ""
 
 
-def tail_places(
+def find_partitions(
     config: RunConfig, admin: Admin, entity: str, *, partition: int | None
 ) -> list[TopicPartition]:
     """Return the partitions of a topic of the run.
@@ -63,16 +63,13 @@ def tail_places(
     return [(name, number) for number in (range(count) if partition is None else [partition])]
 
 
-def tail_starts(log: RunLog, admin: Admin, places: list[TopicPartition], text: str) -> dict[TopicPartition, int]:
-    """Return where to begin in each partition.
+def find_start_offsets(
+    log: RunLog, admin: Admin, places: list[TopicPartition], text: str
+) -> dict[TopicPartition, int]:
+    """Return the start offset of each partition.
 
-    Args:
-        log: The run's log.
-        admin: Of its broker.
-        places: The partitions.
-        text: One of `FORMS`.
-    Raises:
-        ConfigError: The text is none of these, or the topic is not ordered by version.
+    Args: log: The run's log. admin: Of its broker. places: The partitions. text: One of `FORMS`.
+    Raises: ConfigError: The text is none of these, or the topic is not ordered by version.
     """
     begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
     if text in ("beginning", "end"):
@@ -83,9 +80,9 @@ def tail_starts(log: RunLog, admin: Admin, places: list[TopicPartition], text: s
         wanted = dict.fromkeys(places, int(text))
     else:
         try:
-            wanted = admin.offsets_at(places, timestamp_ms=time_of(text))
+            wanted = admin.offsets_at(places, timestamp_ms=parse_time_ms(text))
         except ConfigError:
-            raise ConfigError(f"--from {text!r} is no place to begin; it may be {FORMS}") from None
+            raise ConfigError(f"--from {text!r} is no start; give {FORMS}") from None
     return {place: min(max(offset, begins[place]), ends[place]) for place, offset in wanted.items()}
 
 
@@ -94,20 +91,23 @@ def _version_starts(
 ) -> dict[TopicPartition, int]:
     version = text.removeprefix("version:")
     if not version.isdecimal():
-        raise ConfigError(f"--from {text!r} names no version; it may be {FORMS}")
+        raise ConfigError(f"--from {text!r} names no version; give {FORMS}")
     if log.plan.parse_entity(places[0][0]) not in SAMPLE_TOPICS:
         raise ConfigError(
             f"topic {places[0][0]} is not ordered by version; those that are: "
             f"{', '.join(SAMPLE_TOPICS)}"
         )
     published = [found.event for found in log.versions.values()]
-    return version_offsets(log.plan, published, places, version=int(version), ends=ends)
+    return find_version_offsets(log.plan, published, places, version=int(version), ends=ends)
 
 
 def tail(
-    log: RunLog, starts: Mapping[TopicPartition, int], *, stops: Mapping[TopicPartition, int] | None = None
+    log: RunLog,
+    starts: Mapping[TopicPartition, int],
+    *,
+    stops: Mapping[TopicPartition, int] | None = None,
 ) -> Iterator[TailedRecord]:
-    """Give records from here on: for ever as they come, or up to `stops`."""
+    """Read records from here on: forever as they come, or up to `stops`."""
     if stops is not None:
         records: Iterator[Record | None] = log.records(
             {place: (start, stops[place]) for place, start in starts.items()}
@@ -120,7 +120,7 @@ def tail(
 
 
 def read_record(log: RunLog, record: Record) -> TailedRecord:
-    """Decode a record; one that can't be is given with the reason."""
+    """Decode a record; one that can't be decoded is returned with the reason."""
     if not record.value:
         return TailedRecord(record, "tombstone", {})
     if log.plan.parse_entity(record.topic) == "control.schemas":
@@ -132,12 +132,12 @@ def read_record(log: RunLog, record: Record) -> TailedRecord:
     return TailedRecord(
         record,
         type(event).__name__,
-        {item.name: plain(getattr(event, item.name)) for item in dataclasses.fields(event)},
+        {item.name: to_json(getattr(event, item.name)) for item in dataclasses.fields(event)},
     )
 
 
-def plain(value: Any) -> Any:
-    """Return a field as JSON can hold it; a long array by its type and shape."""
+def to_json(value: Any) -> Any:
+    """Return a field as a JSON value; a long array by its type and shape."""
     if isinstance(value, StoredArray):
         return {"dtype": value.dtype, "shape": list(value.shape), "uri": value.reference.uri}
     if isinstance(value, np.ndarray):
@@ -151,7 +151,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: to_json(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, list):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     return value

@@ -1,3 +1,1 @@
-"""State as a fold of the log: a projection is given every event in order and answers questions about
-what it has seen.
-"""
+"""State as a fold of the log: a projection is given every event in order, and answers questions."""

@@ -1,6 +1,6 @@
-"""The protocol of all projections of the control log, and the one feeder that applies events to them.
+"""The protocol of the control log's projections, and the one feeder that applies events to them.
 
-    control log ──events──▶ apply_events / ProjectionGroup ──apply──▶ RunState, HealthState, ScaleState, ...
+    control log ──events──▶ apply_events, ProjectionGroup ──apply──▶ RunState, HealthState, ...
 
 A projection never reads the log itself, has no clock but the one it was given, and does no I/O. So
 state is rebuilt after a crash by reading the log again. `Ledger` also needs each record's position;
@@ -44,7 +44,9 @@ class ProjectionGroup:
 
 
 def apply_events(events: Iterable[Event], *projections: Projection) -> None:
-    """Apply all events, in order, to every projection: the feeder for a log that is read to its end."""
+    """Apply all events, in order, to every projection: the feeder for a log that is read to its
+    end.
+    """
     for event in events:
         for projection in projections:
             projection.apply(event)

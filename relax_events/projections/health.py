@@ -1,4 +1,4 @@
-"""What the control log says of the workers' health, and of what was done about it."""
+"""The workers' health and the health manager's interventions, folded from the control log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import Command, WorkerState, now_micros
-from relax_events.events.types import Event, RunCommanded, TrainStepCommitted, WorkerBeat
+from relax_events.events.types import Event, RunCommanded, TrainStepCommitted, WorkerHeartbeat
 
 MICROS = 1_000_000
 
@@ -25,7 +25,7 @@ class Symptom(StrEnum):
 
 
 class RecoveryLevel(StrEnum):
-    """What is done about it: one worker is started again, or all of the pipeline."""
+    """The scope of an intervention: restart one worker, or restart all workers of the pipeline."""
 
     WORKER_RESTART = "restart"
     PIPELINE_RESTART = "restore"
@@ -33,7 +33,9 @@ class RecoveryLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Intervention:
-    """A worker was asked to start again. The acts of one restore have the same time."""
+    """A restart that the health manager commanded for one worker. All commands of one pipeline
+    restart carry the same time.
+    """
 
     at: int
     level: RecoveryLevel
@@ -43,7 +45,7 @@ class Intervention:
 
     @classmethod
     def from_command(cls, event: RunCommanded) -> Intervention | None:
-        """Read it off a command; None for one that the health manager did not give."""
+        """Parse a command; return None for a command that the health manager did not send."""
         if event.command is not Command.RESTART or event.worker_id is None:
             return None
         try:
@@ -56,7 +58,7 @@ class Intervention:
         return cls(event.commanded_at, tier, symptom, event.worker_id, event.role or "")
 
     def to_command(self, *, reason: str) -> RunCommanded:
-        """Return the command that says it on the log."""
+        """Return the command that records the intervention on the log."""
         arguments = {"tier": self.level.value, "symptom": self.symptom.value}
         return RunCommanded(
             command=Command.RESTART,
@@ -70,21 +72,20 @@ class Intervention:
 
 @dataclass(frozen=True, slots=True)
 class LastHeartbeat:
-    """A worker's newest beat, and when it was heard: by our own clock, so that others' clocks may
-    be wrong.
+    """A worker's newest heartbeat, with the time at which this process received it, by its own
+    clock: the workers' clocks may be wrong.
     """
 
-    heartbeat: WorkerBeat
+    heartbeat: WorkerHeartbeat
     received_at: int
 
 
 class HealthState:
-    """Feed it every event, in log order, with the time at which it was heard; it never looks
-    anywhere else.
+    """The newest heartbeat of each worker and the interventions since the last resume.
 
-    Whoever hears nothing may be deaf. So the time counts only in which our own beats came back from
-    the broker: after a pause in them, as when the broker was away or this process stood still,
-    everyone has the full time again to be heard.
+    Silence may be this process's own fault. Timeouts therefore only advance while its own
+    heartbeats come back from the broker. After a gap in them, for example a broker outage, every
+    worker has the full timeout again.
     """
 
     def __init__(
@@ -95,13 +96,13 @@ class HealthState:
         num_steps_kept: int,
         clock: Callable[[], int] = now_micros,
     ) -> None:
-        """Begin without having heard anything.
+        """Begin without any heartbeat.
 
-        Args:
-            own_id: The worker whose beats are our own.
-            gap_seconds: A longer pause between two of them means that nothing was to be heard.
-            num_steps_kept: Train steps after which what was done before counts no more: with so
-                many, something was issued since and trained.
+        Args: own_id: Worker id of this process. gap_seconds: A longer gap between two own
+        heartbeats means that nothing could be received. num_steps_kept: An intervention counts as
+        successful once so many train steps are committed after it: then at least one prompt group
+        was issued since and trained. clock: Returns the time at which an event is applied, in
+        microseconds since the epoch.
         """
         self._own_id, self._gap = own_id, int(gap_seconds * MICROS)
         self._clock = clock
@@ -111,13 +112,15 @@ class HealthState:
         self.connected_since = 0
         self.interventions: list[Intervention] = []
         self.num_starts: Counter[str] = Counter()
-        """Processes that began, by role, as far as we heard of them."""
+        """Started processes by role, as far as their heartbeats were received."""
         self.is_paused = self.is_over = self.is_aborted = False
 
     @classmethod
     def from_config(cls, config: RunConfig, *, own_id: str) -> HealthState:
-        """Make the state for a run."""
-        gap_seconds = max(config.workers.heartbeat_timeout_seconds / 2, 3 * config.workers.heartbeat_seconds)
+        """Build the state for a run."""
+        gap_seconds = max(
+            config.workers.heartbeat_timeout_seconds / 2, 3 * config.workers.heartbeat_seconds
+        )
         return cls(
             own_id=own_id, gap_seconds=gap_seconds, num_steps_kept=config.run.max_staleness + 2
         )
@@ -125,19 +128,21 @@ class HealthState:
     def apply(self, event: Event) -> None:
         """Apply an event, received now."""
         at = self._clock()
-        if isinstance(event, WorkerBeat):
+        if isinstance(event, WorkerHeartbeat):
             if event.worker_id == self._own_id:
-                self._note_own(at)
+                self._apply_own(at)
             else:
                 self.num_starts[event.role] += self._is_start(event)
                 self.last_heartbeats[event.worker_id] = LastHeartbeat(event, at)
         elif isinstance(event, TrainStepCommitted):
             self._steps.append(event.committed_at)
         elif isinstance(event, RunCommanded):
-            self._note_command(event)
+            self._apply_command(event)
 
-    def _is_start(self, beat: WorkerBeat) -> bool:
-        """Tell whether this is the first beat of a process; while it starts it sends several."""
+    def _is_start(self, beat: WorkerHeartbeat) -> bool:
+        """Return whether this is the first heartbeat of a process; it sends several while it
+        starts.
+        """
         if beat.state is not WorkerState.STARTING:
             return False
         heard = self.last_heartbeats.get(beat.worker_id)
@@ -147,14 +152,16 @@ class HealthState:
             or (heard.heartbeat.host, heard.heartbeat.pid) != (beat.host, beat.pid)
         )
 
-    def _note_own(self, at: int) -> None:
+    def _apply_own(self, at: int) -> None:
         if self.is_partitioned(at):
             self.connected_since = at
         self._own_at = at
 
-    def _note_command(self, event: RunCommanded) -> None:
+    def _apply_command(self, event: RunCommanded) -> None:
         act = Intervention.from_command(event)
-        if act is not None and act not in self.interventions:  # we have noted our own when we gave it
+        if (
+            act is not None and act not in self.interventions
+        ):  # own commands were applied when they were sent
             self.interventions.append(act)
         if event.role is not None:
             return
@@ -167,21 +174,21 @@ class HealthState:
             self.interventions.clear()
 
     def is_partitioned(self, now: int) -> bool:
-        """Tell whether not even our own beats come back."""
+        """Return whether this process's own heartbeats do not come back from the broker."""
         return self._own_at is None or now - self._own_at > self._gap
 
     @property
     def last_step_at(self) -> int:
-        """When the newest train step was committed; 0 before the first."""
+        """Commit time of the newest train step; 0 before the first."""
         return self._steps[-1] if self._steps else 0
 
     def silence_micros(self, heard: LastHeartbeat, *, now: int) -> int:
-        """Return for how long a worker has not been heard though it could have been."""
+        """Return for how long no heartbeat of a worker was received although it could have been."""
         return now - max(heard.received_at, self.connected_since)
 
     def unrecovered(self, tier: RecoveryLevel, worker_id: str | None = None) -> list[int]:
-        """Return when acts of a tier were done, each time once: those after which too few steps
-        were committed to say that they helped.
+        """Return the times of interventions of a level, without duplicates, that too few committed
+        steps followed to count as successful.
         """
         helped = self._steps[0] if len(self._steps) == self._steps.maxlen else 0
         times = {
@@ -192,5 +199,5 @@ class HealthState:
         return sorted(times)
 
     def last_intervention_at(self, worker_id: str) -> int:
-        """Return when something was last done to a worker; 0 when nothing was."""
+        """Return the time of the newest intervention on a worker; 0 if there was none."""
         return max((act.at for act in self.interventions if act.worker_id == worker_id), default=0)

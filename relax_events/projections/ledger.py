@@ -1,10 +1,10 @@
-"""Recomputes a run from its records and takes no word of the trainer's for it.
+"""Recomputes a run's books from its records, without trusting the trainer.
 
-Feed a `Ledger` every event with its place: in log order within a topic, between topics in any
-order. It gathers facts of prompt groups and train steps and judges them when all of them are there.
-`settle` says up to which version everything has been fed: what lies behind is judged, counted and
-forgotten, so that memory grows with the window and not with the run. What is not settled yet is
-judged whenever somebody asks.
+A `Ledger` is given every event with its position: in log order within a topic, in any order between
+topics. It gathers facts about prompt groups and train steps, and checks each once all its records
+are there. `finalize` states up to which version every event has been applied: older facts are
+checked, counted and dropped, so memory grows with the staleness window and not with the run. Open
+facts are checked whenever the result is asked for.
 """
 
 from __future__ import annotations
@@ -46,23 +46,20 @@ from relax_events.topics.partitions import count_slots
 from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES
 
 UNPARSEABLE, EXTERNAL = -1, -2
-"""Stand for the train step of what is no prompt group id, and of what external have issued."""
+"""Stand for the train step of a malformed prompt group id, and of external prompt groups."""
 UNTRAINED_OUTCOMES = ("filtered", "expired", "failed")
 
 
 @dataclass(slots=True)
 class Ledger:
-    """The books of a run. See the module's docstring.
+    """The ledger of a run. See the module's docstring.
 
-    Attributes:
-        max_staleness: The bound, in policy versions.
-        first_version: The version that the run began with.
-        last_version: The version that is the run's goal, -1 where there is none.
-        in_order: Whether a step trains only prompt groups issued for it or an earlier one.
-        has_rewards: Whether every trained sample has a score on reward.scores.
-        purged: What may be missing from the log; None where it has never been purged.
-        of_replay: Whether the batches are those of a source: each step is compared with the
-            source's, whose own ledger proves the rest.
+    Attributes: max_staleness: The bound, in policy versions. first_version: The version that the
+    run began with. last_version: The version that is the run's goal, -1 where there is none.
+    in_order: Whether a step trains only prompt groups issued for it or an earlier one. has_rewards:
+    Whether every trained sample has a score on reward.scores. purged: What may be missing from the
+    log; None where it has never been purged. is_replay: Whether the batches are those of a parent
+    run: each step is compared with the parent's, whose own ledger checks the rest.
     """
 
     max_staleness: int
@@ -102,16 +99,14 @@ class Ledger:
 
     @property
     def num_held(self) -> int:
-        """How many prompt groups and train steps are kept in memory."""
+        """Number of prompt groups and train steps in memory."""
         return sum(map(len, self._groups.values())) + len(self._steps)
 
     def apply(self, event: Event, at: TopicOffset) -> None:
-        """Enter an event.
+        """Apply an event.
 
-        Args:
-            event: Of any of the topics that the ledger reads; others leave no trace, nor does one
-                on a topic that doesn't hold its kind.
-            at: Its record's place.
+        Args: event: Of any topic that the ledger reads. Other events have no effect, nor has an
+        event on a topic that doesn't hold its kind. at: The position of its record.
         """
         if not belongs_on(TopicPlan.parse_entity(at.topic), event):
             return
@@ -120,7 +115,7 @@ class Ledger:
         elif isinstance(event, SampleRolledOut | SampleScored | SampleReady):
             self._apply_sample(event, at)
         elif isinstance(event, PromptGroupEnded):
-            self._apply_end(event, at)
+            self._apply_outcome(event, at)
         elif isinstance(event, PolicyVersionPublished):
             self._sequence.apply_version(event, _position(at))
             if self.purged is not None:
@@ -129,8 +124,8 @@ class Ledger:
             self._apply_step(event, _position(at))
 
     def apply_parent_step(self, step: TrainStepCommitted) -> None:
-        """Enter a step of the run that this one replays: its prompt groups are what is issued here,
-        and were generated there.
+        """Apply a step of the run that this one replays: its prompt groups count as issued and
+        generated here.
         """
         self._parent_steps[step.train_step] = StepFacts.from_event(step)
         for sample in self._parent_steps[step.train_step].samples:
@@ -140,12 +135,12 @@ class Ledger:
                 group.num_generated += 1
 
     def count_unreadable(self) -> None:
-        """Enter a record that can't be decoded: it may be refused, it must not be trained."""
+        """Count a record that can't be decoded: it may be refused, it must not be trained."""
         self.num_unreadable += 1
 
     def mark_damaged(self, at: TopicOffset, *, key: str) -> None:
-        """Enter a record that fails its checksum: what it said of the prompt group that its key
-        names can't be proved any more.
+        """Mark a record that fails its checksum: its content about the prompt group that its key
+        names can't be verified.
         """
         self.num_unreadable += 1
         self._evidence.damaged_groups.add(key)
@@ -153,8 +148,8 @@ class Ledger:
             self._evidence.damaged_positions.add((at.partition, at.offset))
 
     def finalize(self, below: int) -> None:
-        """Take it that every event of versions and train steps below this one has been fed; judge
-        them and forget what is over.
+        """Check and drop the facts of versions and train steps below this one, all of whose events
+        have been applied.
         """
         for step in sorted(
             step for step, facts in self._steps.items() if step < below and self._is_read(facts)
@@ -178,8 +173,8 @@ class Ledger:
             self.purged.forget_before(below - kept)
 
     def _is_read(self, step: StepFacts) -> bool:
-        """Tell whether every record that a step names has come; one that lies elsewhere than it
-        should comes later, or never.
+        """Return whether every record that a step names was read. A record at another position than
+        named comes later, or never.
         """
         return self.is_replay or all(
             (group := self._group(sample.sample_id.rpartition("/")[0])) is None
@@ -188,10 +183,9 @@ class Ledger:
             for sample in step.samples
         )
 
-
     def _finalize_external(self, open_ids: set[str]) -> None:
-        """Count external that have ended, one call after they did: their ids tell no time, and copies
-        of their records come close together.
+        """Count ended external prompt groups, one call after they ended: their ids carry no step,
+        and copies of their records are close together on the log.
         """
         external = self._groups.get(EXTERNAL, {})
         for name in [name for name in external if name in self._ended_external - open_ids]:
@@ -211,12 +205,18 @@ class Ledger:
             self._final.counts[f"skipped: {self._skipped_rows.pop(row)[1]}"] += 1
 
     def _group(self, group_id: str) -> GroupFacts | None:
-        """Return the facts of a prompt group; None once it is over and forgotten."""
+        """Return the facts of a prompt group; None once it is finalized."""
         try:
             slot = IssuedGroup.parse(group_id)
         except CorruptRecord:
             slot = None
-        step = UNPARSEABLE if slot is None else EXTERNAL if is_guest(group_id) else slot.place.train_step
+        step = (
+            UNPARSEABLE
+            if slot is None
+            else EXTERNAL
+            if is_guest(group_id)
+            else slot.place.train_step
+        )
         if self.first_version <= step < self._closed_below or step in self._closed:
             return None
         groups = self._groups.setdefault(step, {})
@@ -228,7 +228,11 @@ class Ledger:
         group.is_issued, group.num_samples = True, event.samples_per_prompt
         for row, reason in event.skipped_rows.items():
             self._skipped_rows.setdefault(
-                row, (UNPARSEABLE if group.batch_slot is None else group.batch_slot.place.train_step, reason)
+                row,
+                (
+                    UNPARSEABLE if group.batch_slot is None else group.batch_slot.place.train_step,
+                    reason,
+                ),
             )
 
     def _apply_sample(
@@ -252,16 +256,17 @@ class Ledger:
             group.ready[at.partition, at.offset] = Ready.from_event(event)
             group.newest_records[TRAINING_SAMPLES, at.partition] = at.offset
 
-    def _apply_end(self, event: PromptGroupEnded, at: TopicOffset) -> None:
+    def _apply_outcome(self, event: PromptGroupEnded, at: TopicOffset) -> None:
         group = self._group(event.prompt_group_id)
         if (
             entity := TopicPlan.parse_entity(at.topic)
-        ) in TRAINER_INPUTS:  # it only asks the trainer to end the prompt group
+        ) in TRAINER_INPUTS:  # this record only asks the trainer to end the prompt group
             if group is not None:
                 group.newest_records[entity, at.partition] = at.offset
         elif group is None:
             self._final.findings.add(
-                Rule.DUPLICATE_OUTCOME, f"{event.prompt_group_id}: {event.outcome} again at {_position(at)}"
+                Rule.DUPLICATE_OUTCOME,
+                f"{event.prompt_group_id}: {event.outcome} again at {_position(at)}",
             )
         else:
             group.outcomes.append(event)
@@ -294,7 +299,6 @@ class Ledger:
                 Rule.TRAINED_BELOW_OFFSET, f"{what}, consumed up to {consumed} before {where}"
             )
 
-
     def _check_group(self, group: GroupFacts) -> LedgerTotals:
         return self._group_check.check(
             group, complete_below=self._complete_below, last_step=self._sequence.next_step - 1
@@ -302,8 +306,8 @@ class Ledger:
 
     @property
     def _complete_below(self) -> int:
-        """The step before which every slot must have been trained: where stragglers may be
-        overtaken, only once the goal is reached.
+        """The step below which every batch slot must have been trained. Where ready samples may
+        overtake others, this holds only at the goal.
         """
         return (
             self._sequence.next_step
@@ -311,12 +315,11 @@ class Ledger:
             else self.first_version
         )
 
-
     def _open_groups(self) -> Iterable[GroupFacts]:
         return (group for groups in self._groups.values() for group in groups.values())
 
     def _all_totals(self) -> LedgerTotals:
-        """Return the totals of everything that has been fed."""
+        """Return the totals of everything that was applied."""
         totals = LedgerTotals()
         totals.add(self._final)
         for part in self._open_totals():
@@ -333,7 +336,7 @@ class Ledger:
         yield LedgerTotals(findings=self._sequence.check_pairs())
 
     def totals(self) -> dict[str, Any]:
-        """Return the books' totals."""
+        """Return the ledger's totals, as the report shows them."""
         totals = self._all_totals()
         counts, ages = totals.counts, totals.staleness
         total = ages.total()
@@ -348,7 +351,8 @@ class Ledger:
         return {
             "steps": self._sequence.num_steps,
             "outcomes": {
-                name: counts[name] for name in ("issued", "trained", *UNTRAINED_OUTCOMES, "in_flight")
+                name: counts[name]
+                for name in ("issued", "trained", *UNTRAINED_OUTCOMES, "in_flight")
             },
             "prompts_skipped": dict(sorted(skipped.items())),
             "prompt_groups_external": counts["external"],
@@ -370,15 +374,17 @@ class Ledger:
         }
 
     def findings(self) -> list[Finding]:
-        """Return every broken promise; an empty list is the proof."""
+        """Return every broken promise; an empty list proves the run."""
         return self._all_totals().findings.as_list()
 
     def problems(self) -> list[str]:
-        """Return every broken promise in a sentence, with an example and a remedy."""
+        """Return every broken promise as a sentence, with an example and a remedy."""
         return [str(finding) for finding in self.findings()]
 
     def unverified(self) -> list[str]:
-        """Return what a purge has left without proof; nothing where all records are kept."""
+        """Return what can't be verified because of a purge or damage; nothing where all records are
+        kept.
+        """
         because = "since their records are purged or damaged"
         return [
             f"that {claim.format(count)}, {because}"
@@ -387,11 +393,11 @@ class Ledger:
         ]
 
     def add_finding(self, rule: Rule, example: str) -> None:
-        """Note what was findings elsewhere than on the log."""
+        """Add a finding from outside the log."""
         self._final.findings.add(rule, example)
 
     def add_unverified(self, claim: str, count: int) -> None:
-        """Note what could not be looked at; `{}` in the claim stands for the count."""
+        """Add something that could not be checked; `{}` in the claim stands for the count."""
         self._final.unverified[claim] += count
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
 from relax_events.projections.ledger_facts import GroupFacts, Trained
 from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.topics.plan import TRAINING_SAMPLES
+
 
 @dataclass(slots=True)
 class Evidence:
@@ -29,7 +31,8 @@ class Evidence:
     def may_lack(self, group: GroupFacts, entity: str, partition: int, version: int) -> bool:
         """Return whether records of a prompt group may be purged or damaged."""
         return group.group_id in self.damaged_groups or (
-            self.purged is not None and self.purged.may_have_purged_version(entity, partition, version)
+            self.purged is not None
+            and self.purged.may_have_purged_version(entity, partition, version)
         )
 
     def is_purged(self, entity: str, partition: int, offset: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the records say of one prompt group and of one train step, before anybody judges it."""
+"""What the records say about one prompt group and one train step, before the ledger checks it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from relax_events.staleness import IssuedGroup
 
 
 def array_digest(array: Array) -> bytes:
-    """Return the SHA-256 of an array's values, which is also the address of one that lies in the
-    object store.
-    """
+    """Return the SHA-256 of an array's values, which is also its address in the object store."""
     return (
         array.reference.digest
         if isinstance(array, StoredArray)
@@ -28,8 +26,8 @@ def array_digest(array: Array) -> bytes:
 
 
 class Generated(NamedTuple):
-    """A copy of a sample on rollout.samples. Its versions are those of its segments: of the tokens,
-    not of a field that sums them up.
+    """A copy of a sample on rollout.samples. Its versions are those of its token segments, not of a
+    summary field.
     """
 
     owner: int
@@ -40,7 +38,7 @@ class Generated(NamedTuple):
 
     @classmethod
     def from_event(cls, event: SampleRolledOut) -> Generated:
-        """Read it off the record."""
+        """Build it from the record."""
         versions = [segment.policy_version for segment in event.version_segments] or [
             event.key.min_policy_version,
             event.key.max_policy_version,
@@ -68,8 +66,12 @@ class Ready(NamedTuple):
 
     @classmethod
     def from_event(cls, event: SampleReady) -> Ready:
-        """Read it off the record."""
-        versions = (event.policy_version, event.key.min_policy_version, event.key.max_policy_version)
+        """Build it from the record."""
+        versions = (
+            event.policy_version,
+            event.key.min_policy_version,
+            event.key.max_policy_version,
+        )
         return cls(
             event.sample_id,
             *versions,
@@ -91,14 +93,14 @@ class Trained(NamedTuple):
 
 @dataclass(slots=True)
 class GroupFacts:
-    """A prompt group."""
+    """The records of a prompt group."""
 
     group_id: str
     batch_slot: IssuedGroup | None
-    """None where the id is no prompt group id."""
+    """None where the id is malformed."""
     is_issued: bool = False
     num_samples: int = 0
-    """As issued; 0 where the issue was not read."""
+    """As issued; 0 where its issue was not read."""
     outcomes: list[PromptGroupEnded] = field(default_factory=list)
     generated: dict[str, list[Generated]] = field(default_factory=dict)
     num_generated: int = 0
@@ -136,7 +138,7 @@ class StepFacts:
 
     @classmethod
     def from_event(cls, event: TrainStepCommitted) -> StepFacts:
-        """Read it off the record, whose arrays are as long as they should be."""
+        """Build it from the record, whose arrays have equal lengths."""
         places = zip(
             event.sample_ids,
             event.partitions.tolist(),  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The promises of a run, and what the ledger found against them."""
+"""The promises of a run, and the ledger's findings against them."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from enum import StrEnum
 MAX_EXAMPLES = 5
 
 FORK = (
-    "the policy has learnt from it: fork the run at the version before (relax runs fork) and "
+    "the policy has learned from it: fork the run at the version before (relax runs fork) and "
     "report it with the log"
 )
-WRITER = "see who else may write to the topic (relax security), and report it with the log"
+WRITER = "check who else may write to the topic (relax security), and report it with the log"
 LINEAGE = "relax lineage prompt GROUP shows its records"
 
 
 class Rule(StrEnum):
-    """What holds in every run; each value says what was found where it does not."""
+    """Rules that hold in every run; each value describes its violation."""
 
     TRAINED_TWICE = "sample trained twice"
-    SLOT_TRAINED_TWICE = "seat of a train step trained twice"
-    INCOMPLETE_GROUP = "prompt group not trained whole"
+    SLOT_TRAINED_TWICE = "batch slot of a train step trained twice"
+    INCOMPLETE_GROUP = "prompt group not trained completely"
     SAMPLE_NOT_TRAINED = "sample of a trained prompt group was not trained"
     NEVER_GENERATED = "sample trained that was never generated"
     OTHER_TOKENS = "sample trained with other tokens or versions than were generated"
     OTHER_RECORD = "trained offset holds another record than the train step says"
     NOT_SCORED = "sample trained with a reward that no score gives"
     NEVER_ISSUED = "prompt group trained that was never issued"
-    EXTERNAL_TRAINED = "prompt group of a guest was trained"
+    EXTERNAL_TRAINED = "external prompt group trained"
     TOO_STALE = "staleness above max_staleness"
     TRAINED_BY_OLDER_VERSION = "sample trained by an older version than generated it"
-    WRONG_STALENESS_COUNTS = "train step counts staleness otherwise than its samples' versions"
+    WRONG_STALENESS_COUNTS = "train step reports wrong staleness counts"
     BAD_STEP = "train step contradicts itself"
     SKIPPED_MOVED = "train step that skipped its update committed other weights"
     NOT_AS_SOURCE = "replayed train step trained other samples than its source"
-    NO_OUTCOME = "prompt group trained without an end on control.group-outcomes"
-    OUTCOME_WITHOUT_STEP = "prompt group ended as trained that no step trained"
-    OUTCOME_MISMATCH = "end of a prompt group contradicts its train step"
-    CONFLICTING_OUTCOMES = "prompt group ended in two ways"
+    NO_OUTCOME = "prompt group trained without an end on control.prompt-group-outcomes"
+    OUTCOME_WITHOUT_STEP = "prompt group with outcome trained that no step trained"
+    OUTCOME_MISMATCH = "outcome of a prompt group contradicts its train step"
+    CONFLICTING_OUTCOMES = "prompt group with two different outcomes"
     DUPLICATE_OUTCOME = "prompt group ended twice"
     NO_REASON = "prompt group ended untrained without a reason"
-    STEP_WITHOUT_OUTCOME = "prompt group of a trained step never ended"
-    OFFSETS_WITHOUT_OUTCOME = "committed offsets passed a prompt group that never ended"
+    STEP_WITHOUT_OUTCOME = "prompt group of a trained step without an outcome"
+    OFFSETS_WITHOUT_OUTCOME = "committed offsets passed a prompt group without an outcome"
     OFFSET_WENT_BACK = "consumed offset went back"
     TRAINED_BELOW_OFFSET = "sample trained below the consumed offset"
     STEP_ORDER = "train steps not in order"
@@ -64,7 +64,7 @@ REMEDIES = {
     Rule.EXTERNAL_TRAINED: FORK,
     Rule.TOO_STALE: FORK,
     Rule.TRAINED_BY_OLDER_VERSION: FORK,
-    Rule.WRONG_STALENESS_COUNTS: "take the ledger's counts, not the step's, and report it with the log",
+    Rule.WRONG_STALENESS_COUNTS: "use the ledger's counts, not the step's, and report it with the log",
     Rule.BAD_STEP: WRITER,
     Rule.SKIPPED_MOVED: f"{WRITER}; {FORK}",
     Rule.NOT_AS_SOURCE: "start the replay again under another run.id",
@@ -87,7 +87,7 @@ REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A broken promise: how often, and the first places."""
+    """A broken promise: how often, with the first examples."""
 
     rule: Rule
     count: int
@@ -95,7 +95,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """The remedy."""
         return REMEDIES[self.rule]
 
     def __str__(self) -> str:
@@ -110,14 +110,14 @@ class Findings:
     examples: dict[Rule, list[str]] = field(default_factory=dict)
 
     def add(self, rule: Rule, example: str) -> None:
-        """Note a broken promise and where it was seen."""
+        """Count a broken promise, with an example."""
         self.counts[rule] = self.counts.get(rule, 0) + 1
         examples = self.examples.setdefault(rule, [])
         if len(examples) < MAX_EXAMPLES:
             examples.append(example)
 
     def add_all(self, other: Findings) -> None:
-        """Take over what was found elsewhere."""
+        """Add the findings of another."""
         for rule, count in other.counts.items():
             self.counts[rule] = self.counts.get(rule, 0) + count
             self.examples[rule] = [*self.examples.get(rule, ()), *other.examples[rule]][
@@ -125,7 +125,7 @@ class Findings:
             ]
 
     def as_list(self) -> list[Finding]:
-        """Return them in the order of the rules."""
+        """Return the findings in the order of the rules."""
         return [
             Finding(rule, self.counts[rule], tuple(self.examples[rule]))
             for rule in Rule
@@ -135,7 +135,7 @@ class Findings:
 
 @dataclass(slots=True)
 class LedgerTotals:
-    """Counts, staleness and findings that can be added up: once for finalized records, on demand for open ones."""
+    """Counts, staleness and findings, as sums: of finalized facts, or of open ones on demand."""
 
     counts: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)

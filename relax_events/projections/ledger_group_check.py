@@ -1,4 +1,6 @@
-"""Checks a prompt group: that it was issued, trained completely at most once, and ended with the outcome that matches."""
+"""Checks a prompt group: issued, trained completely at most once, and ended with the matching
+outcome.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupEnded
 from relax_events.projections.ledger_evidence import Evidence
 from relax_events.projections.ledger_facts import GroupFacts
 from relax_events.projections.ledger_findings import Findings, LedgerTotals, Rule
 from relax_events.staleness import is_guest
+
 
 @dataclass(slots=True)
 class GroupCheck:
@@ -27,12 +31,12 @@ class GroupCheck:
     evidence: Evidence
     consumed: Mapping[tuple[str, int], int]
 
-    def check(
-        self, group: GroupFacts, *, complete_below: int, last_step: int
-    ) -> LedgerTotals:
-        """Judge what became of a prompt group, and count it."""
+    def check(self, group: GroupFacts, *, complete_below: int, last_step: int) -> LedgerTotals:
+        """Check a prompt group, and count it."""
         totals = LedgerTotals(counts=self._count(group))
-        totals.unverified["{} prompt groups were issued before they ended"] += self.evidence.lost_issue(group)
+        totals.unverified["{} prompt groups were issued before they ended"] += (
+            self.evidence.lost_issue(group)
+        )
         findings = totals.findings
         times = Counter(sample.sample_id for sample in group.trained)
         for sample_id in sorted(name for name, count in times.items() if count > 1):
@@ -43,9 +47,7 @@ class GroupCheck:
             self._check_training(group, findings)
         self._check_outcomes(group, findings)
         if not group.outcomes and not times and group.is_issued and not is_guest(group.group_id):
-            self._check_open(
-                group, findings, complete_below=complete_below, last_step=last_step
-            )
+            self._check_open(group, findings, complete_below=complete_below, last_step=last_step)
         return totals
 
     def _check_training(self, group: GroupFacts, findings: Findings) -> None:
@@ -53,7 +55,9 @@ class GroupCheck:
         if is_guest(group.group_id):
             findings.add(Rule.EXTERNAL_TRAINED, where)
         elif not (
-            group.is_issued or self.evidence.lost_issue(group) or group.group_id in self.evidence.damaged_groups
+            group.is_issued
+            or self.evidence.lost_issue(group)
+            or group.group_id in self.evidence.damaged_groups
         ):
             findings.add(Rule.NEVER_ISSUED, where)
         if not self.is_replay:
@@ -62,10 +66,13 @@ class GroupCheck:
             )
             expected_ids = {f"{group.group_id}/{index}" for index in range(num_expected)}
             generations = {(record.owner, record.generation) for record in group.ready_and_trained}
-            if group.trained_ids != expected_ids or (len(generations) > 1 and len(group.train_steps) == 1):
+            if group.trained_ids != expected_ids or (
+                len(generations) > 1 and len(group.train_steps) == 1
+            ):
                 mixed = f", of {len(generations)} generations" if len(generations) > 1 else ""
                 findings.add(
-                    Rule.INCOMPLETE_GROUP, f"{where}: {len(group.trained_ids)} of {num_expected} samples{mixed}"
+                    Rule.INCOMPLETE_GROUP,
+                    f"{where}: {len(group.trained_ids)} of {num_expected} samples{mixed}",
                 )
             else:
                 for sample_id in sorted(group.generated.keys() - expected_ids):
@@ -78,7 +85,10 @@ class GroupCheck:
         if len(outcomes) > 1:
             findings.add(Rule.CONFLICTING_OUTCOMES, f"{group.group_id}: {', then '.join(outcomes)}")
         elif len(group.outcomes) > 1:
-            findings.add(Rule.DUPLICATE_OUTCOME, f"{group.group_id}: {outcomes[0]}, {len(group.outcomes)} times")
+            findings.add(
+                Rule.DUPLICATE_OUTCOME,
+                f"{group.group_id}: {outcomes[0]}, {len(group.outcomes)} times",
+            )
         for outcome in group.outcomes[:1]:
             if outcome.outcome is Outcome.TRAINED and not group.trained:
                 findings.add(Rule.OUTCOME_WITHOUT_STEP, group.group_id)
@@ -88,8 +98,8 @@ class GroupCheck:
                 findings.add(Rule.NO_REASON, f"{group.group_id}: {outcome.outcome}")
 
     def _find_mismatch(self, outcome: PromptGroupEnded, group: GroupFacts) -> str:
-        """Return what an outcome says otherwise than the prompt group's id and train step; empty where
-        they agree.
+        """Return a difference between an outcome and the prompt group's id and train step; empty
+        where they agree.
         """
         slot, steps, records = group.batch_slot, group.train_steps, group.ready_and_trained
         if slot is not None and (outcome.train_step, outcome.group_index, outcome.attempt) != (
@@ -97,7 +107,10 @@ class GroupCheck:
             slot.place.group_index,
             slot.attempt,
         ):
-            return f"its outcome names batch slot {outcome.train_step}/{outcome.group_index}, attempt {outcome.attempt}"
+            return (
+                f"its outcome names batch slot {outcome.train_step}/{outcome.group_index}, "
+                f"attempt {outcome.attempt}"
+            )
         if outcome.outcome is not Outcome.TRAINED:
             return (
                 f"its outcome is {outcome.outcome}, and train step {_join(steps)} trained it"
@@ -112,28 +125,38 @@ class GroupCheck:
         if len(records) != len(group.trained_ids):
             return ""
         if outcome.policy_version != (oldest := min(record.oldest for record in records)):
-            return f"its outcome names version {outcome.policy_version}, its oldest tokens are of {oldest}"
+            return (
+                f"its outcome names version {outcome.policy_version}, its oldest tokens are of "
+                f"{oldest}"
+            )
         mean = sum(record.reward for record in records) / len(records)
         if outcome.mean_reward is not None and not math.isclose(
             outcome.mean_reward, mean, rel_tol=1e-6, abs_tol=1e-9
         ):
-            return f"its outcome names the mean reward {outcome.mean_reward:g}, the mean of its samples is {mean:g}"
+            return (
+                f"its outcome names the mean reward {outcome.mean_reward:g}, the mean of its "
+                f"samples is {mean:g}"
+            )
         return ""
 
     def _check_open(
         self, group: GroupFacts, findings: Findings, *, complete_below: int, last_step: int
     ) -> None:
-        """Judge a prompt group without an outcome: it may be in flight, unless the trainer has passed
-        it over or trained its step.
+        """Check a prompt group without an outcome: it may be in flight, unless the trainer's
+        offsets have passed it or its step was trained.
         """
-        records, slot_position = group.newest_records, group.batch_slot.place if group.batch_slot else None
+        records, slot_position = (
+            group.newest_records,
+            group.batch_slot.place if group.batch_slot else None,
+        )
         if records and all(offset < self.consumed.get(at, 0) for at, offset in records.items()):
             (entity, partition), offset = max(records.items())
             where = (
-                f"{entity}[{partition}]@{offset}, consumed up to "
-                f"{self.consumed[entity, partition]}"
+                f"{entity}[{partition}]@{offset}, consumed up to {self.consumed[entity, partition]}"
             )
-            findings.add(Rule.OFFSETS_WITHOUT_OUTCOME, f"{group.group_id}: its newest record is {where}")
+            findings.add(
+                Rule.OFFSETS_WITHOUT_OUTCOME, f"{group.group_id}: its newest record is {where}"
+            )
         elif slot_position is not None and slot_position.train_step < complete_below:
             findings.add(
                 Rule.STEP_WITHOUT_OUTCOME, f"{group.group_id}; steps are trained up to {last_step}"

@@ -40,10 +40,7 @@ class SequenceCheck:
         if event.policy_version != self.next_version:
             self.totals.findings.add(
                 Rule.VERSION_ORDER,
-                (
-                    f"{where} publishes {event.policy_version} where {self.next_version} "
-                    "must come"
-                ),
+                (f"{where} publishes {event.policy_version} where {self.next_version} must come"),
             )
         self.next_version = max(self.next_version, event.policy_version + 1)
 
@@ -65,7 +62,9 @@ class SequenceCheck:
         for position in event.consumed:
             topic_partition = (TopicPlan.parse_entity(position.topic), position.partition)
             if position.offset < (before := self.consumed.get(topic_partition, 0)):
-                what = f"{topic_partition[0]}[{position.partition}] from {before} to {position.offset}"
+                what = (
+                    f"{topic_partition[0]}[{position.partition}] from {before} to {position.offset}"
+                )
                 self.totals.findings.add(Rule.OFFSET_WENT_BACK, f"{what} in {where}")
             self.consumed[topic_partition] = max(position.offset, before)
 
@@ -87,7 +86,9 @@ class SequenceCheck:
         return findings
 
     def _check_weights(self, event: TrainStepCommitted, where: str) -> None:
-        """Check that a skipped update kept the weights of the step before, if that is on the log."""
+        """Check that a skipped update kept the weights of the previous step, where that is on the
+        log.
+        """
         before, self.newest_weights = (
             self.newest_weights,
             (event.policy_version, event.weights_digest),

@@ -1,13 +1,15 @@
-"""Checks a train step: that each sample was trained as it was generated and scored, within the staleness bound."""
+"""Checks a train step: its samples are trained as generated and scored, within the bound."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
 from relax_events.projections.ledger_evidence import Evidence
 from relax_events.projections.ledger_facts import Generated, GroupFacts, Ready, StepFacts, Trained
 from relax_events.projections.ledger_findings import LedgerTotals, Rule
+
 
 @dataclass(slots=True)
 class StepCheck:
@@ -30,8 +32,8 @@ class StepCheck:
     parent_steps: Mapping[int, StepFacts]
 
     def check(self, step: StepFacts) -> LedgerTotals:
-        """Find the records of a step's samples, and count their staleness by the versions that drew
-        their tokens.
+        """Find the records of a step's samples, and count their staleness by the versions that
+        sampled their tokens.
         """
         totals, staleness = LedgerTotals(), Counter[int]()
         if self.is_replay:
@@ -39,7 +41,10 @@ class StepCheck:
             return totals
         for sample in step.samples:
             group = self.find_group(sample.sample_id.rpartition("/")[0])
-            if group is not None and (copy := self._find_generated(sample, group, totals)) is not None:
+            if (
+                group is not None
+                and (copy := self._find_generated(sample, group, totals)) is not None
+            ):
                 age = step.train_step - copy.oldest
                 staleness[age] += 1
                 where = (
@@ -65,16 +70,20 @@ class StepCheck:
 
     def _compare_with_parent(self, step: StepFacts, totals: LedgerTotals) -> None:
         parent = self.parent_steps.get(step.train_step)
-        totals.staleness.update({age: count for age, count in enumerate(step.reported_counts) if count})
+        totals.staleness.update(
+            {age: count for age, count in enumerate(step.reported_counts) if count}
+        )
         if parent is None or (sorted(parent.samples), parent.reported_counts) != (
             sorted(step.samples),
             step.reported_counts,
         ):
             totals.findings.add(Rule.NOT_AS_SOURCE, f"train step {step.train_step}")
 
-    def _find_generated(self, sample: Trained, group: GroupFacts, totals: LedgerTotals) -> Generated | None:
-        """Return the generated copy of a trained sample that its record holds; what stands against
-        it goes to the totals.
+    def _find_generated(
+        self, sample: Trained, group: GroupFacts, totals: LedgerTotals
+    ) -> Generated | None:
+        """Return the generated copy of a trained sample that its record holds; findings go to the
+        totals.
         """
         record = group.ready.get((sample.partition, sample.offset))
         where = (
@@ -102,16 +111,18 @@ class StepCheck:
         return matching[0] if matching else None
 
     def _check_generated(self, sample: Trained, group: GroupFacts, totals: LedgerTotals) -> None:
-        """Look for any copy of a trained sample whose own record is gone."""
-        may_be_lost = group.group_id in self.evidence.damaged_groups or self.evidence.is_purged(
+        """Look for any copy of a trained sample whose own record is missing."""
+        may_be_missing = group.group_id in self.evidence.damaged_groups or self.evidence.is_purged(
             "rollout.samples", sample.partition, 0
         )
-        if not group.generated.get(sample.sample_id) and not may_be_lost:
+        if not group.generated.get(sample.sample_id) and not may_be_missing:
             totals.findings.add(
                 Rule.NEVER_GENERATED, f"{sample.sample_id} of train step {sample.train_step}"
             )
 
-    def _check_reward(self, sample: Trained, record: Ready, group: GroupFacts, totals: LedgerTotals) -> None:
+    def _check_reward(
+        self, sample: Trained, record: Ready, group: GroupFacts, totals: LedgerTotals
+    ) -> None:
         rewards = group.rewards.get(sample.sample_id, set())
         if not self.has_rewards or (record.generation, record.reward) in rewards:
             return

@@ -1,5 +1,5 @@
-"""What a purge has taken from the log, as far as its ends tell: whether a record that is missing
-may have been there.
+"""Which records a purge may have deleted, derived from the partitions' beginning offsets and the
+published start offsets.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from relax_events.topics import TopicPlan, compute_shard
 
 @dataclass(slots=True)
 class PurgedRanges:
-    """Where the partitions of the prompt queue and of the sample topics begin, by (entity,
-    partition), and where versions began there.
+    """The beginning offsets of the prompt queue and of the sample topics by (entity, partition),
+    and where each version starts there.
     """
 
     plan: TopicPlan
@@ -22,7 +22,7 @@ class PurgedRanges:
     version_starts: dict[int, dict[tuple[str, int], int]] = field(default_factory=dict)
 
     def apply(self, published: PolicyVersionPublished) -> None:
-        """Take in where a version's records begin, if anything was purged at all."""
+        """Record where a version's records start, if anything was purged at all."""
         if any(self.beginning_offsets.values()):
             self.version_starts[published.policy_version] = {
                 (self.plan.parse_entity(at.topic), at.partition): at.offset
@@ -30,25 +30,29 @@ class PurgedRanges:
             }
 
     def forget_before(self, policy_version: int) -> None:
-        """Drop what is known of versions that nobody will ask for."""
+        """Drop the start offsets of older versions."""
         for version in [version for version in self.version_starts if version < policy_version]:
             del self.version_starts[version]
 
     def may_have_purged_issue(self, prompt_group_id: str) -> bool:
-        """Tell whether the record that issued a prompt group may have been purged."""
+        """Return whether the record that issued a prompt group may have been purged."""
         return (
             self.beginning_offsets.get(
-                ("prompt.groups", compute_shard(prompt_group_id, shards=self.plan.queue_partitions)), 0
+                (
+                    "prompt.groups",
+                    compute_shard(prompt_group_id, shards=self.plan.queue_partitions),
+                ),
+                0,
             )
             > 0
         )
 
     def is_purged(self, entity: str, partition: int, offset: int) -> bool:
-        """Tell whether the record at an offset was purged."""
+        """Return whether the record at an offset was purged."""
         return self.beginning_offsets.get((entity, partition), 0) > offset
 
     def may_have_purged_version(self, entity: str, partition: int, policy_version: int) -> bool:
-        """Tell whether records of a version may have been purged from one of its slot's
+        """Return whether records of a version may have been purged from one of its slot's
         partitions.
         """
         start = self.version_starts.get(policy_version, {}).get((entity, partition), 0)

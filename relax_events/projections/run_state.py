@@ -1,5 +1,5 @@
-"""The state of a run, rebuilt from the control topics by whoever wants it: the controller, the
-progress display, the report.
+"""The state of a run as the controller, the progress display and the report need it: steps,
+versions, outcomes, workers, metrics and commands.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from relax_events.events.types import (
     RunCommanded,
     RunDescribed,
     TrainStepCommitted,
-    WorkerBeat,
+    WorkerHeartbeat,
 )
 from relax_events.staleness import is_guest
 from relax_events.topics.plan import HEARTBEATS, METRICS
 
 EMPTY = np.zeros(0, np.int32)
 MAX_KEPT = 128
-"""Newest steps, evaluations and reports that are kept: more than anybody shows of a run that goes
-on."""
+"""Newest steps, evaluations and reports that are kept: more than any display of a running run shows."""
 MAX_RECENT_IDS = 20_000
-"""Newest ends among which one that is told twice is known."""
+"""Newest prompt group ids among which a repeated outcome is recognised."""
 RUN_STATE_TOPICS = (
     "control.train-steps",
-    "control.group-outcomes",
+    "control.prompt-group-outcomes",
     *HEARTBEATS.values(),
     *METRICS.values(),
     "control.evaluations",
@@ -43,13 +42,13 @@ RUN_STATE_TOPICS = (
 
 @dataclass(slots=True)
 class RunState:
-    """What the control log has said so far. Feed it every event, in log order; it never looks
-    anywhere else.
+    """The state of a run, folded from the control log.
 
-    It may begin at any publication of a policy version, which sums up what lies before. Its memory
-    is bounded: of what comes with every step only the newest is kept, unless `keeps_all`.
-    `critic_figures` are those of the critic's steps, by train step; `metrics` is the newest report
-    of each worker otherwise. `steps` are without what they name of each sample.
+    Events are applied in log order. The first event may be any publication of a policy version,
+    because a publication sums up the log before it. Memory is bounded: unless `keeps_all` is set,
+    only the newest steps, evaluations and metrics are kept. `critic_metrics` holds the metrics of
+    the critic's steps by train step; `metrics` holds the newest report of every other worker.
+    `steps` are kept without their lists of samples.
     """
 
     keeps_all: bool = False
@@ -61,7 +60,7 @@ class RunState:
     recent_ended_ids: dict[str, None] = field(default_factory=dict)
     num_consecutive_failures: int = 0
     last_failure: str = ""
-    workers: dict[str, WorkerBeat] = field(default_factory=dict)
+    workers: dict[str, WorkerHeartbeat] = field(default_factory=dict)
     metrics: dict[str, MetricsReported] = field(default_factory=dict)
     num_updates_skipped: int = 0
     num_consecutive_skips: int = 0
@@ -72,20 +71,20 @@ class RunState:
     descriptions: list[RunDescribed] = field(default_factory=list)
 
     def apply(self, event: Event) -> None:
-        """Take in an event."""
+        """Apply an event of the control log."""
         if isinstance(event, TrainStepCommitted):
             self.num_steps += 1
-            self._note_update(event)
+            self._apply_update(event)
             self.steps.append(strip_samples(event))
             self._bound(self.steps)
         elif isinstance(event, PolicyVersionPublished):
-            self._note_version(event)
+            self._apply_version(event)
         elif isinstance(event, PromptGroupEnded):
-            self._note_end(event)
+            self._apply_outcome(event)
         elif isinstance(event, PolicyEvaluated):
             self.evaluations.setdefault((event.policy_version, event.dataset), event)
             self._bound(self.evaluations)
-        elif isinstance(event, WorkerBeat):
+        elif isinstance(event, WorkerHeartbeat):
             self.workers[event.worker_id] = event
         elif isinstance(event, MetricsReported):
             if event.role == "critic" and "value_loss" in event.values:
@@ -96,10 +95,10 @@ class RunState:
         elif isinstance(event, RunDescribed):
             self.descriptions.append(event)
         elif isinstance(event, RunCommanded) and event.role is None:
-            self._note_command(event)
+            self._apply_command(event)
 
-    def _note_update(self, step: TrainStepCommitted) -> None:
-        """Count updates that were skipped; in a row only those since the run was last taken up."""
+    def _apply_update(self, step: TrainStepCommitted) -> None:
+        """Count skipped updates; consecutive skips count only since the run was last resumed."""
         self.num_updates_skipped += step.update_skipped
         self.num_consecutive_skips = (
             self.num_consecutive_skips + (step.committed_at > self.resumed_at)
@@ -107,13 +106,18 @@ class RunState:
             else 0
         )
 
-    def _note_version(self, event: PolicyVersionPublished) -> None:
-        if self.policy_version < 0 and not self.num_steps:  # we begin here
-            self.num_steps, self.outcomes = event.num_steps_before, Counter(event.ended_before)
+    def _apply_version(self, event: PolicyVersionPublished) -> None:
+        if (
+            self.policy_version < 0 and not self.num_steps
+        ):  # the log is read from this publication on
+            self.num_steps, self.outcomes = (
+                event.num_steps_before,
+                Counter(event.outcome_counts_before),
+            )
         self.policy_version = max(self.policy_version, event.policy_version)
 
     def _bound(self, kept: list[Any] | dict[Any, Any], *, limit: int = MAX_KEPT) -> None:
-        """Drop the older half of what has grown to twice the limit."""
+        """Drop the older half once a collection holds twice the limit."""
         if self.keeps_all or len(kept) < 2 * limit:
             return
         if isinstance(kept, list):
@@ -122,7 +126,7 @@ class RunState:
             for key in list(kept)[:-limit]:
                 del kept[key]
 
-    def _note_command(self, event: RunCommanded) -> None:
+    def _apply_command(self, event: RunCommanded) -> None:
         if event.command is Command.STOP:
             self.ended = event
         elif event.command is Command.PAUSE:
@@ -131,7 +135,7 @@ class RunState:
             self.ended, self.is_paused, self.resumed_at = None, False, event.commanded_at
             self.num_consecutive_failures = self.num_consecutive_skips = 0
 
-    def _note_end(self, event: PromptGroupEnded) -> None:
+    def _apply_outcome(self, event: PromptGroupEnded) -> None:
         if event.prompt_group_id in self.recent_ended_ids or is_guest(event.prompt_group_id):
             return
         self.recent_ended_ids[event.prompt_group_id] = None
@@ -145,46 +149,48 @@ class RunState:
 
     @property
     def description(self) -> RunDescribed | None:
-        """What the run says it is, the newest time."""
+        """The newest description of the run."""
         return self.descriptions[-1] if self.descriptions else None
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of the newest step; None before the first, and where nothing is rewarded."""
-        return self.steps[-1].figures.get("reward_mean") if self.steps else None
+        """The mean reward of the newest step; None before the first step and in a run without
+        rewards.
+        """
+        return self.steps[-1].metrics.get("reward_mean") if self.steps else None
 
 
-def is_silent(beat: WorkerBeat, *, seconds: float, newest_at: int) -> bool:
-    """Tell whether a worker owes us a beat since so long; one that has stopped owes none, nor does
-    one that still loads what it needs.
+def is_silent(beat: WorkerHeartbeat, *, seconds: float, newest_at: int) -> bool:
+    """Return whether a worker's heartbeat is overdue by so many seconds. A worker that starts or
+    has stopped owes no heartbeat.
 
-    Measured against the newest beat of anybody: while the broker is away nobody's comes, and nobody
-    is to blame.
+    The age is measured against the newest heartbeat of any worker: while the broker is unreachable
+    no heartbeat arrives, and no worker is at fault.
     """
-    return beat.beat_at < newest_at - int(seconds * 1e6) and beat.state not in (
+    return beat.sent_at < newest_at - int(seconds * 1e6) and beat.state not in (
         WorkerState.STOPPED,
         WorkerState.STARTING,
     )
 
 
 def strip_samples(step: TrainStepCommitted) -> TrainStepCommitted:
-    """Return a step as it is kept over a whole run: a tenth of its size, since samples and places
-    go and names are shared.
+    """Return a step without its lists of samples and offsets, a tenth of its size, with interned
+    metric names.
     """
     figures, phases = (
         {intern(name): value for name, value in named.items()}
-        for named in (step.figures, step.phase_seconds)
+        for named in (step.metrics, step.phase_seconds)
     )
     of_samples: dict[str, Any] = {"prompt_group_ids": [], "sample_ids": [], "consumed": []}
     of_samples |= dict.fromkeys(("partitions", "offsets", "ranks", "micro_batches"), EMPTY)
-    return replace(step, **of_samples, figures=figures, phase_seconds=phases)
+    return replace(step, **of_samples, metrics=figures, phase_seconds=phases)
 
 
 def count_samples(step: TrainStepCommitted) -> int:
-    """Return how many samples a train step had."""
+    """Return the number of samples of a train step."""
     return sum(step.staleness_counts)
 
 
 def max_sample_staleness(step: TrainStepCommitted) -> int:
-    """Return how many policy versions the oldest sample of a train step was behind."""
+    """Return the staleness of the oldest sample of a train step, in policy versions."""
     return max((age for age, count in enumerate(step.staleness_counts) if count), default=0)

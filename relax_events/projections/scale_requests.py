@@ -14,14 +14,14 @@ MICROS = 1_000_000
 
 
 class Kind(StrEnum):
-    """Whether workers come or go."""
+    """Whether workers are added or removed."""
 
     OUT = "out"
     IN = "in"
 
 
 class Status(StrEnum):
-    """Where a request is; those of Relax."""
+    """The status of a request, as in Relax."""
 
     PENDING = "PENDING"
     CREATING = "CREATING"
@@ -55,29 +55,22 @@ STAGES = {
         {Status.COMPLETED, Status.FAILED},
     ),
 }
-"""A request only goes forward; the last of each are final."""
+"""A request only moves forward; the statuses of the last stage are final."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """Workers of a role that are to come or to go.
+    """Workers of a role that are to be added or removed.
 
-    Attributes:
-        request_id: Names it.
-        model: As who asked calls the role.
-        target: Workers of the role that there shall be, those of the start among them.
-        workers: Who comes or goes, by worker id.
-        urls: Of the servers that the coming workers attach to, one each; empty for workers of their
-            own.
-        timeout: Microseconds until those that come must serve, or until those that go are killed.
-        force: Those that go are killed at once.
-        policy_version: Those that come serve once they have this one; -1 where there is none yet.
-        key: By which a call that is repeated is known again.
-        digest: Of what was asked for under the key.
-        failed: Workers that did not come up, with the reason.
-        left: Workers that are gone.
-        outcome: How the request ends when what it made is removed.
-        error: Why it did not do what was asked for.
+    Attributes: request_id: Its id. model: Name of the role in the API. target: Wanted number of
+    workers of the role, the initial ones included. workers: Ids of the added or removed workers.
+    urls: Of the servers that the added workers attach to, one each; empty for workers with engines
+    of their own. timeout: Microseconds until added workers must serve, or until removed ones are
+    killed. force: Removed workers are killed at once. policy_version: Added workers serve once they
+    have this version; -1 where there is none yet. key: Idempotency key, by which a repeated call is
+    recognised. digest: Digest of the command under the key. failed: Workers that did not start,
+    with the reason. exited_workers: Workers that have exited. outcome: The final status once the
+    request's workers are removed again. error: Why the request did not reach its target.
     """
 
     request_id: str
@@ -102,17 +95,17 @@ class ScaleRequest:
 
     @property
     def stage(self) -> int:
-        """How far it is."""
+        """How far it has advanced."""
         return find_stage(self.kind, self.status)
 
     @property
     def is_open(self) -> bool:
-        """Whether something is still to be done for it."""
+        """Whether it still has a next step."""
         return self.stage < len(STAGES[self.kind]) - 1
 
     @property
     def expected_workers(self) -> tuple[str, ...]:
-        """The workers that may still come up, or have."""
+        """The workers that have not failed."""
         failed = {worker_id for worker_id, _ in self.failed}
         return tuple(worker_id for worker_id in self.workers if worker_id not in failed)
 
@@ -149,8 +142,8 @@ class ScaleRequest:
         failed: Iterable[str] = (),
         error: str = "",
     ) -> RunCommanded:
-        """Return the command that takes it on to a status; see the attributes. `failed` are further
-        workers, for the reason `error`.
+        """Return the command that advances the request to a status; see the attributes. `failed`
+        are further workers, for the reason `error`.
         """
         arguments = {
             "request": self.request_id,
@@ -171,22 +164,22 @@ class ScaleRequest:
 
     @classmethod
     def from_command(cls, event: RunCommanded) -> ScaleRequest | None:
-        """Read a request off the command that opened it; None for what is none."""
-        given = event.arguments
+        """Parse a request from the command that opened it; return None for any other command."""
+        arguments = event.arguments
         try:
             request = cls(
-                request_id=given["request"],
-                kind=Kind(given["kind"]),
-                model=given["model"],
+                request_id=arguments["request"],
+                kind=Kind(arguments["kind"]),
+                model=arguments["model"],
                 role=event.role or "",
-                target=int(given["target"]),
-                workers=tuple(given["workers"].split()),
-                urls=tuple(given["urls"].split()),
-                timeout=int(given["timeout"]),
-                force=given["force"] == str(True),
-                policy_version=int(given["policy_version"]),
-                key=given["key"],
-                digest=given["digest"],
+                target=int(arguments["target"]),
+                workers=tuple(arguments["workers"].split()),
+                urls=tuple(arguments["urls"].split()),
+                timeout=int(arguments["timeout"]),
+                force=arguments["force"] == str(True),
+                policy_version=int(arguments["policy_version"]),
+                key=arguments["key"],
+                digest=arguments["digest"],
                 created_at=event.commanded_at,
                 updated_at=event.commanded_at,
             )
@@ -203,22 +196,22 @@ class ScaleRequest:
         )
 
     def with_status(self, event: RunCommanded) -> ScaleRequest:
-        """Return the request after a step; the same where the step is one back, as when it is read
-        a second time.
+        """Return the request after a status command. A command that is read a second time changes
+        nothing.
         """
-        given = event.arguments
+        arguments = event.arguments
         try:
-            status = Status(given["status"])
-            outcome = Status(given["outcome"]) if "outcome" in given else self.outcome
+            status = Status(arguments["status"])
+            outcome = Status(arguments["outcome"]) if "outcome" in arguments else self.outcome
             is_forward = find_stage(self.kind, status) > self.stage
         except (KeyError, ValueError):
             return self
         if not is_forward:
             return self
-        error = given.get("error", "")
+        error = arguments.get("error", "")
         failed = (
             *self.failed,
-            *((worker_id, error) for worker_id in given.get("failed", "").split()),
+            *((worker_id, error) for worker_id in arguments.get("failed", "").split()),
         )
         return replace(
             self,
@@ -236,7 +229,7 @@ def find_stage(kind: Kind, status: Status) -> int:
     Raises:
         ValueError: Requests of this kind are never in it.
     """
-    for place, statuses in enumerate(STAGES[kind]):
+    for stage, statuses in enumerate(STAGES[kind]):
         if status in statuses:
-            return place
+            return stage
     raise ValueError(f"{kind} has no status {status}")

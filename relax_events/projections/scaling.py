@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from relax_events.events.parts import Command, WorkerState
-from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded, WorkerBeat
+from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded, WorkerHeartbeat
 from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
 
 MAX_ENDED_KEPT = 100
-"""Requests that are over and known however old they are."""
+"""Newest ended requests that are kept however old they are."""
 KEPT_MICROS = 7 * 86_400 * 1_000_000
-"""For so long every request that is over is known: whoever repeats a call with its key within that
-time is given the same request."""
+"""Age up to which every ended request is kept: a call repeated with its key gets the same request."""
 
 
 class DesiredState(StrEnum):
-    """Whether there shall be a process of a worker."""
+    """Whether a process of a worker is wanted."""
 
     PENDING = "planned"
     RUNNING = "wanted"
@@ -26,25 +25,23 @@ class DesiredState(StrEnum):
 
 
 class ExitReason(StrEnum):
-    """How a worker went."""
+    """How a worker exited."""
 
     DRAINED = "drained"
     KILLED = "killed"
     ABSENT = "absent"
     FAILED = "failed"
-    """It ended by itself, and would again."""
+    """It failed by itself, and would fail again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticWorker:
-    """A worker that the run did not start with.
+    """A worker beyond the initial ones.
 
-    Attributes:
-        worker_id: Never used twice, so that no beat of another is taken for its own.
-        role: Whose it is.
-        url: The server that it attaches to; empty where it has its own.
-        standing: Whether there shall be a process.
-        drain_micros: When it leaves, how long it may take; None for as long as any worker may.
+    Attributes: worker_id: Never used twice, so that no heartbeat is attributed to the wrong worker.
+    role: Its role. url: The server that it attaches to; empty where it has its own engine.
+    desired_state: Whether a process is wanted. drain_micros: Time limit of its drain when it
+    leaves; None for the usual one.
     """
 
     worker_id: str
@@ -54,7 +51,7 @@ class ElasticWorker:
     drain_micros: int | None = None
 
     def exit_command(self, departure: ExitReason, reason: str) -> RunCommanded:
-        """Return the command that says on the log that it is gone."""
+        """Return the command that records its exit on the log."""
         arguments = {"left": departure.value}
         return RunCommanded(
             command=Command.SCALE,
@@ -66,25 +63,24 @@ class ElasticWorker:
 
 
 class ScaleState:
-    """Feed it every event, in log order; it may hear one twice, and looks nowhere else."""
+    """The elastic workers and the scale requests. An event may be applied twice."""
 
     def __init__(self) -> None:
-        """Begin without having heard anything."""
+        """Begin without any event."""
         self.requests: dict[str, ScaleRequest] = {}
-        """By id, oldest first: all that are open, and the newest of those that are over."""
+        """By id, oldest first: all open ones, and the newest ended ones."""
         self.workers: dict[str, ElasticWorker] = {}
-        """Who is there besides the workers of the start, or shall be; by id, oldest first."""
-        self.last_heartbeats: dict[str, WorkerBeat] = {}
+        """Elastic workers, by id, oldest first."""
+        self.last_heartbeats: dict[str, WorkerHeartbeat] = {}
         self.num_ended: Counter[tuple[str, Kind, Status]] = Counter()
-        """Requests that are over, those that are known no more among them: by role, kind and
-        status."""
+        """Number of ended requests, including dropped ones: by role, kind and status."""
         self.policy_version = -1
         self.is_over = False
         self._last_index: dict[str, int] = {}
 
     def apply(self, event: Event) -> None:
-        """Take in an event."""
-        if isinstance(event, WorkerBeat):
+        """Apply an event of the control log."""
+        if isinstance(event, WorkerHeartbeat):
             self.last_heartbeats[event.worker_id] = event
         elif isinstance(event, PolicyVersionPublished):
             self.policy_version = max(self.policy_version, event.policy_version)
@@ -106,8 +102,8 @@ class ScaleState:
             self._open(opened)
 
     def _open(self, request: ScaleRequest) -> None:
-        """Know a request; one beside another of the same model can only be of two controllers at a
-        time, and comes to nothing.
+        """Add a request. A second open request of a model can only come from a second controller,
+        and fails.
         """
         if (other := self.open_request(request.model)) is not None:
             refused = replace(
@@ -131,7 +127,9 @@ class ScaleState:
             is_kept = after.status not in (Status.REMOVING, Status.FAILED, Status.CANCELLED)
             coming = set(after.expected_workers) if is_kept else set()
             for worker_id in after.workers:
-                self._set_desired_state(worker_id, DesiredState.RUNNING if worker_id in coming else DesiredState.LEAVING)
+                self._set_desired_state(
+                    worker_id, DesiredState.RUNNING if worker_id in coming else DesiredState.LEAVING
+                )
         else:
             drain = 0 if after.force else after.timeout
             for worker_id in after.workers:
@@ -140,12 +138,12 @@ class ScaleState:
             self._end(after)
 
     def _set_desired_state(
-        self, worker_id: str, standing: DesiredState, *, drain_micros: int | None = None
+        self, worker_id: str, desired_state: DesiredState, *, drain_micros: int | None = None
     ) -> None:
         if (
             worker := self.workers.get(worker_id)
         ) is not None and worker.desired_state is not DesiredState.LEAVING:
-            self.workers[worker_id] = replace(worker, standing=standing, drain_micros=drain_micros)
+            self.workers[worker_id] = replace(worker, desired_state=desired_state, drain_micros=drain_micros)
 
     def _apply_exit(self, worker_id: str, event: RunCommanded) -> None:
         if self.workers.pop(worker_id, None) is None:
@@ -161,11 +159,11 @@ class ScaleState:
             )
             failed = (*request.failed, (worker_id, event.reason)) if has_failed else request.failed
             self.requests[request.request_id] = replace(
-                request, failed=failed, left=request.exited_workers | {worker_id}
+                request, failed=failed, exited_workers=request.exited_workers | {worker_id}
             )
 
     def _end(self, request: ScaleRequest) -> None:
-        """Keep a request that is over, and forget those that have been over for long."""
+        """Keep an ended request, and drop those that ended long ago."""
         self.requests[request.request_id] = request
         self.num_ended[request.role, request.kind, request.status] += 1
         over = [other for other in self.requests.values() if not other.is_open]
@@ -174,7 +172,7 @@ class ScaleState:
                 del self.requests[old.request_id]
 
     def open_request(self, model: str) -> ScaleRequest | None:
-        """Return the request of a model for which something is still to be done."""
+        """Return the open request of a model."""
         return next(
             (
                 request
@@ -196,15 +194,15 @@ class ScaleState:
         """Return the first index that no worker of the role ever had."""
         return max(self._last_index.get(role, 0), num_at_start - 1) + 1
 
-    def heartbeat_since(self, worker_id: str, *, since: int) -> WorkerBeat | None:
-        """Return a worker's newest beat after a time; an older one is another's, of a run of the
-        same name.
+    def heartbeat_since(self, worker_id: str, *, since: int) -> WorkerHeartbeat | None:
+        """Return a worker's newest heartbeat after a time; an older one is from an earlier run of
+        the same name.
         """
         beat = self.last_heartbeats.get(worker_id)
-        return beat if beat is not None and beat.beat_at > since else None
+        return beat if beat is not None and beat.sent_at > since else None
 
     def is_serving(self, request: ScaleRequest, worker_id: str) -> bool:
-        """Tell whether a worker that was asked for takes work, with weights that are new enough."""
+        """Return whether a worker of a request takes work, with weights that are new enough."""
         beat = self.heartbeat_since(worker_id, since=request.created_at)
         return (
             is_running(beat)
@@ -213,6 +211,6 @@ class ScaleState:
         )
 
 
-def is_running(beat: WorkerBeat | None) -> bool:
-    """Tell whether a worker is past its start and not at its end."""
+def is_running(beat: WorkerHeartbeat | None) -> bool:
+    """Return whether a worker has started and not begun to stop."""
     return beat is not None and beat.state in (WorkerState.IDLE, WorkerState.WORKING)

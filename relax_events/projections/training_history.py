@@ -1,5 +1,5 @@
-"""What the log says about a run's training since its newest checkpoint: the trainer's memory after
-a crash.
+"""The training since the newest checkpoint, folded from the control log: how the trainer resumes
+after a crash.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from relax_events.topics import TopicPlan
 
 @dataclass(slots=True)
 class TrainingHistory:
-    """Committed steps, ended prompt groups and published versions, in log order, since the
-    publication that it begins with.
+    """Committed steps, ended prompt groups and published versions in log order, since the first
+    publication that was read.
 
-    `num_steps_before` and `ended_before` sum up what lies before that publication.
+    `num_steps_before` and `ended_before` sum up the log before that publication.
     """
 
     steps: list[TrainStepCommitted] = field(default_factory=list)
@@ -39,17 +39,17 @@ class TrainingHistory:
     checkpoint_positions: dict[tuple[str, int], int] = field(default_factory=dict)
     forgotten_step: int = -1
     num_steps_before: int = 0
-    ended_before: Counter[str] = field(default_factory=Counter)
+    outcome_counts_before: Counter[str] = field(default_factory=Counter)
     _outcomes: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def read(cls, worker: Worker) -> TrainingHistory:
         """Read the control topics from the version of the newest checkpoint on; only committed
-        records are seen.
+        records are read.
 
         Raises:
-            BrokerUnavailable: A committed step can't be read. Training must not go on from an older
-                one: it would train twice.
+            BrokerUnavailable: A committed step can't be read. Training must not continue from an
+                older one: samples would be trained twice.
         """
         reader = LogReader(worker.connection)
         try:
@@ -83,9 +83,9 @@ class TrainingHistory:
     ) -> TrainingHistory:
         history = cls()
         if first is not None:
-            history.num_steps_before, history.ended_before = (
+            history.num_steps_before, history.outcome_counts_before = (
                 first.num_steps_before,
-                Counter(first.ended_before),
+                Counter(first.outcome_counts_before),
             )
         places = {
             (worker.plan.topic(entity), 0): begins.get(entity, 0) for entity in SUMMED_ENTITIES
@@ -99,12 +99,11 @@ class TrainingHistory:
         return history
 
     def require_no_gaps(self) -> None:
-        """Check that every published version has the step that made it; both were committed in one
-        transaction.
+        """Check that every published version has the step that made it; a transaction commits both.
 
         Raises:
-            BrokerUnavailable: One has not: its record is damaged, or a transaction is just becoming
-                visible.
+            BrokerUnavailable: A step is missing: its record is damaged, or its transaction is just
+                becoming visible.
         """
         known = {step.policy_version for step in self.steps}
         if lost := [
@@ -115,12 +114,12 @@ class TrainingHistory:
             raise BrokerUnavailable(
                 f"policy version {lost[0]} was published, but train step {lost[0] - 1} can't "
                 "be read from control.train-steps; "
-                "relax deadletter list RUN_FILE --role trainer says why; nothing is trained "
-                "until it can"
+                "relax deadletter list RUN_FILE --role trainer shows why; training is "
+                "blocked until it can be read"
             )
 
     def apply(self, event: Event) -> None:
-        """Add an event."""
+        """Apply an event of the control log."""
         if isinstance(event, TrainStepCommitted):
             self.steps.append(event)
         elif isinstance(event, PromptGroupEnded):
@@ -136,18 +135,18 @@ class TrainingHistory:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing was published yet."""
+        """Whether no version was published yet."""
         return not self.published
 
     @property
     def num_steps(self) -> int:
-        """Steps that the run has committed."""
+        """Number of train steps that the run has committed."""
         return self.num_steps_before + len(self.steps)
 
     @property
     def outcomes(self) -> Counter[str]:
-        """Prompt groups of the run that have ended, by outcome, without those of guests."""
-        return self.ended_before + self._outcomes
+        """Number of ended prompt groups by outcome, without external ones."""
+        return self.outcome_counts_before + self._outcomes
 
     def checkpoints(self) -> list[CheckpointRef]:
         """Return the checkpoints that committed steps name, newest first."""
@@ -158,24 +157,25 @@ class TrainingHistory:
         )
 
     def require_steps_from(self, first_version: int) -> None:
-        """Check that training can begin at the run's first version: the steps since are all here.
+        """Check that training can restart at the run's first version: all steps since then were
+        read.
 
         Raises:
-            RunFailed: They are not, and no checkpoint can be read; the text names the checkpoints.
+            RunFailed: A step is missing and no checkpoint can be read; the text names the checkpoints.
         """
         if not self.is_fresh and self.published[0].policy_version != first_version:
             named = ", ".join(reference.uri for reference in self.checkpoints()) or "none"
             raise RunFailed(
                 f"no checkpoint can be read (named by the log: {named}), and training can't "
                 f"begin again at version {first_version}: the steps before "
-                f"version {self.published[0].policy_version} are not read any more; put back "
+                f"version {self.published[0].policy_version} can no longer be read; restore "
                 "one of these objects, or start a run with a new run.id "
                 "from the newest published weights"
             )
 
     def apply_checkpoint(self, extra: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's offsets and id window: they hold even where the control log was
-        cut off or is behind.
+        """Take the offsets and the id window of a checkpoint: they hold even where the control log
+        was truncated or is behind.
         """
         self.ended_group_ids |= set(extra["id_window"])
         self.checkpoint_positions = {
@@ -184,8 +184,8 @@ class TrainingHistory:
         self.forgotten_step = extra.get("forgotten_step", -1)
 
     def positions(self) -> dict[tuple[str, int], int]:
-        """Where reading the trainer's input goes on, by entity and partition: below it everything
-        was decided.
+        """Return the next offset of the trainer's input, by entity and partition: everything below
+        it was processed.
         """
         positions = dict(self.checkpoint_positions)
         for step in self.steps:
@@ -196,8 +196,8 @@ class TrainingHistory:
 def advance_positions(
     positions: dict[tuple[str, int], int], consumed: Iterable[TopicOffset]
 ) -> None:
-    """Move positions, by entity and partition, to what a step has consumed; none goes back. An
-    imported log still names its first run's topics.
+    """Move positions, by entity and partition, forward to the offsets that a step consumed. The log
+    of an imported run still names the topics of the original run.
     """
     for at in consumed:
         place = (TopicPlan.parse_entity(at.topic), at.partition)
@@ -205,11 +205,11 @@ def advance_positions(
 
 
 def _read_since_checkpoint(reader: LogReader, worker: Worker) -> list[PolicyVersionPublished]:
-    """Return the publications since the version of the oldest checkpoint that is kept; all of them
-    where there is none.
+    """Return the publications since the version of the oldest kept checkpoint; all of them where no
+    checkpoint is named.
 
-    A step names the newest checkpoint of its time. So the newest step leads to one, and the step
-    that was trained first behind that one to the one before it.
+    A step names the newest checkpoint of its time. So the newest step leads to one checkpoint, and
+    the first step that was trained after that checkpoint leads to the one before it.
     """
     found = newest_publications(
         reader, worker.plan, worker.decode, enough=lambda found: len(found) > 1
@@ -224,7 +224,9 @@ def _read_since_checkpoint(reader: LogReader, worker: Worker) -> list[PolicyVers
     return found
 
 
-def _read_since_version(version: int, reader: LogReader, worker: Worker) -> list[PolicyVersionPublished]:
+def _read_since_version(
+    version: int, reader: LogReader, worker: Worker
+) -> list[PolicyVersionPublished]:
     """Return the publications since that of a version."""
     found = newest_publications(
         reader,

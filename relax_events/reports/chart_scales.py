@@ -38,7 +38,9 @@ class Bucket:
         return (self.first + self.last) / 2
 
 
-def bucketed(steps: Sequence[int], values: Sequence[float | None], *, limit: int) -> list[Bucket]:
+def bucket_curve(
+    steps: Sequence[int], values: Sequence[float | None], *, limit: int
+) -> list[Bucket]:
     """Gather a curve into at most `limit` buckets of equally many steps; each step is a bucket
     while there are no more than that.
     """
@@ -54,7 +56,7 @@ def bucketed(steps: Sequence[int], values: Sequence[float | None], *, limit: int
     return buckets
 
 
-def smoothed(values: Sequence[float | None], *, reach: int) -> list[float | None]:
+def moving_mean(values: Sequence[float | None], *, reach: int) -> list[float | None]:
     """Return the centred moving mean over `reach` neighbours to each side; the window is cut at the
     ends, unknown values count for nothing.
     """
@@ -100,7 +102,7 @@ def ticks(low: float, high: float, *, count: int = 5, integral: bool = False) ->
     ]
 
 
-def short_number(value: float, *, digits: int = 6) -> str:
+def format_number(value: float, *, digits: int = 6) -> str:
     """Write a number short enough for an axis, with at most so many significant digits."""
     for size, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= size:

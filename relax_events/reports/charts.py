@@ -10,10 +10,10 @@ from html import escape
 
 from relax_events.reports.chart_scales import (
     Bucket,
-    bucketed,
+    bucket_curve,
     domain,
-    short_number,
-    smoothed,
+    format_number,
+    moving_mean,
     ticks,
 )
 
@@ -54,7 +54,7 @@ class Frame:
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{self.y(tick)}" '
             f'y2="{self.y(tick)}"/>'
             f'<text class="tick" x="{LEFT - 6}" y="{self.y(tick) + 4}" '
-            f'text-anchor="end">{short_number(tick)}</text>'
+            f'text-anchor="end">{format_number(tick)}</text>'
             for tick in ticks(self.low, self.high)
         )
 
@@ -65,7 +65,7 @@ class Frame:
             f'<line class="axis" x1="{self.x(tick)}" x2="{self.x(tick)}" y1="{base}" '
             f'y2="{base + 4}"/>'
             f'<text class="tick" x="{self.x(tick)}" y="{base + 16}" '
-            f'text-anchor="middle">{short_number(tick)}</text>'
+            f'text-anchor="middle">{format_number(tick)}</text>'
             for tick in ticks(self.left, self.right, count=6, integral=True)
         )
         return f"{BASE_LINE}{marks}{axis_name(name)}"
@@ -121,9 +121,9 @@ def line_chart(
         beside: Another run's values at the same steps, drawn dashed behind the curve.
         beside_name: That run, for the caption.
     """
-    others = [] if beside is None else bucketed(steps, beside, limit=MAX_POINTS)
+    others = [] if beside is None else bucket_curve(steps, beside, limit=MAX_POINTS)
     text = text if beside is None else f"{text}; dashed: run {beside_name}"
-    buckets = bucketed(steps, values, limit=MAX_POINTS)
+    buckets = bucket_curve(steps, values, limit=MAX_POINTS)
     lows, highs = (
         [bucket.low for bucket in buckets if bucket.low is not None],
         [bucket.high for bucket in buckets if bucket.high is not None],
@@ -136,13 +136,13 @@ def line_chart(
     strong = [bucket.mean for bucket in buckets]
     parts = [frame.vertical(), frame.horizontal("train step")]
     if others:
-        shown = smoothed(means, reach=max(len(others) // 20, 1)) if smooth else means
+        shown = moving_mean(means, reach=max(len(others) // 20, 1)) if smooth else means
         parts.append(f'<path class="line beside" d="{path(frame, others, shown)}"/>')
     if len(buckets) < len(steps):
         parts.append(f'<path class="band" d="{band(frame, buckets)}"/>')
     elif smooth and len(buckets) > 2:
         parts.append(f'<path class="line pale" d="{path(frame, buckets, strong)}"/>')
-        strong = smoothed(strong, reach=max(len(buckets) // 20, 1))
+        strong = moving_mean(strong, reach=max(len(buckets) // 20, 1))
     parts.append(f'<path class="line" d="{path(frame, buckets, strong)}"/>')
     parts += points(frame, buckets)
     return figure(title, text, "".join(parts))
@@ -186,13 +186,13 @@ def points(frame: Frame, buckets: Sequence[Bucket]) -> list[str]:
         spread = (
             ""
             if bucket.first == bucket.last
-            else f" ({short_number(bucket.low or 0.0)} to {short_number(bucket.high or 0.0)})"
+            else f" ({format_number(bucket.low or 0.0)} to {format_number(bucket.high or 0.0)})"
         )
         drawn.append(
             f'<g><rect class="hit" x="{x - width / 2:.2f}" y="{TOP}" width="{width:.2f}" '
             f'height="{HEIGHT - TOP - BOTTOM}"/>'
             f'<circle class="{kind}" cx="{x}" cy="{frame.y(bucket.mean)}" r="2.5"/>'
-            f"<title>{bucket.name}: {short_number(bucket.mean)}{spread}</title></g>"
+            f"<title>{bucket.name}: {format_number(bucket.mean)}{spread}</title></g>"
         )
     return drawn
 
@@ -218,12 +218,12 @@ def bar_chart(title: str, text: str, bars: Mapping[str, float], *, axis: str) ->
         parts.append(
             f'<g><rect class="c0" x="{centre - thick / 2:.2f}" y="{top}" width="{thick:.2f}" '
             f'height="{HEIGHT - BOTTOM - top:.2f}"/>'
-            f"<title>{escape(name)}: {short_number(value)} ({value / total:.1%})</title></g>"
+            f"<title>{escape(name)}: {format_number(value)} ({value / total:.1%})</title></g>"
         )
         if len(bars) <= 12:
             parts.append(
                 f'<text class="value" x="{centre:.2f}" y="{top - 4:.2f}" '
-                f'text-anchor="middle">{short_number(value, digits=4)}</text>'
+                f'text-anchor="middle">{format_number(value, digits=4)}</text>'
             )
         if place % max(len(bars) // 12, 1) == 0:
             parts.append(
@@ -245,7 +245,7 @@ def stacked_chart(
         steps: Train steps, growing.
         layers: Values by name, one for each step, none below 0; the first lies at the bottom.
     """
-    columns = {name: bucketed(steps, values, limit=MAX_BARS) for name, values in layers.items()}
+    columns = {name: bucket_curve(steps, values, limit=MAX_BARS) for name, values in layers.items()}
     buckets = next(iter(columns.values()), [])
     sums = [
         sum(column[place].mean or 0.0 for column in columns.values())
@@ -264,7 +264,9 @@ def stacked_chart(
             value = bucket.mean or 0.0
             top, bottom = frame.y(floors[place] + value), frame.y(floors[place])
             floors[place] += value
-            hover = f"<title>{bucket.name}, {escape(name)}: {short_number(value, digits=4)}</title>"
+            hover = (
+                f"<title>{bucket.name}, {escape(name)}: {format_number(value, digits=4)}</title>"
+            )
             parts.append(
                 f'<rect class="c{colour % NUM_COLOURS}" '
                 f'x="{LEFT + place * width + gap / 2:.2f}" y="{top}" '
@@ -284,7 +286,7 @@ def shares_bar(shares: Mapping[str, float]) -> str:
         parts.append(
             f'<rect class="c{colour % NUM_COLOURS}" x="{left:.3f}" y="0" width="{width:.3f}" '
             'height="4">'
-            f"<title>{escape(name)}: {short_number(value, digits=4)} "
+            f"<title>{escape(name)}: {format_number(value, digits=4)} "
             f"({value / total:.1%})</title></rect>"
         )
         left += width

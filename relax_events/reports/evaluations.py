@@ -22,7 +22,7 @@ def read_evaluations(log: RunLog) -> list[dict[str, Any]]:
     return evaluation_rows(first.values())
 
 
-def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def build_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return heads and cells of a table of evaluations."""
     ks = sorted({k for row in rows for k in row["pass_at_k"]}, key=int)
     heads = [
@@ -44,10 +44,10 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list
             row["dataset"],
             str(row["num_prompts"]),
             str(row["samples_per_prompt"]),
-            _figure(row["reward_mean"]),
-            _figure(row["reward_stderr"]),
-            *(_figure(row["pass_at_k"].get(k)) for k in ks),
-            _figure(row["completion_tokens_mean"], digits=1),
+            _format(row["reward_mean"]),
+            _format(row["reward_stderr"]),
+            *(_format(row["pass_at_k"].get(k)) for k in ks),
+            _format(row["completion_tokens_mean"], digits=1),
             *(str(row[f"num_{name}"]) for name in ("truncated", "unscored", "refused")),
         ]
         for row in rows
@@ -55,5 +55,5 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list
     return heads, cells
 
 
-def _figure(value: float | None, *, digits: int = 3) -> str:
+def _format(value: float | None, *, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"

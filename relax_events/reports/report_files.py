@@ -41,7 +41,7 @@ curves: Lists with one entry per step in order: `train_step`, every figure of th
     critic its figures stand here as well.
 source: Of a run that goes back to another: its `run_id`, the `from_version`, and its `curves` at
     the same train steps, None where it has none. None for a run of its own.
-prompts_passed_over: Rows of the prompt stream that were not issued, by reason.
+prompts_skipped: Rows of the prompt stream that were not issued, by reason.
 evaluations: One for each version and dataset, oldest version first, as `PolicyEvaluated` has it,
     less the digests.
 weights_digests: SHA-256 of the weights that each step published, hexadecimal.
@@ -71,7 +71,7 @@ from relax_events.events.parts import now_micros
 from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState, count_samples, max_sample_staleness
-from relax_events.reports.report_page import report_page
+from relax_events.reports.report_page import render_report
 from relax_events.runtime.private_files import write_private
 from relax_events.runtime.run_description import config_digest
 from relax_events.session.resume import settings_history
@@ -129,7 +129,7 @@ def write_report(
     )
     write_private(
         config.run_directory / "report.html",
-        report_page(report, samples=samples).encode(errors="replace"),
+        render_report(report, samples=samples).encode(errors="replace"),
     )
     return report
 
@@ -211,16 +211,16 @@ def evaluation_rows(evaluations: Iterable[PolicyEvaluated]) -> list[dict[str, An
 
 def step_curves(steps: Sequence[TrainStepCommitted], *, started_at: int) -> dict[str, Any]:
     """Return the run's curves, one entry per step; see the module's docstring."""
-    names = list(dict.fromkeys(["reward_mean", *(name for step in steps for name in step.figures)]))
+    names = list(dict.fromkeys(["reward_mean", *(name for step in steps for name in step.metrics)]))
     phases = list(dict.fromkeys(phase for step in steps for phase in step.phase_seconds))
     seconds = step_seconds(steps, started_at=started_at)
     return {
         "train_step": [step.train_step for step in steps],
-        **{name: [finite(step.figures.get(name)) for step in steps] for name in names},
+        **{name: [finite(step.metrics.get(name)) for step in steps] for name in names},
         "staleness_max": [max_sample_staleness(step) for step in steps],
         "step_seconds": seconds,
         "tokens_per_second": [
-            ratio(step.figures.get("num_tokens"), spent)
+            ratio(step.metrics.get("num_tokens"), spent)
             for step, spent in zip(steps, seconds, strict=True)
         ],
         "phase_seconds": {
@@ -267,7 +267,7 @@ def throughput(
     mine = [place for place, step in enumerate(steps) if step.committed_at >= started_at] or list(
         range(len(steps))
     )
-    tokens = [step.figures.get("num_tokens", 0.0) for step in steps]
+    tokens = [step.metrics.get("num_tokens", 0.0) for step in steps]
     seconds = math.fsum(curves["step_seconds"][place] for place in mine)
     return {
         "tokens_trained": sum(tokens),

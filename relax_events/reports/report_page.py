@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from relax_events.reports.chart_scales import short_number
+from relax_events.reports.chart_scales import format_number
 from relax_events.reports.charts import (
     NUM_COLOURS,
     bar_chart,
@@ -64,12 +64,12 @@ CURVES = {  # figure -> title, definition
     ),
     "tokens_per_second": ("Throughput", "trained tokens per second, prompt and completion"),
 }
-OF_A_TEACHER = {"teacher_kl", "distill_loss"}
+TEACHER_METRICS = {"teacher_kl", "distill_loss"}
 """Drawn where a run has one: all zeros say that it has none."""
 SMOOTHED = {"reward_mean", "loss", "grad_norm", "completion_tokens_mean", "tokens_per_second"}
 
 
-def report_page(report: Mapping[str, Any], *, samples: str = "") -> str:
+def render_report(report: Mapping[str, Any], *, samples: str = "") -> str:
     """Return the page for a report as `build_report` makes it; figures that are None are shown as a
     dash.
 
@@ -78,19 +78,19 @@ def report_page(report: Mapping[str, Any], *, samples: str = "") -> str:
         samples: Some samples of the run, as HTML.
     """
     parts = [
-        header(report),
-        tiles(report),
-        ledger(report),
-        charts(report),
+        render_header(report),
+        render_tiles(report),
+        render_ledger(report),
+        render_charts(report),
         samples,
-        evaluations(report),
-        phases(report),
-        details(report),
+        render_evaluations(report),
+        render_phases(report),
+        render_run_file(report),
     ]
-    return html_page(f"Run {report['run_id']}", "\n".join(parts))
+    return render_page(f"Run {report['run_id']}", "\n".join(parts))
 
 
-def html_page(title: str, body: str) -> str:
+def render_page(title: str, body: str) -> str:
     """Return a whole page; browsers are told to let it reach nothing outside of itself, and run no
     scripts.
     """
@@ -104,7 +104,7 @@ def html_page(title: str, body: str) -> str:
     )
 
 
-def header(report: Mapping[str, Any]) -> str:
+def render_header(report: Mapping[str, Any]) -> str:
     """Say which run it was, and how it ended."""
     verdict = (
         '<span class="verdict good">goal reached</span>'
@@ -121,14 +121,14 @@ def header(report: Mapping[str, Any]) -> str:
     )
 
 
-def tiles(report: Mapping[str, Any]) -> str:
+def render_tiles(report: Mapping[str, Any]) -> str:
     """Show the key figures."""
     outcomes = report["outcomes"]
     ends = ", ".join(
         f"{outcomes[name]:,} {name.replace('_', ' ')}"
         for name in ("filtered", "expired", "failed", "in_flight")
     )
-    passed_over = report["prompts_passed_over"]
+    passed_over = report["prompts_skipped"]
     reasons = (
         ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in passed_over.items())
         or "no filter took any"
@@ -140,11 +140,11 @@ def tiles(report: Mapping[str, Any]) -> str:
             f"{report['steps']:,} of {report['num_steps']:,}",
             f"policy version {report['policy_version']}",
         ),
-        ("wall time", duration(report["total_seconds"]), _time_text(report)),
+        ("wall time", format_duration(report["total_seconds"]), _time_text(report)),
         (
             "tokens per second",
-            number(report["tokens_per_second"]),
-            f"{number(report['samples_per_second'])} samples per second",
+            format_metric(report["tokens_per_second"]),
+            f"{format_metric(report['samples_per_second'])} samples per second",
         ),
         (
             "prompt groups trained",
@@ -169,7 +169,7 @@ def tiles(report: Mapping[str, Any]) -> str:
         ),
         (
             "staleness",
-            number(report["staleness_mean"], 3),
+            format_metric(report["staleness_mean"], 3),
             f"max {report['staleness_max']}, bound {report['max_staleness']} versions",
         ),
     ]
@@ -187,10 +187,10 @@ def _time_text(report: Mapping[str, Any]) -> str:
     """Say what the time was spent on: train steps of this invocation, which is all there is unless
     the run was resumed.
     """
-    trained = f"{duration(report['train_seconds'])} of it in train steps"
+    trained = f"{format_duration(report['train_seconds'])} of it in train steps"
     if report["steps_of_session"] == report["steps"]:
         return trained
-    return f"since it was resumed {duration(report['wall_seconds'])}, {trained}"
+    return f"since it was resumed {format_duration(report['wall_seconds'])}, {trained}"
 
 
 def learning_tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -200,25 +200,25 @@ def learning_tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         return [
             (
                 "loss",
-                f"{number(losses[0], 3)} &rarr; {number(losses[-1], 3)}",
+                f"{format_metric(losses[0], 3)} &rarr; {format_metric(losses[-1], 3)}",
                 "first step, last step",
             )
         ]
     return [
         (
             "reward",
-            f"{number(report['reward_first'], 3)} &rarr; {number(report['reward_last'], 3)}",
+            f"{format_metric(report['reward_first'], 3)} &rarr; {format_metric(report['reward_last'], 3)}",
             "first step, last step",
         ),
         (
             "reward, 10 steps",
-            f"{number(report['reward_first_10'], 3)} &rarr; {number(report['reward_last_10'], 3)}",
+            f"{format_metric(report['reward_first_10'], 3)} &rarr; {format_metric(report['reward_last_10'], 3)}",
             "first ten, last ten",
         ),
     ]
 
 
-def ledger(report: Mapping[str, Any]) -> str:
+def render_ledger(report: Mapping[str, Any]) -> str:
     """Show what the ledger proved, or found."""
     problems = report["ledger_problems"]
     if not problems:
@@ -234,7 +234,7 @@ def ledger(report: Mapping[str, Any]) -> str:
     )
 
 
-def charts(report: Mapping[str, Any]) -> str:
+def render_charts(report: Mapping[str, Any]) -> str:
     """Draw the curves, the staleness of all samples, and how prompt groups ended."""
     curves, steps = report["curves"], report["curves"]["train_step"]
     source = report["source"] or {"run_id": "", "curves": {}}
@@ -253,7 +253,7 @@ def charts(report: Mapping[str, Any]) -> str:
             any(value is not None for value in curves.get(name, ()))
             or (name in curves and not steps)
         )
-        and (name not in OF_A_TEACHER or any(curves[name]))
+        and (name not in TEACHER_METRICS or any(curves[name]))
     ]
     ages = {str(age): count for age, count in enumerate(report["staleness_counts"])}
     drawn.append(
@@ -280,7 +280,7 @@ def charts(report: Mapping[str, Any]) -> str:
     return '<h2>Training</h2><div class="charts">' + "".join(drawn) + "</div>"
 
 
-def evaluations(report: Mapping[str, Any]) -> str:
+def render_evaluations(report: Mapping[str, Any]) -> str:
     """Draw what each dataset says about the policy versions; nothing where none was evaluated."""
     drawn = []
     for name in dict.fromkeys(row["dataset"] for row in report["evaluations"]):
@@ -316,7 +316,7 @@ def evaluations(report: Mapping[str, Any]) -> str:
     return '<h2>Evaluation</h2><div class="charts">' + "".join(drawn) + "</div>" if drawn else ""
 
 
-def phases(report: Mapping[str, Any]) -> str:
+def render_phases(report: Mapping[str, Any]) -> str:
     """Show where the trainer's time went, largest phase first."""
     totals = dict(sorted(report["phase_seconds"].items(), key=lambda item: -item[1]))
     layers = {name: report["curves"]["phase_seconds"][name] for name in totals}
@@ -335,7 +335,7 @@ def phases(report: Mapping[str, Any]) -> str:
     return f'<h2>Where the time went</h2><div class="charts">{chart}{table}</div>'
 
 
-def details(report: Mapping[str, Any]) -> str:
+def render_run_file(report: Mapping[str, Any]) -> str:
     """Show the run file as resolved, and the digest of the newest weights."""
     text = orjson.dumps(report["config"], option=orjson.OPT_INDENT_2).decode()
     newest = report["weights_digests"][-1] if report["weights_digests"] else "-"
@@ -352,12 +352,12 @@ def details(report: Mapping[str, Any]) -> str:
     )
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def format_metric(value: float | None, digits: int = 4) -> str:
     """Write a figure with so many significant digits; a dash when it is not known."""
-    return "-" if value is None else short_number(value, digits=digits)
+    return "-" if value is None else format_number(value, digits=digits)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Write a duration for people."""
     if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"

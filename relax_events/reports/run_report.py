@@ -15,13 +15,6 @@ from typing import Any
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import now_micros
-from relax_events.events.types import (
-    MetricsReported,
-    PolicyEvaluated,
-    RunCommanded,
-    RunDescribed,
-    TrainStepCommitted,
-)
 from relax_events.history.ledger import read_ledger
 from relax_events.history.run_log import RunLog
 from relax_events.history.runs.replay import read_source_curves
@@ -29,10 +22,9 @@ from relax_events.projections.base import apply_events
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import write_report
-from relax_events.reports.sample_page import report_samples
-from relax_events.session.records import SESSIONS_FILE, session_seconds, parse_sessions
+from relax_events.reports.sample_page import render_report_samples
+from relax_events.session.records import SESSIONS_FILE, parse_sessions, session_seconds
 from relax_events.topics.plan import METRICS
-
 
 REPORTED_ENTITIES = (
     "control.policy-versions",
@@ -57,11 +49,11 @@ def read_state(config: RunConfig) -> RunState:
 
 
 MICROS = 1e6
-STANDS = "it has not ended: this is how it stands"
+NOT_ENDED = "it has not ended: this is how it stands"
 TotalSeconds = Callable[[Sequence[int]], float]
 
 
-def make_report(
+def write_final_report(
     config: RunConfig,
     *,
     wall_seconds: float,
@@ -82,7 +74,7 @@ def make_report(
     steps = [step.train_step for step in state.steps]
     extras: dict[str, Any] = {
         "source": read_source_curves(config, steps),
-        "samples": report_samples(config, steps),
+        "samples": render_report_samples(config, steps),
     }
     extras["total_seconds"] = total_seconds([step.committed_at for step in state.steps])
     return write_report(
@@ -96,7 +88,7 @@ def make_report(
     ), ledger
 
 
-def remake_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
+def rewrite_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
     """Write the report of a run as its log has it: how it ended, or how it stands. Times are those
     of the newest `relax run` in its folder.
     """
@@ -126,16 +118,16 @@ def remake_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
         ledger,
         wall_seconds=seconds[-1],
         succeeded=ended is not None and ended.succeeded,
-        reason=ended.reason if ended else STANDS,
+        reason=ended.reason if ended else NOT_ENDED,
         total_seconds=sum(seconds),
         ended_at=ended_at,
         source=read_source_curves(config, steps),
-        samples=report_samples(config, steps),
+        samples=render_report_samples(config, steps),
     )
     return report, ledger
 
 
-def closing_line(report: Mapping[str, Any], folder: Path) -> str:
+def format_closing_line(report: Mapping[str, Any], folder: Path) -> str:
     """Say what came of a run: its rewards, or its loss where nothing is rewarded, over all its
     steps and sessions.
 

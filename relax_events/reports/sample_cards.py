@@ -17,10 +17,10 @@ HEAD = (
     '<tr><th>sample</th><th class="number">reward</th><th>outcome</th><th '
     'class="number">tokens</th><th>end</th><th>answer</th></tr>'
 )
-Draw = Callable[[MediaRef], str]
+RenderMedia = Callable[[MediaRef], str]
 
 
-def group_card(views: Sequence[SampleView], *, newest_version: int, draw: Draw) -> str:
+def render_group(views: Sequence[SampleView], *, newest_version: int, draw: RenderMedia) -> str:
     """Return the card of samples of one prompt group.
 
     Args:
@@ -33,27 +33,27 @@ def group_card(views: Sequence[SampleView], *, newest_version: int, draw: Draw) 
         f"version {sample.policy_version}, issued for step {sample.key.train_step}, row {sample.key.row} "
         "of the prompt stream"
     )
-    prompt = "".join(message_html(message, draw) for message in sample.messages)
+    prompt = "".join(render_message(message, draw) for message in sample.messages)
     answer = (
-        f'<div class="message"><b>reference answer</b>{text_html(sample.answer)}</div>'
+        f'<div class="message"><b>reference answer</b>{render_text(sample.answer)}</div>'
         if sample.answer
         else ""
     )
-    rows = "".join(sample_row(view, newest_version=newest_version) for view in views)
+    rows = "".join(render_sample(view, newest_version=newest_version) for view in views)
     title = f"<h3>{escape(sample.prompt_group_id)} <small>{escape(origin)}</small></h3>"
     return f'<article class="card">{title}{prompt}{answer}<table>{HEAD}{rows}</table></article>'
 
 
-def message_html(message: ChatMessage, draw: Draw) -> str:
+def render_message(message: ChatMessage, draw: RenderMedia) -> str:
     """Return a message: its texts, and its media where they stand between them."""
     parts = "".join(
-        text_html(part.text or "") if part.media is None else draw(part.media)
+        render_text(part.text or "") if part.media is None else draw(part.media)
         for part in message.parts
     )
     return f'<div class="message"><b>{escape(message.role)}</b>{parts}</div>'
 
 
-def sample_row(view: SampleView, *, newest_version: int) -> str:
+def render_sample(view: SampleView, *, newest_version: int) -> str:
     """Return a sample as a row of the card's table."""
     sample, line = view.sample, view.line(newest_version)
     outcome = (
@@ -61,10 +61,10 @@ def sample_row(view: SampleView, *, newest_version: int) -> str:
         if line.train_step is not None
         else line.outcome
     )
-    cells = "".join(cell_html(*cell) for cell in _numbers(view, outcome))
+    cells = "".join(render_cell(*cell) for cell in _numbers(view, outcome))
     judgement = view.score.judge_response if view.score is not None else ""
-    judged = f'<div class="message"><b>judge</b>{text_html(judgement)}</div>' if judgement else ""
-    return f"<tr><td>{escape(sample.sample_id.rpartition('/')[2])}</td>{cells}<td>{text_html(sample.completion)}{judged}</td></tr>"
+    judged = f'<div class="message"><b>judge</b>{render_text(judgement)}</div>' if judgement else ""
+    return f"<tr><td>{escape(sample.sample_id.rpartition('/')[2])}</td>{cells}<td>{render_text(sample.completion)}{judged}</td></tr>"
 
 
 def _numbers(view: SampleView, outcome: str) -> Iterator[tuple[str, bool]]:
@@ -79,12 +79,12 @@ def _numbers(view: SampleView, outcome: str) -> Iterator[tuple[str, bool]]:
     yield view.sample.finish_reason.value, False
 
 
-def cell_html(text: str, is_number: bool) -> str:
+def render_cell(text: str, is_number: bool) -> str:
     """Return a cell of the table."""
     return f'<td class="number">{escape(text)}</td>' if is_number else f"<td>{escape(text)}</td>"
 
 
-def text_html(text: str) -> str:
+def render_text(text: str) -> str:
     """Return a text as it was written, cut where it is long."""
     more = f" ... ({len(text):,} characters)" if len(text) > MAX_CHARACTERS else ""
     return f'<span class="said">{escape(text[:MAX_CHARACTERS])}{more}</span>'

@@ -109,7 +109,7 @@ class Export(AbstractContextManager["Export"]):
         named.
         """
         try:
-            row = sample_row(view, newest_version=self._log.newest_version, save=self._media.save)
+            row = build_row(view, newest_version=self._log.newest_version, save=self._media.save)
             if self._tokens:
                 whole = check_out(view.sample, self._store)
                 row |= {name: getattr(whole, name) for name in TOKEN_COLUMNS}
@@ -120,7 +120,7 @@ class Export(AbstractContextManager["Export"]):
         self.num_rows += 1
 
 
-def sample_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRef], str]) -> Row:
+def build_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRef], str]) -> Row:
     """Return a sample as a row; media become relative paths.
 
     Args:
@@ -147,7 +147,7 @@ def sample_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRe
         "turn_rewards": _numbers(score.turn_rewards) if score else None,
         "reward_name": score.reward_name if score else None,
         "reward_digest": score.reward_digest if score else None,
-        "judgement": score.judge_response if score else None,
+        "judge_response": score.judge_response if score else None,
         "reward_error": score.error if score else None,
     }
 

@@ -25,7 +25,7 @@ MAX_SECONDS = 10
 Frame = UInt8[np.ndarray, "height width 3"]
 
 
-class Gallery:
+class MediaRenderer:
     """Draws media into a page, until the page holds as much as it may: what comes then is named
     only. Used by one thread.
     """
@@ -43,17 +43,17 @@ class Gallery:
         self._config, self._left = config, max_bytes
         self._store = store
         self._library: MediaLibrary | None = None
-        self.num_drawn = 0
+        self.num_rendered = 0
 
-    def drawn(self, media: MediaRef) -> str:
+    def render(self, media: MediaRef) -> str:
         """Return a piece as HTML; of one that can't be shown its name, and why."""
         name = caption(media)
         try:
             piece = self._opened().load(media)
             body = "".join(
                 [
-                    *(picture(frame) for frame in frames_of(piece)),
-                    *sounds_of(piece, self._config.model.media.audio_sample_rate),
+                    *(render_image(frame) for frame in select_frames(piece)),
+                    *render_audio(piece, self._config.model.media.audio_sample_rate),
                 ]
             )
         except (MediaError, ObjectError, EnvironmentProblem, ConfigError) as error:
@@ -67,7 +67,7 @@ class Gallery:
                 "full</figcaption></figure>"
             )
         self._left -= len(body)
-        self.num_drawn += 1
+        self.num_rendered += 1
         return f'<figure class="media">{body}<figcaption>{name}</figcaption></figure>'
 
     def _opened(self) -> MediaLibrary:
@@ -85,7 +85,7 @@ def caption(media: MediaRef) -> str:
     )
 
 
-def frames_of(piece: ProcessedMedia) -> list[Frame]:
+def select_frames(piece: ProcessedMedia) -> list[Frame]:
     """Return the picture, or frames of the clip: all that are shown to the model, or of many some
     that are spread over it.
     """
@@ -96,7 +96,7 @@ def frames_of(piece: ProcessedMedia) -> list[Frame]:
     return [frames[place] for place in chosen]
 
 
-def picture(frame: Frame) -> str:
+def render_image(frame: Frame) -> str:
     """Draw a frame as PNG, reduced where it is large."""
     try:
         from PIL import Image
@@ -110,7 +110,7 @@ def picture(frame: Frame) -> str:
     return f'<img alt="" src="{data_uri("image/png", file.getvalue())}">'
 
 
-def sounds_of(piece: ProcessedMedia, rate_hertz: int) -> list[str]:
+def render_audio(piece: ProcessedMedia, rate_hertz: int) -> list[str]:
     """Return what is heard, as WAV, or its begin."""
     if piece.samples is None:
         return []

@@ -19,9 +19,9 @@ from relax_events.history.samples.filter import SampleFilter
 from relax_events.history.samples.reader import read_samples
 from relax_events.history.samples.view import SampleView
 from relax_events.reports.report_files import replace_file
-from relax_events.reports.report_page import html_page
-from relax_events.reports.sample_cards import group_card
-from relax_events.reports.sample_media import Gallery
+from relax_events.reports.report_page import render_page
+from relax_events.reports.sample_cards import render_group
+from relax_events.reports.sample_media import MediaRenderer
 
 log = structlog.get_logger()
 MIB = 1024**2
@@ -29,7 +29,7 @@ MAX_SAMPLES = 1000
 """Of a page: a browser has to hold them."""
 PAGE_BYTES, REPORT_BYTES = 32 * MIB, 4 * MIB
 """Of all media on a page, and in a report."""
-REPORT_GROUPS, REPORT_SAMPLES, LOOKED_AT = 3, 4, 256
+REPORT_GROUPS, REPORT_SAMPLES, MAX_CONSIDERED = 3, 4, 256
 """Prompt groups of a step that a report shows, samples of each, and how many samples it chooses
 from."""
 
@@ -47,7 +47,7 @@ class SamplePage(AbstractContextManager["SamplePage"]):
             path: The file.
         """
         self._log, self._path = log, path
-        self._gallery = Gallery(log.config, max_bytes=PAGE_BYTES)
+        self._media = MediaRenderer(log.config, max_bytes=PAGE_BYTES)
         self._groups: dict[tuple[str, int], list[SampleView]] = {}
         self.num_rows = 0
 
@@ -59,12 +59,12 @@ class SamplePage(AbstractContextManager["SamplePage"]):
     ) -> None:
         if kind is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, self._written().encode(errors="replace"))
+            replace_file(self._path, self._render().encode(errors="replace"))
 
     @property
     def num_media(self) -> int:
         """Media that the page shows."""
-        return self._gallery.num_drawn
+        return self._media.num_rendered
 
     def add(self, view: SampleView) -> None:
         """Take in a sample.
@@ -82,10 +82,10 @@ class SamplePage(AbstractContextManager["SamplePage"]):
         ).append(view)
         self.num_rows += 1
 
-    def _written(self) -> str:
+    def _render(self) -> str:
         name = f"Samples of run {self._log.config.run.id}"
-        cards = "".join(cards_of(self._groups.values(), self._log.newest_version, self._gallery))
-        return html_page(
+        cards = "".join(render_cards(self._groups.values(), self._log.newest_version, self._media))
+        return render_page(
             name,
             (
                 f"<header><h1>{name}</h1><p>{self.num_rows:,} samples of {len(self._groups):,} "
@@ -94,23 +94,23 @@ class SamplePage(AbstractContextManager["SamplePage"]):
         )
 
 
-def cards_of(
-    groups: Iterable[list[SampleView]], newest_version: int, gallery: Gallery
+def render_cards(
+    groups: Iterable[list[SampleView]], newest_version: int, gallery: MediaRenderer
 ) -> list[str]:
     """Return the cards of prompt groups."""
     return [
-        group_card(views, newest_version=newest_version, draw=gallery.drawn) for views in groups
+        render_group(views, newest_version=newest_version, draw=gallery.render) for views in groups
     ]
 
 
-def report_samples(config: RunConfig, train_steps: Iterable[int]) -> str:
+def render_report_samples(config: RunConfig, train_steps: Iterable[int]) -> str:
     """Return some samples of the first and of the newest train step for the run's report; nothing
     where they can't be read any more.
     """
     steps = sorted(train_steps)
     try:
         with RunLog(config, name="report") as run_log:
-            gallery = Gallery(config, max_bytes=REPORT_BYTES)
+            gallery = MediaRenderer(config, max_bytes=REPORT_BYTES)
             parts = [
                 _of_step(run_log, step, gallery)
                 for step in dict.fromkeys([*steps[:1], *steps[-1:]])
@@ -121,16 +121,16 @@ def report_samples(config: RunConfig, train_steps: Iterable[int]) -> str:
     return "".join(parts)
 
 
-def _of_step(run_log: RunLog, step: int, gallery: Gallery) -> str:
+def _of_step(run_log: RunLog, step: int, gallery: MediaRenderer) -> str:
     groups: dict[tuple[str, int], list[SampleView]] = {}
-    for view in islice(read_samples(run_log, SampleFilter(train_step=step)), LOOKED_AT):
+    for view in islice(read_samples(run_log, SampleFilter(train_step=step)), MAX_CONSIDERED):
         groups.setdefault((view.sample.prompt_group_id, view.sample.policy_version), []).append(
             view
         )
     chosen = [best_and_worst(views) for views in islice(groups.values(), REPORT_GROUPS)]
     return (
         f"<h2>Samples of step {step}</h2>"
-        + "".join(cards_of(chosen, run_log.newest_version, gallery))
+        + "".join(render_cards(chosen, run_log.newest_version, gallery))
         if chosen
         else ""
     )

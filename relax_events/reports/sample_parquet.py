@@ -28,7 +28,7 @@ COLUMNS = {
     "turn_rewards": pa.list_(pa.float64()),
     "reward_name": pa.string(),
     "reward_digest": pa.string(),
-    "judgement": pa.string(),
+    "judge_response": pa.string(),
     "reward_error": pa.string(),
     "prompt": pa.string(),
     "messages": pa.list_(MESSAGE),

@@ -15,9 +15,9 @@ from relax_events.errors import BrokerError
 from relax_events.events.parts import now_micros
 from relax_events.history.live_run import RunFollower, silent_micros
 from relax_events.kafka.admin import Admin
-from relax_events.ops.consumer_lag import consumer_lag
+from relax_events.ops.consumer_lag import read_slot_lag
 from relax_events.reports.terminal import ProgressDisplay
-from relax_events.reports.terminal_values import ProgressFigures, WorkerRow, WorkerTable
+from relax_events.reports.terminal_values import ProgressMetrics, WorkerRow, WorkerTable
 
 log = structlog.get_logger()
 LAG_TIMEOUT_SECONDS = 5.0
@@ -34,9 +34,9 @@ class RunStatus:
     """
 
     run_id: str
-    standing: str
+    status: str
     reason: str
-    figures: ProgressFigures
+    progress: ProgressMetrics
     workers: list[WorkerRow]
     lag: Mapping[str, Mapping[int, int]]
 
@@ -55,7 +55,7 @@ class RunStatus:
             processed,
             in_flight,
             worker.records_per_second,
-            worker.beat_age_seconds,
+            worker.heartbeat_age_seconds,
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -72,12 +72,12 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         Args:
             config: The run, with the broker's address and the principal filled in.
         """
-        self._config, self._watch = config, RunFollower(config, name="status")
+        self._config, self._run = config, RunFollower(config, name="status")
 
     def __enter__(self) -> Self:
-        self._watch.__enter__()
+        self._run.__enter__()
         self._admin = Admin(
-            replace(self._watch.connection, request_timeout_seconds=LAG_TIMEOUT_SECONDS)
+            replace(self._run.connection, request_timeout_seconds=LAG_TIMEOUT_SECONDS)
         )
         return self
 
@@ -88,23 +88,21 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         trace: TracebackType | None,
     ) -> None:
         self._admin.close()
-        self._watch.__exit__(kind, error, trace)
+        self._run.__exit__(kind, error, trace)
 
     def read(self) -> RunStatus:
         """Return how the run stands now."""
         lag = self._lag()
-        with self._watch.lock:
-            state, alive = self._watch.state, dict.fromkeys(self._watch.alive(), True)
-            workers = WorkerTable(self._config, since_micros=self._beats_since()).rows(
+        with self._run.lock:
+            state, alive = self._run.state, dict.fromkeys(self._run.alive(), True)
+            workers = WorkerTable(self._config, since_micros=self._heartbeats_since()).rows(
                 state, alive=alive, now_micros=now_micros()
             )
-            figures = ProgressFigures.of(
+            figures = ProgressMetrics.from_state(
                 self._config, state, lag=lag, since_micros=state.resumed_at
             )
             reason = state.ended.reason if state.ended is not None else ""
-            return RunStatus(
-                self._config.run.id, self._watch.status, reason, figures, workers, lag
-            )
+            return RunStatus(self._config.run.id, self._run.status, reason, figures, workers, lag)
 
     def show(self, stream: TextIO, *, turn_seconds: float) -> None:
         """Draw the run on a terminal until it has ended.
@@ -113,26 +111,26 @@ class StatusReader(AbstractContextManager["StatusReader"]):
             stream: The terminal.
             turn_seconds: Between two pictures.
         """
-        since = self._watch.state.resumed_at
+        since = self._run.state.resumed_at
         with ProgressDisplay(
             self._config,
             tty=True,
             stream=stream,
             steps_since=since,
-            beats_since=self._beats_since(),
+            beats_since=self._heartbeats_since(),
         ) as display:
             while True:
                 lag = self._lag()
-                with self._watch.lock:
+                with self._run.lock:
                     display.update(
-                        self._watch.state, lag=lag, alive=dict.fromkeys(self._watch.alive(), True)
+                        self._run.state, lag=lag, alive=dict.fromkeys(self._run.alive(), True)
                     )
-                if self._watch.wait_for(
-                    lambda: self._watch.state.ended is not None, timeout_seconds=turn_seconds
+                if self._run.wait_for(
+                    lambda: self._run.state.ended is not None, timeout_seconds=turn_seconds
                 ):
                     return
 
-    def _beats_since(self) -> int:
+    def _heartbeats_since(self) -> int:
         """Return since when a worker must have sent a heartbeat to be shown: the log keeps the last
         one of every worker there ever was.
         """
@@ -140,7 +138,7 @@ class StatusReader(AbstractContextManager["StatusReader"]):
 
     def _lag(self) -> Mapping[str, Mapping[int, int]]:
         try:
-            return consumer_lag(self._config, self._admin)
+            return read_slot_lag(self._config, self._admin)
         except BrokerError as error:
             log.debug("lag.unknown", error=str(error))
             return {}

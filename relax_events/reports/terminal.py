@@ -14,7 +14,7 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import now_micros
 from relax_events.printable import printable
 from relax_events.projections.run_state import RunState
-from relax_events.reports.terminal_values import ProgressFigures, WorkerRow, WorkerTable
+from relax_events.reports.terminal_values import ProgressMetrics, WorkerRow, WorkerTable
 from relax_events.topics import count_slots
 
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ Lag = Mapping[str, Mapping[int, int]]
 Clock = Callable[[], float]
 
 
-class Surface(Protocol):
+class ProgressOutput(Protocol):
     """Where progress is shown."""
 
     def show(
-        self, figures: ProgressFigures, workers: list[WorkerRow], *, lag: Lag, is_last: bool
+        self, figures: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
     ) -> None:
         """Show the run as it stands; the last call stays for good."""
 
-    def note(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line that stays."""
 
     def close(self) -> None:
@@ -74,8 +74,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._workers = WorkerTable(
             config, since_micros=now_micros() if beats_since is None else beats_since
         )
-        self._surface: Surface = (
-            PanelSurface(config, stream, clock) if tty else LineSurface(stream, clock)
+        self._surface: ProgressOutput = (
+            PanelOutput(config, stream, clock) if tty else LineOutput(stream, clock)
         )
         self._newest: tuple[RunState, Lag, Mapping[str, bool]] | None = None
 
@@ -91,9 +91,9 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._newest = (state, lag, alive)
         self._show(is_last=False)
 
-    def note(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the live picture."""
-        self._surface.note(text)
+        self._surface.print_line(text)
 
     def __exit__(
         self,
@@ -112,12 +112,12 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if self._newest is None:
             return
         state, lag, alive = self._newest
-        figures = ProgressFigures.of(self._config, state, lag=lag, since_micros=self._since)
+        figures = ProgressMetrics.from_state(self._config, state, lag=lag, since_micros=self._since)
         workers = self._workers.rows(state, alive=alive, now_micros=now_micros())
         self._surface.show(figures, workers, lag=lag, is_last=is_last)
 
 
-class PanelSurface:
+class PanelOutput:
     """A picture that is redrawn in place. It takes the terminal with the first state, so that what
     runs before it may draw too.
     """
@@ -131,7 +131,7 @@ class PanelSurface:
         self._opened = clock()
 
     def show(
-        self, figures: ProgressFigures, workers: list[WorkerRow], *, lag: Lag, is_last: bool
+        self, figures: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
     ) -> None:
         """Redraw."""
         from rich.live import Live
@@ -141,7 +141,7 @@ class PanelSurface:
         panel = ProgressPanel(
             run_id=self._config.run.id,
             elapsed_seconds=self._clock() - self._opened,
-            figures=figures,
+            metrics=figures,
             workers=workers,
             lag=lag,
             num_slots=count_slots(self._config.run.max_staleness),
@@ -151,7 +151,7 @@ class PanelSurface:
             self._live.start()
         self._live.update(panel, refresh=not is_last)  # closing draws it once more
 
-    def note(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the picture."""
         self._console.print(printable(text), markup=False, highlight=False)
 
@@ -161,7 +161,7 @@ class PanelSurface:
             self._live.stop()
 
 
-class LineSurface:
+class LineOutput:
     """Plain lines for a log: the first step, then every few seconds or tenth of the run while steps
     come, and the last.
 
@@ -174,15 +174,15 @@ class LineSurface:
         self._shown_step = 0
 
     def show(
-        self, figures: ProgressFigures, workers: list[WorkerRow], *, lag: Lag, is_last: bool
+        self, figures: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
     ) -> None:
         """Print a line if one is due."""
         del lag  # its sum is in the figures
         if self._is_due(figures, is_last=is_last):
             self._shown_at, self._shown_step = self._clock(), figures.step
-            self.note(progress_line(figures, workers))
+            self.print_line(format_progress(figures, workers))
 
-    def _is_due(self, figures: ProgressFigures, *, is_last: bool) -> bool:
+    def _is_due(self, figures: ProgressMetrics, *, is_last: bool) -> bool:
         waited = self._clock() - self._shown_at
         if figures.step <= self._shown_step:
             return waited >= QUIET_SECONDS and not is_last
@@ -191,7 +191,7 @@ class LineSurface:
         is_far = figures.step - self._shown_step >= LINE_STEP_RATIO * figures.num_steps
         return waited >= (LINE_LEAST_SECONDS if is_far else LINE_SECONDS)
 
-    def note(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line."""
         print(printable(text), file=self._stream, flush=True)
 
@@ -199,13 +199,13 @@ class LineSurface:
         """Leave the stream as it is."""
 
 
-def progress_line(figures: ProgressFigures, workers: list[WorkerRow]) -> str:
+def format_progress(figures: ProgressMetrics, workers: list[WorkerRow]) -> str:
     """Write a run's progress in one line; workers are named when one is not well."""
     parts = [f"step {figures.step}/{figures.num_steps}"]
     if figures.step:
-        parts += [f"{name} {_figure(value)}" for name, value in figures.learning.items()]
+        parts += [f"{name} {_format(value)}" for name, value in figures.learning_metrics.items()]
         parts.append(
-            f"staleness {_figure(figures.staleness_mean)} max {_figure(figures.staleness_max)}"
+            f"staleness {_format(figures.staleness_mean)} max {_format(figures.staleness_max)}"
         )
         parts.append(
             "tokens/s "
@@ -216,13 +216,13 @@ def progress_line(figures: ProgressFigures, workers: list[WorkerRow]) -> str:
             "no train step yet",
             (
                 "workers "
-                f"{sum(row.beat_age_seconds is not None for row in workers)}/{len(workers)} ready"
+                f"{sum(row.heartbeat_age_seconds is not None for row in workers)}/{len(workers)} ready"
             ),
         ]
     parts.append(f"lag {figures.num_lagging}")
-    parts += [f"{row.worker_id} {row.state}" for row in workers if not row.is_well]
+    parts += [f"{row.worker_id} {row.state}" for row in workers if not row.is_healthy]
     return "  ".join(parts)
 
 
-def _figure(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"

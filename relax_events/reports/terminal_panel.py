@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from relax_events.reports.terminal_values import ProgressFigures, WorkerRow
+from relax_events.reports.terminal_values import ProgressMetrics, WorkerRow
 from relax_events.topics import compute_slot
 
 BLOCKS = "".join(chr(0x2581 + height) for height in range(8))
@@ -36,7 +36,7 @@ class ProgressPanel:
 
     run_id: str
     elapsed_seconds: float
-    figures: ProgressFigures
+    metrics: ProgressMetrics
     workers: Sequence[WorkerRow]
     lag: Mapping[str, Mapping[int, int]]
     num_slots: int
@@ -61,7 +61,7 @@ class ProgressPanel:
         yield Group(*parts)
 
     def _frame(self, options: ConsoleOptions) -> Panel:
-        figures = self.figures
+        figures = self.metrics
         inner = options.max_width - 4
         head = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, 1, None, None):
@@ -72,9 +72,9 @@ class ProgressPanel:
             Text(f"step {figures.step}/{figures.num_steps}", "bold"),
             bar,
             f"{done:.0%}",
-            f"ETA {clock(figures.remaining_seconds)}",
+            f"ETA {format_clock(figures.remaining_seconds)}",
         )
-        first, pace = reward_line(figures), pace_line(figures)
+        first, pace = format_learning(figures), format_pace(figures)
         spark = sparkline(
             figures.rewards[-max(inner - first.cell_len - 2, 0) :],
             blocks=ASCII_BLOCKS if options.ascii_only else BLOCKS,
@@ -83,7 +83,7 @@ class ProgressPanel:
             head,
             Text.assemble(first, "  ", (spark, "cyan"), no_wrap=True),
             pace,
-            outcome_line(figures),
+            format_outcomes(figures),
         )
         title, box = (
             Text(f"relax run {self.run_id}", "bold"),
@@ -93,7 +93,7 @@ class ProgressPanel:
             body,
             title=title,
             title_align="left",
-            subtitle=clock(self.elapsed_seconds),
+            subtitle=format_clock(self.elapsed_seconds),
             subtitle_align="right",
             box=box,
         )
@@ -105,7 +105,7 @@ class ProgressPanel:
             table.add_column(
                 name, justify="left" if name in ("worker", "state") else "right", no_wrap=True
             )
-        shown, num_hidden = fit(self.workers, room)
+        shown, num_hidden = select_workers(self.workers, room)
         for row in shown:
             table.add_row(*(WORKER_COLUMNS[name][1](row) for name in columns))
         if num_hidden:
@@ -135,7 +135,7 @@ class ProgressPanel:
         """
         if not self.lag:
             return None
-        version = max(self.figures.policy_version, 0)
+        version = max(self.metrics.policy_version, 0)
         room = max((width - LAG_NAME_WIDTH) // LAG_COLUMN_WIDTH, 1)
         ages = range(
             min(self.num_slots, room)
@@ -145,7 +145,7 @@ class ProgressPanel:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
         table.add_column("lag in records", no_wrap=True, min_width=LAG_NAME_WIDTH - 2)
         for slot in slots:
-            is_current = slot == current and self.figures.policy_version >= 0
+            is_current = slot == current and self.metrics.policy_version >= 0
             mark = (
                 Text(f"slot {slot} *v{version}", "bold green")
                 if is_current
@@ -153,48 +153,48 @@ class ProgressPanel:
             )
             table.add_column(mark, justify="right", no_wrap=True)
         for role, counts in self.lag.items():
-            table.add_row(Text(role), *(number(counts.get(slot)) for slot in slots))
+            table.add_row(Text(role), *(format_integer(counts.get(slot)) for slot in slots))
         return table
 
 
-def fit(workers: Sequence[WorkerRow], room: int) -> tuple[Sequence[WorkerRow], int]:
+def select_workers(workers: Sequence[WorkerRow], room: int) -> tuple[Sequence[WorkerRow], int]:
     """Return the workers that fit into so many rows, those with trouble before the others, and how
     many are left out.
     """
     if len(workers) <= room:
         return workers, 0
-    chosen = sorted(range(len(workers)), key=lambda place: (workers[place].is_well, place))[
+    chosen = sorted(range(len(workers)), key=lambda place: (workers[place].is_healthy, place))[
         : room - 1
     ]
     return [workers[place] for place in sorted(chosen)], len(workers) - len(chosen)
 
 
-def reward_line(figures: ProgressFigures) -> Text:
+def format_learning(figures: ProgressMetrics) -> Text:
     """Return the newest step's figures of learning."""
     styles = {"reward": "bold"}
     return Text("  ").join(
-        Text.assemble(f"{name} ", (decimal(value), styles.get(name, "")))
-        for name, value in figures.learning.items()
+        Text.assemble(f"{name} ", (format_decimal(value), styles.get(name, "")))
+        for name, value in figures.learning_metrics.items()
     )
 
 
-def pace_line(figures: ProgressFigures) -> Text:
+def format_pace(figures: ProgressMetrics) -> Text:
     """Return version, staleness and throughput."""
     version = figures.policy_version if figures.policy_version >= 0 else "-"
     staleness = (
-        f"staleness {decimal(figures.staleness_mean, 2)} max "
+        f"staleness {format_decimal(figures.staleness_mean, 2)} max "
         f"{figures.staleness_max if figures.staleness_max is not None else '-'}"
     )
     rates = (
-        f"tokens/s {number(figures.tokens_per_second)}  samples/s "
-        f"{decimal(figures.samples_per_second)}"
+        f"tokens/s {format_integer(figures.tokens_per_second)}  samples/s "
+        f"{format_decimal(figures.samples_per_second)}"
     )
     return Text(
         f"policy version {version}  {staleness}  {rates}", no_wrap=True, overflow="ellipsis"
     )
 
 
-def outcome_line(figures: ProgressFigures) -> Text:
+def format_outcomes(figures: ProgressMetrics) -> Text:
     """Return how prompt groups ended, and the records that wait."""
     ended = "  ".join(
         f"{name} {figures.outcomes.get(name, 0)}"
@@ -218,7 +218,7 @@ def sparkline(values: Sequence[float], *, blocks: str = BLOCKS) -> str:
     )
 
 
-def clock(seconds: float | None) -> str:
+def format_clock(seconds: float | None) -> str:
     """Write a duration as h:mm:ss; a dash when it is not known."""
     if seconds is None:
         return "-"
@@ -226,17 +226,17 @@ def clock(seconds: float | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def decimal(value: float | None, digits: int = 3) -> str:
+def format_decimal(value: float | None, digits: int = 3) -> str:
     """Write a figure with so many significant digits; a dash when it is not known."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
-def number(value: float | None) -> str:
+def format_integer(value: float | None) -> str:
     """Write a count or a rate in whole units; a dash when it is not known."""
     return "-" if value is None else f"{value:.0f}"
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """Write a share; a dash when it is not known."""
     return "-" if value is None else f"{value:.0%}"
 
@@ -248,29 +248,31 @@ ENGINE_COLUMNS: dict[
     "decoding": (
         0,
         lambda engine: (
-            f"{number(engine.get('decoding_samples'))}/{number(engine.get('capacity_samples'))}"
+            f"{format_integer(engine.get('decoding_samples'))}/{format_integer(engine.get('capacity_samples'))}"
         ),
     ),
-    "waiting": (86, lambda engine: number(engine.get("waiting_samples"))),
-    "tokens/s": (0, lambda engine: number(engine.get("tokens_per_second"))),
-    "generating": (54, lambda engine: percent(engine.get("generating_ratio"))),
-    "loading": (64, lambda engine: percent(engine.get("loading_ratio"))),
-    "reused": (74, lambda engine: percent(engine.get("reused_ratio"))),
-    "resumed": (94, lambda engine: number(engine.get("resumed_tokens"))),
+    "waiting": (86, lambda engine: format_integer(engine.get("waiting_samples"))),
+    "tokens/s": (0, lambda engine: format_integer(engine.get("tokens_per_second"))),
+    "generating": (54, lambda engine: format_percent(engine.get("generating_ratio"))),
+    "loading": (64, lambda engine: format_percent(engine.get("loading_ratio"))),
+    "reused": (74, lambda engine: format_percent(engine.get("reused_ratio"))),
+    "resumed": (94, lambda engine: format_integer(engine.get("resumed_tokens"))),
 }
 WORKER_COLUMNS: dict[
     str, tuple[int, Callable[[WorkerRow], Text | str]]
 ] = {  # name -> least width of the window, cell
     "worker": (0, lambda row: Text(row.worker_id)),
     "state": (0, lambda row: Text(row.state, STATE_STYLES.get(row.state, "dim"))),
-    "version": (64, lambda row: number(row.policy_version)),
-    "processed": (0, lambda row: number(row.num_processed)),
-    "in flight": (86, lambda row: number(row.num_in_flight)),
-    "per s": (94, lambda row: decimal(row.records_per_second)),
+    "version": (64, lambda row: format_integer(row.policy_version)),
+    "processed": (0, lambda row: format_integer(row.num_processed)),
+    "in flight": (86, lambda row: format_integer(row.num_in_flight)),
+    "per s": (94, lambda row: format_decimal(row.records_per_second)),
     "last beat": (
         54,
-        lambda row: "-" if row.beat_age_seconds is None else f"{row.beat_age_seconds:.1f} s",
+        lambda row: (
+            "-" if row.heartbeat_age_seconds is None else f"{row.heartbeat_age_seconds:.1f} s"
+        ),
     ),
     "inside": (104, lambda row: Text(row.activity)),
-    "restarts": (74, lambda row: number(row.num_restarts)),
+    "restarts": (74, lambda row: format_integer(row.num_restarts)),
 }

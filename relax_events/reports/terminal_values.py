@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import WorkerState
-from relax_events.events.types import TrainStepCommitted, WorkerBeat
+from relax_events.events.types import TrainStepCommitted, WorkerHeartbeat
 from relax_events.projections.run_state import RunState, count_samples, max_sample_staleness
 
 RECENT_STEPS = 20
 SPARK_STEPS = 40
 SILENT_SECONDS = 5.0
-ENGINE_FIGURE = "decoding_samples"
+ENGINE_METRIC = "decoding_samples"
 """Reported by workers that have an inference engine."""
 MICROS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressFigures:
+class ProgressMetrics:
     """How far a run is and how it does; None stands for what is not known yet.
 
     `reward`, `loss`, `kl_estimate` and the staleness are the newest step's; `rewards` are those of
@@ -45,20 +45,20 @@ class ProgressFigures:
     num_lagging: int
 
     @property
-    def learning(self) -> Mapping[str, float | None]:
+    def learning_metrics(self) -> Mapping[str, float | None]:
         """Reward, loss and KL by name, but for those that the newest step does not have."""
         named = {"reward": self.reward, "loss": self.loss, "kl": self.kl_estimate}
         return {name: value for name, value in named.items() if value is not None or not self.step}
 
     @classmethod
-    def of(
+    def from_state(
         cls,
         config: RunConfig,
         state: RunState,
         *,
         lag: Mapping[str, Mapping[int, int]],
         since_micros: int,
-    ) -> ProgressFigures:
+    ) -> ProgressMetrics:
         """Work out the figures.
 
         Args:
@@ -68,12 +68,12 @@ class ProgressFigures:
             since_micros: When the display was opened, microseconds since the epoch.
         """
         newest = state.steps[-1] if state.steps else None
-        figures = newest.figures if newest else {}
+        figures = newest.metrics if newest else {}
         recent = [
             step for step in state.steps[-RECENT_STEPS - 1 :] if step.committed_at >= since_micros
         ]
         counted, seconds = recent_steps(recent)
-        rewards = (step.figures.get("reward_mean", math.nan) for step in state.steps[-SPARK_STEPS:])
+        rewards = (step.metrics.get("reward_mean", math.nan) for step in state.steps[-SPARK_STEPS:])
         return cls(
             step=state.num_steps,
             num_steps=config.num_train_steps,
@@ -84,7 +84,7 @@ class ProgressFigures:
             kl_estimate=figures.get("kl_estimate"),
             staleness_mean=figures.get("staleness_mean"),
             staleness_max=max_sample_staleness(newest) if newest else None,
-            tokens_per_second=sum(step.figures.get("num_tokens", 0.0) for step in counted) / seconds
+            tokens_per_second=sum(step.metrics.get("num_tokens", 0.0) for step in counted) / seconds
             if seconds > 0
             else None,
             samples_per_second=sum(count_samples(step) for step in counted) / seconds
@@ -125,12 +125,12 @@ class WorkerRow:
 
     worker_id: str
     state: str
-    is_well: bool
+    is_healthy: bool
     policy_version: int | None = None
     num_processed: int | None = None
     num_in_flight: int | None = None
     records_per_second: float | None = None
-    beat_age_seconds: float | None = None
+    heartbeat_age_seconds: float | None = None
     activity: str = ""
     num_restarts: int = 0
     engine: Mapping[str, float] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class WorkerTable:
         The heartbeat topic keeps the last beat of every worker there ever was, so beats of an
         earlier session say nothing and are left out.
         """
-        beats = {name: beat for name, beat in state.workers.items() if beat.beat_at >= self._since}
+        beats = {name: beat for name, beat in state.workers.items() if beat.sent_at >= self._since}
         self._local |= alive.keys()
         names = sorted(self._local | beats.keys(), key=self._place)
         return [
@@ -181,7 +181,7 @@ class WorkerTable:
     def _row(
         self,
         worker_id: str,
-        beat: WorkerBeat | None,
+        beat: WorkerHeartbeat | None,
         state: RunState,
         *,
         alive: bool,
@@ -189,33 +189,33 @@ class WorkerTable:
     ) -> WorkerRow:
         if beat is None:
             return WorkerRow(
-                worker_id=worker_id, state="starting" if alive else "waiting", is_well=True
+                worker_id=worker_id, state="starting" if alive else "waiting", is_healthy=True
             )
         self._count_restart(beat)
-        age = max(now_micros - beat.beat_at, 0) / MICROS
+        age = max(now_micros - beat.sent_at, 0) / MICROS
         label = self._label(beat, age, is_gone=worker_id in self._local and not alive)
         reported = state.metrics.get(worker_id)
         return WorkerRow(
             worker_id=worker_id,
             state=label,
-            is_well=label not in ("down", "silent"),
+            is_healthy=label not in ("down", "silent"),
             policy_version=beat.policy_version if beat.policy_version >= 0 else None,
             num_processed=beat.num_processed,
             num_in_flight=beat.num_in_flight,
             records_per_second=reported.values.get("records_per_second") if reported else None,
-            beat_age_seconds=age,
-            activity=told_activity(beat) if label == beat.state.value else "",
+            heartbeat_age_seconds=age,
+            activity=format_activity(beat) if label == beat.state.value else "",
             num_restarts=self._restarts.get(worker_id, 0),
-            engine=reported.values if reported and ENGINE_FIGURE in reported.values else {},
+            engine=reported.values if reported and ENGINE_METRIC in reported.values else {},
         )
 
-    def _count_restart(self, beat: WorkerBeat) -> None:
+    def _count_restart(self, beat: WorkerHeartbeat) -> None:
         process = (beat.host, beat.pid)
         if self._processes.setdefault(beat.worker_id, process) != process:
             self._processes[beat.worker_id] = process
             self._restarts[beat.worker_id] = self._restarts.get(beat.worker_id, 0) + 1
 
-    def _label(self, beat: WorkerBeat, age: float, *, is_gone: bool) -> str:
+    def _label(self, beat: WorkerHeartbeat, age: float, *, is_gone: bool) -> str:
         if beat.state is WorkerState.STOPPED:
             return "stopped"
         if is_gone:
@@ -223,10 +223,10 @@ class WorkerTable:
         return "silent" if age > self._silent_seconds else beat.state.value
 
 
-def told_activity(beat: WorkerBeat) -> str:
+def format_activity(beat: WorkerHeartbeat) -> str:
     """Return the long call that a heartbeat names, with how long it had taken by then."""
     return (
         ""
         if beat.activity_since is None
-        else f"{beat.activity} {(beat.beat_at - beat.activity_since) / MICROS:.0f} s"
+        else f"{beat.activity} {(beat.sent_at - beat.activity_since) / MICROS:.0f} s"
     )

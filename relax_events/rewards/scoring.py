@@ -60,7 +60,7 @@ def build_sample_scored(
     *,
     reward_name: str,
     reward_digest: str,
-    judgement: str = "",
+    judge_response: str = "",
 ) -> SampleScored:
     """Return a sample's score; a failure is one with its text and without a reward, never a silent
     zero.
@@ -80,7 +80,7 @@ def build_sample_scored(
         reward_name=reward_name,
         reward_digest=reward_digest,
         error=None if success else str(fitting),
-        judge_response=judgement,
+        judge_response=judge_response,
         seconds=success.seconds if success else 0.0,
     )
 

@@ -52,7 +52,7 @@ class EvaluationTally:
     num_tokens: int = 0
     num_truncated: int = 0
     num_unscored: int = 0
-    num_refused: int = 0
+    num_failed_prompts: int = 0
 
     def note_sample(
         self, row: int, *, reward: float | None, num_tokens: int, is_truncated: bool

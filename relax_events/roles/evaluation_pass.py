@@ -133,7 +133,7 @@ class EvaluationPass:
             completion_tokens_mean=tally.completion_tokens_mean,
             num_truncated=tally.num_truncated,
             num_unscored=tally.num_unscored,
-            num_refused=tally.num_refused,
+            num_failed_prompts=tally.num_failed_prompts,
             reward_name=self._rewards.name,
             reward_digest=self._rewards.digest,
             weights_digest=weights_digest,
@@ -168,7 +168,7 @@ class EvaluationPass:
                 )
             )
         except PoisonSample as error:
-            self.tally.num_refused += 1
+            self.tally.num_failed_prompts += 1
             log.warning("prompt.refused", dataset=self._dataset.name, row=index, error=str(error))
             return
         self._at_work[name] = (index, row, self._dataset.samples_per_prompt)

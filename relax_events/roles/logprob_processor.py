@@ -34,12 +34,12 @@ class Evaluating:
         worker: Worker,
         scorer: TokenScorer,
         *,
-        evaluator: str,
+        model_role: str,
         topic: str,
         use_version: UseVersion,
     ) -> None:
         self._worker, self._scorer, self._use_version = worker, scorer, use_version
-        self._evaluator, self._topic = evaluator, topic
+        self._model_role, self._topic = model_role, topic
 
     def __call__(self, samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
         """Evaluate the samples."""
@@ -58,7 +58,7 @@ class Evaluating:
             for sample, values in zip(members, scores, strict=True):
                 evaluated = LogprobsComputed(
                     key=sample.key,
-                    model_role=self._evaluator,
+                    model_role=self._model_role,
                     model_version=model_version,
                     values=values.logprobs,
                     topk_ids=values.ids,

@@ -24,7 +24,7 @@ import structlog
 
 from relax_events.errors import AccessDenied, BrokerError, CorruptRecord, SchemaError
 from relax_events.events.parts import WorkerState
-from relax_events.events.types import WorkerBeat
+from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.consumer import LogReader
 from relax_events.kafka.leases import Lease
 from relax_events.runtime.worker import Worker
@@ -45,9 +45,9 @@ class _Held:
     claimed_at: dict[str, float] = field(default_factory=dict)
     """By worker, when its newest heartbeat that names the prompt group as at work was read."""
 
-    def apply(self, prompt_group_id: str, beat: WorkerBeat, now: float) -> None:
-        self.is_ended = self.is_ended or prompt_group_id in beat.prompt_groups_ended
-        if prompt_group_id in beat.prompt_groups_at_work and beat.state is not WorkerState.STOPPED:
+    def apply(self, prompt_group_id: str, beat: WorkerHeartbeat, now: float) -> None:
+        self.is_ended = self.is_ended or prompt_group_id in beat.prompt_groups_written
+        if prompt_group_id in beat.prompt_groups_in_flight and beat.state is not WorkerState.STOPPED:
             self.claimed_at[beat.worker_id] = now
         else:
             self.claimed_at.pop(beat.worker_id, None)
@@ -110,7 +110,7 @@ class LastDeliveries:
         if reader is not None:
             reader.close()
 
-    def _beats(self) -> Iterable[WorkerBeat]:
+    def _beats(self) -> Iterable[WorkerHeartbeat]:
         """Give the heartbeats that came since the last call; of the first call on, those that come
         from then on.
         """
@@ -132,7 +132,7 @@ class LastDeliveries:
                 event = self._worker.codec.decode(record.value)
             except (CorruptRecord, SchemaError):
                 continue
-            if isinstance(event, WorkerBeat) and belongs_on(ENTITY, event):
+            if isinstance(event, WorkerHeartbeat) and belongs_on(ENTITY, event):
                 yield event
 
 

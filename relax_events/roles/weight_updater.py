@@ -12,7 +12,7 @@ from relax_events.events.parts import now_micros
 from relax_events.roles.engine_monitor import EngineWatch
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
-from relax_events.weights.transport import WeightsTransport
+from relax_events.weights.transport import WeightsReader
 
 log = structlog.get_logger()
 RELOAD_SECONDS = 2.0
@@ -24,7 +24,7 @@ class VersionLoading:
     """
 
     def __init__(
-        self, worker: Worker, engine: Engine, transport: WeightsTransport, watch: EngineWatch
+        self, worker: Worker, engine: Engine, transport: WeightsReader, watch: EngineWatch
     ) -> None:
         self._worker, self._engine, self._transport, self._watch = worker, engine, transport, watch
         self._mode = worker.config.run.weight_update_mode
@@ -38,7 +38,7 @@ class VersionLoading:
         if (
             newest is None
             or newest.policy_version <= self._engine.policy_version
-            or self._transport.is_coming(newest)
+            or self._transport.is_in_transit(newest)
         ):
             return False
         if newest.policy_version == self.refused_version and time.monotonic() < self._reload_after:

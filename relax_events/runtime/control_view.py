@@ -4,7 +4,7 @@ before it.
     control.policy-versions   ... v-2  v-1  v      read backwards from the end, until enough publications are found
                                     │
     control.train-steps       ......└── steps from here on       PolicyVersionPublished.control_offsets
-    control.group-outcomes    ......└── ends from here on        PolicyVersionPublished.num_steps_before, ended_before
+    control.prompt-group-outcomes    ......└── ends from here on        PolicyVersionPublished.num_steps_before, outcome_counts_before
 
 So what a reader of the log takes to start does not grow with the run.
 
@@ -34,7 +34,7 @@ from relax_events.errors import (
 )
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command
-from relax_events.events.types import EnginesEnlisted, Event, PolicyVersionPublished, RunCommanded
+from relax_events.events.types import BroadcastMembership, Event, PolicyVersionPublished, RunCommanded
 from relax_events.kafka.auth_errors import AuthFailureTracker
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
@@ -43,7 +43,7 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.contents import belongs_on
 from relax_events.topics.plan import METRICS_TOPICS
 
-SUMMED_ENTITIES = ("control.train-steps", "control.group-outcomes", "control.policy-versions")
+SUMMED_ENTITIES = ("control.train-steps", "control.prompt-group-outcomes", "control.policy-versions")
 """Topics that the trainer writes in the transactions that publish versions."""
 PUBLICATIONS = "control.policy-versions"
 RECENT_VERSIONS = 48
@@ -90,7 +90,7 @@ def begins_of(published: Sequence[PolicyVersionPublished], plan: TopicPlan) -> M
 
 
 log = structlog.get_logger()
-WHOLE = ("control.schemas", "control.engines", "control.commands")
+WHOLE = ("control.schemas", "control.broadcast-membership", "control.commands")
 """Read from their beginning: one is compacted, and of schemas and commands a run has few."""
 ALWAYS = (*WHOLE, PUBLICATIONS)
 RECENT_REPORTS = 500
@@ -143,7 +143,7 @@ class ControlFollower:
         self._starts: dict[tuple[str, int], int] = {}
         self._published: set[tuple[str, bytes]] = set()
         self.latest: PolicyVersionPublished | None = None
-        self.enlisted: EnginesEnlisted | None = None
+        self.enlisted: BroadcastMembership | None = None
         self._heard_at = time.monotonic()
         self._checking: LogReader | None = None
         self._checked_to, self._checked_version = 0, -1
@@ -378,8 +378,8 @@ class ControlFollower:
         event = self._decode(record)
         if isinstance(event, PolicyVersionPublished) and not self._is_newer(event):
             return None
-        if isinstance(event, EnginesEnlisted) and (
-            self.enlisted is None or event.list_version > self.enlisted.list_version
+        if isinstance(event, BroadcastMembership) and (
+            self.enlisted is None or event.membership_version > self.enlisted.membership_version
         ):
             self.enlisted = event
         return event

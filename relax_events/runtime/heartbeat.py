@@ -26,7 +26,7 @@ import structlog
 
 from relax_events.errors import BrokerError
 from relax_events.events.parts import WorkerState, now_micros
-from relax_events.events.types import MetricsReported, WorkerBeat
+from relax_events.events.types import MetricsReported, WorkerHeartbeat
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Activities:
         return next(overdue, stack[-1] if stack else None)
 
 
-Send = Callable[[WorkerBeat | MetricsReported], None]
+Send = Callable[[WorkerHeartbeat | MetricsReported], None]
 REPORT_EVERY_BEATS = 5
 
 
@@ -125,8 +125,8 @@ class Beats:
         self._busy_from: float | None = None
         self._mark = 0
         self.num_in_flight = 0
-        self.prompt_groups_at_work: tuple[str, ...] = ()
-        self.prompt_groups_ended: tuple[str, ...] = ()
+        self.prompt_groups_in_flight: tuple[str, ...] = ()
+        self.prompt_groups_written: tuple[str, ...] = ()
         self.policy_version = -1
         self.metrics_port = 0
 
@@ -241,7 +241,7 @@ class Beats:
         self._last_beat = now
         self._send(self._beat(state))
 
-    def _beat(self, state: WorkerState) -> WorkerBeat:
+    def _beat(self, state: WorkerState) -> WorkerHeartbeat:
         now, wall, activity, busy_from = (
             time.monotonic(),
             now_micros(),
@@ -252,7 +252,7 @@ class Beats:
         def at(moment: float) -> int:
             return wall - int((now - moment) * 1e6)
 
-        return WorkerBeat(
+        return WorkerHeartbeat(
             worker_id=self._worker_id,
             role=self._role,
             host=socket.gethostname(),
@@ -267,9 +267,9 @@ class Beats:
             activity="" if activity is None else activity.name,
             activity_since=None if activity is None else at(activity.started),
             activity_deadline_at=None if activity is None else at(activity.deadline),
-            prompt_groups_at_work=list(self.prompt_groups_at_work),
-            prompt_groups_ended=list(self.prompt_groups_ended),
-            beat_at=wall,
+            prompt_groups_in_flight=list(self.prompt_groups_in_flight),
+            prompt_groups_written=list(self.prompt_groups_written),
+            sent_at=wall,
         )
 
     def _report(self, now: float) -> None:

@@ -37,7 +37,7 @@ a secret."""
 
 
 def describe(
-    config: RunConfig, *, from_version: int | None = None, store_mark: str = ""
+    config: RunConfig, *, from_version: int | None = None, store_marker: str = ""
 ) -> RunDescribed:
     """Return what the log is told about a run. Its folders come out absolute, since whoever reads
     it stands elsewhere.
@@ -46,7 +46,7 @@ def describe(
         config: The run file as resolved.
         from_version: The newest policy version, from which on these settings hold; None before the
             first.
-        store_mark: Value of its object store's marker.
+        store_marker: Value of its object store's marker.
     """
     tree = config.model_dump(mode="json")
     tree["broker"] = {key: tree["broker"][key] for key in SHAPE_KEYS}
@@ -65,10 +65,10 @@ def describe(
         config=orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode(),
         config_digest=config_digest(config),
         package_version=__version__,
-        source_run=config.parent.run or None,
-        source_version=config.parent.from_version if config.parent.run else None,
+        parent_run=config.parent.run or None,
+        parent_version=config.parent.from_version if config.parent.run else None,
         from_version=from_version,
-        store_mark=store_mark,
+        store_marker=store_marker,
     )
 
 
@@ -89,7 +89,7 @@ def is_told(described: RunDescribed, history: Iterable[Event]) -> bool:
 
 
 def _content(described: RunDescribed) -> tuple[Any, ...]:
-    return described.run_id, described.config, described.package_version, described.store_mark
+    return described.run_id, described.config, described.package_version, described.store_marker
 
 
 def described_config(

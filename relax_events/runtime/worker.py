@@ -29,7 +29,7 @@ from relax_events.errors import (
 )
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.parts import Command, Outcome, WorkerState
-from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
+from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerHeartbeat
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
@@ -76,10 +76,10 @@ class Outages(Protocol):
     def seconds(self) -> float:
         """For how long one of them has not answered; 0 when all do."""
 
-    def arm(self, *, deadline_seconds: float, pause: Callable[[float], None]) -> None:
+    def start_waiting(self, *, deadline_seconds: float, pause: Callable[[float], None]) -> None:
         """Wait for them from now on, with `pause` between two calls in this thread."""
 
-    def disarm(self) -> None:
+    def stop_waiting(self) -> None:
         """Give up all waits."""
 
 
@@ -188,7 +188,7 @@ class Worker(AbstractContextManager["Worker"]):
         self._has_ended.set()
         self.control.close()
         if self._outages is not None:
-            self._outages.disarm()
+            self._outages.stop_waiting()
         self.producer.close()
         self.traces.close()
         self._endpoint.close()
@@ -208,7 +208,7 @@ class Worker(AbstractContextManager["Worker"]):
         thread of the work loop.
         """
         self._outages, self._loop_thread = outages, threading.get_ident()
-        outages.arm(deadline_seconds=deadline_seconds, pause=self._pause_for_store)
+        outages.start_waiting(deadline_seconds=deadline_seconds, pause=self._pause_for_store)
 
     def _pause_for_store(self, seconds: float) -> None:
         """Wait a while in the middle of some work, with heartbeats. The work is held up from
@@ -545,8 +545,8 @@ class Worker(AbstractContextManager["Worker"]):
         }
         self.metrics.consumer_lag(lag, shards=self.plan.partitions_per_version)
 
-    def _beat(self, event: WorkerBeat | MetricsReported) -> None:
-        topics = HEARTBEATS if isinstance(event, WorkerBeat) else METRICS
+    def _beat(self, event: WorkerHeartbeat | MetricsReported) -> None:
+        topics = HEARTBEATS if isinstance(event, WorkerHeartbeat) else METRICS
         self.producer.send(self.outbound(topics[self.role], event, key=self.worker_id))
 
     def _obey(self, event: Event) -> None:

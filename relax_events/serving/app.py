@@ -88,9 +88,7 @@ def build_app(
         )
     )
     app.include_router(
-        openai_routes(
-            service, model_name=model_name, max_context_tokens=engine.max_context_tokens
-        )
+        openai_routes(service, model_name=model_name, max_context_tokens=engine.max_context_tokens)
     )
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(RelaxError, _refused)

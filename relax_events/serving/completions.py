@@ -49,11 +49,13 @@ class Completion:
     Attributes:
         tokens: All so far; the last one completes the stop text, if there is one.
         logprobs: Of each, in nats.
-        top_tokens: Most probable ids at each, [tokens, num_top]; None if not requested. text:
-            Without special tokens unless requested, and without the stop text. finish: Why it
-            finished; None while it is partial. experts: Of the tokens of prompt and completion, all
-            but the last, [tokens, layers, top_k]; None if not recorded. version_spans: Runs of
-            tokens by the name of their weights. seconds: Since the request.
+        top_tokens: Most probable ids at each, [tokens, num_top]; None if not requested.
+        text: Without special tokens unless requested, and without the stop text.
+        finish: Why it finished; None while it is partial.
+        experts: Of the tokens of prompt and completion, all but the last, [tokens, layers, top_k];
+            None if not recorded.
+        version_spans: Runs of tokens by the name of their weights.
+        seconds: Since the request.
     """
 
     tokens: NDArray[np.int32]
@@ -78,7 +80,7 @@ class CompletionService:
         """
         self.runner, self.renderer = runner, renderer
 
-    async def completion(self, request: CompletionRequest) -> AsyncGenerator[Completion]:
+    async def complete(self, request: CompletionRequest) -> AsyncGenerator[Completion]:
         """Generate a completion: yield partial ones if it is streamed, and the finished one.
 
         Raises:
@@ -112,7 +114,7 @@ class CompletionService:
                 if completion.finish is not None:
                     return
 
-    def text(self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
         """Decode tokens."""
         return self.renderer.completion_text(tokens, skip_special_tokens=skip_special_tokens)
 
@@ -137,14 +139,19 @@ class CompletionService:
         )
 
     def _build_completion(
-        self, request: CompletionRequest, sample: GeneratedSample, *, has_ended: bool, seconds: float
+        self,
+        request: CompletionRequest,
+        sample: GeneratedSample,
+        *,
+        has_ended: bool,
+        seconds: float,
     ) -> Completion:
         params, tokens, matched = request.params, sample.tokens, ""
-        text = self.text(tokens, skip_special_tokens=params.skip_special_tokens)
+        text = self.decode(tokens, skip_special_tokens=params.skip_special_tokens)
         if any(stop in text for stop in params.stops):
             count, matched = self._find_stop(tokens, params)
             tokens = tokens[:count]
-            whole = self.text(tokens, skip_special_tokens=params.skip_special_tokens)
+            whole = self.decode(tokens, skip_special_tokens=params.skip_special_tokens)
             text = whole if params.no_stop_trim else whole[: whole.index(matched)]
         return Completion(
             tokens=tokens,
@@ -167,7 +174,7 @@ class CompletionService:
         """Return the number of tokens up to the first stop text, and that text."""
 
         def found(count: int) -> str:
-            text = self.text(tokens[:count], skip_special_tokens=params.skip_special_tokens)
+            text = self.decode(tokens[:count], skip_special_tokens=params.skip_special_tokens)
             return min((stop for stop in params.stops if stop in text), key=text.index, default="")
 
         low, high = 1, len(tokens)
@@ -185,7 +192,7 @@ class CompletionService:
             if end > start:
                 version_spans.append(
                     {
-                        "version": self.runner.names[segment.policy_version],
+                        "version": self.runner.version_names[segment.policy_version],
                         "start": start,
                         "end": end,
                     }
@@ -205,25 +212,23 @@ async def merge_streams(
     """
     found = asyncio.Queue[tuple[int, Completion | Exception]]()
 
-    async def carry(place: int, request: CompletionRequest) -> None:
+    async def carry(index: int, request: CompletionRequest) -> None:
         try:
-            async with aclosing(service.completion(request)) as completions:
+            async with aclosing(service.complete(request)) as completions:
                 async for completion in completions:
-                    found.put_nowait((place, completion))
+                    found.put_nowait((index, completion))
         except Exception as error:
-            found.put_nowait((place, error))
+            found.put_nowait((index, error))
 
-    tasks = [
-        asyncio.create_task(carry(place, request)) for place, request in enumerate(requests)
-    ]
+    tasks = [asyncio.create_task(carry(index, request)) for index, request in enumerate(requests)]
     num_open = len(tasks)
     try:
         while num_open:
-            place, completion = await found.get()
+            index, completion = await found.get()
             if isinstance(completion, Exception):
                 raise completion
             num_open -= completion.finish is not None
-            yield place, completion
+            yield index, completion
     finally:
         for task in tasks:
             task.cancel()

@@ -1,9 +1,9 @@
-"""An engine in a thread of its own, and whoever asks it over HTTP.
+"""Run an engine in a thread of its own for callers in event loops.
 
-    event loops    generate, call, pause --> errands --> engine's thread: errands between two polls, polls while something runs
-                   samples as they stand  <--------------+
+    event loops    generate, call, pause --> tasks --> engine's thread: tasks between two polls, polls while something runs
+                   partial samples      <--------------+
 
-Nothing but that thread touches the engine.
+Only that thread uses the engine.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ from relax_events.weights import Weights
 log = structlog.get_logger()
 Result = TypeVar("Result")
 POLL_SECONDS = 0.05
-"""Between two looks at samples that have not ended."""
+"""Between two snapshots of unfinished samples."""
 CLOSE_SECONDS = 30.0
 INITIAL_VERSION_NAME = "default"
-"""Of the weights in the model's folder, as SGLang calls them."""
+"""SGLang's name for the weights in the model's folder."""
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
 @dataclass(slots=True)
 class Subscriber:
-    """Who waits for a sample: told of every token, or of the end alone."""
+    """A caller that waits for a sample: notified of every token, or only of the end."""
 
     notify: Callable[[GeneratedSample | EngineFailed, bool], None]
     is_streamed: bool
 
 
 class EngineRunner:
-    """See the module's docstring. Called from event loops, `open` and `close` apart.
+    """The engine's thread and its tasks; see the module's docstring. Called from event loops,
+    except `open` and `close`.
 
     Attributes:
-        engine: Used by the station's thread alone, from `open` to `close`.
-        names: Of the weights that were loaded, by policy version: each load counts one on.
-        failure: Why nothing is generated any more.
+        engine: Used only by the runner's thread, from `open` to `close`.
+        version_names: Names of the loaded weights, indexed by policy version; each load adds one.
+        failure: The error that stopped the engine.
     """
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
-        self.names = [INITIAL_VERSION_NAME]
+        self.version_names = [INITIAL_VERSION_NAME]
         self.failure: EngineFailed | None = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._subscribers: dict[str, Subscriber] = {}
@@ -62,11 +63,11 @@ class EngineRunner:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def open(self) -> None:
-        """Let the engine run."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Drop what runs, and free the engine."""
+        """Drop running samples, and close the engine."""
         self._tasks.put(None)
         self.engine.interrupt()
         self._thread.join(CLOSE_SECONDS)
@@ -74,14 +75,14 @@ class EngineRunner:
     async def generate(
         self, request: GenerationRequest, *, is_streamed: bool
     ) -> AsyncGenerator[tuple[GeneratedSample, bool]]:
-        """Generate one sample; give it as it stands, time and again where it is streamed, and with
-        True when it has ended.
+        """Generate one sample; yield it repeatedly if it is streamed, and with True when it has
+        finished.
 
-        Who stops listening ends it.
+        Closing the generator aborts the sample.
 
         Raises:
             PoisonSample: It can't be generated.
-            EngineFailed: The engine is broken.
+            EngineFailed: The engine has failed.
         """
         (sample,) = request.samples
         loop, found = (
@@ -90,7 +91,7 @@ class EngineRunner:
         )
 
         def notify(what: GeneratedSample | EngineFailed, has_ended: bool) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: no caller is left
                 loop.call_soon_threadsafe(found.put_nowait, (what, has_ended))
 
         def begin() -> None:
@@ -110,7 +111,9 @@ class EngineRunner:
                 self._enqueue(lambda: self._drop(sample.sample_id))
 
     async def call(self, work: Callable[[], Result]) -> Result:
-        """Have something done by the engine's thread, between two tokens; raises what it raises."""
+        """Run a function in the engine's thread, between two tokens; return its result or raise its
+        error.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 
@@ -127,22 +130,18 @@ class EngineRunner:
                 loop.call_soon_threadsafe(finish, done.set_result, result)
 
         self._enqueue(task)
-        if (
-            self.failure is not None
-        ):  # looked at last: nobody does errands any more that come after it
+        if self.failure is not None:  # checked last: tasks queued after the failure are never run
             raise self.failure
         return await done
 
     async def abort(self, rid: str | None) -> None:
-        """End samples before their time, all of them without an id; whoever waits for one is given
-        what it has.
-        """
+        """Abort samples, all of them without an id; their callers get the tokens so far."""
         await self.call(
             lambda: self._hand_out(self.engine.abort(None if rid is None else self._matching(rid)))
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Draw no further token: `abort` ends what runs, `retract` gives its cache up, `in_place`
+        """Pause generation: `abort` ends running samples, `retract` drops their cache, `in_place`
         keeps it.
         """
 
@@ -165,23 +164,23 @@ class EngineRunner:
         await self.call(start)
 
     async def load_weights(self, read: Callable[[], Mapping[str, Tensor]], *, name: str) -> None:
-        """Go over to other weights; what runs goes on under them, its cache computed again unless
-        it was paused in place.
+        """Load other weights; running samples continue with them, with a recomputed cache unless
+        paused in place.
 
         Args:
-            read: Gives them by name; called in a thread of its own.
-            name: What tokens from here on say.
+            read: Returns the tensors by name; called in a thread of its own.
+            name: Reported with later tokens.
         Raises:
             WeightsError, ConfigError: They don't fit, or can't be read; the old ones serve.
         """
         tensors = await asyncio.to_thread(read)
 
         def swap() -> None:
-            version = Weights(len(self.names), tensors, b"")
+            version = Weights(len(self.version_names), tensors, b"")
             self.engine.load_weights(
                 version, on_running="swap" if self._pause == "in_place" else "restart"
             )
-            self.names.append(name or self.names[-1])
+            self.version_names.append(name or self.version_names[-1])
 
         await self.call(swap)
 
@@ -190,9 +189,7 @@ class EngineRunner:
         self.engine.interrupt()
 
     def _matching(self, rid: str) -> list[str]:
-        """Return the samples of a request: of several that it asked for, each has the request's id
-        and a number.
-        """
+        """Return the samples of a request: of several, each has the request's id and a number."""
         return [name for name in self._subscribers if name == rid or name.rpartition("/")[0] == rid]
 
     def _drop(self, sample_id: str) -> None:
@@ -210,15 +207,15 @@ class EngineRunner:
                         self._subscribers[sample.sample_id].notify(sample, False)
         except Exception as error:
             log.exception("engine.failed")
-            self.failure = EngineFailed(f"the engine is broken: {error!r}; start it again")
+            self.failure = EngineFailed(f"the engine has failed: {error!r}; restart the server")
             for subscriber in self._subscribers.values():
                 subscriber.notify(self.failure, True)
             self._run_remaining_tasks()
         self.engine.close()
 
     def _run_tasks(self) -> bool:
-        """Do what waits, and wait for something where there is nothing to generate; return False at
-        the end.
+        """Run queued tasks, waiting for one if there is nothing to generate; return False at the
+        end.
         """
         is_idle = self._pause is not None or not self.engine.num_running
         while is_idle or not self._tasks.empty():
@@ -229,7 +226,7 @@ class EngineRunner:
         return True
 
     def _run_remaining_tasks(self) -> None:
-        """Answer who called in the instant of the failure."""
+        """Run the tasks that were queued at the moment of the failure."""
         while not self._tasks.empty():
             if (task := self._tasks.get()) is not None:
                 task()
@@ -241,5 +238,5 @@ class EngineRunner:
 
 
 def new_seed() -> int:
-    """Give a seed for a request that brings none."""
+    """Return a seed for a request without one."""
     return secrets.randbits(63)

@@ -16,15 +16,22 @@ from numpy.typing import NDArray
 
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
-from relax_events.serving.completions import Completion, CompletionRequest, CompletionService, merge_streams
+from relax_events.serving.completions import (
+    Completion,
+    CompletionRequest,
+    CompletionService,
+    merge_streams,
+)
 from relax_events.serving.schemas import ChatBody, CompletionBody, SamplingParams
-from relax_events.serving.streams import event_stream, cancel_on_disconnect
+from relax_events.serving.streams import cancel_on_disconnect, event_stream
 
 Choice = Callable[[str, bool], dict[str, Any]]
 """Builds a choice from a text; the flag tells whether it is a streamed delta."""
 
 
-def openai_routes(service: CompletionService, *, model_name: str, max_context_tokens: int) -> APIRouter:
+def openai_routes(
+    service: CompletionService, *, model_name: str, max_context_tokens: int
+) -> APIRouter:
     """Build the routes.
 
     Args:
@@ -62,10 +69,10 @@ def openai_routes(service: CompletionService, *, model_name: str, max_context_to
             renderer.encode(one) if isinstance(one, str) else np.array(one, np.int32)
             for one in prompts
         ]
-        completions = _ResponseWriter(
+        writer = _ResponseWriter(
             service, "text_completion", model_name, lambda text, _: {"text": text}
         )
-        return await completions.respond(
+        return await writer.respond(
             request,
             _build_requests(tokens, body.params(body.max_tokens), is_streamed=body.stream),
             is_streamed=body.stream,
@@ -84,8 +91,8 @@ def openai_routes(service: CompletionService, *, model_name: str, max_context_to
             or body.max_tokens
             or max(1, max_context_tokens - len(tokens))
         )
-        completions = _ResponseWriter(service, "chat.completion", model_name, _message)
-        return await completions.respond(
+        writer = _ResponseWriter(service, "chat.completion", model_name, _message)
+        return await writer.respond(
             request,
             _build_requests([tokens], body.params(bound), is_streamed=body.stream),
             is_streamed=body.stream,
@@ -127,7 +134,9 @@ def _build_requests(
 class _ResponseWriter:
     """Writes completions in OpenAI's format."""
 
-    def __init__(self, service: CompletionService, kind: str, model_name: str, choice: Choice) -> None:
+    def __init__(
+        self, service: CompletionService, kind: str, model_name: str, choice: Choice
+    ) -> None:
         self._service, self._kind, self._choice = service, kind, choice
         self._head = {
             "id": f"relax-{secrets.token_hex(12)}",
@@ -149,7 +158,9 @@ class _ResponseWriter:
         async with aclosing(merge_streams(self._service, requests)) as completions:
             found = {number: completion async for number, completion in completions}
         choices = [
-            self._choice(found[number].text, False) | _finish_reason_fields(found[number]) | {"index": number}
+            self._choice(found[number].text, False)
+            | _finish_reason_fields(found[number])
+            | {"index": number}
             for number in range(len(requests))
         ]
         prompt_tokens = sum(
@@ -165,17 +176,18 @@ class _ResponseWriter:
         return self._head | {"object": self._kind, "choices": choices, "usage": usage}
 
     async def _pieces(self, requests: list[CompletionRequest]) -> AsyncGenerator[bytes]:
-        shown = [0] * len(requests)
+        sent = [0] * len(requests)
         kind = self._kind if self._kind == "text_completion" else f"{self._kind}.chunk"
         async with aclosing(merge_streams(self._service, requests)) as completions:
             async for number, completion in completions:
-                # Bytes that are no whole character yet come as a replacement, which the next piece
-                # must not follow.
+                # Bytes of an incomplete character decode to a replacement character; hold it back.
                 text = completion.text if completion.finish else completion.text.rstrip("\ufffd")
                 choice = (
-                    self._choice(text[shown[number] :], True) | _finish_reason_fields(completion) | {"index": number}
+                    self._choice(text[sent[number] :], True)
+                    | _finish_reason_fields(completion)
+                    | {"index": number}
                 )
-                shown[number] = max(shown[number], len(text))
+                sent[number] = max(sent[number], len(text))
                 yield orjson.dumps(self._head | {"object": kind, "choices": [choice]})
 
 

@@ -67,11 +67,13 @@ class SamplingParams(BaseModel):
         """Drop settings without effect."""
         if not isinstance(data, dict):
             return data
-        if asked := [
-            key for key, values in UNSUPPORTED_SAMPLING.items() if key in data and data[key] not in values
+        if unsupported := [
+            key
+            for key, values in UNSUPPORTED_SAMPLING.items()
+            if key in data and data[key] not in values
         ]:
             raise ValueError(
-                f"sampling by {asked[0]} is not supported here; leave it out, or use an "
+                f"sampling by {unsupported[0]} is not supported here; leave it out, or use an "
                 "SGLang server"
             )
         return {key: value for key, value in data.items() if key not in UNSUPPORTED_SAMPLING}
@@ -98,8 +100,7 @@ class SamplingParams(BaseModel):
 
 
 class GenerateBody(BaseModel):
-    """`POST /generate`: one prompt, or several in lists; unknown fields are ignored, as in SGLang.
-    """
+    """`POST /generate`: one prompt, or several in lists; unknown fields are ignored, as in SGLang."""
 
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
@@ -116,9 +117,11 @@ class GenerateBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (asked := [key for key in UNSUPPORTED_FIELDS if data.get(key)]):
+        if isinstance(data, dict) and (
+            unsupported := [key for key in UNSUPPORTED_FIELDS if data.get(key)]
+        ):
             raise ValueError(
-                f"{asked[0]} is not accepted here, the engine feeds its model text only; leave "
+                f"{unsupported[0]} is not accepted here, the engine feeds its model text only; leave "
                 "it out, or use an SGLang server"
             )
         if isinstance(data, dict) and data.get("sampling_params") is None:
@@ -162,11 +165,11 @@ class GenerateBody(BaseModel):
         prompts = self.text if self.input_ids is None else self.input_ids
         return len(prompts) if self.is_batch and prompts is not None else 1
 
-    def of(self, key: str, place: int) -> Any:
+    def value_for(self, key: str, index: int) -> Any:
         """Return a setting for the prompt at an index; a scalar applies to all prompts."""
         value = getattr(self, key)
         return (
-            value[place]
+            value[index]
             if isinstance(value, list) and (key != "input_ids" or self.is_batch)
             else value
         )
@@ -213,8 +216,10 @@ class OpenAIBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (asked := [key for key in UNSUPPORTED_OPENAI_FIELDS if data.get(key)]):
-            raise ValueError(f"{asked[0]} is not supported here; leave it out")
+        if isinstance(data, dict) and (
+            unsupported := [key for key in UNSUPPORTED_OPENAI_FIELDS if data.get(key)]
+        ):
+            raise ValueError(f"{unsupported[0]} is not supported here; leave it out")
         return data
 
     def params(self, max_new_tokens: int) -> SamplingParams:

@@ -22,7 +22,12 @@ from relax_events.engines.sglang.checkpoint import ModelFolder, split_experts
 from relax_events.engines.sglang.client import SUPPORTED_VERSIONS
 from relax_events.engines.sglang.weight_checksums import TensorRecipe
 from relax_events.errors import EngineFailed, PoisonSample, RelaxError
-from relax_events.serving.completions import Completion, CompletionRequest, CompletionService, merge_streams
+from relax_events.serving.completions import (
+    Completion,
+    CompletionRequest,
+    CompletionService,
+    merge_streams,
+)
 from relax_events.serving.engine_runner import EngineRunner
 from relax_events.serving.schemas import (
     AbortBody,
@@ -32,7 +37,7 @@ from relax_events.serving.schemas import (
     PauseBody,
     SamplingParams,
 )
-from relax_events.serving.streams import event_stream, cancel_on_disconnect
+from relax_events.serving.streams import cancel_on_disconnect, event_stream
 
 PROBE_SECONDS = 20.0
 Logprob = tuple[float | None, int, str | None]
@@ -60,7 +65,7 @@ def sglang_routes(
         is_incremental: Whether a streamed event has only new tokens, or all so far.
         may_load: Returns whether weights may be loaded from a folder.
     """
-    routes, said = (
+    routes, info = (
         APIRouter(),
         {
             "incremental_streaming_output": is_incremental,
@@ -68,7 +73,7 @@ def sglang_routes(
         },
     )
     routes.include_router(_generation_routes(service, recorded, is_incremental=is_incremental))
-    routes.include_router(_info_routes(service, {"model_path": str(model_path), **said}))
+    routes.include_router(_info_routes(service, {"model_path": str(model_path), **info}))
     routes.include_router(_control_routes(service.runner, may_load))
     return routes
 
@@ -82,11 +87,11 @@ def _generation_routes(
     @routes.post("/generate")
     async def generate(request: Request, body: GenerateBody) -> Response:
         """Generate for one prompt or several."""
-        asked = _GenerateCall(service, body, recorded=recorded, is_incremental=is_incremental)
-        asked.input_logprobs = await runner.call(asked.input_scores)
+        call = _GenerateCall(service, body, recorded=recorded, is_incremental=is_incremental)
+        call.input_logprobs = await runner.call(call.input_scores)
         if body.stream:
-            return StreamingResponse(event_stream(_events(asked)), media_type="text/event-stream")
-        return JSONResponse(await cancel_on_disconnect(request, _whole(asked)))
+            return StreamingResponse(event_stream(_events(call)), media_type="text/event-stream")
+        return JSONResponse(await cancel_on_disconnect(request, _whole(call)))
 
     @routes.post("/abort_request")
     async def abort_request(body: AbortBody) -> Response:
@@ -97,7 +102,7 @@ def _generation_routes(
     return routes
 
 
-def _info_routes(service: CompletionService, said: dict[str, Any]) -> APIRouter:
+def _info_routes(service: CompletionService, info: dict[str, Any]) -> APIRouter:
     """Routes that describe the server and its health."""
     routes, runner = APIRouter(), service.runner
 
@@ -117,7 +122,7 @@ def _info_routes(service: CompletionService, said: dict[str, Any]) -> APIRouter:
         )
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                [_ async for _ in service.completion(probe)]
+                [_ async for _ in service.complete(probe)]
         except (TimeoutError, EngineFailed):
             return Response(status_code=503)
         return Response(status_code=200)
@@ -126,16 +131,16 @@ def _info_routes(service: CompletionService, said: dict[str, Any]) -> APIRouter:
     @routes.get("/get_server_info")
     def server_info() -> dict[str, Any]:
         """Report the version of SGLang whose API this is."""
-        return {"version": SUPPORTED_VERSIONS[-1], "server": "relax-events", **said}
+        return {"version": SUPPORTED_VERSIONS[-1], "server": "relax-events", **info}
 
     @routes.get("/model_info")
     @routes.get("/get_model_info")
     def model_info() -> dict[str, Any]:
         """Describe the served model."""
         return {
-            "model_path": said["model_path"],
+            "model_path": info["model_path"],
             "is_generation": True,
-            "weight_version": runner.names[-1],
+            "weight_version": runner.version_names[-1],
         }
 
     return routes
@@ -197,7 +202,8 @@ def _checksums(tensors: dict[str, Any]) -> dict[str, str]:
         for name, part in split_experts(whole, tensor)
     }
     return {
-        name: TensorRecipe((name,)).digest(single, dtype=tensor.dtype) for name, tensor in single.items()
+        name: TensorRecipe((name,)).digest(single, dtype=tensor.dtype)
+        for name, tensor in single.items()
     }
 
 
@@ -223,30 +229,32 @@ class _GenerateCall:
             recorded,
             is_incremental and body.stream,
         )
-        self._prompts = [self._prompt(place) for place in range(body.num_prompts)]
-        asked = [
-            (place, request)
-            for place in range(body.num_prompts)
-            for request in self._build_requests(place)
+        self._prompts = [self._prompt(prompt_index) for prompt_index in range(body.num_prompts)]
+        call = [
+            (prompt_index, request)
+            for prompt_index in range(body.num_prompts)
+            for request in self._build_requests(prompt_index)
         ]
         self._prompt_indices, self.requests = (
-            [place for place, _ in asked],
-            [request for _, request in asked],
+            [prompt_index for prompt_index, _ in call],
+            [request for _, request in call],
         )
         self._sent: dict[str, tuple[int, str]] = {}
         self._require_own_rids()
         if body.return_routed_experts:
             self._require_record()
 
-    def _build_requests(self, place: int) -> list[CompletionRequest]:
+    def _build_requests(self, prompt_index: int) -> list[CompletionRequest]:
         """Build the requests of a prompt, one for each of its samples."""
-        params: SamplingParams = self.body.of("sampling_params", place)
-        rid: str = self.body.of("rid", place) or secrets.token_hex(16)
+        params: SamplingParams = self.body.value_for("sampling_params", prompt_index)
+        rid: str = self.body.value_for("rid", prompt_index) or secrets.token_hex(16)
         names = [rid] if params.n == 1 else [f"{rid}/{number}" for number in range(params.n)]
         num_top = (
-            self.body.of("top_logprobs_num", place) if self.body.of("return_logprob", place) else 0
+            self.body.value_for("top_logprobs_num", prompt_index)
+            if self.body.value_for("return_logprob", prompt_index)
+            else 0
         )
-        tokens = self._prompts[place]
+        tokens = self._prompts[prompt_index]
         return [
             CompletionRequest(
                 rid=name,
@@ -275,22 +283,22 @@ class _GenerateCall:
         engine's thread.
         """
         scores = {}
-        for place, tokens in enumerate(self._prompts):
-            start = self.body.of("logprob_start_len", place)
-            if self.body.of("return_logprob", place) and start >= 0:
+        for prompt_index, tokens in enumerate(self._prompts):
+            start = self.body.value_for("logprob_start_len", prompt_index)
+            if self.body.value_for("return_logprob", prompt_index) and start >= 0:
                 found: list[float | None] = [
                     None,
                     *self.service.runner.engine.score(tokens).tolist(),
                 ]
-                scores[place] = self._entries(tokens[start:], found[start:])
+                scores[prompt_index] = self._entries(tokens[start:], found[start:])
         return scores
 
     def event(self, number: int, completion: Completion) -> dict[str, Any]:
         """Build an event as SGLang does: all tokens, or those since the last event."""
-        request, place, version = (
+        request, prompt_index, version = (
             self.requests[number],
             self._prompt_indices[number],
-            self.service.runner.names[-1],
+            self.service.runner.version_names[-1],
         )
         tokens, text = self._sent.get(request.rid, (0, "")) if self._is_incremental else (0, "")
         self._sent[request.rid] = (len(completion.tokens), completion.text)
@@ -300,14 +308,18 @@ class _GenerateCall:
             "prompt_tokens": len(request.tokens),
             "completion_tokens": len(completion.tokens),
             "cached_tokens": 0,
-            "weight_version": completion.version_spans[-1]["version"] if completion.version_spans else version,
+            "weight_version": completion.version_spans[-1]["version"]
+            if completion.version_spans
+            else version,
             "weight_versions": completion.version_spans,
             "e2e_latency": completion.seconds,
         }
-        if self.body.of("return_logprob", place):
+        if self.body.value_for("return_logprob", prompt_index):
             fresh = completion.tokens[tokens:]
-            meta["output_token_logprobs"] = self._entries(fresh, completion.logprobs[tokens:].tolist())
-            meta["input_token_logprobs"] = self.input_logprobs.get(place, [])
+            meta["output_token_logprobs"] = self._entries(
+                fresh, completion.logprobs[tokens:].tolist()
+            )
+            meta["input_token_logprobs"] = self.input_logprobs.get(prompt_index, [])
             if completion.top_tokens is not None:
                 meta["output_top_logprobs"] = [
                     self._entries(row, [None] * len(row)) for row in completion.top_tokens[tokens:]
@@ -329,8 +341,10 @@ class _GenerateCall:
             "index": number,
         }
 
-    def _prompt(self, place: int) -> NDArray[np.int32]:
-        given = self.body.of("text" if self.body.input_ids is None else "input_ids", place)
+    def _prompt(self, prompt_index: int) -> NDArray[np.int32]:
+        given = self.body.value_for(
+            "text" if self.body.input_ids is None else "input_ids", prompt_index
+        )
         tokens = (
             self.service.renderer.encode(given)
             if isinstance(given, str)
@@ -343,7 +357,7 @@ class _GenerateCall:
         ):
             vocabulary = f"ids from 0 to {self.service.runner.engine.vocab_size - 1}"
             raise PoisonSample(
-                f"prompt {place} must have at least one token, of {vocabulary}; got "
+                f"prompt {prompt_index} must have at least one token, of {vocabulary}; got "
                 f"{tokens.tolist()[:8]}"
             )
         return tokens.astype(np.int32)
@@ -372,21 +386,21 @@ class _GenerateCall:
         texts: list[str | None] = [None] * len(tokens)
         if self.body.return_text_in_logprobs:
             texts = [
-                self.service.text(tokens[place : place + 1], skip_special_tokens=False)
-                for place in range(len(tokens))
+                self.service.decode(tokens[index : index + 1], skip_special_tokens=False)
+                for index in range(len(tokens))
             ]
         values = (value if value is not None and np.isfinite(value) else None for value in logprobs)
         return list(zip(values, tokens.tolist(), texts, strict=True))
 
 
-async def _events(asked: _GenerateCall) -> AsyncGenerator[bytes]:
-    async with aclosing(merge_streams(asked.service, asked.requests)) as completions:
+async def _events(call: _GenerateCall) -> AsyncGenerator[bytes]:
+    async with aclosing(merge_streams(call.service, call.requests)) as completions:
         async for number, completion in completions:
-            yield orjson.dumps(asked.event(number, completion))
+            yield orjson.dumps(call.event(number, completion))
 
 
-async def _whole(asked: _GenerateCall) -> Any:
-    async with aclosing(merge_streams(asked.service, asked.requests)) as completions:
-        found = {number: asked.event(number, completion) async for number, completion in completions}
-    replies = [found[number] for number in range(len(asked.requests))]
-    return replies if asked.body.is_batch or len(replies) > 1 else replies[0]
+async def _whole(call: _GenerateCall) -> Any:
+    async with aclosing(merge_streams(call.service, call.requests)) as completions:
+        found = {number: call.event(number, completion) async for number, completion in completions}
+    replies = [found[number] for number in range(len(call.requests))]
+    return replies if call.body.is_batch or len(replies) > 1 else replies[0]

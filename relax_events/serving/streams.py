@@ -45,7 +45,10 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Resul
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    work_task, disconnect_task = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
+    work_task, disconnect_task = (
+        asyncio.create_task(work),
+        asyncio.create_task(wait_for_disconnect()),
+    )
     try:
         await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
         if not work_task.done():

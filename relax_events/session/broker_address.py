@@ -42,7 +42,9 @@ def with_broker_address(config: RunConfig, broker: EmbeddedBroker) -> RunConfig:
     password lies.
     """
     return config.model_copy(
-        update={"broker": with_address(config.broker, broker.bootstrap_servers, broker.password_file)}
+        update={
+            "broker": with_address(config.broker, broker.bootstrap_servers, broker.password_file)
+        }
     )
 
 

@@ -44,7 +44,11 @@ def resolve_defaults(
     roles = ({role: 1} if role else config.roles()) | (
         {"trainer": config.trainer.ranks} if role in ("", "trainer") else {}
     )
-    fresh = derive(config, read_checkpoint_facts(config), inspect_machine(roles)) if missing_keys(config) else []
+    fresh = (
+        derive(config, read_checkpoint_facts(config), inspect_machine(roles))
+        if missing_keys(config)
+        else []
+    )
     return with_values(config, {derived.key: derived.value for derived in fresh}), kept + fresh
 
 

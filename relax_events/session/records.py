@@ -93,7 +93,9 @@ class RunSessions(AbstractContextManager["RunSessions"]):
             commits: When train steps were committed. A session that was killed counts up to its
                 last one.
         """
-        return wall_seconds + sum(session_seconds(self.earlier, commits, until=self._mine.started_at))
+        return wall_seconds + sum(
+            session_seconds(self.earlier, commits, until=self._mine.started_at)
+        )
 
 
 def _lock(file: IO[bytes]) -> bool:
@@ -123,7 +125,9 @@ def parse_sessions(content: bytes) -> list[Session]:
     return sorted(found.values(), key=lambda session: session.started_at)
 
 
-def session_seconds(sessions: Sequence[Session], commits: Sequence[int], *, until: int) -> list[float]:
+def session_seconds(
+    sessions: Sequence[Session], commits: Sequence[int], *, until: int
+) -> list[float]:
     """Return how long each session took; one that was killed counts up to the last step before the
     next one began.
 

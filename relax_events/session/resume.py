@@ -60,7 +60,8 @@ def known_settings(config: RunConfig, described: RunDescribed | None) -> RunConf
     if described is None:
         return (
             SourceRun.read(
-                Connection.from_config(config.broker, client_id=f"{config.run.id}.source"), config.parent.run
+                Connection.from_config(config.broker, client_id=f"{config.run.id}.source"),
+                config.parent.run,
             ).config
             if config.parent.run
             else None

@@ -7,22 +7,22 @@ writers may produce it.
 from __future__ import annotations
 
 from relax_events.events.types import (
-    EnginesEnlisted,
+    BroadcastMembership,
     Event,
     MetricsReported,
     PolicyEvaluated,
     PolicyVersionPublished,
     PromptGroupEnded,
     PromptGroupIssued,
-    PromptsSummed,
+    PrompterStateSaved,
     RunCommanded,
     RunDescribed,
-    SampleEvaluated,
+    LogprobsComputed,
     SampleReady,
     SampleRolledOut,
     SampleScored,
     TrainStepCommitted,
-    WorkerBeat,
+    WorkerHeartbeat,
 )
 from relax_events.topics.plan import (
     END_REQUESTS,
@@ -36,17 +36,17 @@ EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
     "prompt.groups": (PromptGroupIssued,),
     "rollout.samples": (SampleRolledOut,),
     "reward.scores": (SampleScored,),
-    **dict.fromkeys(LOGPROB_TOPICS.values(), (SampleEvaluated,)),
+    **dict.fromkeys(LOGPROB_TOPICS.values(), (LogprobsComputed,)),
     TRAINING_SAMPLES: (SampleReady, PromptGroupEnded),
     END_REQUESTS: (PromptGroupEnded,),
     "control.policy-versions": (PolicyVersionPublished,),
     "control.train-steps": (TrainStepCommitted,),
-    "control.group-outcomes": (PromptGroupEnded,),
+    "control.prompt-group-outcomes": (PromptGroupEnded,),
     "control.commands": (RunCommanded, RunDescribed),
     "control.evaluations": (PolicyEvaluated,),
-    "control.engines": (EnginesEnlisted,),
-    "control.summaries": (PromptsSummed,),
-    **dict.fromkeys(HEARTBEATS.values(), (WorkerBeat,)),
+    "control.broadcast-membership": (BroadcastMembership,),
+    "control.prompter-state": (PrompterStateSaved,),
+    **dict.fromkeys(HEARTBEATS.values(), (WorkerHeartbeat,)),
     **dict.fromkeys(METRICS.values(), (MetricsReported,)),
 }
 
@@ -56,10 +56,10 @@ def belongs_on(entity: str, event: Event) -> bool:
 
     A worker's heartbeats and metrics belong on the topic of its role.
     """
-    if isinstance(event, SampleEvaluated):
-        return LOGPROB_TOPICS.get(event.evaluator) == entity
-    if isinstance(event, WorkerBeat | MetricsReported):
-        topics = HEARTBEATS if isinstance(event, WorkerBeat) else METRICS
+    if isinstance(event, LogprobsComputed):
+        return LOGPROB_TOPICS.get(event.model_role) == entity
+    if isinstance(event, WorkerHeartbeat | MetricsReported):
+        topics = HEARTBEATS if isinstance(event, WorkerHeartbeat) else METRICS
         return topics.get(event.role) == entity and event.worker_id.rpartition("-")[0] == event.role
     if entity.startswith("reward.scores."):  # the scores of another reward function for old samples
         entity = "reward.scores"

@@ -22,14 +22,14 @@ LOGPROB_TOPICS = {
     "critic": "critic.values",
     "teacher": "teacher.logprobs",
 }
-"""The topic of SampleEvaluated, by the event's `evaluator`."""
+"""The topic of LogprobsComputed, by the event's `evaluator`."""
 SAMPLE_TOPICS = {
     "rollout.samples": "SampleRolledOut, one for each generated sample",
     "reward.scores": "SampleScored, one for each sample",
-    "reference.logprobs": "SampleEvaluated by the reference model",
-    "actor.logprobs": "SampleEvaluated by the actor-forward role",
-    "critic.values": "SampleEvaluated by the critic",
-    "teacher.logprobs": "SampleEvaluated by the teacher",
+    "reference.logprobs": "LogprobsComputed by the reference model",
+    "actor.logprobs": "LogprobsComputed by the actor-forward role",
+    "critic.values": "LogprobsComputed by the critic",
+    "teacher.logprobs": "LogprobsComputed by the teacher",
     "advantage.samples": (
         "SampleReady for the trainer, and PromptGroupEnded where the advantage role ends a "
         "prompt group; it alone writes here"
@@ -51,7 +51,7 @@ CONTROL_TOPICS = {
         "the log holds before them"
     ),
     "control.train-steps": "TrainStepCommitted: what each step trained on and what came out",
-    "control.group-outcomes": "PromptGroupEnded: how each prompt group ended, decided by the trainer",
+    "control.prompt-group-outcomes": "PromptGroupEnded: how each prompt group ended, decided by the trainer",
     "control.commands": "RunCommanded: what the controller asks for; RunDescribed: the run file",
     "control.evaluations": "PolicyEvaluated: how good a version is on a dataset",
     "control.schemas": (
@@ -84,10 +84,10 @@ METRICS_TOPICS = {
     for role, entity in METRICS.items()
 }
 COMPACTED_TOPICS = {
-    **{entity: f"WorkerBeat, newest by worker of {role}" for role, entity in HEARTBEATS.items()},
-    "control.engines": "EnginesEnlisted: the newest list of engines that the trainer sends new weights to",
+    **{entity: f"WorkerHeartbeat, newest by worker of {role}" for role, entity in HEARTBEATS.items()},
+    "control.broadcast-membership": "BroadcastMembership: the newest list of engines that the trainer sends new weights to",
 }
-SUMMARY_TOPICS = {"control.summaries": "PromptsSummed: the prompter's state, the newest"}
+SUMMARY_TOPICS = {"control.prompter-state": "PrompterStateSaved: the prompter's state, the newest"}
 _DAY_MS = 86_400_000
 METRICS_RETENTION = {
     "retention.ms": str(7 * _DAY_MS),

@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class StepCommitter:
-    """The one writer of control.train-steps, control.group-outcomes and control.policy-versions.
+    """The one writer of control.train-steps, control.prompt-group-outcomes and control.policy-versions.
     Rank 0 only.
 
     Opening it fences every earlier trainer of the run: what a zombie writes afterwards is refused
@@ -65,7 +65,7 @@ class StepCommitter:
         train_step: int,
         artifact: ObjectRef,
         digest: bytes,
-        figures: Mapping[str, float] | None,
+        metrics: Mapping[str, float] | None,
         phase_seconds: Mapping[str, float],
         checkpoint: CheckpointRef | None,
         step_headers: Mapping[str, str] = NO_HEADERS,
@@ -74,7 +74,7 @@ class StepCommitter:
         """Commit a step with everything that became true by it; its record and that of its version
         carry the contexts of their traces.
 
-        Without figures the step's update was skipped.
+        Without metrics the step's update was skipped.
         """
         has_rewards = self._worker.config.algorithm.has_rewards
         layout = StepRecord.merge(shares, has_rewards=has_rewards)
@@ -89,11 +89,11 @@ class StepCommitter:
             micro_batches=layout.micro_batches,
             consumed=layout.consumed,
             staleness_counts=layout.staleness_counts,
-            figures={**(figures or {}), **layout.metrics},
+            metrics={**(metrics or {}), **layout.metrics},
             phase_seconds=dict(phase_seconds),
             weights_digest=digest,
             checkpoint=checkpoint,
-            update_skipped=figures is None,
+            update_skipped=metrics is None,
         )
         ended = [
             *(end for share in shares for end in share.ended),
@@ -173,7 +173,7 @@ class StepCommitter:
 
     def _outcome_record(self, ended: PromptGroupEnded) -> ProducerRecord:
         self._worker.metrics.ended(ended.outcome)
-        return self._worker.outbound("control.group-outcomes", ended, key=ended.prompt_group_id)
+        return self._worker.outbound("control.prompt-group-outcomes", ended, key=ended.prompt_group_id)
 
     def _version_record(
         self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS
@@ -189,7 +189,7 @@ class StepCommitter:
                 for entity, offset in self._control_offsets.items()
             ],
             num_steps_before=self._num_steps,
-            ended_before=dict(self._ended),
+            outcome_counts_before=dict(self._ended),
         )
         return self._worker.outbound(
             "control.policy-versions", event, key=str(version), headers=headers

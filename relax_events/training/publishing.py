@@ -158,7 +158,7 @@ class StepPublisher:
             train_step=trained.train_step,
             artifact=artifact,
             digest=digest,
-            figures=trained.metrics,
+            metrics=trained.metrics,
             phase_seconds=trained.phase_seconds,
             checkpoint=trained.checkpoint,
             step_headers=step.headers,
@@ -194,7 +194,7 @@ class StepPublisher:
         unwanted = deletable_versions(
             stored_versions(self._store),
             newest=policy_version,
-            num_newest=num_newest(self._worker.config, num_slots=self._worker.plan.num_slots),
+            num_newest=num_newest(weights, num_slots=self._worker.plan.num_slots),
             every=weights.keep_every,
             full_snapshot_interval=weights.full_snapshot_interval,
             best=self.best.versions(),
@@ -203,13 +203,13 @@ class StepPublisher:
 
     def _log_step(self, step: TrainStepCommitted) -> None:
         self._worker.beats.policy_version = step.policy_version
-        figures: dict[str, Any] = {name: round(value, 6) for name, value in step.figures.items()}
+        metrics: dict[str, Any] = {name: round(value, 6) for name, value in step.metrics.items()}
         log.info(
             "train_step.committed",
             train_step=step.train_step,
             staleness_counts=step.staleness_counts,
             update_skipped=step.update_skipped,
-            **figures,
+            **metrics,
         )
 
     def _prune(self, step: TrainStepCommitted) -> None:
@@ -229,12 +229,12 @@ class StepPublisher:
 
 
 def _span_attributes(step: TrainStepCommitted) -> dict[str, int | float]:
-    """Return what a step's trace tells of it: its figures, and where its time went."""
-    figures = {f"figure.{name}": value for name, value in step.figures.items()}
+    """Return what a step's trace tells of it: its metrics, and where its time went."""
+    metrics = {f"metric.{name}": value for name, value in step.metrics.items()}
     phases = {f"phase.{name}_seconds": seconds for name, seconds in step.phase_seconds.items()}
     return {
         "policy_version": step.policy_version,
         "num_samples": len(step.sample_ids),
-        **figures,
+        **metrics,
         **phases,
     }

@@ -96,7 +96,7 @@ class StepRecord:
 
     @classmethod
     def merge(cls, shares: Sequence[RankStepResult], *, has_rewards: bool = True) -> StepRecord:
-        """Put shares together, in rank order; samples that nobody rewarded give no figures of
+        """Put shares together, in rank order; samples that nobody rewarded give no metrics of
         rewards.
         """
         rewards = np.array([reward for share in shares for reward in share.rewards], np.float64)
@@ -115,7 +115,7 @@ class StepRecord:
             ),
             consumed=[offset for share in shares for offset in share.consumed],
             staleness_counts=np.bincount(staleness).tolist(),
-            figures={
+            metrics={
                 **(
                     {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
                     if has_rewards

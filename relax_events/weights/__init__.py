@@ -1,5 +1,5 @@
-"""Policy weights as versioned artifacts: manifest, digests, transports. Loads no torch by itself;
-`artifacts` does.
+"""Policy weights as versioned artifacts: manifest, digests, delta, transports. Imports no torch;
+`artifact_writer` and `broadcast` do.
 """
 
 from relax_events.weights.manifest import WeightManifest, Weights

@@ -1,5 +1,5 @@
-"""Reads weight artifacts and proves them, all without torch: a worker whose engine loads no tensors
-itself stays light.
+"""Reads and verifies weight artifacts without torch, so that a worker whose engine loads no tensors
+imports none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor as it lies in a file."""
+    """A tensor as stored in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,9 +39,7 @@ class RawTensor:
 
 
 class RawTensors(Mapping[str, "Tensor"]):
-    """Tensors by name, each made when it is asked for, on the bytes that were read: nothing is
-    copied.
-    """
+    """Tensors by name, each created on access over the bytes that were read, without a copy."""
 
     def __init__(self, raw: Mapping[str, RawTensor]) -> None:
         self.raw = raw
@@ -66,29 +64,29 @@ class RawTensors(Mapping[str, "Tensor"]):
 
 @dataclass(frozen=True, slots=True)
 class CachedWeights:
-    """Weights that were read before, and that nobody has changed."""
+    """A version that was read earlier and has not been modified."""
 
     digest: bytes
     tensors: RawTensors
 
 
-def read_weights(store: ObjectStore, reference: ObjectRef, *, held: CachedWeights | None = None) -> Weights:
+def read_weights(store: ObjectStore, reference: ObjectRef, *, cached: CachedWeights | None = None) -> Weights:
     """Read an artifact, and hand out its tensors only when every digest, name, dtype and shape
     agrees.
 
     Args:
         store: The store that holds it.
         reference: Of the manifest.
-        held: An artifact that holds the changes to these is read on top of them; else what it is
+        cached: An artifact that holds the changes to these is read on top of them; else what it is
             based on is read as well.
     Raises:
         WeightsError: An object is missing, unreadable or altered, or does not hold what the
             manifest says; the text names it.
     """
     try:
-        chain = _chain(store, reference, held)
+        chain = _chain(store, reference, cached)
         tensors: Mapping[str, RawTensor] = (
-            held.tensors.raw if held is not None and chain[0].base is not None else {}
+            cached.tensors.raw if cached is not None and chain[0].base is not None else {}
         )
         for manifest in chain:
             tensors = _read_files(store, manifest, tensors)
@@ -119,7 +117,7 @@ def is_stored(store: ObjectStore, reference: ObjectRef) -> bool:
         return False
 
 
-def _chain(store: ObjectStore, reference: ObjectRef, held: CachedWeights | None) -> list[WeightManifest]:
+def _chain(store: ObjectStore, reference: ObjectRef, cached: CachedWeights | None) -> list[WeightManifest]:
     """Return the manifests that have to be read one on top of the other, the oldest first.
 
     Raises:
@@ -128,13 +126,13 @@ def _chain(store: ObjectStore, reference: ObjectRef, held: CachedWeights | None)
     """
     chain = [WeightManifest.from_json(store.get(reference))]
     while (base := chain[0].base) is not None and not (
-        held is not None and held.digest == base.digest
+        cached is not None and cached.digest == base.digest
     ):
         older = WeightManifest.from_json(store.get(base.manifest))
         if older.policy_version >= chain[0].policy_version:
             raise WeightsError(
-                f"policy version {chain[0].policy_version} is based on version "
-                f"{older.policy_version}, which is no older one"
+                f"policy version {chain[0].policy_version} is a delta to version "
+                f"{older.policy_version}, which is not older"
             )
         chain.insert(0, older)
     return chain
@@ -181,7 +179,7 @@ def _apply_tensor_delta(
     ):
         raise WeightsError(
             f"{entry.name} can't be changed: its positions, its values or what they are to "
-            "be put into are missing"
+            "be applied to are missing"
         )
     places = np.frombuffer(positions.data, dtype=positions.dtype)
     return RawTensor(old.dtype, old.shape, apply_delta(entry.name, old.data, places, values.data))

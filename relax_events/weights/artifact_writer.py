@@ -1,5 +1,6 @@
-"""Weight artifacts in the object store: safetensors files and a manifest, written last. `reading`
-reads them.
+"""Writes weight artifacts to the object store: safetensors files and a manifest, written last.
+
+`artifact_reader` reads them.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from relax_events.weights.manifest import Base, TensorEntry, WeightManifest, ten
 PREFIX = "weights/"
 MAX_FILE_BYTES = 1024**3
 """Tensors are grouped into files of about this size; the writer holds one such file in memory
-beside the tensors."""
+in addition to the tensors."""
 
 
 class Hash(Protocol):
-    """Takes a digest, a piece at a time."""
+    """An incremental digest."""
 
     def update(self, data: bytes | memoryview, /) -> object:
-        """Go on with more bytes."""
+        """Add bytes."""
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
-    """Give the SHA-256 over names, dtypes, shapes and values, in order of the names: equal if and
+    """Return the SHA-256 over names, dtypes, shapes and values, in order of the names: equal if and
     only if the weights are, bit for bit.
 
     Args:
@@ -46,8 +47,8 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def transit_digest(tensors: Mapping[str, Tensor]) -> bytes:
-    """Give the BLAKE3 digest over what `weights_digest` is taken of: as hard to forge and four
-    times as fast, for tensors on their way.
+    """Return the BLAKE3 digest of the same bytes as `weights_digest`, for tensors in transit: as
+    hard to forge and four times as fast.
     """
     digest = blake3()
     _update_digest(tensors, digest)
@@ -63,9 +64,7 @@ def _update_digest(tensors: Mapping[str, Tensor], digest: Hash) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WrittenWeights:
-    """A version that was written, with a copy of its tensors on the CPU: what the next one may be
-    written as changes of.
-    """
+    """A written version with a copy of its tensors on the CPU: the base of the next delta."""
 
     base: Base
     tensors: Mapping[str, Tensor]
@@ -78,23 +77,23 @@ def write_weights(
     policy_version: int,
     model_type: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
-    former: WrittenWeights | None = None,
-    in_transit: bytes | None = None,
+    previous: WrittenWeights | None = None,
+    sent_digest: bytes | None = None,
 ) -> tuple[ObjectRef, bytes]:
-    """Write an artifact; return where its manifest lies, and the weights' digest.
+    """Write an artifact; return its manifest's reference and the weights' digest.
 
-    Objects are named by version and content: writing a version again with other values leaves the
-        first artifact as it was.
+    Object names contain version and content digest: writing a version again with other values
+    leaves the first artifact unchanged.
 
     Args:
         store: The run's object store.
         tensors: By Hugging Face name, on any device.
-        policy_version: The version that these weights are.
-        model_type: As in the model's config; for people.
+        policy_version: Version of these weights.
+        model_type: As in the model's config; informational.
         max_file_bytes: Size at which a file is full.
-        in_transit: Its `transit_digest`, where the version is sent to engines besides.
-        former: A version to which only the changes are written, tensor by tensor, where they are
-            smaller. Who reads them needs it as well.
+        previous: A version against which a tensor is written as a delta where that is smaller.
+            A reader of the artifact then needs that version too.
+        sent_digest: Its `transit_digest`, where the version is also sent to engines.
     Raises:
         ObjectError: The store failed; no manifest was written.
     """
@@ -109,7 +108,7 @@ def write_weights(
         ]
         stored: dict[str, Tensor] = {}
         for name in names:
-            changes = _compute_tensor_delta(former, name, tensors[name])
+            changes = _compute_tensor_delta(previous, name, tensors[name])
             stored |= (
                 {name: _copy_to_cpu(tensors[name])}
                 if changes is None
@@ -123,7 +122,7 @@ def write_weights(
             )
         )
     failpoint("weights.before_manifest")
-    base = former.base if former is not None and changed else None
+    base = previous.base if previous is not None and changed else None
     manifest = WeightManifest(
         policy_version,
         model_type,
@@ -132,15 +131,15 @@ def write_weights(
         tuple(entries),
         base,
         frozenset(changed),
-        in_transit,
+        sent_digest,
     ).to_json()
     return store.put_at(
         f"{_folder(policy_version)}manifest-{sha256(manifest).hexdigest()[:16]}.json", manifest
     ), digest
 
 
-def _compute_tensor_delta(former: WrittenWeights | None, name: str, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-    old = former.tensors.get(name) if former is not None else None
+def _compute_tensor_delta(previous: WrittenWeights | None, name: str, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+    old = previous.tensors.get(name) if previous is not None else None
     if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
         return None
     return compute_delta(old, tensor.detach().to("cpu"))
@@ -152,11 +151,11 @@ def copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def delete_weights(store: ObjectStore, *policy_versions: int) -> None:
-    """Delete everything that was written for these versions, manifests first; a version that is
-    gone is passed over.
+    """Delete everything that was written for these versions, manifests first; a version that
+    does not exist is skipped.
 
     Raises:
-        ObjectError: The store refused.
+        ObjectError: The store failed.
     """
     for version in policy_versions:
         keys = store.list(_folder(version))
@@ -164,7 +163,7 @@ def delete_weights(store: ObjectStore, *policy_versions: int) -> None:
 
 
 def stored_versions(store: ObjectStore) -> list[int]:
-    """Return the versions that something was written for, oldest first, half-written ones too.
+    """Return the versions with any object, incomplete ones included, oldest first.
 
     Raises:
         ObjectError: The store can't be read.
@@ -202,5 +201,5 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """Give a tensor's values as they lie in memory, row after row."""
+    """Return a tensor's bytes in row-major order."""
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,8 +1,8 @@
-"""What has changed between two versions of the same tensor, bit for bit: positions and new values.
-Loads no torch.
+"""Computes and applies deltas between two versions of a tensor: positions and new values, bit for
+bit. Imports no torch.
 
-In bfloat16 a step of fine-tuning leaves most values as they were; in float32 nearly all change, and
-nothing is gained.
+In bfloat16 a step of fine-tuning leaves most values unchanged; in float32 nearly all change, and a
+delta saves nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POSITIONS, VALUES = "@positions", "@values"
-"""Behind a tensor's name: what stands in a file in its place."""
+"""Suffixes of a tensor's name in a file that holds its delta."""
 MAX_INT32 = 2**31 - 1
 
 
 def compute_delta(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the positions in row-major order (int32 or int64, ascending) and the values at which a
-    tensor differs; None when all of it is smaller.
+    tensor differs; None where the whole tensor is smaller.
 
     Args:
         old: On the CPU.
@@ -41,11 +41,11 @@ def compute_delta(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def apply_delta(name: str, old: bytearray, positions: np.ndarray, values: bytearray) -> bytearray:
-    """Return a tensor's bytes with other values at some positions; the old ones stay as they are.
+    """Return a copy of a tensor's bytes with new values at some positions.
 
     Raises:
-        WeightsError: The positions are not the tensor's, or there are as many of them as of
-            something else than values.
+        WeightsError: A position is outside the tensor, or the numbers of positions and values
+            differ.
     """
     size = len(values) // len(positions) if len(positions) else 1
     if len(values) != size * len(positions) or size not in (1, 2, 4, 8) or len(old) % size:

@@ -1,47 +1,53 @@
-"""Opens the transport by which policy versions travel, as the section `weights` says. What `store`
-alone needs loads no torch.
+"""Opens the transport of policy versions that the section `weights` names. For `store` alone no
+torch is imported.
 """
 
 from __future__ import annotations
 
-from relax_events.events.types import EnginesEnlisted
+from relax_events.events.types import BroadcastMembership
 from relax_events.objects import ObjectStore
 from relax_events.runtime.worker import Worker
-from relax_events.weights.transport import StoreTransport, NullWeightsReader, WeightsTransport
+from relax_events.weights.transport import (
+    NullWeightsReader,
+    StorePublisher,
+    StoreReader,
+    WeightsPublisher,
+    WeightsReader,
+)
 
 
-def open_weights_publisher(worker: Worker, store: ObjectStore) -> WeightsTransport:
-    """Open the trainer's side, for engines to join; only the one trainer of a run may have it.
+def open_weights_publisher(worker: Worker, store: ObjectStore) -> WeightsPublisher:
+    """Open the trainer's side; only the one trainer of a run may do so.
 
     Raises:
-        EnvironmentProblem: This machine has not what the transport needs.
+        EnvironmentProblem: This machine lacks a requirement of the transport.
     """
     config = worker.config.weights
     if config.transport == "store":
-        return StoreTransport(store, full_snapshot_interval=config.full_snapshot_interval)
+        return StoreReader(store, full_snapshot_interval=config.full_snapshot_interval)
     from relax_events.weights.broadcast.sender import Broadcaster
     from relax_events.weights.broadcast.transports import BroadcastPublisher
 
-    def announce(enlisted: EnginesEnlisted) -> None:
-        worker.producer.send(worker.outbound("control.engines", enlisted, key="engines"))
+    def announce(enlisted: BroadcastMembership) -> None:
+        worker.producer.send(worker.outbound("control.broadcast-membership", enlisted, key="engines"))
 
     last = worker.control.enlisted
     broadcaster = Broadcaster(
         config,
         metrics=worker.metrics.weights,
         announce=announce,
-        last_list=last.list_version if last else 0,
+        last_list=last.membership_version if last else 0,
     )
     return BroadcastPublisher(store, broadcaster)
 
 
-def open_weights_reader(worker: Worker, store: ObjectStore) -> WeightsTransport:
+def open_weights_reader(worker: Worker, store: ObjectStore) -> WeightsReader:
     """Open a rollout worker's side."""
     config = worker.config
     if not config.algorithm.has_rewards:
         return NullWeightsReader()
     if config.weights.transport == "store":
-        return StoreTransport(store, full_snapshot_interval=config.weights.full_snapshot_interval)
+        return StoreReader(store, full_snapshot_interval=config.weights.full_snapshot_interval)
     from relax_events.weights.broadcast.receiver import Receiver
     from relax_events.weights.broadcast.transports import BroadcastReader
 

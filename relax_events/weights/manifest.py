@@ -1,4 +1,4 @@
-"""What a weight artifact says of itself: which tensors, in which files, with which digests."""
+"""The manifest of a weight artifact: its tensors, files and digests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT, DELTA_FORMAT = 1, 2
-"""Releases that know only the first one refuse the second by name."""
+"""A release that knows only the first format rejects the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,12 @@ class Weights:
     tensors: Mapping[str, Tensor]
     digest: bytes
     transport: str = "store"
-    """How the tensors came."""
+    """Name of the transport that delivered them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: where it is and what it must look like; `file` counts the manifest's files from
-    0.
-    """
+    """Dtype and shape of one tensor, and the index of its file in the manifest."""
 
     name: str
     dtype: str
@@ -44,9 +42,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The version that an artifact's changes are to be made to: its manifest, and the digest of its
-    weights.
-    """
+    """The version that a delta artifact applies to: its manifest, and the digest of its weights."""
 
     manifest: ObjectRef
     digest: bytes
@@ -54,15 +50,15 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """An artifact's table of contents. It is written last, so whoever holds it knows that all files
-    are there.
+    """An artifact's table of contents. It is written last, so its presence implies that all files
+    exist.
 
     Attributes:
-        digest: Of all weights, whole, as `artifacts.weights_digest` takes it.
-        base: None for an artifact that stands alone.
-        changed: Names of the tensors of which the files hold the changes to the base's.
-        in_transit: Of all weights, too, as `artifacts.transit_digest` takes it; None where the
-            version was sent to nobody.
+        digest: `artifact_writer.weights_digest` of all weights.
+        base: None for a full snapshot.
+        changed: Names of the tensors that the files hold as deltas to the base.
+        transit_digest: `artifact_writer.transit_digest` of all weights; None where the version was
+            not sent to an engine.
     """
 
     policy_version: int
@@ -75,7 +71,7 @@ class WeightManifest:
     transit_digest: bytes | None = None
 
     def to_json(self) -> bytes:
-        """Give the manifest as JSON, the same bytes for the same manifest."""
+        """Return the manifest as JSON; equal manifests give equal bytes."""
         number = FORMAT if self.base is None else DELTA_FORMAT
         files = [_reference_value(file) for file in self.files]
         value = {
@@ -98,10 +94,10 @@ class WeightManifest:
 
     @classmethod
     def from_json(cls, data: bytes) -> WeightManifest:
-        """Read a manifest.
+        """Parse a manifest.
 
         Raises:
-            WeightsError: It is not JSON, of another format, or lacks a key.
+            WeightsError: It is not JSON, has an unknown format, or lacks a key.
         """
         try:
             value: dict[str, Any] = json.loads(data)
@@ -119,7 +115,7 @@ class WeightManifest:
             )
             tensors = tuple(_tensor(item) for item in value["tensors"])
             changed = frozenset(_text(name) for name in value.get("changed", ()))
-            in_transit = bytes.fromhex(value["in_transit"]) if "in_transit" in value else None
+            transit_digest = bytes.fromhex(value["in_transit"]) if "in_transit" in value else None
             digest = bytes.fromhex(value["digest"])
             return cls(
                 _number(value["policy_version"]),
@@ -129,7 +125,7 @@ class WeightManifest:
                 tensors,
                 base,
                 changed,
-                in_transit,
+                transit_digest,
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(
@@ -138,19 +134,19 @@ class WeightManifest:
 
 
 def tensor_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Give what stands before a tensor's values where the digest of weights is taken."""
+    """Return the bytes that precede a tensor's values in the digest of weights."""
     return f"{name}\0{dtype}\0{list(shape)}\0".encode()
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a text is needed, got {str(value)[:200]}")
+        raise TypeError(f"expected a string, got {str(value)[:200]}")
     return value
 
 
 def _number(value: object) -> int:
     if type(value) is not int:
-        raise TypeError(f"a whole number is needed, got {str(value)[:200]}")
+        raise TypeError(f"expected an integer, got {str(value)[:200]}")
     return value
 
 

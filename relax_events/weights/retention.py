@@ -1,4 +1,4 @@
-"""Which versions' weights stay in the store: the newest ones, every so many, and the best by their
+"""Decides which versions' weights stay in the store: the newest, every n-th, and the best by their
 evaluations. Pure state.
 """
 
@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from relax_events.config import RunConfig
+from relax_events.config import WeightsConfig
 from relax_events.events.types import Event, PolicyEvaluated
 
 
-def num_newest(config: RunConfig, *, num_slots: int) -> int:
+def num_newest(config: WeightsConfig, *, num_slots: int) -> int:
     """Return how many of the newest versions stay: `weights.keep_newest`, and never fewer than
-    engines and scorers may still ask for.
+    engines and scorers may still fetch.
     """
-    return max(config.weights.keep_newest, 2 * num_slots)
+    return max(config.keep_newest, 2 * num_slots)
 
 
 def deletable_versions(
@@ -29,16 +29,16 @@ def deletable_versions(
 ) -> list[int]:
     """Return the versions that can be deleted, oldest first.
 
-    Version 0 stays, and so does whatever is newer than `newest`. A version that stays keeps those
-    that it is read on top of, back to the last one that was written whole.
+    Version 0 stays, and so does every version newer than `newest`. A version that stays keeps the
+    base versions of its deltas, back to the last full snapshot.
 
     Args:
-        stored: Versions that something was written for.
-        newest: The newest one that the log knows.
+        stored: Versions with any object in the store.
+        newest: The newest version on the log.
         num_newest: How many of the newest stay.
-        every: Versions that this divides stay; 0 keeps none so.
+        every: Multiples of this stay; 0 for none.
         full_snapshot_interval: As `weights.full_snapshot_interval`.
-        best: Versions that stay for how good they are.
+        best: Versions that stay because of their evaluations.
     """
     found = sorted(stored)
     kept = {
@@ -52,15 +52,15 @@ def deletable_versions(
 
 @dataclass(slots=True)
 class BestVersions:
-    """The versions with the highest mean reward over their evaluations. Feed it every control
-    event, from any thread.
+    """A projection: the versions with the highest mean reward over their evaluations. Apply every
+    control event, from any thread.
     """
 
     num_kept: int
     _rewards: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
-        """Take in an evaluation; one without a reward says nothing."""
+        """Apply an event; only evaluations with a reward count."""
         if self.num_kept and isinstance(event, PolicyEvaluated) and event.reward_mean is not None:
             self._rewards = self._rewards | {
                 event.policy_version: {
@@ -70,7 +70,7 @@ class BestVersions:
             }
 
     def versions(self) -> set[int]:
-        """Return the best versions; of equally good ones the newer."""
+        """Return the best versions; of equal ones the newer."""
         means = {
             version: sum(rewards.values()) / len(rewards)
             for version, rewards in self._rewards.items()

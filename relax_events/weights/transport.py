@@ -1,8 +1,8 @@
-"""How the tensors of a policy version travel from the trainer to engines and scorers.
+"""Moves the tensors of a policy version from the trainer to engines and scorers.
 
-The announcement on `control.policy-versions` always carries the artifact's reference; a transport
-decides how the tensors themselves move. `publish` runs in the trainer before the version is
-announced, `fetch` in every reader after it.
+The record on `control.policy-versions` always carries the artifact's reference. A transport decides
+how the tensors themselves move. The trainer calls `WeightsPublisher.publish` before it announces a
+version; every reader calls `WeightsReader.fetch` after the announcement.
 """
 
 from __future__ import annotations
@@ -27,127 +27,140 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-class WeightsTransport(Protocol):
-    """One way for tensors to travel. `name` is what `PolicyVersionPublished.transports` lists."""
-
-    name: str
+class WeightsPublisher(Protocol):
+    """The trainer's side of a transport."""
 
     def publish(
         self, tensors: Mapping[str, Tensor], *, policy_version: int
     ) -> tuple[ObjectRef, bytes]:
         """Make a version available; return its artifact's reference and the weights' digest.
 
-        The tensors are the transport's: nobody may change them any more. Waits for no reader.
+        The caller must not change the tensors afterwards. Waits for no reader.
 
         Raises:
             ObjectError: The artifact could not be written; the version must not be announced.
         """
         ...
 
-    def is_coming(self, published: PolicyVersionPublished) -> bool:
-        """Tell whether the version is under way to us at this instant: a fetch a little later costs
-        less, or nothing.
+    def close(self) -> None:
+        """Abort transfers in progress."""
+        ...
+
+
+class WeightsReader(Protocol):
+    """An engine's or a scorer's side of a transport."""
+
+    def is_in_transit(self, published: PolicyVersionPublished) -> bool:
+        """Return whether the version is being sent to this process now: fetching it a little later
+        is cheaper or free.
         """
         ...
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:
-        """Get a version that was announced, whole and verified; waits for nobody but the medium.
+        """Return an announced version, complete and verified; waits for the medium alone.
 
         Raises:
-            WeightsError: It is incomplete, altered or gone; go on with the version at hand.
+            WeightsError: It is incomplete, altered or deleted; continue with the loaded version.
         """
         ...
 
-    def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:
-        """Begin to take what is sent to us: give a listener for the control log, and call `wake`,
-        from any thread, when something has come.
+    def subscribe(self, wake: Callable[[], None]) -> Callable[[Event], None]:
+        """Start receiving; return a listener for the control log.
+
+        Args:
+            wake: Called from any thread when a version has arrived.
         """
         ...
 
     def close(self) -> None:
-        """End what is under way."""
+        """Abort transfers in progress."""
         ...
 
 
 class NullWeightsReader:
-    """Follows versions without their tensors, for an engine that holds none."""
+    """Reads versions without their tensors, for an engine that holds none."""
 
-    name = "none"
-
-    def publish(
-        self, tensors: Mapping[str, Tensor], *, policy_version: int
-    ) -> tuple[ObjectRef, bytes]:
-        """Refuse: there is nothing by which tensors could travel."""
-        raise WeightsError(
-            f"policy version {policy_version} with {len(tensors)} tensors can't be published "
-            "without a transport; use another one"
-        )
-
-    def is_coming(self, published: PolicyVersionPublished) -> bool:
-        """Return False: there is nothing to wait for."""
+    def is_in_transit(self, published: PolicyVersionPublished) -> bool:
+        """Return False: no tensors are sent."""
         return False
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:
-        """Give the version, without a tensor and at no cost."""
+        """Return the version without tensors, at no cost."""
         return Weights(published.policy_version, {}, published.artifact.digest)
 
-    def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:
-        """Listen to nothing: nobody sends us anything."""
+    def subscribe(self, wake: Callable[[], None]) -> Callable[[Event], None]:
+        """Return a listener that does nothing."""
         return lambda _: None
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
 
 
-class StoreTransport:
-    """Tensors by the object store: the default, and how a late joiner or an engine in another
-    cluster catches up.
-    """
-
-    name = "store"
+class StorePublisher:
+    """Publishes versions to the object store: the default transport."""
 
     def __init__(self, store: ObjectStore, *, full_snapshot_interval: int = 1) -> None:
-        """Open either side.
+        """Publish to a store.
 
         Args:
             store: The run's.
-            full_snapshot_interval: As `weights.full_snapshot_interval`. Above 1 a copy of the newest version is kept, on
-                both sides.
+            full_snapshot_interval: As `weights.full_snapshot_interval`. Above 1 a copy of the newest version is kept.
         """
-        self._store, self._full_every = store, full_snapshot_interval
+        self._store, self._full_snapshot_interval = store, full_snapshot_interval
         self._written: WrittenWeights | None = None
-        self._held: CachedWeights | None = None
 
     def publish(
-        self, tensors: Mapping[str, Tensor], *, policy_version: int, in_transit: bytes | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        policy_version: int,
+        sent_digest: bytes | None = None,
     ) -> tuple[ObjectRef, bytes]:
-        """See `WeightsTransport.publish`; `in_transit` as `artifacts.write_weights` has it."""
+        """See `WeightsPublisher.publish`; `sent_digest` as in `artifact_writer.write_weights`."""
         from relax_events.weights.artifact_writer import WrittenWeights, copy_to_cpu, write_weights
 
-        if self._full_every == 1:
+        if self._full_snapshot_interval == 1:
             return write_weights(
-                self._store, tensors, policy_version=policy_version, in_transit=in_transit
+                self._store, tensors, policy_version=policy_version, sent_digest=sent_digest
             )
-        tensors = copy_to_cpu(
-            tensors
-        )  # off the device once, for the digest, the comparison, the files and the next version
-        former = self._written if policy_version % self._full_every else None
+        # copied from the device once, for the digest, the delta, the files and the next version
+        tensors = copy_to_cpu(tensors)
+        previous = self._written if policy_version % self._full_snapshot_interval else None
         reference, digest = write_weights(
             self._store,
             tensors,
             policy_version=policy_version,
-            former=former,
-            in_transit=in_transit,
+            previous=previous,
+            sent_digest=sent_digest,
         )
         self._written = WrittenWeights(Base(reference, digest), tensors)
         return reference, digest
 
-    def is_coming(self, published: PolicyVersionPublished) -> bool:
-        """Return False: what is announced is in the store."""
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+class StoreReader:
+    """Reads versions from the object store: the default transport, and how a late joiner or an
+    engine in another cluster catches up.
+    """
+
+    def __init__(self, store: ObjectStore, *, full_snapshot_interval: int = 1) -> None:
+        """Read from a store.
+
+        Args:
+            store: The run's.
+            full_snapshot_interval: As `weights.full_snapshot_interval`. Above 1 the newest version is cached.
+        """
+        self._store, self._full_snapshot_interval = store, full_snapshot_interval
+        self._cached: CachedWeights | None = None
+
+    def is_in_transit(self, published: PolicyVersionPublished) -> bool:
+        """Return False: an announced version is in the store."""
         return False
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:
-        """See `WeightsTransport.fetch`."""
+        """See `WeightsReader.fetch`."""
         weights = self._read(published.artifact)
         if weights.policy_version != published.policy_version:
             raise WeightsError(
@@ -157,22 +170,21 @@ class StoreTransport:
         return weights
 
     def _read(self, reference: ObjectRef) -> Weights:
-        held, self._held = self._held, None
+        cached, self._cached = self._cached, None
         try:
-            weights = read_weights(self._store, reference, held=held)
+            weights = read_weights(self._store, reference, cached=cached)
         except WeightsError as error:
-            if held is None:
+            if cached is None:
                 raise
-            log.warning(
-                "weights.read_again", error=str(error)
-            )  # without what we held, which may be what is wrong
+            # read again without the cached version, which may be the altered one
+            log.warning("weights.read_again", error=str(error))
             weights = read_weights(self._store, reference)
-        if self._full_every > 1 and isinstance(weights.tensors, RawTensors):
-            self._held = CachedWeights(weights.digest, weights.tensors)
+        if self._full_snapshot_interval > 1 and isinstance(weights.tensors, RawTensors):
+            self._cached = CachedWeights(weights.digest, weights.tensors)
         return weights
 
-    def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:
-        """Listen to nothing: nobody sends us anything."""
+    def subscribe(self, wake: Callable[[], None]) -> Callable[[Event], None]:
+        """Return a listener that does nothing: `fetch` reads when it is called."""
         return lambda _: None
 
     def close(self) -> None:

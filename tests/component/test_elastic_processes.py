@@ -17,7 +17,7 @@ from relax_events.controller.scaling_admission import ScaleCommand, admit
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
-from relax_events.events.types import WorkerBeat
+from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.records import ProducerRecord
 from relax_events.launcher.deaths import Progress
 from relax_events.launcher.run import RunSession
@@ -179,7 +179,7 @@ def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not
     codec = EventCodec()
     said = [codec.decode(record.value) for record in written.records]
     goodbye, first, second = said
-    assert isinstance(goodbye, WorkerBeat)
+    assert isinstance(goodbye, WorkerHeartbeat)
     assert (goodbye.worker_id, goodbye.state, goodbye.num_in_flight) == (
         "rollout-1",
         WorkerState.STOPPED,
@@ -231,6 +231,6 @@ def test_run_says_the_goodbye_of_its_workers_that_died_unless_another_one_works_
     assert [
         (event.worker_id, event.state, event.num_in_flight)
         for event in said
-        if isinstance(event, WorkerBeat)
+        if isinstance(event, WorkerHeartbeat)
     ] == [("rollout-1", WorkerState.STOPPED, 0)] * is_alone
     assert [record.key for record in written.records] == ["rollout-1"] * is_alone

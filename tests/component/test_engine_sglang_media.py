@@ -16,7 +16,7 @@ from relax_events.engines.requests import build_samples
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.inflight import InflightRequest
 from relax_events.engines.sglang.media_features import HEAD, read, requested
-from relax_events.engines.transformers.rows import SampleState
+from relax_events.engines.sample_state import SampleState
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import Modality
 from relax_events.media.library import MediaLibrary

@@ -25,7 +25,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.reports import sample_page as pages
 from relax_events.reports.sample_cards import MAX_CHARACTERS
 from relax_events.reports.sample_export import open_export
-from relax_events.reports.sample_media import MAX_FRAMES, MAX_SECONDS, MAX_SIDE, Gallery
+from relax_events.reports.sample_media import MAX_FRAMES, MAX_SECONDS, MAX_SIDE, MediaRenderer
 from relax_events.reports.sample_page import SamplePage, best_and_worst
 from tests.unit.html_page import Page
 from tests.unit.moving_and_sounding import clip_file, media_run, omni_model, sound_file
@@ -163,16 +163,16 @@ def test_model_of_text_shows_no_media_and_says_so(
 def test_long_clips_and_sounds_and_large_pictures_are_shown_in_part(
     config: RunConfig, library: MediaLibrary
 ) -> None:
-    gallery = Gallery(config, max_bytes=10**8)
+    gallery = MediaRenderer(config, max_bytes=10**8)
     large = put(library, Modality.IMAGE, picture_file(960, 480))
-    (source,) = Page(gallery.drawn(large)).sources("img")
+    (source,) = Page(gallery.render(large)).sources("img")
     assert Image.open(BytesIO(source)).size == (MAX_SIDE, MAX_SIDE // 2)
     assert (
-        len(Page(gallery.drawn(put(library, Modality.VIDEO, clip_file(32, 32, 40)))).sources("img"))
+        len(Page(gallery.render(put(library, Modality.VIDEO, clip_file(32, 32, 40)))).sources("img"))
         == MAX_FRAMES
     )
     (played,) = Page(
-        gallery.drawn(put(library, Modality.AUDIO, sound_file(MAX_SECONDS + 2)))
+        gallery.render(put(library, Modality.AUDIO, sound_file(MAX_SECONDS + 2)))
     ).sources("audio")
     with wave.open(BytesIO(played)) as begin:
         assert begin.getnframes() == MAX_SECONDS * 16_000
@@ -182,10 +182,10 @@ def test_page_that_is_full_names_the_rest(config: RunConfig, library: MediaLibra
     first, second = (
         put(library, Modality.IMAGE, picture_file(48, 48, seed=seed)) for seed in (1, 2)
     )
-    gallery = Gallery(config, max_bytes=len(Gallery(config, max_bytes=10**6).drawn(first)))
-    assert "<img" in gallery.drawn(first)
-    assert "not shown, the page is full" in gallery.drawn(second)
-    assert gallery.num_drawn == 1
+    gallery = MediaRenderer(config, max_bytes=len(MediaRenderer(config, max_bytes=10**6).render(first)))
+    assert "<img" in gallery.render(first)
+    assert "not shown, the page is full" in gallery.render(second)
+    assert gallery.num_rendered == 1
 
 
 def test_long_texts_are_cut(config: RunConfig) -> None:

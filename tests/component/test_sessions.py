@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from relax_events.reports.run_report import closing_line
+from relax_events.reports.run_report import format_closing_line
 from relax_events.session.records import RunSessions, Session, session_seconds, parse_sessions
 
 SECOND = 1_000_000
@@ -62,12 +62,12 @@ def test_closing_line_tells_the_whole_run_and_what_was_done_since_it_was_resumed
         "total_seconds": 61.2,
     }
     resumed = report | {"steps_of_session": 1, "wall_seconds": 19.0}
-    assert closing_line(resumed, Path("r")) == (
+    assert format_closing_line(resumed, Path("r")) == (
         "reward 0.100 -> 0.500 in 3 steps, 61 s (1 steps in 19 s since it was resumed); "
         "report: r/report.html"
     )
     alone = report | {"steps_of_session": 3, "wall_seconds": 61.2, "reward_first": None}
     assert (
-        closing_line(alone, Path("r"))
+        format_closing_line(alone, Path("r"))
         == "loss 2.000 -> 1.000 in 3 steps, 61 s; report: r/report.html"
     )

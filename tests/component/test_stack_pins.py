@@ -14,7 +14,7 @@ from image_registry import LIST, MANIFEST, SIGNED, TOKEN, ImageRegistry, serve_i
 from stack import pins
 
 from tests.stack.container_engine import StackError, read_pins
-from tests.stack.registry import Tagged, digest_of
+from tests.stack.registry import ImageName, fetch_digest
 
 LOGIN = "reader:a password"
 BASIC = f"Basic {base64.b64encode(LOGIN.encode()).decode()}"
@@ -50,27 +50,27 @@ def log_in(folder: Path, registry: str) -> None:
     ],
 )
 def test_name_of_an_image_is_read_as_docker_reads_it(name: str, url: str) -> None:
-    assert Tagged.of(name).url == url
+    assert ImageName.of(name).url == url
 
 
 @pytest.mark.parametrize("kind", [LIST, "application/vnd.oci.image.index.v1+json"])
 def test_digest_is_that_of_the_list_of_all_platforms(kind: str) -> None:
     with serve_images() as registry:
         digest = registry.put_image("apache/kafka", "4.3.1", kind=kind)
-        assert digest_of(f"{registry.host}/apache/kafka:4.3.1") == digest
+        assert fetch_digest(f"{registry.host}/apache/kafka:4.3.1") == digest
 
 
 def test_digest_is_that_of_the_manifest_where_there_is_no_list() -> None:
     with serve_images() as registry:
         digest = registry.put("made/here", "1", MANIFEST, {"schemaVersion": 2})
-        assert digest_of(f"{registry.host}/made/here:1") == digest
+        assert fetch_digest(f"{registry.host}/made/here:1") == digest
 
 
 @pytest.mark.parametrize("key", ["token", "access_token"])
 def test_token_is_fetched_where_the_registry_asks_for_one(key: str) -> None:
     with serve_images(asks="token", token_key=key) as registry:
         digest = registry.put_image("apache/kafka", "4.3.1")
-        assert digest_of(f"{registry.host}/apache/kafka:4.3.1") == digest
+        assert fetch_digest(f"{registry.host}/apache/kafka:4.3.1") == digest
         path = "/v2/apache/kafka/manifests/4.3.1"
         assert registry.requests == [(path, ""), ("/token", ""), (path, f"Bearer {TOKEN}")]
 
@@ -80,9 +80,9 @@ def test_login_of_docker_opens_tokens_and_registries(docker_folder: Path) -> Non
         with serve_images(asks=asks, login=LOGIN) as registry:
             digest = registry.put_image("own/image", "1")
             with pytest.raises(StackError, match=f"docker login {registry.host}"):
-                digest_of(f"{registry.host}/own/image:1")
+                fetch_digest(f"{registry.host}/own/image:1")
             log_in(docker_folder, registry.host)
-            assert digest_of(f"{registry.host}/own/image:1") == digest
+            assert fetch_digest(f"{registry.host}/own/image:1") == digest
 
 
 def test_login_is_for_its_registry_and_for_no_host_that_it_leads_to(docker_folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_login_is_for_its_registry_and_for_no_host_that_it_leads_to(docker_folde
     ):
         digest = elsewhere.put_image("own/image", "1")
         log_in(docker_folder, registry.host)
-        assert digest_of(f"{registry.host}/own/image:1") == digest
+        assert fetch_digest(f"{registry.host}/own/image:1") == digest
         assert elsewhere.requests == [("/v2/own/image/manifests/1", "")]
 
 
@@ -103,7 +103,7 @@ def test_token_is_asked_of_no_server_without_https(docker_folder: Path) -> None:
         with pytest.raises(
             StackError, match=r"asks for 'Bearer realm=\"http://tokens.example/token\""
         ):
-            digest_of(f"{registry.host}/own/image:1")
+            fetch_digest(f"{registry.host}/own/image:1")
 
 
 @pytest.mark.parametrize("given", ["<html>", "[]", "{}"])
@@ -114,7 +114,7 @@ def test_server_of_tokens_that_gives_none_is_named(
     with serve_images(asks="token") as registry:
         registry.put_image("own/image", "1")
         with pytest.raises(StackError, match=f"http://{registry.host}/token gives no token"):
-            digest_of(f"{registry.host}/own/image:1")
+            fetch_digest(f"{registry.host}/own/image:1")
 
 
 def test_digest_that_the_bytes_do_not_have_is_refused() -> None:
@@ -125,7 +125,7 @@ def test_digest_that_the_bytes_do_not_have_is_refused() -> None:
             StackError,
             match=f"has the digest {digest}, and its registry names {other}; do not use it",
         ):
-            digest_of(f"{registry.host}/apache/kafka:4.3.1")
+            fetch_digest(f"{registry.host}/apache/kafka:4.3.1")
 
 
 @pytest.mark.parametrize("kind", [SIGNED, "text/html"])
@@ -135,14 +135,14 @@ def test_what_is_no_manifest_of_today_is_refused(kind: str) -> None:
         with pytest.raises(
             StackError, match=f"is a {re.escape(kind)}, and no manifest of an image"
         ):
-            digest_of(f"{registry.host}/old/image:1")
+            fetch_digest(f"{registry.host}/old/image:1")
 
 
 def test_answer_without_an_end_is_refused() -> None:
     with serve_images() as registry:
         registry.put("large/image", "1", MANIFEST, {"layers": "x" * (5 << 20)})
         with pytest.raises(StackError, match="a manifest has at most 4194304 bytes"):
-            digest_of(f"{registry.host}/large/image:1")
+            fetch_digest(f"{registry.host}/large/image:1")
 
 
 def test_tag_and_registry_that_are_not_there_are_named() -> None:
@@ -150,11 +150,11 @@ def test_tag_and_registry_that_are_not_there_are_named() -> None:
         serve_images() as registry,
         pytest.raises(StackError, match=r"/v2/apache/kafka/manifests/9: HTTP Error 404"),
     ):
-        digest_of(f"{registry.host}/apache/kafka:9")
+        fetch_digest(f"{registry.host}/apache/kafka:9")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(StackError, match=f"http://127.0.0.1:{port}/v2/a/manifests/1: .*refused"):
-        digest_of(f"127.0.0.1:{port}/a:1")
+        fetch_digest(f"127.0.0.1:{port}/a:1")
 
 
 def test_pins_are_of_the_images_that_were_chosen_and_written_only_when_all_are_found(
@@ -163,7 +163,7 @@ def test_pins_are_of_the_images_that_were_chosen_and_written_only_when_all_are_f
     file = tmp_path / "images.env"
     monkeypatch.setattr(pins, "PINS_FILE", file)
     with serve_images(asks="token") as registry:
-        variables = pins.images_of_others()
+        variables = pins.read_third_party_images()
         digests = {}
         for number, variable in enumerate(variables):
             digests[variable] = registry.put_image("copies/image", f"{number}.0")

@@ -11,7 +11,7 @@ from relax_events.cli.models import prepare
 from relax_events.config import RunConfig, load_run_config
 from relax_events.errors import ConfigError, ObjectError
 from relax_events.events.parts import ObjectRef
-from relax_events.history.runs.deletion import overlap
+from relax_events.history.runs.deletion import stores_overlap
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import MARKER, claim_store, read_marker, require_marker
 
@@ -88,7 +88,7 @@ def test_objects_of_runs_with_one_uri_lie_apart(tmp_path: Path) -> None:
     uri = (tmp_path / "shared").as_uri()
     mine, theirs = (run_of(tmp_path, name, uri) for name in ("mine", "theirs"))
     assert mine.objects_uri == f"{uri}/mine"
-    assert not overlap(mine.objects_uri, theirs.objects_uri)
+    assert not stores_overlap(mine.objects_uri, theirs.objects_uri)
 
 
 def test_store_of_one_process_is_refused(tmp_path: Path) -> None:
@@ -132,13 +132,13 @@ def test_store_on_this_machine_is_claimed_before_workers_that_only_read_it_start
 def test_stores_overlap_whichever_way_their_uris_are_written(
     one: str, other: str, *, expected: bool
 ) -> None:
-    assert overlap(one, other) is overlap(other, one) is expected
+    assert stores_overlap(one, other) is stores_overlap(other, one) is expected
 
 
 def test_link_to_a_store_is_that_store(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "objects")
-    assert overlap((tmp_path / "objects").as_uri(), (tmp_path / "link").as_uri())
+    assert stores_overlap((tmp_path / "objects").as_uri(), (tmp_path / "link").as_uri())
 
 
 def test_object_of_another_size_is_refused_unread(

@@ -21,7 +21,7 @@ from relax_events.errors import (
     SchemaError,
 )
 from relax_events.events.parts import WorkerState
-from relax_events.events.types import WorkerBeat
+from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
 from relax_events.launcher.deaths import Progress
 from relax_events.launcher.supervisor import Fencing, Supervisor
@@ -254,7 +254,7 @@ def test_goodbye_is_owed_for_workers_that_ended_without_one(
     supervisor = ended(make_run_config(), how)
     process = supervisor._processes["trainer-0"].process
     assert process is not None
-    newest = replace(beat(process.pid, beat_at=FENCED_AT), host=socket.gethostname())
+    newest = replace(beat(process.pid, sent_at=FENCED_AT), host=socket.gethostname())
     assert supervisor.lacks_final_heartbeat(newest) is is_owed
     supervisor.poll(Progress())
     assert supervisor._processes["trainer-0"].process is None, "it is to be started again later"
@@ -274,7 +274,7 @@ def test_goodbye_is_owed_for_any_of_the_processes_that_died_since_the_last_goodb
     supervisor = ended(make_run_config(), 1)
     trainer = supervisor._processes["trainer-0"]
     assert trainer.process is not None
-    first = replace(beat(trainer.process.pid, beat_at=FENCED_AT), host=socket.gethostname())
+    first = replace(beat(trainer.process.pid, sent_at=FENCED_AT), host=socket.gethostname())
     supervisor.poll(Progress())
     died_again(supervisor, Progress(num_steps=1))
     assert supervisor.lacks_final_heartbeat(first), "the second one died before it said anything"
@@ -285,9 +285,9 @@ FENCED_AT = 100 * SECOND
 OURS, OTHERS = 7, 8
 
 
-def beat(pid: int, *, beat_at: int, state: WorkerState = WorkerState.WORKING) -> WorkerBeat:
+def beat(pid: int, *, sent_at: int, state: WorkerState = WorkerState.WORKING) -> WorkerHeartbeat:
     """Make a beat of one of two trainers."""
-    return WorkerBeat(
+    return WorkerHeartbeat(
         worker_id="trainer-0",
         role="trainer",
         host="here",
@@ -295,8 +295,8 @@ def beat(pid: int, *, beat_at: int, state: WorkerState = WorkerState.WORKING) ->
         state=state,
         num_processed=0,
         num_in_flight=0,
-        last_progress_at=beat_at,
-        beat_at=beat_at,
+        last_progress_at=sent_at,
+        sent_at=sent_at,
     )
 
 
@@ -305,17 +305,17 @@ def beat(pid: int, *, beat_at: int, state: WorkerState = WorkerState.WORKING) ->
     [
         (None, 60),
         (
-            beat(OURS, beat_at=FENCED_AT),
+            beat(OURS, sent_at=FENCED_AT),
             60,
         ),  # ours spoke last, woken up and not yet aware that it was fenced
-        (beat(OTHERS, beat_at=FENCED_AT - SECOND), 60),
-        (beat(OTHERS, beat_at=FENCED_AT + 30 * SECOND), 90),
-        (beat(OTHERS, beat_at=FENCED_AT + 30 * SECOND, state=WorkerState.STOPPED), 35),
-        (beat(OURS, beat_at=FENCED_AT, state=WorkerState.STOPPED), 60),
+        (beat(OTHERS, sent_at=FENCED_AT - SECOND), 60),
+        (beat(OTHERS, sent_at=FENCED_AT + 30 * SECOND), 90),
+        (beat(OTHERS, sent_at=FENCED_AT + 30 * SECOND, state=WorkerState.STOPPED), 35),
+        (beat(OURS, sent_at=FENCED_AT, state=WorkerState.STOPPED), 60),
     ],
 )
 def test_fencing_is_over_when_the_other_has_been_silent_for_long_or_said_goodbye(
-    newest: WorkerBeat | None, over_after_seconds: int
+    newest: WorkerHeartbeat | None, over_after_seconds: int
 ) -> None:
     fencing = Fencing(OURS, FENCED_AT)
     over = [

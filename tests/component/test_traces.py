@@ -212,7 +212,7 @@ def test_trace_of_what_is_not_trained_ends_with_the_reason(
     trainer.record_group_end(GROUP, outcome="failed", reason="reward: no number")
     trainer.record_group_end("000000-0000-0", outcome="failed", reason="nobody traces it")
     trainer.close()
-    expired, failed = collector.named("end control.group-outcomes")
+    expired, failed = collector.named("end control.prompt-group-outcomes")
     assert (expired.facts["relax.outcome"], expired.facts["relax.reason"]) == (
         "expired",
         "version 3 left the window of version 5",

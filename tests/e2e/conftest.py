@@ -21,7 +21,7 @@ from command_line import (
 )
 
 from relax_events.config import load_run_config
-from tests.stack.webhook_sink import Told
+from tests.stack.webhook_sink import WebhookSink
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def finished_run(
     text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=more)
     telling = f'[telemetry]\nnotice_urls_file = "{notification_urls}"'
     run_file.write_text(f'{text}\n{telling}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
-    with Told() as told:
+    with WebhookSink() as told:
         threading.Thread(target=told.serve_forever, daemon=True).start()
         notification_urls.write_text(f"json://127.0.0.1:{told.server_port}/\n")
         ended = call_relax("run", run_file, cwd=folder, timeout_seconds=200)

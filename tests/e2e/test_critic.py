@@ -14,7 +14,7 @@ from command_line import FinishedRun, Relax, call_relax, log_of, report_of, run_
 from relax_events.algorithms.gae import GroupValues, gae_advantages
 from relax_events.config import load_run_config
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Event, SampleEvaluated, SampleReady
+from relax_events.events.types import Event, LogprobsComputed, SampleReady
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
 from relax_events.topics import TopicPlan
@@ -64,11 +64,11 @@ def test_critic_has_learned_as_long_as_the_policy_that_it_judges(ppo_run: Finish
         [],
     )
     evaluated = [
-        event for event in events(ppo_run, "critic.values") if isinstance(event, SampleEvaluated)
+        event for event in events(ppo_run, "critic.values") if isinstance(event, LogprobsComputed)
     ]
     assert len(evaluated) == 3 * 16
     assert {
-        (event.evaluator, event.policy_version - event.evaluator_version) for event in evaluated
+        (event.model_role, event.policy_version - event.model_version) for event in evaluated
     } == {("critic", 0)}
     assert all(np.any(event.values) == (event.policy_version > 0) for event in evaluated)
     learned = [
@@ -89,7 +89,7 @@ def test_advantages_are_those_of_the_recorded_values(ppo_run: FinishedRun) -> No
     values = {
         event.sample_id: event.values
         for event in events(ppo_run, "critic.values")
-        if isinstance(event, SampleEvaluated)
+        if isinstance(event, LogprobsComputed)
     }
     ready = [
         event for event in events(ppo_run, "advantage.samples") if isinstance(event, SampleReady)

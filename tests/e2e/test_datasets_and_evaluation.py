@@ -113,9 +113,9 @@ def test_run_mixes_datasets_and_evaluates_its_versions(
     kinds = Counter(orjson.loads(event.metadata).get("kind", "word") for event in firsts)
     assert len(firsts) == 12
     # Rows go 3 to 1 by weight; each that was passed over was a word.
-    rows = 12 + sum(report["prompts_passed_over"].values())
+    rows = 12 + sum(report["prompts_skipped"].values())
     assert kinds["drink"] in (rows // 4, -(-rows // 4))
-    assert report["prompts_passed_over"].keys() == {"too_long"}
+    assert report["prompts_skipped"].keys() == {"too_long"}
     assert {event.messages[0].text for event in firsts if "kind" in event.metadata} == {"be brief"}
 
     evaluated = [
@@ -136,7 +136,7 @@ def test_run_mixes_datasets_and_evaluates_its_versions(
         digests[version] for version in (2, 2, 3, 3)
     ]
     for event in evaluated[::2]:
-        assert (event.num_prompts, event.num_unscored, event.num_refused) == (4, 0, 0)
+        assert (event.num_prompts, event.num_unscored, event.num_failed_prompts) == (4, 0, 0)
         assert 0 <= event.pass_at_k["1"] <= event.pass_at_k["4"] <= 1
         assert event.pass_at_k["4"] * 4 == round(
             event.pass_at_k["4"] * 4

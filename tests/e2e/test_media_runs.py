@@ -173,7 +173,7 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
 
     report = report_of(media_run.parent, run_id)
     assert (report["succeeded"], report["samples_lost"], report["ledger_problems"]) == (True, 0, [])
-    assert report["prompts_passed_over"] == {
+    assert report["prompts_skipped"] == {
         "media_truncated": 1,
         "media_wrong_type": 1,
         "media_outside_root": 1,
@@ -184,7 +184,7 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
         if isinstance(event, TrainStepCommitted)
     ]
     assert len(steps) == 2
-    assert max(step.figures["mismatch_max_abs"] for step in steps) < 1e-4
+    assert max(step.metrics["mismatch_max_abs"] for step in steps) < 1e-4
 
     outcomes = [
         event
@@ -315,7 +315,7 @@ def test_run_talks_with_an_environment_that_shows_pictures_and_a_bad_one_ends_it
         for event in events_of(bootstrap_servers, run_id, control_train_steps=1)
         if isinstance(event, TrainStepCommitted)
     ]
-    assert max(step.figures["mismatch_max_abs"] for step in steps) < 1e-4
+    assert max(step.metrics["mismatch_max_abs"] for step in steps) < 1e-4
     outcomes = [
         event
         for event in events_of(bootstrap_servers, run_id, control_group_outcomes=1)

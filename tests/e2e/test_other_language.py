@@ -45,7 +45,7 @@ def read_events(bootstrap_servers: str, run_id: str) -> dict[tuple[str, str], An
         for entity in (
             "rollout.samples",
             "reward.scores",
-            "control.group-outcomes",
+            "control.prompt-group-outcomes",
             "prompt.groups",
         )
     ]
@@ -125,7 +125,7 @@ def test_java_guest_gets_samples_of_its_own_prompts(
         "--output",
         "json",
     )
-    assert (checked.code, json.loads(checked.out)["prompt_groups_of_guests"]) == (0, len(PROMPTS))
+    assert (checked.code, json.loads(checked.out)["prompt_groups_external"]) == (0, len(PROMPTS))
 
 
 @pytest.mark.long

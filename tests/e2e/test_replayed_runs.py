@@ -261,7 +261,7 @@ def test_second_learner_follows_a_fork_while_it_goes_on(
 def until_described(connection: Connection, run_id: str, process: subprocess.Popen[bytes]) -> None:
     """Wait until a run's log says what the run is."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while (run := read_runs(connection, [run_id]).get(run_id)) is None or run.described is None:
+    while (run := read_runs(connection, [run_id]).get(run_id)) is None or run.description is None:
         assert time.monotonic() < deadline, (
             f"run {run_id} was not described within {PATIENCE_SECONDS:g} s"
         )

@@ -29,7 +29,7 @@ TAPPED = (
     "advantage.samples",
     "control.policy-versions",
     "control.train-steps",
-    "control.group-outcomes",
+    "control.prompt-group-outcomes",
     "control.commands",
     "control.heartbeats.trainer",
     "control.metrics.trainer",
@@ -154,7 +154,7 @@ def test_tapped_records_are_what_our_codec_reads(
         "PolicyVersionPublished",
         "TrainStepCommitted",
     }
-    assert tapped.keys() >= {"PromptGroupEnded", "RunCommanded", "WorkerBeat"}
+    assert tapped.keys() >= {"PromptGroupEnded", "RunCommanded", "WorkerHeartbeat"}
     assert len(tapped["SampleRolledOut"]) >= 16
     for sample in tapped["SampleRolledOut"]:
         check_numbers(sample)

@@ -43,7 +43,7 @@ from relax_events.topics.plan import HEARTBEATS
 WATCHED = (
     "control.policy-versions",
     "control.train-steps",
-    "control.group-outcomes",
+    "control.prompt-group-outcomes",
     "control.commands",
     *HEARTBEATS.values(),
 )

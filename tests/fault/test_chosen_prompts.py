@@ -48,7 +48,7 @@ def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(
     issued = {
         event.prompt_group_id: event for event in events if isinstance(event, PromptGroupIssued)
     }
-    ends = [codec.decode(record.value) for record in run.records("control.group-outcomes")]
+    ends = [codec.decode(record.value) for record in run.records("control.prompt-group-outcomes")]
     expired = {
         end.prompt_group_id
         for end in ends
@@ -57,14 +57,14 @@ def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(
     rows = [event.row for name, event in issued.items() if not _takes_the_seat_of(name, expired)]
     assert len(rows) == len(set(rows))
     passed_over = {
-        int(row): reason for event in issued.values() for row, reason in event.passed_over.items()
+        int(row): reason for event in issued.values() for row, reason in event.skipped_rows.items()
     }
     assert not passed_over.keys() & set(rows)
     assert "prompt_filter" in passed_over.values()
     assert not [event for event in issued.values() if "tea" in event.messages[-1].text]
     begun = max(rows) // BLOCK_ROWS * BLOCK_ROWS
     assert {*rows, *passed_over} >= set(range(begun))
-    assert run.report()["prompts_passed_over"]["prompt_filter"] == list(passed_over.values()).count("prompt_filter")
+    assert run.report()["prompts_skipped"]["prompt_filter"] == list(passed_over.values()).count("prompt_filter")
 
 
 def _takes_the_seat_of(prompt_group_id: str, ended: set[str]) -> bool:

@@ -100,7 +100,7 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
     assert len(died) == len(set(died)), "who has died of it once checks record batches itself"
 
     codec = EventCodec()
-    ends = [codec.decode(record.value) for record in run.records("control.group-outcomes")]
+    ends = [codec.decode(record.value) for record in run.records("control.prompt-group-outcomes")]
     failed = {
         event.prompt_group_id
         for event in ends

@@ -11,7 +11,7 @@ from harness import FaultRun, assert_books_balance, mark_of
 from stage import judged_by
 
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import EnginesEnlisted, PolicyEvaluated, TrainStepCommitted
+from relax_events.events.types import BroadcastMembership, PolicyEvaluated, TrainStepCommitted
 from relax_events.runtime.failpoints import POINTS
 
 STEPS = 14
@@ -159,11 +159,11 @@ def assert_broadcast_again(run: FaultRun) -> None:
     codec = EventCodec()
     lists = [
         event
-        for record in run.records("control.engines")
-        if isinstance(event := codec.decode(record.value), EnginesEnlisted)
+        for record in run.records("control.broadcast-membership")
+        if isinstance(event := codec.decode(record.value), BroadcastMembership)
     ]
-    assert [told.list_version for told in lists] == list(range(1, len(lists) + 1))
-    assert len({told.ticket for told in lists}) == 2, "of two trainers"
+    assert [told.membership_version for told in lists] == list(range(1, len(lists) + 1))
+    assert len({told.join_token for told in lists}) == 2, "of two trainers"
     starts = [line["timestamp"] for line in run.logged("rollout-0", "worker.started")]
     loads = run.logged("rollout-0", "weights.loaded")
     lives = [

@@ -82,7 +82,7 @@ def test_lost_and_altered_objects_cost_their_prompt_groups_alone(
     }
     assert "there is no such object" in letters[lost]["error-text"]
     assert "was altered: its SHA-256 must be" in letters[altered]["error-text"]
-    events = [EventCodec().decode(record.value) for record in run.records("control.group-outcomes")]
+    events = [EventCodec().decode(record.value) for record in run.records("control.prompt-group-outcomes")]
     outcomes = {
         event.prompt_group_id: event.outcome.value
         for event in events

@@ -29,7 +29,7 @@ def test_second_rollout_worker_takes_work_within_five_seconds_and_leaves_none(
     ready_at = now_micros()
     run.signal(signal.SIGCONT, "trainer-0")
     run.until(lambda: run.num_taken("rollout-1") > 0, "it has taken prompt groups")
-    working_at = run.state.workers["rollout-1"].beat_at
+    working_at = run.state.workers["rollout-1"].sent_at
     print(
         f"ready {(ready_at - started_at) / 1e6:.1f} s after the start of the process, at "
         f"work {(working_at - ready_at) / 1e6:.2f} s later"

@@ -35,7 +35,7 @@ def test_hanging_reward_costs_one_prompt_group(
 
     assert run.until_ended(run.process) == 0
     assert assert_books_balance(run)["outcomes"]["failed"] == 1
-    events = [EventCodec().decode(record.value) for record in run.records("control.group-outcomes")]
+    events = [EventCodec().decode(record.value) for record in run.records("control.prompt-group-outcomes")]
     (failed,) = (
         event
         for event in events

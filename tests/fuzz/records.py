@@ -23,8 +23,8 @@ from relax_events.kafka.records import Record
 from relax_events.objects.claim_check import check_out
 from relax_events.objects.roots import AllowedRoots
 from relax_events.objects.store import ObjectStore
-from relax_events.ops.dead_letters import letter_of
-from relax_events.ops.topic_tail import plain
+from relax_events.ops.dead_letters import parse_dead_letter
+from relax_events.ops.topic_tail import to_json
 from relax_events.runtime.run_description import described_config
 from relax_events.runtime.validation import (
     check_ended,
@@ -119,7 +119,7 @@ def decode(data: bytes) -> None:
     """Decode a record, and do with the event what each of its readers does first."""
     with suppress(SchemaError, CorruptRecord, PoisonSample, ObjectError):
         event = CODEC.decode(data)
-        orjson.dumps(plain(event))
+        orjson.dumps(to_json(event))
         AllowedRoots(("file:///a/",)).check(event)
         may_end = partial(check_ended, allowed=outcomes_on("prompt.end-requests"))
         checks = {
@@ -183,7 +183,7 @@ def read_headers(data: bytes) -> None:
     )
     record = Record.from_message(message)
     assert record.policy_version is None or abs(record.policy_version) < 10**18
-    letter_of("reward", record)
+    parse_dead_letter("reward", record)
 
 
 def reference(data: bytes) -> None:

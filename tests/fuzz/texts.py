@@ -10,7 +10,7 @@ import orjson
 
 from relax_events.errors import RewardError
 from relax_events.printable import printable
-from relax_events.reports.sample_cards import text_html
+from relax_events.reports.sample_cards import render_text
 from relax_events.rewards.process import BURST_BYTES, PrintBudget
 from relax_events.rewards.verifiers import choices, text_match
 from relax_events.rewards.verifiers.answer_extraction import last_box, references, short_answer
@@ -24,7 +24,7 @@ def shown(data: bytes) -> None:
     """Show a text on a terminal and in a page."""
     text = data.decode(errors="replace")
     assert not CONTROL.search(printable(text))
-    page = text_html(text)
+    page = render_text(text)
     assert not re.search(r"<(?!/?(span|br|div|p|pre|em|b|i)\b)", page), page
     orjson.dumps(text)
 

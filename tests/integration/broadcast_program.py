@@ -12,7 +12,7 @@ import structlog
 
 from relax_events.config import WeightsConfig
 from relax_events.events.parts import ObjectRef
-from relax_events.events.types import EnginesEnlisted, PolicyVersionPublished
+from relax_events.events.types import BroadcastMembership, PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.runtime.failpoints import arm_failpoints
 from relax_events.telemetry.metrics import WorkerMetrics
@@ -32,11 +32,11 @@ def main() -> None:
         metrics=WorkerMetrics("rollout").weights,
     )
     with closing(BroadcastReader(ObjectStore.open(store_uri), receiver)) as transport:
-        note = transport.follow(lambda: None)
+        note = transport.subscribe(lambda: None)
         for line in sys.stdin:
             event = json.loads(line)
-            if "ticket" in event:
-                note(EnginesEnlisted(**event))
+            if "join_token" in event:
+                note(BroadcastMembership(**event))
                 continue
             artifact = event["artifact"]
             reference = ObjectRef(
@@ -48,7 +48,7 @@ def main() -> None:
                 transports=[],
                 start_offsets=[],
             )
-            while transport.is_coming(published):
+            while transport.is_in_transit(published):
                 time.sleep(0.001)
             weights = transport.fetch(published)
             told = {

@@ -33,9 +33,9 @@ from relax_events.events.types import (
     MetricsReported,
     PolicyVersionPublished,
     PromptGroupIssued,
-    PromptsSummed,
+    PrompterStateSaved,
     TrainStepCommitted,
-    WorkerBeat,
+    WorkerHeartbeat,
 )
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
@@ -113,11 +113,11 @@ class LongLog:
                 trainer_version=step,
                 mean_reward=0.5,
             )
-            yield "control.group-outcomes", group_id, end
+            yield "control.prompt-group-outcomes", group_id, end
         yield "control.policy-versions", str(step + 1), self._published(step + 1)
         yield from self._issues(range(step + self._staleness + 1, step + self._staleness + 2))
         if (step + 1) % 8 == 0:
-            yield "control.summaries", "prompter", self._summed(step)
+            yield "control.prompter-state", "prompter", self._summed(step)
         for number in range(self._reports):
             worker_id, values = (
                 f"rollout-{number % WORKERS}",
@@ -130,7 +130,7 @@ class LongLog:
                     worker_id=worker_id, role="rollout", policy_version=step, values=values
                 ),
             )
-            beat = WorkerBeat(
+            beat = WorkerHeartbeat(
                 worker_id=worker_id,
                 role="rollout",
                 host="h",
@@ -192,7 +192,7 @@ class LongLog:
                 for partition in range(self._plan.num_sample_partitions)
             ],
             staleness_counts=[count],
-            figures={f"figure_{place}": 0.5 for place in range(30)} | {"reward_mean": 0.5},
+            metrics={f"figure_{place}": 0.5 for place in range(30)} | {"reward_mean": 0.5},
             phase_seconds={"wait": 1.0, "forward_backward": 90.0, "update": 1.0},
             weights_digest=bytes(32),
             checkpoint=checkpoint,
@@ -202,7 +202,7 @@ class LongLog:
         before = max(version - 1, 0)
         ends = {
             "control.train-steps": before,
-            "control.group-outcomes": before * self._groups,
+            "control.prompt-group-outcomes": before * self._groups,
             "control.policy-versions": version,
         }
         starts = [
@@ -219,19 +219,19 @@ class LongLog:
                 TopicOffset(self._plan.topic(entity), 0, offset) for entity, offset in ends.items()
             ],
             num_steps_before=before,
-            ended_before={"trained": before * self._groups} if before else {},
+            outcome_counts_before={"trained": before * self._groups} if before else {},
         )
 
-    def _summed(self, step: int) -> PromptsSummed:
+    def _summed(self, step: int) -> PrompterStateSaved:
         next_step = step + self._staleness + 2
         in_flight = [
             group_id for other in range(step + 1, next_step) for group_id in self._group_ids(other)
         ]
         ends = {
             "prompt.groups": next_step * self._groups,
-            "control.group-outcomes": (step + 1) * self._groups,
+            "control.prompt-group-outcomes": (step + 1) * self._groups,
         }
-        return PromptsSummed(
+        return PrompterStateSaved(
             positions=[
                 TopicOffset(self._plan.topic(entity), 0, offset) for entity, offset in ends.items()
             ],
@@ -243,8 +243,8 @@ class LongLog:
                 for place, group_id in enumerate(in_flight)
             },
             num_trained={},
-            earned_places=np.zeros((0, 2), np.int64),
-            earned_rewards=np.zeros(0, np.float64),
+            reward_history_rows=np.zeros((0, 2), np.int64),
+            reward_history_values=np.zeros(0, np.float64),
         )
 
 
@@ -267,11 +267,11 @@ def start_prompter(config: RunConfig) -> Any:
     from workers.prompter import PrompterLoop
 
     with open_worker(
-        "prompter", config, index=0, follow=("control.group-outcomes",), linger_ms=0
+        "prompter", config, index=0, follow=("control.prompt-group-outcomes",), linger_ms=0
     ) as worker:
         loop = PrompterLoop(worker, open_stream(config.data, seed=config.run.seed))
         loop._recover()
-        worker.follow(loop._put, begins={"control.group-outcomes": loop._ends_position})
+        worker.follow(loop._put, begins={"control.prompt-group-outcomes": loop._ends_position})
         while not loop._inbox.empty():
             loop._take(*loop._inbox.get())
         return {

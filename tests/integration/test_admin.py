@@ -15,7 +15,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded.ports import choose_port
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
-from relax_events.ops.consumer_lag import consumer_lag
+from relax_events.ops.consumer_lag import read_slot_lag
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.topics import TopicPlan, TopicSpec
 
@@ -134,7 +134,7 @@ def test_consumer_lag_is_counted_by_slot(
         offsets=[TopicOffset(topic, partition, offset) for partition, offset in consumed.items()],
         reader=reader,
     )
-    assert consumer_lag(config, admin) == {"trainer": {0: 3, 1: 0}}
+    assert read_slot_lag(config, admin) == {"trainer": {0: 3, 1: 0}}
     writer.close()
     reader.close()
 

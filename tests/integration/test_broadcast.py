@@ -25,7 +25,7 @@ from relax_events.config import WeightsConfig
 from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem, ObjectError
 from relax_events.events.parts import ObjectRef
-from relax_events.events.types import EnginesEnlisted, PolicyVersionPublished
+from relax_events.events.types import BroadcastMembership, PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.runtime.failpoints import VARIABLE
 from relax_events.telemetry.metrics import WorkerMetrics
@@ -69,26 +69,26 @@ class Trainer:
     """A trainer's side, and the lists that it wrote."""
 
     def __init__(
-        self, store: ObjectStore, way: str, *, bucket_bytes: int = 1024, last_list: int = 0
+        self, store: ObjectStore, transport: str, *, bucket_bytes: int = 1024, last_list: int = 0
     ) -> None:
-        self.lists: list[EnginesEnlisted] = []
-        self.listeners: list[Callable[[EnginesEnlisted], object]] = []
+        self.lists: list[BroadcastMembership] = []
+        self.listeners: list[Callable[[BroadcastMembership], object]] = []
         self.metrics = WorkerMetrics("trainer")
         seconds = {"deadline_seconds": PATIENCE_SECONDS, "stall_seconds": STALL_SECONDS}
         config = WeightsConfig(
-            transport="gloo", use_shared_memory=way == "memory", bucket_bytes=bucket_bytes, **seconds
+            transport="gloo", use_shared_memory=transport == "memory", bucket_bytes=bucket_bytes, **seconds
         )
         self.broadcaster = Broadcaster(
             config, metrics=self.metrics.weights, announce=self._tell, last_list=last_list
         )
         self._transport = BroadcastPublisher(store, self.broadcaster)
 
-    def _tell(self, enlisted: EnginesEnlisted) -> None:
+    def _tell(self, enlisted: BroadcastMembership) -> None:
         self.lists.append(enlisted)
         for listener in self.listeners:
             listener(enlisted)
 
-    def tell(self, listener: Callable[[EnginesEnlisted], object]) -> None:
+    def tell(self, listener: Callable[[BroadcastMembership], object]) -> None:
         """Give a listener the newest list and those to come."""
         self.listeners.append(listener)
         listener(self.lists[-1])
@@ -127,11 +127,11 @@ class Engine:
         )
         self.transport = BroadcastReader(store, self.receiver)
         self.woken = threading.Semaphore(0)
-        self.note = self.transport.follow(self.woken.release)
+        self.note = self.transport.subscribe(self.woken.release)
 
     def fetch(self, published: PolicyVersionPublished) -> str:
-        """Fetch a version as the worker does, check it, and give the way that it came."""
-        until(lambda: not self.transport.is_coming(published), "nothing is under way")
+        """Fetch a version as the worker does, check it, and give the transport that it came."""
+        until(lambda: not self.transport.is_in_transit(published), "nothing is under transport")
         weights = self.transport.fetch(published)
         assert weights.policy_version == published.policy_version
         assert (
@@ -144,7 +144,7 @@ class Engine:
     def until_arrived(self, version: int) -> None:
         """Wait until a version has come by broadcast."""
         until(
-            lambda: getattr(self.receiver._arrived, "policy_version", -1) == version,
+            lambda: getattr(self.receiver._received, "policy_version", -1) == version,
             f"version {version} has arrived",
         )
 
@@ -173,11 +173,11 @@ class EngineProcess:
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
         )
 
-    def note(self, enlisted: EnginesEnlisted) -> None:
+    def note(self, enlisted: BroadcastMembership) -> None:
         self._write(asdict(enlisted))
 
     def fetch(self, published: PolicyVersionPublished) -> str:
-        """Fetch a version, check it, and give the way that it came."""
+        """Fetch a version, check it, and give the transport that it came."""
         artifact = {
             "uri": published.artifact.uri,
             "digest": published.artifact.digest.hex(),
@@ -216,14 +216,14 @@ def opened() -> Iterator[ExitStack]:
 
 
 @pytest.fixture(params=["memory", "gloo"])
-def way(request: pytest.FixtureRequest) -> str:
+def transport(request: pytest.FixtureRequest) -> str:
     """Have versions written where the engine reads them, or sent by gloo."""
     return str(request.param)
 
 
 @pytest.fixture
-def trainer(store: ObjectStore, opened: ExitStack, way: str) -> Trainer:
-    return opened.enter_context(closing(Trainer(store, way)))
+def trainer(store: ObjectStore, opened: ExitStack, transport: str) -> Trainer:
+    return opened.enter_context(closing(Trainer(store, transport)))
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def failures(metrics: WorkerMetrics) -> dict[str, float]:
 
 
 def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_trainer(
-    trainer: Trainer, make_engine: Callable[[str], Engine], way: str
+    trainer: Trainer, make_engine: Callable[[str], Engine], transport: str
 ) -> None:
     engine = make_engine("rollout-0")
     assert engine.fetch(trainer.publish(0)) == "store"
@@ -257,8 +257,8 @@ def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_tra
         published = trainer.publish(version)
         engine.until_arrived(version)
         assert engine.woken.acquire(timeout=PATIENCE_SECONDS)
-        assert engine.fetch(published) == way
-    assert [(told.list_version, told.engines) for told in trainer.lists] == [
+        assert engine.fetch(published) == transport
+    assert [(told.membership_version, told.worker_ids) for told in trainer.lists] == [
         (1, []),
         (2, ["rollout-0"]),
     ]
@@ -266,7 +266,7 @@ def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_tra
 
 
 def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(
-    trainer: Trainer, make_engine: Callable[[str], Engine], way: str
+    trainer: Trainer, make_engine: Callable[[str], Engine], transport: str
 ) -> None:
     first = trainer.publish(0)
     engines = {name: make_engine(name) for name in ("rollout-0", "rollout-1")}
@@ -276,10 +276,10 @@ def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(
     second = trainer.publish(1)
     for engine in engines.values():
         engine.until_arrived(1)
-        assert engine.fetch(second) == way
+        assert engine.fetch(second) == transport
     engines["rollout-0"].close()
     trainer.until_joined("rollout-1")
-    assert [(told.list_version, told.engines) for told in trainer.lists] == [
+    assert [(told.membership_version, told.worker_ids) for told in trainer.lists] == [
         (1, []),
         (2, ["rollout-0"]),
         (3, ["rollout-0", "rollout-1"]),
@@ -288,20 +288,20 @@ def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(
 
 
 def test_version_that_arrived_is_not_served_when_another_one_was_published(
-    trainer: Trainer, store: ObjectStore, make_engine: Any, way: str
+    trainer: Trainer, store: ObjectStore, make_engine: Any, transport: str
 ) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
     trainer.publish(1, tensors_of(99))  # a trainer that died before its commit
     engine.until_arrived(1)
-    with closing(Trainer(store, way)) as successor:
+    with closing(Trainer(store, transport)) as successor:
         assert engine.fetch(successor.publish(1)) == "store"
     assert failures(engine.metrics) == {"torn": 1}
 
 
 def test_altered_bucket_is_noticed_on_both_sides(
-    trainer: Trainer, make_engine: Any, monkeypatch: pytest.MonkeyPatch, way: str
+    trainer: Trainer, make_engine: Any, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
@@ -325,11 +325,11 @@ def test_altered_bucket_is_noticed_on_both_sides(
     until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
     published = trainer.publish(2)
     engine.until_arrived(2)
-    assert engine.fetch(published) == way
+    assert engine.fetch(published) == transport
 
 
 def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(
-    trainer: Trainer, make_engine: Any, way: str
+    trainer: Trainer, make_engine: Any, transport: str
 ) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
@@ -345,12 +345,12 @@ def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(
     until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
     published = trainer.publish(2, tensors_of(2) | {"model.unknown.weight": torch.zeros(3)})
     engine.until_arrived(2)
-    assert engine.transport.fetch(published).transport == way
+    assert engine.transport.fetch(published).transport == transport
 
 
-def test_ports_are_free_once_both_sides_are_closed(store: ObjectStore, way: str) -> None:
+def test_ports_are_free_once_both_sides_are_closed(store: ObjectStore, transport: str) -> None:
     before = listened_at()
-    with closing(Trainer(store, way)) as trainer, closing(Engine(store, "rollout-0")) as engine:
+    with closing(Trainer(store, transport)) as trainer, closing(Engine(store, "rollout-0")) as engine:
         trainer.tell(engine.note)
         engine.fetch(trainer.publish(0))
         trainer.until_joined("rollout-0")
@@ -380,25 +380,25 @@ def test_nobody_joins_without_the_ticket(trainer: Trainer, ticket: str | None) -
 
 
 def test_engine_joins_the_trainer_that_comes_after(
-    trainer: Trainer, store: ObjectStore, make_engine: Any, way: str
+    trainer: Trainer, store: ObjectStore, make_engine: Any, transport: str
 ) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
     with closing(
-        Trainer(store, way, last_list=trainer.lists[-1].list_version)
+        Trainer(store, transport, last_list=trainer.lists[-1].membership_version)
     ) as successor:  # the one before hangs, and keeps its line
         successor.tell(engine.note)
         successor.until_joined("rollout-0")
         published = successor.publish(1)
         engine.until_arrived(1)
-        assert engine.fetch(published) == way
-        assert [told.list_version for told in successor.lists] == [3, 4]
+        assert engine.fetch(published) == transport
+        assert [told.membership_version for told in successor.lists] == [3, 4]
     trainer.until_joined()
 
 
 def test_version_that_the_store_did_not_get_is_nobodys(
-    trainer: Trainer, store: ObjectStore, make_engine: Any, monkeypatch: Any, way: str
+    trainer: Trainer, store: ObjectStore, make_engine: Any, monkeypatch: Any, transport: str
 ) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
@@ -413,11 +413,11 @@ def test_version_that_the_store_did_not_get_is_nobodys(
     monkeypatch.undo()
     until(lambda: failures(trainer.metrics) == {"lost": 1}, "the trainer has given it up")
     until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
-    first = engine.receiver._arrived  # it may have come whole, although the store did not get it
+    first = engine.receiver._received  # it may have come whole, although the store did not get it
     published = trainer.publish(1)  # trained again
-    until(lambda: engine.receiver._arrived is not first, "the second one comes in its place")
+    until(lambda: engine.receiver._received is not first, "the second one comes in its place")
     engine.until_arrived(1)
-    assert engine.fetch(published) == way
+    assert engine.fetch(published) == transport
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
@@ -428,7 +428,7 @@ def test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody(
     opened: ExitStack,
     tmp_path: Path,
     action: str,
-    way: str,
+    transport: str,
 ) -> None:
     healthy = make_engine("rollout-0")
     victim = opened.enter_context(
@@ -444,12 +444,12 @@ def test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody(
     trainer.until_joined("rollout-0", "rollout-1")
     published = trainer.publish(1)
     healthy.until_arrived(1)
-    assert healthy.fetch(published) == way
+    assert healthy.fetch(published) == transport
     trainer.until_joined("rollout-0")
     assert failures(trainer.metrics) == {"lost": 1}
     published = trainer.publish(2)
     healthy.until_arrived(2)
-    assert healthy.fetch(published) == way
+    assert healthy.fetch(published) == transport
     if action == "stop":
         victim.process.send_signal(signal.SIGCONT)
         assert victim.fetch(published) == "store"

@@ -18,7 +18,7 @@ from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.history.cluster import Cluster
 from relax_events.history.runs.forking import ParentChoice, make_run_file
-from relax_events.history.runs.inherited_code import NotTrusted
+from relax_events.history.runs.inherited_code import UntrustedSettingsError
 from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
@@ -105,7 +105,7 @@ def test_hostile_log_is_refused_with_a_list_and_nothing_is_used(
     runs.list_runs(**place)
     runs.show(hostile.config.run.id, **place)
     assert hostile.config.run.id in capsys.readouterr().out
-    with pytest.raises(NotTrusted) as refused:
+    with pytest.raises(UntrustedSettingsError) as refused:
         verb(hostile.config.run.id, f"{hostile.config.run.id}-new", **place)
     assert refused.value.exit_code == 2
     listed = {named.key for named in refused.value.named}
@@ -145,7 +145,7 @@ def test_comparing_rewards_uses_nothing_that_the_log_names(
     }
     rewards.compare("exact_match", "f1", **given)
     assert orjson.loads(capsys.readouterr().out)["counts"]["num_samples"] == 0
-    with pytest.raises(NotTrusted) as refused:
+    with pytest.raises(UntrustedSettingsError) as refused:
         rewards.compare("exact_match", "genrm", **given)
     assert {named.key for named in refused.value.named} == {
         "reward.options.url",

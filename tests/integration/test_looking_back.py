@@ -21,11 +21,11 @@ from relax_events.history.lineage.reader import sample_lineage
 from relax_events.history.lineage.version import version_lineage
 from relax_events.history.run_log import RunLog
 from relax_events.history.samples.detail import read_detail
-from relax_events.history.samples.filter import EVERYTHING, Bounds, SampleFilter
+from relax_events.history.samples.filter import UNBOUNDED, Bounds, SampleFilter
 from relax_events.history.samples.reader import (
-    history_lines,
-    last_lines,
-    last_samples,
+    read_lines,
+    read_last_lines,
+    read_last_samples,
     read_samples,
 )
 from relax_events.history.samples.rescoring import RescoringProgress, rescore
@@ -96,7 +96,7 @@ def log(written: WrittenRun) -> Iterator[RunLog]:
 
 
 def groups_of(log: RunLog, wanted: SampleFilter) -> list[str]:
-    return sorted({line.sample_id.rpartition("/")[0] for line in history_lines(log, wanted)})
+    return sorted({line.sample_id.rpartition("/")[0] for line in read_lines(log, wanted)})
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,15 @@ def test_last_samples_are_the_newest(log: RunLog) -> None:
     def newest_first_by_version(count: int) -> list[str]:
         return [
             line.sample_id
-            for line in last_lines(log, SampleFilter(worker_id="rollout-1"), count=count)
+            for line in read_last_lines(log, SampleFilter(worker_id="rollout-1"), count=count)
         ]
 
     assert newest_first_by_version(1) == [f"{B}/1"]
     assert newest_first_by_version(9) == [f"{B}/0", f"{B}/1"]
     assert {
-        view.sample.sample_id for view in last_samples(log, SampleFilter(versions=(3, 3)), count=1)
+        view.sample.sample_id for view in read_last_samples(log, SampleFilter(versions=(3, 3)), count=1)
     } == {f"{G}/1"}
-    assert last_lines(log, SampleFilter(), count=0) == []
+    assert read_last_lines(log, SampleFilter(), count=0) == []
 
 
 def test_samples_are_followed_as_they_come(apply_run: Callable[..., RunConfig]) -> None:
@@ -222,7 +222,7 @@ def test_sample_leads_from_its_row_to_its_version(log: RunLog) -> None:
     )
     assert (stages["trained"].facts["train_step"], stages["trained"].facts["staleness"]) == (1, 1)
     assert stages["published"].facts["policy_version"] == 2
-    assert stages["scored"].place.startswith(
+    assert stages["scored"].position.startswith(
         f"relax.{log.config.run.id}.reward.scores[{log.plan.partition(C, 0)}]@"
     )
     assert (lineage.first_version, lineage.num_generations) == (2, 1)
@@ -297,7 +297,7 @@ def run_rescore(written: WrittenRun) -> Callable[..., tuple[Comparison, Rescorin
     """Return what rescores the written run."""
 
     def run(
-        function: str, *, name: str, versions: Bounds = EVERYTHING
+        function: str, *, name: str, versions: Bounds = UNBOUNDED
     ) -> tuple[Comparison, RescoringProgress]:
         progress = RescoringProgress()
         reward = RewardConfig(

@@ -97,7 +97,7 @@ def test_rows_of_lost_records_are_issued_before_new_ones(
     # Of the first step's prompt groups two were written when the prompter died; row 2 had been
     # passed over, rows 0 and 1 are lost.
     written = [
-        replace(issued("000000-0002-0", row=3), passed_over={"2": "too_long"}),
+        replace(issued("000000-0002-0", row=3), skipped_rows={"2": "too_long"}),
         issued("000000-0003-0", row=4),
     ]
     producer.write(

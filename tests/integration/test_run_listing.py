@@ -75,7 +75,7 @@ def test_run_is_read_back_from_its_log(
         producer,
         config,
         "control.train-steps",
-        *(committed(step, figures={"reward_mean": step / 100}) for step in range(100)),
+        *(committed(step, metrics={"reward_mean": step / 100}) for step in range(100)),
     )
     write(producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING))
     run = read_run(connection, run_id)
@@ -264,7 +264,7 @@ def test_run_that_lives_or_is_replayed_is_not_deleted(
         ),
         *(
             f"control.{name}"
-            for name in ("engines", "policy-versions", "schemas", "summaries", "train-steps")
+            for name in ("broadcast-membership", "policy-versions", "schemas", "prompter-state", "train-steps")
         ),
         "trainer.dead-letters",
     }

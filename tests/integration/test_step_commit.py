@@ -115,7 +115,7 @@ def commit(
         train_step=train_step,
         artifact=ARTIFACT,
         digest=DIGEST,
-        figures={"loss": 0.5},
+        metrics={"loss": 0.5},
         phase_seconds={},
         checkpoint=None,
     )
@@ -279,7 +279,7 @@ def test_replay_tells_when_the_weights_came_out_differently(
         train_step=0,
         artifact=ARTIFACT,
         digest=bytes(32),
-        figures={},
+        metrics={},
         phase_seconds={},
         checkpoint=None,
     )

@@ -359,7 +359,7 @@ def test_failed_group_ends_with_its_reason() -> None:
 def test_id_window_stays_bounded_and_counts_what_it_forgot_as_decided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(assembly, "ID_WINDOW", 10)
+    monkeypatch.setattr(assembly, "DEDUP_WINDOW_SIZE", 10)
     decided = assembly.DedupWindow(f"{step:06d}-0000-0" for step in range(25))
     assert len(list(decided)) <= 10
     assert all(f"{step:06d}-0000-0" in decided for step in range(25))

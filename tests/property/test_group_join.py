@@ -27,7 +27,7 @@ def events_of(group_id: str, version: int) -> list[tuple[str, Sample]]:
         events.append(("rollout.samples", rolled_out(group_id, index, version=version)))
         events.append(("reward.scores", scored(group_id, index, version=version)))
         events += [
-            (f"{name}.logprobs", evaluated(group_id, index, version=version, evaluator=name))
+            (f"{name}.logprobs", evaluated(group_id, index, version=version, model_role=name))
             for name in sorted(EVALUATORS)
         ]
     return events
@@ -65,7 +65,7 @@ def generated_twice(digest: str, *, num_samples: int = 2) -> list[tuple[str, Sam
         )
         for name in sorted(EVALUATORS):
             one = dataclasses.replace(
-                evaluated(index=index, evaluator=name, generation=digest),
+                evaluated(index=index, model_role=name, generation=digest),
                 values=np.full(4, number, np.float32),
             )
             events.append((f"{name}.logprobs", one))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relax_events.controller.health import HealthLimits, decide, find_symptoms
 from relax_events.events.parts import Command, WorkerState
-from relax_events.events.types import Event, RunCommanded, WorkerBeat
+from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
 from relax_events.projections.health import HealthState
 from tests.unit.run_events import beat as made_beat
 from tests.unit.run_events import run_config, train_step
@@ -24,8 +24,8 @@ WELL = 10**9
 
 
 def inside(
-    beat: WorkerBeat, activity: str, *, since_seconds: float, deadline_seconds: float
-) -> WorkerBeat:
+    beat: WorkerHeartbeat, activity: str, *, since_seconds: float, deadline_seconds: float
+) -> WorkerHeartbeat:
     """Let a beat come from inside a long call."""
     since = int(since_seconds * 10**6)
     return replace(
@@ -52,7 +52,7 @@ class Patient:
     def is_ill(self) -> bool:
         return self.num_starts < self.num_starts_needed and self.age >= self.incubation
 
-    def turn(self, now: int) -> WorkerBeat | None:
+    def turn(self, now: int) -> WorkerHeartbeat | None:
         self.age += 1
         if not self.is_ill:
             return made_beat(self.worker_id, at_seconds=now)
@@ -78,7 +78,7 @@ class World:
     now: int = 1000
     commands: list[RunCommanded] = field(default_factory=list)
     steps: list[Event] = field(default_factory=list)
-    beats: dict[str, WorkerBeat] = field(default_factory=dict)
+    beats: dict[str, WorkerHeartbeat] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.new_controller()
@@ -289,9 +289,9 @@ def test_worker_that_is_gone_is_asked_once_while_its_peer_does_the_work() -> Non
 def waiting(world: World) -> None:
     """Let all breathe and wait for each other."""
     for patient in world.patients:
-        patient.turn = lambda now, name=patient.worker_id: WorkerBeat(  # type: ignore[method-assign]
+        patient.turn = lambda now, name=patient.worker_id: WorkerHeartbeat(  # type: ignore[method-assign]
             worker_id=name, role=name.rpartition("-")[0], host="here", pid=1, state=WorkerState.IDLE,
-            num_processed=7, num_in_flight=0, last_progress_at=0, beat_at=now * 10**6,
+            num_processed=7, num_in_flight=0, last_progress_at=0, sent_at=now * 10**6,
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from relax_events.controller.scaling_admission import ScaleCommand, ConflictErro
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.controller.scaling_decisions import decide
 from relax_events.events.parts import WorkerState
-from relax_events.events.types import Event, RunCommanded, WorkerBeat
+from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
 from relax_events.projections.scale_requests import Kind, STAGES, ScaleRequest, Status
 from relax_events.projections.scaling import DesiredState, ExitReason, ScaleState
 from tests.unit.run_events import beat as made_beat
@@ -119,7 +119,7 @@ class World:
             if self.ages[worker_id] < 3 or kind == "hangs"
             else WorkerState.IDLE
         )
-        said: WorkerBeat = made_beat(worker_id, at_seconds=self.now, state=state)
+        said: WorkerHeartbeat = made_beat(worker_id, at_seconds=self.now, state=state)
         self.write(
             replace(said, policy_version=-1 if kind == "stale" or self.ages[worker_id] < 5 else 7)
         )

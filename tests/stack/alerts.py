@@ -200,7 +200,7 @@ def hold(engine: ContainerEngine, held: HeldFault, sink: WebhookSink) -> AlertRe
 
 
 def _hold(engine: ContainerEngine, held: HeldFault, sink: WebhookSink) -> AlertResult:
-    """Hold a fault until its alert fires and somebody knows, mend it, and wait until none fires.
+    """Hold a fault until its alert fires and is sent, end it, and wait until no alert fires.
 
     Raises:
         StackError: It did not fire, nobody was sink, it did not clear, or another one fired.
@@ -281,7 +281,7 @@ def write_report(results: list[AlertResult], ledger: str, num_steps: int) -> Non
         conclusion=f"{len(results)} faults in {num_steps} train steps by this command; "
         f"{sum(not one.problem for one in results)} fired their alert and "
         "no other, and somebody was sink. The run then went on to its goal, and the ledger "
-        "is clean. Other rows are of runs before.",
+        "is clean. Other rows are of earlier runs.",
         rows=table,
         data={"held": [one.held.name for one in results], "ledger": ledger},
     )

@@ -232,7 +232,7 @@ def run_all() -> None:
     """Make every case, check what is said, and write the report.
 
     Raises:
-        StackError: One did not fail, took too long, or said something else.
+        StackError: A command succeeded, took too long, or reported something else.
     """
     engine = open_container_engine()
     names = provide_images(engine, Stopwatch())

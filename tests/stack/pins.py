@@ -1,5 +1,5 @@
-"""Writes compose/images.env: the images of others by digest, so that no registry can give another
-content under the same tag.
+"""Write compose/images.env: third-party images by digest, so that a registry can't change the
+content of a tag.
 
 python -m tests.stack.pins    asks each registry for the digest of a tag; needs no container engine
 
@@ -17,19 +17,17 @@ from pathlib import Path
 import yaml
 
 from tests.stack.container_engine import COMPOSE_FILE, PINS_FILE, exit_code_of
-from tests.stack.registry import digest_of
+from tests.stack.registry import fetch_digest
 
 IMAGE = re.compile(r"\$\{([A-Z]+_IMAGE):-([^}]+)\}")
 HEAD = (
-    "# The images of others by digest, written by `make stack-pins`. A variable of the "
-    "environment goes before a line of this file.\n"
+    "# Third-party images by digest, written by `make stack-pins`. An environment variable "
+    "overrides a line of this file.\n"
 )
 
 
-def images_of_others(folder: Path = COMPOSE_FILE.parent) -> dict[str, str]:
-    """Return the tag of each image that the compose files take from a registry, by the variable
-    that chooses another.
-    """
+def read_third_party_images(folder: Path = COMPOSE_FILE.parent) -> dict[str, str]:
+    """Return the tag of each third-party image in the compose files, by its variable."""
     read = [
         yaml.safe_load(file.read_text()).get("services") or {}
         for file in sorted(folder.glob("*.yml"))
@@ -46,21 +44,22 @@ def images_of_others(folder: Path = COMPOSE_FILE.parent) -> dict[str, str]:
     }
 
 
-def text_of(pins: Mapping[str, str]) -> str:
+def render_pins(pins: Mapping[str, str]) -> str:
     """Return the content of the file."""
     return HEAD + "".join(f"{variable}={image}\n" for variable, image in sorted(pins.items()))
 
 
-def by_digest(image: str) -> str:
-    """Return an image by the digest that its tag has now; one that is named by digest stays.
+def resolve_digest(image: str) -> str:
+    """Return an image by the current digest of its tag; an image named by digest is returned
+    unchanged.
 
     Raises:
-        StackError: Its registry gives none.
+        StackError: Its registry returns none.
     """
     if "@" in image:
         return image
     folder, slash, name = image.rpartition("/")
-    return f"{folder}{slash}{name.partition(':')[0]}@{digest_of(image)}"
+    return f"{folder}{slash}{name.partition(':')[0]}@{fetch_digest(image)}"
 
 
 def pin(images: Mapping[str, str], chosen: Mapping[str, str]) -> dict[str, str]:
@@ -68,13 +67,13 @@ def pin(images: Mapping[str, str], chosen: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         images: Tags by variable.
-        chosen: By variable, images that are taken instead: of a registry of one's own.
+        chosen: Images by variable that replace them, for example of a private registry.
     Raises:
-        StackError: The registry of one gives no digest.
+        StackError: A registry returns no digest.
     """
     pins = {}
     for variable, tag in images.items():
-        pins[variable] = by_digest(chosen.get(variable) or tag)
+        pins[variable] = resolve_digest(chosen.get(variable) or tag)
         print(f"{variable}={pins[variable]}", flush=True)
     return pins
 
@@ -85,7 +84,7 @@ def write_pins() -> None:
     Raises:
         StackError: See `pin`; the file stays as it was.
     """
-    PINS_FILE.write_text(text_of(pin(images_of_others(), os.environ)))
+    PINS_FILE.write_text(render_pins(pin(read_third_party_images(), os.environ)))
 
 
 def main() -> int:

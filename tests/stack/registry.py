@@ -1,5 +1,4 @@
-"""Asks an image's registry for its digest, by the HTTP interface that all registries have, as
-docker does.
+"""Request an image's digest from its registry, by the HTTP API of all registries, as docker does.
 
 Source: OCI distribution specification 1.1, "Pulling manifests"; Docker's "Token authentication
 specification".
@@ -31,25 +30,25 @@ SINGLE = (
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
-"""Manifests whose digest is that of their bytes; older ones are signed, and refused."""
+"""Manifest types whose digest is that of their bytes; older ones are signed, and rejected."""
 MANIFEST_BYTES = 4 << 20
-"""What a registry must be able to hold, by the specification, and what we read at most."""
-ASK_SECONDS = 30.0
+"""Maximum size to read; the specification requires registries to support it."""
+REQUEST_SECONDS = 30.0
 UNAUTHORIZED = 401
 PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True)
-class Tagged:
-    """An image by registry, repository and tag, as docker reads its name."""
+class ImageName:
+    """An image name: registry, repository and tag, parsed as docker does."""
 
     registry: str
     repository: str
     tag: str
 
     @classmethod
-    def of(cls, name: str) -> Tagged:
-        """Read a name such as `apache/kafka:4.3.1`, which is one of Docker Hub's, or
+    def of(cls, name: str) -> ImageName:
+        """Parse a name such as `apache/kafka:4.3.1`, which is on Docker Hub, or
         `ghcr.io/kafbat/kafka-ui:v1.3.0`.
         """
         first, slash, rest = name.partition("/")
@@ -64,20 +63,19 @@ class Tagged:
 
     @property
     def url(self) -> str:
-        """Where the manifest is; without https on the loopback interface alone."""
+        """URL of the manifest; plain http only on the loopback interface."""
         host = HUB_API if self.registry == HUB else self.registry
         return f"{'http' if _is_loopback(host) else 'https'}://{host}/v2/{self.repository}/manifests/{self.tag}"
 
 
-def digest_of(name: str) -> str:
-    """Return the digest that a tag has in its registry: of the list of all platforms, where there
-    is one.
+def fetch_digest(name: str) -> str:
+    """Return the digest of a tag in its registry: of the list of all platforms, if there is one.
 
     Raises:
-        StackError: The registry can't be reached, refuses, or gives what has not the digest that it
-            names.
+        StackError: The registry can't be reached, refuses, or returns a manifest with a different
+            digest.
     """
-    image = Tagged.of(name)
+    image = ImageName.of(name)
     body, headers = _manifest(image)
     kind = headers.get_content_type()
     if kind not in LISTS + SINGLE:
@@ -94,10 +92,10 @@ def digest_of(name: str) -> str:
     return digest
 
 
-def _manifest(image: Tagged) -> tuple[bytes, Message]:
-    """Ask for a manifest, and with a token or a login where the registry asks for them."""
+def _manifest(image: ImageName) -> tuple[bytes, Message]:
+    """Request a manifest, with a token or a login if the registry requires one."""
     try:
-        return _ask(image.url)
+        return _request(image.url)
     except HTTPError as error:
         if error.code != UNAUTHORIZED:
             raise StackError(f"{image.url}: {error}") from error
@@ -105,20 +103,18 @@ def _manifest(image: Tagged) -> tuple[bytes, Message]:
     except (OSError, HTTPException) as error:
         raise StackError(f"{image.url}: {error}") from error
     try:
-        return _ask(image.url, _authorization(challenge, image))
+        return _request(image.url, _authorization(challenge, image))
     except (OSError, HTTPException) as error:
         raise StackError(
             f"{image.url}: {error}, with what `docker login {image.registry}` has left, if anything"
         ) from error
 
 
-def _ask(url: str, authorization: str = "") -> tuple[bytes, Message]:
+def _request(url: str, authorization: str = "") -> tuple[bytes, Message]:
     request = Request(url, headers={"Accept": ", ".join(LISTS + SINGLE)})
     if authorization:
-        request.add_unredirected_header(
-            "Authorization", authorization
-        )  # another host is told nothing
-    with urlopen(request, timeout=ASK_SECONDS) as answer:
+        request.add_unredirected_header("Authorization", authorization)  # not sent to another host
+    with urlopen(request, timeout=REQUEST_SECONDS) as answer:
         body: bytes = answer.read(MANIFEST_BYTES + 1)
         if len(body) > MANIFEST_BYTES:
             raise StackError(
@@ -127,7 +123,7 @@ def _ask(url: str, authorization: str = "") -> tuple[bytes, Message]:
         return body, answer.headers
 
 
-def _authorization(challenge: str, image: Tagged) -> str:
+def _authorization(challenge: str, image: ImageName) -> str:
     """Answer a registry's challenge: by a token of the server that it names, or by the login that
     docker keeps.
     """
@@ -145,7 +141,7 @@ def _authorization(challenge: str, image: Tagged) -> str:
             f"{image.registry}`"
         )
     wanted = {"service": asked.get("service", ""), "scope": f"repository:{image.repository}:pull"}
-    body, _ = _ask(f"{realm}?{urlencode(wanted)}", f"Basic {login}" if login else "")
+    body, _ = _request(f"{realm}?{urlencode(wanted)}", f"Basic {login}" if login else "")
     return f"Bearer {_token(body, realm)}"
 
 

@@ -33,10 +33,10 @@ def export_run(
         objects: Copy the object store too: weights, checkpoints, media.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.ops.run_export import ExportFilter, export_run, versions_of
+    from relax_events.ops.run_export import ExportFilter, export_run, parse_versions
 
     with open_run(config, overrides) as (settings, admin):
-        wanted = ExportFilter(entity, versions_of(version))
+        wanted = ExportFilter(entity, parse_versions(version))
         manifest = export_run(
             settings,
             admin,

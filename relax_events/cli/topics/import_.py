@@ -37,14 +37,14 @@ def import_run(
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import agreed
-    from relax_events.ops.export_manifest import Manifest, check_files
+    from relax_events.ops.export_manifest import Manifest, verify_files
     from relax_events.ops.run_import import import_run, plan_import, verify_import
 
     with open_run(
         config, (*overrides, *([f"run.id={run_id}"] if run_id else [])), may_be_new=True
     ) as (settings, admin):
         manifest = Manifest.load(folder)
-        check_files(folder, manifest)
+        verify_files(folder, manifest)
         plan = plan_import(settings, admin, manifest)
         rows = [[i.entity, i.partition, i.num_records, i.num_bytes, i.end] for i in plan.partitions]
         show(["topic", "partition", "records", "bytes", "end"], rows, output)

@@ -55,14 +55,14 @@ def lag(
 
 
 def _look(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
-    from relax_events.ops.consumer_lag import lag_by_member, lag_by_slot, read_lag
+    from relax_events.ops.consumer_lag import sum_by_member, sum_by_slot, read_partition_lag
     from relax_events.topics import TopicPlan
     from relax_events.topics.role_inputs import list_role_inputs
 
-    rows, now_ms = read_lag(settings, admin), int(time.time() * 1000)
+    rows, now_ms = read_partition_lag(settings, admin), int(time.time() * 1000)
     if by == "slot":
         columns = ["role", "slot", "policy_version", "lag", "stale", "oldest_seconds"]
-        slots = lag_by_slot(rows, now_ms=now_ms)
+        slots = sum_by_slot(rows, now_ms=now_ms)
         show(
             columns,
             [
@@ -87,7 +87,7 @@ def _look(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
         if plan.consumer_group(role) in groups
     }
     columns = ["role", "member", "host", "lag", "stale", "oldest_seconds", "partitions"]
-    members = lag_by_member(rows, by_role, now_ms=now_ms)
+    members = sum_by_member(rows, by_role, now_ms=now_ms)
     show(
         columns,
         [

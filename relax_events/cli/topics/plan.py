@@ -55,13 +55,13 @@ def apply(
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import agreed
-    from relax_events.ops.topic_apply import apply_topics, refuse_dangers
+    from relax_events.ops.topic_apply import apply_topics, require_allowed
 
     with open_run(config, overrides, may_be_new=True) as (settings, admin):
         changes = _show_changes(settings, admin, allow, output)
         if not changes or dry_run:
             return 0
-        refuse_dangers(changes, allow=allow)
+        require_allowed(changes, allow=allow)
         if not agreed(f"make {len(changes)} change(s)?", yes=yes):
             return 6
         apply_topics(settings, admin, allow=allow)
@@ -72,13 +72,13 @@ def _show_changes(
     settings: RunConfig, admin: Admin, allow: tuple[str, ...], output: Output
 ) -> list[Change]:
     """Show the whole plan; return what `apply` would have to do."""
-    from relax_events.ops.topic_apply import DANGERS, plan_changes, records_at_stake
+    from relax_events.ops.topic_apply import DANGERS, plan_changes, count_records_at_risk
     from relax_events.topics import TopicPlan
 
     topics = TopicPlan.from_config(settings)
     found = admin.topics(topics.topic(""))
     changes = plan_changes(topics.specs(), found, allow=allow)
-    at_stake = records_at_stake(changes, admin, found)
+    at_stake = count_records_at_risk(changes, admin, found)
     rows = [
         [change.kind, change.topic, change.detail, change.danger, at_stake.get(change.topic)]
         for change in changes

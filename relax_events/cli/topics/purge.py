@@ -50,9 +50,9 @@ def purge(
             ]
             rows = [
                 [
-                    *cut.place,
+                    *cut.topic_partition,
                     cut.num_records,
-                    sizes.get(cut.place, 0),
+                    sizes.get(cut.topic_partition, 0),
                     cut.begin,
                     cut.end,
                     cut.held_by,

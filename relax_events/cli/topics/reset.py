@@ -48,12 +48,12 @@ def reset(
         ResetTarget,
         apply_reset,
         plan_reset,
-        refuse_reset,
-        time_of,
+        require_safe_reset,
+        parse_time_ms,
     )
 
     with open_run(config, overrides) as (settings, admin):
-        time_ms = time_of(to_time) if to_time else None
+        time_ms = parse_time_ms(to_time) if to_time else None
         target = ResetTarget(
             version=to_version,
             time_ms=time_ms,
@@ -65,7 +65,7 @@ def reset(
         columns = ["topic", "partition", "before", "after", "read_again", "passed_over"]
         rows = [
             [
-                *move.place,
+                *move.topic_partition,
                 move.before,
                 move.after,
                 max(-move.num_skipped, 0),
@@ -76,7 +76,7 @@ def reset(
         show(columns, rows, output)
         if dry_run or not plan.moves:
             return 0
-        refuse_reset(admin, plan, allow=allow)
+        require_safe_reset(admin, plan, allow=allow)
         if not agreed(f"move {len(rows)} offset(s) of {plan.consumer_group}?", yes=yes):
             return 6
         apply_reset(admin, plan, allow=allow)

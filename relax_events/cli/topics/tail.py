@@ -52,9 +52,9 @@ def tail(
     from relax_events.ops import topic_tail
 
     with open_run(config, overrides) as (settings, admin):
-        places = topic_tail.tail_places(settings, admin, entity, partition=partition)
+        places = topic_tail.find_partitions(settings, admin, entity, partition=partition)
         with RunLog(settings, name="tail") as log, suppress(KeyboardInterrupt):
-            starts = topic_tail.tail_starts(log, admin, places, from_)
+            starts = topic_tail.find_start_offsets(log, admin, places, from_)
             stops = None if follow else admin.end_offsets(places)
             for item in islice(topic_tail.tail(log, starts, stops=stops), limit):
                 print(

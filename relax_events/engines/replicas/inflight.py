@@ -16,8 +16,8 @@ class InflightSample:
     """One sample.
 
     Attributes:
-        request: The request that it came with. sample: Its next request to an engine, with the
-            tokens that earlier replicas generated.
+        request: The request that it came with.
+        sample: Its next request to an engine, with the tokens that earlier replicas generated.
         member: The replica that has it; None while it waits for one.
     """
 
@@ -94,7 +94,9 @@ class InflightSamples:
             entry.replica = replica
             replica.num_samples += 1
 
-    def finish(self, samples: Iterable[GeneratedSample], replica: Replica) -> Iterator[GeneratedSample]:
+    def finish(
+        self, samples: Iterable[GeneratedSample], replica: Replica
+    ) -> Iterator[GeneratedSample]:
         """Remove the samples that a replica finished; yield those it had."""
         for sample in samples:
             entry = self._all.get(sample.sample_id)
@@ -115,9 +117,7 @@ class InflightSamples:
     def unassign(self, replica: Replica, partial: Iterable[GeneratedSample]) -> int:
         """Let all samples of a replica wait, with the tokens it returned; return how many."""
         returned = {sample.sample_id: sample for sample in partial}
-        unassigned = {
-            name: entry for name, entry in self._all.items() if entry.replica is replica
-        }
+        unassigned = {name: entry for name, entry in self._all.items() if entry.replica is replica}
         for name, entry in unassigned.items():
             entry.replica = None
             if (sample := returned.get(name)) is not None:
@@ -133,7 +133,9 @@ class InflightSamples:
             by_request.setdefault(id(entry.request), []).append(entry)
         return [(entries[0].request, entries) for entries in by_request.values()]
 
-    def by_replica(self, sample_ids: Collection[str] | None) -> dict[Replica | None, list[InflightSample]]:
+    def by_replica(
+        self, sample_ids: Collection[str] | None
+    ) -> dict[Replica | None, list[InflightSample]]:
         """Return the named samples, or all of them without names, by the replica that has them."""
         found: dict[Replica | None, list[InflightSample]] = {}
         for entry in self._all.values():

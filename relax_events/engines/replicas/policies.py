@@ -19,8 +19,8 @@ MAX_PAUSE_SECONDS = 60.0
 class CircuitBreaker:
     """Counts consecutive failures of an engine, without a finished sample in between.
 
-        closed --lost--> open: nothing is sent; a pause, longer each time --opened--> half open: one
-        prompt group --a sample finished--> closed
+    closed --lost--> open: nothing is sent; a pause, longer each time --opened--> half open: one
+    prompt group --a sample finished--> closed
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,8 @@ def max_samples_per_engine(num_samples: int, *, num_new: int, num_engines: int) 
 
     Args:
         num_samples: In all engines.
-        num_new: Of the prompt group to assign. num_engines: Serving engines.
+        num_new: Of the prompt group to assign.
+        num_engines: Serving engines.
     Source: consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam (arXiv
     1608.01350).
     """

@@ -114,7 +114,11 @@ class Replica:
     """
 
     def __init__(
-        self, name: str, open_engine: Callable[[], Engine], *, on_event: Callable[[ReplicaEvent], None]
+        self,
+        name: str,
+        open_engine: Callable[[], Engine],
+        *,
+        on_event: Callable[[ReplicaEvent], None],
     ) -> None:
         """Start the thread that opens the engine.
 
@@ -138,7 +142,11 @@ class Replica:
     def usage(self) -> EngineUsage:
         """What the engine is doing, and the totals of it and its predecessors."""
         with self._lock:
-            return self._past_usage if self._engine is None else sum_usage([self._past_usage, self._engine.usage])
+            return (
+                self._past_usage
+                if self._engine is None
+                else sum_usage([self._past_usage, self._engine.usage])
+            )
 
     def submit(self, request: GenerationRequest) -> None:
         """Submit samples to the engine.
@@ -182,7 +190,9 @@ class Replica:
 
             load.result()
             if weights_digest(weights.tensors) != weights.digest:
-                raise WeightsOverwritten(f"policy version {weights.policy_version} is not in memory any more")
+                raise WeightsOverwritten(
+                    f"policy version {weights.policy_version} is not in memory any more"
+                )
 
         return self._call(verify)
 

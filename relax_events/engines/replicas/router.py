@@ -28,21 +28,21 @@ from relax_events.engines.protocol import Engine, EngineUsage, GeneratedSample, 
 from relax_events.engines.replicas.inflight import InflightSample, InflightSamples
 from relax_events.engines.replicas.policies import (
     GRACE_SECONDS,
+    choose_error,
     max_samples_per_engine,
     rank_engines,
-    choose_error,
     wait_for_most,
 )
 from relax_events.engines.replicas.replica import (
-    WeightsOverwritten,
-    ReplicaCrashed,
-    ReplicaOpened,
-    SamplesFinished,
-    ReplicaEvent,
-    WeightsLoaded,
-    ReplicaLost,
     Replica,
+    ReplicaCrashed,
+    ReplicaEvent,
+    ReplicaLost,
+    ReplicaOpened,
     ReplicaState,
+    SamplesFinished,
+    WeightsLoaded,
+    WeightsOverwritten,
     sum_usage,
 )
 from relax_events.errors import ConfigError, EngineFailed, PoisonSample, RelaxError, WeightsError
@@ -76,8 +76,8 @@ class Router:
                 which engine a prompt group prefers.
             policy_version: Of the weights in the folder.
         Raises:
-            ConfigError: An engine rejects its settings. EnvironmentProblem, EngineFailed: No engine
-                started; the error of the first.
+            ConfigError: An engine rejects its settings.
+            EnvironmentProblem, EngineFailed: No engine started; the error of the first.
         """
         self.policy_version = policy_version
         self._metrics: RoutingMetrics | None = None
@@ -88,7 +88,10 @@ class Router:
         self._weights: Weights | None = None
         self._is_asleep = self._is_interrupted = self._is_without_engines = False
         self._failure: BaseException | None = None
-        self._replicas = [Replica(name, open_engine, on_event=self._events.put) for name, open_engine in factories.items()]
+        self._replicas = [
+            Replica(name, open_engine, on_event=self._events.put)
+            for name, open_engine in factories.items()
+        ]
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._wait_for_first()
@@ -332,7 +335,9 @@ class Router:
         self._update_metrics()
         verification = replica.verify(weights, load)
         verification.add_done_callback(
-            lambda done: self._events.put(WeightsLoaded(replica, weights.policy_version, done.exception()))
+            lambda done: self._events.put(
+                WeightsLoaded(replica, weights.policy_version, done.exception())
+            )
         )
 
     def _serve(self, replica: Replica) -> None:
@@ -344,7 +349,9 @@ class Router:
         self._is_without_engines = False
         self._update_metrics()
 
-    def _handle_loss(self, replica: Replica, error: RelaxError, samples: list[GeneratedSample]) -> None:
+    def _handle_loss(
+        self, replica: Replica, error: RelaxError, samples: list[GeneratedSample]
+    ) -> None:
         """Let the samples of a lost engine wait for another one."""
         replica.state = ReplicaState.LOST
         num_samples = self._inflight.unassign(replica, samples)
@@ -358,7 +365,9 @@ class Router:
         if self._metrics is not None:
             self._metrics.lost(num_samples)
         self._update_metrics()
-        if all(one.circuit_breaker.num_failures > MAX_CONSECUTIVE_FAILURES for one in self._replicas):
+        if all(
+            one.circuit_breaker.num_failures > MAX_CONSECUTIVE_FAILURES for one in self._replicas
+        ):
             times = f"{MAX_CONSECUTIVE_FAILURES + 1} times without a finished sample in between"
             self._failure = EngineFailed(
                 f"every engine was lost {times}; the last one, {replica.name}: {error}"

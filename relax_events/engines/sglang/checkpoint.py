@@ -24,7 +24,12 @@ from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.token_layout import MediaLayout, OmniLayout
 from relax_events.media.towers import load_feature_extractor
-from relax_events.model_folder import read_expert_counts, read_model_json, get_text_config, get_thinker_config
+from relax_events.model_folder import (
+    get_text_config,
+    get_thinker_config,
+    read_expert_counts,
+    read_model_json,
+)
 from relax_events.weights.artifact_writer import split_into_files
 
 MEDIA_MODELS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe")
@@ -68,8 +73,8 @@ class ModelFolder:
         num_layers: Of its decoder.
         has_tied_head: Whether the output layer has no weights of its own.
         layout: How media are written into the tokens; None if servers get text only for the model.
-            extractor: Computes the spectrograms of its audio. experts: Shape of recorded expert
-            choices; None if they are not recorded.
+        extractor: Computes the spectrograms of its audio.
+        experts: Shape of recorded expert choices; None if they are not recorded.
         expert_layers: Which layers have experts.
     """
 
@@ -101,7 +106,9 @@ class ModelFolder:
         """
         settings = read_model_json(path / "config.json")
         layout = (
-            MediaLayout.from_folder(path, media) if settings.get("model_type") in MEDIA_MODELS else None
+            MediaLayout.from_folder(path, media)
+            if settings.get("model_type") in MEDIA_MODELS
+            else None
         )
         config, text = get_thinker_config(settings), get_text_config(settings)
         empty = {
@@ -235,7 +242,9 @@ class ModelFolder:
                 if ".safetensors" not in file.name:
                     (folder / file.name).symlink_to(file.resolve())
             files: dict[str, str] = {}
-            for number, names in enumerate(split_into_files(tensors, max_file_bytes=MAX_FILE_BYTES)):
+            for number, names in enumerate(
+                split_into_files(tensors, max_file_bytes=MAX_FILE_BYTES)
+            ):
                 own = {
                     name: tensors[name].clone(memory_format=torch.contiguous_format)
                     for name in names
@@ -300,7 +309,8 @@ def folder_tensors(
         if (part := OMNI_PART.match(name)) is not None and part[0] != THINKER:
             continue
         yield from split_experts(
-            name.removeprefix(THINKER), to_transformers_layout(name, tensor, hidden_size=hidden_size)
+            name.removeprefix(THINKER),
+            to_transformers_layout(name, tensor, hidden_size=hidden_size),
         )
 
 

@@ -1,5 +1,4 @@
-"""HTTP client of an SGLang server; each call has a deadline. Only this module knows SGLang's API.
-"""
+"""HTTP client of an SGLang server; each call has a deadline. Only this module knows SGLang's API."""
 
 from __future__ import annotations
 
@@ -61,8 +60,8 @@ class SGLangClient:
         self._http = httpx2
         self.url = url.rstrip("/")
         self._model, self._weights_seconds = model, weights_seconds
-        # No connection is used twice: SGLang closes one that is idle for 5 s, and 130 turns of a
-        # talk in 100 steps were sent into one just then.
+        # No connection is reused: SGLang closes idle ones after 5 s, and in 100 steps 130 turns
+        # were sent on a connection that was just closing.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx2.AsyncClient(
             base_url=self.url, limits=limits, timeout=CONTROL_SECONDS, trust_env=False
@@ -159,7 +158,7 @@ class SGLangClient:
             ServerRejected: The server rejects the request.
             ServerUnavailable: The connection broke.
         """
-        drawn = {
+        common = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
@@ -169,7 +168,7 @@ class SGLangClient:
             "input_ids": [prompt["input_ids"] for prompt in prompts],
             "rid": [prompt["rid"] for prompt in prompts],
             "sampling_params": [
-                drawn
+                common
                 | {
                     "max_new_tokens": prompt["max_new_tokens"],
                     "stop_token_ids": prompt["stop_token_ids"],
@@ -235,7 +234,9 @@ class SGLangClient:
             "POST", "/update_weights_from_disk", body, seconds=self._weights_seconds
         )
         if not reply.get("success"):
-            raise ServerRejected(f"POST {self.url}/update_weights_from_disk: {reply.get('message')}")
+            raise ServerRejected(
+                f"POST {self.url}/update_weights_from_disk: {reply.get('message')}"
+            )
 
     async def checksums(self) -> dict[str, str]:
         """Return the digest of every tensor that the server holds; empty with several ranks, since
@@ -275,8 +276,7 @@ class SGLangClient:
         return found
 
     def _max_event_bytes(self, prompts: Sequence[dict[str, Any]], *, num_top: int) -> int:
-        """Return the largest possible size of an event: all tokens of the longest prompt at once.
-        """
+        """Return the largest possible size of an event: all tokens of the longest prompt at once."""
         num_new = max(prompt["max_new_tokens"] for prompt in prompts)
         num_tokens = max(len(prompt["input_ids"]) + prompt["max_new_tokens"] for prompt in prompts)
         most: int = (

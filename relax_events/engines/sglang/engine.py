@@ -34,7 +34,7 @@ class SGLangEngine(Router):
             policy_version: Of the weights in the folder.
         Raises:
             ConfigError: The model can't be served, or a server is not supported.
-                EnvironmentProblem: No server starts; the text ends with the log of the first.
+            EnvironmentProblem: No server starts; the text ends with the log of the first.
         """
 
         def maker(section: SGLangConfig) -> Callable[[], SGLangServer]:

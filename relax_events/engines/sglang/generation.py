@@ -22,11 +22,11 @@ import numpy as np
 import structlog
 
 from relax_events.engines.protocol import EngineUsage, GeneratedSample
+from relax_events.engines.sample_state import SampleState
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.client import ServerUnavailable, ServerRejected, SGLangClient
+from relax_events.engines.sglang.client import ServerRejected, ServerUnavailable, SGLangClient
 from relax_events.engines.sglang.inflight import InflightRequest, UnknownVersion
 from relax_events.engines.sglang.media_features import build_image_data
-from relax_events.engines.transformers.rows import SampleState
 from relax_events.events.parts import FinishReason
 
 log = structlog.get_logger()
@@ -45,8 +45,8 @@ class ServedVersion:
 
     Attributes:
         policy_version: Which.
-        name: The server's name of it, unique to each load; it also separates prefix caches. folder:
-            Of its weights.
+        name: The server's name of it, unique to each load; it also separates prefix caches.
+        folder: Of its weights.
     """
 
     policy_version: int
@@ -54,7 +54,7 @@ class ServedVersion:
     folder: Path
 
     @classmethod
-    def of(cls, policy_version: int, folder: Path) -> ServedVersion:
+    def new(cls, policy_version: int, folder: Path) -> ServedVersion:
         """Name a version uniquely."""
         return cls(policy_version, f"{policy_version}-{secrets.token_hex(4)}", folder)
 
@@ -145,7 +145,9 @@ class Generation:
             log.warning(
                 "samples.cut_off", error=str(error)
             )  # tokens still at the server are lost; it aborts when the stream closes
-            for request in [one for one in self._requests.values() if one.sample.sample_id in wanted]:
+            for request in [
+                one for one in self._requests.values() if one.sample.sample_id in wanted
+            ]:
                 self._finish_request(request)
         self._leaving -= wanted
         return [self._samples.pop(name) for name in sorted(wanted & self._samples.keys())]
@@ -208,7 +210,8 @@ class Generation:
                 return
             if num_empty == MAX_EMPTY_REQUESTS:
                 self._fail(
-                    samples, f"the server ended {MAX_EMPTY_REQUESTS} requests for it without a token"
+                    samples,
+                    f"the server ended {MAX_EMPTY_REQUESTS} requests for it without a token",
                 )
                 continue
             describe_exit = await self._request_once(samples, num_empty=num_empty)
@@ -226,7 +229,8 @@ class Generation:
         requests = {
             request.rid: request
             for request in (
-                InflightRequest(sample, secrets.token_hex(8), served.policy_version) for sample in samples
+                InflightRequest(sample, secrets.token_hex(8), served.policy_version)
+                for sample in samples
             )
         }
         if not self._requests:
@@ -234,7 +238,9 @@ class Generation:
         self._requests |= requests
         try:
             prompts = [request.prompt for request in requests.values()]
-            media = build_image_data(samples, self._model, weights=served.name) if first.media else []
+            media = (
+                build_image_data(samples, self._model, weights=served.name) if first.media else []
+            )
             settings = {
                 "sampling": first.sampling,
                 "extra_key": served.name,
@@ -302,7 +308,9 @@ class Generation:
         elif reason is not None:
             self._end(sample, reason)
         elif request.rejection:
-            self._end(sample, FinishReason.ERROR, error=f"the server refused it: {request.rejection}")
+            self._end(
+                sample, FinishReason.ERROR, error=f"the server refused it: {request.rejection}"
+            )
 
     def _fail(self, samples: Iterable[SampleState], error: str) -> None:
         for sample in samples:

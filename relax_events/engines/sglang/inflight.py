@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.engines.transformers.rows import SampleState, merge_segments
+from relax_events.engines.sample_state import SampleState, merge_segments
 from relax_events.events.parts import VersionSegment
 
 BAD_REQUEST = 400
@@ -26,15 +26,19 @@ class InflightRequest:
     """One request for one sample.
 
     Attributes:
-        sample: The sample, with the tokens of all earlier requests. rid: Its id in the server.
-            policy_version: Served when it was sent. tokens: Received so far. logprobs: Of each.
-            top_tokens: Most probable ids with each, if requested. version_spans: Runs of tokens by
-            the name of their weights, once the server has reported them. num_certain: Tokens
-            received before other weights were loaded; None while none were. num_prompt_tokens:
-            Length of the prompt by the server's count; 0 before its first event. num_cached_tokens:
-            How many of these the server did not compute. experts: Of the tokens of prompt and
-            completion, all but the last, and the index of the first one; if the server records
+        sample: The sample, with the tokens of all earlier requests.
+        rid: Its id in the server.
+        policy_version: Served when it was sent.
+        tokens: Received so far.
+        logprobs: Of each.
+        top_tokens: Most probable ids with each, if requested.
+        version_spans: Runs of tokens by the name of their weights, once the server has reported
             them.
+        num_certain: Tokens received before other weights were loaded; None while none were.
+        num_prompt_tokens: Length of the prompt by the server's count; 0 before its first event.
+        num_cached_tokens: How many of these the server did not compute.
+        experts: Of the tokens of prompt and completion, all but the last, and the index of the
+            first one; if the server records them.
     """
 
     sample: SampleState
@@ -98,7 +102,8 @@ class InflightRequest:
         if self.num_prompt_tokens not in (0, num_sent):
             remedy = "run servers that take prompts as they are"
             self.rejection = (
-                f"the server read {self.num_prompt_tokens} tokens, and the prompt has {num_sent}; {remedy}"
+                f"the server read {self.num_prompt_tokens} tokens, and the prompt has {num_sent}; "
+                f"{remedy}"
             )
 
     def mark_weight_update(self) -> None:
@@ -136,7 +141,9 @@ class InflightRequest:
                 [sample.experts, experts[len(sample.experts) - start :]]
             )
 
-    def _segments(self, versions: Mapping[str, int], swapped: Collection[int]) -> list[VersionSegment]:
+    def _segments(
+        self, versions: Mapping[str, int], swapped: Collection[int]
+    ) -> list[VersionSegment]:
         if not self.tokens:
             return []
         if self.version_spans is None:
@@ -146,11 +153,15 @@ class InflightRequest:
                     len(self.tokens) if self.num_certain is None else self.num_certain,
                 )
             ]
-        if unknown := [span["version"] for span in self.version_spans if span["version"] not in versions]:
+        if unknown := [
+            span["version"] for span in self.version_spans if span["version"] not in versions
+        ]:
             raise UnknownVersion(
                 f"the server reports tokens of weights {unknown[0]!r}, which were never loaded"
             )
-        runs = [(versions[span["version"]], span["end"] - span["start"]) for span in self.version_spans]
+        runs = [
+            (versions[span["version"]], span["end"] - span["start"]) for span in self.version_spans
+        ]
         return [
             VersionSegment(version, count, place > 0 and version in swapped)
             for place, (version, count) in enumerate(runs)

@@ -97,7 +97,9 @@ def kill_processes(process_group: int) -> None:
     deadline = time.monotonic() + END_SECONDS
     while time.monotonic() < deadline:
         others = [
-            process for process in _processes_of_group(process_group) if int(process.name) != os.getpid()
+            process
+            for process in _processes_of_group(process_group)
+            if int(process.name) != os.getpid()
         ]
         doomed = [process for process in others if TRACKER not in _read(process / "cmdline")]
         for process in others:

@@ -20,7 +20,7 @@ from torch import Tensor
 from relax_events.config import ModelConfig, SGLangConfig
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.client import ServerUnavailable, ServerRejected, SGLangClient
+from relax_events.engines.sglang.client import ServerRejected, ServerUnavailable, SGLangClient
 from relax_events.engines.sglang.generation import Generation, ServedVersion
 from relax_events.engines.sglang.process import ServerProcess
 from relax_events.engines.sglang.weight_checksums import WeightChecksums
@@ -49,7 +49,12 @@ class ServerLifecycle:
     ) -> None:
         self.generation = Generation(client, served=served, model=model, hand_out=hand_out)
         self.failure: EngineFailed | None = None
-        self._client, self._process, self._config, self._hand_out = client, process, config, hand_out
+        self._client, self._process, self._config, self._hand_out = (
+            client,
+            process,
+            config,
+            hand_out,
+        )
         self._checksums = WeightChecksums({}, dtype=torch.float32)
         self._expected: Mapping[str, str] = {}
         self._is_ready = self._is_asleep = False
@@ -80,10 +85,14 @@ class ServerLifecycle:
         """Return the checksums that the server must report after it has loaded these weights; from
         any thread.
         """
-        return self._checksums.of(tensors)
+        return self._checksums.compute(tensors)
 
     async def load(
-        self, served: ServedVersion, expected: Mapping[str, str], *, on_running: Literal["swap", "restart"]
+        self,
+        served: ServedVersion,
+        expected: Mapping[str, str],
+        *,
+        on_running: Literal["swap", "restart"],
     ) -> None:
         """Load weights while samples run; on an error the old ones serve, or the server is lost.
 
@@ -97,12 +106,12 @@ class ServerLifecycle:
             )
         generation.gate.clear()
         try:
-            if on_running == "swap":  # samples without tokens must not start on the cache of the old weights
+            if (
+                on_running == "swap"
+            ):  # samples without tokens must not start on the cache of the old weights
                 await generation.abort_requests(lambda request: not request.tokens)
                 keeps_cache = generation.num_requests > 0
-            elif (
-                self._client.records_experts
-            ):  # a server that retracts loses the recorded experts
+            elif self._client.records_experts:  # a server that retracts loses the recorded experts
                 await generation.abort_requests(lambda _: True)
             generation.begin_weight_update(served, is_swapped=keeps_cache)
             if is_paused := generation.num_requests > 0:
@@ -164,8 +173,11 @@ class ServerLifecycle:
         if self._process is not None:
             self._process.start(served.folder, name=served.name)
         while not await self._client.is_ready():
-            if self._process is not None and (describe_exit := self._process.describe_exit()) is not None:
-                raise EnvironmentProblem(describe_exit)
+            if (
+                self._process is not None
+                and (exit_text := self._process.describe_exit()) is not None
+            ):
+                raise EnvironmentProblem(exit_text)
             if time.monotonic() > deadline:
                 said = f"; the end of its log:\n{self._process.log_tail()}" if self._process else ""
                 limit = f"engine.sglang.start_seconds = {self._config.start_seconds:g}"
@@ -180,7 +192,7 @@ class ServerLifecycle:
         self._checksums, unverified = WeightChecksums.infer(
             await self._client.checksums(), tensors, dtype=dtype
         )
-        self._expected = self._checksums.of(tensors)
+        self._expected = self._checksums.compute(tensors)
         if unverified and self._config.on_unverified_weights == "refuse":
             rule = (
                 f"the server's checksums can't be computed here: not of {unverified[0]} "
@@ -231,9 +243,9 @@ class ServerLifecycle:
     def _find_failure(self) -> str:
         generation = self.generation
         if generation.distrust_reason:
-            return f"it can't be trusted, let it serve nobody else: {generation.distrust_reason}"
-        if self._process is not None and (describe_exit := self._process.describe_exit()) is not None:
-            return describe_exit
+            return f"it can't be trusted and must not be used by other runs: {generation.distrust_reason}"
+        if self._process is not None and (exit_text := self._process.describe_exit()) is not None:
+            return exit_text
         silent_seconds = time.monotonic() - generation.last_progress
         if (
             generation.gate.is_set()

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_events.engines.sample_state import SampleState
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.transformers.rows import SampleState
 from relax_events.events.parts import Modality
 from relax_events.media.geometry import ImageGeometry
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.token_layout import MediaLayout, modality_of
 from relax_events.media.towers import log_mel_spectrogram
 
-FORMAT = "relax-events.media.2"
+FORMAT = "relax-events.media.3"
 """Format and version of the data."""
 PREFIX = f"{FORMAT}:"
 """Precedes the JSON: SGLang rejects objects with unknown keys, but accepts any text as an address.
@@ -53,7 +53,7 @@ class MediaArray:
     identity: bytes
 
     @classmethod
-    def of(
+    def new(
         cls,
         modality: Modality,
         values: NDArray[Any],
@@ -62,18 +62,18 @@ class MediaArray:
         weights: str,
     ) -> MediaArray:
         """Create an array with its identity under some weights."""
-        said = repr(
+        settings = repr(
             (weights, modality.value, values.shape, None if geometry is None else geometry.digest)
         ).encode()
         return cls(
             modality,
             values,
             geometry,
-            hashlib.sha256(said + np.ascontiguousarray(values).data).digest(),
+            hashlib.sha256(settings + np.ascontiguousarray(values).data).digest(),
         )
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> MediaArray:
+    def parse(cls, given: Mapping[str, Any]) -> MediaArray:
         """Parse what `_encode_array` has written."""
         geometry = None
         if (cut := given["geometry"]) is not None:
@@ -105,13 +105,15 @@ class MediaPlacement:
     shift: int
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> MediaPlacement:
+    def parse(cls, given: Mapping[str, Any]) -> MediaPlacement:
         """Parse what `_encode_placement` has written."""
         runs = [[(int(first), int(last)) for first, last in one] for one in given["runs"]]
         return cls(runs, _decode_array(given["positions"]), int(given["shift"]))
 
 
-def build_image_data(samples: Sequence[SampleState], model: ModelFolder, *, weights: str) -> list[str]:
+def build_image_data(
+    samples: Sequence[SampleState], model: ModelFolder, *, weights: str
+) -> list[str]:
     """Return a request's `image_data`, one text per prompt; the first one has the arrays.
 
     Args:
@@ -125,27 +127,33 @@ def build_image_data(samples: Sequence[SampleState], model: ModelFolder, *, weig
         "samples with media are rejected earlier if the engine can't send them"
     )
     arrays = [
-        [MediaArray.of(*shown, weights=weights) for shown in _split_modalities(piece, layout, model.extractor)]
+        [
+            MediaArray.new(*parts, weights=weights)
+            for parts in _split_modalities(piece, layout, model.extractor)
+        ]
         for piece in samples[0].media
     ]
-    shown = [_encode_array(array) for of_piece in arrays for array in of_piece]
+    encoded = [_encode_array(array) for of_piece in arrays for array in of_piece]
     kinds = [[array.modality for array in of_piece] for of_piece in arrays]
     return [
-        PREFIX + json.dumps(_encode_placement(sample, layout, kinds) | ({} if place else {"shown": shown}))
-        for place, sample in enumerate(samples)
+        PREFIX
+        + json.dumps(
+            _encode_placement(sample, layout, kinds) | ({} if index else {"arrays": encoded})
+        )
+        for index, sample in enumerate(samples)
     ]
 
 
-def read(sent: Sequence[str]) -> list[tuple[list[MediaArray], MediaPlacement]]:
+def parse_image_data(sent: Sequence[str]) -> list[tuple[list[MediaArray], MediaPlacement]]:
     """Parse what `build_image_data` has returned: the arrays, shared by all prompts, and their
     token ranges in each.
 
     Raises:
         KeyError, TypeError, ValueError: It has another format.
     """
-    said = [json.loads(text.removeprefix(PREFIX)) for text in sent]
-    shown = [MediaArray.read(array) for array in said[0]["shown"]]
-    return [(shown, MediaPlacement.read(one)) for one in said]
+    messages = [json.loads(text.removeprefix(PREFIX)) for text in sent]
+    arrays = [MediaArray.parse(array) for array in messages[0]["arrays"]]
+    return [(arrays, MediaPlacement.parse(message)) for message in messages]
 
 
 def _split_modalities(
@@ -183,7 +191,8 @@ def _encode_placement(
     for piece, modalities in zip(sample.media, kinds, strict=True):
         here = cells[first : first + sum(map(len, layout.blocks(piece.reference)))]
         runs += [
-            _token_ranges(here[tokens[here] == layout.placeholders[modality]]) for modality in modalities
+            _token_ranges(here[tokens[here] == layout.placeholders[modality]])
+            for modality in modalities
         ]
         first += len(here)
     return {

@@ -52,7 +52,7 @@ class SGLangServer:
             policy_version: Of the weights in the folder.
         Raises:
             ConfigError: The model can't be served, or the server is not supported.
-                EnvironmentProblem: The server does not start; the text ends with its log.
+            EnvironmentProblem: The server does not start; the text ends with its log.
         """
         self.policy_version = policy_version
         self._model = ModelFolder.read(
@@ -78,7 +78,7 @@ class SGLangServer:
             client = SGLangClient(
                 url, model=self._model, weights_seconds=config.sglang.start_seconds
             )
-            served = ServedVersion.of(policy_version, model_path.absolute())
+            served = ServedVersion.new(policy_version, model_path.absolute())
             self._lifecycle = ServerLifecycle(
                 client,
                 process,
@@ -117,7 +117,7 @@ class SGLangServer:
         samples = build_samples(
             request,
             first_order=self._num_submitted,
-            taken=self._running,
+            running_ids=self._running,
             model=self._model,
             max_context_tokens=self._max_context_tokens,
         )
@@ -139,7 +139,9 @@ class SGLangServer:
         """
         deadline = time.monotonic() + timeout_seconds
         finished = self._take_finished()
-        while not finished and self._running and not self._asleep and self._lifecycle.failure is None:
+        while (
+            not finished and self._running and not self._asleep and self._lifecycle.failure is None
+        ):
             try:
                 first = self._results.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
@@ -183,7 +185,7 @@ class SGLangServer:
                 )
             )
         else:
-            served = ServedVersion.of(version, self._folder / f"{version}-{time.monotonic_ns()}")
+            served = ServedVersion.new(version, self._folder / f"{version}-{time.monotonic_ns()}")
             with ExitStack() as stack:
                 stack.callback(shutil.rmtree, served.folder, ignore_errors=True)
                 self._model.write_version(tensors, served.folder)

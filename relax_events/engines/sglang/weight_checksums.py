@@ -85,7 +85,7 @@ class WeightChecksums:
             (held.keys() - recipes.keys()) | (tensors.keys() - used)
         )
 
-    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    def compute(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Return the checksums of a server that holds these weights, by the server's names."""
         return {
             name: recipe.digest(tensors, dtype=self._dtype)

@@ -38,10 +38,11 @@ from relax_events.config import EngineConfig, ModelConfig
 from relax_events.config.inventory import num_threads
 from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
 from relax_events.engines.requests import build_samples
+from relax_events.engines.sample_state import SampleState
 from relax_events.engines.transformers.causal_model import CausalModel
 from relax_events.engines.transformers.invariance import measure_invariance
 from relax_events.engines.transformers.kv_cache import RowCache
-from relax_events.engines.transformers.rows import RowTable, SampleState
+from relax_events.engines.transformers.rows import RowTable
 from relax_events.engines.transformers.sampling import sample_tokens, top_tokens, uniforms
 from relax_events.events.parts import FinishReason
 from relax_events.media.model_inputs import MediaSequence
@@ -132,11 +133,11 @@ class TransformersEngine:
         Raises:
             PoisonSample: The request can't be generated; the text says why, and nothing is queued.
         """
-        taken = {sample.sample_id for sample in (*self._waiting, *self._table.samples)}
+        running_ids = {sample.sample_id for sample in (*self._waiting, *self._table.samples)}
         samples = build_samples(
             request,
             first_order=self._num_submitted,
-            taken=taken,
+            running_ids=running_ids,
             model=self._model,
             max_context_tokens=self._config.max_context_tokens,
         )
@@ -178,7 +179,10 @@ class TransformersEngine:
             sample for sample in self._waiting if wanted is None or sample.sample_id in wanted
         ]
         self._waiting = deque(sample for sample in self._waiting if sample not in waiting)
-        return [sample.to_generated(FinishReason.ABORT) for sample in (*self._remove_rows(rows), *waiting)]
+        return [
+            sample.to_generated(FinishReason.ABORT)
+            for sample in (*self._remove_rows(rows), *waiting)
+        ]
 
     def snapshot(self, sample_ids: Collection[str]) -> list[GeneratedSample]:
         """Return running samples as `abort` would, without removing them; waiting and finished ones
@@ -251,8 +255,8 @@ class TransformersEngine:
             self._cache.release()
         if self._should_prefill():
             self._num_waited_steps = 0
-            for sharers in self._take_prefills():
-                self._prefill(sharers)
+            for groups in self._take_prefills():
+                self._prefill(groups)
         if self._table.num_rows:
             self._decode()
 
@@ -261,7 +265,9 @@ class TransformersEngine:
         one of many, so a few samples wait some steps for more.
         """
         self._num_waited_steps += bool(self._waiting)
-        return len(self._waiting) >= self._table.num_rows or self._num_waited_steps > MAX_WAITED_STEPS
+        return (
+            len(self._waiting) >= self._table.num_rows or self._num_waited_steps > MAX_WAITED_STEPS
+        )
 
     def _take_prefills(self) -> Iterator[list[PrefixGroup]]:
         """Take waiting samples while there is room, oldest first, and yield them by prefill: equal
@@ -280,29 +286,31 @@ class TransformersEngine:
             by_length[_round_up(len(sequence), self._prompt_block)].setdefault(content, []).append(
                 sample
             )
-        for length, sharers in by_length.items():
-            # Unpadded prompts are of any length, and together they would round otherwise than each
-            # by itself.
+        for length, groups in by_length.items():
+            # Unpadded prompts prefilled together would round differently than each alone.
             size = (
                 max(1, MAX_PREFILL_TOKENS // length)
                 if self._rule.prefills_together and self._prompt_block > 1
                 else 1
             )
-            waiting = list(sharers.values())
+            waiting = list(groups.values())
             yield from (waiting[start : start + size] for start in range(0, len(waiting), size))
 
-    def _prefill(self, sharers: list[PrefixGroup]) -> None:
+    def _prefill(self, groups: list[PrefixGroup]) -> None:
         """Compute the cache of sequences of equal padded length, and sample the next token of every
         sample.
         """
-        arrays = [samples[0].sequence for samples in sharers]
+        arrays = [samples[0].sequence for samples in groups]
         lengths = np.array([len(array) for array in arrays])
         ids = np.zeros((len(arrays), _round_up(int(lengths.max()), self._prompt_block)), np.int64)
         for row, array in enumerate(arrays):
             ids[row, : len(array)] = array
-        brings_media = any(samples[0].media for samples in sharers)
+        brings_media = any(samples[0].media for samples in groups)
         sequences = (
-            [_build_media_sequence(samples[0], row * ids.shape[1]) for row, samples in enumerate(sharers)]
+            [
+                _build_media_sequence(samples[0], row * ids.shape[1])
+                for row, samples in enumerate(groups)
+            ]
             if brings_media
             else []
         )
@@ -311,7 +319,7 @@ class TransformersEngine:
         )
         experts = self._model.routed_experts(num_rows=len(arrays))
         first = self._table.num_rows
-        for row, samples in enumerate(sharers):
+        for row, samples in enumerate(groups):
             self._count_prefill(samples)
             for sample in samples:
                 if experts is not None:  # keep what earlier attempts recorded
@@ -320,7 +328,7 @@ class TransformersEngine:
                     )
                 self._table.add(sample, policy_version=self.policy_version)
         rows = slice(first, self._table.num_rows)
-        sources = np.repeat(np.arange(len(sharers)), [len(samples) for samples in sharers])
+        sources = np.repeat(np.arange(len(groups)), [len(samples) for samples in groups])
         self._cache.fill(
             range(rows.start, rows.stop),
             prompts,
@@ -333,11 +341,11 @@ class TransformersEngine:
             None if experts is None else experts[sources, lengths[sources] - 1],
         )
 
-    def _count_prefill(self, sharers: PrefixGroup) -> None:
-        num_tokens = len(sharers[0].sequence)
+    def _count_prefill(self, groups: PrefixGroup) -> None:
+        num_tokens = len(groups[0].sequence)
         self._num_prefilled += num_tokens
-        self._num_cached += num_tokens * (len(sharers) - 1)
-        self._num_recomputed += sum(len(sample.tokens) for sample in sharers)
+        self._num_cached += num_tokens * (len(groups) - 1)
+        self._num_recomputed += sum(len(sample.tokens) for sample in groups)
 
     def _decode(self) -> None:
         num_rows, table = self._table.num_rows, self._table
@@ -378,7 +386,9 @@ class TransformersEngine:
             self._cache.clear(broken)
         for sample in self._remove_rows(ended.tolist()):
             if np.isfinite(sample.logprobs[-1]):
-                self._finished.append(sample.to_generated(sample.finish_reason or FinishReason.LENGTH))
+                self._finished.append(
+                    sample.to_generated(sample.finish_reason or FinishReason.LENGTH)
+                )
             else:
                 error = (
                     f"policy version {self.policy_version} gave no finite log-probability at "

@@ -59,7 +59,10 @@ def measure_invariance(model: CausalModel, *, max_rows: int) -> PaddingRule:
         model: On its device, with the threads that it will have.
         max_rows: Samples that run at once, a multiple of the model's `row_block`.
     """
-    at_most = [_probe_rows(model, num_rows=max_rows, num_tokens=length) for length in PROBE_ATTENTION_LENGTHS]
+    at_most = [
+        _probe_rows(model, num_rows=max_rows, num_tokens=length)
+        for length in PROBE_ATTENTION_LENGTHS
+    ]
     expected = at_most[0][0]
 
     def is_same(rows: Sequence[Tensor]) -> bool:
@@ -100,7 +103,11 @@ def _counts_below(max_rows: int, block: int) -> list[int]:
 
 
 def _probe_rows(
-    model: CausalModel, *, num_rows: int, num_prompts: int = 1, num_tokens: int = PROBE_ATTENTION_LENGTHS[0]
+    model: CausalModel,
+    *,
+    num_rows: int,
+    num_prompts: int = 1,
+    num_tokens: int = PROBE_ATTENTION_LENGTHS[0],
 ) -> list[Tensor]:
     """Prefill and decode the probe among other rows; return the logits after both, at several row
     indices.

@@ -75,9 +75,11 @@ class RowCache(Cache):
         prompt.
 
         Args:
-            rows: Targets. prompts: The cache of the prefill. sources: Row in `prompts` for each of
-                `rows`. num_tokens: The longest prompt; what follows a shorter one is masked until
-                it is overwritten.
+            rows: Targets.
+            prompts: The cache of the prefill.
+            sources: Row in `prompts` for each of `rows`.
+            num_tokens: The longest prompt; what follows a shorter one is masked until it is
+                overwritten.
         """
         self._reserve(prompts, num_rows=max(rows) + 1, num_tokens=num_tokens)
         for mine, theirs in zip(self._layers, _layer_states(prompts), strict=True):
@@ -94,8 +96,8 @@ class RowCache(Cache):
         first rows.
 
         Args:
-            positions: Index of each row's token. num_tokens: Attention length; more than every
-                position.
+            positions: Index of each row's token.
+            num_tokens: Attention length; more than every position.
         """
         self._grow(num_rows=len(positions), num_tokens=num_tokens)
         self._rows = torch.arange(len(positions), device=positions.device)
@@ -181,7 +183,9 @@ class RowCache(Cache):
             else min(blocks * TOKEN_BLOCK, self._max_tokens)
         )
         if (rows, tokens) != (have_rows, have_tokens):
-            for layer in self._layers:  # one at a time: the old storage is freed as the new is allocated
+            for (
+                layer
+            ) in self._layers:  # one at a time: the old storage is freed as the new is allocated
                 first, second = layer.tensors
                 length = None if layer.is_state else tokens
                 layer.tensors = _enlarge(first, rows, length), _enlarge(second, rows, length)

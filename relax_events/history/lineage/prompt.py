@@ -12,7 +12,7 @@ from relax_events.events.types import PromptGroupIssued
 from relax_events.history.lineage.reader import DataRow, data_rows, issued_groups
 from relax_events.history.run_log import DecodedRecord, RunLog
 from relax_events.history.samples.filter import SampleFilter
-from relax_events.history.samples.reader import history_lines
+from relax_events.history.samples.reader import read_lines
 from relax_events.history.samples.view import OPEN, SampleLine
 from relax_events.staleness import IssuedGroup
 
@@ -31,12 +31,12 @@ class PromptUse:
     issued_for_step: int
     attempt: int
     issued_at: int
-    issued_place: str
+    issued_position: str
     prompt: str
     outcome: str
     reason: str
     ended_at: int | None
-    ended_place: str
+    ended_position: str
     train_step: int | None
     mean_reward: float | None
     samples: list[SampleLine] = field(default_factory=list)
@@ -79,7 +79,7 @@ def _use_of_group(log: RunLog, prompt_group_id: str) -> list[PromptUse]:
     found = next(issued_groups(log, prompt_group_id), None)
     if found is None:
         return []
-    samples = list(history_lines(log, SampleFilter(prompt_group_id=prompt_group_id)))
+    samples = list(read_lines(log, SampleFilter(prompt_group_id=prompt_group_id)))
     return [_use(log, found, data_rows(log.config), samples)]
 
 
@@ -98,12 +98,12 @@ def _use(
         issued_for_step=issued.train_step,
         attempt=issued.attempt,
         issued_at=issued.issued_at,
-        issued_place=found.position,
+        issued_position=found.position,
         prompt="\n".join(message.text for message in issued.messages),
         outcome=ended.outcome.value if ended else OPEN,
         reason=ended.reason if ended else "",
         ended_at=ended.ended_at if ended else None,
-        ended_place=end.position if end else "",
+        ended_position=end.position if end else "",
         train_step=ended.trainer_version if ended and ended.outcome is Outcome.TRAINED else None,
         mean_reward=ended.mean_reward if ended else None,
         samples=samples or [],

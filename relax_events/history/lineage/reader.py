@@ -15,16 +15,16 @@ from relax_events.data.sources import is_generated, named_sources, open_source
 from relax_events.data.stream import PromptOrder
 from relax_events.errors import ConfigError
 from relax_events.events.types import (
+    LogprobsComputed,
     PromptGroupEnded,
     PromptGroupIssued,
-    SampleEvaluated,
     SampleReady,
     SampleScored,
     TrainStepCommitted,
 )
 from relax_events.history.run_log import DecodedRecord, RunLog
 from relax_events.history.samples.detail import read_generations
-from relax_events.history.samples.reader import events_of
+from relax_events.history.samples.reader import read_sample_events
 from relax_events.history.samples.view import SampleView
 from relax_events.topics import compute_shard
 from relax_events.topics.plan import LOGPROB_TOPICS
@@ -38,7 +38,7 @@ class Stage:
 
     what: str
     at: int
-    place: str
+    position: str
     facts: dict[str, Any]
 
 
@@ -89,7 +89,9 @@ def data_rows(config: RunConfig, *, required: bool = False) -> DataRow:
     return lambda row: order.data_row(row) if row >= 0 else None
 
 
-def issued_groups(log: RunLog, prompt_group_id: str = "") -> Iterator[DecodedRecord[PromptGroupIssued]]:
+def issued_groups(
+    log: RunLog, prompt_group_id: str = ""
+) -> Iterator[DecodedRecord[PromptGroupIssued]]:
     """Give the prompt groups that were issued, or all issues of one; for one only its partition is
     read.
     """
@@ -125,8 +127,8 @@ def sample_lineage(log: RunLog, sample_id: str) -> SampleLineage:
     stages = [
         issued_stage(issued, row),
         rolled_out_stage(view),
-        *_worked_on(log, view),
-        *_ending(log, view),
+        *_scoring_stages(log, view),
+        *_outcome_stages(log, view),
     ]
     first = None if view.train_step is None else view.train_step + 1
     return SampleLineage(
@@ -134,30 +136,30 @@ def sample_lineage(log: RunLog, sample_id: str) -> SampleLineage:
     )
 
 
-def _worked_on(log: RunLog, view: SampleView) -> Iterator[Stage]:
+def _scoring_stages(log: RunLog, view: SampleView) -> Iterator[Stage]:
     sample = view.sample
-    scored = next(events_of(log, sample, "reward.scores", SampleScored), None)
+    scored = next(read_sample_events(log, sample, "reward.scores", SampleScored), None)
     if scored is not None:
         yield scored_stage(scored)
     for entity in LOGPROB_TOPICS.values():
-        evaluated = next(events_of(log, sample, entity, SampleEvaluated), None)
+        evaluated = next(read_sample_events(log, sample, entity, LogprobsComputed), None)
         if evaluated is not None:
             facts = {
-                "evaluator": evaluated.event.evaluator,
-                "policy_version": evaluated.event.evaluator_version,
+                "model_role": evaluated.event.model_role,
+                "policy_version": evaluated.event.model_version,
             }
-            yield Stage("evaluated", evaluated.event.evaluated_at, evaluated.position, facts)
-    ready = next(events_of(log, sample, "advantage.samples", SampleReady), None)
+            yield Stage("evaluated", evaluated.event.computed_at, evaluated.position, facts)
+    ready = next(read_sample_events(log, sample, "advantage.samples", SampleReady), None)
     if ready is not None:
         yield Stage(
             "ready",
             ready.event.ready_at,
             ready.position,
-            {"reward": ready.event.reward, "advantage": advantage_of(ready.event)},
+            {"reward": ready.event.reward, "advantage": read_advantage(ready.event)},
         )
 
 
-def _ending(log: RunLog, view: SampleView) -> Iterator[Stage]:
+def _outcome_stages(log: RunLog, view: SampleView) -> Iterator[Stage]:
     step = None if view.train_step is None else find_step(log, view.train_step)
     if step is not None:
         yield trained_stage(step, view.sample.sample_id, view.staleness(log.newest_version))
@@ -202,7 +204,7 @@ def rolled_out_stage(view: SampleView) -> Stage:
         "num_completion_tokens": view.num_completion_tokens,
         "finish_reason": sample.finish_reason.value,
     }
-    return Stage("rolled_out", sample.rolled_out_at, view.place, facts)
+    return Stage("rolled_out", sample.rolled_out_at, view.position, facts)
 
 
 def scored_stage(found: DecodedRecord[SampleScored]) -> Stage:
@@ -217,7 +219,9 @@ def scored_stage(found: DecodedRecord[SampleScored]) -> Stage:
     return Stage("scored", event.scored_at, found.position, facts)
 
 
-def trained_stage(found: DecodedRecord[TrainStepCommitted], sample_id: str, staleness: int) -> Stage:
+def trained_stage(
+    found: DecodedRecord[TrainStepCommitted], sample_id: str, staleness: int
+) -> Stage:
     """Say where in which step it was trained."""
     step = found.event
     facts: dict[str, Any] = {"train_step": step.train_step, "staleness": staleness}
@@ -242,7 +246,7 @@ def ended_stage(found: DecodedRecord[PromptGroupEnded]) -> Stage:
     return Stage("ended", event.ended_at, found.position, facts)
 
 
-def advantage_of(ready: SampleReady) -> float | None:
+def read_advantage(ready: SampleReady) -> float | None:
     """Return a sample's advantage, which all its trained tokens share; None when it lies in the
     object store or nothing is trained.
     """

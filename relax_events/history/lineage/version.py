@@ -12,7 +12,7 @@ import numpy as np
 from relax_events.errors import ConfigError
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import SampleReady, SampleScored, TrainStepCommitted
-from relax_events.history.lineage.reader import read_advantage, data_rows, find_step
+from relax_events.history.lineage.reader import data_rows, find_step, read_advantage
 from relax_events.history.run_log import DecodedRecord, RunLog
 
 
@@ -106,7 +106,8 @@ def _trained_samples(log: RunLog, step: TrainStepCommitted) -> list[TrainedSampl
     found = log.read_at("advantage.samples", places, SampleReady)
     scores, row = _scores_of(log, found), data_rows(log.config)
     return [
-        _trained(item, scores.get(trajectory_of(item.event)), row(item.event.key.row)) for item in found
+        _trained(item, scores.get(trajectory_of(item.event)), row(item.event.key.row))
+        for item in found
     ]
 
 
@@ -119,7 +120,8 @@ def _scores_of(
     scores: dict[TrajectoryKey, SampleScored] = {}
     if wanted:
         for found in log.read(
-            log.offset_ranges("reward.scores", range(min(versions), max(versions) + 1)), SampleScored
+            log.offset_ranges("reward.scores", range(min(versions), max(versions) + 1)),
+            SampleScored,
         ):
             key = trajectory_of(found.event)
             if key in wanted:

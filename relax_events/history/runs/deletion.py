@@ -14,8 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
-from relax_events.history.runs.details import forks_of, open_existing_store
-from relax_events.history.runs.listing import RunSummary, read_run, read_runs, run_id_of
+from relax_events.history.runs.details import list_forks, open_existing_store
+from relax_events.history.runs.listing import RunSummary, parse_run_id, read_run, read_runs
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.inventory import Inventory
 from relax_events.objects import ObjectStore
@@ -64,7 +64,7 @@ def plan_deletion(
     groups = [
         name
         for name in Inventory(connection).groups(TopicPlan.build_topic_name(run_id, ""))
-        if run_id_of(name) == run_id
+        if parse_run_id(name) == run_id
     ]
     store_uri, objects, note = _objects_of(
         run, config, read_runs(connection, with_progress=False).values()
@@ -94,14 +94,14 @@ def _objects_of(
         if (
             other.run_id != run.run_id
             and other.config is not None
-            and overlap(other.config.objects_uri, uri)
+            and stores_overlap(other.config.objects_uri, uri)
         ):
             return uri, [], f"run {other.run_id} keeps its objects in the same store, so they stay"
     store = open_existing_store(config)
     objects = [] if store is None else [key for folder in FOLDERS for key in store.list(folder)]
     if store is None or not (objects or store.exists(MARKER)):
         return uri, [], ""
-    mark, told = read_marker(store), run.described.store_mark if run.described else ""
+    mark, told = read_marker(store), run.description.store_marker if run.description else ""
     if mark is None or (mark.run_id, mark.value) != (run.run_id, told):
         found = f"says run {mark.run_id} and {mark.value}" if mark else "is missing"
         return (
@@ -115,16 +115,16 @@ def _objects_of(
     return uri, [*objects, MARKER], ""
 
 
-def overlap(one: str, other: str) -> bool:
+def stores_overlap(one: str, other: str) -> bool:
     """Tell whether two stores are the same, or one lies inside the other, however their URIs are
     written.
     """
-    first, second = root_of(one), root_of(other)
+    first, second = store_root(one), store_root(other)
     shorter = min(len(first), len(second))
     return first[:shorter] == second[:shorter]
 
 
-def root_of(uri: str) -> tuple[str, ...]:
+def store_root(uri: str) -> tuple[str, ...]:
     """Return the parts of a store's root: on this machine with links resolved, and always without
     dots and percent signs.
     """
@@ -135,22 +135,22 @@ def root_of(uri: str) -> tuple[str, ...]:
     return parts.scheme.lower(), parts.netloc, *(part for part in path.split("/") if part)
 
 
-def refuse_deletion(run: RunSummary, runs: Iterable[RunSummary]) -> None:
+def require_deletable(run: RunSummary, runs: Iterable[RunSummary]) -> None:
     """Refuse to delete a run that somebody works on or goes back to.
 
     Raises:
         BrokerRefused: The text names who.
     """
-    if run.alive:
+    if run.live_workers:
         raise BrokerRefused(
-            f"run {run.run_id} is alive: {', '.join(run.alive)} beat; end it first, or give --force"
+            f"run {run.run_id} is alive: {', '.join(run.live_workers)} beat; end it first, or give --force"
         )
     if users := [
         other
         for other in runs
         if (config := other.config) and config.is_replay and config.parent.run == run.run_id
     ]:
-        named = ", ".join(forks_of(users, run.run_id))
+        named = ", ".join(list_forks(users, run.run_id))
         raise BrokerRefused(
             f"run {run.run_id} holds the rollouts of {named}; delete that first, or give --force"
         )

@@ -16,7 +16,7 @@ import numpy as np
 from relax_events.config import RunConfig
 from relax_events.events.parts import CheckpointRef
 from relax_events.events.types import PromptGroupEnded, TrainStepCommitted
-from relax_events.history.runs.listing import RunSummary, decoded, read_runs
+from relax_events.history.runs.listing import RunSummary, decode_records, read_runs
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
@@ -24,7 +24,7 @@ from relax_events.objects import ObjectStore
 from relax_events.session.resume import settings_history
 from relax_events.topics import TopicPlan
 
-FIGURES = (
+METRICS_SHOWN = (
     "reward_mean", "loss", "policy_loss", "kl_estimate", "entropy", "grad_norm", "clip_fraction", "staleness_mean", "completion_tokens_mean",
     "preference_accuracy", "reward_margin",
 )  # fmt: skip
@@ -35,7 +35,7 @@ class StepRow:
     """A committed step, without its samples."""
 
     train_step: int
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     checkpoint: CheckpointRef | None
     is_on_log: bool
 
@@ -54,7 +54,7 @@ class RunDetails:
     forks: list[str] = field(default_factory=list)
 
     @property
-    def recorded(self) -> tuple[int, int] | None:
+    def replayable_versions(self) -> tuple[int, int] | None:
         """The versions between which a replay may start and end: the newest unbroken stretch of
         steps whose records are on the log.
         """
@@ -64,7 +64,7 @@ class RunDetails:
         return (gone[-1] + 1 if gone else self.steps[0].train_step), self.steps[-1].train_step + 1
 
     @property
-    def starts(self) -> list[int]:
+    def start_versions(self) -> list[int]:
         """The versions that another run may start from: the first one is the model itself, the
         others lie in the object store.
         """
@@ -76,25 +76,28 @@ class RunDetails:
 def read_details(connection: Connection, summary: RunSummary) -> RunDetails:
     """Read a run's steps and ends, one by one, and look into its object store."""
     details = RunDetails(
-        summary, forks=forks_of(read_runs(connection, with_progress=False).values(), summary.run_id)
+        summary,
+        forks=list_forks(read_runs(connection, with_progress=False).values(), summary.run_id),
     )
     admin, reader = Admin(connection), LogReader(connection)
     try:
         names = [
             TopicPlan.build_topic_name(summary.run_id, entity)
-            for entity in ("control.train-steps", "control.group-outcomes")
+            for entity in ("control.train-steps", "control.prompt-group-outcomes")
         ]
         places = [(name, 0) for name in names if name in summary.topics]
         begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
         oldest = _oldest_samples(admin, summary)
-        for _, event in decoded(reader, {place: (begins[place], ends[place]) for place in places}):
+        for _, event in decode_records(
+            reader, {place: (begins[place], ends[place]) for place in places}
+        ):
             if isinstance(event, TrainStepCommitted):
                 details.steps.append(
                     StepRow(
                         event.train_step,
-                        event.figures,
+                        event.metrics,
                         event.checkpoint,
-                        first_gone(event, oldest) is None,
+                        find_missing_record(event, oldest) is None,
                     )
                 )
             elif isinstance(event, PromptGroupEnded):
@@ -106,19 +109,19 @@ def read_details(connection: Connection, summary: RunSummary) -> RunDetails:
         store := open_existing_store(config)
     ) is not None:
         details.weights, details.checkpoints = (
-            versions_in(store, "weights/"),
-            versions_in(store, "checkpoints/"),
+            list_versions(store, "weights/"),
+            list_versions(store, "checkpoints/"),
         )
     return details
 
 
-def forks_of(runs: Iterable[RunSummary], run_id: str) -> list[str]:
+def list_forks(runs: Iterable[RunSummary], run_id: str) -> list[str]:
     """Return the runs that started from this one or replay it, as `other (replay from 0)`."""
     found = []
     for run in runs:
-        if run.described is not None and run.described.source_run == run_id:
+        if run.description is not None and run.description.parent_run == run_id:
             kind = "replay" if (config := run.config) and config.is_replay else "fork"
-            found.append(f"{run.run_id} ({kind} from {run.described.source_version})")
+            found.append(f"{run.run_id} ({kind} from {run.description.parent_version})")
     return found
 
 
@@ -126,11 +129,11 @@ def _oldest_samples(admin: Admin, summary: RunSummary) -> dict[int, int]:
     """Return the oldest offset that is left in each partition of the topic that the run was trained
     on.
     """
-    described = summary.described
+    described = summary.description
     config = summary.config
     run_id = (
-        described.source_run
-        if described and described.source_run and config and config.is_replay
+        described.parent_run
+        if described and described.parent_run and config and config.is_replay
         else summary.run_id
     )
     topic = TopicPlan.build_topic_name(run_id or summary.run_id, "advantage.samples")
@@ -147,7 +150,9 @@ def _oldest_samples(admin: Admin, summary: RunSummary) -> dict[int, int]:
     }
 
 
-def first_gone(step: TrainStepCommitted, oldest: Mapping[int, int]) -> tuple[int, int] | None:
+def find_missing_record(
+    step: TrainStepCommitted, oldest: Mapping[int, int]
+) -> tuple[int, int] | None:
     """Return the place of a record that a step was trained on and that is not left; None when all
     are there.
 
@@ -175,23 +180,23 @@ def open_existing_store(config: RunConfig) -> ObjectStore | None:
     return ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases)
 
 
-def versions_in(store: ObjectStore, folder: str) -> list[int]:
+def list_versions(store: ObjectStore, folder: str) -> list[int]:
     """Return the versions with a complete manifest in a folder of versions."""
     keys = (key.removeprefix(folder) for key in store.list(folder) if key.endswith(".json"))
     return sorted({int(key.partition("/")[0]) for key in keys})
 
 
-def details_tree(details: RunDetails) -> dict[str, Any]:
+def details_as_dict(details: RunDetails) -> dict[str, Any]:
     """Return what `relax runs show` prints."""
     summary, config = details.summary, details.summary.config
-    described, ended = summary.described, summary.state.ended
-    recorded = details.recorded
+    described, ended = summary.description, summary.state.ended
+    recorded = details.replayable_versions
     return {
         "run": {
             "id": summary.run_id,
-            "state": summary.standing,
+            "state": summary.status,
             "reason": ended.reason if ended else "",
-            "alive": summary.alive,
+            "alive": summary.live_workers,
             "started_at": summary.started_at,
             "source": summary.source,
             "forks": details.forks,
@@ -210,14 +215,14 @@ def details_tree(details: RunDetails) -> dict[str, Any]:
         "versions": {
             "newest": summary.policy_version,
             "recorded": list(recorded) if recorded else [],
-            "starts": details.starts,
+            "starts": details.start_versions,
             "weights": details.weights,
             "checkpoints": details.checkpoints,
         },
         "steps": [
             {
                 "train_step": row.train_step,
-                **{name: row.figures[name] for name in FIGURES if name in row.figures},
+                **{name: row.metrics[name] for name in METRICS_SHOWN if name in row.metrics},
             }
             for row in details.steps
         ],

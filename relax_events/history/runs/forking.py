@@ -14,8 +14,8 @@ from relax_events.config import RunConfig, load_run_config
 from relax_events.errors import BrokerRefused, ConfigError, CorruptRecord, SchemaError
 from relax_events.events.types import PromptGroupIssued
 from relax_events.history.cluster import Cluster
-from relax_events.history.runs.details import open_existing_store, versions_in
-from relax_events.history.runs.inherited_code import Accept, own_run_files, require_trust
+from relax_events.history.runs.details import list_versions, open_existing_store
+from relax_events.history.runs.inherited_code import Accept, read_own_run_files, require_trust
 from relax_events.history.runs.listing import read_runs
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import LogReader
@@ -69,7 +69,7 @@ def make_run_file(
     """
     _refuse_other_names(overrides)
     _refuse_other_run(source.connection, run_id, choice.run)
-    own = own_run_files(
+    own = read_own_run_files(
         cluster.directory, choice.run, source.config.parent.run, run_id, named=cluster.run_file
     )
     is_replay = choice.mode == "replay"
@@ -93,7 +93,7 @@ def make_run_file(
         tree["objects"]["uri"] = f"{tree['objects']['uri'].rstrip('/')}-{run_id}"
     tree["telemetry"]["metrics_port"] = 0
     tree["parent"] = _source_section(source, choice)
-    tree["algorithm"] = carried_over(tree["algorithm"], overrides)
+    tree["algorithm"] = inherited_algorithm(tree["algorithm"], overrides)
     path = cluster.directory / "runs" / run_id / RUN_FILE
     write_private(path, orjson.dumps(tree, option=orjson.OPT_INDENT_2))
     config = load_run_config(path, overrides)
@@ -101,7 +101,7 @@ def make_run_file(
     return config
 
 
-def carried_over(algorithm: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def inherited_algorithm(algorithm: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return the settings of the source's algorithm that hold under the overrides: another
     algorithm or correction comes with its own.
     """
@@ -120,7 +120,7 @@ def carried_over(algorithm: Mapping[str, Any], overrides: Iterable[str]) -> dict
 
 def _refuse_other_run(connection: Connection, run_id: str, source_id: str) -> None:
     there = read_runs(connection, [run_id]).get(run_id)
-    if there is not None and not (there.described and there.described.source_run == source_id):
+    if there is not None and not (there.description and there.description.parent_run == source_id):
         raise BrokerRefused(
             f"there is a run {run_id!r} already that does not go back to {source_id!r}; take "
             "another id, or delete that run"
@@ -144,7 +144,7 @@ def _source_section(source: SourceRun, choice: ParentChoice) -> dict[str, Any]:
         "follow": choice.follow,
         "scores": choice.scores,
         "objects_uri": source.objects_uri,
-        "from_row": 0 if is_replay else first_row(source, version),
+        "from_row": 0 if is_replay else find_first_row(source, version),
     }
 
 
@@ -158,7 +158,7 @@ def _refuse_other_names(overrides: Iterable[str]) -> None:
             )
 
 
-def first_row(source: SourceRun, version: int) -> int:
+def find_first_row(source: SourceRun, version: int) -> int:
     """Return the row of the prompt stream that the source issued first for the step at a version:
     there a fork goes on.
 
@@ -187,7 +187,7 @@ def first_row(source: SourceRun, version: int) -> int:
     return min(rows, default=behind or version * source.config.run.prompts_per_step)
 
 
-def refuse_unverifiable(source: SourceRun, config: RunConfig) -> None:
+def require_verifiable(source: SourceRun, config: RunConfig) -> None:
     """Refuse to compare a replay bit for bit that can't come out the same.
 
     Raises:
@@ -195,7 +195,7 @@ def refuse_unverifiable(source: SourceRun, config: RunConfig) -> None:
             the text names what.
     """
     store, version = open_existing_store(source.config), config.parent.from_version
-    checkpoints = versions_in(store, "checkpoints/") if store else []
+    checkpoints = list_versions(store, "checkpoints/") if store else []
     if version not in (0, *checkpoints):
         left = (
             f"of run {source.config.run.id} there are those of "

@@ -23,14 +23,14 @@ from relax_events.config.loading import ENVIRONMENT_PREFIX
 from relax_events.errors import ConfigError
 from relax_events.runtime.run_description import describe
 
-NOT_TAKEN_OVER: tuple[str, ...] = ("broker.", "parent.", "run.id")
+NOT_INHERITED: tuple[str, ...] = ("broker.", "parent.", "run.id")
 """These are of the new run file alone."""
 UNUSED_BY_REPLAY = ("data.", "engine.", "environment.", "reward.", "judge.", "teacher.")
 """A replay trains what was generated, rendered and scored before."""
 MAX_SHOWN = 1000
 
 
-class NotTrusted(ConfigError):
+class UntrustedSettingsError(ConfigError):
     """The log of a run names what nobody here has agreed to."""
 
     def __init__(self, source: str, named: Sequence[Named]) -> None:
@@ -43,10 +43,10 @@ class NotTrusted(ConfigError):
             "give --config with a run file that does, set these keys by arguments, or give "
             "--trust-source to take them over as they are"
         )
-        super().__init__(f"{begin}; {remedy}\n{named_text(named)}")
+        super().__init__(f"{begin}; {remedy}\n{format_values(named)}")
 
 
-Accept = Callable[[NotTrusted], None]
+Accept = Callable[[UntrustedSettingsError], None]
 
 
 def require_trust(
@@ -75,20 +75,24 @@ def require_trust(
         *_keys_of_environment(),
     ]
     known = {
-        _mark(named) for config in own for named in named_by(config, is_replay=config.is_replay)
+        _mark(named)
+        for config in own
+        for named in external_values(config, is_replay=config.is_replay)
     }
     known.add(("run.directory", str(directory.resolve())))
     evaluates = any(
         key.startswith(("evaluation", "model.path", "model.tiny")) for key in given
     )  # then more may be used than the source says
-    wanted = named_by(source, is_replay=is_replay and not evaluates)
+    wanted = external_values(source, is_replay=is_replay and not evaluates)
     if left := [
         named for named in wanted if _mark(named) not in known and not _is_given(named.key, given)
     ]:
-        accept(NotTrusted(source.run.id, left))
+        accept(UntrustedSettingsError(source.run.id, left))
 
 
-def reward_of(source: RunConfig, *, own: Iterable[RunConfig], accept: Accept) -> RewardConfig:
+def require_trusted_reward(
+    source: RunConfig, *, own: Iterable[RunConfig], accept: Accept
+) -> RewardConfig:
     """Return the reward section of a run as its log describes it, if everything that it names is
     known here, or is accepted.
 
@@ -97,15 +101,19 @@ def reward_of(source: RunConfig, *, own: Iterable[RunConfig], accept: Accept) ->
     """
     known = {_mark(named) for config in own for named in _named_by_reward(config)}
     if left := [named for named in _named_by_reward(source) if _mark(named) not in known]:
-        accept(NotTrusted(source.run.id, left))
+        accept(UntrustedSettingsError(source.run.id, left))
     return source.reward
 
 
 def _named_by_reward(config: RunConfig) -> list[Named]:
-    return [named for named in named_by(config, is_replay=False) if named.key.startswith("reward.")]
+    return [
+        named
+        for named in external_values(config, is_replay=False)
+        if named.key.startswith("reward.")
+    ]
 
 
-def named_by(config: RunConfig, *, is_replay: bool) -> list[Named]:
+def external_values(config: RunConfig, *, is_replay: bool) -> list[Named]:
     """Return what a run named by its run file or description would use.
 
     Args:
@@ -113,7 +121,7 @@ def named_by(config: RunConfig, *, is_replay: bool) -> list[Named]:
         is_replay: Whether it is used to train what was generated before: then less.
     """
     tree: Mapping[str, Any] = orjson.loads(describe(config).config)
-    unused = NOT_TAKEN_OVER
+    unused = NOT_INHERITED
     if is_replay and not _generates(config):
         unused += UNUSED_BY_REPLAY
     if config.objects.uri:
@@ -130,7 +138,9 @@ def _generates(config: RunConfig) -> bool:
     )
 
 
-def own_run_files(directory: Path, *run_ids: str, named: RunConfig | None) -> Iterator[RunConfig]:
+def read_own_run_files(
+    directory: Path, *run_ids: str, named: RunConfig | None
+) -> Iterator[RunConfig]:
     """Give the run files of whoever asks: the one that was named, and those with which these runs
     were started from this directory.
     """
@@ -142,7 +152,7 @@ def own_run_files(directory: Path, *run_ids: str, named: RunConfig | None) -> It
                 yield load_run_config(directory / "runs" / run_id / name, environment={})
 
 
-def named_text(named: Iterable[Named]) -> str:
+def format_values(named: Iterable[Named]) -> str:
     """Return a line for each value, with what would become of it."""
     return "\n".join(
         f"  {_key_shown(one.key)} = {_shown(one.value)}  ({one.what.value})" for one in named

@@ -51,7 +51,7 @@ class RunSummary:
     asked_at: int = field(default_factory=now_micros)
 
     @property
-    def described(self) -> RunDescribed | None:
+    def description(self) -> RunDescribed | None:
         """What the run says it is; None for one of an earlier release, and for one that is half
         deleted.
         """
@@ -61,7 +61,9 @@ class RunSummary:
     def config(self) -> RunConfig | None:
         """The run file, where the log knows it and this release can read it."""
         try:
-            return described_config(self.described, run_id=self.run_id) if self.described else None
+            return (
+                described_config(self.description, run_id=self.run_id) if self.description else None
+            )
         except ConfigError as error:
             log.warning("description.unreadable", run_id=self.run_id, error=str(error))
             return None
@@ -71,15 +73,15 @@ class RunSummary:
         """The source and the version that the run started from, as `quickstart@12`; empty for a run
         of its own.
         """
-        described = self.described
+        described = self.description
         return (
-            f"{described.source_run}@{described.source_version}"
-            if described and described.source_run
+            f"{described.parent_run}@{described.parent_version}"
+            if described and described.parent_run
             else ""
         )
 
     @property
-    def alive(self) -> list[str]:
+    def live_workers(self) -> list[str]:
         """The workers that have beaten within `workers.heartbeat_timeout_seconds` and not said goodbye."""
         config = self.config
         limit = self.asked_at - int(
@@ -88,15 +90,15 @@ class RunSummary:
         return sorted(
             name
             for name, beat in self.state.workers.items()
-            if beat.beat_at > limit and beat.state is not WorkerState.STOPPED
+            if beat.sent_at > limit and beat.state is not WorkerState.STOPPED
         )
 
     @property
-    def standing(self) -> str:
+    def status(self) -> str:
         """`ended`, `running` or `interrupted`."""
         if self.state.ended is not None:
             return "ended"
-        return "running" if self.alive else "interrupted"
+        return "running" if self.live_workers else "interrupted"
 
     @property
     def policy_version(self) -> int:
@@ -115,7 +117,7 @@ class RunSummary:
         return max(self.policy_version - (config.first_version if config else 0), 0)
 
 
-def run_id_of(name: str) -> str:
+def parse_run_id(name: str) -> str:
     """Return the run that a topic or group belongs to: ids hold no dot, so `a` is never taken for
     `a-b`.
     """
@@ -138,7 +140,7 @@ def read_runs(
         BrokerUnavailable: The log could not be read.
     """
     for attempt in range(ATTEMPTS):
-        runs = _listed(connection, only)
+        runs = _list_runs(connection, only)
         try:
             _read_logs(connection, runs, with_progress=with_progress)
         except BrokerRefused:
@@ -149,11 +151,11 @@ def read_runs(
     return {}
 
 
-def _listed(connection: Connection, only: Collection[str]) -> dict[str, RunSummary]:
+def _list_runs(connection: Connection, only: Collection[str]) -> dict[str, RunSummary]:
     topics: dict[str, dict[str, int]] = {}
     for name, num_partitions in Inventory(connection).topics(PREFIX).items():
-        if name.count(".") >= 2 and (not only or run_id_of(name) in only):
-            topics.setdefault(run_id_of(name), {})[name] = num_partitions
+        if name.count(".") >= 2 and (not only or parse_run_id(name) in only):
+            topics.setdefault(parse_run_id(name), {})[name] = num_partitions
     return {run_id: RunSummary(run_id, found) for run_id, found in topics.items()}
 
 
@@ -166,7 +168,7 @@ def read_run(connection: Connection, run_id: str) -> RunSummary:
     if (found := read_runs(connection, [run_id]).get(run_id)) is not None:
         return found
     there = {
-        run_id_of(name) for name in Inventory(connection).topics(PREFIX) if name.count(".") >= 2
+        parse_run_id(name) for name in Inventory(connection).topics(PREFIX) if name.count(".") >= 2
     }
     close = difflib.get_close_matches(run_id, sorted(there), n=1)
     hint = (
@@ -195,14 +197,18 @@ def _read_logs(
             place: (begins[place], ends[place]) for place in places if place[0].endswith(COMMANDS)
         }
         if with_progress:
-            spans |= _step_spans(places, begins, ends) | _beat_spans(admin, runs, places, ends)
+            spans |= _step_ranges(places, begins, ends) | _heartbeat_ranges(
+                admin, runs, places, ends
+            )
         for place in places:
-            runs[run_id_of(place[0])].num_records += ends[place] - begins[place]
-        for record, event in decoded(reader, spans):
+            runs[parse_run_id(place[0])].num_records += ends[place] - begins[place]
+        for record, event in decode_records(reader, spans):
             if not belongs_on(TopicPlan.parse_entity(record.topic), event):
-                log.warning("record.misplaced", place=record.location, event_type=type(event).__name__)
+                log.warning(
+                    "record.misplaced", place=record.location, event_type=type(event).__name__
+                )
                 continue
-            run = runs[run_id_of(record.topic)]
+            run = runs[parse_run_id(record.topic)]
             run.state.apply(event)
             if record.topic.endswith(COMMANDS):
                 run.started_at = min(
@@ -213,7 +219,7 @@ def _read_logs(
         admin.close()
 
 
-def _step_spans(
+def _step_ranges(
     places: Iterable[Place], begins: Mapping[Place, int], ends: Mapping[Place, int]
 ) -> dict[Place, tuple[int, int]]:
     return {
@@ -223,7 +229,7 @@ def _step_spans(
     }
 
 
-def _beat_spans(
+def _heartbeat_ranges(
     admin: Admin, runs: Mapping[str, RunSummary], places: Iterable[Place], ends: Mapping[Place, int]
 ) -> dict[Place, tuple[int, int]]:
     """Find the heartbeats of the last minutes, by the broker's clock."""
@@ -237,7 +243,7 @@ def _beat_spans(
     }
 
 
-def decoded(
+def decode_records(
     reader: LogReader, spans: Mapping[Place, tuple[int, int]]
 ) -> Iterator[tuple[Record, Event]]:
     """Give the events of control topics of any runs, in log order by topic; what can't be read is
@@ -251,11 +257,11 @@ def decoded(
         try:
             yield record, codec.decode(record.value)
         except UnknownFingerprint:
-            unknown.setdefault(run_id_of(record.topic), []).append(record)
+            unknown.setdefault(parse_run_id(record.topic), []).append(record)
         except (CorruptRecord, SchemaError) as error:
             log.warning("record.unreadable", place=record.location, error=str(error))
     for run_id, records in sorted(unknown.items()):
-        learnt = _learnt_codec(reader, run_id)
+        learnt = _read_codec(reader, run_id)
         for record in records:
             try:
                 yield record, learnt.decode(record.value)
@@ -263,7 +269,7 @@ def decoded(
                 log.warning("record.unreadable", place=record.location, error=str(error))
 
 
-def _learnt_codec(reader: LogReader, run_id: str) -> EventCodec:
+def _read_codec(reader: LogReader, run_id: str) -> EventCodec:
     """Return a codec that knows what the writers of a run have published."""
     codec, place = EventCodec(), (TopicPlan.build_topic_name(run_id, "control.schemas"), 0)
     for record in reader.stream({place: reader.watermarks(*place)}):

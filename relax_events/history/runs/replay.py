@@ -9,7 +9,7 @@ from typing import Any
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.types import TrainStepCommitted
-from relax_events.history.runs.details import first_gone
+from relax_events.history.runs.details import find_missing_record
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.runtime.parent_run import SourceRun
@@ -100,12 +100,14 @@ def _require_records(config: RunConfig, source: SourceRun) -> int:
     topic = source.plan.topic("advantage.samples")
     places = [(topic, partition) for partition in range(source.plan.num_sample_partitions)]
     admin = Admin(source.connection)
-    oldest = {partition: offset for (_, partition), offset in admin.beginning_offsets(places).items()}
+    oldest = {
+        partition: offset for (_, partition), offset in admin.beginning_offsets(places).items()
+    }
     admin.close()
     newest, earliest, gone = source.config.first_version, 0, ""
     for step in source.steps():
         newest = step.policy_version
-        if _is_wanted(config, step) and (place := first_gone(step, oldest)) is not None:
+        if _is_wanted(config, step) and (place := find_missing_record(step, oldest)) is not None:
             begin = f"the log begins at {oldest.get(place[0], 0)}"
             gone = gone or (
                 f"record {topic}[{place[0]}]@{place[1]}, of train step {step.train_step}, "
@@ -138,7 +140,7 @@ def read_source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, A
     )
     wanted = set(train_steps)
     figures = {
-        step.train_step: step.figures for step in source.steps() if step.train_step in wanted
+        step.train_step: step.metrics for step in source.steps() if step.train_step in wanted
     }
     names = dict.fromkeys(name for step in figures.values() for name in step)
     curves = {name: [figures.get(number, {}).get(name) for number in train_steps] for name in names}

@@ -25,7 +25,7 @@ from relax_events.topics.plan import METRICS
 MICROS = 1e6
 TRACKS = {"train steps": 1, "policy versions": 2, "evaluations": 3, "commands": 4, "workers": 5}
 """Chrome's processes, by what they show."""
-FIGURES = ("reward_mean", "staleness_mean", "loss")
+METRICS_SHOWN = ("reward_mean", "staleness_mean", "loss")
 SHOWN: dict[str, type[Event]] = {
     "control.train-steps": TrainStepCommitted,
     "control.policy-versions": PolicyVersionPublished,
@@ -41,7 +41,7 @@ def read_timeline(log: RunLog) -> Iterator[Entry]:
     yield from track_names()
     for entity, kind in ((entity, kind) for entity, kind in SHOWN.items() if log.plan.has(entity)):
         for found in log.read_control(entity, kind):
-            yield from entries_of(found.event)
+            yield from build_entries(found.event)
 
 
 def track_names() -> Iterator[Entry]:
@@ -57,7 +57,7 @@ def track_names() -> Iterator[Entry]:
         }
 
 
-def entries_of(event: Event) -> Iterator[Entry]:
+def build_entries(event: Event) -> Iterator[Entry]:
     """Give the entries of an event; times are in microseconds, as the log has them."""
     if isinstance(event, TrainStepCommitted):
         yield from _step(event)
@@ -104,7 +104,7 @@ def _step(step: TrainStepCommitted) -> Iterator[Entry]:
     args = {
         "policy_version": step.policy_version,
         "num_samples": len(step.sample_ids),
-        **step.figures,
+        **step.metrics,
     }
     yield _slice("train steps", f"step {step.train_step}", begin=begin, micros=micros, args=args)
     for phase, seconds in step.phase_seconds.items():
@@ -116,10 +116,10 @@ def _step(step: TrainStepCommitted) -> Iterator[Entry]:
             args={"train_step": step.train_step},
         )
         begin += seconds * MICROS
-    for name in FIGURES:
-        if name in step.figures:
+    for name in METRICS_SHOWN:
+        if name in step.metrics:
             yield _counter(
-                "train steps", name, at=step.committed_at, values={name: step.figures[name]}
+                "train steps", name, at=step.committed_at, values={name: step.metrics[name]}
             )
 
 
@@ -161,7 +161,7 @@ def _counter(track: str, name: str, *, at: int, values: dict[str, float]) -> Ent
     }
 
 
-def trace_text(entries: Iterable[str]) -> Iterator[str]:
+def format_trace(entries: Iterable[str]) -> Iterator[str]:
     """Give the text of a trace file, piece by piece, of entries as JSON."""
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     for number, entry in enumerate(entries):

@@ -36,8 +36,8 @@ def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted)
         return "other samples, or in another order"
     if recorded.update_skipped != replayed.update_skipped:
         return f"its update was {_describe_update(recorded)}, is {_describe_update(replayed)}"
-    for name in sorted(recorded.figures):
-        before, after = recorded.figures.get(name), replayed.figures.get(name)
+    for name in sorted(recorded.metrics):
+        before, after = recorded.metrics.get(name), replayed.metrics.get(name)
         if before != after:
             return f"{name} was {before!r}, is {after!r}"
     if recorded.weights_digest != replayed.weights_digest:

@@ -13,7 +13,7 @@ from relax_events.events.parts import Array, Outcome
 from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
 from relax_events.history.run_log import DecodedRecord, RunLog
 from relax_events.history.samples.filter import SampleFilter
-from relax_events.history.samples.reader import events_of, read_samples
+from relax_events.history.samples.reader import read_sample_events, read_samples
 from relax_events.history.samples.view import SampleView
 from relax_events.models.token_table import token_texts
 from relax_events.objects import ObjectStore, check_out
@@ -60,7 +60,7 @@ def read_detail(log: RunLog, sample_id: str, *, with_tokens: bool = False) -> Sa
     """
     views = read_generations(log, sample_id)
     view = views[-1]
-    ready = next(events_of(log, view.sample, "advantage.samples", SampleReady), None)
+    ready = next(read_sample_events(log, view.sample, "advantage.samples", SampleReady), None)
     rows = token_rows(log, view.sample, ready.event if ready else None) if with_tokens else []
     return SampleDetail(
         view, log.newest_version, len(views), ready, other_scores(log, view.sample), rows
@@ -107,11 +107,11 @@ def token_rows(log: RunLog, sample: SampleRolledOut, ready: SampleReady | None) 
     trained = check_out(ready, store) if ready else None
     tokens = np.asarray(whole.tokens).tolist()
     columns = [
-        values(whole.rollout_logprobs, len(tokens)),
-        values(trained.actor_logprobs if trained else None, len(tokens)),
-        values(trained.ref_logprobs if trained else None, len(tokens)),
-        values(trained.advantages if trained else None, len(tokens)),
-        values(trained.teacher_logprobs if trained else None, len(tokens)),
+        to_numbers(whole.rollout_logprobs, len(tokens)),
+        to_numbers(trained.actor_logprobs if trained else None, len(tokens)),
+        to_numbers(trained.ref_logprobs if trained else None, len(tokens)),
+        to_numbers(trained.advantages if trained else None, len(tokens)),
+        to_numbers(trained.teacher_logprobs if trained else None, len(tokens)),
     ]
     rows = zip(
         tokens,
@@ -123,7 +123,7 @@ def token_rows(log: RunLog, sample: SampleRolledOut, ready: SampleReady | None) 
     return [TokenRow(*row) for row in rows]
 
 
-def values(array: Array | None, length: int) -> Sequence[float | None]:
+def to_numbers(array: Array | None, length: int) -> Sequence[float | None]:
     """Return an array's values as numbers.
 
     Raises:

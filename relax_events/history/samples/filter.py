@@ -15,7 +15,7 @@ from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan, compute_shard
 
 Bounds = tuple[float, float]
-EVERYTHING: Bounds = (-math.inf, math.inf)
+UNBOUNDED: Bounds = (-math.inf, math.inf)
 
 
 def parse_bounds(text: str, *, flag: str) -> Bounds:
@@ -34,8 +34,8 @@ def parse_bounds(text: str, *, flag: str) -> Bounds:
     except ValueError:
         low = math.nan
     if not text:
-        return EVERYTHING
-    if math.isnan(low) or not low <= high or (low, high) == EVERYTHING:
+        return UNBOUNDED
+    if math.isnan(low) or not low <= high or (low, high) == UNBOUNDED:
         raise ConfigError(
             f"{flag} must be a number or a span such as 3..7, ..0.2 or 0.9.., got {text!r}"
         )
@@ -43,7 +43,7 @@ def parse_bounds(text: str, *, flag: str) -> Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class VersionRange:
     """Where to look: policy versions, and one shard or all."""
 
     versions: range
@@ -54,8 +54,8 @@ class Extent:
 class SampleFilter:
     """All that is given must hold."""
 
-    versions: Bounds = EVERYTHING
-    rewards: Bounds = EVERYTHING
+    versions: Bounds = UNBOUNDED
+    rewards: Bounds = UNBOUNDED
     prompt_group_id: str = ""
     sample_id: str = ""
     train_step: int | None = None
@@ -74,9 +74,13 @@ class SampleFilter:
         """The one prompt group that can match; empty when there are others."""
         return self.prompt_group_id or self.sample_id.rpartition("/")[0] or self.sample_id
 
-    def extent(
-        self, plan: TopicPlan, ends: Mapping[str, DecodedRecord[PromptGroupEnded]], *, newest_version: int
-    ) -> Extent:
+    def version_range(
+        self,
+        plan: TopicPlan,
+        ends: Mapping[str, DecodedRecord[PromptGroupEnded]],
+        *,
+        newest_version: int,
+    ) -> VersionRange:
         """Tell where matching samples can lie.
 
         A prompt group lies in one shard; it was generated on no version older than its step allows,
@@ -87,12 +91,15 @@ class SampleFilter:
         if self.train_step is not None:
             low, high = max(low, self.train_step - plan.max_staleness), min(high, self.train_step)
         if not self.group_id:
-            return Extent(whole_range(low, high))
+            return VersionRange(integer_range(low, high))
         low = max(low, IssuedGroup.parse(self.group_id).place.train_step - plan.max_staleness)
         end = ends.get(self.group_id)
         if end is not None and end.event.outcome is Outcome.TRAINED:
             low, high = max(low, end.event.policy_version), min(high, end.event.policy_version)
-        return Extent(whole_range(low, high), compute_shard(self.group_id, shards=plan.partitions_per_version))
+        return VersionRange(
+            integer_range(low, high),
+            compute_shard(self.group_id, shards=plan.partitions_per_version),
+        )
 
     def matches_sample(self, sample: SampleRolledOut) -> bool:
         """Tell whether a sample matches as far as its own record says."""
@@ -108,7 +115,7 @@ class SampleFilter:
         """Tell whether a sample matches with its score and end; one without a reward matches no
         span of rewards.
         """
-        if self.rewards != EVERYTHING and (
+        if self.rewards != UNBOUNDED and (
             view.reward is None or not self.rewards[0] <= view.reward <= self.rewards[1]
         ):
             return False
@@ -119,6 +126,6 @@ def _texts(sample: SampleRolledOut) -> tuple[str, ...]:
     return (sample.completion, *(message.text for message in (*sample.messages, *sample.turns)))
 
 
-def whole_range(low: float, high: float) -> range:
+def integer_range(low: float, high: float) -> range:
     """Return the integers between two bounds, both included."""
     return range(math.ceil(low), math.floor(high) + 1) if low <= high else range(0)

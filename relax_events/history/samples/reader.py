@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import (
+    LogprobsComputed,
     PromptGroupEnded,
-    SampleEvaluated,
     SampleReady,
     SampleRolledOut,
     SampleScored,
 )
 from relax_events.history.run_log import DecodedRecord, RunLog
-from relax_events.history.samples.filter import Bounds, Extent, SampleFilter, whole_range
+from relax_events.history.samples.filter import Bounds, SampleFilter, VersionRange, integer_range
 from relax_events.history.samples.view import SampleLine, SampleView
 from relax_events.topics import compute_shard
 
@@ -25,7 +25,7 @@ VERSIONS_AT_ONCE = 32
 """Scores of so many versions are held at a time; reading a span costs some 10 ms, however short it
 is."""
 
-OfSample = TypeVar("OfSample", SampleRolledOut, SampleScored, SampleEvaluated, SampleReady)
+OfSample = TypeVar("OfSample", SampleRolledOut, SampleScored, LogprobsComputed, SampleReady)
 Scores = dict[TrajectoryKey, SampleScored]
 
 
@@ -36,18 +36,20 @@ def read_samples(log: RunLog, wanted: SampleFilter) -> Iterator[SampleView]:
     A sample that was written again in the same generation is given once; of several scores the
     first counts, as it does for training. Samples are held one at a time.
     """
-    extent = wanted.extent(log.plan, log.outcomes, newest_version=log.newest_version)
-    for versions in blocks(extent.versions):
-        yield from _read_block(log, wanted, Extent(versions, extent.shard))
+    extent = wanted.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
+    for versions in version_blocks(extent.versions):
+        yield from _read_block(log, wanted, VersionRange(versions, extent.shard))
 
 
-def generated_samples(log: RunLog, versions: Bounds) -> Iterator[SampleRolledOut]:
+def read_generated_samples(log: RunLog, versions: Bounds) -> Iterator[SampleRolledOut]:
     """Give the samples of these versions as they were generated, once in each generation; neither
     scores nor ends are read.
 
     Samples are held one at a time, their ids for a block of versions in one partition.
     """
-    for block in blocks(whole_range(max(versions[0], 0), min(versions[1], log.newest_version))):
+    for block in version_blocks(
+        integer_range(max(versions[0], 0), min(versions[1], log.newest_version))
+    ):
         for place, span in log.offset_ranges("rollout.samples", block).items():
             seen: set[TrajectoryKey] = set()
             for found in log.read({place: span}, SampleRolledOut):
@@ -56,16 +58,16 @@ def generated_samples(log: RunLog, versions: Bounds) -> Iterator[SampleRolledOut
                     yield found.event
 
 
-def last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[SampleLine]:
+def read_last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[SampleLine]:
     """Return the newest samples that match, oldest first; reads back from the newest version only
     as far as it must.
     """
-    extent = wanted.extent(log.plan, log.outcomes, newest_version=log.newest_version)
+    extent = wanted.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
     lines: list[SampleLine] = []
-    for versions in blocks_backwards(extent.versions):
+    for versions in version_blocks_backwards(extent.versions):
         block = (
             view.line(log.newest_version)
-            for view in _read_block(log, wanted, Extent(versions, extent.shard))
+            for view in _read_block(log, wanted, VersionRange(versions, extent.shard))
         )
         lines = heapq.nlargest(count, chain(block, lines), key=by_time)
         if len(lines) >= count:
@@ -73,22 +75,22 @@ def last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[SampleL
     return lines[::-1]
 
 
-def last_samples(log: RunLog, wanted: SampleFilter, *, count: int) -> Iterator[SampleView]:
+def read_last_samples(log: RunLog, wanted: SampleFilter, *, count: int) -> Iterator[SampleView]:
     """Give the newest samples that match, in the order of `read_samples`."""
-    lines = last_lines(log, wanted, count=count)
-    places = {line.place for line in lines}
+    lines = read_last_lines(log, wanted, count=count)
+    places = {line.position for line in lines}
     oldest = min((line.policy_version for line in lines), default=0)
     newer = replace(wanted, versions=(max(wanted.versions[0], oldest), wanted.versions[1]))
-    return (view for view in read_samples(log, newer) if view.place in places)
+    return (view for view in read_samples(log, newer) if view.position in places)
 
 
-def history_lines(log: RunLog, wanted: SampleFilter) -> Iterator[SampleLine]:
+def read_lines(log: RunLog, wanted: SampleFilter) -> Iterator[SampleLine]:
     """Give all samples that match, those of a block of versions sorted by time."""
-    extent = wanted.extent(log.plan, log.outcomes, newest_version=log.newest_version)
-    for versions in blocks(extent.versions):
+    extent = wanted.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
+    for versions in version_blocks(extent.versions):
         lines = (
             view.line(log.newest_version)
-            for view in _read_block(log, wanted, Extent(versions, extent.shard))
+            for view in _read_block(log, wanted, VersionRange(versions, extent.shard))
         )
         yield from sorted(lines, key=by_time)
 
@@ -98,7 +100,7 @@ def by_time(line: SampleLine) -> tuple[int, str]:
     return line.rolled_out_at, line.sample_id
 
 
-def blocks(versions: range) -> list[range]:
+def version_blocks(versions: range) -> list[range]:
     """Cut a span of versions into pieces that are read at once."""
     return [
         versions[start : start + VERSIONS_AT_ONCE]
@@ -106,7 +108,7 @@ def blocks(versions: range) -> list[range]:
     ]
 
 
-def blocks_backwards(versions: range) -> Iterator[range]:
+def version_blocks_backwards(versions: range) -> Iterator[range]:
     """Cut a span of versions into pieces from its end: the newest version alone, then twice as many
     each time.
     """
@@ -116,21 +118,23 @@ def blocks_backwards(versions: range) -> Iterator[range]:
         stop, size = stop - size, min(2 * size, VERSIONS_AT_ONCE)
 
 
-def read_scores(log: RunLog, extent: Extent, *, entity: str = "reward.scores") -> Scores:
+def read_scores(log: RunLog, extent: VersionRange, *, entity: str = "reward.scores") -> Scores:
     """Return the first score of each sample, in each of its generations."""
     scores: Scores = {}
-    for found in log.read(log.offset_ranges(entity, extent.versions, shard=extent.shard), SampleScored):
+    for found in log.read(
+        log.offset_ranges(entity, extent.versions, shard=extent.shard), SampleScored
+    ):
         scores.setdefault(trajectory_of(found.event), found.event)
     return scores
 
 
-def events_of(
+def read_sample_events(
     log: RunLog, sample: SampleRolledOut, entity: str, kind: type[OfSample]
 ) -> Iterator[DecodedRecord[OfSample]]:
     """Give what a sample topic holds for a sample; only the records of its version and shard are
     read.
     """
-    extent = Extent(
+    extent = VersionRange(
         range(sample.policy_version, sample.policy_version + 1),
         compute_shard(sample.prompt_group_id, shards=log.plan.partitions_per_version),
     )
@@ -138,8 +142,10 @@ def events_of(
     return (item for item in found if trajectory_of(item.event) == trajectory_of(sample))
 
 
-def view_of(
-    found: DecodedRecord[SampleRolledOut], score: SampleScored | None, ended: DecodedRecord[PromptGroupEnded] | None
+def build_view(
+    found: DecodedRecord[SampleRolledOut],
+    score: SampleScored | None,
+    ended: DecodedRecord[PromptGroupEnded] | None,
 ) -> SampleView:
     """Put a sample together with what is known of it."""
     return SampleView(
@@ -147,14 +153,18 @@ def view_of(
     )
 
 
-def _read_block(log: RunLog, wanted: SampleFilter, extent: Extent) -> Iterator[SampleView]:
+def _read_block(log: RunLog, wanted: SampleFilter, extent: VersionRange) -> Iterator[SampleView]:
     scores = read_scores(log, extent)
-    for place, span in log.offset_ranges("rollout.samples", extent.versions, shard=extent.shard).items():
+    for place, span in log.offset_ranges(
+        "rollout.samples", extent.versions, shard=extent.shard
+    ).items():
         seen: set[TrajectoryKey] = set()
         for found in log.read({place: span}, SampleRolledOut):
             key = trajectory_of(found.event)
             if key not in seen and wanted.matches_sample(found.event):
                 seen.add(key)
-                view = view_of(found, scores.get(key), log.outcomes.get(found.event.prompt_group_id))
+                view = build_view(
+                    found, scores.get(key), log.outcomes.get(found.event.prompt_group_id)
+                )
                 if wanted.matches(view):
                     yield view

@@ -91,7 +91,8 @@ def rescore(
     extent = integer_range(max(versions[0], 0), min(versions[1], log.newest_version))
     spans = log.offset_ranges("rollout.samples", extent)
     originals_at = {
-        place[1]: {place: span} for place, span in log.offset_ranges("reward.scores", extent).items()
+        place[1]: {place: span}
+        for place, span in log.offset_ranges("reward.scores", extent).items()
     }
     comparison, progress = (
         ScoreComparison(threshold=threshold),
@@ -156,7 +157,9 @@ class PartitionRescorer:
         """
         _, partition = place
         new = read_rewards(
-            self.log, self.log.full_ranges(self.entity, [partition]), check=self._require_same_function
+            self.log,
+            self.log.full_ranges(self.entity, [partition]),
+            check=self._require_same_function,
         )
         self.progress.num_scored_before += len(new)
         for samples in self._batches(place, span):
@@ -199,7 +202,9 @@ class PartitionRescorer:
         """Return the sample's whole prompt group when it is the last of it, else nothing."""
         samples = gathered.setdefault(group_key(sample), [])
         samples.append(sample)
-        return gathered.pop(group_key(sample)) if len(samples) == sample.key.samples_per_prompt else []
+        return (
+            gathered.pop(group_key(sample)) if len(samples) == sample.key.samples_per_prompt else []
+        )
 
     def _unscored(self, samples: list[SampleRolledOut], new: Rewards) -> list[SampleRolledOut]:
         """Return those to be scored: all without a score, and the others of their prompt groups
@@ -224,7 +229,9 @@ class PartitionRescorer:
             samples = [check_out(sample, store, leave=LEFT_IN_STORE) for sample in samples]
         results = self.pool.score_batch([build_reward_item(sample) for sample in samples])
         scored = [
-            build_sample_scored(sample, result, reward_name=self.pool.name, reward_digest=self.pool.digest)
+            build_sample_scored(
+                sample, result, reward_name=self.pool.name, reward_digest=self.pool.digest
+            )
             for sample, result in zip(samples, results, strict=True)
             if trajectory_of(sample) not in new
         ]
@@ -268,7 +275,10 @@ class PartitionRescorer:
 
 
 def read_rewards(
-    log: RunLog, spans: dict[TopicPartition, OffsetRange], *, check: Callable[[SampleScored], None] = lambda _: None
+    log: RunLog,
+    spans: dict[TopicPartition, OffsetRange],
+    *,
+    check: Callable[[SampleScored], None] = lambda _: None,
 ) -> Rewards:
     """Return the first reward of each sample in these spans; `check` may refuse a score."""
     rewards: Rewards = {}

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import PolicyVersionPublished, SampleRolledOut, SampleScored
-from relax_events.history.run_log import DecodedRecord, TopicPartition, RunLog
+from relax_events.history.run_log import DecodedRecord, RunLog, TopicPartition
 from relax_events.history.samples.filter import SampleFilter
-from relax_events.history.samples.reader import view_of
+from relax_events.history.samples.reader import build_view
 from relax_events.history.samples.view import SampleLine
 from relax_events.kafka.records import Record
 
@@ -37,7 +37,7 @@ class LiveSamples:
         self._waiting: dict[TrajectoryKey, tuple[float, DecodedRecord[SampleRolledOut]]] = {}
         self._scores: dict[TrajectoryKey, SampleScored] = {}
 
-    def take(
+    def add(
         self, found: DecodedRecord[SampleRolledOut | SampleScored | PolicyVersionPublished]
     ) -> SampleLine | None:
         """Take in an event; return the sample that it makes whole, if it is wanted."""
@@ -57,7 +57,7 @@ class LiveSamples:
         self._waiting[key] = (self._clock(), sample)
         return None
 
-    def overdue(self) -> Iterator[SampleLine]:
+    def pop_overdue(self) -> Iterator[SampleLine]:
         """Give the samples that have waited too long for their score."""
         while self._waiting:
             key, (since, found) = next(iter(self._waiting.items()))
@@ -75,8 +75,10 @@ class LiveSamples:
         if len(self._scores) > MAX_WAITING:
             del self._scores[next(iter(self._scores))]
 
-    def _line(self, found: DecodedRecord[SampleRolledOut], score: SampleScored | None) -> SampleLine | None:
-        view = view_of(found, score, None)
+    def _line(
+        self, found: DecodedRecord[SampleRolledOut], score: SampleScored | None
+    ) -> SampleLine | None:
+        view = build_view(found, score, None)
         return view.line(self._newest_version) if self._wanted.matches(view) else None
 
 
@@ -95,7 +97,7 @@ def follow_samples(
         line = _take(log, live, record) if record is not None else None
         if line is not None:
             yield line
-        yield from live.overdue()
+        yield from live.pop_overdue()
 
 
 def live_starts(log: RunLog) -> dict[TopicPartition, int]:
@@ -113,4 +115,4 @@ def _take(log: RunLog, live: LiveSamples, record: Record) -> SampleLine | None:
     event = log.decode(record)
     if not isinstance(event, SampleRolledOut | SampleScored | PolicyVersionPublished):
         return None
-    return live.take(DecodedRecord(event, record.location, record.timestamp_ms))
+    return live.add(DecodedRecord(event, record.location, record.timestamp_ms))

@@ -28,7 +28,7 @@ from relax_events.kafka.security.scram import ScramCredential
 from relax_events.kafka.security.settings import (
     CLIENTS,
     CONTROLLER,
-    EMBEDDED_PASSWORD_KEY,
+    EMBEDDED_LOGIN_KEY,
     EMBEDDED_PROTOCOL,
     EMBEDDED_USER,
     INTERNAL,
@@ -93,7 +93,7 @@ class NodeLogin:
         Raises:
             ConfigError: The password file can't be read.
         """
-        return read_secret(self.password_file, key=EMBEDDED_PASSWORD_KEY)
+        return read_secret(self.password_file, key=EMBEDDED_LOGIN_KEY)
 
     def credential(self) -> ScramCredential:
         """Return the SCRAM credential that the node stores."""

@@ -18,7 +18,12 @@ from relax_events.topics.plan import (
     TRAINING_SAMPLES,
 )
 
-WORKER_READS = ("control.schemas", "control.policy-versions", "control.commands", "control.engines")
+WORKER_READS = (
+    "control.schemas",
+    "control.policy-versions",
+    "control.commands",
+    "control.broadcast-membership",
+)
 WORKER_WRITES = ("control.schemas",)
 
 
@@ -39,8 +44,8 @@ class RolePermissions:
 
 ROLE_PERMISSIONS = {
     "prompter": RolePermissions(
-        reads=("control.group-outcomes", "control.summaries", "prompt.groups"),
-        writes=("prompt.groups", "control.summaries"),
+        reads=("control.prompt-group-outcomes", "control.prompter-state", "prompt.groups"),
+        writes=("prompt.groups", "control.prompter-state"),
     ),
     "rollout": RolePermissions(
         reads=("prompt.groups", HEARTBEATS["rollout"]),
@@ -84,14 +89,14 @@ ROLE_PERMISSIONS = {
         reads=(
             *TRAINER_INPUTS,
             "control.train-steps",
-            "control.group-outcomes",
+            "control.prompt-group-outcomes",
             "control.evaluations",
         ),
         writes=(
             "control.policy-versions",
             "control.train-steps",
-            "control.group-outcomes",
-            "control.engines",
+            "control.prompt-group-outcomes",
+            "control.broadcast-membership",
         ),
         describes=tuple(SAMPLE_TOPICS),
         is_member=True,
@@ -101,7 +106,7 @@ ROLE_PERMISSIONS = {
     "controller": RolePermissions(
         reads=(
             "control.train-steps",
-            "control.group-outcomes",
+            "control.prompt-group-outcomes",
             *HEARTBEATS.values(),
             *METRICS.values(),
             "control.evaluations",

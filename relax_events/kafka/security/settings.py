@@ -11,7 +11,7 @@ from relax_events.kafka.security.folder import ADMIN, SecurityFolder, read_secre
 MECHANISM = "SCRAM-SHA-512"
 EMBEDDED_PROTOCOL, EMBEDDED_USER = "SASL_PLAINTEXT", "relax"
 """Protocol and user of the embedded broker, which listens on the loopback interface."""
-EMBEDDED_PASSWORD_KEY = "broker.embedded_password_file"
+EMBEDDED_LOGIN_KEY = "broker.embedded_password_file"
 CLIENTS, INTERNAL, CONTROLLER = "SASL_SSL", "INTERNAL", "CONTROLLER"
 """Listener names; clients connect to the first."""
 
@@ -63,7 +63,7 @@ def read_embedded_client_settings(password_file: Path) -> dict[str, str]:
     Raises:
         ConfigError: The password can't be read.
     """
-    password = read_secret(password_file, key=EMBEDDED_PASSWORD_KEY)
+    password = read_secret(password_file, key=EMBEDDED_LOGIN_KEY)
     return {
         "security.protocol": EMBEDDED_PROTOCOL,
         "sasl.mechanism": MECHANISM,

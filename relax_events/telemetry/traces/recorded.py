@@ -271,7 +271,7 @@ class RecordedTraces(Traces):
         if group is not None:
             facts = group.facts(prompt_group_id, "advantage.samples")
             work = self._work(
-                "end", "control.group-outcomes", group.context, SpanKind.INTERNAL, attributes=facts
+                "end", "control.prompt-group-outcomes", group.context, SpanKind.INTERNAL, attributes=facts
             )
             work.end(
                 {"outcome": outcome, "reason": reason}, error=reason if outcome == "failed" else ""

@@ -80,7 +80,7 @@ class TorchBackend:
         self._batch = MiniBatchBuffer(
             config.trainer, seed=config.run.seed, ranks=ranks, whole_prompt_groups=whole
         )
-        self._progressed: Callable[[], None] = lambda: None
+        self._report_progress: Callable[[], None] = lambda: None
 
     @property
     def vocab_size(self) -> int:
@@ -121,9 +121,9 @@ class TorchBackend:
         self._batch.add(samples, loss_batch.batch.num_loss_tokens)
         self._deferred.append(loss_batch.without_model_inputs())
 
-    def on_progress(self, progressed: Callable[[], None]) -> None:
+    def on_progress(self, report_progress: Callable[[], None]) -> None:
         """Call this after each micro-batch that `step` runs; see `TrainerBackend`."""
-        self._progressed = progressed
+        self._report_progress = report_progress
 
     def _split(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
         """Cut a micro-batch by its token budget once more where each sample has a row as long as
@@ -153,25 +153,25 @@ class TorchBackend:
         return replace(loss_batch, batch=self._media.add_to(loss_batch.batch, samples))
 
     def _whiten_deferred(self) -> None:
-        """Give the advantages of held micro-batches what they are over the whole step;
+        """Give the advantages of deferred micro-batches what they are over the whole step;
         collective.
         """
         algorithm = self._config.algorithm
         if algorithm.whiten_advantages == "none":
             return
         advantages = [
-            (held.values["advantages"], held.batch.num_loss_tokens) for held in self._deferred
+            (deferred.values["advantages"], deferred.batch.num_loss_tokens) for deferred in self._deferred
         ]
         given = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
         if algorithm.whiten_advantages == "rewards":
             whitening = compute_reward_scaling(
-                [held.rewards for held in self._deferred], ranks=self._ranks, **given
+                [deferred.rewards for deferred in self._deferred], ranks=self._ranks, **given
             )
         else:
             whitening = compute_whitening(
                 advantages, over=algorithm.whiten_advantages, ranks=self._ranks, **given
             )
-        self._deferred = [held.whiten(whitening) for held in self._deferred]
+        self._deferred = [deferred.whiten(whitening) for deferred in self._deferred]
 
     def _mini_batches(self) -> Iterator[tuple[int, list[LossBatch]]]:
         """Give what each optimizer step of the train step has yet to train, and its pass. Begins
@@ -182,17 +182,17 @@ class TorchBackend:
             return
         values = {
             sample_id: own
-            for held in self._deferred
-            for sample_id, own in held.values_by_sample().items()
+            for deferred in self._deferred
+            for sample_id, own in deferred.values_by_sample().items()
         }
         none_yet = True
         for epoch, micro_batches in self._batch.mini_batches(self.policy_version):
-            laid_out = [
+            packed = [
                 self._pack(part)
                 for micro_batch in micro_batches
                 for part in self._split(micro_batch)
             ]
-            yield epoch, [one.with_values(values) for one in laid_out if len(one.batch.targets)]
+            yield epoch, [one.with_values(values) for one in packed if len(one.batch.targets)]
             none_yet = False
         if none_yet:
             yield 0, []
@@ -208,18 +208,18 @@ class TorchBackend:
                 threshold=algorithm.m2_threshold,
                 ranks=self._ranks,
             )
-        for held in mini_batch:
-            self._train(held, cutoff=cutoff)
-            self._progressed()
+        for deferred in mini_batch:
+            self._train(deferred, cutoff=cutoff)
+            self._report_progress()
 
     @torch.no_grad()
-    def _squared_log_ratios(self, held: LossBatch) -> NDArray[np.float64]:
-        logprobs = self._model.token_logprobs(held.batch).logprobs.double().cpu().numpy()
-        squares: NDArray[np.float64] = np.square(logprobs - held.values["rollout"])
+    def _squared_log_ratios(self, deferred: LossBatch) -> NDArray[np.float64]:
+        logprobs = self._model.token_logprobs(deferred.batch).logprobs.double().cpu().numpy()
+        squares: NDArray[np.float64] = np.square(logprobs - deferred.values["rollout"])
         return squares
 
     def _train(self, loss_batch: LossBatch, *, cutoff: float | None = None) -> None:
-        """Add the gradients and figures of a micro-batch to the step's."""
+        """Add the gradients and metrics of a micro-batch to the step's."""
         device_sums = self._forward_backward(loss_batch, cutoff)
         # The sum over all gradients is not finite from the first micro-batch on that broke one;
         # looked at once, at the step's end.
@@ -239,24 +239,24 @@ class TorchBackend:
         inputs = loss_batch.objective_inputs(result, cutoff=cutoff)
         tokens = self._objective(inputs)
         (tokens.token_weights * tokens.losses).sum().backward()
-        return sum_micro_batch(tokens, inputs, figures=self._config.algorithm.spec.metrics)
+        return sum_micro_batch(tokens, inputs, metrics=self._config.algorithm.spec.metrics)
 
     def step(self) -> StepMetrics:
         """Reduce, normalise, clip, update; see `TrainerBackend`."""
         learning_rate = compute_policy_learning_rate(self._config, step=self.policy_version)
         try:
             self._whiten_deferred()
-            updates, told = self._take_updates(learning_rate)
+            updates, pass_metrics = self._take_updates(learning_rate)
         except RunFailed:
             self.discard()
             raise
         self._reset_step()
         self.policy_version += 1
-        figures = build_step_metrics(updates, learning_rate=learning_rate)
+        metrics = build_step_metrics(updates, learning_rate=learning_rate)
         return (
-            replace(figures, own={**figures.algorithm_metrics, **told})
+            replace(metrics, algorithm_metrics={**metrics.algorithm_metrics, **pass_metrics})
             if self._config.trainer.has_mini_batches
-            else figures
+            else metrics
         )
 
     def _take_updates(self, learning_rate: float) -> tuple[list[OptimizerStep], dict[str, float]]:
@@ -302,9 +302,9 @@ class TorchBackend:
         Raises:
             StepNotFinite: Loss or gradient is not finite, on all ranks.
         """
-        figures = self._config.algorithm.spec.metrics
+        metrics = self._config.algorithm.spec.metrics
         totals, mismatch_max, own = gather_totals(
-            self._micro_batches, ranks=self._ranks, name=name, figures=figures
+            self._micro_batches, ranks=self._ranks, name=name, metrics=metrics
         )
         if may_stop and self._exceeds_max_kl(totals):
             self._flat.zero_gradients()

@@ -83,20 +83,20 @@ class TorchCritic:
         self._num_loss_tokens = 0
         self._targets: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
         self._batch = MiniBatchBuffer(self._trainer, seed=config.run.seed, ranks=SingleRank())
-        self._progressed: Callable[[], None] = lambda: None
+        self._report_progress: Callable[[], None] = lambda: None
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `Critic`."""
         # All parts are laid out before the first is trained: a sample that can't be learned from is
         # found while nothing was added.
-        for part, laid_out in [(part, self._pack(part)) for part in self._split(micro_batch)]:
-            if not len(laid_out.old):
+        for part, packed in [(part, self._pack(part)) for part in self._split(micro_batch)]:
+            if not len(packed.old):
                 continue
-            self._targets.append((laid_out.old, laid_out.advantages + laid_out.old))
+            self._targets.append((packed.old, packed.advantages + packed.old))
             if self._trainer.has_mini_batches:
-                self._batch.add(part, laid_out.batch.num_loss_tokens)
+                self._batch.add(part, packed.batch.num_loss_tokens)
             else:
-                self._train(laid_out)
+                self._train(packed)
 
     def _split(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
         max_cells = self._trainer.max_tokens_per_micro_batch
@@ -106,9 +106,9 @@ class TorchCritic:
             else cut_by_cells(micro_batch, max_cells=max_cells)
         )
 
-    def on_progress(self, progressed: Callable[[], None]) -> None:
+    def on_progress(self, report_progress: Callable[[], None]) -> None:
         """Call this after each micro-batch that `step` runs; see `Critic`."""
-        self._progressed = progressed
+        self._report_progress = report_progress
 
     def _pack(self, samples: Sequence[SampleReady]) -> _CriticBatch:
         samples = mask_truncated_samples(samples, algorithm=self._algorithm)
@@ -118,9 +118,9 @@ class TorchCritic:
         )
         return _CriticBatch(self._media.add_to(batch, samples), advantages, old)
 
-    def _train(self, laid_out: _CriticBatch) -> None:
-        advantages, old = laid_out.advantages, laid_out.old
-        values = self._model.token_values(laid_out.batch)
+    def _train(self, packed: _CriticBatch) -> None:
+        advantages, old = packed.advantages, packed.old
+        values = self._model.token_values(packed.batch)
         old_values, returns = (
             torch.from_numpy(array).to(values) for array in (old, advantages + old)
         )
@@ -168,10 +168,10 @@ class TorchCritic:
         failed: list[StepNotFinite] = []
         for number, micro_batches in enumerate(self._mini_batches()):
             for micro_batch in micro_batches:
-                for laid_out in map(self._pack, self._split(micro_batch)):
-                    if len(laid_out.old):
-                        self._train(laid_out)
-                self._progressed()
+                for packed in map(self._pack, self._split(micro_batch)):
+                    if len(packed.old):
+                        self._train(packed)
+                self._report_progress()
             try:
                 updates.append(self._update(learning_rate, number))
             except StepNotFinite as error:

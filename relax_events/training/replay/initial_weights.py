@@ -15,7 +15,7 @@ from relax_events.runtime.parent_run import SourceRun
 from relax_events.training.backend.protocol import TrainerState
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.ranks import Ranks
-from relax_events.weights.transport import StoreTransport
+from relax_events.weights.transport import StoreReader
 
 log = structlog.get_logger()
 
@@ -55,7 +55,7 @@ def read_initial_state(source: SourceRun, version: int, *, ranks: Ranks) -> Init
         for event in source.events("control.policy-versions")
         if isinstance(event, PolicyVersionPublished)
     ]
-    transport = StoreTransport(store)
+    transport = StoreReader(store)
     for event in published:
         if event.policy_version == version:
             try:

@@ -1,3 +1,3 @@
-"""Policy versions from the trainer's memory into the workers', over torch.distributed. The version
-is proven by the artifact's digest.
+"""Sends policy versions from the trainer's memory to the workers over torch.distributed or shared
+memory. Each version is verified against the artifact's digest.
 """

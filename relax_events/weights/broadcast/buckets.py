@@ -1,5 +1,5 @@
-"""A model's tensors as one row of bytes, cut into buckets: the same on both sides of a broadcast.
-Pure arithmetic, but for the tensors.
+"""Lays a model's tensors out in one contiguous buffer, cut into buckets: the same on both sides of
+a broadcast. Pure arithmetic, except for copying tensors.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from relax_events.weights.artifact_writer import dtype_name
 from relax_events.weights.manifest import tensor_header
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of this, so that each can be looked at where it lies."""
+"""Tensors begin at multiples of this, so that each can be viewed in tensor_range."""
 SMALL_SHARE = 16
-"""What has less than this part of a bucket is gathered in one with its neighbours."""
+"""A tensor smaller than 1 / this of a bucket shares a bucket with its neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
-    """A tensor, and the bytes that it takes: from `start` on, `num_bytes` of them."""
+    """A tensor and its byte range in the buffer."""
 
     name: str
     dtype: str
@@ -38,104 +38,101 @@ class TensorRange:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every tensor lies, in order of the names; between them are gaps that nobody reads."""
+    """The byte range of every tensor, in order of the names; gaps between them are padding."""
 
     tensors: tuple[TensorRange, ...]
     num_bytes: int
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """Lay out tensors, by their names, dtypes and shapes alone."""
-        places, end = [], 0
+        """Lay out tensors by their names, dtypes and shapes."""
+        ranges, end = [], 0
         for name in sorted(tensors):
             tensor = tensors[name]
-            places.append(TensorRange(name, dtype_name(tensor), tuple(tensor.shape), end, tensor.nbytes))
+            ranges.append(TensorRange(name, dtype_name(tensor), tuple(tensor.shape), end, tensor.nbytes))
             end += -(-max(1, tensor.nbytes) // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(places), end)
+        return cls(tuple(ranges), end)
 
     @cached_property
     def digest(self) -> str:
-        """Names, dtypes and shapes in a word: equal on both sides, or nothing is sent."""
-        described = [(place.name, place.dtype, place.shape) for place in self.tensors]
+        """Digest of names, dtypes and shapes; nothing is sent unless it is equal on both sides."""
+        described = [(tensor_range.name, tensor_range.dtype, tensor_range.shape) for tensor_range in self.tensors]
         return sha256(json.dumps(described).encode()).hexdigest()
 
     @cached_property
     def _starts(self) -> list[int]:
-        return [place.start for place in self.tensors]
+        return [tensor_range.start for tensor_range in self.tensors]
 
     def buckets(self, *, max_bytes: int) -> list[range]:
-        """Cut the row into ranges of at most `max_bytes`, a multiple of ALIGNMENT; a large tensor
-        shares none: it is sent from where it lies.
+        """Cut the buffer into ranges of at most `max_bytes`, a multiple of ALIGNMENT. A large tensor
+        shares no bucket, so it is sent without a copy.
         """
         cuts, stops = [0], [*self._starts, self.num_bytes][1:]
-        for place, stop in zip(self.tensors, stops, strict=True):
-            is_large = place.num_bytes * SMALL_SHARE >= max_bytes
-            if cuts[-1] < place.start and (is_large or stop - cuts[-1] > max_bytes):
-                cuts.append(place.start)
+        for tensor_range, stop in zip(self.tensors, stops, strict=True):
+            is_large = tensor_range.num_bytes * SMALL_SHARE >= max_bytes
+            if cuts[-1] < tensor_range.start and (is_large or stop - cuts[-1] > max_bytes):
+                cuts.append(tensor_range.start)
             if is_large:
-                cuts += [*range(place.start + max_bytes, stop, max_bytes), stop]
+                cuts += [*range(tensor_range.start + max_bytes, stop, max_bytes), stop]
         bounds = dict.fromkeys([*cuts, self.num_bytes])
-        return [range(*pair) for pair in pairwise(bounds)]
+        return [range(*channel) for channel in pairwise(bounds)]
 
     def overlapping(self, bucket: range) -> Iterator[tuple[TensorRange, range]]:
-        """Give the tensors that have bytes in a bucket, or are empty and begin in it, with which of
-        the row's bytes those are.
+        """Yield each tensor with bytes in a bucket, or that is empty and begins in it, with the
+        range of those bytes.
         """
         first = max(0, bisect_right(self._starts, bucket.start) - 1)
-        for place in self.tensors[first:]:
-            if place.start >= bucket.stop:
+        for tensor_range in self.tensors[first:]:
+            if tensor_range.start >= bucket.stop:
                 return
-            held = range(
-                max(place.start, bucket.start), min(place.start + place.num_bytes, bucket.stop)
+            overlap = range(
+                max(tensor_range.start, bucket.start), min(tensor_range.start + tensor_range.num_bytes, bucket.stop)
             )
-            if held or place.start >= bucket.start:
-                yield place, held
+            if overlap or tensor_range.start >= bucket.start:
+                yield tensor_range, overlap
 
     def gather(self, bucket: range, tensors: Mapping[str, Tensor], *, staging: Tensor) -> Tensor:
-        """Give a bucket's bytes: where they lie, if one tensor has them all, else gathered in
-        `staging`.
+        """Return a bucket's bytes: a view if one tensor has them all, else gathered in `staging`.
 
         Args:
             bucket: One of `buckets`.
             tensors: Of this layout, on the CPU, contiguous.
-            staging: Bytes, at least as many as the bucket's.
+            staging: At least as large as the bucket.
         """
-        for place, held in self.overlapping(bucket):
+        for tensor_range, overlap in self.overlapping(bucket):
             data = (
-                tensors[place.name]
+                tensors[tensor_range.name]
                 .reshape(-1)
-                .view(torch.uint8)[held.start - place.start : held.stop - place.start]
+                .view(torch.uint8)[overlap.start - tensor_range.start : overlap.stop - tensor_range.start]
             )
-            if len(held) == len(bucket):
+            if len(overlap) == len(bucket):
                 return data
-            staging[held.start - bucket.start : held.stop - bucket.start].copy_(data)
+            staging[overlap.start - bucket.start : overlap.stop - bucket.start].copy_(data)
         return staging[: len(bucket)]
 
-    def views(self, row: Tensor) -> dict[str, Tensor]:
-        """Give the tensors as they lie in a row of bytes; nothing is copied."""
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Return the tensors as views of a buffer."""
         return {
-            place.name: row[place.start : place.start + place.num_bytes]
-            .view(getattr(torch, place.dtype))
-            .reshape(place.shape)
-            for place in self.tensors
+            tensor_range.name: buffer[tensor_range.start : tensor_range.start + tensor_range.num_bytes]
+            .view(getattr(torch, tensor_range.dtype))
+            .reshape(tensor_range.shape)
+            for tensor_range in self.tensors
         }
 
 
 class BufferDigest:
-    """The digest of the tensors in a row of bytes, taken bucket by bucket; in the end
-    `artifacts.transit_digest` of them.
-    """
+    """Computes `artifact_writer.transit_digest` of the tensors in a buffer, bucket by bucket."""
 
-    def __init__(self, layout: Layout, row: Tensor) -> None:
-        self._layout, self._bytes, self._digest = layout, row.numpy().data, blake3()
+    def __init__(self, layout: Layout, buffer: Tensor) -> None:
+        self._layout, self._bytes, self._digest = layout, buffer.numpy().data, blake3()
 
     def update(self, bucket: range) -> None:
-        """Go on with the next bucket."""
-        for place, held in self._layout.overlapping(bucket):
-            if place.start >= bucket.start:
-                self._digest.update(tensor_header(place.name, place.dtype, place.shape))
-            self._digest.update(self._bytes[held.start : held.stop])
+        """Add the next bucket."""
+        for tensor_range, overlap in self._layout.overlapping(bucket):
+            if tensor_range.start >= bucket.start:
+                self._digest.update(tensor_header(tensor_range.name, tensor_range.dtype, tensor_range.shape))
+            self._digest.update(self._bytes[overlap.start : overlap.stop])
 
     def value(self) -> bytes:
-        """Give the digest, once all buckets were taken."""
+        """Return the digest once all buckets were added."""
         return self._digest.digest()

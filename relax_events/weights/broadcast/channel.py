@@ -1,7 +1,7 @@
-"""What the trainer and one engine's worker have between them: a group of two (`groups`), or memory
-that both see (`memory`).
+"""The data channel between the trainer and one engine's worker: a process group of two
+(`process_groups`) or shared memory (`shared_memory`).
 
-Each engine has one of its own, so that none can hold up another.
+Each engine has its own channel, so a slow engine delays no other.
 """
 
 from __future__ import annotations
@@ -16,60 +16,58 @@ from relax_events.errors import WeightsError
 from relax_events.weights.broadcast.receive_buffers import ReceiveBuffer
 
 MAX_PENDING_BUCKETS = 3
-"""Buckets that either side has begun and not yet waited for: neither waits for the other between
-two of them."""
+"""Transfers that either side starts before it waits for the oldest, so that neither waits between
+two buckets."""
 
 
 class ConnectionLost(WeightsError):
-    """The other side of a broadcast has gone, or did not do its part in time."""
+    """The peer of a broadcast disconnected, sent something invalid, or missed a deadline."""
 
     def __init__(self, text: str, *, reason: str = "lost") -> None:
-        """Say what is wrong, and in a word, to count by."""
+        """Create the error with its text and the `reason` label of the failure metric."""
         super().__init__(text)
         self.reason = reason
 
 
 class Transfer(Protocol):
-    """A bucket under way."""
+    """A bucket that is being sent or received."""
 
     def wait(self) -> None:
-        """Wait until its bytes may be used again, or have arrived.
+        """Wait until the sent bytes may be overwritten, or the received ones have arrived.
 
         Raises:
-            LinkLost: Its deadline has passed, or the other side is gone.
+            ConnectionLost: The deadline has passed, or the peer disconnected.
         """
         ...
 
 
 class Channel(Protocol):
-    """Two that have agreed. After a `LinkLost` it is of no use any more."""
+    """A channel between rank 0, which sends, and rank 1. Unusable after a `ConnectionLost`."""
 
-    def prepare_receive(self, row: ReceiveBuffer) -> Mapping[str, Any]:
-        """Begin to receive a version into a row, as rank 1; give what the other side is to know of
-        it.
+    def prepare_receive(self, buffer: ReceiveBuffer) -> Mapping[str, Any]:
+        """Prepare to receive a version into a buffer, as rank 1; return what the sender must know
+        of the buffer.
         """
         ...
 
-    def begin_send(self, invitation: object, *, num_bytes: int) -> None:
-        """Begin to send a version, as rank 0, to who has invited it.
+    def begin_send(self, buffer: object, *, num_bytes: int) -> None:
+        """Prepare to send a version, as rank 0, to the peer's prepared buffer.
 
         Raises:
-            LinkLost: What it says can't be used.
+            ConnectionLost: The peer's description of its buffer is invalid.
         """
         ...
 
     def send(self, data: Tensor, deadline: Deadline) -> Transfer:
-        """Begin to send bytes, as rank 0; they must stay as they are until the transfer is waited
-        for.
-        """
+        """Start sending bytes, as rank 0; they must not change until the transfer was waited for."""
         ...
 
     def receive(self, data: Tensor, deadline: Deadline) -> Transfer:
-        """Begin to receive as many bytes as `data` has room for, as rank 1."""
+        """Start receiving bytes into `data`, as rank 1."""
         ...
 
     def abort(self) -> None:
-        """End the group, from any thread. What is under way fails, with gloo by its deadline at the
-        latest.
+        """Close the channel, from any thread. Pending transfers fail, with gloo no later than their
+        deadline.
         """
         ...

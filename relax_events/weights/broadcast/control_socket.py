@@ -1,14 +1,14 @@
-"""The line on which trainer and engine's worker agree about each transfer: JSON, one message a
-line, over TCP.
+"""The control connection on which trainer and engine's worker agree about each transfer: JSON over
+TCP, one message a line.
 
-    worker    {"ticket", "worker_id", "memory"}                  --> trainer     let me in; can you see this memory?
-    trainer   {"way", "meeting_port", "group", "bucket_bytes"}   --> worker      you write into mine ("memory"), or both form the group
-    trainer   {"policy_version", "layout"}                       --> worker      here comes a version
-    worker    {"takes": true, "row"} | {"takes": false}          --> trainer     the buckets follow, or don't
-    trainer   {"written"}, worker {"followed"}                                   bytes of the row, where memory is shared
-    worker    {"digest"}                                         --> trainer     what has arrived
+    worker    {"join_token", "worker_id", "memory"}                    --> trainer     request to join; can you map this memory?
+    trainer   {"transport", "rendezvous_port", "group", "bucket_bytes"}  --> worker    "memory": the trainer writes into the worker's buffers; else a process group
+    trainer   {"policy_version", "layout"}                             --> worker      a version is offered
+    worker    {"accepts": true, "buffer"} | {"accepts": false}         --> trainer     send the buckets, or skip the version
+    trainer   {"written"}, worker {"read"}                                             bytes of the buffer, with shared memory
+    worker    {"digest"}                                               --> trainer     digest of the received version
 
-A line that ends tells the other side at once that its partner is gone.
+Either side notices at once when the other one closes the connection.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_MESSAGE_BYTES = 65536
 
 
 class ControlSocket:
-    """One end. Each message is sent and awaited within a deadline; `hang_up` may come from any
-    thread.
+    """One end of the connection. Each message is sent and awaited within a deadline. `shut_down` may
+    be called from any thread.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -41,7 +41,7 @@ class ControlSocket:
         """Connect to a trainer.
 
         Raises:
-            LinkLost: It is not there.
+            ConnectionLost: No trainer listens there.
         """
         try:
             return cls(
@@ -54,35 +54,35 @@ class ControlSocket:
 
     @property
     def own_host(self) -> str:
-        """Address of this machine, as the other side sees it."""
+        """Address of this machine, as the peer sees it."""
         return str(self._socket.getsockname()[0])
 
     def fileno(self) -> int:
-        """Let the line be waited for together with other things."""
+        """Return the file descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, *, deadline: Deadline, **message: Any) -> None:
         """Send a message.
 
         Raises:
-            LinkLost: Nobody takes it.
+            ConnectionLost: The peer does not receive it.
         """
         try:
             self._socket.settimeout(max(0.001, deadline.remaining_seconds))
             self._socket.sendall(orjson.dumps(message) + b"\n")
         except OSError as error:
-            raise ConnectionLost(f"the other side takes no message: {error}") from error
+            raise ConnectionLost(f"the peer receives no message: {error}") from error
 
     def receive(self, deadline: Deadline | None = None) -> dict[str, Any]:
-        """Wait for the next message, without a deadline where silence is in order.
+        """Wait for the next message; without a deadline, for as long as the peer is connected.
 
         Raises:
-            LinkLost: None came, or none that can be read.
+            ConnectionLost: None came, or it is invalid.
         """
         while b"\n" not in self._buffer:
             if len(self._buffer) > MAX_MESSAGE_BYTES:
                 raise ConnectionLost(
-                    f"the other side sent more than {MAX_MESSAGE_BYTES} bytes without an end"
+                    f"the peer sent more than {MAX_MESSAGE_BYTES} bytes without a line end"
                 )
             self._buffer += self._read(deadline)
         text, _, rest = bytes(self._buffer).partition(b"\n")
@@ -90,9 +90,9 @@ class ControlSocket:
         try:
             message = orjson.loads(text)
         except ValueError as error:
-            raise ConnectionLost(f"the other side sent no JSON: {error}") from error
+            raise ConnectionLost(f"the peer sent no JSON: {error}") from error
         if not isinstance(message, dict):
-            raise ConnectionLost(f"the other side sent {message!r}, not a message")
+            raise ConnectionLost(f"the peer sent {message!r}, not a message")
         return message
 
     def _read(self, deadline: Deadline | None) -> bytes:
@@ -102,16 +102,16 @@ class ControlSocket:
             )
             data = self._socket.recv(MAX_MESSAGE_BYTES)
         except TimeoutError as error:
-            raise ConnectionLost("the other side did not answer in time") from error
+            raise ConnectionLost("the peer did not respond before the deadline") from error
         except OSError as error:
-            raise ConnectionLost(f"the line broke: {error}") from error
+            raise ConnectionLost(f"the connection broke: {error}") from error
         if not data:
-            raise ConnectionLost("the other side has left")
+            raise ConnectionLost("the peer has disconnected")
         return data
 
     def shut_down(self) -> None:
-        """End the line; whoever waits on it, on either side, is told."""
-        with suppress(OSError):  # the other side was faster
+        """Shut the connection down; a pending `receive` on either side fails."""
+        with suppress(OSError):  # the peer was faster
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The trainer's end of a link to one engine, with the thread that tends it."""
+"""The trainer's connection to one engine, served by a thread of its own."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class WeightsSnapshot:
-    """A version on offer. Nobody changes its tensors."""
+    """A version that is offered to engines. Its tensors must not change."""
 
     policy_version: int
     tensors: Mapping[str, Tensor]
     layout: Layout
     digest: Future[bytes] = field(default_factory=Future)
-    """Of the weights in transit, known once the store has them."""
+    """`transit_digest` of the weights, set once the store has them."""
 
 
 class ConnectionOwner(Protocol):
-    """Whoever has the links."""
+    """What a connection needs of the `Broadcaster`."""
 
     config: WeightsConfig
     backend: Backend
@@ -57,42 +57,42 @@ class ConnectionOwner(Protocol):
     join_token: str
     rendezvous_port: int
 
-    def add_member(self, link: EngineConnection) -> None:
-        """Note that its engine has joined."""
+    def add_member(self, connection: EngineConnection) -> None:
+        """Add a connection whose engine has joined."""
         ...
 
-    def remove(self, link: EngineConnection) -> None:
-        """Note that it has ended."""
+    def remove(self, connection: EngineConnection) -> None:
+        """Remove a connection that has ended."""
         ...
 
 
 class EngineConnection:
     """See the module's docstring."""
 
-    def __init__(self, owner: ConnectionOwner, line: ControlSocket, *, group: str) -> None:
+    def __init__(self, owner: ConnectionOwner, control: ControlSocket, *, group: str) -> None:
         self.worker_id = self.transport = ""
         self.sending: WeightsSnapshot | None = None
-        self._owner, self._line, self._group = owner, line, group
-        self._pair: Channel | None = None
+        self._owner, self._control, self._group = owner, control, group
+        self._channel: Channel | None = None
         self._offers: queue.SimpleQueue[WeightsSnapshot] = queue.SimpleQueue()
-        self._bell, self._ear = socket.socketpair()
+        self._wake_writer, self._wake_reader = socket.socketpair()
         self.thread = threading.Thread(target=self._run, name=f"broadcast-{group}", daemon=True)
 
     def offer(self, snapshot: WeightsSnapshot) -> None:
-        """Have a version sent next; one that waited already is passed over for it."""
+        """Send a version next, instead of one that is still waiting."""
         self._offers.put(snapshot)
-        with suppress(OSError):  # it has just ended
-            self._bell.send(b"1")
+        with suppress(OSError):  # the connection has just ended
+            self._wake_writer.send(b"1")
 
     def shut_down(self) -> None:
-        """End it, from any thread."""
-        self._line.shut_down()
-        if (pair := self._pair) is not None:
-            pair.abort()
+        """End the connection, from any thread."""
+        self._control.shut_down()
+        if (channel := self._channel) is not None:
+            channel.abort()
 
     def _run(self) -> None:
         try:
-            with self._line, self._bell, self._ear:
+            with self._control, self._wake_writer, self._wake_reader:
                 self._handshake()
                 while True:
                     self._wait_for_offer()
@@ -110,82 +110,82 @@ class EngineConnection:
             )
         finally:
             self.sending = None
-            pair, self._pair = self._pair, None  # whose port is free as soon as nobody holds it
-            if pair is not None:
-                pair.abort()
+            channel, self._channel = self._channel, None  # dropping it frees its port
+            if channel is not None:
+                channel.abort()
             self._owner.remove(self)
 
     def _handshake(self) -> None:
         owner = self._owner
         deadline = Deadline(owner.config.deadline_seconds)
-        asked = self._line.receive(deadline)
-        if not hmac.compare_digest(str(asked.get("ticket")).encode(), owner.join_token.encode()):
-            raise ConnectionLost("someone came without the ticket that stands on the control log")
-        self.worker_id = str(asked.get("worker_id"))
-        use_shared_memory = owner.config.use_shared_memory and is_on_same_host(asked.get("memory"))
+        request = self._control.receive(deadline)
+        if not hmac.compare_digest(str(request.get("join_token")).encode(), owner.join_token.encode()):
+            raise ConnectionLost("an engine connected without the join token from the control log")
+        self.worker_id = str(request.get("worker_id"))
+        use_shared_memory = owner.config.use_shared_memory and is_on_same_host(request.get("memory"))
         self.transport = "memory" if use_shared_memory else owner.backend
-        self._line.send(
+        self._control.send(
             deadline=deadline,
-            way=self.transport,
-            meeting_port=owner.rendezvous_port,
+            transport=self.transport,
+            rendezvous_port=owner.rendezvous_port,
             group=self._group,
             bucket_bytes=owner.config.bucket_bytes,
         )
         if use_shared_memory:
-            self._pair = SharedMemoryChannel(self._line)
+            self._channel = SharedMemoryChannel(self._control)
         else:
-            meeting = Rendezvous(owner.config.host, owner.rendezvous_port, self._group)
-            self._pair = open_channel(
-                owner.backend, meeting, rank=0, host=owner.config.host, deadline=deadline
+            rendezvous = Rendezvous(owner.config.host, owner.rendezvous_port, self._group)
+            self._channel = open_channel(
+                owner.backend, rendezvous, rank=0, host=owner.config.host, deadline=deadline
             )
         owner.add_member(self)
 
     def _wait_for_offer(self) -> None:
-        """Wait for a version, or for the engine to leave.
+        """Wait for a version to send.
 
         Raises:
-            LinkLost: It has left.
+            ConnectionLost: The engine has disconnected.
         """
         with selectors.DefaultSelector() as selector:
-            selector.register(self._line, selectors.EVENT_READ)
-            selector.register(self._ear, selectors.EVENT_READ)
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._wake_reader, selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select()]
-        if self._line in ready:
-            raise ConnectionLost(f"it speaks out of turn: {self._line.receive(Deadline(1.0))}")
-        self._ear.recv(1024)
+        if self._control in ready:
+            raise ConnectionLost(f"unexpected message: {self._control.receive(Deadline(1.0))}")
+        self._wake_reader.recv(1024)
 
     def _send(self, snapshot: WeightsSnapshot) -> None:
-        """Send a version, and see that it has arrived as it is.
+        """Send a version and compare the engine's digest of it.
 
         Raises:
-            LinkLost: It has not, in time.
+            ConnectionLost: It did not arrive intact before the deadline.
         """
         owner, started = self._owner, time.monotonic()
         deadline = Deadline(owner.config.deadline_seconds)
-        self._line.send(
+        self._control.send(
             deadline=deadline, policy_version=snapshot.policy_version, layout=snapshot.layout.digest
         )
-        answer = self._line.receive(deadline)
-        if not answer.get("takes"):
+        reply = self._control.receive(deadline)
+        if not reply.get("accepts"):
             log.info(
                 "weights.declined",
                 worker=self.worker_id,
                 policy_version=snapshot.policy_version,
-                reason=answer.get("reason"),
+                reason=reply.get("reason"),
             )
             return
-        assert self._pair is not None
-        self._pair.begin_send(answer.get("row"), num_bytes=snapshot.layout.num_bytes)
-        send_buckets(self._pair, snapshot, owner.config, deadline)
-        arrived = self._line.receive(deadline).get("digest")
+        assert self._channel is not None
+        self._channel.begin_send(reply.get("buffer"), num_bytes=snapshot.layout.num_bytes)
+        send_buckets(self._channel, snapshot, owner.config, deadline)
+        arrived = self._control.receive(deadline).get("digest")
         try:
             digest = snapshot.digest.result(deadline.remaining_seconds)
         except (CancelledError, TimeoutError) as error:
-            raise ConnectionLost("the store did not get the version") from error
+            raise ConnectionLost("the version could not be written to the store") from error
         if arrived != digest.hex():
             text = (
                 f"policy version {snapshot.policy_version} arrived with digest {arrived}, it "
-                f"left with {digest.hex()}"
+                f"was sent with {digest.hex()}"
             )
             raise ConnectionLost(text, reason="torn")
         owner.metrics.moved(snapshot.layout.num_bytes, transport=self.transport)
@@ -197,25 +197,25 @@ class EngineConnection:
         )
 
 
-def send_buckets(pair: Channel, snapshot: WeightsSnapshot, config: WeightsConfig, deadline: Deadline) -> None:
-    """Send a version's buckets: while some are under way the next one is gathered.
+def send_buckets(channel: Channel, snapshot: WeightsSnapshot, config: WeightsConfig, deadline: Deadline) -> None:
+    """Send a version's buckets; the next one is gathered while earlier ones are sent.
 
     Raises:
-        LinkLost: The other side does not take them in time.
+        ConnectionLost: The engine did not receive them before the deadline.
     """
     bucket_bytes = config.bucket_bytes
     staging = [
         torch.zeros(min(bucket_bytes, snapshot.layout.num_bytes), dtype=torch.uint8)
         for _ in range(MAX_PENDING_BUCKETS)
     ]
-    under_way: deque[Transfer] = deque()
+    pending: deque[Transfer] = deque()
     for number, bucket in enumerate(snapshot.layout.buckets(max_bytes=bucket_bytes)):
-        if len(under_way) == MAX_PENDING_BUCKETS:
-            under_way.popleft().wait()
+        if len(pending) == MAX_PENDING_BUCKETS:
+            pending.popleft().wait()
         data = snapshot.layout.gather(
             bucket, snapshot.tensors, staging=staging[number % MAX_PENDING_BUCKETS]
         )
-        under_way.append(pair.send(data, deadline.within(config.stall_seconds)))
+        pending.append(channel.send(data, deadline.within(config.stall_seconds)))
         failpoint("weights.broadcasting")
-    for transfer in under_way:
+    for transfer in pending:
         transfer.wait()

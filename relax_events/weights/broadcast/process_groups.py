@@ -1,7 +1,7 @@
-"""Process groups of two: the trainer, rank 0, and one engine's worker.
+"""Channels over process groups of two: the trainer is rank 0, one engine's worker rank 1.
 
-The groups are no part of torch's global state: the trainer's ranks have theirs beside them. Nothing
-is pickled.
+The groups are not part of torch's global state, so they coexist with the trainer's own group.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ POLL_SECONDS = 0.0005
 
 
 def require_backend(transport: str) -> Backend:
-    """Give the backend of a transport, if this machine has what it needs.
+    """Return the backend of a transport.
 
     Raises:
-        EnvironmentProblem: It has not, or the transport sends nothing; the text says what to do.
+        EnvironmentProblem: This machine lacks a requirement, or the transport sends nothing; the
+            text names the remedy.
     """
     if transport == "gloo" and dist.is_gloo_available():
         return "gloo"
@@ -49,8 +50,8 @@ def require_backend(transport: str) -> Backend:
 
 
 def serve_rendezvous(listener: socket.socket, *, timeout_seconds: float) -> Store:
-    """Open the store by which the two sides of each group find each other, behind a socket that
-    listens; it is there while it is held.
+    """Serve the rendezvous store of all groups on a listening socket; dropping the store closes
+    it.
     """
     host, port = listener.getsockname()[:2]
     timeout = timedelta(seconds=timeout_seconds)
@@ -67,16 +68,14 @@ def serve_rendezvous(listener: socket.socket, *, timeout_seconds: float) -> Stor
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the two sides of a group meet: the trainer's store, and a name in it that no other
-    group has.
-    """
+    """Address of the trainer's rendezvous store, and the group's unique prefix in it."""
 
     host: str
     port: int
     group: str
 
     def connect(self, deadline: Deadline) -> Store:
-        """Connect to it."""
+        """Connect to the store."""
         return PrefixStore(
             self.group,
             TCPStore(
@@ -90,21 +89,21 @@ class Rendezvous:
 
 
 def open_channel(
-    backend: Backend, meeting: Rendezvous, *, rank: int, host: str, deadline: Deadline
+    backend: Backend, rendezvous: Rendezvous, *, rank: int, host: str, deadline: Deadline
 ) -> Channel:
-    """Form the group; both sides call it at about the same time.
+    """Form the group; both sides call this at about the same time.
 
     Args:
-        backend: What moves the bytes.
-        meeting: The same on both sides.
+        backend: Moves the bytes.
+        rendezvous: The same on both sides.
         rank: 0 sends.
-        host: Address of this machine that the other side reaches.
-        deadline: Until when the other side must have come.
+        host: Address of this machine that the peer can reach.
+        deadline: For the peer to join.
     Raises:
-        LinkLost: It did not.
+        ConnectionLost: The peer did not join before the deadline.
     """
     try:
-        store = meeting.connect(deadline)
+        store = rendezvous.connect(deadline)
         return (
             GlooChannel(store, rank=rank, host=host, deadline=deadline)
             if backend == "gloo"
@@ -115,36 +114,36 @@ def open_channel(
 
 
 class ProcessGroupChannel:
-    """A process group, which needs to know nothing of a row."""
+    """A process group; the sender needs no description of the receive buffer."""
 
-    def invite(self, row: ReceiveBuffer) -> Mapping[str, Any]:
-        """See `Pair.invite`."""
+    def prepare_receive(self, buffer: ReceiveBuffer) -> Mapping[str, Any]:
+        """See `Channel.prepare_receive`."""
         return {}
 
-    def begin(self, invitation: object, *, num_bytes: int) -> None:
-        """See `Pair.begin`."""
+    def begin_send(self, buffer: object, *, num_bytes: int) -> None:
+        """See `Channel.begin_send`."""
 
 
 class GlooChannel(ProcessGroupChannel):
-    """Between processes' memories, over TCP."""
+    """Sends host memory over TCP."""
 
     def __init__(self, store: Store, *, rank: int, host: str, deadline: Deadline) -> None:
-        """See `form_pair`."""
+        """See `open_channel`."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # the only way to name the address to listen on
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
         options._timeout, options._threads = remaining_time(deadline), 1  # noqa: SLF001
         self._group = dist.ProcessGroupGloo(store, rank, 2, options)
 
     def send(self, data: Tensor, deadline: Deadline) -> Transfer:
-        """See `Pair.send`."""
+        """See `Channel.send`."""
         return GlooTransfer(self._group, data, deadline)
 
     def receive(self, data: Tensor, deadline: Deadline) -> Transfer:
-        """See `Pair.receive`."""
+        """See `Channel.receive`."""
         return GlooTransfer(self._group, data, deadline)
 
     def abort(self) -> None:
-        """See `Pair.abort`."""
+        """See `Channel.abort`."""
         self._group.abort()
 
 
@@ -153,10 +152,10 @@ class GlooTransfer:
 
     def __init__(self, group: dist.ProcessGroupGloo, data: Tensor, deadline: Deadline) -> None:
         self._deadline = deadline
-        # with a timeout of its own: what waits for ever holds the group's thread, also when nobody
-        # waits for it any more
+        # with its own timeout: a broadcast without one blocks the group's thread even after
+        # its waiter has given up
         try:
-            self._work = group.broadcast(data, 0, remaining_time(deadline))  # type: ignore[attr-defined]  # which its stubs give to the wrapper alone
+            self._work = group.broadcast(data, 0, remaining_time(deadline))  # type: ignore[attr-defined]  # its stubs declare it on the wrapper only
         except RuntimeError as error:
             raise ConnectionLost(str(error)) from error
 
@@ -171,29 +170,27 @@ class GlooTransfer:
 
 
 class NcclChannel(ProcessGroupChannel):
-    """Between GPUs, a bucket at a time: the rows of bytes lie in the host's memory on both
-    sides.
-    """
+    """Sends GPU memory, a bucket at a time; the buffers are in host memory on both sides."""
 
     def __init__(self, store: Store, *, rank: int) -> None:
-        """See `form_pair`; NCCL connects with the first bucket."""
+        """See `open_channel`; NCCL connects with the first bucket."""
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = NO_TIMEOUT  # noqa: SLF001  # torch would end the process at its own deadline; ours ends the group
+        options._timeout = NO_TIMEOUT  # noqa: SLF001  # torch would end the process at its own deadline; our deadline closes the group
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._group = dist.ProcessGroupNCCL(store, rank, 2, options)
 
     def send(self, data: Tensor, deadline: Deadline) -> Transfer:
-        """See `Pair.send`."""
+        """See `Channel.send`."""
         return NcclTransfer(self._group, data.to(self._device), None, deadline)
 
     def receive(self, data: Tensor, deadline: Deadline) -> Transfer:
-        """See `Pair.receive`."""
+        """See `Channel.receive`."""
         return NcclTransfer(
             self._group, torch.empty_like(data, device=self._device), data, deadline
         )
 
     def abort(self) -> None:
-        """See `Pair.abort`."""
+        """See `Channel.abort`."""
         self._group.abort()
 
 
@@ -209,7 +206,7 @@ class NcclTransfer:
     ) -> None:
         self._group, self._staged, self._target, self._deadline = group, staged, target, deadline
         try:
-            group.broadcast(staged, 0, NO_TIMEOUT).wait()  # type: ignore[attr-defined]  # likewise; this makes the stream wait, not us
+            group.broadcast(staged, 0, NO_TIMEOUT).wait()  # type: ignore[attr-defined]  # likewise; the stream waits, not this thread
         except RuntimeError as error:
             raise ConnectionLost(str(error)) from error
         self._done = torch.cuda.Event()
@@ -230,5 +227,5 @@ class NcclTransfer:
 
 
 def remaining_time(deadline: Deadline) -> timedelta:
-    """Give what is left of a deadline, as torch wants it: never nothing, which means for ever."""
+    """Return the remaining time for torch: never 0, which would mean no timeout."""
     return timedelta(seconds=max(0.001, deadline.remaining_seconds))

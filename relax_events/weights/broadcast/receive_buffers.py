@@ -1,4 +1,4 @@
-"""Memory to receive weights into, which another process of this machine can be let into."""
+"""Memory buffers to receive weights into, which another process of the same host can map."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ NAME = "relax-weights"
 
 
 class ReceiveBuffer:
-    """Bytes to receive into, filled with zeros at first.
+    """A zero-filled buffer to receive into.
 
     Attributes:
-        data: They.
-        name: What another process needs to open them.
+        data: Its bytes.
+        handle: What another process needs to map it.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Take memory; its size is sealed, so that nobody's view of it can lose its ground."""
+        """Allocate memory; its size is sealed, so that no mapping of it can become invalid."""
         file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, file)
         os.ftruncate(file, max(1, num_bytes))
@@ -40,6 +40,6 @@ class ReceiveBuffer:
 
 
 def map_buffer(file: int, num_bytes: int) -> UInt8[Tensor, " bytes"]:
-    """Look at a file in memory, all of whose pages are made ready at once."""
+    """Map a memory file and populate all of its pages at once."""
     memory = mmap.mmap(file, max(1, num_bytes), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]

@@ -1,13 +1,12 @@
-"""Takes policy versions from the trainer, beside the engine's work, and keeps the newest until it
-is asked for.
+"""Receives policy versions from the trainer while the engine works, and keeps the newest until it
+is fetched.
 
-    control log      a list says where the trainer is --> join: a line, a group of two
-    own thread       a version comes --> row of bytes, its digest taken bucket by bucket --> kept; the worker is woken
-    worker's thread  take(version, digest) --> its tensors, if they are those that the published
-    artifact names
+    control log      a member list announces the trainer's address --> join: control socket, channel
+    own thread       a version arrives --> buffer, digest taken bucket by bucket --> kept; the worker is woken
+    worker's thread  take(version, digest) --> its tensors, if they match the published artifact
 
-A version that arrives is nobody's before its artifact is published. What is not whole by the
-deadline is dropped, and the line with it.
+A received version is not used before its artifact is published. A version that is incomplete at its
+deadline is dropped, and the connection is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 from relax_events.config import WeightsConfig
 from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem
-from relax_events.events.types import EnginesEnlisted
+from relax_events.events.types import BroadcastMembership
 from relax_events.runtime.failpoints import failpoint
 from relax_events.telemetry.component_metrics import WeightMetrics
 from relax_events.telemetry.redaction import hide
@@ -44,105 +43,105 @@ from relax_events.weights.broadcast.shared_memory import SameHostProbe, SharedMe
 
 log = structlog.get_logger()
 RETRY_SECONDS = 2.0
-"""Wait before a trainer that was lost is asked again; twice as long each time that it does not take
-us in."""
+"""Wait before reconnecting to a lost trainer; doubled after each failed attempt."""
 MAX_RETRY_SECONDS = 60.0
 CLOSE_SECONDS = 2.0
-"""What leaving takes besides the bucket that is under way."""
+"""Time to disconnect, in addition to the pending bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedVersion:
-    """A version that came, unproven: whether it is what was published is for the digest to say."""
+    """A received version whose digest was not yet compared with the published one."""
 
     policy_version: int
     layout: Layout
     buffer: ReceiveBuffer
     digest: bytes
     transport: str
-    """How it came."""
+    """Name of the transport that sent it."""
 
 
 class Receiver:
-    """See the module's docstring. It holds two rows: one is received into, the other one is the
-    engine's until it takes the next.
+    """See the module's docstring. It holds two buffers: one is received into, the engine uses the
+    other one until it takes the next version.
     """
 
     def __init__(self, worker_id: str, config: WeightsConfig, *, metrics: WeightMetrics) -> None:
-        """Do nothing until `start`.
+        """Create the receiver; `start` starts it.
 
         Args:
-            worker_id: Names us to the trainer.
-            config: Deadlines; the rest is the trainer's to say.
+            worker_id: Id of this worker.
+            config: Deadlines; the trainer sends the other settings.
             metrics: Of this worker.
         """
         self._worker_id, self._config, self._metrics = worker_id, config, metrics
         self._wake: Callable[[], None] = lambda: None
-        self._changed = threading.Condition()
-        self._list: EnginesEnlisted | None = None
-        self._lost_ticket = ""
+        self._condition = threading.Condition()
+        self._list: BroadcastMembership | None = None
+        self._lost_token = ""
         self._retry_at, self._retry_seconds = 0.0, RETRY_SECONDS
         self._layout: Layout | None = None
-        self._served_version = -1
-        self._coming_version = -1
-        self._arrived: ReceivedVersion | None = None
+        self._loaded_version = -1
+        self._incoming_version = -1
+        self._received: ReceivedVersion | None = None
         self._free_buffers: list[ReceiveBuffer] = []
-        self._handed_out: ReceivedVersion | None = None
-        self._line: ControlSocket | None = None
-        self._pair: Channel | None = None
+        self._in_use: ReceivedVersion | None = None
+        self._control: ControlSocket | None = None
+        self._channel: Channel | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Join whenever there is a trainer.
+        """Join whenever a trainer is announced.
 
         Args:
-            wake: Called, from our thread, when a version has come or will not come any more.
+            wake: Called from the receiver's thread when a version has arrived or the connection was
+                lost.
         """
         self._wake = wake
         self._thread.start()
 
-    def apply(self, enlisted: EnginesEnlisted) -> None:
-        """Take note of a list; a trainer that is new is asked at once. One of a trainer that was
-        replaced comes late, and counts for nothing.
+    def apply(self, enlisted: BroadcastMembership) -> None:
+        """Apply a member list; join a new trainer at once. A late list of a replaced trainer is
+        ignored.
         """
-        with self._changed:
-            if self._list is not None and enlisted.list_version <= self._list.list_version:
+        with self._condition:
+            if self._list is not None and enlisted.membership_version <= self._list.membership_version:
                 return
-            if self._list is None or enlisted.ticket != self._list.ticket:
-                hide(enlisted.ticket)
-                if self._line is not None:  # to a trainer that is none any more
-                    self._line.shut_down()
+            if self._list is None or enlisted.join_token != self._list.join_token:
+                hide(enlisted.join_token)
+                if self._control is not None:  # of a replaced trainer
+                    self._control.shut_down()
             self._list = enlisted
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     @property
     def transport(self) -> str:
-        """How the tensors that were taken last have come."""
-        return self._handed_out.transport if self._handed_out is not None else ""
+        """Transport of the version that was taken last."""
+        return self._in_use.transport if self._in_use is not None else ""
 
     def loaded_from_store(self, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take note of the version that was taken from the store; what the trainer sends must be
-        laid out as it is.
+        """Record the version that was read from the store; versions that the trainer sends must
+        have its layout.
         """
-        with self._changed:
-            self._served_version = policy_version
+        with self._condition:
+            self._loaded_version = policy_version
             if self._layout is None:
                 self._layout = Layout.from_tensors(tensors)
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     def is_in_transit(self, policy_version: int) -> bool:
-        """Tell whether a version is under way at this instant."""
-        return self._coming_version == policy_version
+        """Return whether a version is being received now."""
+        return self._incoming_version == policy_version
 
     def take(self, policy_version: int, digest: bytes | None) -> Mapping[str, Tensor] | None:
-        """Give the tensors of a version if they have come and have this `artifacts.transit_digest`;
-        they stay as they are until the next is taken.
+        """Return the tensors of a version if it was received and has this `transit_digest`. They
+        stay valid until the next version is taken.
         """
-        with self._changed:
-            arrived, self._arrived = self._arrived, None
+        with self._condition:
+            arrived, self._received = self._received, None
             if arrived is None or arrived.policy_version != policy_version:
-                self._arrived = (
+                self._received = (
                     arrived
                     if arrived is not None and arrived.policy_version > policy_version
                     else None
@@ -158,20 +157,20 @@ class Receiver:
                     published=digest.hex() if digest else "none",
                 )
                 return None
-            if self._handed_out is not None:
-                self._free_buffers.append(self._handed_out.buffer)
-            self._handed_out, self._served_version = arrived, policy_version
+            if self._in_use is not None:
+                self._free_buffers.append(self._in_use.buffer)
+            self._in_use, self._loaded_version = arrived, policy_version
         return arrived.layout.views(arrived.buffer.data)
 
     def close(self) -> None:
-        """Leave the trainer."""
-        with self._changed:
+        """Leave the broadcast."""
+        with self._condition:
             self._is_closed = True
-            self._changed.notify_all()
-            if self._line is not None:
-                self._line.shut_down()
-            if self._pair is not None:
-                self._pair.abort()
+            self._condition.notify_all()
+            if self._control is not None:
+                self._control.shut_down()
+            if self._channel is not None:
+                self._channel.abort()
         if self._thread.ident is not None:
             self._thread.join(self._config.stall_seconds + CLOSE_SECONDS)
 
@@ -180,10 +179,10 @@ class Receiver:
             try:
                 self._join(enlisted)
             except (ConnectionLost, EnvironmentProblem) as error:
-                with self._changed:
-                    self._line, self._pair = None, None
-                    self._lost_ticket, self._retry_at = (
-                        enlisted.ticket,
+                with self._condition:
+                    self._control, self._channel = None, None
+                    self._lost_token, self._retry_at = (
+                        enlisted.join_token,
                         time.monotonic() + self._retry_seconds,
                     )
                     self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
@@ -192,153 +191,153 @@ class Receiver:
                     log.warning("broadcast.lost", address=enlisted.address, error=str(error))
                     self._wake()
 
-    def _wait_for_trainer(self) -> EnginesEnlisted | None:
-        """Wait until a trainer is known, is due to be asked, and can send us something that we
-        know; None when we are closed.
+    def _wait_for_trainer(self) -> BroadcastMembership | None:
+        """Wait until a trainer is known and due for a connection attempt, and the layout of its
+        versions is known; return None when closed.
         """
-        with self._changed:
+        with self._condition:
             while not self._is_closed:
                 enlisted = self._list if self._layout is not None else None
-                is_lost = enlisted is not None and enlisted.ticket == self._lost_ticket
+                is_lost = enlisted is not None and enlisted.join_token == self._lost_token
                 wait_seconds = self._retry_at - time.monotonic() if is_lost else 0.0
                 if enlisted is not None and wait_seconds <= 0:
                     return enlisted
-                self._changed.wait(wait_seconds or None)
+                self._condition.wait(wait_seconds or None)
         return None
 
-    def _join(self, enlisted: EnginesEnlisted) -> None:
-        """Join a trainer's engines, and take what it sends until one of us leaves.
+    def _join(self, enlisted: BroadcastMembership) -> None:
+        """Join a trainer, and receive versions until either side disconnects.
 
         Raises:
-            LinkLost: One of us has left.
-            EnvironmentProblem: This machine has not what the trainer's backend needs.
+            ConnectionLost: A side has disconnected.
+            EnvironmentProblem: This machine lacks a requirement of the trainer's backend.
         """
         host, _, port = enlisted.address.rpartition(":")
         deadline = Deadline(self._config.deadline_seconds)
-        with ControlSocket.connect(host, int(port), deadline=deadline) as line:
-            self._set_connection(line=line)
-            sample = SameHostProbe() if self._config.use_shared_memory else None
-            line.send(
+        with ControlSocket.connect(host, int(port), deadline=deadline) as control:
+            self._set_connection(control=control)
+            probe = SameHostProbe() if self._config.use_shared_memory else None
+            control.send(
                 deadline=deadline,
-                ticket=enlisted.ticket,
+                join_token=enlisted.join_token,
                 worker_id=self._worker_id,
-                memory=sample.handle if sample else None,
+                memory=probe.handle if probe else None,
             )
-            terms = JoinReply.parse(line.receive(deadline))
-            pair = self._open_channel(terms, line, host=host, deadline=deadline)
+            reply = JoinReply.parse(control.receive(deadline))
+            channel = self._open_channel(reply, control, host=host, deadline=deadline)
             try:
-                self._set_connection(line=line, pair=pair)
+                self._set_connection(control=control, channel=channel)
                 self._retry_seconds = RETRY_SECONDS
-                log.info("broadcast.joined", address=enlisted.address, way=terms.transport)
+                log.info("broadcast.joined", address=enlisted.address, transport=reply.transport)
                 while True:
-                    self._handle_offer(line.receive(), line, pair, terms)
+                    self._handle_offer(control.receive(), control, channel, reply)
             finally:
-                pair.abort()
+                channel.abort()
 
-    def _open_channel(self, terms: JoinReply, line: ControlSocket, *, host: str, deadline: Deadline) -> Channel:
-        if terms.transport == "memory":
-            return SharedMemoryChannel(line)
-        backend = require_backend(terms.transport)
+    def _open_channel(self, reply: JoinReply, control: ControlSocket, *, host: str, deadline: Deadline) -> Channel:
+        if reply.transport == "memory":
+            return SharedMemoryChannel(control)
+        backend = require_backend(reply.transport)
         return open_channel(
             backend,
-            Rendezvous(host, terms.rendezvous_port, terms.group),
+            Rendezvous(host, reply.rendezvous_port, reply.group),
             rank=1,
-            host=line.own_host,
+            host=control.own_host,
             deadline=deadline,
         )
 
-    def _set_connection(self, *, line: ControlSocket, pair: Channel | None = None) -> None:
-        with self._changed:
-            self._line, self._pair = line, pair
+    def _set_connection(self, *, control: ControlSocket, channel: Channel | None = None) -> None:
+        with self._condition:
+            self._control, self._channel = control, channel
             if self._is_closed:
-                line.shut_down()
+                control.shut_down()
 
-    def _handle_offer(self, offer: Mapping[str, Any], line: ControlSocket, pair: Channel, terms: JoinReply) -> None:
-        """Take a version that is offered, or say why not."""
+    def _handle_offer(self, offer: Mapping[str, Any], control: ControlSocket, channel: Channel, reply: JoinReply) -> None:
+        """Receive an offered version, or decline it with a reason."""
         deadline = Deadline(self._config.deadline_seconds)
         version, layout = offer.get("policy_version"), self._layout
-        if not isinstance(version, int) or layout is None or version <= self._served_version:
-            line.send(
-                deadline=deadline, takes=False, reason=f"version {self._served_version} is here"
+        if not isinstance(version, int) or layout is None or version <= self._loaded_version:
+            control.send(
+                deadline=deadline, accepts=False, reason=f"version {self._loaded_version} is loaded"
             )
             return
         if offer.get("layout") != layout.digest:
-            with self._changed:
-                self._layout = None  # whoever loads the version from the store sees what is in it
+            with self._condition:
+                self._layout = None  # set again when a version is read from the store
             self._metrics.failed("refused")
-            line.send(
+            control.send(
                 deadline=deadline,
-                takes=False,
-                reason="its tensors are others than those of the version before",
+                accepts=False,
+                reason="its tensors differ from those of the previous version",
             )
-            raise ConnectionLost(f"policy version {version} has other tensors than the version before")
-        row = self._open_buffer(version, layout)
+            raise ConnectionLost(f"policy version {version} has other tensors than the previous version")
+        buffer = self._open_buffer(version, layout)
         try:
-            line.send(deadline=deadline, takes=True, row=pair.prepare_receive(row))
+            control.send(deadline=deadline, accepts=True, buffer=channel.prepare_receive(buffer))
             digest = self._receive_buckets(
-                pair,
-                row.data,
+                channel,
+                buffer.data,
                 layout,
-                buckets=layout.buckets(max_bytes=terms.bucket_bytes),
+                buckets=layout.buckets(max_bytes=reply.bucket_bytes),
                 deadline=deadline,
             )
-            with self._changed:
-                self._arrived, self._coming_version = (
-                    ReceivedVersion(version, layout, row, digest, terms.transport),
+            with self._condition:
+                self._received, self._incoming_version = (
+                    ReceivedVersion(version, layout, buffer, digest, reply.transport),
                     -1,
                 )
         except ConnectionLost:
             self._metrics.failed("lost")
             raise
         finally:
-            self._coming_version = -1
-        self._metrics.moved(layout.num_bytes, transport=terms.transport)
+            self._incoming_version = -1
+        self._metrics.moved(layout.num_bytes, transport=reply.transport)
         self._wake()
-        line.send(deadline=deadline, digest=digest.hex())
+        control.send(deadline=deadline, digest=digest.hex())
 
     def _receive_buckets(
         self,
-        pair: Channel,
-        row: Tensor,
+        channel: Channel,
+        buffer: Tensor,
         layout: Layout,
         *,
         buckets: Sequence[range],
         deadline: Deadline,
     ) -> bytes:
-        """Receive a version's buckets, and give the digest of its tensors, which is taken of one
-        bucket while the next ones come.
+        """Receive a version's buckets; return the digest of its tensors, computed for one bucket
+        while the next ones arrive.
 
         Raises:
-            LinkLost: They did not come in time.
+            ConnectionLost: They did not arrive before the deadline.
         """
-        digest, ahead, under_way = BufferDigest(layout, row), iter(buckets), deque[Transfer]()
+        digest, ahead, pending = BufferDigest(layout, buffer), iter(buckets), deque[Transfer]()
         for bucket in buckets:
-            for coming in islice(ahead, MAX_PENDING_BUCKETS - len(under_way)):
-                under_way.append(
-                    pair.receive(
-                        row[coming.start : coming.stop], deadline.within(self._config.stall_seconds)
+            for coming in islice(ahead, MAX_PENDING_BUCKETS - len(pending)):
+                pending.append(
+                    channel.receive(
+                        buffer[coming.start : coming.stop], deadline.within(self._config.stall_seconds)
                     )
                 )
-            under_way.popleft().wait()
+            pending.popleft().wait()
             failpoint("rollout.receiving")
             digest.update(bucket)
         return digest.value()
 
     def _open_buffer(self, policy_version: int, layout: Layout) -> ReceiveBuffer:
-        """Give a row to receive into; what had come before and was not taken is passed over."""
-        with self._changed:
-            self._coming_version = policy_version
-            if self._arrived is not None:
-                self._free_buffers.append(self._arrived.buffer)
-                self._arrived = None
-            fitting = [row for row in self._free_buffers if len(row.data) == layout.num_bytes]
+        """Return a buffer to receive into; drop an earlier version that was not taken."""
+        with self._condition:
+            self._incoming_version = policy_version
+            if self._received is not None:
+                self._free_buffers.append(self._received.buffer)
+                self._received = None
+            fitting = [buffer for buffer in self._free_buffers if len(buffer.data) == layout.num_bytes]
             self._free_buffers = fitting[1:]
         return fitting[0] if fitting else ReceiveBuffer(layout.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """What a trainer says to an engine that it takes in."""
+    """The trainer's reply to a request to join."""
 
     transport: str
     rendezvous_port: int
@@ -347,20 +346,20 @@ class JoinReply:
 
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> JoinReply:
-        """Read them.
+        """Parse the reply.
 
         Raises:
-            LinkLost: They are incomplete.
+            ConnectionLost: It is incomplete or invalid.
         """
         try:
-            terms = cls(
-                str(message["way"]),
-                int(message["meeting_port"]),
+            reply = cls(
+                str(message["transport"]),
+                int(message["rendezvous_port"]),
                 str(message["group"]),
                 int(message["bucket_bytes"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConnectionLost(
-                f"the trainer's terms can't be read: {dict(message)}: {error}"
+                f"the trainer's reply can't be read: {dict(message)}: {error}"
             ) from error
-        return terms
+        return reply

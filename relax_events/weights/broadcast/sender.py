@@ -1,11 +1,12 @@
-"""Sends each policy version to the engines that are present, beside the trainer's work.
+"""Sends each policy version to the connected engines while the trainer continues.
 
-    trainer's step        offer(tensors)  --> returns at once                 the store has the version: settle(digest)
-    one thread a link     another engine joins, or leaves --> a new list on the control log
-                          version --> taken? --> buckets --> does the engine hold what we hold?
+    trainer's step               offer(tensors)  --> returns at once     the store has the version: its digest is set
+    one thread per connection    engine joins or leaves --> new member list on the control log
+                                 version --> accepted? --> buckets --> compare digests
 
-A link waits for its engine alone, and within a deadline. An engine that refuses, hangs or dies
-loses its link, and nobody else notices: it takes the version from the store, and joins again.
+A connection waits for its own engine only, within a deadline. An engine that refuses, hangs or dies
+loses its connection; it then reads the version from the store and joins again. Other engines are
+not affected.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from relax_events.config import WeightsConfig
 from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem
-from relax_events.events.types import EnginesEnlisted
+from relax_events.events.types import BroadcastMembership
 from relax_events.telemetry.component_metrics import WeightMetrics
 from relax_events.telemetry.redaction import hide
 from relax_events.weights.broadcast.buckets import Layout
@@ -33,32 +34,33 @@ from relax_events.weights.broadcast.process_groups import serve_rendezvous, requ
 
 log = structlog.get_logger()
 MAX_PENDING_VERSIONS = 2
-"""Versions held in memory at a time because an engine is not done with them; the next one goes by
-the store alone."""
+"""Versions kept in memory because an engine is still receiving them; the next one is published to
+the store only."""
 CLOSE_SECONDS = 2.0
-"""What ending a link takes besides the bucket that is under way."""
+"""Time to close a connection, in addition to its pending bucket."""
 
 
 class Broadcaster:
-    """See the module's docstring. `offer` and `close` are the trainer's thread's."""
+    """See the module's docstring. The trainer's thread calls `offer` and `close`."""
 
     def __init__(
         self,
         config: WeightsConfig,
         *,
         metrics: WeightMetrics,
-        announce: Callable[[EnginesEnlisted], None],
+        announce: Callable[[BroadcastMembership], None],
         last_list: int = 0,
     ) -> None:
-        """Listen for engines, and say on the log where.
+        """Listen for engines and announce the address on the control log.
 
         Args:
-            config: What moves the tensors (not `store`), address, sizes and deadlines.
+            config: Transport (not `store`), address, sizes and deadlines.
             metrics: The trainer's.
-            announce: Writes a list to the control log; called by any thread, one at a time.
-            last_list: Version of the newest list there.
+            announce: Writes a member list to the control log; called from any thread, one call at a
+                time.
+            last_list: Version of the newest member list there.
         Raises:
-            EnvironmentProblem: The backend has not what it needs, or the address is not this
+            EnvironmentProblem: The backend's requirements are not met, or the address is not this
                 machine's.
         """
         self.backend = require_backend(config.transport)
@@ -69,110 +71,110 @@ class Broadcaster:
         self._listener = listening_socket(config.host)
         self._address = f"{config.host}:{self._listener.getsockname()[1]}"
         self._is_closed = False
-        meeting = listening_socket(config.host)
-        self.rendezvous_port: int = meeting.getsockname()[1]
-        self._meetings: Store | None = serve_rendezvous(
-            meeting, timeout_seconds=config.deadline_seconds
+        rendezvous = listening_socket(config.host)
+        self.rendezvous_port: int = rendezvous.getsockname()[1]
+        self._rendezvous_store: Store | None = serve_rendezvous(
+            rendezvous, timeout_seconds=config.deadline_seconds
         )
-        self._lock, self._telling = threading.Lock(), threading.Lock()
-        self._links: list[EngineConnection] = []
-        self._enlisted: list[EngineConnection] = []
-        self._num_links = 0
+        self._lock, self._announce_lock = threading.Lock(), threading.Lock()
+        self._connections: list[EngineConnection] = []
+        self._members: list[EngineConnection] = []
+        self._num_connections = 0
         self._announce_members()
         threading.Thread(target=self._accept_connections, name="broadcast", daemon=True).start()
 
     def offer(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> WeightsSnapshot | None:
-        """Have a version sent to every engine that is present; None when there is none, or they are
-        too far behind.
+        """Send a version to every connected engine; return None if none is connected or too many
+        versions are pending.
 
         Args:
-            tensors: On the CPU; nobody may change them any more.
-            policy_version: Above all earlier ones.
+            tensors: On the CPU; the caller must not change them afterwards.
+            policy_version: Higher than all earlier ones.
         """
         with self._lock:
-            links = list(self._enlisted)
-        if not links:
+            members = list(self._members)
+        if not members:
             return None
-        under_way = {id(link.sending) for link in links if link.sending is not None}
-        if len(under_way) >= MAX_PENDING_VERSIONS:
+        pending = {id(connection.sending) for connection in members if connection.sending is not None}
+        if len(pending) >= MAX_PENDING_VERSIONS:
             self.metrics.failed("skipped")
             log.warning(
                 "weights.skipped",
                 policy_version=policy_version,
-                num_versions_under_way=len(under_way),
+                num_pending_versions=len(pending),
             )
             return None
         snapshot = WeightsSnapshot(policy_version, tensors, Layout.from_tensors(tensors))
-        for link in links:
-            link.offer(snapshot)
+        for connection in members:
+            connection.offer(snapshot)
         return snapshot
 
     @property
     def engines(self) -> list[str]:
-        """Workers whose engines are sent new versions, sorted."""
+        """Ids of the workers whose engines receive new versions, sorted."""
         with self._lock:
-            return sorted({link.worker_id for link in self._enlisted})
+            return sorted({connection.worker_id for connection in self._members})
 
-    def add_member(self, link: EngineConnection) -> None:
-        """Note that an engine has joined."""
+    def add_member(self, connection: EngineConnection) -> None:
+        """Add an engine that has joined."""
         with self._lock:
-            self._enlisted.append(link)
+            self._members.append(connection)
         self._announce_members()
 
-    def remove(self, link: EngineConnection) -> None:
-        """Note that an engine is gone, if it had joined."""
+    def remove(self, connection: EngineConnection) -> None:
+        """Remove a connection that has ended."""
         with self._lock:
-            self._links.remove(link)
-            was_enlisted = link in self._enlisted
-            self._enlisted = [other for other in self._enlisted if other is not link]
-        if was_enlisted and not self._is_closed:
+            self._connections.remove(connection)
+            was_member = connection in self._members
+            self._members = [other for other in self._members if other is not connection]
+        if was_member and not self._is_closed:
             self._announce_members()
 
     def close(self) -> None:
-        """End all links, whatever is under way on them."""
+        """Close all connections and abort their transfers."""
         self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
-            links = list(self._links)
+            connections = list(self._connections)
         deadline = Deadline(self.config.stall_seconds + CLOSE_SECONDS)
-        for link in links:
-            link.shut_down()
-        for link in links:
-            link.thread.join(deadline.remaining_seconds)
-        self._meetings = None  # its port is free as soon as nobody holds it
+        for connection in connections:
+            connection.shut_down()
+        for connection in connections:
+            connection.thread.join(deadline.remaining_seconds)
+        self._rendezvous_store = None  # dropping the store frees its port
 
     def _accept_connections(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
-            except OSError:  # we were closed
+                accepted, _ = self._listener.accept()
+            except OSError:  # the broadcaster was closed
                 return
             with self._lock:
-                self._num_links += 1
-                link = EngineConnection(self, ControlSocket(connection), group=str(self._num_links))
-                self._links.append(link)
-            link.thread.start()
+                self._num_connections += 1
+                connection = EngineConnection(self, ControlSocket(accepted), group=str(self._num_connections))
+                self._connections.append(connection)
+            connection.thread.start()
 
     def _announce_members(self) -> None:
-        """Write the list as it is, one at a time; a log that is slow to take it holds up no
+        """Write the member list to the control log, one write at a time. A slow log delays no train
         step.
         """
-        with self._telling:
+        with self._announce_lock:
             self._list_version += 1
             engines = self.engines
             self.metrics.engines(len(engines))
             self._announce(
-                EnginesEnlisted(
-                    list_version=self._list_version,
+                BroadcastMembership(
+                    membership_version=self._list_version,
                     transport=self.backend,
                     address=self._address,
-                    ticket=self.join_token,
-                    engines=engines,
+                    join_token=self.join_token,
+                    worker_ids=engines,
                 )
             )
-            log.info("engines.enlisted", list_version=self._list_version, engines=engines)
+            log.info("engines.enlisted", membership_version=self._list_version, engines=engines)
 
 
 def listening_socket(host: str) -> socket.socket:

@@ -1,10 +1,10 @@
-"""Memory that the trainer and a worker of the same machine share: what is written there has
-arrived, and nothing is sent.
+"""A channel over memory that the trainer and a worker on the same host share: written bytes need
+not be sent.
 
-A row is an anonymous file in memory, of the worker's. The trainer opens it by way of /proc, which
-takes the same user in the same container, or on the same machine outside of any. Nothing of it is
-left behind, however either side ends. A row that was lost with its line is never received into
-again: a trainer that wakes up late writes where nobody reads.
+A buffer is an anonymous memory file of the worker. The trainer opens it through /proc, which
+requires the same user, and the same container if there is one. Nothing remains of it after either
+process ends. A buffer of a lost connection is not received into again, since a trainer that resumes
+late may still write to it.
 """
 
 from __future__ import annotations
@@ -29,134 +29,134 @@ from relax_events.weights.broadcast.receive_buffers import NAME, ReceiveBuffer, 
 
 KEY_BYTES = 16
 NUM_BUFFERS = 2
-"""That a worker receives into in turn."""
+"""Buffers that a worker receives into in turn."""
 
 
 class SameHostProbe(ReceiveBuffer):
-    """A row by which the trainer finds out whether it is on our machine."""
+    """A buffer with a random key, by which the trainer detects that it runs on the same host."""
 
     def __init__(self) -> None:
-        """Fill it with what nobody can guess."""
+        """Fill the buffer with a random key."""
         super().__init__(KEY_BYTES)
         key = secrets.token_bytes(KEY_BYTES)
         self.data.copy_(torch.frombuffer(bytearray(key), dtype=torch.uint8))
         self.handle |= {"key": key.hex()}
 
 
-def is_on_same_host(sample: object) -> bool:
-    """Tell whether a worker's memory can be reached from here, by the name of its `Sample`."""
+def is_on_same_host(handle: object) -> bool:
+    """Return whether the memory of a worker's `SameHostProbe` can be mapped by this process."""
     try:
-        found = bytes(map_remote_buffer(sample, KEY_BYTES).numpy())
+        found = bytes(map_remote_buffer(handle, KEY_BYTES).numpy())
     except ConnectionLost:
         return False
-    return isinstance(sample, Mapping) and hmac.compare_digest(
-        found.hex().encode(), str(sample.get("key")).encode()
+    return isinstance(handle, Mapping) and hmac.compare_digest(
+        found.hex().encode(), str(handle.get("key")).encode()
     )
 
 
-def map_remote_buffer(name: object, num_bytes: int) -> UInt8[Tensor, " bytes"]:
-    """Open a row of another process, to write into.
+def map_remote_buffer(handle: object, num_bytes: int) -> UInt8[Tensor, " bytes"]:
+    """Map a buffer of another process for writing.
 
     Args:
-        name: What the other side says that its row's is.
-        num_bytes: Its size.
+        handle: The peer's `ReceiveBuffer.handle`.
+        num_bytes: Size of the buffer.
     Raises:
-        LinkLost: There is none of this name and size.
+        ConnectionLost: There is no such buffer of this size.
     """
-    if not isinstance(name, Mapping):
-        raise ConnectionLost(f"it names its row {name!r}")
-    path = Path("/proc", str(name.get("process")), "fd", str(name.get("file")))
+    if not isinstance(handle, Mapping):
+        raise ConnectionLost(f"invalid buffer handle {handle!r}")
+    path = Path("/proc", str(handle.get("process")), "fd", str(handle.get("file")))
     try:
         if not path.readlink().name.startswith(f"memfd:{NAME} "):
-            raise ConnectionLost(f"{path} is no row of weights")
+            raise ConnectionLost(f"{path} is no receive buffer for weights")
         with path.open("r+b", buffering=0) as file:
             state = os.fstat(file.fileno())
-            if (state.st_ino, state.st_size) != (name.get("number"), max(1, num_bytes)):
-                raise ConnectionLost(f"{path} is another row than the one that was told of")
+            if (state.st_ino, state.st_size) != (handle.get("number"), max(1, num_bytes)):
+                raise ConnectionLost(f"{path} is not the buffer of the handle")
             return map_buffer(file.fileno(), num_bytes)
     except (OSError, ValueError) as error:
-        raise ConnectionLost(f"{path} can't be reached: {error}") from error
+        raise ConnectionLost(f"{path} can't be mapped: {error}") from error
 
 
 class SharedMemoryChannel:
-    """See `Pair`. On the line stands how far a row is written, and how far the other side has
-    followed.
+    """See `Channel`. The control socket carries how many bytes are written, and how many the peer
+    has read.
     """
 
-    def __init__(self, line: ControlSocket) -> None:
-        """Use the line on which both sides have agreed."""
-        self._line = line
-        self._rows: dict[str, Tensor] = {}
-        self._row = torch.empty(0, dtype=torch.uint8)
-        self._begun = self._heard = 0
+    def __init__(self, control: ControlSocket) -> None:
+        """Use an established control socket."""
+        self._control = control
+        self._buffers: dict[str, Tensor] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._offset = self._peer_offset = 0
 
-    def invite(self, row: ReceiveBuffer) -> Mapping[str, Any]:
-        """See `Pair.invite`."""
-        self._begun = self._heard = 0
-        return row.handle
+    def prepare_receive(self, buffer: ReceiveBuffer) -> Mapping[str, Any]:
+        """See `Channel.prepare_receive`."""
+        self._offset = self._peer_offset = 0
+        return buffer.handle
 
-    def begin(self, invitation: object, *, num_bytes: int) -> None:
-        """See `Pair.begin`."""
-        self._begun = self._heard = 0
-        name = json.dumps(invitation)
-        self._row = self._rows.pop(name) if name in self._rows else map_remote_buffer(invitation, num_bytes)
-        self._rows = dict([*self._rows.items(), (name, self._row)][-NUM_BUFFERS:])
+    def begin_send(self, buffer: object, *, num_bytes: int) -> None:
+        """See `Channel.begin_send`."""
+        self._offset = self._peer_offset = 0
+        key = json.dumps(buffer)
+        self._buffer = self._buffers.pop(key) if key in self._buffers else map_remote_buffer(buffer, num_bytes)
+        self._buffers = dict([*self._buffers.items(), (key, self._buffer)][-NUM_BUFFERS:])
 
     def send(self, data: Tensor, deadline: Deadline) -> Transfer:
-        """See `Pair.send`."""
-        self._row[self._begun : self._begun + len(data)].copy_(data)
-        self._begun += len(data)
-        self._line.send(deadline=deadline, written=self._begun)
-        return PendingWrite(self, self._begun, deadline)
+        """See `Channel.send`."""
+        self._buffer[self._offset : self._offset + len(data)].copy_(data)
+        self._offset += len(data)
+        self._control.send(deadline=deadline, written=self._offset)
+        return PendingWrite(self, self._offset, deadline)
 
     def receive(self, data: Tensor, deadline: Deadline) -> Transfer:
-        """See `Pair.receive`."""
-        self._begun += len(data)
-        return PendingRead(self, self._begun, deadline)
+        """See `Channel.receive`."""
+        self._offset += len(data)
+        return PendingRead(self, self._offset, deadline)
 
-    def wait_for_progress(self, word: str, end: int, deadline: Deadline) -> None:
-        """Wait until the other side is as far.
+    def wait_for_progress(self, key: str, end: int, deadline: Deadline) -> None:
+        """Wait until the peer reports this offset.
 
         Raises:
-            LinkLost: It is not, in time.
+            ConnectionLost: It did not before the deadline.
         """
-        while self._heard < end:
-            message = self._line.receive(deadline)
-            if not isinstance(message.get(word), int):
-                raise ConnectionLost(f"it speaks out of turn: {message}")
-            self._heard = message[word]
+        while self._peer_offset < end:
+            message = self._control.receive(deadline)
+            if not isinstance(message.get(key), int):
+                raise ConnectionLost(f"unexpected message: {message}")
+            self._peer_offset = message[key]
 
     def acknowledge(self, end: int, deadline: Deadline) -> None:
-        """Say how far we are."""
-        self._line.send(deadline=deadline, followed=end)
+        """Report the offset up to which this side has read."""
+        self._control.send(deadline=deadline, read=end)
 
     def abort(self) -> None:
-        """See `Pair.abort`."""
-        self._line.shut_down()
+        """See `Channel.abort`."""
+        self._control.shut_down()
 
 
 @dataclass(frozen=True, slots=True)
 class PendingWrite:
-    """A bucket that the other side has not followed to. See `Transfer`."""
+    """A bucket that the peer has not read yet. See `Transfer`."""
 
-    pair: SharedMemoryChannel
+    channel: SharedMemoryChannel
     end: int
     deadline: Deadline
 
     def wait(self) -> None:
         """See `Transfer.wait`."""
-        self.pair.wait_for_progress("followed", self.end, self.deadline)
+        self.channel.wait_for_progress("read", self.end, self.deadline)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRead:
-    """A bucket that may not be written yet. See `Transfer`."""
+    """A bucket that the peer may not have written yet. See `Transfer`."""
 
-    pair: SharedMemoryChannel
+    channel: SharedMemoryChannel
     end: int
     deadline: Deadline
 
     def wait(self) -> None:
         """See `Transfer.wait`."""
-        self.pair.wait_for_progress("written", self.end, self.deadline)
-        self.pair.acknowledge(self.end, self.deadline)
+        self.channel.wait_for_progress("written", self.end, self.deadline)
+        self.channel.acknowledge(self.end, self.deadline)

@@ -1,8 +1,9 @@
-"""The transports `gloo` and `nccl`: the store has every version, and the engines that are present
-are sent it besides.
+"""The transports `gloo` and `nccl`: every version is published to the store and also sent to the
+connected engines.
 
-A version is sent while it is written to the store, and served once its record is on the log, by its
-digests in the artifact's manifest: an engine can't tell by which way its weights came.
+A version is sent while it is written to the store. It is used once its record is on the log, and
+only if it matches the digests in the artifact's manifest, so an engine's weights do not depend on
+the transport.
 """
 
 from __future__ import annotations
@@ -12,58 +13,58 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from relax_events.events.parts import ObjectRef
-from relax_events.events.types import EnginesEnlisted, Event, PolicyVersionPublished
+from relax_events.events.types import BroadcastMembership, Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.weights.artifact_writer import transit_digest
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
 from relax_events.weights.manifest import WeightManifest, Weights
-from relax_events.weights.transport import StoreTransport
+from relax_events.weights.transport import StorePublisher, StoreReader
 
 
-class BroadcastPublisher(StoreTransport):
-    """The trainer's side; see `WeightsTransport`."""
+class BroadcastPublisher(StorePublisher):
+    """The trainer's side; see `WeightsPublisher`."""
 
     def __init__(self, store: ObjectStore, broadcaster: Broadcaster) -> None:
         super().__init__(store, full_snapshot_interval=broadcaster.config.full_snapshot_interval)
-        self.name, self._broadcaster = broadcaster.config.transport, broadcaster
+        self._broadcaster = broadcaster
 
     def publish(
-        self, tensors: Mapping[str, Tensor], *, policy_version: int, in_transit: bytes | None = None
+        self, tensors: Mapping[str, Tensor], *, policy_version: int, sent_digest: bytes | None = None
     ) -> tuple[ObjectRef, bytes]:
-        """Write the version to the store; it is sent meanwhile, and may still be under way when
-        this returns.
+        """Write the version to the store while it is sent to engines; sending may still be in
+        progress when this returns.
         """
         snapshot = self._broadcaster.offer(tensors, policy_version=policy_version)
         if snapshot is None:
-            return super().publish(tensors, policy_version=policy_version, in_transit=in_transit)
+            return super().publish(tensors, policy_version=policy_version, sent_digest=sent_digest)
         try:
-            in_transit = transit_digest(tensors)
-            written = super().publish(tensors, policy_version=policy_version, in_transit=in_transit)
-            snapshot.digest.set_result(in_transit)
+            sent_digest = transit_digest(tensors)
+            written = super().publish(tensors, policy_version=policy_version, sent_digest=sent_digest)
+            snapshot.digest.set_result(sent_digest)
         finally:
-            snapshot.digest.cancel()  # which changes nothing once it is known
+            snapshot.digest.cancel()  # has no effect once it is set
         return written
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         self._broadcaster.close()
 
 
-class BroadcastReader(StoreTransport):
-    """An engine's side; see `WeightsTransport`."""
+class BroadcastReader(StoreReader):
+    """An engine's side; see `WeightsReader`."""
 
     def __init__(self, store: ObjectStore, receiver: Receiver) -> None:
         super().__init__(store)
         self._receiver = receiver
 
-    def is_coming(self, published: PolicyVersionPublished) -> bool:
-        """Tell whether the trainer is sending us the version."""
+    def is_in_transit(self, published: PolicyVersionPublished) -> bool:
+        """Return whether the trainer is sending the version to this process now."""
         return self._receiver.is_in_transit(published.policy_version)
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:
-        """Give what the trainer sent, if it is what the manifest says, else what the store has. It
-        stays as it is until the next fetch.
+        """Return what the trainer sent if it matches the manifest, else read the store. The tensors
+        stay valid until the next fetch.
         """
         version = published.policy_version
         manifest = WeightManifest.from_json(self._store.get(published.artifact))
@@ -76,18 +77,18 @@ class BroadcastReader(StoreTransport):
         self._receiver.loaded_from_store(version, weights.tensors)
         return weights
 
-    def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:
-        """Join the trainer's engines, once a version has been taken from the store, and again
-        wherever the log says that the trainer is.
+    def subscribe(self, wake: Callable[[], None]) -> Callable[[Event], None]:
+        """Join the broadcast once a version has been read from the store, and again when the control
+        log announces another trainer.
         """
         self._receiver.start(wake)
 
-        def note(event: Event) -> None:
-            if isinstance(event, EnginesEnlisted):
+        def apply(event: Event) -> None:
+            if isinstance(event, BroadcastMembership):
                 self._receiver.apply(event)
 
-        return note
+        return apply
 
     def close(self) -> None:
-        """Leave the trainer."""
+        """Leave the broadcast."""
         self._receiver.close()

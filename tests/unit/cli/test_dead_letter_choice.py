@@ -12,10 +12,10 @@ from relax_events.kafka.records import Record
 from relax_events.ops.dead_letters import (
     DeadLetter,
     Selection,
-    letter_of,
-    mark,
+    parse_dead_letter,
+    resolution_record,
     require_origin,
-    untouched,
+    raw_copy,
 )
 from relax_events.topics import TopicPlan
 
@@ -35,18 +35,18 @@ HEADERS = {
 RECORD = Record(
     "relax.run.reward.dead-letters", 0, 12, "000001-0000-0", b"value", HEADERS, 1_700_000_000_000
 )
-LETTER = letter_of("reward", RECORD)
+LETTER = parse_dead_letter("reward", RECORD)
 OTHER = replace(LETTER, role="trainer", offset=3, error_class="CorruptRecord")
 DONE = replace(LETTER, offset=14, resolution="dropped")
 LETTERS = [LETTER, OTHER, DONE]
 
 
 def names(letters: list[DeadLetter]) -> list[str]:
-    return [letter.name for letter in letters]
+    return [letter.id for letter in letters]
 
 
 def test_letter_is_read_off_its_headers() -> None:
-    assert (LETTER.name, LETTER.origin, LETTER.num_bytes) == (
+    assert (LETTER.id, LETTER.origin, LETTER.num_bytes) == (
         "reward@12",
         "relax.run.rollout.samples[5]@77",
         5,
@@ -60,7 +60,7 @@ def test_letter_is_read_off_its_headers() -> None:
 
 
 def test_letter_of_a_stranger_without_headers_is_listed_all_the_same() -> None:
-    strange = letter_of(
+    strange = parse_dead_letter(
         "reward", replace(RECORD, headers={"origin-partition": "x", "origin-offset": "-1"})
     )
     assert (strange.origin_topic, strange.origin_partition, strange.origin_offset) == ("", -1, -1)
@@ -69,13 +69,13 @@ def test_letter_of_a_stranger_without_headers_is_listed_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("selection", "chosen"),
     [
-        (Selection(everything=True), ["reward@12", "trainer@3"]),
-        (Selection(everything=True, again=True), ["reward@12", "trainer@3", "reward@14"]),
+        (Selection(all_roles=True), ["reward@12", "trainer@3"]),
+        (Selection(all_roles=True, include_resolved=True), ["reward@12", "trainer@3", "reward@14"]),
         (Selection(role="trainer"), ["trainer@3"]),
         (Selection(reason="PoisonSample"), ["reward@12"]),
         (Selection(role="reward", reason="CorruptRecord"), []),
-        (Selection(names=["trainer@3", "reward@12", "trainer@3"]), ["trainer@3", "reward@12"]),
-        (Selection(names=["reward@14"], again=True), ["reward@14"]),
+        (Selection(ids=["trainer@3", "reward@12", "trainer@3"]), ["trainer@3", "reward@12"]),
+        (Selection(ids=["reward@14"], include_resolved=True), ["reward@14"]),
     ],
     ids=str,
 )
@@ -93,12 +93,12 @@ def test_letters_are_chosen_by_name_role_and_reason(
             "say which dead letters: --letter NAME, --role ROLE, --reason CLASS or --all",
         ),
         (
-            Selection(names=["reward@13"]),
+            Selection(ids=["reward@13"]),
             "there is no dead letter reward@13; relax deadletter list shows",
         ),
-        (Selection(names=["13"]), "'13' names no dead letter; they are called like reward@12"),
+        (Selection(ids=["13"]), "'13' names no dead letter; they are called like reward@12"),
         (
-            Selection(names=["reward@14"]),
+            Selection(ids=["reward@14"]),
             "dead letter reward@14 was dropped before; give --again to do it once more",
         ),
     ],
@@ -111,7 +111,7 @@ def test_choice_that_can_not_be_is_refused(selection: Selection, text: str) -> N
 
 
 def test_record_goes_back_as_it_was() -> None:
-    out = untouched(RECORD)
+    out = raw_copy(RECORD)
     assert (out.topic, out.partition, out.key, out.value) == (
         "relax.run.rollout.samples",
         5,
@@ -122,7 +122,7 @@ def test_record_goes_back_as_it_was() -> None:
 
 
 def test_mark_names_the_letter_and_holds_nothing() -> None:
-    out = mark(PLAN, LETTER, "dropped", "written by a test")
+    out = resolution_record(PLAN, LETTER, "dropped", "written by a test")
     assert (out.topic, out.partition, out.value) == ("relax.run.reward.dead-letters", 0, None)
     assert out.headers == {
         "resolves": "0@12",

@@ -9,7 +9,7 @@ import pytest
 
 from tests.stack.container_engine import ContainerEngine, StackError, read_pins
 from tests.stack.images import Stopwatch, default_of, image_names, provide_images
-from tests.stack.pins import images_of_others, text_of
+from tests.stack.pins import read_third_party_images, render_pins
 from tests.stack.run import bytes_of
 
 COMPOSE = Path(__file__).parents[3] / "compose"
@@ -44,7 +44,7 @@ def test_image_is_the_compose_files_unless_it_is_chosen(monkeypatch: pytest.Monk
 
 
 def test_every_image_of_others_can_be_pinned_and_is_named_by_a_version() -> None:
-    images = images_of_others()
+    images = read_third_party_images()
     assert {
         "KAFKA_IMAGE",
         "PROMETHEUS_IMAGE",
@@ -70,7 +70,7 @@ def test_images_of_ours_are_built_on_the_base_that_is_pinned_and_copy_from_no_ot
 
 def test_pins_are_read_as_they_were_written(tmp_path: Path) -> None:
     pins = {"KAFKA_IMAGE": f"apache/kafka@{DIGEST}", "BASE_IMAGE": f"debian@{DIGEST}"}
-    (tmp_path / "images.env").write_text(text_of(pins))
+    (tmp_path / "images.env").write_text(render_pins(pins))
     assert read_pins(tmp_path / "images.env") == pins
     assert read_pins(tmp_path / "none.env") == {}
 

@@ -34,7 +34,12 @@ IDLE = Observation(
 
 
 def over(
-    seconds: float, look: Observation = CALM, *, every: float = 10.0, before: Observation = CALM, **changes: Any
+    seconds: float,
+    look: Observation = CALM,
+    *,
+    every: float = 10.0,
+    before: Observation = CALM,
+    **changes: Any,
 ) -> list[Observation]:
     """Return looks of 300 s, the last so many seconds of them with these changes."""
     times = [every * place for place in range(int(300 / every) + 1)]

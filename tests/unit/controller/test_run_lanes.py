@@ -8,8 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.controller.rollout_capacity import max_rollout_workers, require_rollout_capacity, read_share_group_size
-from relax_events.controller.scaling_admission import ScaleCommand, RejectedError, admit
+from relax_events.controller.rollout_capacity import (
+    max_rollout_workers,
+    read_share_group_size,
+    require_rollout_capacity,
+)
+from relax_events.controller.scaling_admission import RejectedError, ScaleCommand, admit
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.errors import BrokerRefused, ConfigError
 from relax_events.projections.scale_requests import Kind
@@ -63,7 +67,8 @@ def test_run_that_asks_for_more_lanes_than_the_share_group_holds_is_refused_with
     assert (
         require_rollout_capacity(
             make_run_config(
-                workers={"rollout": 7}, broker={"prompt_queue": "consumer_group", "queue_partitions": 7}
+                workers={"rollout": 7},
+                broker={"prompt_queue": "consumer_group", "queue_partitions": 7},
             ),
             10,
         )

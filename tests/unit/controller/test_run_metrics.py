@@ -55,10 +55,10 @@ def beat(
 
 def test_newest_step_is_served_with_its_figures_and_phases(make_run_config: MakeRunConfig) -> None:
     config = make_run_config(run={"num_steps": 7, "max_staleness": 3})
-    older = committed(0, figures={"reward_mean": 0.1, "grad_norm": 9.0})
+    older = committed(0, metrics={"reward_mean": 0.1, "grad_norm": 9.0})
     newest = committed(
         1,
-        figures={"reward_mean": 0.75},
+        metrics={"reward_mean": 0.75},
         staleness_counts=[4, 0, 2, 0],
         phase_seconds={"wait": 1.5, "forward": 0.5},
         committed_at=12_500_000,
@@ -92,7 +92,7 @@ def test_what_is_not_known_yet_has_no_sample(make_run_config: MakeRunConfig) -> 
 
 def test_figure_that_is_no_number_is_served_as_it_is(make_run_config: MakeRunConfig) -> None:
     found = served(
-        make_run_config(), committed(0, figures={"loss": math.nan, "grad_norm": math.inf})
+        make_run_config(), committed(0, metrics={"loss": math.nan, "grad_norm": math.inf})
     )
     figures = found["relax_train_step_figure"]
     assert math.isnan(figures[(("figure", "loss"),)])
@@ -241,7 +241,7 @@ def test_number_of_series_does_not_grow_with_the_run(make_run_config: MakeRunCon
         ]
         for step in range(num_steps):
             events += [
-                committed(step, figures={"reward_mean": 0.5}, phase_seconds={"wait": 1.0}),
+                committed(step, metrics={"reward_mean": 0.5}, phase_seconds={"wait": 1.0}),
                 published(step + 1),
             ]
             events.append(

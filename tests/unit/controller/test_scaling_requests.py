@@ -12,19 +12,19 @@ from small_settings import small_run
 from relax_events.config import SGLangConfig
 from relax_events.controller.metrics import ScaleMetrics
 from relax_events.controller.scaling_admission import (
-    ScaleCommand,
     ConflictError,
-    RejectedError,
     NotFoundError,
-    require_cancellable,
+    RejectedError,
+    ScaleCommand,
     admit,
+    require_cancellable,
 )
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.parts import Command
 from relax_events.events.types import RunCommanded
 from relax_events.projections.run_state import RunState
 from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
-from relax_events.projections.scaling import ExitReason, KEPT_MICROS, MAX_ENDED_KEPT, ScaleState
+from relax_events.projections.scaling import KEPT_MICROS, MAX_ENDED_KEPT, ExitReason, ScaleState
 from relax_events.runtime.control_view import still_valid
 from tests.unit.run_events import run_config
 
@@ -60,7 +60,10 @@ def scaled(**asked: Any) -> ScaleState:
 def test_target_is_absolute_and_counts_the_workers_of_the_start() -> None:
     state = ScaleState()
     assert opened(state, kind=Kind.OUT, target=3).workers == ("rollout-1", "rollout-2")
-    assert admit(scaled(target=3), BOUNDS, ScaleCommand(kind=Kind.OUT, target=3), now=0).request is None
+    assert (
+        admit(scaled(target=3), BOUNDS, ScaleCommand(kind=Kind.OUT, target=3), now=0).request
+        is None
+    )
     assert (
         admit(scaled(target=3), BOUNDS, ScaleCommand(kind=Kind.OUT, target=2), now=0).text
         == "workers of default there are: 3"
@@ -90,9 +93,12 @@ def test_servers_of_the_run_file_are_not_shared() -> None:
     engine = config.engine.model_copy(
         update={"name": "sglang", "sglang": SGLangConfig(urls=(A + "/",))}
     )
-    bounds = ScalingBounds.from_config(config.model_copy(update={"engine": engine}), is_supervised=True)
+    bounds = ScalingBounds.from_config(
+        config.model_copy(update={"engine": engine}), is_supervised=True
+    )
     with pytest.raises(
-        RejectedError, match="those of the run file have theirs; name servers of their own in engine_urls"
+        RejectedError,
+        match="those of the run file have theirs; name servers of their own in engine_urls",
     ):
         admit(ScaleState(), bounds, ScaleCommand(kind=Kind.OUT, target=2), now=0)
     assert (
@@ -227,7 +233,10 @@ def test_second_of_two_controllers_that_did_not_know_of_each_other_comes_to_noth
 def test_only_what_brings_workers_and_is_not_over_can_be_cancelled() -> None:
     state = ScaleState()
     request = opened(state, kind=Kind.OUT, target=2)
-    assert require_cancellable(state.requests[request.request_id]) is state.requests[request.request_id]
+    assert (
+        require_cancellable(state.requests[request.request_id])
+        is state.requests[request.request_id]
+    )
     ended(state, request, Status.CREATING, Status.ACTIVE)
     with pytest.raises(RejectedError, match="is ACTIVE; only what has not ended can be cancelled"):
         require_cancellable(state.requests[request.request_id])
@@ -277,7 +286,9 @@ def test_requests_that_are_over_are_known_for_days_and_the_newest_of_them_for_ev
             Status.FAILED,
         )
     assert (len(state.requests), sum(state.num_ended.values())) == (len(numbers), len(numbers))
-    again = admit(state, BOUNDS, ScaleCommand(kind=Kind.OUT, target=2, key="key-0"), now=30 * SECOND)
+    again = admit(
+        state, BOUNDS, ScaleCommand(kind=Kind.OUT, target=2, key="key-0"), now=30 * SECOND
+    )
     assert not again.is_new  # the call of a caller that lost the answer, hundreds of requests ago
     late = opened(state, kind=Kind.OUT, target=2)
     state.apply(late.status_command(Status.FAILED, now=20 * SECOND + KEPT_MICROS + 1))
@@ -294,12 +305,20 @@ def test_worker_has_as_long_as_its_server_may_take_to_start_and_load() -> None:
             "sglang": config.engine.sglang.model_copy(update={"start_seconds": 2000.0}),
         }
     )
-    bounds = ScalingBounds.from_config(config.model_copy(update={"engine": engine}), is_supervised=True)
+    bounds = ScalingBounds.from_config(
+        config.model_copy(update={"engine": engine}), is_supervised=True
+    )
     assert bounds.pools["default"].timeout == 4000 * SECOND
     with pytest.raises(
-        RejectedError, match=r"timeout_secs must be >= 4000, got 300: .* .engine.sglang.start_seconds"
+        RejectedError,
+        match=r"timeout_secs must be >= 4000, got 300: .* .engine.sglang.start_seconds",
     ):
-        admit(ScaleState(), bounds, ScaleCommand(kind=Kind.OUT, target=2, timeout_seconds=300.0), now=1)
+        admit(
+            ScaleState(),
+            bounds,
+            ScaleCommand(kind=Kind.OUT, target=2, timeout_seconds=300.0),
+            now=1,
+        )
     with pytest.raises(
         ValueError,
         match=r"scaling.timeout_seconds must be 0 or >= 1200, got 300: .*engine.sglang.start_seconds",

@@ -31,7 +31,7 @@ from relax_events.engines.sglang.inflight import InflightRequest, UnknownVersion
 from relax_events.engines.sglang.patches import model as model_intake
 from relax_events.engines.sglang.patches import plugin
 from relax_events.engines.sglang.weight_checksums import WeightChecksums
-from relax_events.engines.transformers.rows import SampleState
+from relax_events.engines.sample_state import SampleState
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.parts import VersionSegment
 from tests.unit.moving_and_sounding import expert_model, omni_model, whole_omni_model

@@ -26,8 +26,8 @@ from relax_events.runtime.run_description import describe, described_config, is_
 from relax_events.topics import TopicPlan
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.replay.relabel import (
-    RelabelledReward,
     AdvantageRelabeller,
+    RelabelledReward,
     needs_new_advantages,
     require_recorded_teacher,
 )
@@ -160,7 +160,9 @@ def placed(rewards: list[float], **changes: Any) -> list[LocatedSample]:
 
 def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
     samples = placed([0.0, 1.0, 0.5, 0.5])
-    plain = AdvantageRelabeller(AlgorithmConfig(normalise_std=False), max_new_tokens=8)(samples[::-1])
+    plain = AdvantageRelabeller(AlgorithmConfig(normalise_std=False), max_new_tokens=8)(
+        samples[::-1]
+    )
     assert [item.offset for item in plain] == [3, 2, 1, 0]
     assert [item.sample.advantages.tolist() for item in plain] == [
         [0, 0, 0, 0],
@@ -174,7 +176,10 @@ def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
 
 
 def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
-    rewards = {(f"{GROUP}/0", 0, ""): RelabelledReward(3.0), (f"{GROUP}/1", 0, ""): RelabelledReward(1.0)}
+    rewards = {
+        (f"{GROUP}/0", 0, ""): RelabelledReward(3.0),
+        (f"{GROUP}/1", 0, ""): RelabelledReward(1.0),
+    }
     judged = AdvantageRelabeller(
         AlgorithmConfig(normalise_std=False), max_new_tokens=8, rewards=rewards, scores="strict"
     )(placed([0.0, 1.0]))
@@ -196,9 +201,9 @@ def test_rejudging_distils_with_another_coefficient() -> None:
     taught = {
         "teacher_logprobs": np.array([0, 0, -1.5, -0.75], np.float32)
     }  # the engine said -0.5 and -0.25
-    judged = AdvantageRelabeller(AlgorithmConfig(name="opd", distill_coefficient=2.0), max_new_tokens=8)(
-        placed([0.0, 1.0], **taught)
-    )
+    judged = AdvantageRelabeller(
+        AlgorithmConfig(name="opd", distill_coefficient=2.0), max_new_tokens=8
+    )(placed([0.0, 1.0], **taught))
     assert [item.sample.advantages.tolist() for item in judged] == [[0, 0, -2.0, -1.0]] * 2
     with pytest.raises(
         ConfigError,
@@ -274,7 +279,7 @@ def test_first_difference_is_told_and_times_do_not_count() -> None:
     step = committed(
         3,
         sample_ids=["a", "b"],
-        figures={"loss": 0.5, "reward_mean": 1.0},
+        metrics={"loss": 0.5, "reward_mean": 1.0},
         phase_seconds={"wait": 1.0},
         committed_at=1,
     )
@@ -286,7 +291,7 @@ def test_first_difference_is_told_and_times_do_not_count() -> None:
     )
     assert (
         first_difference(
-            step, dataclasses.replace(step, figures={"loss": 0.25, "reward_mean": 1.0})
+            step, dataclasses.replace(step, metrics={"loss": 0.25, "reward_mean": 1.0})
         )
         == "loss was 0.5, is 0.25"
     )
@@ -294,13 +299,13 @@ def test_first_difference_is_told_and_times_do_not_count() -> None:
         first_difference(
             step,
             dataclasses.replace(
-                step, figures={"loss": 0.5, "reward_mean": 1.0, "masked_fraction": 0.0}
+                step, metrics={"loss": 0.5, "reward_mean": 1.0, "masked_fraction": 0.0}
             ),
         )
         == ""
     )
     assert (
-        first_difference(step, dataclasses.replace(step, figures={"loss": 0.5}))
+        first_difference(step, dataclasses.replace(step, metrics={"loss": 0.5}))
         == "reward_mean was 1.0, is None"
     )
     assert (

@@ -13,7 +13,7 @@ from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, Outcome
 from relax_events.events.types import PromptGroupEnded
 from relax_events.history.run_log import DecodedRecord
-from relax_events.history.samples.filter import UNBOUNDED, VersionRange, SampleFilter, parse_bounds
+from relax_events.history.samples.filter import UNBOUNDED, SampleFilter, VersionRange, parse_bounds
 from relax_events.history.samples.view import SampleView
 from relax_events.topics import TopicPlan
 

@@ -15,7 +15,11 @@ import pytest
 from relax_events.cli.output import accept_source
 from relax_events.config import RunConfig
 from relax_events.config.external_values import Named, Names
-from relax_events.history.runs.inherited_code import NotTrusted, own_run_files, require_trust
+from relax_events.history.runs.inherited_code import (
+    UntrustedSettingsError,
+    read_own_run_files,
+    require_trust,
+)
 from relax_events.runtime.run_description import describe, described_config
 from relax_events.session.resume import find_changes, settings_history
 
@@ -40,7 +44,7 @@ def left(
     directory: Path = Path("elsewhere"),
 ) -> dict[str, Any]:
     """Return what somebody would have to agree to."""
-    refused: list[NotTrusted] = []
+    refused: list[UntrustedSettingsError] = []
     require_trust(
         source,
         is_replay=is_replay,
@@ -139,7 +143,9 @@ def test_run_files_of_this_directory_vouch(make_run_config: MakeConfig, tmp_path
     folder.mkdir(parents=True)
     (folder / "run.json").write_bytes(orjson.dumps(source.model_dump(mode="json")))
     assert (
-        left(source, own=list(own_run_files(tmp_path, source.run.id, "no-such-run", named=None)))
+        left(
+            source, own=list(read_own_run_files(tmp_path, source.run.id, "no-such-run", named=None))
+        )
         == {}
     )
 
@@ -183,7 +189,7 @@ def test_person_who_is_asked_sees_the_list_and_decides(
         def isatty(self) -> bool:
             return True
 
-    refused = NotTrusted(
+    refused = UntrustedSettingsError(
         "old", [Named("reward.routes.x\n  y.function", "/nfs/evil.py:\x1b[2J", Names.CODE)]
     )
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
@@ -195,11 +201,11 @@ def test_person_who_is_asked_sees_the_list_and_decides(
     )
     assert "take all this over? [y/N]" in shown
     monkeypatch.setattr("sys.stdin", Terminal("\n"))
-    with pytest.raises(NotTrusted):
+    with pytest.raises(UntrustedSettingsError):
         accept_source(refused, trusts=False)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     with pytest.raises(
-        NotTrusted,
+        UntrustedSettingsError,
         match=(
             "give --config with a run file that does, set these keys by arguments, or give "
             "--trust-source"

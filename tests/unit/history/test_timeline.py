@@ -15,7 +15,7 @@ from relax_events.events.types import (
     PolicyVersionPublished,
     RunCommanded,
 )
-from relax_events.history.runs.timeline import TRACKS, entries_of, trace_text, track_names
+from relax_events.history.runs.timeline import TRACKS, build_entries, format_trace, track_names
 from tests.unit.run_events import train_step
 
 SECOND = 10**6
@@ -33,8 +33,8 @@ EVENTS: list[Event] = [
 
 
 def trace(events: list[Event]) -> list[dict[str, Any]]:
-    entries = [*track_names(), *(entry for event in events for entry in entries_of(event))]
-    whole = json.loads("".join(trace_text(orjson.dumps(entry).decode() for entry in entries)))
+    entries = [*track_names(), *(entry for event in events for entry in build_entries(event))]
+    whole = json.loads("".join(format_trace(orjson.dumps(entry).decode() for entry in entries)))
     assert set(whole) == {"displayTimeUnit", "traceEvents"}
     found: list[dict[str, Any]] = whole["traceEvents"]
     return found
@@ -88,4 +88,4 @@ def test_things_lie_where_they_happened() -> None:
 
 
 def test_empty_trace_is_one_too() -> None:
-    assert json.loads("".join(trace_text([])))["traceEvents"] == []
+    assert json.loads("".join(format_trace([])))["traceEvents"] == []

@@ -20,7 +20,7 @@ from relax_events.errors import (
 )
 from relax_events.kafka.auth_errors import AuthFailureTracker
 from relax_events.kafka.connection import (
-    AddressWatch,
+    AddressMonitor,
     BackgroundErrorLog,
     Connection,
     translate,
@@ -117,7 +117,7 @@ def told(seconds: float, source: str, *, age: float = 0.0) -> str:
 
 def lost_by(reports: list[str]) -> bool:
     auth_failures = AuthFailureTracker()
-    watch = AddressWatch("a:1", auth_failures, report_seconds=20.0)
+    watch = AddressMonitor("a:1", auth_failures, report_seconds=20.0)
     for report in reports:
         watch.update(report)
     try:

@@ -20,7 +20,7 @@ from relax_events.kafka.credentials import (
     remove_credentials,
 )
 from relax_events.launcher.supervisor import Supervisor
-from relax_events.ops.security import make_folder
+from relax_events.ops.security import create_folder
 from relax_events.telemetry.redaction import redacted
 
 SECRET = "correct horse battery staple"
@@ -32,7 +32,7 @@ def secured(make_run_config: Callable[..., RunConfig], tmp_path: Path) -> RunCon
         run={"id": "demo"},
         broker={"credentials": str(tmp_path / "security"), "bootstrap_servers": "kafka-1:9093"},
     )
-    make_folder(config, tmp_path / "security", lifetime=timedelta(days=1))
+    create_folder(config, tmp_path / "security", lifetime=timedelta(days=1))
     return config
 
 

@@ -12,12 +12,12 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.kafka.embedded.security import NodeSecurity, choose_credentials
 from relax_events.kafka.embedded.settings import build_server_properties
-from relax_events.ops.security import make_folder
+from relax_events.ops.security import create_folder
 
 
 @pytest.fixture
 def security(make_run_config: Callable[..., RunConfig], tmp_path: Path) -> NodeSecurity:
-    make_folder(make_run_config(), tmp_path / "security", lifetime=timedelta(days=1))
+    create_folder(make_run_config(), tmp_path / "security", lifetime=timedelta(days=1))
     return NodeSecurity.from_folder(tmp_path / "security", internal_port=20003)
 
 

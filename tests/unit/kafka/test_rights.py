@@ -53,7 +53,7 @@ def test_every_topic_but_the_dead_letters_has_a_reader() -> None:
     [
         ("control.policy-versions", {"trainer"}),
         ("control.train-steps", {"trainer"}),
-        ("control.group-outcomes", {"trainer"}),
+        ("control.prompt-group-outcomes", {"trainer"}),
         ("control.commands", {"controller"}),
         ("prompt.groups", {"prompter"}),
         ("rollout.samples", {"rollout"}),

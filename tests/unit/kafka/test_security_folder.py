@@ -14,7 +14,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.kafka.security.acls import PRINCIPALS, build_acls
 from relax_events.kafka.security.folder import ADMIN, EMBEDDED_HOST, SecurityFolder, read_secret
-from relax_events.ops.security import Renewal, make_folder
+from relax_events.ops.security import Renewal, create_folder
 
 YEAR = timedelta(days=365)
 READABLE_BY_ALL = {"ca.pem"}
@@ -27,7 +27,7 @@ def config(make_run_config: Callable[..., RunConfig]) -> RunConfig:
 
 @pytest.fixture
 def folder(config: RunConfig, tmp_path: Path) -> SecurityFolder:
-    make_folder(config, tmp_path / "security", lifetime=YEAR)
+    create_folder(config, tmp_path / "security", lifetime=YEAR)
     return SecurityFolder(tmp_path / "security")
 
 
@@ -89,7 +89,7 @@ def test_rights_are_listed_for_other_tools(folder: SecurityFolder) -> None:
 
 def test_second_making_changes_nothing(folder: SecurityFolder, config: RunConfig) -> None:
     before = files_of(folder)
-    assert make_folder(config, folder.path, lifetime=YEAR) == []
+    assert create_folder(config, folder.path, lifetime=YEAR) == []
     assert files_of(folder) == before
 
 
@@ -97,7 +97,7 @@ def test_second_run_and_host_are_added_beside_what_is_there(
     folder: SecurityFolder, make_run_config: Callable[..., RunConfig]
 ) -> None:
     before = files_of(folder)
-    make_folder(
+    create_folder(
         make_run_config(run={"id": "other"}), folder.path, hosts=["kafka-1.example"], lifetime=YEAR
     )
     after = files_of(folder)
@@ -116,11 +116,11 @@ def test_renewal_replaces_what_was_named_and_keeps_the_rest(
         folder.broker_file(EMBEDDED_HOST).read_bytes(),
         folder.ca_file.read_bytes(),
     )
-    make_folder(config, folder.path, lifetime=YEAR, renewal=Renewal(passwords=True))
+    create_folder(config, folder.path, lifetime=YEAR, renewal=Renewal(passwords=True))
     passwords = passwords_of(folder)
     assert passwords[ADMIN] == before[0][ADMIN]
     assert all(passwords[name] != before[0][name] for name in passwords if name != ADMIN)
-    make_folder(config, folder.path, lifetime=YEAR, renewal=Renewal(certificates=True))
+    create_folder(config, folder.path, lifetime=YEAR, renewal=Renewal(certificates=True))
     assert folder.broker_file(EMBEDDED_HOST).read_bytes() != before[1]
     assert folder.ca_file.read_bytes() == before[2]
 
@@ -132,7 +132,7 @@ def test_certificate_can_not_be_made_where_the_authoritys_key_is_not(
     with pytest.raises(
         ConfigError, match=r"ca.key is not there, so certificates for kafka-9 can't be signed"
     ):
-        make_folder(config, folder.path, hosts=["kafka-9"], lifetime=YEAR)
+        create_folder(config, folder.path, hosts=["kafka-9"], lifetime=YEAR)
 
 
 def test_unknown_principal_is_refused_with_those_that_exist(folder: SecurityFolder) -> None:

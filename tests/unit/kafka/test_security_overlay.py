@@ -14,8 +14,8 @@ import yaml
 
 from relax_events.config import RunConfig
 from relax_events.kafka.security.folder import SecurityFolder
-from relax_events.ops.compose_overlay import variable
-from relax_events.ops.security import make_folder
+from relax_events.ops.compose_overlay import environment_variable
+from relax_events.ops.security import create_folder
 
 STACK = yaml.safe_load((Path(__file__).parents[3] / "compose" / "docker-compose.yml").read_text())[
     "services"
@@ -29,7 +29,7 @@ Overlay = Callable[..., dict[str, Any]]
 def overlay(make_run_config: Callable[..., RunConfig]) -> Overlay:
     def make(path: Path, *hosts: str) -> dict[str, Any]:
         config = make_run_config()
-        make_folder(config, path, hosts=hosts, lifetime=timedelta(days=1))
+        create_folder(config, path, hosts=hosts, lifetime=timedelta(days=1))
         written: dict[str, Any] = json.loads(
             SecurityFolder(path).overlay_file(config.run.id).read_text()
         )
@@ -50,7 +50,7 @@ def overlay(make_run_config: Callable[..., RunConfig]) -> Overlay:
     ],
 )
 def test_property_is_spelt_as_kafkas_image_reads_it(key: str, name: str) -> None:
-    assert variable(key) == name
+    assert environment_variable(key) == name
 
 
 def test_every_service_of_ours_that_reaches_the_broker_is_a_principal_of_its_own(

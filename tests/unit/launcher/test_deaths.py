@@ -71,7 +71,9 @@ def test_elastic_worker_is_given_up_although_others_get_the_run_on(
 ) -> None:
     deaths, found = DeathCount(), []
     for num_steps in (1, 2, 3):
-        deaths = deaths.count_death(Progress(num_steps), worker_id="rollout-1", role="rollout", pid=PID)
+        deaths = deaths.count_death(
+            Progress(num_steps), worker_id="rollout-1", role="rollout", pid=PID
+        )
         found.append(deaths.exceeds(2, is_elastic=is_elastic))
     assert found == expected
 

@@ -13,9 +13,9 @@ from relax_events.ops.offset_reset import (
     OffsetMove,
     ResetPlan,
     ResetTarget,
+    find_version_offsets,
     parse_offsets,
     parse_time_ms,
-    find_version_offsets,
 )
 from relax_events.topics import TopicPlan
 

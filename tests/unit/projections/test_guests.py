@@ -81,7 +81,7 @@ def test_ledger_counts_guests_apart() -> None:
         books.apply(event, at("control.prompt-group-outcomes"))
     for _ in range(2):
         figures = books.totals()
-        assert figures["prompt_groups_of_guests"] == 1
+        assert figures["prompt_groups_external"] == 1
         assert figures["outcomes"] == {
             "issued": 1,
             "trained": 0,
@@ -97,7 +97,7 @@ def test_ledger_counts_guests_apart() -> None:
 
 def test_forgotten_guest_makes_no_step_count_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in a guest's id is its producer's word: it may lie far ahead of the trainer's."""
-    monkeypatch.setattr(assembly, "ID_WINDOW", 4)
+    monkeypatch.setattr(assembly, "DEDUP_WINDOW_SIZE", 4)
     decided = assembly.DedupWindow(())
     decided.add("999999-1000000-0")
     for step in range(4):

@@ -183,7 +183,9 @@ def test_cut_ends_at_the_lowest_bound_and_names_it() -> None:
     place, other = (ROLLED, 0), (ROLLED, 1)
     bounds = {"reward": {place: 12, other: 30}, "advantage": {place: 9}}
     cuts = bounded_ranges({place: 4, other: 5}, {place: 20, other: 20}, bounds)
-    assert [(cut.topic_partition, cut.begin, cut.end, cut.held_by, cut.num_records) for cut in cuts] == [
+    assert [
+        (cut.topic_partition, cut.begin, cut.end, cut.held_by, cut.num_records) for cut in cuts
+    ] == [
         (place, 4, 9, "advantage", 5),
         (other, 5, 20, "versions", 15),
     ]

@@ -30,7 +30,7 @@ def test_run_state_is_what_the_log_says() -> None:
         published(0),
         committed(0),
         published(1),
-        committed(1, figures={"reward_mean": 0.75}),
+        committed(1, metrics={"reward_mean": 0.75}),
         beat,
         report,
     ]
@@ -53,7 +53,7 @@ def test_run_state_keeps_of_a_step_what_is_shown_and_none_of_its_samples() -> No
         "staleness_counts": [1, 1],
         "offsets": np.arange(2),
     }
-    state, step = RunState(), committed(0, figures={"reward_mean": 0.75}, **of_samples)
+    state, step = RunState(), committed(0, metrics={"reward_mean": 0.75}, **of_samples)
     state.apply(step)
     (kept,) = state.steps
     assert (kept.train_step, kept.metrics, kept.phase_seconds, kept.weights_digest) == (
@@ -170,7 +170,11 @@ def test_run_state_does_not_grow_with_the_run() -> None:
 def test_run_state_may_begin_at_any_publication_which_sums_up_what_lies_before() -> None:
     state = RunState()
     for event in (
-        replace(published(700), num_steps_before=699, outcome_counts_before={"trained": 5592, "failed": 3}),
+        replace(
+            published(700),
+            num_steps_before=699,
+            outcome_counts_before={"trained": 5592, "failed": 3},
+        ),
         committed(699),
         published(701),
     ):

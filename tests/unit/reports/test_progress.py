@@ -12,8 +12,13 @@ from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import MetricsReported
 from relax_events.projections.run_state import RunState
 from relax_events.reports.terminal import ProgressDisplay
-from relax_events.reports.terminal_panel import ProgressPanel, clock, fit, sparkline
-from relax_events.reports.terminal_values import ProgressFigures, WorkerRow, WorkerTable
+from relax_events.reports.terminal_panel import (
+    ProgressPanel,
+    format_clock,
+    select_workers,
+    sparkline,
+)
+from relax_events.reports.terminal_values import ProgressMetrics, WorkerRow, WorkerTable
 from tests.unit.run_events import beat, run_config, train_step
 
 LAG = {"reward": {0: 1, 1: 2}, "trainer": {1: 9}}
@@ -37,8 +42,8 @@ def state_of(*steps: float, since: float = 100.0) -> RunState:
     return state
 
 
-def figures_of(state: RunState, since: float = 100.0, *, num_steps: int = 4) -> ProgressFigures:
-    return ProgressFigures.of(
+def figures_of(state: RunState, since: float = 100.0, *, num_steps: int = 4) -> ProgressMetrics:
+    return ProgressMetrics.from_state(
         run_config(num_steps=num_steps), state, lag=LAG, since_micros=int(since * 1e6)
     )
 
@@ -63,11 +68,11 @@ def test_figures_give_rates_and_remaining_time_from_commit_to_commit() -> None:
 
 def test_figures_of_learning_are_those_that_the_step_has() -> None:
     state = state_of(1.0)
-    assert list(figures_of(state).learning) == ["reward", "loss", "kl"]
+    assert list(figures_of(state).learning_metrics) == ["reward", "loss", "kl"]
     for name in ("reward_mean", "kl_estimate"):
-        del state.steps[0].figures[name]
-    assert figures_of(state).learning == {"loss": 0.25}
-    assert list(figures_of(state_of()).learning) == ["reward", "loss", "kl"]
+        del state.steps[0].metrics[name]
+    assert figures_of(state).learning_metrics == {"loss": 0.25}
+    assert list(figures_of(state_of()).learning_metrics) == ["reward", "loss", "kl"]
 
 
 def test_figures_leave_out_earlier_sessions_when_a_run_is_taken_up_again() -> None:
@@ -82,7 +87,7 @@ def test_figures_take_the_phases_of_a_step_that_stands_alone() -> None:
 
 
 def test_figures_are_unknown_before_the_first_step_and_where_the_trainer_tells_none() -> None:
-    empty = ProgressFigures.of(run_config(), RunState(), lag={}, since_micros=0)
+    empty = ProgressMetrics.from_state(run_config(), RunState(), lag={}, since_micros=0)
     assert (
         empty.step,
         empty.reward,
@@ -91,7 +96,7 @@ def test_figures_are_unknown_before_the_first_step_and_where_the_trainer_tells_n
         empty.remaining_seconds,
     ) == (0, None, None, None, None)
     state = state_of(1.0)
-    state.steps[0].figures.clear()
+    state.steps[0].metrics.clear()
     bare = figures_of(state)
     assert (bare.reward, bare.loss, bare.rewards, bare.tokens_per_second) == (None, None, (), 0.0)
 
@@ -144,8 +149,8 @@ def test_worker_table_tells_states_apart() -> None:
         told.policy_version,
         told.records_per_second,
     ) == (7, 3, 2, 12.5)
-    assert told.beat_age_seconds == pytest.approx(0.5)
-    assert [name for name, row in rows.items() if not row.is_well] == ["reward-0", "trainer-0"]
+    assert told.heartbeat_age_seconds == pytest.approx(0.5)
+    assert [name for name, row in rows.items() if not row.is_healthy] == ["reward-0", "trainer-0"]
 
 
 def test_worker_table_counts_a_restart_when_another_process_beats() -> None:
@@ -184,7 +189,7 @@ def drawn(
         WorkerRow(
             worker_id=f"rollout-{index}",
             state="down" if index == 40 else "working",
-            is_well=index != 40,
+            is_healthy=index != 40,
             engine=engine if index == 1 else {},
         )
         for index in range(num_workers)
@@ -192,7 +197,7 @@ def drawn(
     panel = ProgressPanel(
         run_id="shown",
         elapsed_seconds=61,
-        figures=figures_of(state_of(1.0, 2.0)),
+        metrics=figures_of(state_of(1.0, 2.0)),
         workers=workers,
         lag=LAG,
         num_slots=num_slots,
@@ -344,14 +349,14 @@ def test_panel_draws_in_ascii_where_the_terminal_knows_no_more() -> None:
 
 def test_fit_counts_what_is_left_out() -> None:
     rows = [
-        WorkerRow(worker_id=f"reward-{index}", state="idle", is_well=True) for index in range(10)
+        WorkerRow(worker_id=f"reward-{index}", state="idle", is_healthy=True) for index in range(10)
     ]
-    shown, num_hidden = fit(rows, 4)
+    shown, num_hidden = select_workers(rows, 4)
     assert ([row.worker_id for row in shown], num_hidden) == (
         ["reward-0", "reward-1", "reward-2"],
         7,
     )
-    assert fit(rows, 10) == (rows, 0)
+    assert select_workers(rows, 10) == (rows, 0)
 
 
 def test_sparkline_spans_the_values() -> None:
@@ -361,7 +366,7 @@ def test_sparkline_spans_the_values() -> None:
 
 
 def test_clock_writes_hours_minutes_seconds() -> None:
-    assert [clock(None), clock(0.4), clock(3661), clock(360_000)] == [
+    assert [format_clock(None), format_clock(0.4), format_clock(3661), format_clock(360_000)] == [
         "-",
         "0:00:00",
         "1:01:01",
@@ -424,8 +429,8 @@ def test_lines_say_that_nothing_comes_and_who_is_not_well() -> None:
 
 def test_display_survives_figures_that_are_missing_or_not_finite() -> None:
     state = state_of(1.0, 2.0)
-    state.steps[0].figures.clear()
-    state.steps[1].figures["reward_mean"] = math.nan
+    state.steps[0].metrics.clear()
+    state.steps[1].metrics["reward_mean"] = math.nan
     for tty in (True, False):
         stream = StringIO()
         with ProgressDisplay(run_config(), tty=tty, stream=stream) as display:
@@ -442,10 +447,10 @@ def test_display_draws_a_panel_on_a_terminal_and_gives_the_cursor_back(
     state = state_of(1.0)
     state.outcomes[Outcome.TRAINED.value] = 5
     with ProgressDisplay(run_config(), tty=True, stream=stream) as display:
-        display.note("broker started [at] 127.0.0.1")
+        display.print_line("broker started [at] 127.0.0.1")
         assert stream.getvalue() == "broker started [at] 127.0.0.1\n"
         display.update(state, lag=LAG, alive={"rollout-0": True})
-        display.note("a worker died")
+        display.print_line("a worker died")
         state.apply(train_step(1, at_seconds=102.0))
     text = stream.getvalue()
     assert "a worker died" in text
@@ -470,5 +475,5 @@ def test_display_gives_the_terminal_back_when_the_run_fails() -> None:
 
 def test_display_writes_lines_to_what_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressDisplay(run_config()) as display:
-        display.note("hello")
+        display.print_line("hello")
     assert capsys.readouterr().err == "hello\n"

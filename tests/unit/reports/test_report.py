@@ -16,7 +16,7 @@ from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished, P
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import build_report, write_report
-from relax_events.reports.report_page import duration, render_report
+from relax_events.reports.report_page import format_duration, render_report
 from relax_events.runtime.run_description import config_digest
 from tests.unit.html_page import Page
 from tests.unit.run_events import at, records_of, run_config, train_step
@@ -325,7 +325,7 @@ def test_report_keeps_client_settings_to_itself() -> None:
     ],
 )
 def test_duration_is_for_people(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def evaluated(version: int, dataset: str, reward: float | None) -> PolicyEvaluated:
@@ -347,11 +347,11 @@ def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(
     ):
         state.apply(event)
     ledger.apply(
-        replace(issued("000099-0000-0"), passed_over={"3": "too_long", "4": HOSTILE}),
+        replace(issued("000099-0000-0"), skipped_rows={"3": "too_long", "4": HOSTILE}),
         at("prompt.groups"),
     )
     ledger.apply(
-        replace(issued("000099-0000-0"), passed_over={"3": "too_long", "5": "too_long"}),
+        replace(issued("000099-0000-0"), skipped_rows={"3": "too_long", "5": "too_long"}),
         at("prompt.groups"),
     )
     report = build_report(
@@ -372,7 +372,7 @@ def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(
         (2, "b", 0.5),
     ]  # what an evaluator says twice counts once
     assert report["evaluations"][0]["pass_at_k"] == {"2": 0.75}
-    assert report["prompts_passed_over"] == {HOSTILE: 1, "too_long": 2}
+    assert report["prompts_skipped"] == {HOSTILE: 1, "too_long": 2}
     assert json.loads(json.dumps(report["evaluations"])) == report["evaluations"]
     page = Page(render_report(report))
     assert {"a: reward", "b: pass@2", "3"} <= {word.strip() for word in page.words}

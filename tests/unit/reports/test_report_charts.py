@@ -5,7 +5,13 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from relax_events.reports.chart_scales import bucketed, domain, short_number, smoothed, ticks
+from relax_events.reports.chart_scales import (
+    bucket_curve,
+    domain,
+    format_number,
+    moving_mean,
+    ticks,
+)
 from relax_events.reports.charts import (
     MAX_BARS,
     MAX_POINTS,
@@ -146,14 +152,14 @@ def test_charts_name_themselves_to_readers_that_do_not_see() -> None:
 
 
 def test_bucketed_keeps_mean_and_extremes() -> None:
-    first, second = bucketed([3, 4, 5, 6], [1.0, 3.0, None, None], limit=2)
+    first, second = bucket_curve([3, 4, 5, 6], [1.0, 3.0, None, None], limit=2)
     assert (first.first, first.last, first.mean, first.low, first.high) == (3, 4, 2.0, 1.0, 3.0)
     assert (second.mean, second.low, second.high) == (None, None, None)
 
 
 def test_smoothed_takes_known_neighbours() -> None:
-    assert smoothed([0.0, 3.0, None, 9.0], reach=1) == [1.5, 1.5, 6.0, 9.0]
-    assert smoothed([None], reach=3) == [None]
+    assert moving_mean([0.0, 3.0, None, 9.0], reach=1) == [1.5, 1.5, 6.0, 9.0]
+    assert moving_mean([None], reach=3) == [None]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +197,7 @@ def test_ticks_are_whole_for_steps_and_survive_odd_ranges() -> None:
 
 def test_short_number_fits_an_axis() -> None:
     numbers = [0.0, -0.0, 0.1 + 0.2, 1234.0, 12_500.0, 3.2e6, 4e9, -20_000.0, 1e-5]
-    assert [short_number(number) for number in numbers] == [
+    assert [format_number(number) for number in numbers] == [
         "0",
         "0",
         "0.3",

@@ -8,7 +8,7 @@ from small_settings import small_run
 from relax_events.config import RewardConfig
 from relax_events.config.external_values import Named, Names
 from relax_events.errors import RewardError
-from relax_events.history.runs.inherited_code import NotTrusted, reward_of
+from relax_events.history.runs.inherited_code import UntrustedSettingsError, require_trusted_reward
 from relax_events.rewards.comparison import DifferenceCounts, ReservoirSampler
 from relax_events.rewards.scores import Score
 
@@ -66,7 +66,7 @@ def test_draw_takes_all_of_few_and_some_from_everywhere_of_many() -> None:
 
 
 def test_reward_of_a_log_is_taken_where_a_run_file_says_the_same_or_somebody_agrees() -> None:
-    def refuse(refused: NotTrusted) -> None:
+    def refuse(refused: UntrustedSettingsError) -> None:
         raise refused
 
     rest = {"model": {"path": "model"}, "data": {"source": "jsonl:rows.jsonl"}}
@@ -76,16 +76,16 @@ def test_reward_of_a_log_is_taken_where_a_run_file_says_the_same_or_somebody_agr
     }
     theirs = small_run(tree)
     assert (
-        reward_of(theirs, own=[small_run(tree | {"run": {"id": "mine"}})], accept=refuse)
+        require_trusted_reward(theirs, own=[small_run(tree | {"run": {"id": "mine"}})], accept=refuse)
         == theirs.reward
     )
     with pytest.raises(
-        NotTrusted, match="log of run theirs names what would be used here"
+        UntrustedSettingsError, match="log of run theirs names what would be used here"
     ) as refused:
-        reward_of(theirs, own=[], accept=refuse)
+        require_trusted_reward(theirs, own=[], accept=refuse)
     assert refused.value.named == [Named("reward.options.url", "http://stranger:1", Names.OPTIONS)]
-    assert reward_of(theirs, own=[], accept=lambda _: None) == theirs.reward
+    assert require_trusted_reward(theirs, own=[], accept=lambda _: None) == theirs.reward
     harmless = small_run(rest | {"run": {"id": "theirs"}, "reward": {"function": "math"}})
-    assert reward_of(harmless, own=[], accept=refuse) == RewardConfig.model_validate(
+    assert require_trusted_reward(harmless, own=[], accept=refuse) == RewardConfig.model_validate(
         harmless.reward.model_dump()
     )

@@ -59,7 +59,7 @@ def finish(
             group.evaluations.setdefault("reference", {})[sample.sample_id] = evaluated
         if taught is not None:
             evaluated = dataclasses.replace(
-                event_samples.evaluated(GROUP, index, evaluator="teacher"), **taught
+                event_samples.evaluated(GROUP, index, model_role="teacher"), **taught
             )
             group.evaluations.setdefault("teacher", {})[sample.sample_id] = evaluated
     sent, loop = Sent(config), AdvantageLoop.__new__(AdvantageLoop)

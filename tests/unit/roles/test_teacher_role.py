@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from relax_events.errors import ConfigError
-from relax_events.events.types import SampleEvaluated, SampleRolledOut
+from relax_events.events.types import LogprobsComputed, SampleRolledOut
 from relax_events.training.backend.protocol import SampleScores
 from tests.unit.trainer_samples import plain_logprobs, plain_model, tiny_model
 from workers.teacher import Teaching, open_teacher
@@ -54,7 +54,7 @@ def worker_of(config: Any) -> Any:
     )
 
 
-def taught(config: Any) -> tuple[Scripted, list[SampleEvaluated]]:
+def taught(config: Any) -> tuple[Scripted, list[LogprobsComputed]]:
     scorer = Scripted()
     records: Any = Teaching(worker_of(config), scorer)(
         [event_samples.rolled_out(index=0), event_samples.rolled_out(index=1)]
@@ -70,7 +70,7 @@ def test_drawn_tokens_are_all_that_is_said_of_where_the_loss_takes_no_set(
         make_run_config(algorithm={"name": "opd"}, teacher={"model_path": "teacher"})
     )
     assert [
-        (event.evaluator, event.evaluator_version, event.topk_ids, event.topk_logprobs)
+        (event.model_role, event.model_version, event.topk_ids, event.topk_logprobs)
         for event in events
     ] == [("teacher", 0, None, None)] * 2
     assert np.asarray(events[0].values).tolist() == [-1.5] * 4

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from relax_events.events.parts import WorkerState
-from relax_events.events.types import MetricsReported, WorkerBeat
+from relax_events.events.types import MetricsReported, WorkerHeartbeat
 from relax_events.runtime.heartbeat import REPORT_EVERY_BEATS, Beats
 
 
@@ -17,7 +17,7 @@ class Clocked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr("relax_events.runtime.heartbeat.time.monotonic", lambda: self.now)
-        self.sent: list[WorkerBeat | MetricsReported] = []
+        self.sent: list[WorkerHeartbeat | MetricsReported] = []
         self.beats = Beats(
             self.sent.append, worker_id="reward-0", role="reward", interval_seconds=1.0
         )
@@ -33,7 +33,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
 
 
 def states(clocked: Clocked) -> list[WorkerState]:
-    return [event.state for event in clocked.sent if isinstance(event, WorkerBeat)]
+    return [event.state for event in clocked.sent if isinstance(event, WorkerHeartbeat)]
 
 
 def test_beats_come_once_an_interval_while_a_worker_changes_between_idle_and_working(
@@ -66,7 +66,7 @@ def test_beat_carries_what_the_worker_did(clocked: Clocked) -> None:
     )
     clocked.tick(WorkerState.WORKING)
     (beat,) = clocked.sent
-    assert isinstance(beat, WorkerBeat)
+    assert isinstance(beat, WorkerHeartbeat)
     assert (
         beat.num_processed,
         beat.num_in_flight,
@@ -90,8 +90,8 @@ def test_every_few_beats_throughput_is_reported(clocked: Clocked) -> None:
     ] * 2
 
 
-def newest(clocked: Clocked) -> WorkerBeat:
-    return [event for event in clocked.sent if isinstance(event, WorkerBeat)][-1]
+def newest(clocked: Clocked) -> WorkerHeartbeat:
+    return [event for event in clocked.sent if isinstance(event, WorkerHeartbeat)][-1]
 
 
 def test_beat_tells_since_when_there_was_work_without_progress_and_waiting_is_none(
@@ -103,7 +103,7 @@ def test_beat_tells_since_when_there_was_work_without_progress_and_waiting_is_no
     def busy_micros(state: WorkerState, *, after: float = 1.0) -> int | None:
         clocked.tick(state, after=after)
         beat = newest(clocked)
-        return None if beat.busy_since is None else beat.beat_at - beat.busy_since
+        return None if beat.busy_since is None else beat.sent_at - beat.busy_since
 
     assert busy_micros(WorkerState.IDLE) is None
     assert busy_micros(WorkerState.WORKING) == 0
@@ -123,11 +123,11 @@ def test_time_of_loading_is_no_time_without_work(clocked: Clocked) -> None:
     ages = []
     for after in (1800.0, 5.0):
         clocked.tick(WorkerState.IDLE, after=after)
-        ages.append(newest(clocked).beat_at - newest(clocked).last_progress_at)
+        ages.append(newest(clocked).sent_at - newest(clocked).last_progress_at)
     assert ages == [0, 5_000_000]
 
 
-def inside(clocked: Clocked, *, after: float) -> WorkerBeat | None:
+def inside(clocked: Clocked, *, after: float) -> WorkerHeartbeat | None:
     """Let time pass, and have the other thread look; return the beat that it sent."""
     clocked.now += after
     num_sent = len(clocked.sent)
@@ -150,7 +150,7 @@ def test_beats_go_on_inside_a_long_call_and_name_it_with_its_deadline(clocked: C
         WorkerState.WORKING,
         None,
     )
-    assert (beat.beat_at - beat.activity_since, beat.activity_deadline_at - beat.beat_at) == (
+    assert (beat.sent_at - beat.activity_since, beat.activity_deadline_at - beat.sent_at) == (
         50_500_000,
         9_500_000,
     )

@@ -52,9 +52,9 @@ def test_samples_stand_where_the_advantage_role_alone_writes() -> None:
 
 
 def test_what_an_evaluator_says_stands_on_its_own_topic() -> None:
-    assert belongs_on("reference.logprobs", logprobs(evaluator="reference"))
-    assert not belongs_on("critic.values", logprobs(evaluator="reference"))
-    assert not belongs_on("reference.logprobs", logprobs(evaluator="nobody"))
+    assert belongs_on("reference.logprobs", logprobs(model_role="reference"))
+    assert not belongs_on("critic.values", logprobs(model_role="reference"))
+    assert not belongs_on("reference.logprobs", logprobs(model_role="nobody"))
 
 
 def test_what_is_said_of_a_worker_stands_on_the_topic_of_its_role() -> None:

@@ -9,7 +9,7 @@ import pytest
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
 from relax_events.kafka.admin import TopicState
-from relax_events.ops.topic_apply import danger_of, plan_changes, refuse_dangers
+from relax_events.ops.topic_apply import find_danger, plan_changes, require_allowed
 from relax_events.topics import TopicPlan, TopicSpec
 from relax_events.topics.plan import QUEUE_TOPICS, SAMPLE_TOPICS
 
@@ -54,7 +54,7 @@ def test_topics_that_are_compacted_or_kept_for_a_while_close_their_files_however
 ) -> None:
     plan = TopicPlan.from_config(make_run_config(run={"id": "mine"}))
     specs = {plan.parse_entity(spec.name): spec for spec in plan.specs()}
-    for entity in ("control.heartbeats.trainer", "control.engines"):
+    for entity in ("control.heartbeats.trainer", "control.broadcast-membership"):
         assert specs[entity].settings["cleanup.policy"] == "compact"
         assert int(specs[entity].settings["segment.bytes"]) <= 1 << 20
     reports = specs["control.metrics.trainer"].settings
@@ -139,7 +139,7 @@ def test_topics_beside_the_plan_are_no_drift_and_go_only_when_that_was_agreed_to
 def test_danger_lies_in_what_loses_records(
     key: str, old: str | None, new: str, danger: str
 ) -> None:
-    assert danger_of(key, old, new) == danger
+    assert find_danger(key, old, new) == danger
 
 
 def test_shape_is_refused_with_the_keys_that_it_follows_from() -> None:
@@ -149,14 +149,14 @@ def test_shape_is_refused_with_the_keys_that_it_follows_from() -> None:
         BrokerRefused,
         match=r"keep broker.queue_partitions as it was, or take another run.id; .*--allow partitions",
     ):
-        refuse_dangers(more, allow=[])
-    refuse_dangers(more, allow=["partitions"])
+        require_allowed(more, allow=[])
+    require_allowed(more, allow=["partitions"])
     fewer = plan_changes([spec], {spec.name: TopicState(spec.name, 9, 1, {})})
     with pytest.raises(BrokerRefused, match=r"has 9 partitions, the plan says 4"):
-        refuse_dangers(fewer, allow=["partitions"])  # the broker can't take partitions away
+        require_allowed(fewer, allow=["partitions"])  # the broker can't take partitions away
     copies = plan_changes([spec], {spec.name: TopicState(spec.name, 4, 3, {})})
     with pytest.raises(
         BrokerRefused,
         match=r"has 3 replicas, the plan says 1; keep broker.replication_factor as it was",
     ):
-        refuse_dangers(copies, allow=["partitions"])
+        require_allowed(copies, allow=["partitions"])

@@ -75,4 +75,4 @@ def test_number_of_records_retained_says_nothing_of_weights(
     config = make_run_config(
         run={"retain_versions": 200, "max_staleness": 1}, weights={"keep_newest": keep}
     )
-    assert num_newest(config, num_slots=3) == expected
+    assert num_newest(config.weights, num_slots=3) == expected

@@ -78,7 +78,7 @@ def test_lost_version_ends_its_own_prompt_groups_and_others_are_evaluated() -> N
     for version in (1, 2, 3):
         versions.apply(published(version))
     evaluate = Evaluating(
-        worker, Scorer(), evaluator="actor", topic="actor.logprobs", use_version=versions.use
+        worker, Scorer(), model_role="actor", topic="actor.logprobs", use_version=versions.use
     )
     samples = [
         rolled_out(f"{version:06d}-0000-0", index, version=version)

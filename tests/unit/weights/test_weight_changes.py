@@ -1,4 +1,4 @@
-"""Weights written as changes to the version before: the same bits come out, whoever held what, and
+"""Weights written as changes to the version before: the same bits come out, whoever cached what, and
 what is wrong is found out."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relax_events.weights.artifact_writer import (
 )
 from relax_events.weights.delta import compute_delta
 from relax_events.weights.manifest import Base, WeightManifest
-from relax_events.weights.transport import StoreTransport
+from relax_events.weights.transport import StorePublisher, StoreReader
 
 pytestmark = pytest.mark.unit
 DTYPES = (
@@ -87,7 +87,7 @@ def versions(
 
 
 def published(
-    transport: StoreTransport, weights: Iterable[dict[str, Tensor]]
+    transport: StorePublisher, weights: Iterable[dict[str, Tensor]]
 ) -> list[PolicyVersionPublished]:
     announced = []
     for version, tensors in enumerate(weights):
@@ -117,18 +117,18 @@ def test_any_bits_come_out_as_they_were(
     new["b"][7] = -1.0
     base, digest = write_weights(store, old, policy_version=0)
     reference, _ = write_weights(
-        store, new, policy_version=1, former=WrittenWeights(Base(base, digest), old)
+        store, new, policy_version=1, previous=WrittenWeights(Base(base, digest), old)
     )
     first = read_weights(store, base)
     assert isinstance(first.tensors, RawTensors)
     for weights in (
         read_weights(store, reference),
-        read_weights(store, reference, held=CachedWeights(first.digest, first.tensors)),
+        read_weights(store, reference, cached=CachedWeights(first.digest, first.tensors)),
     ):
         assert weights.digest == weights_digest(new)
         assert all(same_bits(weights.tensors[name], tensor) for name, tensor in new.items())
     assert all(same_bits(first.tensors[name], tensor) for name, tensor in old.items()), (
-        "what is held stays as it is"
+        "what is cached stays as it is"
     )
 
 
@@ -142,7 +142,7 @@ def test_changes_are_positions_and_values() -> None:
 
 
 def test_changed_version_is_small_and_every_so_often_one_is_whole(store: ObjectStore) -> None:
-    announced = published(StoreTransport(store, full_snapshot_interval=4), versions(9))
+    announced = published(StoreReader(store, full_snapshot_interval=4), versions(9))
     sizes = [
         sum(file.num_bytes for file in WeightManifest.from_json(store.get(one.artifact)).files)
         for one in announced
@@ -164,8 +164,8 @@ def test_versions_can_be_fetched_in_any_order(
     store: ObjectStore, order: list[int], full_snapshot_interval: int
 ) -> None:
     weights = versions(9)
-    announced = published(StoreTransport(store, full_snapshot_interval=full_snapshot_interval), weights)
-    reader = StoreTransport(store, full_snapshot_interval=full_snapshot_interval)
+    announced = published(StoreReader(store, full_snapshot_interval=full_snapshot_interval), weights)
+    reader = StoreReader(store, full_snapshot_interval=full_snapshot_interval)
     for version in order:
         fetched = reader.fetch(announced[version])
         assert all(
@@ -174,21 +174,21 @@ def test_versions_can_be_fetched_in_any_order(
 
 
 def test_follower_reads_changes_alone(store: ObjectStore) -> None:
-    announced = published(StoreTransport(store, full_snapshot_interval=100), versions(4))
-    follower = StoreTransport(store, full_snapshot_interval=100)
+    announced = published(StoreReader(store, full_snapshot_interval=100), versions(4))
+    follower = StoreReader(store, full_snapshot_interval=100)
     follower.fetch(announced[2])
     delete_weights(store, 0, 1, 2)
     assert follower.fetch(announced[3]).policy_version == 3
     with pytest.raises(WeightsError, match="weights/00000002/manifest"):
-        StoreTransport(store, full_snapshot_interval=100).fetch(announced[3])
+        StoreReader(store, full_snapshot_interval=100).fetch(announced[3])
 
 
 def test_changes_made_to_what_somebody_has_altered_are_found_out_and_read_anew(
     store: ObjectStore,
 ) -> None:
     weights = versions(3)
-    announced = published(StoreTransport(store, full_snapshot_interval=100), weights)
-    reader = StoreTransport(store, full_snapshot_interval=100)
+    announced = published(StoreReader(store, full_snapshot_interval=100), weights)
+    reader = StoreReader(store, full_snapshot_interval=100)
     fetched = reader.fetch(announced[1])
     fetched.tensors["norm"][0] = 3.0  # an engine that trains on its weights
     assert same_bits(reader.fetch(announced[2]).tensors["norm"], weights[2]["norm"])
@@ -209,7 +209,7 @@ def test_new_tensor_other_shape_and_other_dtype_are_written_whole(store: ObjectS
         "new": torch.ones(2),
     }
     reference, _ = write_weights(
-        store, new, policy_version=2, former=WrittenWeights(Base(base, digest), old)
+        store, new, policy_version=2, previous=WrittenWeights(Base(base, digest), old)
     )
     assert WeightManifest.from_json(store.get(reference)).changed == {"c"}
     assert all(
@@ -250,7 +250,7 @@ def test_wrong_changes_are_refused_by_name(
     base, digest = write_weights(store, old, policy_version=1)
     new = {"a": old["a"].index_fill(0, torch.tensor([5]), 1.0)}
     reference, _ = write_weights(
-        store, new, policy_version=2, former=WrittenWeights(Base(base, digest), old)
+        store, new, policy_version=2, previous=WrittenWeights(Base(base, digest), old)
     )
     value = json.loads(store.get(reference))
     right = {"a@positions": torch.tensor([5], dtype=torch.int32), "a@values": torch.tensor([1.0])}
@@ -266,7 +266,7 @@ def test_versions_that_lead_back_to_themselves_are_refused(store: ObjectStore) -
     old = {"a": torch.zeros(100)}
     base, digest = write_weights(store, old, policy_version=5)
     reference, _ = write_weights(
-        store, old, policy_version=5, former=WrittenWeights(Base(base, digest), old)
+        store, old, policy_version=5, previous=WrittenWeights(Base(base, digest), old)
     )
     with pytest.raises(
         WeightsError, match="policy version 5 is based on version 5, which is no older one"

@@ -20,7 +20,7 @@ from relax_events.weights.artifact_writer import (
     weights_digest,
     write_weights,
 )
-from relax_events.weights.transport import StoreTransport
+from relax_events.weights.transport import StoreReader
 
 pytestmark = pytest.mark.unit
 
@@ -260,14 +260,14 @@ def test_stored_versions_tells_half_written_ones_too(store: ObjectStore) -> None
 
 
 def test_store_transport_fetches_what_it_published(store: ObjectStore) -> None:
-    transport = StoreTransport(store)
+    transport = StoreReader(store)
     artifact, digest = transport.publish(some_tensors(), policy_version=4)
     published = PolicyVersionPublished(
-        policy_version=4, artifact=artifact, transports=[transport.name], start_offsets=[]
+        policy_version=4, artifact=artifact, transports=["store"], start_offsets=[]
     )
     assert transport.fetch(published).digest == digest
     mislabelled = PolicyVersionPublished(
-        policy_version=5, artifact=artifact, transports=[transport.name], start_offsets=[]
+        policy_version=5, artifact=artifact, transports=["store"], start_offsets=[]
     )
     with pytest.raises(WeightsError, match="announced as policy version 5, it holds 4"):
         transport.fetch(mislabelled)

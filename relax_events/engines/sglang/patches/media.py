@@ -22,10 +22,10 @@ from torch import Tensor
 from relax_events.engines.sglang.media_features import (
     FORMAT,
     PREFIX,
-    TokenRange,
-    MediaPlacement,
     MediaArray,
-    read,
+    MediaPlacement,
+    TokenRange,
+    parse_image_data,
 )
 from relax_events.events.parts import Modality
 from relax_events.media.geometry import ImageGeometry
@@ -38,7 +38,7 @@ GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
 class ParsedMedia:
     """A prompt's media, in place of SGLang's own `image_data`."""
 
-    shown: Sequence[MediaArray]
+    arrays: Sequence[MediaArray]
     placement: MediaPlacement
 
 
@@ -56,7 +56,9 @@ def read_request(request: Any) -> None:
     if not texts or not all(text.startswith(PREFIX) for text in texts):
         return
     try:
-        request.image_data = [[ParsedMedia(shown, placement)] for shown, placement in read(texts)]
+        request.image_data = [
+            [ParsedMedia(arrays, placement)] for arrays, placement in parse_image_data(texts)
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"media of format {FORMAT} can't be read: {error!r}; are server and worker of "
@@ -79,16 +81,16 @@ async def process_media(
     """
     if not (image_data and isinstance(image_data[0], ParsedMedia)):
         return await original(processor, image_data=image_data, input_text=input_text, **settings)
-    placement, shown = image_data[0].placement, image_data[0].shown
+    placement, arrays = image_data[0].placement, image_data[0].arrays
     tokens: list[int] = input_text
-    if placement.positions.shape != (3, len(tokens)) or len(placement.runs) != len(shown):
+    if placement.positions.shape != (3, len(tokens)) or len(placement.runs) != len(arrays):
         raise ValueError(
             f"positions of shape {placement.positions.shape} and {len(placement.runs)} places "
             f"don't fit {len(tokens)} tokens"
         )
     items = [
         _build_item(array, runs, num_tokens=len(tokens))
-        for array, runs in zip(shown, placement.runs, strict=True)
+        for array, runs in zip(arrays, placement.runs, strict=True)
     ]
     return MultimodalProcessorOutput(
         input_ids=tokens,
@@ -118,10 +120,14 @@ def clear_feature_cache(flushed: bool, *_: Any, **__: Any) -> bool:
     return flushed
 
 
-def _build_item(array: MediaArray, runs: Sequence[TokenRange], *, num_tokens: int) -> MultimodalDataItem:
+def _build_item(
+    array: MediaArray, runs: Sequence[TokenRange], *, num_tokens: int
+) -> MultimodalDataItem:
     """Build SGLang's object; a mismatch of features and tokens would crash the server."""
     feature, num_features, data = (
-        _audio_features(array) if array.geometry is None else _visual_features(array, array.geometry)
+        _audio_features(array)
+        if array.geometry is None
+        else _visual_features(array, array.geometry)
     )
     num_positions = sum(last + 1 - first for first, last in runs)
     if num_positions != num_features or not all(
@@ -141,7 +147,9 @@ def _build_item(array: MediaArray, runs: Sequence[TokenRange], *, num_tokens: in
     return item
 
 
-def _visual_features(array: MediaArray, geometry: ImageGeometry) -> tuple[Tensor, int, dict[str, Tensor]]:
+def _visual_features(
+    array: MediaArray, geometry: ImageGeometry
+) -> tuple[Tensor, int, dict[str, Tensor]]:
     """Cut pixels into patches; return them, the number of their features, and the tower's other
     inputs.
     """

@@ -16,12 +16,17 @@ import torch
 from torch import Tensor
 from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeThinkerConfig
 
-from relax_events.engines.sglang.checkpoint import FUSED_EXPERTS, THINKER, to_transformers_layout, folder_tensors
+from relax_events.engines.sglang.checkpoint import (
+    FUSED_EXPERTS,
+    THINKER,
+    folder_tensors,
+    to_transformers_layout,
+)
 
 WHOLE_CLASS = "Qwen3OmniMoeForConditionalGeneration"
 
 
-def whole(config: Any, *_: Any, **__: Any) -> Any:
+def wrap_thinker_config(config: Any, *_: Any, **__: Any) -> Any:
     """Wrap the settings of a thinker in those of a complete model that uses nothing else."""
     if not isinstance(config, Qwen3OmniMoeThinkerConfig):
         return config
@@ -62,7 +67,11 @@ def load_mixture(
 
 def _to_published_layout(name: str, tensor: Tensor, *, hidden_size: int) -> Tensor:
     is_fused = FUSED_EXPERTS.match(name) is not None and tensor.ndim == 3
-    return to_transformers_layout(name, tensor, hidden_size=hidden_size).transpose(1, 2) if is_fused else tensor
+    return (
+        to_transformers_layout(name, tensor, hidden_size=hidden_size).transpose(1, 2)
+        if is_fused
+        else tensor
+    )
 
 
 def set_deepstack_layers(_: None, model: Any, *__: Any, **___: Any) -> None:
@@ -73,7 +82,9 @@ def set_deepstack_layers(_: None, model: Any, *__: Any, **___: Any) -> None:
         model.model.deepstack_embed_to_decoder_layer = range(model.num_deepstack_embeddings)
 
 
-def encode_audio_separately(original: Callable[..., Tensor], model: Any, items: list[Any]) -> Tensor:
+def encode_audio_separately(
+    original: Callable[..., Tensor], model: Any, items: list[Any]
+) -> Tensor:
     """Encode each audio item separately: SGLang pads several to one length, and accepts only equal
     lengths.
     """

@@ -49,47 +49,46 @@ def register_media() -> None:
     for (target, module, name), kind in {
         (
             "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
-            "media_intake",
+            "media",
             "read_request",
         ): HookType.BEFORE,
         (
             "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor.process_mm_data_async",
-            "media_intake",
-            "processed",
+            "media",
+            "process_media",
         ): HookType.AROUND,
         (
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.get_internal_state",
-            "media_intake",
-            "with_mark",
+            "media",
+            "add_media_format",
         ): HookType.AROUND,
         (
             "sglang.srt.managers.scheduler.Scheduler.flush_cache",
-            "media_intake",
-            "forget_features",
+            "media",
+            "clear_feature_cache",
         ): HookType.AFTER,
-        ("transformers.AutoConfig.from_pretrained", "model_intake", "whole"): HookType.AFTER,
+        ("transformers.AutoConfig.from_pretrained", "model", "wrap_thinker_config"): HookType.AFTER,
         (
             f"{omni}ForConditionalGeneration.load_weights",
-            "model_intake",
+            "model",
             "load_thinker",
         ): HookType.AROUND,
         (
             f"{omni}ThinkerForConditionalGeneration.get_audio_feature",
-            "model_intake",
-            "heard_apart",
+            "model",
+            "encode_audio_separately",
         ): HookType.AROUND,
-        (f"{mixture}.load_weights", "model_intake", "load_mixture"): HookType.AROUND,
-        (f"{mixture}.__init__", "model_intake", "note_depth"): HookType.AFTER,
+        (f"{mixture}.load_weights", "model", "load_mixture"): HookType.AROUND,
+        (f"{mixture}.__init__", "model", "set_deepstack_layers"): HookType.AFTER,
     }.items():
         HookRegistry.register(target, _lazy_hook(module, name), kind)
 
 
 def _lazy_hook(module: str, name: str) -> Callable[..., Any]:
-    """Import our module at the first call: SGLang's modules can't be imported while plugins load.
-    """
+    """Import our module at the first call: SGLang's modules can't be imported while plugins load."""
 
     def hook(*arguments: Any, **settings: Any) -> Any:
-        return getattr(import_module(f"relax_events.engines.sglang.{module}"), name)(
+        return getattr(import_module(f"relax_events.engines.sglang.patches.{module}"), name)(
             *arguments, **settings
         )
 
