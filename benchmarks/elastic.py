@@ -29,7 +29,7 @@ from relax_events.events.types import Event, WorkerHeartbeat
 from relax_events.kafka.connection import Connection
 from relax_events.projections.scale_requests import Status, find_stage
 from relax_events.projections.scaling import ScaleState
-from relax_events.runtime.control_view import ControlFollower
+from relax_events.runtime.control_follower import ControlFollower
 from relax_events.topics import TopicPlan
 
 ROUNDS = 5

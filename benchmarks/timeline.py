@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from relax_events.config import BrokerConfig
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.staleness import IssuedGroup
 
 STAGES = ("prompt.groups", "rollout.samples", "advantage.samples")

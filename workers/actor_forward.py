@@ -89,7 +89,7 @@ class VersionedWeights:
         since, known = self._lost.get(policy_version, (0.0, None))
         if known is not None and self._clock() - since < LOST_SECONDS:
             raise known
-        with self._worker.transfer("load weights"):
+        with self._worker.lifecycle.transfer("load weights"):
             if policy_version not in self._cached:
                 while len(self._cached) >= MAX_VERSIONS:  # before the next one is read
                     self._cached.popitem(last=False)
@@ -97,7 +97,7 @@ class VersionedWeights:
             self._cached.move_to_end(policy_version)
             self._scorer.load_weights(self._cached[policy_version])
         self._held = policy_version
-        self._worker.beats.policy_version = policy_version
+        self._worker.heartbeat.set_policy_version(policy_version)
         return policy_version
 
     def _read(self, policy_version: int) -> Weights:

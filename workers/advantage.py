@@ -90,7 +90,7 @@ class AdvantageLoop:
             topics=[worker.plan.topic(entity) for entity in entities],
             on_revoked=self._give_back,
         )
-        worker.reads(self._consumer)
+        worker.lifecycle.track_lag(self._consumer)
 
     @property
     def _has_rewards(self) -> bool:
@@ -99,7 +99,7 @@ class AdvantageLoop:
     def run(self) -> None:
         """Work until the drain starts."""
         worker = self._worker
-        worker.follow(self._note)
+        worker.control.follow(self._note)
         while not worker.drain.requested:
             records = self._consumer.fetch(MAX_RECORDS, timeout_seconds=IDLE_SECONDS)
             if records:
@@ -107,33 +107,33 @@ class AdvantageLoop:
             if self._expiry_is_due:
                 self._expiry_is_due = False
                 self._expire()
-            worker.beats.num_in_flight = self._join.num_open
-            worker.tick(working=bool(records))
+            worker.heartbeat.set_in_flight(self._join.num_open)
+            worker.lifecycle.tick(working=bool(records))
         self._commit(wait=Deadline(DRAIN_COMMIT_SECONDS))
         self._consumer.close()
 
     def _process(self, records: list[Record]) -> None:
         started = time.monotonic()
         for record in records:
-            is_late = self._worker.is_expired(record.policy_version)
+            is_late = self._worker.control.is_expired(record.policy_version)
             # the trainer may be waiting for just this prompt group: then no version will come to
             # expire it
             self._expiry_is_due |= is_late
             if is_late and record.topic != self._worker.plan.topic("rollout.samples"):
                 self._join.pass_over(record)
             elif (group := self._take(record)) is not None:
-                self._worker.traces.record_wait(group.prompt_group_id, "rollout.samples")
-                with self._worker.traces.trace_groups(
+                self._worker.records.traces.record_wait(group.prompt_group_id, "rollout.samples")
+                with self._worker.records.traces.trace_groups(
                     "advantage", [group.prompt_group_id], topic="rollout.samples"
                 ):
                     self._finish(group)
-            self._worker.progressed()
+            self._worker.lifecycle.record_progress()
         self._count_dropped()
         failpoint("advantage.before_flush")
-        self._worker.producer.flush()
+        self._worker.records.producer.flush()
         failpoint("advantage.before_commit")
         self._commit()
-        self._worker.finished(len(records), started)
+        self._worker.lifecycle.record_processed(len(records), started)
 
     def _count_dropped(self) -> None:
         """Count the records of generations that were not joined, since the last time."""
@@ -141,12 +141,12 @@ class AdvantageLoop:
         self._join.num_dropped = 0
 
     def _take(self, record: Record) -> JoinedGroup | None:
-        event = self._worker.decode(record)
+        event = self._worker.records.decode(record)
         if event is not None:
             try:
                 require_belonging(self._worker.plan.parse_entity(record.topic), event)
             except ForeignRecord as error:
-                self._worker.dead_letter(record, error)
+                self._worker.records.dead_letter(record, error)
                 self._join.pass_over(record)
                 return None
         if isinstance(event, SampleScored | LogprobsComputed):
@@ -155,10 +155,10 @@ class AdvantageLoop:
         if event is not None:
             try:
                 sample = check_sample(event)
-                self._worker.await_published(sample.policy_version)
+                self._worker.control.wait_until_published(sample.policy_version)
                 return self._join.add(record, sample)
             except PoisonSample as error:
-                self._worker.dead_letter(record, error)
+                self._worker.records.dead_letter(record, error)
                 reason = str(error)
         try:
             IssuedGroup.parse(record.key)
@@ -213,7 +213,7 @@ class AdvantageLoop:
             self._end(group, Outcome.FAILED, f"reward: {error}")
             return
         for sample, values in zip(group.ordered_samples(), advantages, strict=True):
-            self._worker.producer.send(self._ready_record(group, sample, advantages=values))
+            self._worker.records.producer.send(self._ready_record(group, sample, advantages=values))
 
     def _reward_of(self, group: JoinedGroup, sample: SampleRolledOut) -> float:
         """Return a sample's reward: 0 where nothing is rewarded."""
@@ -281,7 +281,7 @@ class AdvantageLoop:
             media=list_media(sample),
             routed_experts=sample.routed_experts,
         )
-        return self._worker.sample_record(
+        return self._worker.records.build_for_sample(
             "advantage.samples",
             ready,
             prompt_group_id=sample.prompt_group_id,
@@ -291,8 +291,8 @@ class AdvantageLoop:
     def _end(
         self, group: JoinedGroup, outcome: Outcome, reason: str, *, mean_reward: float | None = None
     ) -> None:
-        self._worker.producer.send(
-            self._worker.tombstone(
+        self._worker.records.producer.send(
+            self._worker.records.build_end_request(
                 group.prompt_group_id,
                 outcome,
                 reason,
@@ -327,7 +327,7 @@ class AdvantageLoop:
                         "scored"
                     ),
                 )
-        self._worker.producer.flush()
+        self._worker.records.producer.flush()
         self._commit()
 
     def _commit(self, *, wait: Deadline | None = None) -> None:

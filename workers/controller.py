@@ -41,11 +41,12 @@ from relax_events.projections.health import HealthState
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.scaling import ScaleState
 from relax_events.roles.worker_factory import open_store, open_worker
-from relax_events.runtime.control_view import RECENT_VERSIONS, ControlFollower
+from relax_events.runtime.control_follower import RECENT_VERSIONS, ControlFollower
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.parent_run import SourceRun
 from relax_events.runtime.run_description import describe, is_told
-from relax_events.runtime.worker import RESTART_CODE, Worker
+from relax_events.runtime.control_view import RESTART_CODE
+from relax_events.runtime.worker import Worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -104,7 +105,7 @@ class ControllerLoop:
         self._autoscaler = Autoscaler(self._config, self._state, self._scaling)
         worker.metrics.registry.register(ScaleMetrics(self._scaling.state, bounds))
         self._purger = Purger(
-            self._config, worker.connection, open_store(self._config, waits=False), worker.codec
+            self._config, worker.connection, open_store(self._config, waits=False), worker.records.codec
         )
         self._retention = RetentionManager(self._purger, self._config)
         self._all_trained_at = 0.0
@@ -118,7 +119,7 @@ class ControllerLoop:
         self._describe()
         if self._config.is_replay and self._config.parent.follow:
             self._follow_leader()
-        worker.follow(self._inbox.put, self._watch_ourselves)
+        worker.control.follow(self._inbox.put, self._watch_ourselves)
         with ExitStack() as stack:
             if is_served(self._config.scaling):
                 stack.enter_context(
@@ -142,7 +143,7 @@ class ControllerLoop:
         self._look_at_partitions()
         for entity, count in self._retention.purge_if_due().items():
             self._worker.metrics.purged(entity, count)
-        self._worker.tick(working=False)
+        self._worker.lifecycle.tick(working=False)
 
     def _stay_to_be_scraped(self) -> None:
         """Serve for a moment how the run ended, where somebody is there to see it: it is what
@@ -155,7 +156,7 @@ class ControllerLoop:
         )
         while not deadline.passed:
             self._take()
-            self._worker.tick(working=False)
+            self._worker.lifecycle.tick(working=False)
 
     def _describe(self) -> None:
         """Tell the log what this run is, unless it knows.
@@ -163,11 +164,11 @@ class ControllerLoop:
         Raises:
             ConfigError: The object store is not the one that the log knows.
         """
-        store, history = open_store(self._config), self._worker.control.history
+        store, history = open_store(self._config), self._worker.control.follower.history
         descriptions = [event for event in history if isinstance(event, RunDescribed)]
         told = find_logged_marker(descriptions)
         mark = claim_store(
-            store, run_id=self._config.run.id, cluster_id=self._worker.control.cluster_id, told=told
+            store, run_id=self._config.run.id, cluster_id=self._worker.control.follower.cluster_id, told=told
         )
         require_marker(mark, told=told, store_uri=store.uri(""))
         versions = [
@@ -177,7 +178,7 @@ class ControllerLoop:
             self._config, from_version=max(versions, default=None), store_marker=mark.value
         )
         if not is_told(described, history):
-            self._worker.producer.write([self._worker.outbound("control.commands", described)])
+            self._worker.records.producer.write([self._worker.records.build("control.commands", described)])
 
     def _follow_leader(self) -> None:
         """Watch the run whose steps our trainer follows: when it has ended, so shall we, once all
@@ -276,8 +277,8 @@ class ControllerLoop:
         """End this process when its work loop hangs, from the thread that hears the others beat:
         nobody else watches the controller.
         """
-        if self._worker.illness():
-            log.error("worker.killed", reason=self._worker.illness())
+        if self._worker.lifecycle.liveness_problem():
+            log.error("worker.killed", reason=self._worker.lifecycle.liveness_problem())
             os._exit(RESTART_CODE)
 
     def _look_at_queue(self) -> None:
@@ -321,8 +322,8 @@ class ControllerLoop:
         if not commands:
             return
         failpoint("controller.before_command")
-        self._worker.producer.write(
-            [self._worker.outbound("control.commands", event) for event in commands]
+        self._worker.records.producer.write(
+            [self._worker.records.build("control.commands", event) for event in commands]
         )
         failpoint("controller.after_command")
         for event in commands:

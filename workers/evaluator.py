@@ -31,7 +31,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.rewards.pool import RewardPool
 from relax_events.roles.evaluation_pass import EvaluationPass
 from relax_events.roles.worker_factory import open_store, open_worker
-from relax_events.runtime.control_view import RECENT_VERSIONS
+from relax_events.runtime.control_follower import RECENT_VERSIONS
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.weights.manifest import Weights
@@ -112,13 +112,13 @@ class EvaluatorLoop:
         """Evaluate until the drain starts."""
         worker = self._worker
         worker.drain.on_start(self._wake)
-        worker.follow(self._inbox.put)
+        worker.control.follow(self._inbox.put)
         while not worker.drain.requested:
             self._take()
             due = min(self._published, default=None)
-            if due is not None and not worker.paused:
+            if due is not None and not worker.control.is_paused:
                 self._evaluate(self._published[due])
-            worker.tick(working=due is not None and not worker.paused)
+            worker.lifecycle.tick(working=due is not None and not worker.control.is_paused)
 
     def _wake(self) -> None:
         self._inbox.put(None)
@@ -153,8 +153,8 @@ class EvaluatorLoop:
                 self._published[version] = event
 
     def _beat_between_scores(self) -> None:
-        self._worker.beats.advance()
-        self._worker.tick(working=True)
+        self._worker.heartbeat.advance()
+        self._worker.lifecycle.tick(working=True)
 
     def _left(self, version: int) -> Iterator[EvaluationDatasetConfig]:
         """Give the datasets that a version is still to be evaluated on."""
@@ -170,22 +170,22 @@ class EvaluatorLoop:
         weights = self._load(published)
         if weights is None:
             return
-        self._worker.beats.policy_version = version
+        self._worker.heartbeat.set_policy_version(version)
         for dataset in list(self._left(version)):
             started = time.monotonic()
             done = self._pass(dataset, weights)
             if done is None:
                 return
-            self._worker.producer.write(
+            self._worker.records.producer.write(
                 [
-                    self._worker.outbound(
+                    self._worker.records.build(
                         "control.evaluations", done, key=f"{version}/{dataset.name}"
                     )
                 ]
             )
             failpoint("evaluator.after_write")
             self._done.add((version, dataset.name))
-            self._worker.finished(1, started)
+            self._worker.lifecycle.record_processed(1, started)
         del self._published[version]
 
     def _load(self, published: PolicyVersionPublished) -> Weights | None:
@@ -194,7 +194,7 @@ class EvaluatorLoop:
         """
         version = published.policy_version
         try:
-            with self._worker.transfer("load weights"):
+            with self._worker.lifecycle.transfer("load weights"):
                 weights = self._transport.fetch(published)
                 failpoint("evaluator.before_load")
                 self._engine.load_weights(weights)
@@ -231,9 +231,9 @@ class EvaluatorLoop:
                 return None
             one.turn()
             failpoint("evaluator.generating")
-            self._worker.beats.num_in_flight = self._engine.num_running
-            self._worker.beats.advance_to(self._engine.num_tokens)
-            self._worker.tick(working=True)
+            self._worker.heartbeat.set_in_flight(self._engine.num_running)
+            self._worker.heartbeat.advance_to(self._engine.num_tokens)
+            self._worker.lifecycle.tick(working=True)
         self._worker.metrics.tokens(one.tally.num_tokens)
         done = one.result(
             policy_version=weights.policy_version,

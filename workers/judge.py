@@ -233,7 +233,7 @@ class Judging:
             reward_digest=asked.reward.digest,
             judge_response=judgement,
         )
-        return self._worker.sample_record(
+        return self._worker.records.build_for_sample(
             "reward.scores",
             scored,
             prompt_group_id=sample.prompt_group_id,

@@ -66,7 +66,7 @@ class MetricsLoop:
         worker.drain.on_start(lambda: self._inbox.put((None, {})))
         with MetricsFile(worker.config.run_directory / "metrics.jsonl") as file:
             begins = dict.fromkeys(FOLLOWED, 0) | file.positions
-            worker.follow(lambda event: self._hear(event, file), begins=begins)
+            worker.control.follow(lambda event: self._hear(event, file), begins=begins)
             while True:
                 try:
                     event, positions = self._inbox.get(timeout=IDLE_SECONDS)
@@ -74,7 +74,7 @@ class MetricsLoop:
                     event, positions = None, {}
                 self._take(event, file)
                 self._save(positions, file)
-                worker.tick(working=event is not None)
+                worker.lifecycle.tick(working=event is not None)
                 if event is None and worker.drain.requested:
                     break
             self._finish(file)
@@ -84,11 +84,11 @@ class MetricsLoop:
         """Take what was committed before the end of the run: the command that ends this worker may
         be read before it.
         """
-        self._worker.control.stop()
+        self._worker.control.follower.stop()
         while not self._inbox.empty():
             self._take(self._inbox.get()[0], file)
         try:
-            self._worker.control.read_rest()
+            self._worker.control.follower.read_remaining()
         except BrokerError as error:
             log.warning("metrics.rest_unread", error=str(error))
 
@@ -98,12 +98,12 @@ class MetricsLoop:
         """
         if threading.current_thread() is self._starting_thread:
             self._take(event, file)
-            self._worker.tick(working=True)
+            self._worker.lifecycle.tick(working=True)
         else:
             self._inbox.put((event, self._positions()))
 
     def _positions(self) -> dict[str, int]:
-        return {entity: self._worker.control.position(entity) for entity in FOLLOWED}
+        return {entity: self._worker.control.follower.position(entity) for entity in FOLLOWED}
 
     def _take(self, event: Event | None, file: MetricsFile) -> None:
         started = time.monotonic()
@@ -111,7 +111,7 @@ class MetricsLoop:
         if (line := self._line(event)) is not None:
             failpoint("metrics.before_write")
             file.write(line)
-            self._worker.finished(1, started)
+            self._worker.lifecycle.record_processed(1, started)
 
     def _save(self, positions: dict[str, int], file: MetricsFile) -> None:
         """Save where we stand once trackers and services have what came before it; for what they do
@@ -155,7 +155,7 @@ class MetricsLoop:
         for thread in closing:
             while thread.is_alive() and time.monotonic() < deadline + IDLE_SECONDS:
                 thread.join(IDLE_SECONDS)
-                self._worker.tick(working=False)
+                self._worker.lifecycle.tick(working=False)
 
     def _track(self, series: str, step: int, at: int, values: Mapping[str, float]) -> None:
         for feed in self._trackers:

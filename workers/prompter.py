@@ -41,7 +41,7 @@ from relax_events.events.types import (
     PrompterStateSaved,
 )
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.media.library import MediaLibrary
@@ -125,24 +125,24 @@ class PrompterLoop:
         worker = self._worker
         self._recover()
         worker.drain.on_start(lambda: self._inbox.put((None, 0)))
-        worker.follow(self._put, begins={ENDS: self._ends_position})
+        worker.control.follow(self._put, begins={ENDS: self._ends_position})
         while not worker.drain.requested:
             with suppress(queue.Empty):
                 self._take(*self._inbox.get(timeout=IDLE_SECONDS))
                 self._sum_up()
-            worker.tick(working=False)
+            worker.lifecycle.tick(working=False)
         self._producer.close()
         self._admin.close()
 
     def _beat(self) -> None:
-        self._worker.beats.advance()  # a block of rows was judged
-        self._worker.tick(working=True)
+        self._worker.heartbeat.advance()  # a block of rows was judged
+        self._worker.lifecycle.tick(working=True)
 
     def _put(self, event: Event) -> None:
         """Take an event over from the thread that follows the control log, with the place behind it
         on the log of ends.
         """
-        self._inbox.put((event, self._worker.control.position(ENDS)))
+        self._inbox.put((event, self._worker.control.follower.position(ENDS)))
 
     def _recover(self) -> None:
         """Begin with the newest summary, and read back what was issued since.
@@ -192,7 +192,7 @@ class PrompterLoop:
         for records in reader.read_backwards((self._worker.plan.topic(SUMMARIES), 0), num_offsets=1):
             for record in reversed(records):
                 with suppress(CorruptRecord, SchemaError):
-                    event = self._worker.codec.decode(record.value)
+                    event = self._worker.records.codec.decode(record.value)
                     if isinstance(event, PrompterStateSaved):
                         return event
         return None
@@ -240,14 +240,14 @@ class PrompterLoop:
             ).reshape(-1, 2),
             reward_history_values=np.array([reward for _, reward in earned], np.float64),
         )
-        self._worker.producer.write([self._worker.outbound(SUMMARIES, summary, key="prompter")])
+        self._worker.records.producer.write([self._worker.records.build(SUMMARIES, summary, key="prompter")])
 
     def _known(self, record: Record) -> Event | None:
         """Return a record's event; None for a stranger's, which the rollout role keeps among its
         dead letters.
         """
         with suppress(CorruptRecord, PoisonSample, SchemaError):
-            event = self._worker.codec.decode(record.value)
+            event = self._worker.records.codec.decode(record.value)
             if not isinstance(event, PromptGroupIssued) or not is_guest(
                 check_issued(event).prompt_group_id
             ):
@@ -340,14 +340,14 @@ class PrompterLoop:
             return
         started = time.monotonic()
         issuing = [self._begin_trace(group) for group, _ in groups]
-        with self._worker.piece("issue prompt groups"):
+        with self._worker.lifecycle.piece("issue prompt groups"):
             self._producer.write(self._record(group, choice) for group, choice in groups)
         for work in issuing:
             work.end()
         failpoint("prompter.after_issue")
         for group, choice in groups:
             self._remember(group, choice.skipped)
-        self._worker.finished(len(groups), started)
+        self._worker.lifecycle.record_processed(len(groups), started)
         first, last = groups[0][0].prompt_group_id, groups[-1][0].prompt_group_id
         skipped_rows = Counter(
             reason for _, choice in groups for reason in choice.skipped.values()
@@ -362,7 +362,7 @@ class PrompterLoop:
 
     def _begin_trace(self, group: IssuedGroup) -> TracedWork:
         former = replace(group, attempt=group.attempt - 1).prompt_group_id if group.attempt else ""
-        return self._worker.traces.begin_group(
+        return self._worker.records.traces.begin_group(
             group.prompt_group_id,
             topic="prompt.groups",
             instead_of=former,
@@ -372,7 +372,7 @@ class PrompterLoop:
         )
 
     def _record(self, group: IssuedGroup, choice: SelectedRow) -> ProducerRecord:
-        self._worker.beats.advance()  # reading a row's media may take long
+        self._worker.heartbeat.advance()  # reading a row's media may take long
         run, row = self._config.run, self._stream[group.row]
         required = max(group.place.train_step - run.max_staleness, 0)
         if group.attempt:
@@ -396,7 +396,7 @@ class PrompterLoop:
             seed=seed_of(run.seed, group),
         )
         partition = compute_shard(group.prompt_group_id, shards=self._worker.plan.queue_partitions)
-        return self._worker.outbound(
+        return self._worker.records.build(
             "prompt.groups", issued, key=group.prompt_group_id, partition=partition
         )
 

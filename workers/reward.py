@@ -67,8 +67,8 @@ class Scoring:
 
     def _scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScored]:
         items = [build_reward_item(sample) for sample in samples]
-        with self._worker.activity("score samples", deadline_seconds=self._pool.max_response_seconds):
-            results = self._pool.score_batch(items, on_answer=self._worker.beats.advance)
+        with self._worker.lifecycle.activity("score samples", deadline_seconds=self._pool.max_response_seconds):
+            results = self._pool.score_batch(items, on_answer=self._worker.heartbeat.advance)
         return [
             self._scored(sample, result) for sample, result in zip(samples, results, strict=True)
         ]
@@ -83,7 +83,7 @@ class Scoring:
         return scored
 
     def _record(self, sample: SampleRolledOut, scored: SampleScored) -> ProducerRecord:
-        return self._worker.sample_record(
+        return self._worker.records.build_for_sample(
             "reward.scores",
             scored,
             prompt_group_id=sample.prompt_group_id,

@@ -184,7 +184,7 @@ class RolloutLoop:
         """Work until the drain starts, finish what runs, release what waits."""
         worker = self._worker
         worker.drain.on_start(lambda: self._put(None))
-        worker.follow(self._wake_on_version, self._transport.subscribe(lambda: self._put(None)))
+        worker.control.follow(self._wake_on_version, self._transport.subscribe(lambda: self._put(None)))
         leases = self._open_leases()
         try:
             while not worker.drain.requested:
@@ -194,7 +194,7 @@ class RolloutLoop:
             while self._running and worker.drain.elapsed_ratio < FINISHING_RATIO:
                 self._generate()
                 self._tell_what_is_at_work()
-                worker.tick(working=True)
+                worker.lifecycle.tick(working=True)
             self._leave_unfinished()
         finally:
             self._ahead.close()
@@ -255,10 +255,10 @@ class RolloutLoop:
                 self._engine.sleep()
                 self._asleep = True
         self._tell_what_is_at_work()
-        self._worker.tick(working=busy or self._is_kept_from_work())
+        self._worker.lifecycle.tick(working=busy or self._is_kept_from_work())
 
     def _tell_what_is_at_work(self) -> None:
-        beats = self._worker.beats
+        beats = self._worker.heartbeat
         beats.num_in_flight = len(self._running) + len(self._waiting)
         beats.prompt_groups_in_flight = (
             *self._running,
@@ -271,7 +271,7 @@ class RolloutLoop:
         not loaded it, for whatever reason.
         """
         published = self._worker.control.policy_version
-        return not self._worker.paused and any(
+        return not self._worker.control.is_paused and any(
             group.issued.required_policy_version <= published for group in self._waiting
         )
 
@@ -313,7 +313,7 @@ class RolloutLoop:
             try:
                 self._waiting.append(self._rendered(lease, event))
             except (PoisonSample, ValueError) as error:
-                self._worker.dead_letter(lease.record, PoisonSample(str(error)))
+                self._worker.records.dead_letter(lease.record, PoisonSample(str(error)))
                 self._fail(lease, f"prompt can't be rendered: {error}")
 
     def _rendered(self, lease: Lease, issued: PromptGroupIssued) -> GroupInWork:
@@ -338,13 +338,13 @@ class RolloutLoop:
 
     def _issued(self, record: Record) -> PromptGroupIssued | None:
         """Decode and check; what is unfit goes to the dead letters."""
-        event = self._worker.decode(record)
+        event = self._worker.records.decode(record)
         if event is None:
             return None
         try:
             return check_issued(event)
         except PoisonSample as error:
-            self._worker.dead_letter(record, error)
+            self._worker.records.dead_letter(record, error)
             return None
 
     def _at_work(self, prompt_group_id: str) -> GroupInWork | None:
@@ -358,10 +358,10 @@ class RolloutLoop:
         with suppress(
             CorruptRecord
         ):  # a stranger's record belongs to no prompt group: its dead letter is all that can be done
-            self._worker.producer.send(
-                self._worker.tombstone(lease.record.key, Outcome.FAILED, reason)
+            self._worker.records.producer.send(
+                self._worker.records.build_end_request(lease.record.key, Outcome.FAILED, reason)
             )
-        self._worker.producer.flush()
+        self._worker.records.producer.flush()
         lease.done()
 
     def _give_up(self, lease: Lease) -> None:
@@ -377,7 +377,7 @@ class RolloutLoop:
         """Start waiting prompt groups, oldest first, while there is room, the engine's version is
         new enough and their media are here.
         """
-        if self._worker.paused or self._must_finish_first():
+        if self._worker.control.is_paused or self._must_finish_first():
             return
         self._waiting.sort(key=lambda group: (group.issued.train_step, group.issued.group_index))
         room = self._config.engine.max_running_samples - self._engine.num_running
@@ -441,7 +441,7 @@ class RolloutLoop:
                 )
             )
         except PoisonSample as error:
-            self._worker.dead_letter(group.leases[0].record, error)
+            self._worker.records.dead_letter(group.leases[0].record, error)
             for lease in group.leases:
                 self._fail(lease, f"engine refused the prompt: {error}")
             return False
@@ -450,7 +450,7 @@ class RolloutLoop:
         return True
 
     def _begin_trace(self, group: GroupInWork) -> TracedWork:
-        traces, name = self._worker.traces, group.issued.prompt_group_id
+        traces, name = self._worker.records.traces, group.issued.prompt_group_id
         traces.record_wait(name, "prompt.groups")
         delivery = max(lease.delivery_count for lease in group.leases)
         return traces.begin(
@@ -502,7 +502,7 @@ class RolloutLoop:
             group.samples.append(sample)
             if group.is_complete:
                 finished.append(self._running.pop(sample.prompt_group_id))
-        self._worker.beats.advance_to(self._engine.num_tokens)
+        self._worker.heartbeat.advance_to(self._engine.num_tokens)
         if self._running:
             failpoint("rollout.generating")
         if finished:
@@ -513,14 +513,14 @@ class RolloutLoop:
         for group in groups:
             prompt_group_id, errors = group.issued.prompt_group_id, group.errors
             failure = (
-                [self._worker.tombstone(prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}")]
+                [self._worker.records.build_end_request(prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}")]
                 if errors
                 else []
             )
             for record in failure or self._records(group):
-                self._worker.producer.send(record)
+                self._worker.records.producer.send(record)
         failpoint("rollout.before_flush")
-        self._worker.producer.flush()
+        self._worker.records.producer.flush()
         failpoint("rollout.before_settle")
         for group in groups:
             self._written.append(group.issued.prompt_group_id)
@@ -530,7 +530,7 @@ class RolloutLoop:
         self._worker.metrics.tokens(
             sum(sample.num_sampled_tokens for group in groups for sample in group.samples)
         )
-        self._worker.finished(len(groups), started)
+        self._worker.lifecycle.record_processed(len(groups), started)
 
     def _records(self, group: GroupInWork) -> list[ProducerRecord]:
         owner = group.policy_versions[0]
@@ -539,7 +539,7 @@ class RolloutLoop:
             for sample in group.samples
         ]
         return [
-            self._worker.sample_record(
+            self._worker.records.build_for_sample(
                 "rollout.samples",
                 sample,
                 prompt_group_id=sample.prompt_group_id,

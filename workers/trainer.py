@@ -37,7 +37,7 @@ from relax_events.errors import (
 )
 from relax_events.events.parts import CheckpointRef, TopicOffset
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, SampleReady
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
@@ -52,7 +52,8 @@ from relax_events.runtime.validation import (
     outcomes_on,
     require_belonging,
 )
-from relax_events.runtime.worker import UNUSABLE, Worker
+from relax_events.runtime.record_io import UNUSABLE
+from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup, ReadyGroup, select_groups
 from relax_events.telemetry.traces import TracedWork
 from relax_events.topics import TopicPlan
@@ -103,7 +104,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         ) as worker:
             seconds = config.trainer.collective_timeout_seconds + COLLECTIVE_MARGIN_SECONDS
             ranks.wrap_collectives(
-                lambda: worker.activity(
+                lambda: worker.lifecycle.activity(
                     "wait for the other ranks", deadline_seconds=seconds, is_progress=False
                 )
             )
@@ -129,7 +130,7 @@ class TrainLoop:
         self._reader = LogReader(
             worker.connection, consumer_group=worker.plan.consumer_group("trainer")
         )
-        worker.reads(self._reader)
+        worker.lifecycle.track_lag(self._reader)
         self._library = MediaLibrary(self._config, store=store)
         self._checkpoints = Checkpoints(
             store, ranks=ranks, keep=self._config.trainer.keep_checkpoints
@@ -170,7 +171,7 @@ class TrainLoop:
             self._follower.retain_all()
         num_recovered = self._recover()
         self._checkpoint_begun = time.monotonic()
-        worker.follow(*([] if self._publisher is None else [self._publisher.best.apply]))
+        worker.control.follow(*([] if self._publisher is None else [self._publisher.best.apply]))
         try:
             while self._backend.policy_version < self._config.last_version and self._train_step():
                 pass
@@ -186,7 +187,7 @@ class TrainLoop:
                 num_recovered_steps=num_recovered,
             )
             while not self._agree_to_drain():
-                worker.tick(working=False)
+                worker.lifecycle.tick(working=False)
                 worker.drain.wait(IDLE_SECONDS)
         finally:
             self._checkpoints.close()
@@ -219,7 +220,7 @@ class TrainLoop:
             step for step in history.steps if step.train_step >= self._backend.policy_version
         ]
         if not Replay(self._worker, self._backend, self._ranks, batches=self._batches).run(missing):
-            with self._worker.transfer("read the published weights"):
+            with self._worker.lifecycle.transfer("read the published weights"):
                 self._take_published(history)
         decided = set(history.ended_group_ids)
         max_staleness, forgotten_step = self._config.run.max_staleness, history.forgotten_step
@@ -227,7 +228,7 @@ class TrainLoop:
             max_staleness=max_staleness, decided=decided, forgotten_step=forgotten_step
         )
         self._open_batches(history)
-        with self._worker.transfer("write the first weights"):
+        with self._worker.lifecycle.transfer("write the first weights"):
             is_lost = not history.is_fresh and self._is_newest_lost(history.published[-1])
             tensors = self._backend.weights() if history.is_fresh or is_lost else {}
             if self._publisher is not None:
@@ -258,7 +259,7 @@ class TrainLoop:
             return
         tensors = {**self._backend.state().tensors, **start.state.tensors}
         self._backend.load_state(TrainerState(policy_version=version, tensors=tensors))
-        with self._worker.transfer("write the first checkpoint"):
+        with self._worker.lifecycle.transfer("write the first checkpoint"):
             pending = self._checkpoints.save(
                 self._backend.state(), extra={"consumed": [], "id_window": []}
             )
@@ -374,7 +375,7 @@ class TrainLoop:
                 self._feed(group, batch)
             if not remaining:
                 remaining = self._finish_batch(batch)
-            self._worker.tick(working=taken > 0)
+            self._worker.lifecycle.tick(working=taken > 0)
         return True
 
     def _finish_batch(self, batch: StepBatch) -> int:
@@ -402,7 +403,7 @@ class TrainLoop:
         reader = LogReader(self._worker.connection)
         try:
             for record in reader.read_at(self._topic, set(places)).values():
-                self._worker.dead_letter(record, error)
+                self._worker.records.dead_letter(record, error)
         finally:
             reader.close()
 
@@ -413,10 +414,10 @@ class TrainLoop:
         while not self._agree_to_drain():
             if self._agree_on_next(recorded):
                 break
-            self._worker.tick(working=False)
+            self._worker.lifecycle.tick(working=False)
         else:
             return False
-        with self._phases.measure("decode"), self._worker.piece("read a recorded batch"):
+        with self._phases.measure("decode"), self._worker.lifecycle.piece("read a recorded batch"):
             step = self._in_hand = recorded.take()
         try:
             for item in step.samples:
@@ -430,7 +431,7 @@ class TrainLoop:
                 f"the rollouts of run {self._config.parent.run} can't be trained with these "
                 f"settings: {error}"
             ) from error
-        self._worker.tick(working=True)
+        self._worker.lifecycle.tick(working=True)
         return True
 
     def _agree_on_next(self, recorded: ReplaySource) -> bool:
@@ -451,10 +452,10 @@ class TrainLoop:
         with self._phases.measure("decode"):
             for record in records:
                 self._take(record, version)
-                self._worker.progressed()
+                self._worker.lifecycle.record_progress()
 
     def _take(self, record: Record, version: int) -> None:
-        event = self._worker.decode(record)
+        event = self._worker.records.decode(record)
         reason = "record could not be decoded"
         if event is not None:
             try:
@@ -463,11 +464,11 @@ class TrainLoop:
                 )
             # whose it is, nobody knows: a prompt group that it names may have honest samples
             except ForeignRecord as error:
-                self._worker.dead_letter(record, error)
+                self._worker.records.dead_letter(record, error)
                 self._assembler.skip(record)
                 return
             except PoisonSample as error:
-                self._worker.dead_letter(record, error)
+                self._worker.records.dead_letter(record, error)
                 reason = f"poison: {error}"
             else:
                 return
@@ -530,9 +531,9 @@ class TrainLoop:
         publisher = self._publisher
         if publisher is None or not publisher.has_uncommitted_step or not (wait or publisher.weights_are_written):
             return
-        with self._phases.measure("weights"), self._worker.transfer("write weights"):
+        with self._phases.measure("weights"), self._worker.lifecycle.transfer("write weights"):
             publisher.wait_until_written()
-        with self._phases.measure("commit"), self._worker.piece("commit the step"):
+        with self._phases.measure("commit"), self._worker.lifecycle.piece("commit the step"):
             publisher.commit()
 
     def _commit_ends(self) -> None:
@@ -559,7 +560,7 @@ class TrainLoop:
         ended = share.ended
         self._assembler.mark_done([end.prompt_group_id for end in ended])
         for end in ended:
-            self._worker.traces.record_group_end(
+            self._worker.records.traces.record_group_end(
                 end.prompt_group_id, outcome=end.outcome.value, reason=end.reason
             )
         if ended:
@@ -589,7 +590,7 @@ class TrainLoop:
         self._begin_trace(group, batch.share)
         records = self._assembler.take(group)
         try:
-            with self._phases.measure("decode"), self._worker.piece("read a prompt group"):
+            with self._phases.measure("decode"), self._worker.lifecycle.piece("read a prompt group"):
                 samples = [self._placed(record) for record in records]
         except UNUSABLE as error:  # it could be had when its record came
             places = [(record.partition, record.offset) for record in records]
@@ -601,11 +602,11 @@ class TrainLoop:
         """Decode a record again that was found trainable when it came, so that only the samples in
         training lie in memory with their arrays.
         """
-        sample = check_ready(self._worker.fetched(self._worker.codec.decode(record.value)))
+        sample = check_ready(self._worker.records.fetch_arrays(self._worker.records.codec.decode(record.value)))
         return LocatedSample(sample, record.partition, record.offset)
 
     def _begin_trace(self, group: ReadyGroup, share: RankStepResult) -> None:
-        traces, step = self._worker.traces, self._backend.policy_version
+        traces, step = self._worker.records.traces, self._backend.policy_version
         traces.record_wait(group.prompt_group_id, "advantage.samples")
         staleness = step - group.policy_version
         self._in_training.append(
@@ -635,18 +636,18 @@ class TrainLoop:
                 num_tokens=num_tokens,
                 max_tokens=max_tokens,
             )
-        with self._phases.measure("forward_backward"), self._worker.piece("train a micro-batch"):
+        with self._phases.measure("forward_backward"), self._worker.lifecycle.piece("train a micro-batch"):
             self._backend.accumulate(micro_batch)
         self._worker.metrics.tokens(num_tokens)
-        self._worker.finished(len(micro_batch), started)
-        self._worker.progressed()
+        self._worker.lifecycle.record_processed(len(micro_batch), started)
+        self._worker.lifecycle.record_progress()
         self._settle(wait=False)
 
     def _progress_in_step(self) -> None:
         """Beat, and commit the step before once its weights are written, while a step that had to
         be whole is trained.
         """
-        self._worker.progressed()
+        self._worker.lifecycle.record_progress()
         self._settle(wait=False)
 
     def _finish_step(self, share: RankStepResult) -> None:
@@ -657,7 +658,7 @@ class TrainLoop:
         self._settle()
         if self._follower is not None:
             self._follower.commit_steps()
-        with self._phases.measure("weights"), self._worker.transfer("write weights"):
+        with self._phases.measure("weights"), self._worker.lifecycle.transfer("write weights"):
             tensors = self._backend.weights()
             if self._publisher is not None:
                 self._publisher.write_weights(tensors, policy_version=step + 1)
@@ -689,15 +690,15 @@ class TrainLoop:
         """Return up to where all records are decided; those that became dead letters are safe as
         such by then.
         """
-        with self._worker.piece("write dead letters"):
-            self._worker.await_dead_letters()
+        with self._worker.lifecycle.piece("write dead letters"):
+            self._worker.records.flush_dead_letters()
         return self._assembler.consumed()
 
     def _update(self, step: int) -> dict[str, float] | None:
         """Update the weights and return the step's figures; None where it has none, since the
         update is skipped. All ranks do the same.
         """
-        with self._phases.measure("update"), self._worker.piece("step the optimizer"):
+        with self._phases.measure("update"), self._worker.lifecycle.piece("step the optimizer"):
             try:
                 return self._backend.step().to_metrics(of_engine=self._config.algorithm.has_rewards)
             except StepNotFinite as error:
@@ -746,5 +747,5 @@ class TrainLoop:
             "id_window": self._assembler.done_group_ids(),
             "forgotten_step": self._assembler.forgotten_step,
         }
-        with self._phases.measure("checkpoint"), self._worker.transfer("copy the checkpoint"):
+        with self._phases.measure("checkpoint"), self._worker.lifecycle.transfer("copy the checkpoint"):
             self._pending = self._checkpoints.save(self._backend.state(), extra=extra)

@@ -25,7 +25,9 @@ from relax_events.weights import Weights
 
 
 class DatasetEngine:
-    """Implements `engines.protocol.Engine`; the tokens of a sample are those it was submitted with."""
+    """Implements `engines.protocol.Engine`; the tokens of a sample are those it was submitted
+    with.
+    """
 
     def __init__(
         self, model_path: Path, *, config: EngineConfig, model: ModelConfig, policy_version: int = 0

@@ -5,9 +5,9 @@ waits for what:
 
     worker   submit(request) --> engine     returns at once; the samples queue until a row is free
     worker   poll(timeout)   --> engine     waits for the first finished sample, at most the timeout
-    worker   load_weights()  --> engine     returns when the new version serves; takes effect between two tokens
+    worker   load_weights()  --> engine     returns when the new version serves, between two tokens
         others   interrupt()     --> engine     a waiting poll returns at its next token
-        worker   abort()         --> engine     returns what has been generated so far, which can be submitted again
+        worker   abort()         --> engine     returns the tokens so far, which can be resubmitted
 
 One thread uses an engine, except for `interrupt`. A submitted sample comes back exactly once: from
 `poll`, or from `abort`.

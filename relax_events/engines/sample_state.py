@@ -1,4 +1,6 @@
-"""A sample in an engine, from its submission to its result; shared by `transformers` and `sglang`."""
+"""A sample in an engine, from its submission to its result; shared by `transformers` and
+`sglang`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from relax_events.media.model_inputs import ProcessedMedia
 
 @dataclass(slots=True, eq=False)
 class SampleState:
-    """A sample in an engine: waiting with its tokens so far, or running in a row that holds more."""
+    """A sample in an engine: waiting with its tokens so far, or running in a row that holds
+    more.
+    """
 
     order: int
     sample_id: str

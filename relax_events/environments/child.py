@@ -120,7 +120,9 @@ def _call_environment(
 
 
 def _encode_reply(reply: object, max_item_bytes: int) -> tuple[dict[str, Any], Sequence[bytes]]:
-    """Encode a reply for the pipe: data URIs and bytes follow the header, distinguished by `kinds`."""
+    """Encode a reply for the pipe: data URIs and bytes follow the header, distinguished by
+    `kinds`.
+    """
     if reply is None:
         return {"reply": None}, ()
     if isinstance(reply, str):

@@ -298,8 +298,8 @@ class MultiTurnEngine:
             )
             episode.turns = list(sample.turns)
             count = _num_tokens_through_last_reply(sample.loss_mask)
-            episode.tokens, episode.loss_mask = sample.tokens[:reply], sample.loss_mask[:reply]
-            episode.logprobs = sample.logprobs[:reply]
+            episode.tokens, episode.loss_mask = sample.tokens[:count], sample.loss_mask[:count]
+            episode.logprobs = sample.logprobs[:count]
             num_chosen = int(episode.loss_mask.sum())
             episode.segments = _slice_segments(sample.segments, 0, num_chosen)
             episode.top_tokens = (
@@ -338,7 +338,7 @@ class MultiTurnEngine:
             self._finish(episode, turn.finish_reason, turn.error)
             return
         self._awaiting_reply[turn.sample_id] = episode
-        self._pool.ask(
+        self._pool.request_reply(
             turn.sample_id,
             episode.task,
             episode.turns,

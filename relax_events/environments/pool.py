@@ -64,12 +64,12 @@ class EnvironmentPool:
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="environment")
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            for place in self._children:
-                place.start()
-                self._free_children.put(place)
+            for child in self._children:
+                child.start()
+                self._free_children.put(child)
             on_failure.pop_all()
 
-    def ask(
+    def request_reply(
         self,
         sample_id: str,
         task: EnvironmentContext,
@@ -83,27 +83,27 @@ class EnvironmentPool:
             sample_id: For errors.
             task: Of its prompt.
             turns: The policy's turns and the replies so far, ending with a turn of the policy.
-            on_answer: Receives the reply, from another thread; None when the sample is over, a
+            on_reply: Receives the reply, from another thread; None when the sample is over, a
                 `PoisonSample` when the environment or its media failed.
         """
-        response = tuple(turns)  # the caller's list changes
-        self._threads.submit(self._reply, sample_id, task, response).add_done_callback(on_reply)
+        snapshot = tuple(turns)  # the caller's list changes
+        self._threads.submit(self._reply, sample_id, task, snapshot).add_done_callback(on_reply)
 
     def close(self) -> None:
         """Close all children; running calls are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for place in self._children:
-            place.close()
+        for child in self._children:
+            child.close()
         self._threads.shutdown()
 
     def _reply(
         self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]
     ) -> ProcessedReply | None:
-        place = self._free_children.get()
+        child = self._free_children.get()
         try:
-            return place.reply(sample_id, task, turns)
+            return child.reply(sample_id, task, turns)
         finally:
-            self._free_children.put(place)
+            self._free_children.put(child)
 
 
 class _EnvironmentChild:

@@ -33,7 +33,7 @@ from relax_events.events.types import (
 from relax_events.history.stored_weights import StoredWeights
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.corruption import damage_error
 from relax_events.kafka.records import Record
 from relax_events.projections.ledger import Ledger

@@ -20,7 +20,7 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
-from relax_events.runtime.control_view import ControlFollower
+from relax_events.runtime.control_follower import ControlFollower
 from relax_events.topics import TopicPlan
 
 SILENT_SECONDS = 30.0

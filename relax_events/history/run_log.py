@@ -18,7 +18,7 @@ from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.session.broker_address import open_admin, require_run
 from relax_events.topics import TopicPlan

@@ -170,7 +170,7 @@ class BaseConsumer:
             ) from exception
         except KeyError:
             raise BrokerUnavailable(
-                f"{topic}[{partition}] has no leader; see that all brokers run"
+                f"{topic}[{partition}] has no leader; check that all brokers run"
             ) from None
         return replace(self._connection, bootstrap_servers=f"{leader.host}:{leader.port}")
 

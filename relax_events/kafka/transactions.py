@@ -16,7 +16,7 @@ from confluent_kafka import KafkaException, Producer, TopicPartition
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, Fenced
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.connection import Connection, extract_error, translate
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import enqueue
 from relax_events.kafka.records import ProducerRecord
 

@@ -41,7 +41,7 @@ from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.scaling import ScaleState
 from relax_events.reports.run_report import write_final_report
 from relax_events.reports.terminal import ProgressDisplay
-from relax_events.runtime.control_view import ControlFollower
+from relax_events.runtime.control_follower import ControlFollower
 from relax_events.runtime.drain import Drain
 from relax_events.runtime.private_files import write_private
 from relax_events.session.broker_address import (

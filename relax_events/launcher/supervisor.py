@@ -33,7 +33,7 @@ from relax_events.launcher.fork_protocol import SpawnRequest, shared_environment
 from relax_events.launcher.worker_imports import worker_modules
 from relax_events.launcher.worker_processes import WorkerExit, WorkerProcesses, build_rank_requests
 from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason
-from relax_events.runtime.worker import RESTART_CODE
+from relax_events.runtime.control_view import RESTART_CODE
 
 log = structlog.get_logger()
 RELAX = "relax_events.cli"

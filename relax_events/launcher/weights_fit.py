@@ -17,7 +17,7 @@ from relax_events.events.types import PolicyVersionPublished
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.objects import ObjectStore
-from relax_events.runtime.control_view import ControlFollower
+from relax_events.runtime.control_follower import ControlFollower
 from relax_events.topics import TopicPlan
 from relax_events.weights.manifest import WeightManifest
 

@@ -53,7 +53,7 @@ def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, locati
         name: Of the member.
         path: Of the archive.
         max_bytes: A larger member is refused unread.
-        place: Names it in errors.
+        location: For errors.
     Raises:
         MediaError: There is no such member, it is a link or another thing that is no file, its name
             leads out, it is too large, or the archive is damaged, too full or compressed.

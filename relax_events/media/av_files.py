@@ -90,7 +90,7 @@ def open_stream(
         data: The file.
         modality: What is wanted of it.
         limits: Bounds of bytes and seconds.
-        place: Names it in errors.
+        location: For errors.
     Raises:
         MediaError: It is too large or too long, of no known kind, has nothing of the modality, or
             is broken.

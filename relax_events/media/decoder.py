@@ -43,7 +43,7 @@ class Decoder:
         Args:
             data: The file.
             modality: What it must be.
-            place: Names it in errors.
+            location: For errors.
         Raises:
             MediaError: It is too large, too long, of no known kind, cut off or broken, or decoding
                 it takes too long or too much.

@@ -67,7 +67,7 @@ class WebFetcher:
 
         Args:
             url: Of scheme http or https.
-            place: Names it in errors.
+            location: For errors.
         Raises:
             MediaError: Its host or address is not allowed, it is too large or too slow, or the host
                 does not give it.

@@ -50,7 +50,7 @@ def inspect_image(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
     Args:
         data: The file.
         limits: Bounds of bytes and pixels.
-        place: Names it in errors.
+        location: For errors.
     Raises:
         MediaError: It is too large, claims too many pixels, or is no picture of a known kind.
     """
@@ -69,7 +69,7 @@ def decode_image(
         data: The file.
         size: Height and width of the result.
         limits: Bounds of bytes and pixels.
-        place: Names it in errors.
+        location: For errors.
     Raises:
         MediaError: As for `inspect_picture`, or it is cut off or broken.
     """

@@ -48,7 +48,7 @@ class MediaItem:
     Attributes:
         modality: What it must be.
         source: The bytes, a data URI, a web address, or a path.
-        place: File, row and column, for errors.
+        location: File, row and column, for errors.
         access: What it may name.
         member: Of the tar file that the path names; empty for the file itself.
     """

@@ -17,7 +17,7 @@ from relax_events.events.container import ContainerWriter, LoggedRecord, Records
 from relax_events.history.run_log import RunLog
 from relax_events.history.samples.filter import integer_range, parse_bounds
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import POLICY_VERSION_HEADER
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import MARKER

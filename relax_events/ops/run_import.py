@@ -16,7 +16,7 @@ from relax_events.events.container import RecordsDigest, read_container
 from relax_events.events.parts import TopicOffset, now_micros
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.partition_writer import PartitionWriter
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord

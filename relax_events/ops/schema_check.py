@@ -17,7 +17,7 @@ from relax_events.events.compatibility import Incompatibility, compare, incompat
 from relax_events.events.releases import Release, current_release, read_releases, version_key
 from relax_events.events.schemas import Schema, name_of, schema_fingerprint
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.session.broker_address import open_admin
 from relax_events.topics import TopicPlan
 

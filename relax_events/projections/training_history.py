@@ -17,9 +17,9 @@ from relax_events.events.types import (
     PromptGroupEnded,
     TrainStepCommitted,
 )
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.projections.base import apply_events
-from relax_events.runtime.control_view import SUMMED_ENTITIES, begins_of, newest_publications
+from relax_events.runtime.control_follower import SUMMED_ENTITIES, find_start_offsets, read_newest_publications
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import is_guest
 from relax_events.topics import TopicPlan
@@ -57,7 +57,7 @@ class TrainingHistory:
             return cls._read(
                 reader,
                 worker,
-                begins_of(published, worker.plan),
+                find_start_offsets(published, worker.plan),
                 first=published[0] if published else None,
             )
         finally:
@@ -93,7 +93,7 @@ class TrainingHistory:
         records = reader.stream(
             {place: (start, reader.watermarks(*place)[1]) for place, start in places.items()}
         )
-        events = (event for record in records if (event := worker.decode(record)) is not None)
+        events = (event for record in records if (event := worker.records.decode(record)) is not None)
         apply_events(events, history)
         history.require_no_gaps()
         return history
@@ -211,8 +211,8 @@ def _read_since_checkpoint(reader: LogReader, worker: Worker) -> list[PolicyVers
     A step names the newest checkpoint of its time. So the newest step leads to one checkpoint, and
     the first step that was trained after that checkpoint leads to the one before it.
     """
-    found = newest_publications(
-        reader, worker.plan, worker.decode, enough=lambda found: len(found) > 1
+    found = read_newest_publications(
+        reader, worker.plan, worker.records.decode, enough=lambda found: len(found) > 1
     )
     version = max(_checkpoint_versions_since(found, reader, worker), default=-1)
     for _ in range(worker.config.trainer.keep_checkpoints):
@@ -228,10 +228,10 @@ def _read_since_version(
     version: int, reader: LogReader, worker: Worker
 ) -> list[PolicyVersionPublished]:
     """Return the publications since that of a version."""
-    found = newest_publications(
+    found = read_newest_publications(
         reader,
         worker.plan,
-        worker.decode,
+        worker.records.decode,
         enough=lambda found: bool(found) and found[0].policy_version <= version,
     )
     return [event for event in found if event.policy_version >= version]
@@ -242,8 +242,8 @@ def _checkpoint_versions_since(
 ) -> set[int]:
     """Return the versions of the checkpoints that the steps since these publications name."""
     place = (worker.plan.topic("control.train-steps"), 0)
-    span = (begins_of(published, worker.plan)["control.train-steps"], reader.watermarks(*place)[1])
-    events = map(worker.decode, reader.stream({place: span}))
+    span = (find_start_offsets(published, worker.plan)["control.train-steps"], reader.watermarks(*place)[1])
+    events = map(worker.records.decode, reader.stream({place: span}))
     return {
         event.checkpoint.policy_version
         for event in events

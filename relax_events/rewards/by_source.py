@@ -1,4 +1,4 @@
-"""Several reward functions in one run, each for the samples of a source."""
+"""Route each sample to the reward function of its source."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from relax_events.rewards.registry import LoadedReward, load_reward
 
 @dataclass(frozen=True, slots=True)
 class RewardRoutes:
-    """The run's reward function, and others by the value of a key of the metadata. All of them are
-    called in the same way.
+    """The run's reward function, and more by the value of a metadata key. All have the same call
+    signature.
     """
 
     default: LoadedReward
@@ -26,17 +26,17 @@ class RewardRoutes:
 
     @property
     def takes_prompt_group(self) -> bool:
-        """Whether they score whole prompt groups."""
+        """Whether the functions score whole prompt groups."""
         return self.default.takes_prompt_group
 
     @property
     def is_async(self) -> bool:
-        """Whether they are coroutines."""
+        """Whether the functions are coroutines."""
         return self.default.is_async
 
     @property
     def optional_arguments(self) -> list[str]:
-        """What some of them are given because they have a parameter for it."""
+        """Names of the optional arguments that at least one function takes."""
         return sorted(
             {
                 name
@@ -47,9 +47,7 @@ class RewardRoutes:
 
     @property
     def digest(self) -> str:
-        """The version of all of them together; that of the one function where there are no
-        others.
-        """
+        """The version of all functions together; with a single function, its version."""
         if not self.by_source:
             return self.default.digest
         versions = {
@@ -60,7 +58,7 @@ class RewardRoutes:
 
     @property
     def files(self) -> list[Path]:
-        """The files whose code decides which reward a sample gets."""
+        """The files whose code determines the rewards."""
         return sorted(
             {file for reward in (self.default, *self.by_source.values()) for file in reward.files}
         )
@@ -72,10 +70,10 @@ class RewardRoutes:
 
 
 def load_routes(config: Mapping[str, Any]) -> RewardRoutes:
-    """Load all functions of a reward section, given as the dictionary that it is.
+    """Load all functions of a reward section, given as a dictionary.
 
     Raises:
-        ConfigError: One of them can't be loaded, or they are to be called in different ways.
+        ConfigError: A function can't be loaded, or their call signatures differ.
     """
     default, *others = (
         load_reward(chosen["function"], options=chosen["options"], weights=chosen["weights"])
@@ -89,7 +87,9 @@ def load_routes(config: Mapping[str, Any]) -> RewardRoutes:
             if mine != theirs:
                 only, not_so = (default, other) if mine else (other, default)
                 raise ConfigError(
-                    f"{only.name} {what} and {not_so.name} is not so; functions of one run "
-                    "must be alike, see reward.routes"
+                    f"{only.name} {what} and {not_so.name} does not; all functions of one "
+                    "run must have the same form, see reward.routes"
                 )
-    return RewardRoutes(default, dict(zip(config["routes"], others, strict=True)), config["route_key"])
+    return RewardRoutes(
+        default, dict(zip(config["routes"], others, strict=True)), config["route_key"]
+    )

@@ -1,10 +1,8 @@
-"""A reward child: runs one reward function, one JSON line in, one JSON line out. Started by
-`RewardPool` alone.
+"""Run reward functions in a child process of `RewardPool`: one JSON line in, one JSON line out.
 
-The first line it reads says which function, the first it writes that it is ready, with the
-function's version and how it wants to be called, or why the function can't be loaded. Every further
-line answers the request of the same rank. It ends as soon as its stdin does, even in the middle of
-a call.
+The first input line names the function; the first output line reports that it is ready, with its
+version and call signature, or why it can't be loaded. Every further output line responds to the
+input line of the same number. The process exits as soon as its stdin closes, even during a call.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ MAX_ERROR_CHARACTERS = 600
 
 
 def main() -> int:
-    """Load the function and answer requests until stdin ends."""
+    """Load the function and process requests until stdin closes."""
     answers, requests = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
     os.dup2(
         2, 1
-    )  # What user code prints must not get between the answers, nor may it read the requests.
+    )  # User code's prints must not mix with the responses, and it must not read the requests.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     setup = orjson.loads(requests.readline())
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
@@ -58,13 +56,15 @@ def main() -> int:
     }
     _send(answers, greeting | {"files": file_stamps(routes.files)})
     if routes.is_async:
-        asyncio.run(_serve_concurrently(caller, requests, answers, concurrency=setup["concurrency"]))
+        asyncio.run(
+            _serve_concurrently(caller, requests, answers, concurrency=setup["concurrency"])
+        )
     _serve(caller, requests, answers)
     return 0
 
 
 def _serve(caller: Caller, requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer one request after the other."""
+    """Process one request after the other."""
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests, lines.put), daemon=True).start()
     while True:
@@ -74,7 +74,7 @@ def _serve(caller: Caller, requests: BinaryIO, answers: BinaryIO) -> None:
 async def _serve_concurrently(
     caller: Caller, requests: BinaryIO, answers: BinaryIO, *, concurrency: int
 ) -> None:
-    """Have so many calls under way at a time; the answers keep the order of the requests."""
+    """Run up to `concurrency` calls at a time; the responses keep the order of the requests."""
     loop, places = asyncio.get_running_loop(), asyncio.Semaphore(concurrency)
     calls: asyncio.Queue[asyncio.Task[dict[str, Any]]] = asyncio.Queue()
 
@@ -101,14 +101,14 @@ def _read(requests: BinaryIO, take: Callable[[bytes], object]) -> None:
 
 
 class Caller:
-    """Calls the function that a request is for, and makes an answer of whatever comes of it."""
+    """Calls the function of a request, and turns the result or the error into a response."""
 
     def __init__(self, routes: RewardRoutes, *, timeout_seconds: float) -> None:
         self._routes, self._timeout_seconds = routes, timeout_seconds
 
     def respond(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request; whatever the function does short of ending the process is
-        one.
+        """Return the response to a request; any exception of the function becomes an error
+        response.
         """
         started = time.perf_counter()
         try:
@@ -120,8 +120,8 @@ class Caller:
         return self._success(value, request, started)
 
     async def respond_async(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do the same for an `async def`; its time limit is kept here, since the parent sees only
-        the oldest of several calls.
+        """Do the same for an `async def`. Its time limit is enforced here, because the parent sees
+        only the oldest of several calls.
         """
         started = time.perf_counter()
         clock = asyncio.timeout(self._timeout_seconds)
@@ -141,7 +141,10 @@ class Caller:
         completions, metadata = request["completions"], orjson.loads(request["metadata"])
         reward, takes_all = self._routes.reward_for(metadata), self._routes.takes_prompt_group
         first = completions if takes_all else completions[0]
-        more = {name: request[name] if takes_all else request[name][0] for name in reward.optional_arguments}
+        more = {
+            name: request[name] if takes_all else request[name][0]
+            for name in reward.optional_arguments
+        }
         return reward.function(
             first, answer=request["answer"], metadata=metadata, prompt=request["prompt"], **more
         )

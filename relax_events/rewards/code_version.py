@@ -1,4 +1,4 @@
-"""The version of a reward: a digest of its code, its settings and the packages that it rests on."""
+"""Compute the version of a reward: a digest of its code, settings and package versions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ def reward_digest(
     weights: Mapping[str, float],
     packages: tuple[str, ...],
 ) -> str:
-    """Return the SHA-256, in hex, of the canonical JSON of all that decides which reward a sample
-    gets.
+    """Return the SHA-256, in hex, of the canonical JSON of everything that determines the rewards.
 
-    The code is the function's module with the modules of the same folder, or below, that it uses.
-    Two machines with the same files, settings and packages agree, wherever the files lie.
+    The code is the function's module and the modules that it uses from the same folder or below.
+    Two machines with the same files, settings and packages agree, independent of the folder's path.
     """
     facts = {
         "files": {
@@ -44,9 +43,7 @@ def reward_digest(
 
 
 def source_files(module: ModuleType) -> dict[str, Path]:
-    """Return the module's file and those it uses in the same folder or below, by their names
-    relative to it.
-    """
+    """Return the module's file and those it uses in the same folder or below, by relative path."""
     folder = Path(str(module.__file__)).resolve().parent
     found: dict[str, Path] = {}
     unread = [module]
@@ -61,8 +58,8 @@ def source_files(module: ModuleType) -> dict[str, Path]:
 
 
 def file_stamps(files: Iterable[Path | str]) -> dict[str, list[int]]:
-    """Return by file what changes when somebody writes or replaces it: cheap, where a digest would
-    read it. A file that is gone has none.
+    """Return modification time, size and inode by file: cheap change detection without reading.
+    Missing files are left out.
     """
     stamps = {}
     for file in files:

@@ -1,5 +1,5 @@
-"""Counts where two reward functions differ on the same completions. Holds a batch of them and the
-examples, however many there are.
+"""Count where two reward functions differ on the same completions. Memory: one batch and the
+examples.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class DifferenceCounts:
-    """How many completions there were. Those that both have scored agree or differ; a failure of
-    both counts for each.
+    """Counts of completions. Those scored by both functions agree or differ; a failure of both
+    counts for each.
     """
 
     num_samples: int = 0
@@ -40,7 +40,7 @@ class DifferenceCounts:
     num_both_failed: int = 0
 
     def add(self, first: Result, second: Result, threshold: float | None) -> bool:
-        """Count a completion; tell whether both have scored it and differ."""
+        """Count a completion; return whether both functions scored it and differ."""
         self.num_samples += 1
         is_first_scored, is_second_scored = isinstance(first, Score), isinstance(second, Score)
         self.num_first_failed += not is_first_scored
@@ -58,8 +58,8 @@ class DifferenceCounts:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A completion over which the functions differ, or which one of them alone could not score; of
-    the completion the last characters.
+    """A completion for which the functions differ, or that only one of them could score; only its
+    last characters.
     """
 
     sample_id: str
@@ -71,8 +71,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What came out. With a threshold two rewards differ when they stand on different sides of it,
-    else when they are not equal.
+    """The result of a comparison. With a threshold two rewards differ when they are on different
+    sides of it, else when they are not equal.
     """
 
     first: str
@@ -83,14 +83,14 @@ class Differences:
 
 
 class ReservoirSampler(Generic[T]):
-    """Keeps some of many things, each with the same chance; the same ones each time."""
+    """Samples uniformly from a stream of items, with a fixed seed (reservoir sampling)."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._num_seen, self._chance = limit, 0, random.Random(0)  # noqa: S311  examples, no secret
         self._kept: list[tuple[int, T]] = []
 
     def add(self, thing: T) -> None:
-        """Offer one."""
+        """Offer an item."""
         number, self._num_seen = self._num_seen, self._num_seen + 1
         if number < self._limit:
             self._kept.append((number, thing))
@@ -98,7 +98,7 @@ class ReservoirSampler(Generic[T]):
             self._kept[place] = number, thing
 
     def kept(self) -> list[T]:
-        """Return those that were drawn, in the order in which they came."""
+        """Return the sampled items in stream order."""
         return [thing for _, thing in sorted(self._kept, key=lambda numbered: numbered[0])]
 
 
@@ -111,20 +111,18 @@ def compare_rewards(
     limit: int,
     report: Callable[[DifferenceCounts], None] = lambda _: None,
 ) -> Differences:
-    """Score completions by two reward functions, in child processes with limits, and count where
-    they differ.
+    """Score completions with two reward functions, in child processes with limits, and count the
+    differences.
 
     Args:
         first: One reward function.
         second: The other.
-        items: What both score.
-        threshold: Rewards from here on count as good, and only good and bad differ; None compares
-            the rewards themselves.
-        limit: So many examples, evenly drawn; those that only one function could score come last,
-            where there is room.
+        items: The completions to score. threshold: Rewards at or above it count as good, and only
+            good and bad differ; None compares the rewards themselves. limit: Maximum number of
+            examples, sampled uniformly; those that only one function could score come last.
         report: Called after each batch.
     Raises:
-        ConfigError: As `Trial`.
+        ConfigError: As `RewardTrial`.
     """
     counts = DifferenceCounts()
     differing, half_failed = (

@@ -1,4 +1,4 @@
-"""What a reward function says about itself beyond its signature."""
+"""Attach information to reward functions with the decorator `@reward`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ INFO_ATTRIBUTE = "reward_facts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What a reward function read in a completion: the answer, where it stood, and why it is right
-    or wrong.
-    """
+    """The answer that a reward function extracted, its location, and why it is right or wrong."""
 
     answer: str | None
     location: str
@@ -23,9 +21,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class RewardInfo:
-    """Where a reward function comes from, what it needs, and what has to be done before its first
-    call.
-    """
+    """Source, requirements and preparation of a reward function."""
 
     source: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -44,18 +40,16 @@ def reward(
     require: Callable[[Mapping[str, Any]], object] | None = None,
     explain: Callable[..., Explanation] | None = None,
 ) -> Callable[[Function], Function]:
-    """Give a reward function its facts; a function without them is as good a reward.
+    """Attach information to a reward function; it is optional.
 
     Args:
         source: The paper or program whose rules it follows.
-        metadata: Keys of the sample's metadata that it reads, each with what it holds.
+        metadata: Keys of the sample's metadata that it reads, each with a description.
         packages: Distributions whose versions are part of the reward's version.
-        prepare: Called once before the first call, outside of its time limit: imports what takes
-            seconds.
-        require: Called with the options before that; raises EnvironmentProblem where this machine
-            lacks something.
-        explain: Called as the function is; says for `relax rewards score` what the function read in
-            the completion.
+        prepare: Called once before the first call, outside of its time limit, for slow imports.
+        require: Called with the options before `prepare`; raises EnvironmentProblem if this machine
+            lacks a requirement. explain: Called with the function's arguments; explains the reward
+            for `relax rewards score`.
     """
     facts = RewardInfo(source, metadata or {}, packages, prepare, require, explain)
 
@@ -67,6 +61,6 @@ def reward(
 
 
 def read_info(function: Callable[..., Any]) -> RewardInfo:
-    """Return what a function declared, or nothing in particular."""
+    """Return a function's information, or the defaults."""
     found = getattr(function, INFO_ATTRIBUTE, None)
     return found if isinstance(found, RewardInfo) else RewardInfo()

@@ -1,5 +1,5 @@
-"""Runs a reward function in child processes, so that one that hangs, leaks or crashes costs one
-call and never the worker.
+"""Run reward functions in child processes, so that a hang, leak or crash costs one call and not the
+worker.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MAX_REQUESTS_PER_CHILD = 64
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """A completion to be scored; `metadata` is a JSON object as text. Items of one prompt group
-    stand together, under its id.
+    """A completion to score; `metadata` is a JSON object as text. Items of one prompt group are
+    adjacent and share its id.
 
-    `turns` are role and text of the answers and of what was said to them; where there are none the
-    completion was the only answer. `token_ids` are of the tokens that the policy chose.
+    `turns` are role and text of each message from the first completion on; empty for a single
+    completion. `token_ids` are the ids of the sampled tokens.
     """
 
     sample_id: str
@@ -49,13 +49,12 @@ class RewardItem:
 
 
 class RewardPool:
-    """Scores completions in child processes, as many as `reward.processes` says.
+    """Scores completions in `reward.processes` child processes.
 
-    A call that takes longer than `reward.timeout_seconds` is killed with its child, another child
-    takes its place, and the calls that waited behind it are asked again. Where several calls were
-    under way in the child, each of them is asked again alone, and only the one that does it again
-    has failed. The children speak JSON lines over pipes and end with the parent, however it ends.
-    Use it as a context manager, from one thread.
+    A call that exceeds `reward.timeout_seconds` is killed with its child; a new child replaces it,
+    and the calls behind it are retried. If several calls were in flight in the child, each is
+    retried alone, and only the one that fails again counts as failed. The children exchange JSON
+    lines over pipes and exit with the parent. Use it as a context manager, from one thread.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -106,14 +105,14 @@ class RewardPool:
 
     @property
     def takes_prompt_group(self) -> bool:
-        """Whether the function scores whole prompt groups: then all items of one must be in the
-        same batch, side by side.
+        """Whether the function scores whole prompt groups: then all items of a group must be
+        adjacent in one batch.
         """
         return self._loaded.takes_prompt_group
 
     @property
     def optional_arguments(self) -> list[str]:
-        """What the function is given because it has a parameter for it: `turns`, `token_ids`."""
+        """Names of the optional arguments that the function takes: `turns`, `token_ids`."""
         return self._loaded.optional_arguments
 
     @property
@@ -123,26 +122,24 @@ class RewardPool:
 
     @property
     def max_response_seconds(self) -> float:
-        """The longest time between two answers: a call that hangs, its next one in another child,
-        and what both children take to load.
+        """The longest time between two responses: a call that hangs, its retry in another child,
+        and loading both.
         """
         return 2 * (self._config.timeout_seconds + START_SECONDS)
 
     def score_batch(
         self, items: Sequence[RewardItem], *, on_answer: Callable[[], None] = lambda: None
     ) -> list[Score | RewardError]:
-        """Score completions, in parallel, and give the results in the order of the items.
+        """Score completions in parallel, and return the results in the order of the items.
 
-        A call that raises, hangs, dies or returns no finite number gives a `RewardError` in its
-        place; the others are not affected. Where the function takes prompt groups, a call is that
-        of a prompt group.
+        A call that raises, hangs, dies or returns no finite number gives a `RewardError`; the
+        others are not affected. If the function takes prompt groups, a call scores one prompt
+        group.
 
         Args:
-            items: What is scored.
-            on_answer: Called when answers have come, also those that are errors.
+            items: The completions. on_answer: Called when responses have arrived, errors included.
         Raises:
-            ConfigError: The function changed on the disk, or a child had to be started again and
-                could not load it.
+            ConfigError: The function changed on the disk, or a restarted child could not load it.
         """
         self._reload_changed_files()
         self._items = items
@@ -161,7 +158,7 @@ class RewardPool:
         return [self._results[index] for index in range(len(items))]
 
     def close(self, *, timeout_seconds: float = 2.0) -> None:
-        """End all children within the deadline; calls that still run are cut off."""
+        """End all children within the deadline; running calls are killed."""
         deadline = time.monotonic() + timeout_seconds
         for child in self._children:
             child.close(timeout_seconds=max(0.0, deadline - time.monotonic()))
@@ -169,8 +166,8 @@ class RewardPool:
         self._selector.close()
 
     def _reload_changed_files(self) -> None:
-        """Load the function again where its files have been written since: `_check_version` refuses
-        another one.
+        """Restart the children if the function's files changed; `_check_version` rejects another
+        version.
         """
         if file_stamps(self._loaded.files) == self._loaded.files:
             return
@@ -182,13 +179,16 @@ class RewardPool:
     def _requests(self, items: Sequence[RewardItem]) -> Iterable[Request]:
         if not self._loaded.takes_prompt_group:
             return (
-                Request((index,), _encode_request([item], self.optional_arguments)) for index, item in enumerate(items)
+                Request((index,), _encode_request([item], self.optional_arguments))
+                for index, item in enumerate(items)
             )
         prompt_groups = groupby(enumerate(items), key=lambda numbered: numbered[1].prompt_group_id)
-        return (_build_request(list(numbered), self.optional_arguments) for _, numbered in prompt_groups)
+        return (
+            _build_request(list(numbered), self.optional_arguments) for _, numbered in prompt_groups
+        )
 
     def _step(self, *, window: int) -> None:
-        """Give out requests, wait for the next answer or deadline, and deal with what came."""
+        """Send requests, wait for the next response or deadline, and handle it."""
         for child in self._children:
             self._send_waiting(child, window)
         deadlines = [child.deadline for child in self._children if child.deadline is not None]
@@ -199,8 +199,7 @@ class RewardPool:
                 key.data.write()
             if mask & selectors.EVENT_READ:
                 self._read_responses(key.data)
-        # After reading, so that a parent that was itself held up does not take its own delay for
-        # the child's.
+        # After reading, so that a delay of the parent does not count as the child's.
         for child in [
             child
             for child in self._children
@@ -215,14 +214,16 @@ class RewardPool:
             and len(child.requests) <= window // 2
             and not child.is_isolating_suspect
         ):
-            child.send(self._next_requests(window - len(child.requests), is_idle=not child.requests))
+            child.send(
+                self._next_requests(window - len(child.requests), is_idle=not child.requests)
+            )
         if child.has_outgoing and child.stdin not in self._selector.get_map():
             self._selector.register(child.stdin, selectors.EVENT_WRITE, child)
         elif not child.has_outgoing and child.stdin in self._selector.get_map():
             self._selector.unregister(child.stdin)
 
     def _next_requests(self, limit: int, *, is_idle: bool) -> list[Request]:
-        """Take requests from the front; a suspect goes alone, to a child that does nothing else."""
+        """Take requests from the front; a suspect request goes alone to an idle child."""
         if self._waiting[0].is_suspect:
             return [self._waiting.popleft()] if is_idle else []
         requests: list[Request] = []
@@ -244,7 +245,7 @@ class RewardPool:
             if answer.get("is_exhausted") and child.num_answered > 1:
                 retried.append(
                     request
-                )  # earlier calls may have leaked; its first call in another child will tell
+                )  # earlier calls may have leaked memory; retry it as the first call of a new child
             else:
                 self._store_results(request, answer)
         if any(answer.get("is_exhausted") for _, answer in answers):
@@ -260,7 +261,7 @@ class RewardPool:
         self._ready = greeting
 
     def _store_results(self, request: Request, answer: dict[str, Any]) -> None:
-        """Keep the results of a call, or its error for each of its samples."""
+        """Store the results of a call, or its error for each of its samples."""
         seconds = answer["seconds"] / len(request.indices)
         results = answer.get("results") or [answer] * len(request.indices)
         for index, result in zip(request.indices, results, strict=True):
@@ -289,16 +290,14 @@ class RewardPool:
         return f"took longer than {self._config.timeout_seconds:g} s (reward.timeout_seconds)"
 
     def _restart_child(self, child: RewardChild, retried: list[Request]) -> None:
-        """Start another child for one without memory."""
+        """Replace a child that is out of memory."""
         retried += child.requests
         self._kill_child(child)
         self._waiting.extendleft(reversed(retried))
         self._start_child()
 
     def _replace_failed_child(self, child: RewardChild, text: str) -> None:
-        """Start another child for one that hangs or died, find out by which call, and ask the
-        others again.
-        """
+        """Replace a child that hung or died, fail or isolate its call, and retry the others."""
         ending = self._kill_child(child)
         text = text or f"died ({ending})"
         if child.ready is None:
@@ -329,7 +328,8 @@ class RewardPool:
 
 def _build_request(numbered: Sequence[tuple[int, RewardItem]], on_demand: Sequence[str]) -> Request:
     return Request(
-        tuple(index for index, _ in numbered), _encode_request([item for _, item in numbered], on_demand)
+        tuple(index for index, _ in numbered),
+        _encode_request([item for _, item in numbered], on_demand),
     )
 
 

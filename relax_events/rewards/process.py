@@ -1,8 +1,5 @@
-"""Bounds what a reward function prints: it may print without end, and the log that takes it has a
-disk.
-
-One reward child seen from its parent: a process, two pipes that never block, what it prints, and
-    the requests it still has to answer.
+"""Control one reward child process: its pipes, its pending requests, and a limit on what it
+prints.
 """
 
 from __future__ import annotations
@@ -27,26 +24,28 @@ from relax_events.runtime.child_environment import child_environment
 MAX_LINE_BYTES = 4_000
 BURST_BYTES = 262_144
 BYTES_PER_SECOND = 1_024.0
-"""Of printed text, over a long time: 84 MiB a day."""
+"""Sustained rate of printed text: 84 MiB a day."""
 
 
 class PrintBudget:
-    """Says what of a stream of printed bytes is written: lines are cut, and what exceeds the budget
-    is counted in its place.
+    """Limits a stream of printed bytes: long lines are cut, and bytes beyond the budget are dropped
+    and counted.
     """
 
     def __init__(self, *, now: float) -> None:
         """Begin with a full budget.
 
         Args:
-            now: Seconds, by any clock that only grows.
+            now: Seconds of a monotonic clock.
         """
         self._budget, self._at = float(BURST_BYTES), now
         self._line_bytes = 0
         self._num_dropped_bytes = 0
 
     def limit(self, data: bytes, *, now: float) -> bytes:
-        """Return what is written of the next bytes; a line that is cut ends in dots."""
+        """Return the part of the next bytes that may be written; a line that is cut ends in
+        dots.
+        """
         self._budget = min(BURST_BYTES, self._budget + (now - self._at) * BYTES_PER_SECOND)
         self._at = now
         shown = bytearray()
@@ -72,7 +71,7 @@ class PrintBudget:
         if not self._num_dropped_bytes:
             return part
         note, self._num_dropped_bytes = (
-            f"({self._num_dropped_bytes} bytes that the reward function printed are left out)\n".encode(),
+            f"({self._num_dropped_bytes} bytes printed by the reward function were dropped)\n".encode(),
             0,
         )
         return note + part
@@ -85,10 +84,10 @@ READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call that waits for its turn: where its results belong, and its line for the child.
+    """A waiting call: the indices of its results, and its line for the child.
 
-    One that `is_suspect` was under way, with others, in a child that hung or died: it is asked
-    alone to find out which it was.
+    A request that `is_suspect` was in flight with others in a child that hung or died: it is
+    retried alone to find the cause.
     """
 
     indices: tuple[int, ...]
@@ -98,8 +97,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ChildReady:
-    """What a child says once it has loaded the function; `files` are those that its version is made
-    of, as they were on the disk.
+    """The first message of a child that has loaded the function; `files` are stamps of the files in
+    its version.
     """
 
     digest: str
@@ -110,15 +109,15 @@ class ChildReady:
 
 
 class RewardChild:
-    """A child process that answers requests in their order, one at a time or, for an `async def`,
+    """A child process that responds to requests in order, one at a time or, for an `async def`,
     several.
 
-    The clock of a request starts when it becomes the oldest one, so a queue behind a slow call is
-    not blamed for it.
+    The timeout of a request starts when it becomes the oldest one, so requests behind a slow call
+    don't time out.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Start the process; it is ready once it has a `greeting`."""
+        """Start the process; it can be used once `ready` is set."""
         self._config = config
         self._process = subprocess.Popen(
             [sys.executable, "-m", "relax_events.rewards.child"],
@@ -147,19 +146,17 @@ class RewardChild:
 
     @property
     def deadline(self) -> float | None:
-        """When the child must have said something, on the monotonic clock; None when nothing is
-        asked of it.
-        """
+        """Monotonic time by which the child must respond; None without pending requests."""
         if self.ready is None:
             return self._clock + START_SECONDS
-        # A child with several calls under way keeps their time itself; we end it when it does not
-        # come to that.
+        # A child with several calls in flight enforces their timeouts itself; it is killed if it
+        # can't.
         grace = ASYNC_GRACE_SECONDS if self.ready.is_async else 0.0
         return self._clock + self._config.timeout_seconds + grace if self.requests else None
 
     @property
     def is_isolating_suspect(self) -> bool:
-        """Whether it was given a suspect, which must be alone."""
+        """Whether it runs a suspect request, which must run alone."""
         return bool(self.requests) and self.requests[0].is_suspect
 
     @property
@@ -168,7 +165,7 @@ class RewardChild:
         return bool(self._outgoing)
 
     def send(self, requests: list[Request]) -> None:
-        """Queue requests and write as many as the pipe takes."""
+        """Queue requests and write as many as the pipe accepts."""
         if not self.requests:
             self._clock = time.monotonic()
         self.requests.extend(requests)
@@ -176,7 +173,7 @@ class RewardChild:
         self.write()
 
     def write(self) -> None:
-        """Write as much as the pipe takes; a child that died is noticed when its answers are
+        """Write as much as the pipe accepts; a dead child is detected when its responses are
         read.
         """
         try:
@@ -190,7 +187,7 @@ class RewardChild:
             self._outgoing.clear()
 
     def read(self) -> list[tuple[Request, dict[str, Any]]] | None:
-        """Read the answers that have arrived, oldest first; None when the child is gone.
+        """Read the responses that have arrived, oldest first; None if the child is gone.
 
         Raises:
             ConfigError: The child could not load the function.
@@ -212,35 +209,31 @@ class RewardChild:
         self.ready = ChildReady(**greeting)
 
     def kill(self) -> str:
-        """End the process and whatever it started, and tell how it had ended."""
+        """Kill the process and its descendants, and return how it ended."""
         if self._process.poll() is None:
             self.signal(signal.SIGKILL)
         code = self._process.wait()
-        self.signal(
-            signal.SIGKILL
-        )  # what a child that died by itself has left behind in its process group
+        self.signal(signal.SIGKILL)  # processes that a dead child left in its process group
         self.stdin.close()
         self.stdout.close()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def close(self, *, timeout_seconds: float) -> None:
-        """End the process: it leaves by itself when its stdin is closed, and is killed when it does
-        not.
-        """
+        """End the process: close its stdin so that it exits, and kill it if it does not."""
         self.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_seconds)
         self.kill()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and whatever it started."""
+        """Send a signal to the process and its descendants."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
 
 def _forward_prints(printed: IO[bytes]) -> None:
-    """Write to our own stderr what the child prints, as far as the budget goes, until the child and
-    all that it has started are gone.
+    """Forward the child's prints to our stderr within the budget, until the child and its
+    descendants have exited.
     """
     budget = PrintBudget(now=time.monotonic())
     with printed:

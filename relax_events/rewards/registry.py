@@ -1,8 +1,4 @@
-"""What there is to say about a reward, for people.
-
-The reward hub: from a name, or a file of the user's, to a function with its settings and its
-    version.
-"""
+"""Find, describe and load reward functions, by installed name or by file."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from relax_events.rewards.declaration import read_info
 
 @dataclass(frozen=True, slots=True)
 class RewardDescription:
-    """A reward in words; `scores` says what one call is about, `failures` when a sample gets no
+    """Description of a reward; `scores` is what one call scores, `failures` are the cases without a
     reward.
     """
 
@@ -42,7 +38,7 @@ class RewardDescription:
 
 
 def describe_reward(name: str) -> RewardDescription:
-    """Describe a reward of the hub, or of a file, without making it ready to be called.
+    """Describe an installed reward, or one of a file, without preparing it for calls.
 
     Raises:
         ConfigError: There is no such reward, or its file fails to load.
@@ -68,24 +64,21 @@ def describe_reward(name: str) -> RewardDescription:
 PROMPT_GROUP_PARAMETER = "completions"
 REQUIRED_ARGUMENTS = ("answer", "metadata", "prompt")
 OPTIONAL_ARGUMENTS = ("turns", "token_ids")
-"""Given to functions that have a parameter of that name."""
+"""Passed to functions that have a parameter of that name."""
 
 
 class RewardFunction(Protocol):
-    """Scores one completion: a number, or named components of which `reward` is the total (without
-    it, their sum is).
+    """Scores one completion: a number, or named components whose total is `reward`, else their sum.
 
-    A function whose first parameter is called `completions` gets those of a whole prompt group, and
-    returns a list with an element for each; an element may be a `RewardError`. Either may be `async
-    def`. With a parameter `turns` it is given the answers of the sample and what was said to them,
-    as `role` and `content`, ending with the last answer; with `token_ids` the ids of the tokens
-    that the policy chose. Of a prompt group these are lists of them. Further keyword arguments are
-    its options.
+    A function whose first parameter is `completions` gets those of a whole prompt group, and
+    returns a list with one element for each; an element may be a `RewardError`. Both may be `async
+    def`. A parameter `turns` gets the sample's messages from the first completion to the last, as
+    `role` and `content`; `token_ids` gets the ids of the sampled tokens. For a prompt group these
+    are lists of them. Further keyword arguments are options.
 
-    Beside its components it may return `turn_rewards`, a list with a number for each answer, and
-    `token_rewards`, one for each token that the
-    policy chose: they come on top of the total, and algorithms with an advantage for each token
-        know where they were earned.
+    It may also return `turn_rewards`, a number for each completion, and `token_rewards`, one for
+    each sampled token. They are added to the total; algorithms with token-level advantages use
+    their positions.
     """
 
     def __call__(
@@ -94,16 +87,14 @@ class RewardFunction(Protocol):
         """Score a completion.
 
         Args:
-            completion: What the model wrote, without special tokens.
-            answer: The reference answer of the prompt.
-            metadata: What the prompt's source gave with it.
-            prompt: Text of the prompt.
+            completion: Text of the completion, without special tokens. answer: The reference answer
+                of the prompt. metadata: Metadata of the prompt. prompt: Text of the prompt.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedReward:
-    """A reward function with its options filled in, how it wants to be called, and its version."""
+    """A reward function with bound options, its call signature, and its version."""
 
     name: str
     function: Callable[..., Any]
@@ -136,10 +127,10 @@ def load_reward(
     options: Mapping[str, Any] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> LoadedReward:
-    """Load a reward function of the hub, or of a file given as `path/to/file.py:function`, and make
-    it ready to be called.
+    """Load an installed reward function, or one of a file given as `path/to/file.py:function`, and
+    prepare it for calls.
 
-    This runs the file's code: outside of tests only a reward child does it.
+    This runs the file's code: outside of tests only a reward child calls it.
 
     Args:
         name: As in `reward.function`.
@@ -148,8 +139,7 @@ def load_reward(
     Raises:
         ConfigError: There is no such name, file or function, the file fails to load, or an option
             does not fit; the text says where.
-        EnvironmentProblem: The function needs a package that is not installed, or something else
-            that this machine lacks.
+        EnvironmentProblem: A package or another requirement of the function is missing.
     """
     function, module = find_function(name)
     facts = read_info(function)
@@ -179,8 +169,7 @@ def load_reward(
 
 
 def find_function(name: str) -> tuple[Callable[..., Any], ModuleType]:
-    """Return a reward function, without its options and not made ready, and the module that holds
-    it.
+    """Return a reward function without bound options, not prepared, and its module.
 
     Raises:
         ConfigError: There is no such name, file or function, or the file fails to load.
@@ -197,13 +186,13 @@ def find_function(name: str) -> tuple[Callable[..., Any], ModuleType]:
 
 
 def takes_prompt_group(function: Callable[..., Any]) -> bool:
-    """Tell whether a function wants the completions of a whole prompt group."""
+    """Return whether a function takes the completions of a whole prompt group."""
     return next(iter(inspect.signature(function).parameters), "") == PROMPT_GROUP_PARAMETER
 
 
 def options_of(function: Callable[..., Any]) -> list[RewardOption]:
-    """Return the options that a function takes: its keyword arguments besides those that every
-    reward function gets.
+    """Return the options of a function: its keyword arguments except those that every reward
+    function gets.
     """
     return [
         RewardOption(
@@ -219,17 +208,20 @@ def options_of(function: Callable[..., Any]) -> list[RewardOption]:
 def check_options(
     function: Callable[..., Any], name: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options as the function's annotations want them, without those that were not
-    given.
+    """Convert the given options to the types of the function's annotations.
 
     Raises:
-        ConfigError: The function does not take what every reward function gets, an option is
-            unknown, missing or of another type.
+        ConfigError: The function lacks a required parameter, or an option is unknown, missing or of
+            a wrong type.
     """
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     if not takes_any and (
-        missing := [given for given in REQUIRED_ARGUMENTS if given not in inspect.signature(function).parameters]
+        missing := [
+            given
+            for given in REQUIRED_ARGUMENTS
+            if given not in inspect.signature(function).parameters
+        ]
     ):
         text = f"{name} does not take {', '.join(missing)}"
         raise ConfigError(
@@ -260,7 +252,7 @@ def check_options(
 def _option_fields(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     try:
         hints = typing.get_type_hints(function)
-    except NameError:  # Names that only a type checker imports: then anything goes.
+    except NameError:  # Names imported for type checkers only: any type is accepted.
         hints = {}
     return {
         parameter.name: (

@@ -1,6 +1,4 @@
-"""What `genrm` is where the run has a judge of its own: how it is asked, and the version of its
-rewards.
-"""
+"""Configure `genrm` for a run with a judge role: prompts, weights and reward version."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ TAIL_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class JudgeReward:
-    """A reward that a judge gives."""
+    """A reward computed by the judge role."""
 
     grading: Grading
     weights: Mapping[str, float]
@@ -31,11 +29,10 @@ class JudgeReward:
 
 
 def load_judge_rewards(config: RunConfig) -> dict[str | None, JudgeReward]:
-    """Return what the judge is asked about the samples of each source that it scores; see
-    `RewardConfig.chosen`.
+    """Load the judge rewards of each source that the judge scores; see `RewardConfig.chosen`.
 
     Raises:
-        ConfigError: An option does not fit, or the judging model is not there.
+        ConfigError: An option does not fit, or the judge model is missing.
     """
     gradings = {
         source: load_grading(config.reward.chosen[source]) for source in config.judged_sources
@@ -48,17 +45,17 @@ def load_judge_rewards(config: RunConfig) -> dict[str | None, JudgeReward]:
 
 
 def load_grading(chosen: ChosenReward) -> Grading:
-    """Return how a judge is asked, by the options of `genrm`.
+    """Build the grading prompt from the options of `genrm`.
 
     Raises:
-        ConfigError: An option is unknown, of another type, or that of a server.
+        ConfigError: An option is unknown, of a wrong type, or only for a judge server.
     """
     options = check_options(judge.genrm, chosen.function, chosen.options | {"url": ""})
     for name in options.keys() - {*OPTIONS, "url"}:
-        remedy = "temperature and length stand in judge.engine.sampling; leave it out"
+        remedy = "temperature and length are set in judge.engine.sampling; leave it out"
         raise ConfigError(
-            f"reward.options.{name} is of a judge behind a server, and judge.model_path "
-            f"gives the run one of its own; {remedy}"
+            f"reward.options.{name} configures a judge server, but judge.model_path gives "
+            f"the run its own judge; {remedy}"
         )
     given = {name: options[name] for name in OPTIONS if name in options}
     return Grading(
@@ -66,10 +63,12 @@ def load_grading(chosen: ChosenReward) -> Grading:
     )
 
 
-def _build_judge_reward(chosen: ChosenReward, grading: Grading, model: Mapping[str, object]) -> JudgeReward:
+def _build_judge_reward(
+    chosen: ChosenReward, grading: Grading, model: Mapping[str, object]
+) -> JudgeReward:
     if others := sorted(chosen.weights.keys() - {TOTAL}):
         raise ConfigError(
-            f"reward.weights names {', '.join(others)}, and a judge gives {TOTAL} alone; "
+            f"reward.weights names {', '.join(others)}, and a judge returns only {TOTAL}; "
             "leave it out"
         )
     options = {**chosen.options, "judge": model}
@@ -83,15 +82,16 @@ def _build_judge_reward(chosen: ChosenReward, grading: Grading, model: Mapping[s
 
 
 def describe_judge_model(config: JudgeConfig) -> dict[str, object]:
-    """Return all of a judge that decides its rewards.
+    """Return everything about a judge model that determines its rewards.
 
-    Of the model's files the names, sizes and ends count: reading tens of gigabytes would hold up
-    every start, and another training of the same model differs there.
+    For the model's files that is name, size and the last bytes: reading tens of gigabytes would
+    delay every start, and a retrained model differs there.
     """
     folder = config.model_path
     if folder is None or not folder.is_dir():
         raise ConfigError(
-            f"judge.model_path {folder} is no folder; give one in Hugging Face layout"
+            f"judge.model_path {folder} is not a folder; set it to a model folder in Hugging "
+            "Face layout"
         )
     files = {
         path.name: [path.stat().st_size, _digest_of_end(path)]

@@ -1,4 +1,4 @@
-"""What a reward function may return, and what becomes of it."""
+"""Parse the return value of a reward function into a score."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ RULE = "it must return a number or a dict of numbers"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward function gave for a sample; those by turn and by token are parts of
-    `reward`.
-    """
+    """The score of a sample; `reward` includes the turn and token rewards."""
 
     reward: float
     components: dict[str, float]
@@ -29,19 +27,17 @@ class Score:
 def parse_score(
     value: Any, *, weights: Mapping[str, float] | None = None, seconds: float = 0.0
 ) -> Score:
-    """Check what a reward function returned for a sample, and make the reward of it.
+    """Validate the return value of a reward function for a sample, and compute the total.
 
     Args:
-        value: A number, or named components. Their total is the component `reward` where there is
-            one, else their sum. The lists `turn_rewards` and `token_rewards` beside them are no
-            components: all that is in them comes on top.
-        weights: Where given, the total is the sum of these components times their weights instead.
-        seconds: What the call took.
+        value: A number, or named components. The total is the component `reward` if present, else
+            the sum. The lists `turn_rewards` and `token_rewards` are not components; their values
+            are added to the total. weights: If given, the total is the weighted sum of these
+            components. seconds: Duration of the call.
     Raises:
-        TypeError: It is neither a number nor a non-empty dict of numbers, or one of the lists is
-            none of numbers.
-        ValueError: A number or the sum of all is not finite, or a component that has a weight is
-            missing.
+        TypeError: The value is neither a number nor a non-empty dict of numbers, or a list holds
+            something else. ValueError: A number or the total is not finite, or a weighted component
+            is missing.
     """
     components = dict(value) if isinstance(value, dict) else {TOTAL: value}
     if not components:

@@ -1,4 +1,4 @@
-"""From a sample to what a reward function is asked, and from its answer to an event."""
+"""Convert a sample to a reward request, and its result to an event."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relax_events.rewards.scores import Score
 
 
 def build_reward_item(sample: SampleRolledOut) -> RewardItem:
-    """Return what a reward function is asked about a sample."""
+    """Build the reward request of a sample."""
     tokens, mask = sample.tokens, sample.loss_mask
     token_ids = (
         None
@@ -38,13 +38,13 @@ def build_reward_item(sample: SampleRolledOut) -> RewardItem:
 
 
 def role_text_pairs(turns: Sequence[ChatMessage]) -> list[tuple[str, str]]:
-    """Return what was said, as a reward function is given it."""
+    """Return role and text of messages, as reward functions get them."""
     return [(message.role, message.text) for message in turns]
 
 
 def read_source(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
-    """Return which of the section's functions scores a sample; one whose metadata can't be read
-    goes to the first, which says so.
+    """Return the source whose function scores a sample; None selects the default function, also if
+    the metadata are invalid.
     """
     if not reward.routes:
         return None
@@ -62,11 +62,10 @@ def build_sample_scored(
     reward_digest: str,
     judge_response: str = "",
 ) -> SampleScored:
-    """Return a sample's score; a failure is one with its text and without a reward, never a silent
+    """Build the score event of a sample; a failure has an error text and no reward, never a silent
     zero.
 
-    A score whose rewards by turn or token are not as many as the sample has turns or loss tokens is
-    a failure, too.
+    A score with a wrong number of turn or token rewards is a failure, too.
     """
     fitting = _check_lengths(sample, result, reward_name) if isinstance(result, Score) else result
     success = fitting if isinstance(fitting, Score) else None
@@ -90,7 +89,7 @@ def _check_lengths(sample: SampleRolledOut, score: Score, reward_name: str) -> S
     if turn_rewards is None and token_rewards is None:
         return score
     if isinstance(sample.loss_mask, StoredArray):
-        remedy = "give the function a parameter `turns`, with which it is fetched"
+        remedy = "give the function a parameter `turns`, so that it is fetched"
         rule = (
             f"the loss mask of sample {sample.sample_id}, whose turns or tokens it rewards, was "
             "not fetched"
@@ -104,7 +103,9 @@ def _check_lengths(sample: SampleRolledOut, score: Score, reward_name: str) -> S
             sample_id=sample.sample_id,
         )
     except RewardError as error:
-        return RewardError(f"reward function {reward_name} returned what does not fit: {error}")
+        return RewardError(
+            f"reward function {reward_name} returned rewards of a wrong length: {error}"
+        )
     return score
 
 

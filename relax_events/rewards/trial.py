@@ -1,4 +1,4 @@
-"""Scores completions outside of a run, and says what the reward function read in them."""
+"""Score completions outside of a run, and explain the rewards."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ JSONL_KEYS = ("completion", "answer", "prompt", "metadata")
 
 @dataclass(frozen=True, slots=True)
 class ScoredCompletion:
-    """A completion's reward, or why there is none; `answer`, `place` and `why` where the function
-    can explain itself.
+    """A completion's reward or error; `answer`, `location` and `why` if the function can explain
+    itself.
     """
 
     sample_id: str
@@ -36,16 +36,15 @@ class ScoredCompletion:
 
 
 class RewardTrial(AbstractContextManager["Trial"]):
-    """A reward function in child processes with a run's limits, that scores completions one by one
-    and explains the rewards.
+    """Scores completions one by one in child processes with a run's limits, and explains the
+    rewards.
     """
 
     def __init__(self, settings: RewardConfig) -> None:
         """Load the function.
 
         Raises:
-            ConfigError: The function scores prompt groups, can't be loaded, or does not take the
-                options.
+            ConfigError: The function scores prompt groups, can't be loaded, or rejects the options.
         """
         self._settings = settings
         functions = {
@@ -82,8 +81,8 @@ class RewardTrial(AbstractContextManager["Trial"]):
         return self._pool.score_batch(items)
 
     def explain(self, item: RewardItem, result: Score | RewardError) -> ScoredCompletion:
-        """Return what there is to say about a completion that was scored; where the section has
-        routes, without an explanation.
+        """Return the score of a completion with its explanation; sections with routes have no
+        explanation.
         """
         if not isinstance(result, Score):
             return ScoredCompletion(item.sample_id, None, {}, error=str(result))
@@ -103,7 +102,7 @@ class RewardTrial(AbstractContextManager["Trial"]):
 
 
 def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[ScoredCompletion]:
-    """Score completions as a run would, and explain the rewards; raises as `Trial`."""
+    """Score completions as a run would, and explain the rewards; raises as `RewardTrial`."""
     with RewardTrial(settings) as trial:
         return [
             trial.explained(item, result)
@@ -112,8 +111,8 @@ def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[Scor
 
 
 def read_items(file: Path) -> Iterator[RewardItem]:
-    """Read completions from a JSONL file: objects with `completion` and, where the reward needs
-    them, `answer`, `prompt` and `metadata`.
+    """Read completions from a JSONL file: objects with `completion` and optionally `answer`,
+    `prompt` and `metadata`.
 
     Raises:
         ConfigError: The file or a line of it can't be read; the text names the line.
@@ -152,7 +151,7 @@ def _item(line: bytes, place: str, sample_id: str) -> RewardItem:
 
 
 def parse_metadata(text: str, place: str) -> str:
-    """Return metadata as they are.
+    """Check that metadata are a JSON object, and return them unchanged.
 
     Raises:
         ConfigError: They are not a JSON object.

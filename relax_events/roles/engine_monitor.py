@@ -41,8 +41,8 @@ class EngineWatch:
         self._capacity = (config or worker.config.engine).max_running_samples
         self._counted = self._reported = engine.usage
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        worker.beats.reports(self._figures)
-        worker.with_beats(self._look)
+        worker.heartbeat.add_metrics_source(self._figures)
+        worker.lifecycle.on_heartbeat(self._look)
 
     @contextmanager
     def doing(self, activity: Activity) -> Iterator[None]:

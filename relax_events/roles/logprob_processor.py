@@ -53,7 +53,7 @@ class Evaluating:
             except WeightsError as error:
                 records += self._ended(members, error)
                 continue
-            with self._worker.piece("score a part of a record batch"):
+            with self._worker.lifecycle.piece("score a part of a record batch"):
                 scores = self.scores_of(members)
             for sample, values in zip(members, scores, strict=True):
                 evaluated = LogprobsComputed(
@@ -65,7 +65,7 @@ class Evaluating:
                     topk_logprobs=values.id_logprobs,
                 )
                 records.append(
-                    self._worker.sample_record(
+                    self._worker.records.build_for_sample(
                         self._topic,
                         evaluated,
                         prompt_group_id=sample.prompt_group_id,
@@ -89,7 +89,7 @@ class Evaluating:
         self._worker.metrics.weights.lost(len(groups))
         reason = f"{self._worker.role}: the weights of version {version} can't be used"
         return [
-            self._worker.tombstone(group, Outcome.EXPIRED, reason, policy_version=version)
+            self._worker.records.build_end_request(group, Outcome.EXPIRED, reason, policy_version=version)
             for group in groups
         ]
 

@@ -25,7 +25,7 @@ import structlog
 from relax_events.errors import AccessDenied, BrokerError, CorruptRecord, SchemaError
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.leases import Lease
 from relax_events.runtime.worker import Worker
 from relax_events.topics.contents import belongs_on
@@ -129,7 +129,7 @@ class LastDeliveries:
             return
         for record in records:
             try:
-                event = self._worker.codec.decode(record.value)
+                event = self._worker.records.codec.decode(record.value)
             except (CorruptRecord, SchemaError):
                 continue
             if isinstance(event, WorkerHeartbeat) and belongs_on(ENTITY, event):

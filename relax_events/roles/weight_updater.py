@@ -46,7 +46,7 @@ class VersionLoading:
         if self._mode == "drain" and self._engine.num_running:
             return False
         try:
-            with self._watch.doing("loading"), self._worker.transfer("load weights"):
+            with self._watch.doing("loading"), self._worker.lifecycle.transfer("load weights"):
                 weights = self._transport.fetch(newest)
                 failpoint("rollout.before_load")
                 self._engine.load_weights(
@@ -65,7 +65,7 @@ class VersionLoading:
             )
             self._worker.metrics.engine.refused()
             return False
-        self._worker.beats.policy_version = self._engine.policy_version
+        self._worker.heartbeat.set_policy_version(self._engine.policy_version)
         self._worker.metrics.weights.loaded(
             weights.transport, delay_seconds=(now_micros() - newest.published_at) / 1e6
         )

@@ -15,7 +15,7 @@ from relax_events.objects.outages import outages
 from relax_events.objects.roots import AllowedRoots
 from relax_events.objects.store import ObjectStore
 from relax_events.objects.version_objects import build_version_folder
-from relax_events.runtime.control_view import RECENT_VERSIONS
+from relax_events.runtime.control_follower import RECENT_VERSIONS
 from relax_events.runtime.worker import Worker
 from relax_events.session.resume import find_changes, refuse_changes
 from relax_events.telemetry.metrics import ErrorMetrics
@@ -104,14 +104,14 @@ def open_worker(
             away_seconds=lambda: outages.seconds,
         )
         worker.metrics.registry.register(errors)
-        worker.wait_for_stores(outages, deadline_seconds=objects.outage_deadline_seconds)
+        worker.lifecycle.wait_for_stores(outages, deadline_seconds=objects.outage_deadline_seconds)
         descriptions = [
-            event for event in worker.control.history if isinstance(event, RunDescribed)
+            event for event in worker.control.follower.history if isinstance(event, RunDescribed)
         ]
         claim_store(
             opened,
             run_id=config.run.id,
-            cluster_id=worker.control.cluster_id,
+            cluster_id=worker.control.follower.cluster_id,
             told=find_logged_marker(descriptions),
         )
         worker.drain.listen_to_signals()

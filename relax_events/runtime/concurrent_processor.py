@@ -74,10 +74,10 @@ class FlowMapRole(MapRole):
     def run(self) -> None:
         """Work until the drain starts, and finish what is at work."""
         worker = self._worker
-        worker.follow(self._note_version)
+        worker.control.follow(self._note_version)
         while not worker.drain.requested:
-            self._turn(takes=not worker.paused)
-        while self._num_held and not worker.drain.overdue:
+            self._turn(takes=not worker.control.is_paused)
+        while self._num_held and not worker.drain.deadline_passed:
             self._turn(takes=False)
         self._commit(wait=Deadline(DRAIN_COMMIT_SECONDS))
         self._consumer.close()
@@ -91,21 +91,21 @@ class FlowMapRole(MapRole):
         self._fetch(timeout_seconds=0.0 if is_busy or (takes and self._fetched) else IDLE_SECONDS)
         while takes and self._fetched and self._flow.room > 0:
             self._take(self._fetched.popleft())
-            self._worker.progressed()
+            self._worker.lifecycle.record_progress()
         done = self._flow.poll(timeout_seconds=STEP_SECONDS) if self._num_held else []
         self._finish(done, started)
         self._take_versions()
-        self._worker.beats.num_in_flight = self._num_held
-        self._worker.beats.advance_to(self._flow.progress)
-        self._worker.tick(working=is_busy)
+        self._worker.heartbeat.set_in_flight(self._num_held)
+        self._worker.heartbeat.advance_to(self._flow.progress)
+        self._worker.lifecycle.tick(working=is_busy)
 
     def _take(self, record: Record) -> None:
         place = (record.topic, record.partition)
         self._behind[place] = record.offset + 1
-        if self._worker.is_expired(record.policy_version):
+        if self._worker.control.is_expired(record.policy_version):
             self._worker.metrics.expired(1)
         elif (sample := self._sample(record)) is not None:
-            work = self._worker.traces.begin(
+            work = self._worker.records.traces.begin(
                 self._operation, sample.prompt_group_id, topic="rollout.samples"
             )
             self._held.setdefault(place, {})[record.offset] = (sample.policy_version, work)
@@ -118,12 +118,12 @@ class FlowMapRole(MapRole):
             if (held := self._held.get((topic, partition), {}).pop(offset, None)) is None:
                 continue  # the partition went to another member, who does it again
             for record in records:
-                self._worker.producer.send(record)
+                self._worker.records.producer.send(record)
             held[1].end()
             num_done += 1
         self._commit()
         if num_done:
-            self._worker.finished(num_done, started)
+            self._worker.lifecycle.record_processed(num_done, started)
 
     def _commit(self, *, wait: Deadline | None = None) -> None:
         """Commit up to the oldest record that is at work, where that has moved; everywhere when it
@@ -149,7 +149,7 @@ class FlowMapRole(MapRole):
         if not self._published:
             return
         super()._take_versions()
-        stale = self._keys(lambda place, version: self._worker.is_expired(version))
+        stale = self._keys(lambda place, version: self._worker.control.is_expired(version))
         self._worker.metrics.expired(len(stale))
         self._let_go(stale, error="left the window")
 

@@ -1,460 +1,132 @@
-"""Finds where to begin in the control log: each publication of a policy version sums up what lies
-before it.
-
-    control.policy-versions   ... v-2  v-1  v      read backwards from the end, until enough publications are found
-                                    │
-    control.train-steps       ......└── steps from here on       PolicyVersionPublished.control_offsets
-    control.prompt-group-outcomes    ......└── ends from here on        PolicyVersionPublished.num_steps_before, outcome_counts_before
-
-So what a reader of the log takes to start does not grow with the run.
-
-Follows the control topics: which version is out, what the controller asks for, which schemas
-    writers use.
-"""
+"""A worker's view of the control log: the newest policy version, and commands to this worker."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from types import MappingProxyType
+import os
+from collections.abc import Mapping
 
 import structlog
 
-from relax_events.errors import (
-    AccessDenied,
-    BrokerError,
-    BrokerUnavailable,
-    ClientFailed,
-    CorruptRecord,
-    RelaxError,
-    SchemaError,
-)
-from relax_events.events.codec import EventCodec
+from relax_events.errors import ClientFailed, PoisonSample
 from relax_events.events.parts import Command
-from relax_events.events.types import BroadcastMembership, Event, PolicyVersionPublished, RunCommanded
-from relax_events.kafka.auth_errors import AuthFailureTracker
-from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
-from relax_events.kafka.records import Record
-from relax_events.topics import TopicPlan
-from relax_events.topics.contents import belongs_on
-from relax_events.topics.plan import METRICS_TOPICS
-
-SUMMED_ENTITIES = ("control.train-steps", "control.prompt-group-outcomes", "control.policy-versions")
-"""Topics that the trainer writes in the transactions that publish versions."""
-PUBLICATIONS = "control.policy-versions"
-RECENT_VERSIONS = 48
-"""Policy versions that a follower reads back at its start: the last steps that are shown, and
-several windows of the usual bounds."""
-Decode = Callable[[Record], Event | None]
-
-
-def newest_publications(
-    reader: LogReader,
-    plan: TopicPlan,
-    decode: Decode,
-    *,
-    enough: Callable[[Sequence[PolicyVersionPublished]], bool],
-) -> list[PolicyVersionPublished]:
-    """Return the newest publications of a run, oldest first: no more spans of the log than it takes
-    for `enough` to hold.
-
-    Args:
-        reader: Its assignment is taken over.
-        plan: The run's topics.
-        decode: Turns a record into its event; None for one that can't be used.
-        enough: Told the publications found so far, oldest first.
-    """
-    found: list[PolicyVersionPublished] = []
-    for records in reader.read_backwards((plan.topic(PUBLICATIONS), 0)):
-        events = [decode(record) for record in records]
-        found = [*(event for event in events if isinstance(event, PolicyVersionPublished)), *found]
-        if enough(found):
-            break
-    return found
-
-
-def begins_of(published: Sequence[PolicyVersionPublished], plan: TopicPlan) -> Mapping[str, int]:
-    """Return where a reader begins that is to miss nothing since the first of these publications,
-    by entity; 0 is the oldest record left.
-    """
-    named = (
-        {plan.parse_entity(at.topic): at.offset for at in published[0].control_offsets}
-        if published
-        else {}
-    )
-    return {entity: named.get(entity, 0) for entity in SUMMED_ENTITIES}
-
+from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded
+from relax_events.runtime.control_follower import NO_START_OFFSETS, ControlFollower, Listener
+from relax_events.runtime.drain import Drain
+from relax_events.staleness import is_expired
 
 log = structlog.get_logger()
-WHOLE = ("control.schemas", "control.broadcast-membership", "control.commands")
-"""Read from their beginning: one is compacted, and of schemas and commands a run has few."""
-ALWAYS = (*WHOLE, PUBLICATIONS)
-RECENT_REPORTS = 500
-"""Reports of metrics of each role that a follower reads back at its start: the newest of each
-worker are among them."""
-STOP_SECONDS = 5.0
-SILENT_SECONDS = 60.0
-"""After so long without a record the thread asks whether its client still finds a broker."""
-NO_BEGINS: Mapping[str, int] = MappingProxyType({})
-Listener = Callable[[Event], None]
+ANNOUNCEMENT_SECONDS = 30.0
+RESTART_CODE = 8
+"""Exit code of a worker that the controller had restarted."""
 
 
-class ControlFollower:
-    """Reads control topics from where a reader can begin, then live, in a thread of its own.
-
-    What it reads at its start does not grow with the run: of versions the newest, and of steps and
-    ends what was committed since the first of those, which sums up what lies before it
-    (`PolicyVersionPublished`). Listeners are called in log order of each topic: while it starts in
-    the thread that starts it, then in its own. Each topic has one partition, so all workers see the
-    same order. Versions are monotonic: an older one that appears again is ignored.
-    """
+class ControlView:
+    """Knows the newest policy version, and carries out the controller's commands to this worker."""
 
     def __init__(
         self,
-        connection: Connection,
-        plan: TopicPlan,
-        codec: EventCodec,
+        follower: ControlFollower,
+        role: str,
+        worker_id: str,
         *,
-        also: Sequence[str] = (),
-        num_versions: int = RECENT_VERSIONS,
+        max_staleness: int,
+        drain: Drain,
+        started_at: int,
     ) -> None:
-        """Read what is there of versions and commands.
+        """Take a follower that has not started yet.
 
         Args:
-            connection: How to reach the broker.
-            plan: The run's topics.
-            codec: Learns the schemas of other writers.
-            also: Control topics to follow besides those that every worker follows; those of roles
-                that the run lacks are left out.
-            num_versions: Newest versions to read at the least; never fewer than the window has.
+            follower: Reads the control topics.
+            role: Of this worker.
+            worker_id: Of this worker.
+            max_staleness: Versions that a sample may be behind.
+            drain: Starts on a stop or drain command.
+            started_at: Of this process, in microseconds since the epoch: it does not carry out
+                earlier commands to its own id again.
         """
-        self._codec, self._plan = codec, plan
-        self._also = tuple(filter(plan.has, also))
-        self._schemas_topic = plan.topic("control.schemas")
-        self._connection = connection
-        self._listeners: list[Listener] = []
-        self._changed = threading.Condition()
-        self._closing = threading.Event()
-        self._learnt: dict[tuple[str, int], int] = {}
-        self._starts: dict[tuple[str, int], int] = {}
-        self._published: set[tuple[str, bytes]] = set()
-        self.latest: PolicyVersionPublished | None = None
-        self.enlisted: BroadcastMembership | None = None
-        self._heard_at = time.monotonic()
-        self._checking: LogReader | None = None
-        self._checked_to, self._checked_version = 0, -1
-        self._own = replace(
-            connection, auth_failures=AuthFailureTracker()
-        )  # this client is renewed where it loses the brokers, and ends no process
-        self._reader = LogReader(self._own)
-        commands = [
-            event
-            for record in self._reader.read_to_end(self._places(WHOLE))
-            if (event := self._take(record)) is not None
-        ]
-        published = self._read_versions(max(num_versions, plan.num_slots + 1))
-        self._begins = begins_of(published, plan)
-        self.cluster_id = self._reader.cluster_id(self._schemas_topic)
-        self.history: list[Event] = [*published, *still_valid(commands)]
-        self._thread = threading.Thread(target=self._follow, name="control", daemon=True)
+        self.follower, self.is_paused = follower, False
+        self._role, self._worker_id, self._max_staleness = role, worker_id, max_staleness
+        self._drain, self._started_at = drain, started_at
 
-    def _places(self, entities: Iterable[str]) -> list[tuple[str, int]]:
-        return [(self._plan.topic(entity), 0) for entity in entities]
-
-    def _read_versions(self, num_versions: int) -> list[PolicyVersionPublished]:
-        found = newest_publications(
-            self._reader, self._plan, self._decode, enough=lambda found: len(found) >= num_versions
-        )
-        return [event for event in found if self._is_newer(event)]
-
-    def start(self, *listeners: Listener, begins: Mapping[str, int] = NO_BEGINS) -> None:
-        """Tell the listeners what was read so far and what there is of the other topics, then go on
-        live.
-
-        Args:
-            listeners: Called with each event.
-            begins: Offsets to begin at, by entity, for topics of which the caller knows what lies
-                before.
-        """
-        self._listeners = list(listeners)
-        history, self.history = self.history, []
-        for event in history:
-            self._tell(event)
-        spans = {(self._plan.topic(entity), 0): self._span(entity, begins) for entity in self._also}
-        for record in self._reader.stream(spans):
-            self._hear(record)
-        starts = {place: start for place, (start, _) in spans.items()} | dict.fromkeys(
-            self._places(ALWAYS), 0
-        )
-        self._starts = {place: self._learnt.get(place, start) for place, start in starts.items()}
-        self._reader.assign(self._starts)
-        self._thread.start()
-
-    def _span(self, entity: str, begins: Mapping[str, int]) -> tuple[int, int]:
-        low, high = self._reader.watermarks(self._plan.topic(entity), 0)
-        start = (
-            max(high - RECENT_REPORTS, 0)
-            if entity in METRICS_TOPICS
-            else self._begins.get(entity, 0)
-        )
-        return max(begins.get(entity, start), low), high
+    @property
+    def latest(self) -> PolicyVersionPublished | None:
+        """The newest publication of a policy version."""
+        return self.follower.latest
 
     @property
     def policy_version(self) -> int:
         """The newest published version, -1 before the first."""
-        latest = self.latest
-        return latest.policy_version if latest else -1
+        return self.follower.policy_version
 
-    def position(self, entity: str) -> int:
-        """Return the offset behind the last record of a topic that was read; to a listener that is
-        the one of its event.
+    def follow(
+        self, *listeners: Listener, start_offsets: Mapping[str, int] = NO_START_OFFSETS
+    ) -> None:
+        """Start following the control log; a stop or drain for this worker starts the drain, after
+        the listeners have received it.
+
+        A restart command ends this process at once, as a kill would; its supervisor starts it
+        again. `start_offsets` as for `ControlFollower.start`.
         """
-        return self._learnt.get((self._plan.topic(entity), 0), 0)
+        self.follower.start(*listeners, self._handle_command, start_offsets=start_offsets)
+
+    def is_expired(self, policy_version: int | None) -> bool:
+        """Tell whether a version has left the window, as far as this worker knows."""
+        return policy_version is not None and is_expired(
+            policy_version,
+            trainer_version=self.policy_version,
+            max_staleness=self._max_staleness,
+        )
 
     def wait_for_version(self, version: int, *, timeout_seconds: float) -> bool:
         """Wait until `version` or a newer one is published."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.policy_version >= version, timeout_seconds)
+        return self.follower.wait_for_version(version, timeout_seconds=timeout_seconds)
 
-    def is_published(self, version: int) -> bool:
-        """Tell whether a version, or a newer one, is on the log by now: read up to its end,
-        whatever the thread has read. For one thread alone.
+    def wait_until_published(self, policy_version: int) -> None:
+        """Wait a moment for the version that a sample names: the sample may overtake the
+        announcement, which is on another topic.
+
+        A sample is written after its version is published, so the log shows at once whether there
+        is an announcement to wait for: records of versions that never were cost no time. If the
+        log can't be read, the worker ends, and its successor reads the sample again.
 
         Raises:
+            PoisonSample: The version is not published.
             BrokerError: The log can't be read.
+            ClientFailed: The version is published, and our client of the control topics does not
+                receive it.
         """
-        if self.policy_version >= version:
-            return True
-        try:
-            self._read_publications()
-        # a client that was cut off may never find the brokers again, where a new one does
-        except BrokerUnavailable as error:
-            log.warning("control.asked_again", error=str(error))
-            self._drop_checking()
-            self._read_publications()
-        return max(self._checked_version, self.policy_version) >= version
-
-    def _read_publications(self) -> None:
-        """Read on to the end of the publications, by a client of its own: the thread has the other
-        one.
-        """
-        place = (self._plan.topic(PUBLICATIONS), 0)
-        start = max(
-            self._checked_to, self.position(PUBLICATIONS) - 1
-        )  # the thread may not have taken in the last one that it has read
-        if self._checking is None:
-            self._checking = LogReader(self._connection, fetch_wait_ms=1)
-        end = self._checking.watermarks(*place)[1]
-        for record in self._checking.stream({place: (start, end)}, with_damaged=True):
-            with suppress(CorruptRecord, SchemaError):
-                event = self._codec.decode(record.value)
-                if isinstance(event, PolicyVersionPublished):
-                    self._checked_version = max(self._checked_version, event.policy_version)
-        self._checked_to = max(self._checked_to, end)
-
-    def _drop_checking(self) -> None:
-        checking, self._checking = self._checking, None
-        if checking is not None:
-            checking.close()
-
-    def learn_schemas(self) -> None:
-        """Read control.schemas to its end now: someone used a schema that is new to us."""
-        reader = LogReader(self._connection)
-        try:
-            for record in reader.read_to_end([(self._schemas_topic, 0)]):
-                self._learn(record)
-        finally:
-            reader.close()
-
-    def stop(self) -> None:
-        """Stop following; the listeners hear no more from the thread."""
-        self._closing.set()
-        if self._thread.ident is not None:
-            self._thread.join(STOP_SECONDS)
-
-    def read_rest(self) -> None:
-        """Tell the listeners, in this thread, what the followed topics hold up to now and was not
-        read before `stop`.
-
-        Topics have no order among each other: a command may be read before the train steps that
-            were committed before it.
-
-        Raises:
-            BrokerError, BrokerUnavailable: The log could not be read.
-        """
-        self.stop()
-        if self._thread.is_alive():
-            return  # a listener does not come back: its thread has the reader
-        spans = {
-            place: (self._learnt.get(place, start), self._reader.watermarks(*place)[1])
-            for place, start in self._starts.items()
-        }
-        for record in self._reader.stream(spans):
-            self._hear(record)
-
-    def close(self) -> None:
-        """Stop following, and close the connections."""
-        self.stop()
-        self._reader.close()
-        self._drop_checking()
-
-    def check(self) -> None:
-        """Raise what ended the following; the work loop asks, since it would never hear of a
-        version or a command again.
-
-        Raises:
-            AccessDenied: We may not read the control topics.
-            ClientFailed: The client, or a listener, failed for good.
-        """
-        self._connection.auth_failures.raise_fatal()
-
-    def _follow(self) -> None:
-        try:
-            while not self._closing.is_set():
-                self.turn(timeout_seconds=0.5)
-        except Exception as error:  # the boundary of the thread: whatever it is ends the process
-            log.exception("control.failed")
+        known = self.policy_version
+        if not 0 <= known < policy_version:
+            return
+        if not self.follower.is_published(policy_version):
+            raise PoisonSample(
+                f"the sample is of policy version {policy_version}, which was never "
+                f"published; the newest is {known}"
+            )
+        if not self.wait_for_version(policy_version, timeout_seconds=ANNOUNCEMENT_SECONDS):
             what = (
-                f"the thread that follows the control log ended with {type(error).__name__}: "
-                f"{error}"
+                f"policy version {policy_version} is published, and the client of the control "
+                "topics has not received it"
             )
-            self._connection.auth_failures.report_fatal(
-                ClientFailed(
-                    f"{what}; this process must start again to hear of versions and commands"
-                )
+            raise ClientFailed(
+                f"{what} within {ANNOUNCEMENT_SECONDS:g} s, only versions up to {known}; this "
+                "process must start again to receive versions"
             )
 
-    def turn(self, *, timeout_seconds: float) -> None:
-        """Wait for records, and tell the listeners what is in them."""
-        try:
-            records = self._reader.fetch(timeout_seconds=timeout_seconds)
-        except BrokerError as error:
-            log.warning("control.disturbed", error=str(error))
-            if isinstance(error, AccessDenied | ClientFailed):
-                self._connection.auth_failures.report_fatal(error)
-            self._closing.wait(timeout_seconds)  # the next try may fail as fast
-            return
-        for record in records:
-            self._hear(record)
-        if records:
-            self._heard_at = time.monotonic()
-        elif time.monotonic() - self._heard_at > SILENT_SECONDS:
-            self._renew_reader()
-            self._heard_at = time.monotonic()
-
-    def _renew_reader(self) -> None:
-        """Read on with a new client where ours finds no broker and a new one does.
-
-        A client that was told of no brokers at all, as by a controller that takes the only one for
-        gone, may never find them again (librdkafka issue 5301).
-        """
-        if self._reader.cluster_id(self._schemas_topic):
-            return
-        reader = LogReader(self._own)
-        if not reader.cluster_id(self._schemas_topic):
-            reader.close()  # the brokers are away
-            return
-        log.warning("control.client_renewed")
-        self._reader, cut_off = reader, self._reader
-        self._reader.assign(
-            {place: self._learnt.get(place, start) for place, start in self._starts.items()}
-        )
-        cut_off.close()
-
-    def _hear(self, record: Record) -> None:
-        event = self._take(record)
-        if event is not None:
-            self._tell(event)
-
-    def _take(self, record: Record) -> Event | None:
-        if record.topic == self._schemas_topic:
-            self._learnt[record.topic, record.partition] = record.offset + 1
-            self._learn(record)
-            return None
-        event = self._decode(record)
-        if isinstance(event, PolicyVersionPublished) and not self._is_newer(event):
-            return None
-        if isinstance(event, BroadcastMembership) and (
-            self.enlisted is None or event.membership_version > self.enlisted.membership_version
+    def _handle_command(self, event: Event) -> None:
+        if (
+            not isinstance(event, RunCommanded)
+            or (event.role or self._role) != self._role
+            or (event.worker_id or self._worker_id) != self._worker_id
         ):
-            self.enlisted = event
-        return event
-
-    def _decode(self, record: Record) -> Event | None:
-        place = (record.topic, record.partition)
-        self._learnt[place] = max(record.offset + 1, self._learnt.get(place, 0))
-        try:
-            event = self._codec.decode(record.value)
-        except (
-            CorruptRecord,
-            SchemaError,
-            BrokerError,
-        ) as error:  # of the broker's: a stranger's schema, and a registry that is away
-            log.error("control_record.refused", place=record.location, error=str(error))
-            return None
-        if belongs_on(entity := self._plan.parse_entity(record.topic), event):
-            return event
-        log.error(
-            "control_record.refused",
-            place=record.location,
-            error=f"{entity} holds no {type(event).__name__}: its writer may not say it",
-        )
-        return None
-
-    def has_schema(self, fingerprint: bytes, schema: bytes) -> bool:
-        """Tell whether a schema stands on control.schemas, with these ids at the registry."""
-        return (fingerprint.hex(), schema) in self._published
-
-    def _learn(self, record: Record) -> None:
-        if record.value:
-            try:
-                self._codec.learn(record.value, key=record.key)
-            except SchemaError as error:
-                log.error("control_record.refused", place=record.location, error=str(error))
-            else:
-                self._published.add((record.key, record.value))
-
-    def _is_newer(self, event: PolicyVersionPublished) -> bool:
-        if event.policy_version <= self.policy_version:
-            log.warning(
-                "policy_version.repeated",
-                policy_version=event.policy_version,
-                latest=self.policy_version,
-            )
-            return False
-        with self._changed:
-            self.latest = event
-            self._changed.notify_all()
-        return True
-
-    def _tell(self, event: Event) -> None:
-        for listener in self._listeners:
-            try:
-                listener(event)
-            except RelaxError as error:
-                log.error(
-                    "control_event.refused", event_type=type(event).__name__, error=str(error)
-                )
-
-
-def still_valid(history: Sequence[Event]) -> list[Event]:
-    """Leave out commands of the past that a later resume took back, so that a run that was taken up
-    again stays up.
-
-    What workers there shall be is not among them: a run that is taken up has as many as it had.
-    """
-    commands = [event for event in history if isinstance(event, RunCommanded)]
-    resumed = max(
-        (
-            index
-            for index, event in enumerate(commands)
-            if event.command is Command.RESUME and event.role is None
-        ),
-        default=0,
-    )
-    outdated = {id(event) for event in commands[:resumed] if event.command is not Command.SCALE}
-    return [event for event in history if id(event) not in outdated]
+            return
+        if event.command in (Command.PAUSE, Command.RESUME):
+            self.is_paused = event.command is Command.PAUSE
+        is_fresh = event.worker_id is None or event.commanded_at > self._started_at
+        if event.command is Command.RESTART and is_fresh:
+            log.warning("worker.killed", reason=event.reason)
+            # our work loop has not ticked for long, so it would not drain either
+            os._exit(RESTART_CODE)
+        if event.command in (Command.STOP, Command.DRAIN) and is_fresh:
+            log.info("worker.commanded", command=event.command, reason=event.reason)
+            self._drain.start()

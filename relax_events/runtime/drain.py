@@ -60,7 +60,7 @@ class Drain:
         return (time.monotonic() - self._started) / self._seconds if self.requested else 0.0
 
     @property
-    def overdue(self) -> bool:
+    def deadline_passed(self) -> bool:
         """Whether the deadline has passed."""
         return self.elapsed_ratio > 1.0
 

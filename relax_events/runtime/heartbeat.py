@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -101,10 +101,10 @@ class Activities:
 
 
 Send = Callable[[WorkerHeartbeat | MetricsReported], None]
-REPORT_EVERY_BEATS = 5
+REPORT_EVERY_HEARTBEATS = 5
 
 
-class Beats:
+class Heartbeat:
     """Call `tick` from every turn of the work loop; it sends at most one beat per interval, and at
     every change of state.
     """
@@ -115,28 +115,51 @@ class Beats:
         self._state = WorkerState.STARTING
         self._sending = threading.Lock()
         self._activities = Activities()
-        self._last_beat = 0.0
+        self._last_heartbeat = 0.0
         self._num_beats = 0
         self.started_at = now_micros()
-        self._turned = self._progressed = self._reported_at = time.monotonic()
+        self._ticked = self._progressed = self._reported_at = time.monotonic()
         self._busy_seconds = 0.0
         self._num_reported = self.num_processed = 0
         self._more: Callable[[float], Mapping[str, float]] = lambda _: {}
         self._busy_from: float | None = None
         self._mark = 0
         self.num_in_flight = 0
-        self.prompt_groups_in_flight: tuple[str, ...] = ()
-        self.prompt_groups_written: tuple[str, ...] = ()
-        self.policy_version = -1
-        self.metrics_port = 0
+        self._prompt_groups_in_flight: tuple[str, ...] = ()
+        self._prompt_groups_written: tuple[str, ...] = ()
+        self._policy_version, self._metrics_port = -1, 0
 
-    def reports(self, figures: Callable[[float], Mapping[str, float]]) -> None:
+    def set_in_flight(
+        self, count: int, *, prompt_groups: Sequence[str] = (), written: Sequence[str] = ()
+    ) -> None:
+        """Set what the next heartbeat says of work in flight.
+
+        Args:
+            count: Samples or prompt groups that the worker works on.
+            prompt_groups: Prompt groups that it works on, where the role names them.
+            written: Prompt groups that it wrote last, newest first.
+        """
+        self.num_in_flight = count
+        self._prompt_groups_in_flight, self._prompt_groups_written = (
+            tuple(prompt_groups),
+            tuple(written),
+        )
+
+    def set_policy_version(self, policy_version: int) -> None:
+        """Set the version of the weights that the worker uses."""
+        self._policy_version = policy_version
+
+    def set_metrics_port(self, port: int) -> None:
+        """Set the port of the worker's metrics endpoint."""
+        self._metrics_port = port
+
+    def add_metrics_source(self, source: Callable[[float], Mapping[str, float]]) -> None:
         """Have further figures reported: those that this gives, once for each report, of the
         seconds since the one before.
         """
-        self._more = figures
+        self._more = source
 
-    def progress(self, count: int, *, seconds: float) -> None:
+    def record_processed(self, count: int, *, seconds: float) -> None:
         """Note finished records and the time that they took."""
         self.num_processed += count
         self._busy_seconds += seconds
@@ -146,7 +169,7 @@ class Beats:
         """Note that work goes on though no record is finished yet: tokens were drawn, a recorded
         step was trained again.
         """
-        self._turned = self._progressed = time.monotonic()
+        self._ticked = self._progressed = time.monotonic()
         self._busy_from = None
         self._activities.renew()
 
@@ -175,7 +198,7 @@ class Beats:
             try:
                 yield
             finally:
-                self._turned = time.monotonic()
+                self._ticked = time.monotonic()
         if is_progress:
             self.advance()
 
@@ -184,46 +207,53 @@ class Beats:
         """The long call that the work loop is inside of."""
         return self._activities.current
 
+    def describe_activity(self) -> str:
+        """Return the long call that the work loop is inside of, and for how long; empty between
+        such calls.
+        """
+        activity = self.current_activity
+        return "" if activity is None else f"{activity.name} for {activity.seconds:.0f} s"
+
     def tick(self, state: WorkerState) -> bool:
         """Send a beat if one is due; return whether it was."""
-        now = self._turned = time.monotonic()
+        now = self._ticked = time.monotonic()
         if self.is_starting and state is not WorkerState.STARTING:
             self.advance()  # nobody has waited for work while it loaded its model
         if state is WorkerState.IDLE:
             self._busy_from = None
         elif state is WorkerState.WORKING and self._busy_from is None:
             self._busy_from = now
-        due = now - self._last_beat >= self._interval
+        due = now - self._last_heartbeat >= self._interval
         if not due and (
             state is self._state or {state, self._state} <= {WorkerState.IDLE, WorkerState.WORKING}
         ):
             return False
         with self._sending:
             self._state = state
-            self._send_beat(now, state)
+            self._send_heartbeat(now, state)
         self._num_beats += 1
-        if self._num_beats % REPORT_EVERY_BEATS == 0:
+        if self._num_beats % REPORT_EVERY_HEARTBEATS == 0:
             self._report(now)
         return True
 
-    def beat_inside_activity(self) -> None:
+    def send_inside_activity(self) -> None:
         """Send a beat for the work loop if it is inside a long call and one is due. Called by
         another thread than the loop's.
         """
         with self._sending:
             now = time.monotonic()
-            if self.current_activity is not None and now - self._last_beat >= self._interval:
-                self._send_beat(
+            if self.current_activity is not None and now - self._last_heartbeat >= self._interval:
+                self._send_heartbeat(
                     now, WorkerState.WORKING if self._state is WorkerState.IDLE else self._state
                 )
 
     @property
-    def seconds_since_turn(self) -> float:
+    def seconds_since_tick(self) -> float:
         """How long the work loop has been silent."""
-        return time.monotonic() - self._turned
+        return time.monotonic() - self._ticked
 
     @property
-    def busy_seconds(self) -> float:
+    def seconds_without_progress(self) -> float:
         """For how long it has had work without getting on with it; 0 inside a long call, which has
         a deadline of its own.
         """
@@ -237,11 +267,11 @@ class Beats:
         """Whether the work loop has not begun."""
         return self._state is WorkerState.STARTING
 
-    def _send_beat(self, now: float, state: WorkerState) -> None:
-        self._last_beat = now
-        self._send(self._beat(state))
+    def _send_heartbeat(self, now: float, state: WorkerState) -> None:
+        self._last_heartbeat = now
+        self._send(self._build_heartbeat(state))
 
-    def _beat(self, state: WorkerState) -> WorkerHeartbeat:
+    def _build_heartbeat(self, state: WorkerState) -> WorkerHeartbeat:
         now, wall, activity, busy_from = (
             time.monotonic(),
             now_micros(),
@@ -260,15 +290,15 @@ class Beats:
             state=state,
             num_processed=self.num_processed,
             num_in_flight=self.num_in_flight,
-            policy_version=self.policy_version,
-            metrics_port=self.metrics_port,
+            policy_version=self._policy_version,
+            metrics_port=self._metrics_port,
             last_progress_at=at(self._progressed),
             busy_since=None if busy_from is None or activity is not None else at(busy_from),
             activity="" if activity is None else activity.name,
             activity_since=None if activity is None else at(activity.started),
             activity_deadline_at=None if activity is None else at(activity.deadline),
-            prompt_groups_in_flight=list(self.prompt_groups_in_flight),
-            prompt_groups_written=list(self.prompt_groups_written),
+            prompt_groups_in_flight=list(self._prompt_groups_in_flight),
+            prompt_groups_written=list(self._prompt_groups_written),
             sent_at=wall,
         )
 
@@ -285,7 +315,7 @@ class Beats:
             MetricsReported(
                 worker_id=self._worker_id,
                 role=self._role,
-                policy_version=self.policy_version,
+                policy_version=self._policy_version,
                 values=values,
             )
         )
@@ -298,8 +328,8 @@ JOIN_SECONDS = 5.0
 class HeartbeatThread:
     """A thread of a worker. Use it as a context manager."""
 
-    def __init__(self, beats: Beats, *, interval_seconds: float) -> None:
-        self._beats, self._interval = beats, interval_seconds
+    def __init__(self, heartbeat: Heartbeat, *, interval_seconds: float) -> None:
+        self._heartbeat, self._interval = heartbeat, interval_seconds
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
@@ -315,6 +345,6 @@ class HeartbeatThread:
     def _run(self) -> None:
         while not self._closing.wait(self._interval):
             try:
-                self._beats.beat_inside_activity()
+                self._heartbeat.send_inside_activity()
             except BrokerError as error:  # the work loop meets it too, and decides
                 log.warning("heartbeat.unsent", error=str(error))

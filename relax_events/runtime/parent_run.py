@@ -18,7 +18,7 @@ from relax_events.errors import (
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, TrainStepCommitted
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.runtime.run_description import described_config, read_description
 from relax_events.topics import TopicPlan

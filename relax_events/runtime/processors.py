@@ -22,7 +22,7 @@ from relax_events.events.tensors import dense
 from relax_events.events.types import Event, PolicyVersionPublished, SampleRolledOut
 from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.records import ProducerRecord, Record
-from relax_events.runtime.control_view import Listener
+from relax_events.runtime.control_follower import Listener
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.join import GroupJoin
 from relax_events.runtime.validation import check_sample
@@ -91,21 +91,21 @@ class MapRole:
             topics=[self._topic],
             on_revoked=self._revoked,
         )
-        worker.reads(self._consumer)
+        worker.lifecycle.track_lag(self._consumer)
 
     def run(self) -> None:
         """Work until the drain starts; then finish the part at hand and leave the group."""
         worker = self._worker
-        worker.follow(self._note_version, *self._listeners)
+        worker.control.follow(self._note_version, *self._listeners)
         while not worker.drain.requested:
-            is_busy = bool(self._fetched) and not worker.paused
+            is_busy = bool(self._fetched) and not worker.control.is_paused
             self._fetch(timeout_seconds=0.0 if is_busy else IDLE_SECONDS)
-            is_working = bool(self._fetched) and not worker.paused
+            is_working = bool(self._fetched) and not worker.control.is_paused
             if is_working:
                 self._process()
             self._take_versions()
             self._between()
-            worker.tick(working=is_working)
+            worker.lifecycle.tick(working=is_working)
         self._consumer.close()
 
     def _fetch(self, *, timeout_seconds: float) -> None:
@@ -113,7 +113,7 @@ class MapRole:
         while the worker is paused, or enough is held.
         """
         room = self._max_records - len(self._fetched)
-        if self._worker.paused or room <= 0:
+        if self._worker.control.is_paused or room <= 0:
             self._consumer.pause()
         else:
             self._consumer.resume()
@@ -122,20 +122,20 @@ class MapRole:
 
     def _process(self) -> None:
         """Take a part, handle it, commit it."""
-        started, beats = time.monotonic(), self._worker.beats
+        started, beats = time.monotonic(), self._worker.heartbeat
         taken, ready = self._take_part(started)
         beats.num_in_flight = len(ready)
         if ready:
-            with self._worker.traces.trace_groups(
+            with self._worker.records.traces.trace_groups(
                 self._operation,
                 (sample.prompt_group_id for _, sample in ready),
                 topic="rollout.samples",
             ):
                 for out in self._outputs(ready):
-                    self._worker.producer.send(out)
+                    self._worker.records.producer.send(out)
         self._commit_when_safe(self._done_offsets(taken))
         beats.num_in_flight = 0
-        self._worker.finished(len(taken), started)
+        self._worker.lifecycle.record_processed(len(taken), started)
 
     def _take_part(self, started: float) -> tuple[list[Record], list[Fit]]:
         """Take records until they bring a part's worth of samples; return them, and the samples
@@ -151,12 +151,12 @@ class MapRole:
         ):
             record = self._fetched.popleft()
             taken.append(record)
-            if self._worker.is_expired(record.policy_version):
+            if self._worker.control.is_expired(record.policy_version):
                 self._worker.metrics.expired(1)
             elif (sample := self._sample(record)) is not None:
                 ready += self._ready([(record, sample)])
                 num_tokens += len(dense(sample.tokens, what=f"sample {sample.sample_id}: tokens"))
-            self._worker.progressed()  # large arrays are fetched here
+            self._worker.lifecycle.record_progress()  # large arrays are fetched here
             if time.monotonic() - started > TAKING_SECONDS:
                 break
         return taken, ready
@@ -166,7 +166,7 @@ class MapRole:
     ) -> None:
         """Commit inputs once all that was sent is acknowledged."""
         failpoint(f"{self._worker.role}.before_flush")
-        self._worker.producer.flush()
+        self._worker.records.producer.flush()
         failpoint(f"{self._worker.role}.before_commit")
         self._consumer.commit(offsets, wait=wait)
         failpoint(f"{self._worker.role}.after_commit")
@@ -199,7 +199,7 @@ class MapRole:
         except PoisonSample as error:
             if len(fit) > 1:
                 return [out for one in fit for out in self._outputs([one])]
-            self._worker.dead_letter(fit[0][0], error)
+            self._worker.records.dead_letter(fit[0][0], error)
             self._ask_to_end(fit[0][0], str(error))
             return ()
 
@@ -207,15 +207,15 @@ class MapRole:
         """Decode and check; what is unfit goes to the dead letters, and its prompt group is
         over.
         """
-        event = self._worker.decode(record)
+        event = self._worker.records.decode(record)
         if event is None:
             self._ask_to_end(record, "record could not be decoded")
             return None
         try:
             sample = check_sample(event)
-            self._worker.await_published(sample.policy_version)
+            self._worker.control.wait_until_published(sample.policy_version)
         except PoisonSample as error:
-            self._worker.dead_letter(record, error)
+            self._worker.records.dead_letter(record, error)
             self._ask_to_end(record, str(error))
             return None
         return sample
@@ -229,8 +229,8 @@ class MapRole:
         with suppress(
             CorruptRecord
         ):  # a stranger's record belongs to no prompt group: its dead letter is all that can be done
-            self._worker.producer.send(
-                self._worker.tombstone(record.key, Outcome.FAILED, f"{self._worker.role}: {reason}")
+            self._worker.records.producer.send(
+                self._worker.records.build_end_request(record.key, Outcome.FAILED, f"{self._worker.role}: {reason}")
             )
 
     def _note_version(self, event: Event) -> None:
@@ -313,7 +313,7 @@ class GroupMapRole(MapRole):
 
     def _done_offsets(self, records: list[Record]) -> list[TopicOffset]:
         for record in {(record.topic, record.partition): record for record in records}.values():
-            if self._worker.is_expired(record.policy_version):
+            if self._worker.control.is_expired(record.policy_version):
                 self._join.pass_over(record)  # the join knows the others
         return self._join.low_watermarks()
 

@@ -19,7 +19,7 @@ from relax_events.config.algorithm_spec import FromLog
 from relax_events.errors import ConfigError, CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, RunDescribed
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.topics import TopicPlan
 

@@ -1,1 +1,3 @@
-"""`relax serve`: the engine `transformers` behind SGLang's HTTP API and OpenAI's completion routes."""
+"""`relax serve`: the engine `transformers` behind SGLang's HTTP API and OpenAI's completion
+routes.
+"""

@@ -1,6 +1,6 @@
 """Run an engine in a thread of its own for callers in event loops.
 
-    event loops    generate, call, pause --> tasks --> engine's thread: tasks between two polls, polls while something runs
+    event loops    generate, call, pause --> tasks --> engine's thread: tasks, polls
                    partial samples      <--------------+
 
 Only that thread uses the engine.

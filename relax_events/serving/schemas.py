@@ -100,7 +100,9 @@ class SamplingParams(BaseModel):
 
 
 class GenerateBody(BaseModel):
-    """`POST /generate`: one prompt, or several in lists; unknown fields are ignored, as in SGLang."""
+    """`POST /generate`: one prompt, or several in lists; unknown fields are ignored, as in
+    SGLang.
+    """
 
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None

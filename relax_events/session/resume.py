@@ -17,7 +17,7 @@ from relax_events.config.unset_keys import missing_keys
 from relax_events.errors import ConfigError
 from relax_events.events.types import RunDescribed
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.parent_run import SourceRun
 from relax_events.runtime.run_description import describe, described_config, read_description
 from relax_events.session.broker_address import open_admin

@@ -13,11 +13,11 @@ from relax_events.errors import Fenced
 from relax_events.events.parts import CheckpointRef, ObjectRef, Outcome, TopicOffset
 from relax_events.events.types import PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.projections.training_history import TrainingHistory
-from relax_events.runtime.control_view import SUMMED_ENTITIES
+from relax_events.runtime.control_follower import SUMMED_ENTITIES
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import end_of, is_guest
@@ -100,7 +100,7 @@ class StepCommitter:
             *build_trained_outcomes(shares, train_step, has_rewards=has_rewards),
         ]
         records = [
-            self._worker.outbound(
+            self._worker.records.build(
                 "control.train-steps", step, key=str(train_step), headers=step_headers
             ),
             *(self._outcome_record(end) for end in ended),
@@ -173,7 +173,7 @@ class StepCommitter:
 
     def _outcome_record(self, ended: PromptGroupEnded) -> ProducerRecord:
         self._worker.metrics.ended(ended.outcome)
-        return self._worker.outbound("control.prompt-group-outcomes", ended, key=ended.prompt_group_id)
+        return self._worker.records.build("control.prompt-group-outcomes", ended, key=ended.prompt_group_id)
 
     def _version_record(
         self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS
@@ -191,7 +191,7 @@ class StepCommitter:
             num_steps_before=self._num_steps,
             outcome_counts_before=dict(self._ended),
         )
-        return self._worker.outbound(
+        return self._worker.records.build(
             "control.policy-versions", event, key=str(version), headers=headers
         )
 

@@ -3,7 +3,7 @@
     control.train-steps ──▶ the batch of each committed step, from advantage.samples ──▶ returns =
     advantages + values ──▶ value loss, AdamW
                                                                                                             │
-    control.metrics.critic ◀── figures of the step             checkpoint in the object store, now and then ◀┘
+    control.metrics.critic ◀── metrics of the step             checkpoint in the object store, now and then ◀┘
 
 Where `algorithm.critic_gae_lambda` or `length_adaptive_alpha` gives the critic another lambda than
 the policy, the advantages that its returns are made of are computed anew, from the rewards,
@@ -33,9 +33,9 @@ from relax_events.errors import (
     StepNotFinite,
 )
 from relax_events.events.types import MetricsReported, TrainStepCommitted
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
-from relax_events.runtime.control_view import begins_of, newest_publications
+from relax_events.runtime.control_follower import find_start_offsets, read_newest_publications
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.parent_run import SourceRun
 from relax_events.runtime.worker import Worker
@@ -77,7 +77,7 @@ class CriticLearner:
             RunFailed: A step can't be learned from.
         """
         self._worker, self._critic = worker, critic
-        critic.on_progress(worker.progressed)
+        critic.on_progress(worker.lifecycle.record_progress)
         self._checkpoints = Checkpoints(
             store, ranks=SingleRank(), keep=worker.config.trainer.keep_checkpoints, folder=FOLDER
         )
@@ -104,7 +104,7 @@ class CriticLearner:
             first=first,
             last=last,
             begin=begin,
-            decode=lambda record: worker.codec.decode(record.value),
+            decode=lambda record: worker.records.codec.decode(record.value),
             remedy=REMEDY,
         )
         self._learn_until(max(digests, default=first), or_drain=True)
@@ -135,10 +135,10 @@ class CriticLearner:
         reader, plan, decode = (
             LogReader(self._worker.connection),
             self._worker.plan,
-            self._worker.decode,
+            self._worker.records.decode,
         )
         try:
-            found = newest_publications(
+            found = read_newest_publications(
                 reader,
                 plan,
                 decode,
@@ -146,7 +146,7 @@ class CriticLearner:
             )
         finally:
             reader.close()
-        return begins_of([event for event in found if event.policy_version >= oldest], plan)[
+        return find_start_offsets([event for event in found if event.policy_version >= oldest], plan)[
             "control.train-steps"
         ]
 
@@ -155,7 +155,7 @@ class CriticLearner:
         reader = LogReader(self._worker.connection)
         try:
             for record in reader.stream({place: (begin, reader.watermarks(*place)[1])}):
-                step = self._worker.decode(record)
+                step = self._worker.records.decode(record)
                 if isinstance(step, TrainStepCommitted):
                     digests[step.policy_version] = step.weights_digest
         finally:
@@ -190,10 +190,10 @@ class CriticLearner:
                     f"{missing} can't be read from control.train-steps after "
                     f"{STEP_SECONDS:g} s; is the broker down?"
                 )
-            self._worker.tick(working=True)
+            self._worker.lifecycle.tick(working=True)
 
     def _take(self) -> RecordedBatch:
-        with self._worker.piece("read a recorded batch"):
+        with self._worker.lifecycle.piece("read a recorded batch"):
             return self._steps.take()
 
     def _learn(self, batch: RecordedBatch) -> None:
@@ -206,34 +206,34 @@ class CriticLearner:
             for part in micro_batch_slices(
                 lengths, max_tokens=self._worker.config.trainer.max_tokens_per_micro_batch
             ):
-                with self._worker.piece("train a micro-batch"):
+                with self._worker.lifecycle.piece("train a micro-batch"):
                     self._critic.accumulate(samples[part])
-                self._worker.tick(working=True)
+                self._worker.lifecycle.tick(working=True)
         except PoisonSample as error:
             raise RunFailed(
                 f"the critic can't learn from train step {batch.step.train_step}: {error}; "
                 "was it made under another run file?"
             ) from error
-        figures = self._update()
+        metrics = self._update()
         failpoint("critic.learning")
         for at in (at for at in batch.step.consumed if TopicPlan.parse_entity(at.topic) == TRAINING_SAMPLES):
             self._consumed[at.partition] = max(at.offset, self._consumed.get(at.partition, 0))
-        if figures is not None:
-            self._report(figures)
+        if metrics is not None:
+            self._report(metrics)
         self._save_checkpoint(batch.step)
         self._worker.metrics.tokens(sum(lengths))
-        self._worker.finished(len(samples), started)
+        self._worker.lifecycle.record_processed(len(samples), started)
 
     def _update(self) -> ValueMetrics | None:
-        """Update the critic and return its figures; None where loss or gradient is not finite and
+        """Update the critic and return its metrics; None where loss or gradient is not finite and
         the update is skipped.
 
         Raises:
             StepNotFinite: This happened `trainer.max_steps_not_finite` times in a row.
         """
-        with self._worker.piece("step the optimizer"):
+        with self._worker.lifecycle.piece("step the optimizer"):
             try:
-                figures = self._critic.step()
+                metrics = self._critic.step()
             except StepNotFinite as error:
                 self._consecutive_skips += 1
                 log.error(
@@ -244,22 +244,22 @@ class CriticLearner:
                 self._critic.skip_step()
                 return None
         self._consecutive_skips = 0
-        return figures
+        return metrics
 
-    def _report(self, figures: ValueMetrics) -> None:
+    def _report(self, metrics: ValueMetrics) -> None:
         worker, version = self._worker, self._critic.policy_version
         lag = max(worker.control.policy_version - version, 0)
-        worker.beats.policy_version = version
+        worker.heartbeat.set_policy_version(version)
         worker.metrics.learned(
-            value_loss=figures.value_loss,
-            explained_variance=figures.explained_variance,
+            value_loss=metrics.value_loss,
+            explained_variance=metrics.explained_variance,
             version_lag=lag,
         )
-        values = {**asdict(figures), "critic_version_lag": float(lag)}
+        values = {**asdict(metrics), "critic_version_lag": float(lag)}
         event = MetricsReported(
             worker_id=worker.worker_id, role=worker.role, policy_version=version, values=values
         )
-        worker.producer.send(worker.outbound(METRICS[worker.role], event, key=worker.worker_id))
+        worker.records.producer.send(worker.records.build(METRICS[worker.role], event, key=worker.worker_id))
         log.info(
             "critic_step.learned",
             train_step=version - 1,
@@ -286,7 +286,7 @@ class CriticLearner:
             "weights_digest": step.weights_digest.hex(),
             "consumed": sorted(self._consumed.items()),
         }
-        with self._worker.transfer("copy the checkpoint"):
+        with self._worker.lifecycle.transfer("copy the checkpoint"):
             self._pending = self._checkpoints.save(self._critic.state(), extra=extra)
 
     def _poll_checkpoint(self) -> None:

@@ -20,7 +20,7 @@ import structlog
 
 from relax_events.events.parts import CheckpointRef, ObjectRef
 from relax_events.events.types import PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.failpoints import failpoint
@@ -68,7 +68,7 @@ class StepPublisher:
         self._trained: TrainedStep | None = None
         self._pruned_to: CheckpointRef | None = None
         self.best = BestVersions(worker.config.weights.keep_best)
-        for event in worker.control.history:
+        for event in worker.control.follower.history:
             self.best.apply(event)
         self._write_began_ns = 0
 
@@ -173,10 +173,10 @@ class StepPublisher:
     def _begin_traces(self, trained: TrainedStep) -> tuple[TracedWork, TracedWork]:
         """Begin what the traces show of a step, and in it of the way of its weights."""
         headers = [headers for share in trained.shares for headers in share.trace_headers]
-        step = self._worker.traces.begin_train_step(
+        step = self._worker.records.traces.begin_train_step(
             trained.train_step, began_ns=trained.began_ns, headers=headers
         )
-        return step, self._worker.traces.begin_publication(
+        return step, self._worker.records.traces.begin_publication(
             step, trained.train_step + 1, began_ns=self._write_began_ns
         )
 
@@ -202,7 +202,7 @@ class StepPublisher:
         delete_weights(self._store, *unwanted)
 
     def _log_step(self, step: TrainStepCommitted) -> None:
-        self._worker.beats.policy_version = step.policy_version
+        self._worker.heartbeat.set_policy_version(step.policy_version)
         metrics: dict[str, Any] = {name: round(value, 6) for name, value in step.metrics.items()}
         log.info(
             "train_step.committed",

@@ -1,4 +1,4 @@
-"""What a rank contributes to a train step, and the record that the step leaves on the log."""
+"""The result of one rank's part of a train step, and the step's record over all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_events.training.batch.assembly import LocatedSample
 
 @dataclass(slots=True)
 class RankStepResult:
-    """What one rank trained in one step, in trained order."""
+    """The samples that one rank trained in one step, in trained order."""
 
     rank: int
     sample_ids: list[str] = field(default_factory=list)
@@ -31,7 +31,7 @@ class RankStepResult:
     ended: list[PromptGroupEnded] = field(default_factory=list)
     consumed: list[TopicOffset] = field(default_factory=list)
     trace_headers: list[dict[str, str]] = field(default_factory=list)
-    """The context of each prompt group's trace; empty of those that are not traced."""
+    """Trace context of each prompt group; empty for those without a trace."""
 
     def add_micro_batch(self, micro_batch: Sequence[LocatedSample], *, trainer_version: int) -> None:
         """Add a trained micro-batch."""
@@ -47,7 +47,7 @@ class RankStepResult:
         self.num_micro_batches += 1
 
     def pop_micro_batches(self) -> list[list[str]]:
-        """Return the sample ids of each trained micro-batch, and forget that they were trained."""
+        """Return the sample ids of each trained micro-batch, and clear the trained samples."""
         trained: list[list[str]] = [[] for _ in range(self.num_micro_batches)]
         for sample_id, index in zip(self.sample_ids, self.micro_batches, strict=True):
             trained[index].append(sample_id)
@@ -82,7 +82,7 @@ class RankStepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """All ranks' shares side by side, as TrainStepCommitted holds them."""
+    """The results of all ranks, concatenated as in TrainStepCommitted."""
 
     prompt_group_ids: list[str]
     sample_ids: list[str]
@@ -95,25 +95,23 @@ class StepRecord:
     metrics: dict[str, float]
 
     @classmethod
-    def merge(cls, shares: Sequence[RankStepResult], *, has_rewards: bool = True) -> StepRecord:
-        """Put shares together, in rank order; samples that nobody rewarded give no metrics of
-        rewards.
-        """
-        rewards = np.array([reward for share in shares for reward in share.rewards], np.float64)
-        lengths = [length for share in shares for length in share.completion_lengths]
-        staleness = np.array([value for share in shares for value in share.staleness], np.int64)
+    def merge(cls, results: Sequence[RankStepResult], *, has_rewards: bool = True) -> StepRecord:
+        """Concatenate results in rank order; without rewards there are no reward metrics."""
+        rewards = np.array([reward for result in results for reward in result.rewards], np.float64)
+        lengths = [length for result in results for length in result.completion_lengths]
+        staleness = np.array([value for result in results for value in result.staleness], np.int64)
         return cls(
-            prompt_group_ids=[group_id for share in shares for group_id in share.prompt_group_ids],
-            sample_ids=[sample_id for share in shares for sample_id in share.sample_ids],
+            prompt_group_ids=[group_id for result in results for group_id in result.prompt_group_ids],
+            sample_ids=[sample_id for result in results for sample_id in result.sample_ids],
             partitions=np.array(
-                [partition for share in shares for partition in share.partitions], np.int32
+                [partition for result in results for partition in result.partitions], np.int32
             ),
-            offsets=np.array([offset for share in shares for offset in share.offsets], np.int64),
-            ranks=np.array([share.rank for share in shares for _ in share.sample_ids], np.int32),
+            offsets=np.array([offset for result in results for offset in result.offsets], np.int64),
+            ranks=np.array([result.rank for result in results for _ in result.sample_ids], np.int32),
             micro_batches=np.array(
-                [index for share in shares for index in share.micro_batches], np.int32
+                [index for result in results for index in result.micro_batches], np.int32
             ),
-            consumed=[offset for share in shares for offset in share.consumed],
+            consumed=[offset for result in results for offset in result.consumed],
             staleness_counts=np.bincount(staleness).tolist(),
             metrics={
                 **(

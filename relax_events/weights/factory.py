@@ -24,14 +24,14 @@ def open_weights_publisher(worker: Worker, store: ObjectStore) -> WeightsPublish
     """
     config = worker.config.weights
     if config.transport == "store":
-        return StoreReader(store, full_snapshot_interval=config.full_snapshot_interval)
+        return StorePublisher(store, full_snapshot_interval=config.full_snapshot_interval)
     from relax_events.weights.broadcast.sender import Broadcaster
     from relax_events.weights.broadcast.transports import BroadcastPublisher
 
     def announce(enlisted: BroadcastMembership) -> None:
-        worker.producer.send(worker.outbound("control.broadcast-membership", enlisted, key="engines"))
+        worker.records.producer.send(worker.records.build("control.broadcast-membership", enlisted, key="engines"))
 
-    last = worker.control.enlisted
+    last = worker.control.follower.broadcast_membership
     broadcaster = Broadcaster(
         config,
         metrics=worker.metrics.weights,

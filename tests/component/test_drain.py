@@ -16,7 +16,7 @@ def test_drain_starts_once_and_tells_its_listeners() -> None:
     drain, told = Drain(seconds=0.0), []
     drain.on_start(lambda: told.append("early"))
     assert not drain.requested
-    assert not drain.overdue
+    assert not drain.deadline_passed
     assert not drain.wait(0.01)
     drain.start()
     drain.start()
@@ -32,9 +32,9 @@ def test_drain_is_overdue_after_its_deadline(monkeypatch: pytest.MonkeyPatch) ->
     drain = Drain(seconds=20)
     drain.start()
     now[0] = 120.0
-    assert not drain.overdue
+    assert not drain.deadline_passed
     now[0] = 120.1
-    assert drain.overdue
+    assert drain.deadline_passed
 
 
 def test_drain_wakes_another_thread() -> None:

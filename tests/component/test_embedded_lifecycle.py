@@ -34,7 +34,7 @@ def java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
     (cache / "node-9.9.9.jar").write_bytes(JAR)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "jdk"))
-    monkeypatch.setattr(launch, "read_lock", lambda: LOCK)
+    monkeypatch.setattr(launch, "read_jar_lock", lambda: LOCK)
     (tmp_path / "jdk" / "bin").mkdir(parents=True)
 
     before = psutil.Process().children()  # the session's own broker may be among them
@@ -202,7 +202,7 @@ def test_bootstrap_servers_say_what_to_do_when_nothing_was_started(tmp_path: Pat
     broker = EmbeddedBroker(tmp_path / "node")
     with pytest.raises(
         BrokerUnavailable,
-        match=r"no broker was ever started in .*; start one with `relax broker start`",
+        match=r"no broker has been started in .*; start one with `relax broker start`",
     ):
         _ = broker.bootstrap_servers
     assert isinstance(broker.explain_death(), BrokerUnavailable)

@@ -153,7 +153,7 @@ def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(
         def close(self) -> None:
             """Nothing to leave."""
 
-    monkeypatch.setattr(group_leases, "GroupConsumer", Failing)
+    monkeypatch.setattr(group_leases, "SubscribedConsumer", Failing)
     denied = threading.Event()
     monkeypatch.setattr(
         AuthFailureTracker, "deny", lambda self, error, deny=AuthFailureTracker.report_fatal: (deny(self, error), denied.set())

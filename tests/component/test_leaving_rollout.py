@@ -43,7 +43,7 @@ class Stage:
             producer=SimpleNamespace(send=lambda _: None, flush=lambda: None),
             metrics=metrics,
         )
-        worker.finished = lambda *_: None
+        worker.lifecycle.record_processed = lambda *_: None
         self.loop._worker, self.loop._config, self.loop._engine, self.loop._asleep = (
             worker,
             config,

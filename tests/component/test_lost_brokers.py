@@ -11,10 +11,12 @@ import pytest
 
 from relax_events.errors import ClientFailed
 from relax_events.kafka import consumer as consumers
+from relax_events.kafka import log_reader as log_readers
 from relax_events.kafka import producer as producers
 from relax_events.kafka import share_leases
 from relax_events.kafka.connection import LOST_SECONDS, Connection
-from relax_events.kafka.consumer import SubscribedConsumer, LogReader
+from relax_events.kafka.consumer import SubscribedConsumer
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.embedded.ports import choose_port
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
@@ -58,6 +60,7 @@ def test_client_that_lost_all_brokers_for_good_ends_its_worker_by_name(
 ) -> None:
     for module, name in (
         (consumers, "Consumer"),
+        (log_readers, "Consumer"),
         (producers, "Producer"),
         (share_leases, "ShareConsumer"),
     ):
@@ -70,7 +73,7 @@ def test_client_that_lost_all_brokers_for_good_ends_its_worker_by_name(
         settings["stats_cb"](lost(number * seconds))
     with pytest.raises(
         ClientFailed,
-        match=rf"a client of {connection.bootstrap_servers} has known no broker for \d+ s .* must start again",
+        match=rf"a client of {connection.bootstrap_servers} has known no broker for \d+ s .* restart the worker",
     ):
         connection.auth_failures.raise_fatal()
 

@@ -97,7 +97,7 @@ def test_broker_without_tls_is_said_to_be(tls: dict[str, str], tmp_path: Path) -
             {**tls, "bootstrap.servers": address},
         )
     assert error is not None
-    assert f"the broker at {address} does not speak TLS" in str(error)
+    assert f"the broker at {address} does not use TLS" in str(error)
 
 
 def test_client_without_tls_is_told_that_the_broker_has_it(
@@ -109,7 +109,7 @@ def test_client_without_tls_is_told_that_the_broker_has_it(
         error = explain_refusal("reaching it", None, {"bootstrap.servers": address})
     assert error is not None
     assert (
-        f"the broker at {address} speaks TLS and this client does not; set broker.credentials"
+        f"the broker at {address} uses TLS and this client does not; set broker.credentials"
         in str(error)
     )
 
@@ -148,7 +148,7 @@ def test_broker_that_hangs_up_on_clients_that_do_not_log_in_is_named_behind_one_
         thread.join(PATIENCE_SECONDS)
     assert error is not None
     assert (
-        f"the broker at {address} lets in only clients that log in, and this one does not"
+        f"the broker at {address} requires authentication, and this client has no credentials"
         in str(error)
     )
 
@@ -174,8 +174,8 @@ def test_wrong_password_names_the_user_and_never_the_password(tls: dict[str, str
     )
     assert error is not None
     assert (
-        "writing: _AUTHENTICATION user 'me' was not let in; the broker does not know this "
-        "user, or knows another password"
+        "writing: _AUTHENTICATION authentication of user 'me' failed; the broker does not know this "
+        "user, or has another password for it"
     ) in str(error)
     assert "hunter2" not in str(error)
 

@@ -204,7 +204,7 @@ def test_sandbox_that_can_not_be_set_up_is_a_failure() -> None:
 def test_programs_are_not_run_where_nothing_keeps_them_from_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(walls, "find_walls", lambda: Isolation(filters=True))
+    monkeypatch.setattr(walls, "find_isolation", lambda: Isolation(filters=True))
     with pytest.raises(
         EnvironmentProblem,
         match=r"nothing keeps them from files .*reward\.options\.allow_unprotected = true",
@@ -216,7 +216,7 @@ def test_programs_are_not_run_where_nothing_keeps_them_from_files(
 def test_programs_are_not_run_where_nothing_keeps_them_from_the_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(walls, "find_walls", lambda: Isolation(landlock=7))
+    monkeypatch.setattr(walls, "find_isolation", lambda: Isolation(landlock=7))
     with pytest.raises(EnvironmentProblem, match=r"from the network .* and other processes"):
         require_isolation()
 
@@ -227,7 +227,7 @@ def test_programs_are_not_run_where_nothing_keeps_them_from_the_network(
 def test_machine_on_which_no_interpreter_runs_behind_walls_is_refused(
     user: int, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(walls, "_holds", lambda _: False)
+    monkeypatch.setattr(walls, "_works", lambda _: False)
     monkeypatch.setattr(walls.os, "geteuid", lambda: user)
     with pytest.raises(EnvironmentProblem, match=f"does not start behind any of them; {remedy}"):
         find_isolation.__wrapped__()

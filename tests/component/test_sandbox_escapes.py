@@ -179,7 +179,7 @@ def test_doctor_tries_known_ways_out() -> None:
 
 
 def test_doctor_names_the_ways_out_that_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "WAYS_OUT", {"add numbers": "1 + 1", "divide by zero": "1 / 0"})
+    monkeypatch.setattr(trial, "ESCAPES", {"add numbers": "1 + 1", "divide by zero": "1 / 0"})
     with pytest.raises(CheckFailed, match=r"a program behind .* can add numbers$"):
         check_isolation()
 

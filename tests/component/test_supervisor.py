@@ -26,7 +26,7 @@ from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
 from relax_events.launcher.deaths import Progress
 from relax_events.launcher.supervisor import Fencing, Supervisor
 from relax_events.launcher.worker_processes import CLIENT_ABORT_TEXT
-from relax_events.runtime.worker import RESTART_CODE
+from relax_events.runtime.control_view import RESTART_CODE
 
 MakeRunConfig = Callable[..., RunConfig]
 MakeEnded = Callable[[RunConfig, int | str], Supervisor]

@@ -16,7 +16,7 @@ from relax_events.config import load_run_config
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, LogprobsComputed, SampleReady
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.topics import TopicPlan
 
 pytestmark = pytest.mark.timeout(300)

@@ -23,7 +23,7 @@ from relax_events.events.types import (
     TrainStepCommitted,
 )
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects.roots import list_media

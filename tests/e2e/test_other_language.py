@@ -21,7 +21,7 @@ from relax_events.events.releases import current_release
 from relax_events.events.schemas import schema_directory
 from relax_events.events.types import PromptGroupEnded, SampleRolledOut, SampleScored
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.inventory import Inventory
 
 PROMPTS = ("spell \u8336 backwards", "spell tea sdrawkcab")

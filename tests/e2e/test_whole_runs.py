@@ -15,7 +15,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import StoredArray
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 
 pytestmark = pytest.mark.timeout(300)
 RUN_SECONDS = 280.0

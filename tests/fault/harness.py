@@ -30,7 +30,7 @@ from relax_events.events.types import Event, PromptGroupEnded
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.records import Record
 from relax_events.ops.topic_apply import apply_topics

@@ -19,7 +19,8 @@ from relax_events.events.types import PromptGroupEnded
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import SubscribedConsumer, LogReader
+from relax_events.kafka.consumer import SubscribedConsumer
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.topics.plan import TopicSpec

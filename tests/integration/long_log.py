@@ -42,7 +42,7 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.projections.run_state import RunState
 from relax_events.projections.training_history import TrainingHistory
-from relax_events.runtime.control_view import ControlFollower
+from relax_events.runtime.control_follower import ControlFollower
 from relax_events.staleness import IssuedGroup, Place, end_of
 from relax_events.topics import TopicPlan
 
@@ -271,7 +271,7 @@ def start_prompter(config: RunConfig) -> Any:
     ) as worker:
         loop = PrompterLoop(worker, open_stream(config.data, seed=config.run.seed))
         loop._recover()
-        worker.follow(loop._put, begins={"control.prompt-group-outcomes": loop._ends_position})
+        worker.control.follow(loop._put, begins={"control.prompt-group-outcomes": loop._ends_position})
         while not loop._inbox.empty():
             loop._take(*loop._inbox.get())
         return {
@@ -287,7 +287,7 @@ def start_controller(config: RunConfig) -> Any:
 
     with open_controller(config, index=0) as worker:
         loop = ControllerLoop(worker)
-        worker.follow(loop._inbox.put)
+        worker.control.follow(loop._inbox.put)
         loop._take()
         state: RunState = loop._state
         return {
@@ -305,7 +305,7 @@ def start_metrics(config: RunConfig) -> Any:
     from workers.metrics import FOLLOWED, MetricsLoop
 
     with open_worker("metrics", config, index=0, follow=FOLLOWED) as worker:
-        reader = ControlFollower(worker.connection, worker.plan, worker.codec)
+        reader = ControlFollower(worker.connection, worker.plan, worker.records.codec)
         ends = {
             entity: reader._reader.watermarks(worker.plan.topic(entity), 0)[1]
             for entity in filter(worker.plan.has, FOLLOWED)

@@ -107,7 +107,7 @@ def test_offsets_are_those_of_the_log(
 
 def test_end_offsets_name_a_topic_that_does_not_exist(connection: Connection, run_id: str) -> None:
     impatient = Admin(replace(connection, request_timeout_seconds=2.0))
-    with pytest.raises(BrokerError, match=rf"asking for the end of {run_id}.missing\[0\]: "):
+    with pytest.raises(BrokerError, match=rf"reading the offset of {run_id}.missing\[0\]: "):
         impatient.end_offsets([(f"{run_id}.missing", 0)])
 
 
@@ -118,7 +118,7 @@ def test_consumer_lag_is_counted_by_slot(
     apply_run: Callable[..., RunConfig],
 ) -> None:
     from relax_events.events.parts import TopicOffset
-    from relax_events.kafka.consumer import LogReader
+    from relax_events.kafka.log_reader import LogReader
     from relax_events.kafka.transactions import TransactionalWriter
 
     config = apply_run(run={"max_staleness": 0}, broker={"partitions_per_version": 2})

@@ -369,11 +369,11 @@ def listened_at() -> set[int]:
     }
 
 
-@pytest.mark.parametrize("ticket", ["0" * 32, "\u00fc", None])
-def test_nobody_joins_without_the_ticket(trainer: Trainer, ticket: str | None) -> None:
+@pytest.mark.parametrize("join_token", ["0" * 32, "\u00fc", None])
+def test_engine_is_refused_without_the_join_token(trainer: Trainer, join_token: str | None) -> None:
     host, _, port = trainer.lists[0].address.rpartition(":")
     with ControlSocket.connect(host, int(port), deadline=Deadline(PATIENCE_SECONDS)) as line:
-        line.send(deadline=Deadline(PATIENCE_SECONDS), ticket=ticket, worker_id="stranger")
+        line.send(deadline=Deadline(PATIENCE_SECONDS), join_token=join_token, worker_id="stranger")
         with pytest.raises(ConnectionLost, match="has left"):
             line.receive(Deadline(PATIENCE_SECONDS))
     assert trainer.broadcaster.engines == []

@@ -137,7 +137,7 @@ def test_heartbeats_show_in_the_clients_statistics_however_idle_the_member(
             super().update(statistics)
             noted.append((self._num_heartbeats, self._silent_seconds))
 
-    monkeypatch.setattr(consumers, "HeartbeatWatch", Seen)
+    monkeypatch.setattr(consumers, "HeartbeatMonitor", Seen)
     consumer = SubscribedConsumer(
         connection, consumer_group=make_group("reward"), topics=[make_topic("work")]
     )
@@ -311,7 +311,7 @@ def test_client_that_does_not_fetch_one_of_its_partitions_any_more_is_given_up(
     make_group: MakeGroup,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.LOOK_SECONDS", 0.3)
+    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.CHECK_SECONDS", 0.3)
     topic = make_topic("work", 2)
     consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     turn_until(lambda: len(consumer.positions) == 2, lambda: consumer.fetch(timeout_seconds=0.1))
@@ -335,7 +335,7 @@ def test_marks_of_a_transaction_that_nobody_is_given_are_no_reason_to_give_a_cli
     run_id: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.CHECK_SECONDS", 0.1)
     topic = make_topic("work")
     writer = TransactionalWriter(connection, transactional_id=f"{run_id}.marks")
     consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
@@ -360,7 +360,7 @@ def test_client_that_is_paused_is_not_given_up(
     make_group: MakeGroup,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.CHECK_SECONDS", 0.1)
     topic = make_topic("work")
     consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     turn_until(lambda: len(consumer.positions) == 1, lambda: consumer.fetch(timeout_seconds=0.1))

@@ -34,14 +34,14 @@ from relax_events.events.types import (
     WorkerHeartbeat,
 )
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.embedded.ports import choose_port
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import claim_store
 from relax_events.roles.worker_factory import StoreClaimCheck, open_store, open_worker
-from relax_events.runtime.control_view import ControlFollower
+from relax_events.runtime.control_follower import ControlFollower
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 
@@ -151,7 +151,7 @@ def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting
     worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell("control.policy-versions", published(0))
-    worker.follow()
+    worker.control.follow()
     turn_until(lambda: worker.control.policy_version == 0)
     waited: list[int] = []
     wait = worker.control.wait_for_version
@@ -165,10 +165,10 @@ def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting
             PoisonSample,
             match=rf"is of policy version {version}, which was never published; the newest is 0",
         ):
-            worker.await_published(version)
+            worker.control.wait_until_published(version)
     assert waited == []
     tell("control.policy-versions", published(1))
-    worker.await_published(1)  # whether or not the follower has read it
+    worker.control.wait_until_published(1)  # whether or not the follower has read it
     assert worker.control.policy_version == 1
 
 
@@ -178,7 +178,7 @@ def test_follower_that_lost_its_brokers_for_good_reads_on_with_a_new_client(
     tell: Callable[[str, Event], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.runtime.control_view.SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("relax_events.runtime.control_follower.SILENT_SECONDS", 0.2)
     tell("control.policy-versions", published(0))
     follower = ControlFollower(connection, plan, EventCodec())
     follower._reader.close()
@@ -199,24 +199,24 @@ def test_sample_is_no_poison_where_the_clients_of_a_worker_hear_nothing(
     """A client may lose all brokers and never find them again: the worker must end, and the next
     one takes the sample."""
     tell("control.policy-versions", published(0))
-    worker.follow()
+    worker.control.follow()
     turn_until(lambda: worker.control.policy_version == 0)
-    worker.control.stop()
+    worker.control.follower.stop()
     tell("control.policy-versions", published(1))
-    monkeypatch.setattr("relax_events.runtime.worker.ANNOUNCEMENT_SECONDS", 0.1)
+    monkeypatch.setattr("relax_events.runtime.control_view.ANNOUNCEMENT_SECONDS", 0.1)
     cut_off = Connection(f"127.0.0.1:{choose_port()}", request_timeout_seconds=1.0)
-    worker.control._checking = LogReader(cut_off)
+    worker.control.follower._checking = LogReader(cut_off)
     with pytest.raises(
         ClientFailed,
         match=(
             "policy version 1 is published, and the client of the control topics has not read of it"
         ),
     ):
-        worker.await_published(1)
+        worker.control.wait_until_published(1)
     monkeypatch.setattr(worker.control, "_connection", cut_off)
-    worker.control._drop_checking()
+    worker.control.follower._drop_checking()
     with pytest.raises(BrokerUnavailable):
-        worker.await_published(1)
+        worker.control.wait_until_published(1)
 
 
 def test_version_that_the_follower_has_not_read_is_found_on_the_log(
@@ -295,7 +295,7 @@ def test_follower_takes_nothing_that_its_writer_may_not_say(
 def test_honest_schema_can_be_neither_blanked_nor_overwritten(
     connection: Connection, plan: TopicPlan, producer: RecordProducer, worker: Worker
 ) -> None:
-    topic, published_form = plan.topic("control.schemas"), worker.codec.published_form()
+    topic, published_form = plan.topic("control.schemas"), worker.records.codec.published_form()
     forged = next(schema for name, schema in published_form.items() if b"WorkerHeartbeat" in schema)
     keys = [name.hex() for name in published_form]
     producer.write(
@@ -306,7 +306,7 @@ def test_honest_schema_can_be_neither_blanked_nor_overwritten(
         first.setdefault(record.key, record.value)
     assert first == {name.hex(): schema for name, schema in published_form.items()}
     follower = ControlFollower(connection, plan, codec := EventCodec())
-    assert codec.decode(worker.codec.encode(ended())) == ended()
+    assert codec.decode(worker.records.codec.encode(ended())) == ended()
     assert all(follower.has_schema(name, schema) for name, schema in published_form.items())
     follower.close()
 
@@ -319,24 +319,24 @@ def test_worker_that_starts_again_publishes_no_schema_twice(
         assert (
             len(read(connection, plan.topic("control.schemas")))
             == before
-            == len(worker.codec.published_form())
+            == len(worker.records.codec.published_form())
         )
 
 
 def test_worker_pauses_and_resumes_when_it_is_meant(
     worker: Worker, tell: Callable[[str, Event], None]
 ) -> None:
-    worker.follow()
+    worker.control.follow()
     for command, expected in ((Command.PAUSE, True), (Command.RESUME, False)):
         tell("control.commands", RunCommanded(command=command, reason="of a test"))
-        turn_until(lambda expected=expected: worker.paused is expected)
+        turn_until(lambda expected=expected: worker.control.is_paused is expected)
     tell(
         "control.commands",
         RunCommanded(command=Command.PAUSE, role="trainer", reason="another role"),
     )
     tell("control.commands", RunCommanded(command=Command.DRAIN, reason="read after the pause"))
     assert worker.drain.wait(TIMEOUT_SECONDS)
-    assert not worker.paused
+    assert not worker.control.is_paused
 
 
 def test_worker_publishes_its_schemas_and_beats(
@@ -346,13 +346,13 @@ def test_worker_publishes_its_schemas_and_beats(
         record.key: record.value for record in read(connection, plan.topic("control.schemas"))
     }
     assert published_schemas == {
-        name.hex(): schema for name, schema in worker.codec.published_form().items()
+        name.hex(): schema for name, schema in worker.records.codec.published_form().items()
     }
-    worker.beats.progress(5, seconds=0.1)
-    worker.beats.num_in_flight = 2
+    worker.heartbeat.record_processed(5, seconds=0.1)
+    worker.heartbeat.set_in_flight(2)
     turn_until(
         lambda: len(read(connection, plan.topic("control.heartbeats.reward"))) >= 2,
-        lambda: worker.tick(working=True),
+        lambda: worker.lifecycle.tick(working=True),
     )
     beat = CODEC.decode(read(connection, plan.topic("control.heartbeats.reward"))[-1].value)
     assert isinstance(beat, WorkerHeartbeat)
@@ -368,8 +368,8 @@ def test_worker_drains_or_ends_when_it_is_meant(
     worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exits: list[int] = []
-    monkeypatch.setattr("relax_events.runtime.worker.os._exit", exits.append)
-    worker.follow()
+    monkeypatch.setattr("relax_events.runtime.control_view.os._exit", exits.append)
+    worker.control.follow()
     for other in (
         RunCommanded(command=Command.DRAIN, role="trainer", reason="another role"),
         RunCommanded(
@@ -385,7 +385,7 @@ def test_worker_drains_or_ends_when_it_is_meant(
         RunCommanded(command=Command.PAUSE, reason="no drain"),
     ):
         tell("control.commands", other)
-    turn_until(lambda: worker.paused)
+    turn_until(lambda: worker.control.is_paused)
     assert not worker.drain.requested
     tell(
         "control.commands",
@@ -408,13 +408,13 @@ def test_worker_whose_follower_fails_ends_with_the_reason(
     def fail(event: Event) -> None:
         raise ZeroDivisionError(f"of {type(event).__name__}")
 
-    worker.follow(fail)
+    worker.control.follow(fail)
     tell("control.policy-versions", published(0))
     with pytest.raises(
         ClientFailed,
         match=r"follows the control log ended with ZeroDivisionError: of PolicyVersionPublished; this process must",
     ):
-        turn_until(lambda: False, lambda: worker.tick(working=True))
+        turn_until(lambda: False, lambda: worker.lifecycle.tick(working=True))
 
 
 def test_worker_whose_follower_has_a_broken_client_ends_with_the_reason(
@@ -423,10 +423,10 @@ def test_worker_whose_follower_has_a_broken_client_ends_with_the_reason(
     def fetch(*_: object, **__: object) -> list[Record]:
         raise ClientFailed("reading control.commands: _FATAL the client is of no use any more")
 
-    monkeypatch.setattr(worker.control._reader, "fetch", fetch)
-    worker.follow()
+    monkeypatch.setattr(worker.control.follower._reader, "fetch", fetch)
+    worker.control.follow()
     with pytest.raises(ClientFailed, match="the client is of no use any more"):
-        turn_until(lambda: False, lambda: worker.tick(working=True))
+        turn_until(lambda: False, lambda: worker.lifecycle.tick(working=True))
 
 
 def test_dead_letter_keeps_the_record_untouched(
@@ -443,8 +443,8 @@ def test_dead_letter_keeps_the_record_untouched(
         ]
     )
     record = read(connection, source, 2)[1]
-    assert worker.decode(record) is None
-    worker.producer.flush()
+    assert worker.records.decode(record) is None
+    worker.records.producer.flush()
     (letter,) = read(connection, plan.topic("reward.dead-letters"))
     assert (letter.value, letter.key) == (poison, "000001-0002-0")
     assert letter.headers["error-text"].startswith("record of 256 bytes doesn't begin with")
@@ -502,13 +502,13 @@ def test_worker_learns_a_schema_that_was_published_after_its_start(
         ]
     )
     record = Record("t", 0, 0, "000001-0002-0", b"\xc3\x01" + fingerprint + body.getvalue(), {}, 0)
-    assert worker.decode(record) == ended("000001-0002-0")
+    assert worker.records.decode(record) == ended("000001-0002-0")
 
 
 def test_sample_records_take_the_partition_of_their_version_and_carry_it_in_a_header(
     worker: Worker, plan: TopicPlan
 ) -> None:
-    record = worker.sample_record(
+    record = worker.records.build_for_sample(
         "rollout.samples",
         rolled_out("000001-0002-0", version=4),
         prompt_group_id="000001-0002-0",
@@ -526,14 +526,14 @@ def test_large_arrays_travel_by_reference(worker: Worker) -> None:
         loss_mask=np.ones(1000, np.uint8),
         rollout_logprobs=np.zeros(1000, np.float32),
     )
-    out = worker.outbound("rollout.samples", sample)
+    out = worker.records.build("rollout.samples", sample)
     plain = CODEC.decode(out.value)
     assert isinstance(plain, SampleRolledOut)
     assert isinstance(plain.tokens, StoredArray)
     assert not isinstance(plain.loss_mask, StoredArray)
     assert out.value is not None
     assert len(out.value) < 3000
-    fetched = worker.decode(Record("t", 0, 0, "", out.value, {}, 0))
+    fetched = worker.records.decode(Record("t", 0, 0, "", out.value, {}, 0))
     assert isinstance(fetched, SampleRolledOut)
     np.testing.assert_array_equal(fetched.tokens, tokens)
 
@@ -541,10 +541,10 @@ def test_large_arrays_travel_by_reference(worker: Worker) -> None:
 def test_tombstone_goes_into_the_newest_versions_slot(
     worker: Worker, plan: TopicPlan, tell: Callable[[str, Event], None]
 ) -> None:
-    worker.follow()
+    worker.control.follow()
     tell("control.policy-versions", published(5))
     assert worker.control.wait_for_version(5, timeout_seconds=TIMEOUT_SECONDS)
-    record = worker.tombstone("000004-0002-1", Outcome.FAILED, "engine: no", policy_version=3)
+    record = worker.records.build_end_request("000004-0002-1", Outcome.FAILED, "engine: no", policy_version=3)
     assert (plan.parse_entity(record.topic), record.partition in plan.partitions_of_version(5)) == (
         "prompt.end-requests",
         True,
@@ -558,9 +558,9 @@ def test_tombstone_goes_into_the_newest_versions_slot(
         event.policy_version,
         event.trainer_version,
     ) == (4, 2, 1, 3, 5)
-    assert not worker.is_expired(4)
-    assert worker.is_expired(3)
-    assert not worker.is_expired(None)
+    assert not worker.control.is_expired(4)
+    assert worker.control.is_expired(3)
+    assert not worker.control.is_expired(None)
 
 
 def test_worker_of_a_namesake_on_another_cluster_is_refused_before_it_writes(

@@ -112,7 +112,7 @@ def learning(run: WrittenRun, folder: Path) -> Iterator[tuple[TorchCritic, Criti
     with Worker(
         "critic", run.config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6)
     ) as worker:
-        worker.follow()
+        worker.control.follow()
         critic = TorchCritic(run.config)
         with CriticLearner(worker, critic, store) as learner:
             yield critic, learner, worker

@@ -24,7 +24,7 @@ from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects import ObjectStore
 from relax_events.ops.dead_letters import (
@@ -71,8 +71,8 @@ def dead_letter(written: WrittenRun, open_worker: Callable[[str], Worker]) -> Ca
     def refuse(role: str, entity: str, error: RelaxError) -> None:
         with open_worker(role) as worker:
             for record in records_of(written, entity):
-                worker.dead_letter(record, error)
-            worker.producer.flush()
+                worker.records.dead_letter(record, error)
+            worker.records.producer.flush()
 
     return refuse
 
@@ -343,5 +343,5 @@ def test_requeued_sample_that_was_trained_is_a_duplicate_for_the_trainer(
             event = log.decode(record)
             assert isinstance(event, SampleReady)
             assembler.add(record, event, trainer_version=1)
-    assert (assembler.ready(), assembler.pending_outcomes(), assembler.num_duplicates) == ([], [], 4)
+    assert (assembler.ready(), assembler.pending_outcomes()) == ([], [])
     assert [offset.offset for offset in assembler.consumed()] == [4]

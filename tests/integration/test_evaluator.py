@@ -24,7 +24,7 @@ from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.rewards.pool import RewardPool

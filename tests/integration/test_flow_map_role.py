@@ -17,7 +17,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
@@ -59,7 +59,7 @@ class Holding:
     def _answer(self, sample: SampleRolledOut) -> ProducerRecord:
         version = sample.policy_version
         event = scored(sample.prompt_group_id, sample.key.sample_index, version=version)
-        return self.worker.sample_record(
+        return self.worker.records.build_for_sample(
             "reward.scores", event, prompt_group_id=sample.prompt_group_id, policy_version=version
         )
 

@@ -16,7 +16,7 @@ from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore

@@ -18,7 +18,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome
 from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.leases import Lease
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record

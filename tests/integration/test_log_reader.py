@@ -15,7 +15,8 @@ from relax_events.deadline import Deadline
 from relax_events.errors import BrokerError
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import SubscribedConsumer, LogReader
+from relax_events.kafka.consumer import SubscribedConsumer
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter

@@ -20,7 +20,7 @@ from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PromptGroupEnded, LogprobsComputed, SampleRolledOut
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects import ObjectStore
@@ -60,7 +60,7 @@ def role(config: RunConfig, tmp_path: Path) -> Callable[[], AbstractContextManag
 
             def handle(samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
                 return [
-                    worker.sample_record(
+                    worker.records.build_for_sample(
                         "reference.logprobs",
                         evaluated(
                             sample.prompt_group_id,
@@ -190,7 +190,7 @@ def test_store_that_is_away_is_waited_for_and_costs_no_sample(
             assert np.asarray(sample.tokens).tolist() == np.asarray(whole.tokens).tolist()
             answer = evaluated(sample.prompt_group_id)
             return [
-                worker.sample_record(
+                worker.records.build_for_sample(
                     "reference.logprobs",
                     answer,
                     prompt_group_id=sample.prompt_group_id,
@@ -199,15 +199,15 @@ def test_store_that_is_away_is_waited_for_and_costs_no_sample(
             ]
 
         def run() -> None:
-            worker.wait_for_stores(outages, deadline_seconds=3600)
+            worker.lifecycle.wait_for_stores(outages, deadline_seconds=3600)
             MapRole(worker, handle).run()
 
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            turn_until(lambda: worker.absence() == "the object store does not answer")
+            turn_until(lambda: worker.lifecycle.readiness_problem() == "the object store does not answer")
             turn_until(lambda: len(read(connection, plan, "control.heartbeats.reference")) >= 3)
-            assert worker.illness() == ""
+            assert worker.lifecycle.liveness_problem() == ""
             elsewhere.rename(folder)
             turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
         finally:

@@ -18,7 +18,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import MediaRef, Outcome
 from relax_events.events.types import PromptGroupEnded, PromptGroupIssued, SampleRolledOut
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.media.library import MediaLibrary

@@ -22,7 +22,7 @@ QUIET_SECONDS = 4.0
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let members look often."""
-    monkeypatch.setattr(membership, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(membership, "CHECK_SECONDS", 1.0)
 
 
 def joined(connection: Connection, name: str, group: str, topic: str) -> SubscribedConsumer:
@@ -73,7 +73,7 @@ def test_client_that_the_broker_sees_otherwise_fails(
     turn_until(lambda: len(consumer.positions) == 2, lambda: consumer.fetch(timeout_seconds=0.1))
     (member,) = list_members(connection, group)
     other = GroupMembership(member.member_id, member.client_id, frozenset([(topic, 0)]))
-    monkeypatch.setattr(membership, "memberships", lambda *_: [other] if known else [])
+    monkeypatch.setattr(membership, "list_members", lambda *_: [other] if known else [])
     with pytest.raises(
         ClientFailed,
         match="gave this client 1 partitions, which holds 2"

@@ -22,7 +22,7 @@ from relax_events.events.parts import ChatMessage, Outcome, TopicOffset
 from relax_events.events.types import PromptGroupIssued
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.media.library import MediaLibrary

@@ -10,7 +10,7 @@ from relax_events.errors import BrokerError
 from relax_events.events.container import LoggedRecord
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.partition_writer import PartitionWriter
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
@@ -91,6 +91,6 @@ def test_partition_that_is_not_empty_is_refused(
     producer.write([ProducerRecord(topic, b"a stranger's", partition=0)])
     with pytest.raises(
         BrokerError,
-        match=r"@0: the record lies at 1; the partition was not empty, or somebody else writes to it",
+        match=r"@0: the record got offset 1; the partition was not empty, or has another producer",
     ):
         writer.write(topic, 0, [record(0)], end=1)

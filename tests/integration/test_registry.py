@@ -219,7 +219,7 @@ def test_registry_that_does_not_answer_is_unavailable() -> None:
 def test_registry_in_trouble_is_unavailable(registry: Registry) -> None:
     registry.broken = True
     with pytest.raises(
-        BrokerUnavailable, match="HTTP 500, store failure; the registry has trouble of its own"
+        BrokerUnavailable, match="HTTP 500, store failure; the registry failed internally"
     ):
         open_codec(config_of(registry))
 

@@ -17,7 +17,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ObjectRef, Outcome, TopicOffset
 from relax_events.events.types import PolicyVersionPublished, SampleReady, TrainStepCommitted
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
@@ -70,18 +70,18 @@ def write_groups(worker: Worker, group_ids: Sequence[str]) -> dict[str, list[Loc
     for group_id in group_ids:
         for index in range(2):
             sample = ready(group_id, index)
-            worker.producer.send(
-                worker.sample_record(
+            worker.records.producer.send(
+                worker.records.build_for_sample(
                     "advantage.samples", sample, prompt_group_id=group_id, policy_version=0
                 )
             )
-    worker.producer.flush()
+    worker.records.producer.flush()
     reader = LogReader(worker.connection)
     topic = worker.plan.topic("advantage.samples")
     for record in reader.read_to_end(
         [(topic, partition) for partition in range(worker.plan.num_sample_partitions)]
     ):
-        event = worker.decode(record)
+        event = worker.records.decode(record)
         assert isinstance(event, SampleReady)
         placed.setdefault(event.prompt_group_id, []).append(
             LocatedSample(event, record.partition, record.offset)
@@ -160,10 +160,10 @@ def test_unreadable_step_stops_the_trainer_rather_than_being_passed_over(
         policy_version=2, artifact=ARTIFACT, transports=["store"], start_offsets=[]
     )
     history_of(worker, num_steps=1)
-    worker.producer.write(
+    worker.records.producer.write(
         [
             ProducerRecord(steps, b"no event", key="1"),
-            worker.outbound("control.policy-versions", version, key="2"),
+            worker.records.build("control.policy-versions", version, key="2"),
         ]
     )
     with pytest.raises(

@@ -22,7 +22,8 @@ from relax_events.history.ledger import read_ledger
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import SubscribedConsumer, LogReader
+from relax_events.kafka.consumer import SubscribedConsumer
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter

@@ -15,7 +15,7 @@ from relax_events.events.parts import TopicOffset
 from relax_events.kafka import transactions
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 

@@ -37,13 +37,13 @@ from relax_events.events.types import (
     SampleScored,
     TrainStepCommitted,
 )
-from relax_events.kafka import consumer, producer, transactions
+from relax_events.kafka import consumer, log_reader, producer, transactions
 from relax_events.kafka.protocol import group_membership as membership
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
 from relax_events.projections.ledger import Ledger
 from relax_events.roles.worker_factory import StoreClaimCheck
-from relax_events.runtime import control_view as control
+from relax_events.runtime import control_follower as control
 from relax_events.runtime import processors as map_role
 from relax_events.runtime import worker
 from relax_events.runtime.processors import MapRole
@@ -319,9 +319,10 @@ class SimulatedRun:
         """Take the real client's place, and every wait's."""
         structlog.configure(processors=[], logger_factory=structlog.ReturnLoggerFactory())
         monkeypatch.setattr(
-            membership, "LOOK_SECONDS", math.inf
+            membership, "CHECK_SECONDS", math.inf
         )  # it goes by the wall's clock, which has no say here
         monkeypatch.setattr(consumer, "Consumer", partial(MemoryConsumer, self.kafka))
+        monkeypatch.setattr(log_reader, "Consumer", partial(MemoryConsumer, self.kafka))
         monkeypatch.setattr(producer, "Producer", partial(MemoryProducer, self.kafka))
         monkeypatch.setattr(transactions, "Producer", partial(MemoryProducer, self.kafka))
         for module in (commit, prompter):
@@ -383,7 +384,7 @@ class SimulatedRun:
             error="no verdict" if failed else None,
             reward_name="hash",
         )
-        return opened.sample_record(
+        return opened.records.build_for_sample(
             "reward.scores",
             scored,
             prompt_group_id=sample.prompt_group_id,

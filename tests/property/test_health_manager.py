@@ -18,7 +18,11 @@ from tests.unit.run_events import run_config, train_step
 
 TURN = 10
 HUNG, STUCK, CALL = 60, 120, 240
-LIMITS = replace(HealthLimits.from_config(run_config(num_steps=10**6)), hung=HUNG * 10**6, stuck=STUCK * 10**6)
+LIMITS = replace(
+    HealthLimits.from_config(run_config(num_steps=10**6)),
+    heartbeat_timeout=HUNG * 10**6,
+    progress_timeout=STUCK * 10**6,
+)
 ROLES = sorted(LIMITS.pipeline)
 WELL = 10**9
 
@@ -258,7 +262,12 @@ def test_worker_that_starts_may_take_longer_than_any_call_and_beats_meanwhile() 
         for beat in starting:
             since = world.now - (LIMITS.start_timeout / 10**6 + 1) * late
             world.hear(
-                inside(beat, "start", since_seconds=since, deadline_seconds=LIMITS.start_timeout / 10**6)
+                inside(
+                    beat,
+                    "start",
+                    since_seconds=since,
+                    deadline_seconds=LIMITS.start_timeout / 10**6,
+                )
             )
         assert find_symptoms(world.state, LIMITS, now=world.now * 10**6) == (
             {"trainer-0": "slow_start"} if late else {}
@@ -334,6 +343,10 @@ def test_run_that_is_paused_may_stand_still_and_one_that_is_taken_up_again_count
     resumed = RunCommanded(command=Command.RESUME, reason="relax run")
     world.commands = [resumed]
     world.hear(resumed)
-    assert (world.state.interventions, world.state.is_over, world.state.is_aborted) == ([], False, False)
+    assert (world.state.interventions, world.state.is_over, world.state.is_aborted) == (
+        [],
+        False,
+        False,
+    )
     world.run(2)
     assert tally(world, "restore") == 1

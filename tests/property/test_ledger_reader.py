@@ -11,7 +11,7 @@ from test_worker_machine import WorkerMachine
 from relax_events.history import ledger as reading
 from relax_events.history.ledger import LedgerReader
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])

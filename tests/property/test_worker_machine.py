@@ -482,8 +482,8 @@ def commit_before_output(role: MapRole) -> None:
     role._consumer.commit(next_offsets(records))
     fit = [(record, sample) for record in records if (sample := role._sample(record)) is not None]
     for out in role._outputs(fit):
-        role._worker.producer.send(out)
-    role._worker.producer.flush()
+        role._worker.records.producer.send(out)
+    role._worker.records.producer.flush()
 
 
 def newest_positions(join: GroupJoin) -> list[TopicOffset]:

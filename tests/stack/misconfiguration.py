@@ -182,7 +182,7 @@ MISCONFIGURATIONS = (
     ),
     Misconfiguration(
         "password wrong",
-        r"user .relax\.quickstart\.operator. was not let in; .* or knows another password",
+        r"authentication of user .relax\.quickstart\.operator. failed; .* or has another password for it",
         use_wrong_password,
     ),
     Misconfiguration(

@@ -1,9 +1,9 @@
 """One engine of a router, opened and used by a thread of its own, and reopened after a failure.
 
     router's thread    submit, abort, load, sleep, wake --> calls ---+
-    replica's thread   open --> calls, poll --> ... --> lost         |  every call is executed or rejected
+    replica's thread   open --> calls, poll --> ... --> lost         | executed or rejected
                         ^                         |                  v
-                        +-- pause, 0 at first -- close               events: opened, samples finished, lost, crashed
+                        +-- pause, 0 at first -- close     events: opened, finished, lost, crashed
 
 The samples of a lost engine go back to the router with their tokens.
 """

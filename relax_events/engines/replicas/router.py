@@ -1,9 +1,9 @@
 """Route prompt groups over several engines, and continue the samples of a lost engine in another
 one.
 
-    worker   submit --> the prompt group's first serving engine with room --+
-                               ^                                            |--> finished: poll returns it
-                               +-- with the tokens so far -- lost, weights rejected --+
+    worker   submit --> the prompt group's first serving engine with room --+--> finished --> poll
+                               ^                                            |
+                               +-- the tokens so far -- lost, rejected -----+
 
 One engine computes all samples and turns of a prompt group, so their prefix is computed once. All
 serving engines have the router's policy version; an engine that opens or recovers loads it first.
@@ -62,7 +62,8 @@ OnRunning = Literal["swap", "restart"]
 
 
 class Router:
-    """Implements `Engine` over replicas, each with a thread of its own; see the module's docstring.
+    """Implements `Engine` over replicas, each with a thread of its own; see the module's
+    docstring.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Router:
         for the others.
 
         Args:
-            makers: Each opens an engine with the weights of the model's folder; their names decide
+            factories: Each opens an engine with the weights of the model's folder; their names decide
                 which engine a prompt group prefers.
             policy_version: Of the weights in the folder.
         Raises:
@@ -282,7 +283,7 @@ class Router:
 
         Args:
             wait_seconds: At most.
-            places: Whether waiting samples are assigned to engines afterwards.
+            assigns: Whether waiting samples are assigned to engines afterwards.
         """
         try:
             event = (

@@ -267,7 +267,8 @@ class ModelFolder:
 
 
 def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first tensor with a non-finite value; such a value crashes a server.
+    """Return the name of the first tensor with a non-finite value; such a value crashes a
+    server.
     """
     return next(
         (

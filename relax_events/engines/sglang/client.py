@@ -1,4 +1,6 @@
-"""HTTP client of an SGLang server; each call has a deadline. Only this module knows SGLang's API."""
+"""HTTP client of an SGLang server; each call has a deadline. Only this module knows SGLang's
+API.
+"""
 
 from __future__ import annotations
 
@@ -276,7 +278,9 @@ class SGLangClient:
         return found
 
     def _max_event_bytes(self, prompts: Sequence[dict[str, Any]], *, num_top: int) -> int:
-        """Return the largest possible size of an event: all tokens of the longest prompt at once."""
+        """Return the largest possible size of an event: all tokens of the longest prompt at
+        once.
+        """
         num_new = max(prompt["max_new_tokens"] for prompt in prompts)
         num_tokens = max(len(prompt["input_ids"]) + prompt["max_new_tokens"] for prompt in prompts)
         most: int = (

@@ -5,7 +5,9 @@ reason, the sample keeps its tokens so far and is sent again:
 
     add --> waits for the gate --> request --> tokens arrive --> finished: handed out
                   ^                                  |
-                  +-- aborted, server lost, ended ---+        (the gate is closed while the server is down, loads weights or sleeps)
+                  +-- aborted, server lost, ended ---+
+
+The gate is closed while the server is down, loads weights or sleeps.
 """
 
 from __future__ import annotations

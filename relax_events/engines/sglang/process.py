@@ -110,7 +110,9 @@ class ServerProcess:
         self._shared_memory |= serve.find_shared_memory(self._process.pid)
 
     def kill(self) -> None:
-        """Kill the server with all its processes, and delete its temporary files and shared memory."""
+        """Kill the server with all its processes, and delete its temporary files and shared
+        memory.
+        """
         if self._process is not None:
             self.record_shared_memory()
             serve.kill_processes(self._process.pid)

@@ -1,8 +1,8 @@
 """One SGLang server as an engine, started by this process or already running. If the server is
 lost, the engine fails.
 
-    caller's thread    submit, poll, abort, load_weights --> calls and samples --+
-    loop's thread      requests, tokens, lifecycle of the server       <---------+--> HTTP --> server
+    caller's thread   submit, poll, abort, load_weights --> calls and samples --+
+    loop's thread     requests, tokens, lifecycle                 <-------------+--> HTTP --> server
 
 The server samples tokens itself: a sample that is generated again differs, and `SampleRequest.seed`
 has no effect. Its log-probabilities are those of the protocol: of the tempered distribution before

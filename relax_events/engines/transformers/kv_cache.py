@@ -124,7 +124,8 @@ class RowCache(Cache):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Tensor:
-        """Store the states after the step's tokens; the convolution's state was written in place.
+        """Store the states after the step's tokens; the convolution's state was written in
+        place.
         """
         shown: Any = self.layers[layer_idx]
         kept: Tensor = shown.recurrent_states[0].copy_(recurrent_states)

@@ -19,7 +19,7 @@ from relax_events.events.types import PromptGroupEnded, TrainStepCommitted
 from relax_events.history.runs.listing import RunSummary, decode_records, read_runs
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
 from relax_events.session.resume import settings_history
 from relax_events.topics import TopicPlan

@@ -18,7 +18,7 @@ from relax_events.history.runs.details import list_versions, open_existing_store
 from relax_events.history.runs.inherited_code import Accept, read_own_run_files, require_trust
 from relax_events.history.runs.listing import read_runs
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.parent_run import SourceRun
 from relax_events.runtime.private_files import write_private
 from relax_events.runtime.run_description import SHAPE_KEYS

@@ -17,7 +17,7 @@ from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import Event, RunDescribed
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.inventory import Inventory
 from relax_events.kafka.records import Record
 from relax_events.projections.run_state import RunState

@@ -1,4 +1,4 @@
-"""What the trainer asks of a backend."""
+"""The interface between the trainer and its backend."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ ENGINE_METRICS = frozenset((
     "num_rejected_by_veto", "num_rejected_by_divergence", "is_stopped_by_kl", "first_epoch_policy_kl", "last_epoch_policy_kl",
     "last_epoch_clip_fraction",
 ))  # fmt: skip
-"""Figures that compare the policy with the one that drew the samples, or say by what of it the loss
-differs from the policy's own."""
+"""Metrics that compare the policy with the one that generated the samples, or that describe off-policy
+corrections of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Figures of one train step over all ranks. Means are over loss tokens, save those that the
-    algorithm's aggregation rules.
+    """Metrics of one train step over all ranks. Means are over loss tokens, except those that follow
+    the algorithm's aggregation.
 
-    `mismatch_*` compares the engine's log-probabilities with the trainer's: at staleness 0 it shows
-    engine and trainer disagreeing on the same weights, beyond that also how far the policy has
-    moved. `effective_sample_ratio` is what is left of the loss tokens when each
-    is weighed by the ratio of the two: 1 on-policy. `correction_*` are the weights of the
-        algorithm's correction, 1 without one, and the
-    share of tokens outside its range; `masked_fraction` of the tokens carry no policy gradient
-    because of it or of a mask; `num_rejected_by_*` are the samples that were left out whole, by the
-    reason, and are among `num_samples`. `distill_loss` is the divergence from the teacher in the
-    loss, before its coefficient; `teacher_kl` estimates KL(engine's policy || teacher) from the
-    drawn tokens, and so may be a little below 0. `own` are those that the algorithm's spec names.
+    `mismatch_*` compares the engine's log-probabilities with the trainer's: at staleness 0 it is
+    their numerical difference on the same weights, above that also how far the policy has moved.
+    `effective_sample_ratio` is the effective sample size under the ratio of the two, relative to
+    the loss tokens: 1 on-policy. `correction_mean` is the mean weight of the algorithm's
+    correction, 1 without one; `correction_clip_fraction` is the share of tokens outside its range;
+    `masked_fraction` the share without a policy gradient because of a correction or a mask.
+    `num_rejected_by_*` count samples that rejection excluded; they are included in `num_samples`.
+    `distill_loss` is the divergence from the teacher in the loss, before its coefficient;
+    `teacher_kl` estimates KL(engine's policy || teacher) from the sampled tokens, and so may be
+    slightly negative. `algorithm_metrics` are those that the algorithm's spec names.
 
-    Where the step is several optimizer steps, means are over all of them, save `mismatch_*` and
-    `effective_sample_ratio`, which are of the first, before which the weights had not moved; counts
-    are those of the first pass. `own` then tells besides how many steps were taken
-    (`num_optimizer_steps`), how many were left out because they were not finite
+    With several optimizer steps, means are over all of them, except `mismatch_*` and
+    `effective_sample_ratio`, which are of the first one, before the weights moved; counts are those
+    of the first pass. `algorithm_metrics` then also has the number of optimizer steps
+    (`num_optimizer_steps`), how many were skipped because they were not finite
     (`num_mini_batches_not_finite`), whether `trainer.max_kl` ended them (`is_stopped_by_kl`), and
     the KL estimate (k3) of the policy against the old one in the first and the last pass, and the
     clipped tokens in the last (`first_epoch_policy_kl`, `last_epoch_policy_kl`,
@@ -81,22 +81,22 @@ class StepMetrics:
     algorithm_metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_metrics(self, *, of_engine: bool = True) -> dict[str, float]:
-        """Give the figures as TrainStepCommitted carries them; without `of_engine`, as where none
-        drew the samples, only those that say something.
+        """Return the metrics as TrainStepCommitted has them; without `of_engine`, where no engine
+        generated the samples, only those that apply.
         """
-        figures = {
+        metrics = {
             name: float(value) for name, value in asdict(self).items() if name != "own"
         } | dict(self.algorithm_metrics)
         return (
-            figures
+            metrics
             if of_engine
-            else {name: value for name, value in figures.items() if name not in ENGINE_METRICS}
+            else {name: value for name, value in metrics.items() if name not in ENGINE_METRICS}
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """All that a backend needs to go on where it was. Tensors are keyed `model.<name>`,
+    """All that a backend needs to resume. Tensors are keyed `model.<name>`,
     `exp_avg.<name>`, `optimizer.<...>`, `rng.<...>`.
     """
 
@@ -106,13 +106,12 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class SampleScores:
-    """What a model says of a sample: of its tokens and, where asked, of several token ids at each
-    loss token.
+    """A model's log-probabilities for a sample: of its tokens and, if requested, of several token
+    ids at each loss token.
 
     Attributes:
-        logprobs: Of the tokens, as `Scorer.score` gives them.
-        ids: The model's own most probable ones, most probable first; None where it was given the
-            ids.
+        logprobs: Of the tokens, as `Scorer.score` returns them.
+        ids: The model's most probable ids, most probable first; None where the ids were given.
         id_logprobs: Of the ids, in nats.
     """
 
@@ -122,10 +121,10 @@ class SampleScores:
 
 
 class TokenScorer(Protocol):
-    """Gives a number for every loss token of a sample."""
+    """Computes a number for every loss token of a sample."""
 
     def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
-        """Give a number for every loss token and 0 elsewhere: an array for each sample, as long as
+        """Return a number for every loss token and 0 elsewhere: an array for each sample, as long as
         its tokens.
 
         Raises:
@@ -135,11 +134,11 @@ class TokenScorer(Protocol):
 
 class Scorer(TokenScorer, Protocol):
     """Forward-only log-probabilities, for the roles reference, actor-forward and teacher: of the
-    initial weights until it is given others.
+    initial weights until others are loaded.
     """
 
     def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
-        """Give the tempered log-probability of every loss token, in nats, and 0 elsewhere: an array
+        """Return the tempered log-probability of every loss token, in nats, and 0 elsewhere: an array
         for each sample, as long as its tokens.
 
         Raises:
@@ -149,18 +148,18 @@ class Scorer(TokenScorer, Protocol):
     def score_topk(
         self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool
     ) -> list[SampleScores]:
-        """Give the same, and the log-probabilities of several token ids at each loss token.
+        """Return the same and the log-probabilities of several token ids at each loss token.
 
         Args:
             samples: In any number.
             num_ids: Ids at each loss token.
-            choose_own: Take the model's own most probable ids, not the sample's `topk_ids`.
+            choose_own: Use the model's most probable ids, not the sample's `topk_ids`.
         Raises:
             PoisonSample: A sample can't be scored, or lacks the ids; the text names it.
         """
 
     def load_weights(self, weights: Weights) -> None:
-        """Go over to another policy version; on an error the old one stays.
+        """Load another policy version; on an error the old one stays.
 
         Raises:
             WeightsError: The weights don't fit the model.
@@ -169,7 +168,7 @@ class Scorer(TokenScorer, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueMetrics:
-    """Figures of one step of the critic, means over its loss tokens. `explained_variance` is that
+    """Metrics of one step of the critic, means over its loss tokens. `explained_variance` is that
     of the returns by the recorded values.
     """
 
@@ -183,8 +182,8 @@ class ValueMetrics:
 
 
 class Critic(TokenScorer, Protocol):
-    """A value model that learns from recorded steps. Its `policy_version` is that which the last
-    step it learned from made.
+    """A value model that learns from recorded steps. Its `policy_version` is the version
+    that the last learned step produced.
 
     The result of a step does not depend on how samples were cut into micro-batches.
     """
@@ -192,7 +191,7 @@ class Critic(TokenScorer, Protocol):
     policy_version: int
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
-        """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to
+        """Run forward and backward on a micro-batch, adding unnormalised gradients and metrics to
         the step's.
 
         Raises:
@@ -202,30 +201,30 @@ class Critic(TokenScorer, Protocol):
     def step(self) -> ValueMetrics:
         """Normalise over the whole step, clip, update the weights, and count up `policy_version`.
 
-        Where a train step is several optimizer steps, each is so over its mini-batch, and one that
-        is not finite is left out.
+        With several optimizer steps, each normalises over its mini-batch, and one that is not
+        finite is skipped.
 
         Raises:
-            StepNotFinite: Loss or gradient is not finite, in all of them. The weights are the old
-                ones.
+            StepNotFinite: Loss or gradient is not finite, in all of them. The weights are
+                unchanged.
             RunFailed: The step holds no loss token; likewise.
         """
 
-    def on_progress(self, progressed: Callable[[], None]) -> None:
-        """Call this in `step` whenever a part of it is done that takes long, from now on."""
+    def on_progress(self, report_progress: Callable[[], None]) -> None:
+        """Set a callback that `step` calls after each long part of it."""
 
     def skip_step(self) -> None:
-        """Drop what was accumulated and count up `policy_version`: weights and optimizer stay as
-        they are.
+        """Discard the accumulated gradients and increment `policy_version`; weights and optimizer
+        do not change.
         """
 
     def state(self) -> TrainerState:
-        """Show the state of weights and optimizer. The tensors are live: copy them before the next
+        """Return the state of weights and optimizer. The tensors are live: copy them before the next
         step.
         """
 
     def load_state(self, state: TrainerState) -> None:
-        """Go on from a state; what was accumulated is dropped.
+        """Resume from a state; accumulated gradients are discarded.
 
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.
@@ -250,48 +249,46 @@ class TrainerBackend(Protocol):
 
     @property
     def experts(self) -> ExpertShape | None:
-        """The experts whose choice it takes from the samples (`model.routing_replay`); None where
-        it routes by itself.
+        """The expert layers whose routing is replayed from the samples (`model.routing_replay`);
+        None where the model routes by itself.
         """
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
-        """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to
+        """Run forward and backward on a micro-batch, adding unnormalised gradients and metrics to
         the step's.
 
-        Where the algorithm needs to know the whole step first, or the step is several optimizer
-        steps, the micro-batch is kept, and run by `step`.
+        Where the algorithm needs statistics of the whole step first, or the step is several
+        optimizer steps, the micro-batch is kept and run by `step`.
 
         Raises:
             PoisonSample: A sample can't be trained on; nothing was added, and the rest of the step
-                is unharmed.
+                is unaffected.
         """
 
     def discard(self) -> None:
-        """Drop what was accumulated since the last step. Local to a rank, as `accumulate` is."""
+        """Discard the gradients accumulated since the last step. Local to a rank, as `accumulate` is."""
 
     def step(self) -> StepMetrics:
         """Reduce over ranks, normalise over the whole step, clip, update the weights, and count up
         `policy_version`.
 
         Where a train step is several optimizer steps (`trainer.num_epochs`,
-        `trainer.num_mini_batches`), each is so over its mini-batch, and one that is not finite is
-        left out. What they are follows from the run's seed, the version and the samples alone, on
-        any number of ranks.
+        `trainer.num_mini_batches`), each normalises over its mini-batch, and one that is not finite
+        is skipped. The mini-batches depend on the run's seed, the version and the samples alone,
+        for any number of ranks.
 
         Raises:
             StepNotFinite: Loss or gradient is not finite, in all of them.
             RunFailed: The step holds no loss token. Both are raised on every rank, before an
-                update: the weights are the old ones, and what was accumulated is dropped.
+                update: the weights are unchanged, the accumulated gradients are discarded.
         """
 
-    def on_progress(self, progressed: Callable[[], None]) -> None:
-        """Call this in `step` whenever a part of it is done that takes long, from now on. Local to
-        a rank.
-        """
+    def on_progress(self, report_progress: Callable[[], None]) -> None:
+        """Set a callback that `step` calls after each long part of it. Local to a rank."""
 
     def skip_step(self) -> None:
         """Drop what was accumulated and count up `policy_version`: weights and optimizer stay as
-        they are. Every rank does so, or none.
+        they are. All ranks must call it.
         """
 
     def weights(self) -> dict[str, Tensor]:
@@ -300,12 +297,12 @@ class TrainerBackend(Protocol):
         """
 
     def state(self) -> TrainerState:
-        """Show the state of weights, optimizer and generators. The tensors are live: copy them
+        """Return the state of weights, optimizer and generators. The tensors are live: copy them
         before the next step.
         """
 
     def load_state(self, state: TrainerState) -> None:
-        """Go on from a state; what was accumulated is dropped.
+        """Resume from a state; accumulated gradients are discarded.
 
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.

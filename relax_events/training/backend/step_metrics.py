@@ -1,5 +1,5 @@
-"""The figures of a train step from its optimizer steps: one as a rule, several where its batch is
-trained in mini-batches or passes.
+"""Builds the metrics of a train step from its optimizer steps: usually one, several with mini-batches
+or passes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from relax_events.training.backend.step_sums import Totals
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """An optimizer step that was taken: its pass, the sums over its mini-batch, and the norm of its
-    gradient.
-    """
+    """A completed optimizer step: its pass, the sums over its mini-batch, and its gradient norm."""
 
     epoch: int
     totals: Totals
@@ -25,11 +23,11 @@ class OptimizerStep:
 
 
 def build_step_metrics(updates: Sequence[OptimizerStep], *, learning_rate: float) -> StepMetrics:
-    """Put together what a train step reports.
+    """Return the metrics of a train step.
 
-    Means are over all optimizer steps, each token counted in each pass. What compares the engine
-    with the trainer is taken from the first alone, before which the weights had not moved; the
-    counts are those of the first pass.
+    Means are over all optimizer steps, each token counted in each pass. Metrics that
+    compare engine and trainer are those of the first step alone, before the weights moved; counts
+    are those of the first pass.
 
     Args:
         updates: At least one, in order.
@@ -71,12 +69,12 @@ def build_step_metrics(updates: Sequence[OptimizerStep], *, learning_rate: float
 def build_pass_metrics(
     updates: Sequence[OptimizerStep], *, num_not_finite: int, is_stopped: bool
 ) -> dict[str, float]:
-    """Tell how the optimizer steps of a train step went.
+    """Return the metrics of a train step's passes.
 
     Args:
-        updates: Those that were taken.
-        num_not_finite: How many were left out because loss or gradient was not finite.
-        is_stopped: Whether the others were, because the policy had moved far enough.
+        updates: The completed optimizer steps.
+        num_not_finite: Steps that were skipped because loss or gradient was not finite.
+        is_stopped: Whether the remaining steps were skipped because of `trainer.max_kl`.
     """
     first, last = (
         _sum_totals([one.totals for one in updates if one.epoch == updates[end].epoch])

@@ -1,6 +1,4 @@
-"""Sums over a step, kept on the device while micro-batches run and brought together over ranks at
-its end.
-"""
+"""Sums over a step, kept on the device during its micro-batches and added over ranks at its end."""
 
 from __future__ import annotations
 
@@ -51,30 +49,30 @@ class Totals:
 
 
 NUM_DEVICE_SUMS = 19
-"""The first sums are computed on the device, the others are counts that the host knows."""
+"""So many sums are computed on the device; the others are counts known on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSums:
-    """What one micro-batch adds, not yet looked at."""
+    """The sums of one micro-batch, not yet copied to the host."""
 
     device: Float[Tensor, " sums"]
-    """The sums of Totals, the largest mismatch, the sums of the algorithm's own figures, the sum of
+    """The sums of Totals, the largest mismatch, the sums of the algorithm's metrics, the sum of
     all gradients."""
     counts: tuple[int, int, int, int]
     sample_ids: list[str]
 
 
 def sum_micro_batch(
-    tokens: TokenLosses, inputs: ObjectiveInputs, *, figures: Sequence[str] = ()
+    tokens: TokenLosses, inputs: ObjectiveInputs, *, metrics: Sequence[str] = ()
 ) -> Float[Tensor, " sums"]:
-    """Sum a micro-batch's per-token figures in float64, in the order of Totals, then the largest
-    mismatch, then `figures`.
+    """Sum a micro-batch's per-token metrics in float64, in the order of Totals, then the largest
+    mismatch, then `metrics`.
 
     Args:
-        tokens: What the objective gave.
-        inputs: What it was given.
-        figures: Names of the algorithm's own.
+        tokens: The objective's output.
+        inputs: The objective's input.
+        metrics: Names of the algorithm's metrics.
     """
     surrogate, weights = tokens.policy_loss, tokens.token_weights
     difference = (inputs.logprobs - inputs.rollout_logprobs).detach()
@@ -106,8 +104,8 @@ def sum_micro_batch(
     ]
     sums = torch.stack([row.detach().double().sum() for row in rows])
     largest = difference.abs().double().max() if len(difference) else sums.new_zeros(())
-    own = [(weights * surrogate.metrics[name]).detach().double().sum() for name in figures]
-    return torch.stack([*sums, largest, *own])
+    algorithm_metrics = [(weights * surrogate.metrics[name]).detach().double().sum() for name in metrics]
+    return torch.stack([*sums, largest, *algorithm_metrics])
 
 
 def _policy_kl(
@@ -117,7 +115,7 @@ def _policy_kl(
 
 
 def gather_totals(
-    micro_batches: Sequence[MicroBatchSums], *, ranks: Ranks, name: str, figures: Sequence[str] = ()
+    micro_batches: Sequence[MicroBatchSums], *, ranks: Ranks, name: str, metrics: Sequence[str] = ()
 ) -> tuple[Totals, float, dict[str, float]]:
     """Add up an optimizer step over micro-batches and ranks; collective.
 
@@ -125,9 +123,9 @@ def gather_totals(
         micro_batches: Of this rank, in order.
         ranks: All of them.
         name: Of the step, for errors.
-        figures: Names of the algorithm's own.
+        metrics: Names of the algorithm's metrics.
     Returns:
-        Its sums, the largest mismatch, and the sums of the algorithm's own figures, weighted as the
+        Its sums, the largest mismatch, and the sums of the algorithm's metrics, weighted as the
         loss is.
     Raises:
         StepNotFinite: A loss or gradient is not finite, on any rank; raised on all, naming the
@@ -136,24 +134,24 @@ def gather_totals(
     device = (
         torch.stack([item.device for item in micro_batches]).cpu().numpy()
         if micro_batches
-        else np.zeros((0, NUM_DEVICE_SUMS + 2 + len(figures)))
+        else np.zeros((0, NUM_DEVICE_SUMS + 2 + len(metrics)))
     )
     counts = np.array([item.counts for item in micro_batches], np.float64).reshape(
         -1, len(fields(Totals)) - NUM_DEVICE_SUMS
     )
     broken = np.flatnonzero(~np.isfinite(device).all(axis=1))
-    own = device[:, NUM_DEVICE_SUMS + 1 : -1].sum(axis=0)
-    sums = np.concatenate([device[:, :NUM_DEVICE_SUMS].sum(axis=0), counts.sum(axis=0), own])
+    algorithm_metrics = device[:, NUM_DEVICE_SUMS + 1 : -1].sum(axis=0)
+    sums = np.concatenate([device[:, :NUM_DEVICE_SUMS].sum(axis=0), counts.sum(axis=0), algorithm_metrics])
     row = np.array([len(broken), device[:, NUM_DEVICE_SUMS].max(initial=0.0), *sums])
     rows = ranks.all_gather(row)
     if rows[:, 0].any():
         _raise_not_finite(micro_batches[broken[0]] if len(broken) else None, ranks=ranks, name=name)
     totals = rows[:, 2:].sum(axis=0).tolist()
-    num_totals = len(totals) - len(figures)
+    num_totals = len(totals) - len(metrics)
     return (
         Totals(*totals[:num_totals]),
         float(rows[:, 1].max()),
-        dict(zip(figures, totals[num_totals:], strict=True)),
+        dict(zip(metrics, totals[num_totals:], strict=True)),
     )
 
 
@@ -169,5 +167,5 @@ def _raise_not_finite(broken: MicroBatchSums | None, *, ranks: Ranks, name: str)
     raise StepNotFinite(
         f"{name}: loss and gradients must be finite; {'; '.join(texts)}. The weights are "
         "those before it; "
-        "lower trainer.learning_rate or look at these samples' log-probabilities and advantages"
+        "lower trainer.learning_rate or inspect these samples' log-probabilities and advantages"
     )

@@ -1,19 +1,17 @@
-"""Puts the trainer's input together: complete prompt groups, each at most once, and the ends of
-those that won't come.
+"""Assembles the trainer's input: complete prompt groups, each at most once, and the outcomes of
+prompt groups that can't be trained.
 
-Pure state of one rank: records of advantage.samples and prompt.end-requests go in; prompt groups
-    that are ready, prompt groups that ended
-untrained, and the position up to which everything is decided come out. The trainer alone decides
-how a prompt group
-ended, and it decides once: whatever arrives for a decided prompt group afterwards is a duplicate
-    and is dropped.
+Pure state of one rank. Records of advantage.samples and prompt.end-requests go in. Ready prompt
+groups, outcomes of untrained prompt groups, and the offsets below which every prompt group is done
+come out. The trainer alone decides the outcome of a prompt group, once: records that arrive later
+for the prompt group are dropped as duplicates.
 
-Every record of an undecided prompt group, its tombstone included, holds back the position of its
-partition. So offsets can't pass a prompt group whose end is not committed, whenever they are
-committed and however much is read ahead.
+Every record of a prompt group that is not done, end requests included, holds back the committed
+offset of its partition. So no committed offset passes a prompt group whose outcome is not
+committed, however far the trainer reads ahead.
 
-Samples are held as the records that they came in, a window of steps of them: decoded, with their
-stored arrays, they would take many times as much.
+Samples are kept as undecoded records: decoded, with their stored arrays, they would take many times
+the memory.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ DEDUP_WINDOW_SIZE = 100_000
 
 @dataclass(frozen=True, slots=True)
 class LocatedSample:
-    """A sample and the position of its record."""
+    """A sample and the partition and offset of its record."""
 
     sample: SampleReady
     partition: int
@@ -52,10 +50,10 @@ class _BufferedRecord:
 class _PartialGroup:
     version: int
     generations: dict[str, dict[str, _BufferedRecord]] = field(default_factory=dict)
-    """Records of samples by their generation's digest, then by the sample's id."""
+    """Records of samples by generation digest, then by sample id."""
 
     def complete(self) -> dict[str, _BufferedRecord] | None:
-        """Return the records of a generation that is complete, None where there is none."""
+        """Return the records of a complete generation, or None."""
         complete = (
             samples
             for samples in self.generations.values()
@@ -65,10 +63,10 @@ class _PartialGroup:
 
 
 class DedupWindow:
-    """The ids of prompt groups whose end is committed: the id window. Its memory is bounded.
+    """The ids of prompt groups whose outcome is committed, bounded in number.
 
-    What is forgotten is remembered as a whole: everything issued for a step as old as the newest
-    forgotten one counts as decided, since it lies tens of thousands of prompt groups behind.
+    Every prompt group issued for the newest evicted step or an older one counts as done, since it
+    is tens of thousands of prompt groups old.
     """
 
     def __init__(self, group_ids: Iterable[str], *, forgotten_step: int = -1) -> None:
@@ -78,12 +76,12 @@ class DedupWindow:
             self.add(group_id)
 
     def add(self, group_id: str) -> None:
-        """Add an id; forget the older half when there are too many."""
+        """Add an id; evict the older half when there are too many."""
         self._ids[group_id] = None
         if len(self._ids) > DEDUP_WINDOW_SIZE:
             for old in list(self._ids)[: DEDUP_WINDOW_SIZE // 2]:
                 del self._ids[old]
-                if not is_guest(old):  # a guest's step is whatever its producer wrote
+                if not is_guest(old):  # an external id's step is chosen by its producer
                     self.forgotten_step = max(
                         self.forgotten_step, IssuedGroup.parse(old).place.train_step
                     )
@@ -103,24 +101,23 @@ class BatchAssembler:
 
     def __init__(self, *, max_staleness: int, decided: set[str], forgotten_step: int = -1) -> None:
         self._max_staleness = max_staleness
-        self._done = DedupWindow(decided, forgotten_step=forgotten_step)
+        self._done = DedupWindow(done, forgotten_step=forgotten_step)
         self._partial_groups: dict[Key, _PartialGroup] = {}
         self._pending_offsets: dict[Partition, dict[int, str]] = {}
         self._offsets_by_group: dict[str, list[tuple[Partition, int]]] = {}
         self._positions: dict[Partition, int] = {}
         self._ended: dict[str, PromptGroupEnded] = {}
         self._taken: set[str] = set()
-        self.num_duplicates = 0
 
     def add(
         self, record: Record, event: SampleReady | PromptGroupEnded, *, trainer_version: int
     ) -> None:
-        """Take in a record. One whose version left the window ends its prompt group as expired."""
+        """Add a record. If its version is too stale, its prompt group ends as expired."""
         group_id = event.prompt_group_id
         self._track_offset(record, group_id)
         if self._is_final(group_id):
-            self.num_duplicates += 1
-        elif isinstance(event, PromptGroupEnded):
+            return
+        if isinstance(event, PromptGroupEnded):
             self._end(event)
         elif event.key.max_policy_version > trainer_version:
             reason = (
@@ -144,7 +141,7 @@ class BatchAssembler:
             self._add_sample(record, event)
 
     def reject(self, record: Record, reason: str, *, trainer_version: int) -> None:
-        """Note a record that can't be used: its prompt group, if the key names one, has failed."""
+        """Skip an invalid record; the prompt group that its key names, if any, has failed."""
         self._track_offset(record, record.key)
         if record.key and not self._is_final(record.key):
             version = trainer_version if record.policy_version is None else record.policy_version
@@ -159,18 +156,18 @@ class BatchAssembler:
             )
 
     def skip(self, record: Record) -> None:
-        """Pass over a record that belongs to no prompt group."""
+        """Skip a record that belongs to no prompt group."""
         self._track_offset(record, "")
 
     def _track_offset(self, record: Record, group_id: str) -> None:
-        """Move the partition's position past a record, and hold it back there until its prompt
-        group is decided.
+        """Advance the partition's position past a record, and keep the offset pending until its
+        prompt group is done.
         """
-        place = (record.topic, record.partition)
-        self._positions[place] = record.offset + 1
+        topic_partition = (record.topic, record.partition)
+        self._positions[topic_partition] = record.offset + 1
         if group_id and group_id not in self._done:
-            self._pending_offsets.setdefault(place, {})[record.offset] = group_id
-            self._offsets_by_group.setdefault(group_id, []).append((place, record.offset))
+            self._pending_offsets.setdefault(topic_partition, {})[record.offset] = group_id
+            self._offsets_by_group.setdefault(group_id, []).append((topic_partition, record.offset))
 
     def fail(
         self, group_id: str, reason: str, *, policy_version: int, trainer_version: int
@@ -187,8 +184,8 @@ class BatchAssembler:
         )
 
     def _is_final(self, group_id: str) -> bool:
-        """Tell whether nothing can change any more: what the step at hand has taken will be
-        trained, whatever still arrives.
+        """Return whether the outcome can no longer change: done, ended, or taken by the current
+        step.
         """
         return group_id in self._done or group_id in self._ended or group_id in self._taken
 
@@ -197,12 +194,11 @@ class BatchAssembler:
         part = self._partial_groups.setdefault(key, _PartialGroup(sample.policy_version))
         samples = part.generations.setdefault(sample.key.generation_digest, {})
         if sample.sample_id in samples:
-            self.num_duplicates += 1
             return
         samples[sample.sample_id] = _BufferedRecord(record, sample.key.sample_index, sample.key.samples_per_prompt)
 
     def advance(self, trainer_version: int) -> None:
-        """End what left the window now that the trainer is at `trainer_version`."""
+        """End prompt groups that are too stale at `trainer_version`."""
         for group_id, version in list(self._partial_groups):
             if is_expired(
                 version, trainer_version=trainer_version, max_staleness=self._max_staleness
@@ -210,7 +206,7 @@ class BatchAssembler:
                 self._expire(group_id, version, trainer_version)
 
     def _expire(self, group_id: str, version: int, trainer_version: int) -> None:
-        """End a prompt group as expired, unless another generation of it is still in the window."""
+        """End a prompt group as expired, unless another generation of it is fresh enough."""
         self._partial_groups.pop((group_id, version), None)
         if any(other == group_id for other, _ in self._partial_groups):
             return
@@ -231,7 +227,7 @@ class BatchAssembler:
 
     def ready(self) -> list[ReadyGroup]:
         """Return the complete prompt groups that have not been taken; of one that was generated
-        twice, the fresher generation.
+        twice, the newer generation.
         """
         found: dict[str, ReadyGroup] = {}
         for (group_id, version), part in sorted(self._partial_groups.items()):
@@ -247,8 +243,8 @@ class BatchAssembler:
         return list(found.values())
 
     def take(self, group: ReadyGroup) -> list[Record]:
-        """Take the records of a ready prompt group's samples, in order. They stay undecided until
-        `decide`.
+        """Take the records of a ready prompt group's samples, in order. They stay pending until
+        `mark_done`.
         """
         self._taken.add(group.prompt_group_id)
         samples = self._partial_groups[group.prompt_group_id, group.policy_version].complete() or {}
@@ -257,37 +253,35 @@ class BatchAssembler:
         ]
 
     def pending_outcomes(self) -> list[PromptGroupEnded]:
-        """Return the ends that are to be committed."""
+        """Return the outcomes that are to be committed."""
         return list(self._ended.values())
 
     def mark_done(self, group_ids: list[str]) -> None:
-        """Note that these prompt groups end in a transaction that is committed, or in the next one:
-        they will never be looked at again.
+        """Mark prompt groups whose outcome is committed, or is part of the next transaction; later
+        records of them are dropped.
         """
         for group_id in group_ids:
             self._done.add(group_id)
             self._taken.discard(group_id)
             self._ended.pop(group_id, None)
             self._drop_all(group_id)
-            for place, offset in self._offsets_by_group.pop(group_id, ()):
-                del self._pending_offsets[place][offset]
+            for topic_partition, offset in self._offsets_by_group.pop(group_id, ()):
+                del self._pending_offsets[topic_partition][offset]
 
     def consumed(self) -> list[TopicOffset]:
-        """Return, for each partition, the position below which every prompt group is decided."""
+        """Return, for each partition, the offset below which every prompt group is done."""
         return [
-            TopicOffset(*place, next(iter(self._pending_offsets.get(place, ())), position))
-            for place, position in sorted(self._positions.items())
+            TopicOffset(*topic_partition, next(iter(self._pending_offsets.get(topic_partition, ())), position))
+            for topic_partition, position in sorted(self._positions.items())
         ]
 
     @property
     def forgotten_step(self) -> int:
-        """Everything issued for this train step or an older one counts as decided; -1 where nothing
-        was forgotten.
-        """
+        """Prompt groups issued for this train step or an older one count as done; -1 for none."""
         return self._done.forgotten_step
 
     def done_group_ids(self) -> list[str]:
-        """Return the ids of decided prompt groups, oldest first, for the checkpoint."""
+        """Return the ids of prompt groups that are done, oldest first, for the checkpoint."""
         return list(self._done)
 
     def _drop_all(self, group_id: str) -> None:

@@ -20,7 +20,7 @@ from relax_events.errors import (
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.generations import TrajectoryKey
 from relax_events.events.types import Event, TrainStepCommitted
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.objects import ObjectStore
 from relax_events.objects.claim_check import check_out

@@ -15,7 +15,7 @@ import numpy as np
 
 from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, RunFailed, SchemaError
 from relax_events.events.types import Event, SampleReady, TrainStepCommitted
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.runtime.validation import check_ready
 from relax_events.runtime.worker import Worker
@@ -73,7 +73,7 @@ class RecordedBatches:
         self._ranks, self._shards = ranks, worker.plan.partitions_per_version
         self._topic = worker.plan.topic("advantage.samples")
         self._decode: Decode = decode or (
-            lambda record: worker.fetched(worker.codec.decode(record.value))
+            lambda record: worker.records.fetch_arrays(worker.records.codec.decode(record.value))
         )
         self._relabel: Relabel = judge or (lambda samples: samples)
 

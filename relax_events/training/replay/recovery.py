@@ -16,7 +16,7 @@ import structlog
 
 from relax_events.errors import RunFailed
 from relax_events.events.types import TrainStepCommitted
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.protocol import TrainerBackend
@@ -56,12 +56,12 @@ class Replay:
         try:
             batches = self._batches.read(reader, steps)
             for _ in steps:
-                with self._worker.piece("read a recorded batch"):
+                with self._worker.lifecycle.piece("read a recorded batch"):
                     batch = next(batches)
                 self._train(batch)
         finally:
             reader.close()
-        with self._worker.transfer("check the replayed weights"):
+        with self._worker.lifecycle.transfer("check the replayed weights"):
             same = weights_digest(self._backend.weights()) == steps[-1].weights_digest
         log.info(
             "train_steps.replayed",
@@ -83,14 +83,14 @@ class Replay:
         else:
             self._update(batch)
         failpoint("trainer.replaying")
-        self._worker.tick(working=True)
+        self._worker.lifecycle.tick(working=True)
 
     def _update(self, batch: RecordedBatch) -> None:
         for _, members in groupby(
             zip(batch.samples, batch.micro_batches, strict=True), key=lambda pair: pair[1]
         ):
-            with self._worker.piece("replay a micro-batch"):
+            with self._worker.lifecycle.piece("replay a micro-batch"):
                 self._backend.accumulate([placed.sample for placed, _ in members])
-            self._worker.progressed()
-        with self._worker.piece("replay an optimizer step"):
+            self._worker.lifecycle.record_progress()
+        with self._worker.lifecycle.piece("replay an optimizer step"):
             self._backend.step()

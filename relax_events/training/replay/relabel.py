@@ -19,7 +19,7 @@ from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.parts import FinishReason
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady, SampleScored
-from relax_events.kafka.consumer import LogReader
+from relax_events.kafka.log_reader import LogReader
 from relax_events.training.batch.assembly import LocatedSample
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import environment
 from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
-from relax_events.algorithms.advantages import group_advantages
+from relax_events.algorithms.advantages import normalise_prompt_groups
 from relax_events.algorithms.distillation import TokenSet, divergence
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
@@ -265,14 +265,14 @@ def test_advantages_are_those_of_trls_group_trainer(name: str, normalise_std: bo
 
 def test_advantages_are_those_of_trls_group_trainer_with_what_it_adds_to_a_deviation() -> None:
     rewards = np.array(GIVEN["rewards"]).sum(axis=1).reshape(-1, SAMPLES_PER_PROMPT)
-    assert group_advantages(rewards, eps=1e-4).ravel() == pytest.approx(
+    assert normalise_prompt_groups(rewards, eps=1e-4).ravel() == pytest.approx(
         TRL["advantages"]["group"], rel=1e-7
     )
 
 
 def test_advantages_of_one_large_group_are_those_of_trls_asynchronous_trainer() -> None:
     rewards = np.array(GIVEN["rewards"]).sum(axis=1)[None]
-    ours = group_advantages(rewards, std_correction=0)[0]
+    ours = normalise_prompt_groups(rewards, std_correction=0)[0]
     assert ours == pytest.approx(TRL["advantages of the asynchronous trainer"], rel=ROUNDED)
 
 

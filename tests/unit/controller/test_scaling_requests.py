@@ -25,7 +25,7 @@ from relax_events.events.types import RunCommanded
 from relax_events.projections.run_state import RunState
 from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
 from relax_events.projections.scaling import KEPT_MICROS, MAX_ENDED_KEPT, ExitReason, ScaleState
-from relax_events.runtime.control_view import still_valid
+from relax_events.runtime.control_follower import drop_superseded
 from tests.unit.run_events import run_config
 
 SECOND = 1_000_000
@@ -342,7 +342,7 @@ def test_run_that_is_taken_up_still_knows_its_workers() -> None:
         RunCommanded(command=Command.RESUME, reason="go on"),
     ]
     heard = ScaleState()
-    for event in still_valid(log):
+    for event in drop_superseded(log):
         heard.apply(event)
         RunState().apply(event)
     assert (list(heard.workers), heard.is_over) == (["rollout-1"], False)

@@ -16,7 +16,7 @@ from relax_events.events.parts import WorkerState
 from relax_events.events.types import MetricsReported
 from relax_events.roles import engine_monitor as engine_watch
 from relax_events.roles.engine_monitor import EngineWatch
-from relax_events.runtime.heartbeat import REPORT_EVERY_BEATS, Beats
+from relax_events.runtime.heartbeat import REPORT_EVERY_HEARTBEATS, Heartbeat
 from relax_events.telemetry.metrics import WorkerMetrics
 
 
@@ -32,7 +32,7 @@ class Watched:
         )  # of a run that it was in before
         self.metrics = WorkerMetrics("rollout")
         self.reports: list[dict[str, float]] = []
-        beats = Beats(self._send, worker_id="rollout-0", role="rollout", interval_seconds=1.0)
+        beats = Heartbeat(self._send, worker_id="rollout-0", role="rollout", interval_seconds=1.0)
         looks: list[Any] = []
         config = SimpleNamespace(engine=EngineConfig(threads=1, max_running_samples=64))
         worker = SimpleNamespace(
@@ -118,12 +118,12 @@ def test_report_tells_what_happened_since_the_one_before(watched: Watched) -> No
     watched.engine.usage = EngineUsage(
         num_decoding=8, num_generated=1080, num_prefilled=60, num_cached=30, num_recomputed=4
     )
-    for _ in range(REPORT_EVERY_BEATS):
+    for _ in range(REPORT_EVERY_HEARTBEATS):
         watched.beat()
-    for _ in range(REPORT_EVERY_BEATS):
+    for _ in range(REPORT_EVERY_HEARTBEATS):
         watched.beat()
     first, second = watched.reports
-    elapsed = 2.5 + 0.5 + REPORT_EVERY_BEATS
+    elapsed = 2.5 + 0.5 + REPORT_EVERY_HEARTBEATS
     assert first["tokens_per_second"] == pytest.approx(80 / elapsed)
     assert (first["generating_ratio"], first["loading_ratio"]) == (
         pytest.approx(2.5 / elapsed),

@@ -32,7 +32,7 @@ def test_report_aligns_fields_when_shown_as_text() -> None:
         "Kafka version       4.3.1",
         "uptime              62 s",
         "started by          relax run",
-        "runs until          nobody uses it",
+        "runs until          its last user leaves",
         "used by             process 81, process 92",
         "records on disk     5.00 MiB",
         "size of broker.log  1.50 MiB",

@@ -85,7 +85,7 @@ def test_incomplete_folder_is_refused_with_the_missing_file(
     (security.folder.path / missing).unlink()
     with pytest.raises(
         ConfigError,
-        match=rf"has no {Path(missing).name}; make the folder with: relax broker secure",
+        match=rf"has no {Path(missing).name}; create the folder with: relax broker secure",
     ):
         NodeSecurity.from_folder(security.folder.path, internal_port=1)
 
@@ -101,6 +101,6 @@ def test_open_node_with_records_can_not_be_secured_afterwards(tmp_path: Path) ->
     (tmp_path / "meta.properties").touch()
     with pytest.raises(
         EnvironmentProblem,
-        match=r"was made without broker.credentials and does not know their users; choose another run.directory",
+        match=r"was created without broker.credentials and does not know their users; choose another run.directory",
     ):
         choose_credentials(Path("/etc/relax"), None, data=tmp_path)

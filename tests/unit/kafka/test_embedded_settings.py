@@ -64,13 +64,13 @@ def test_server_properties_take_overrides() -> None:
 )
 def test_server_properties_refuse_overrides_of_identity_and_place(key: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"node_properties must not set {key}: the embedded broker decides it"
+        ConfigError, match=f"node_properties must not set {key}: the embedded broker controls it"
     ):
         build_server_properties(Path("/node/data"), port=1, controller_port=2, overrides={key: "x"})
 
 
 def test_server_properties_refuse_a_folder_when_it_holds_a_comma() -> None:
-    with pytest.raises(ConfigError, match="must not hold a comma, got '/a,b/data'"):
+    with pytest.raises(ConfigError, match="must not contain a comma, got '/a,b/data'"):
         settings("/a,b/data")
 
 

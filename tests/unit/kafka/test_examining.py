@@ -74,7 +74,7 @@ def test_records_of_an_altered_batch_are_told_from_those_of_sound_ones(
     sound = {batch.first: batch for batch in split_batches(DATA)}
     altered = RecordBatch(1, 4, sound[1].checked[:-1] + b"\xff")
     answers = Answers(sound | {1: altered})
-    monkeypatch.setattr("relax_events.kafka.batch_verification.PartitionReader", lambda *_: answers)
+    monkeypatch.setattr("relax_events.kafka.batch_verification.BatchFetcher", lambda *_: answers)
     examiner = BatchVerifier(lambda *_: Connection("nowhere:1"), timeout_seconds=1.0)
     assert [examiner.find_altered_batch("topic", 0, offset) for offset in range(6)] == [
         None,

@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from relax_events.errors import BrokerRefused, BrokerUnavailable
-from relax_events.kafka import admin, inventory
+from relax_events.kafka import admin, inventory, offset_admin
 from relax_events.kafka.connection import Connection
 
 LOADING = KafkaException(KafkaError(KafkaError.COORDINATOR_LOAD_IN_PROGRESS))
@@ -64,8 +64,8 @@ class Loading:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "LOAD_SECONDS", 0.0)
-    monkeypatch.setattr(admin, "LEADER_CHANGE_SECONDS", 0.0)
+    monkeypatch.setattr(inventory, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(offset_admin, "LEADER_CHANGE_SECONDS", 0.0)
 
 
 def listed(
@@ -73,7 +73,7 @@ def listed(
 ) -> list[str]:
     """List groups over a client as either class does."""
     connection = Connection("127.0.0.1:1", request_timeout_seconds=seconds, client_id="test")
-    module, face = (inventory, inventory.Inventory) if kind == "inventory" else (admin, admin.Admin)
+    module, face = (inventory, inventory.Inventory) if kind == "inventory" else (offset_admin, admin.Admin)
     monkeypatch.setattr(module, "AdminClient", lambda settings: client)
     return list(face(connection).groups("relax."))
 
@@ -141,7 +141,7 @@ def test_topic_that_stays_named_is_an_error_that_says_which(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(
-        BrokerUnavailable, match=r"topic relax\.t\.one is deleted and still named after 0\.01 s"
+        BrokerUnavailable, match=r"topic relax\.t\.one is deleted and still listed after 0\.01 s"
     ):
         deleting(monkeypatch, Late(1_000_000_000), "relax.t.one", seconds=0.01)
 

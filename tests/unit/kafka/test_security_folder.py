@@ -138,7 +138,7 @@ def test_certificate_can_not_be_made_where_the_authoritys_key_is_not(
 def test_unknown_principal_is_refused_with_those_that_exist(folder: SecurityFolder) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"no principal 'relax.demo.king'; principals are prompter, .*; make it with: relax broker secure",
+        match=r"no principal 'relax.demo.king'; principals are prompter, .*; create it with: relax broker secure",
     ):
         folder.username("demo", "king")
     with pytest.raises(

@@ -94,7 +94,7 @@ class Stage:
         worker: Any = SimpleNamespace(
             config=config, metrics=metrics, sample_record=lambda topic, event, **_: (topic, event)
         )
-        worker.beats, worker.with_beats = (
+        worker.heartbeat, worker.lifecycle.on_heartbeat = (
             SimpleNamespace(reports=lambda figures: None),
             lambda look: None,
         )

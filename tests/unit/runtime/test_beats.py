@@ -1,4 +1,4 @@
-"""Beats come from the work loop: once an interval, and at once when the state changes."""
+"""Heartbeat come from the work loop: once an interval, and at once when the state changes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import pytest
 
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import MetricsReported, WorkerHeartbeat
-from relax_events.runtime.heartbeat import REPORT_EVERY_BEATS, Beats
+from relax_events.runtime.heartbeat import REPORT_EVERY_HEARTBEATS, Heartbeat
 
 
 class Clocked:
-    """Beats under a clock that the test moves, with what they sent."""
+    """Heartbeat under a clock that the test moves, with what they sent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr("relax_events.runtime.heartbeat.time.monotonic", lambda: self.now)
         self.sent: list[WorkerHeartbeat | MetricsReported] = []
-        self.beats = Beats(
+        self.heartbeat = Heartbeat(
             self.sent.append, worker_id="reward-0", role="reward", interval_seconds=1.0
         )
 
     def tick(self, state: WorkerState, *, after: float = 0.0) -> None:
         self.now += after
-        self.beats.tick(state)
+        self.heartbeat.tick(state)
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def test_change_to_draining_is_told_at_once(clocked: Clocked) -> None:
 
 
 def test_beat_carries_what_the_worker_did(clocked: Clocked) -> None:
-    before = clocked.beats.started_at
-    clocked.beats.progress(3, seconds=0.5)
-    clocked.beats.progress(4, seconds=0.5)
-    clocked.beats.policy_version, clocked.beats.metrics_port, clocked.beats.num_in_flight = (
+    before = clocked.heartbeat.started_at
+    clocked.heartbeat.record_processed(3, seconds=0.5)
+    clocked.heartbeat.record_processed(4, seconds=0.5)
+    clocked.heartbeat.policy_version, clocked.heartbeat.metrics_port, clocked.heartbeat.num_in_flight = (
         5,
         9090,
         2,
@@ -75,14 +75,14 @@ def test_beat_carries_what_the_worker_did(clocked: Clocked) -> None:
         beat.pid,
     ) == (7, 2, 5, 9090, os.getpid())
     assert beat.last_progress_at >= before
-    assert clocked.beats.seconds_since_turn == 0.0
+    assert clocked.heartbeat.seconds_since_tick == 0.0
     clocked.now += 3.0
-    assert clocked.beats.seconds_since_turn == 3.0
+    assert clocked.heartbeat.seconds_since_tick == 3.0
 
 
 def test_every_few_beats_throughput_is_reported(clocked: Clocked) -> None:
-    for _ in range(2 * REPORT_EVERY_BEATS):
-        clocked.beats.progress(10, seconds=0.5)
+    for _ in range(2 * REPORT_EVERY_HEARTBEATS):
+        clocked.heartbeat.record_processed(10, seconds=0.5)
         clocked.tick(WorkerState.WORKING, after=2.0)
     reports = [event for event in clocked.sent if isinstance(event, MetricsReported)]
     assert [report.values for report in reports] == [
@@ -109,13 +109,13 @@ def test_beat_tells_since_when_there_was_work_without_progress_and_waiting_is_no
     assert busy_micros(WorkerState.WORKING) == 0
     wall -= 3_600_000_000  # a step of the wall clock makes nobody look stuck
     assert busy_micros(WorkerState.WORKING, after=4.0) == 4_000_000
-    assert clocked.beats.busy_seconds == 4.0
-    clocked.beats.advance_to(0)
+    assert clocked.heartbeat.seconds_without_progress == 4.0
+    clocked.heartbeat.advance_to(0)
     assert busy_micros(WorkerState.WORKING) == 5_000_000, "as many tokens as before"
-    clocked.beats.advance_to(7)
+    clocked.heartbeat.advance_to(7)
     assert busy_micros(WorkerState.WORKING) == 0
     assert busy_micros(WorkerState.IDLE) is None
-    assert clocked.beats.busy_seconds == 0.0
+    assert clocked.heartbeat.seconds_without_progress == 0.0
 
 
 def test_time_of_loading_is_no_time_without_work(clocked: Clocked) -> None:
@@ -131,14 +131,14 @@ def inside(clocked: Clocked, *, after: float) -> WorkerHeartbeat | None:
     """Let time pass, and have the other thread look; return the beat that it sent."""
     clocked.now += after
     num_sent = len(clocked.sent)
-    clocked.beats.beat_inside_activity()
+    clocked.heartbeat.send_inside_activity()
     return newest(clocked) if len(clocked.sent) > num_sent else None
 
 
 def test_beats_go_on_inside_a_long_call_and_name_it_with_its_deadline(clocked: Clocked) -> None:
     clocked.tick(WorkerState.IDLE)
     assert inside(clocked, after=100.0) is None, "between calls a loop that does not turn is silent"
-    with clocked.beats.activity("publish weights", deadline_seconds=60.0):
+    with clocked.heartbeat.activity("publish weights", deadline_seconds=60.0):
         assert inside(clocked, after=0.0) is not None
         assert inside(clocked, after=0.5) is None, "no beat is due"
         beat = inside(clocked, after=50.0)
@@ -167,42 +167,42 @@ def test_long_call_that_returns_is_progress_and_one_that_fails_or_only_waits_is_
     clocked: Clocked,
 ) -> None:
     clocked.tick(WorkerState.WORKING)
-    with clocked.beats.activity(
+    with clocked.heartbeat.activity(
         "wait for the other ranks", deadline_seconds=60.0, is_progress=False
     ):
         clocked.now += 10.0
-        assert clocked.beats.busy_seconds == 0.0, "its own deadline counts"
-    assert clocked.beats.busy_seconds == 10.0
+        assert clocked.heartbeat.seconds_without_progress == 0.0, "its own deadline counts"
+    assert clocked.heartbeat.seconds_without_progress == 10.0
     with (  # noqa: PT012 as it fails late
         pytest.raises(OSError, match="gone"),
-        clocked.beats.activity("load weights", deadline_seconds=60.0),
+        clocked.heartbeat.activity("load weights", deadline_seconds=60.0),
     ):
         clocked.now += 10.0
         raise OSError("gone")
-    assert (clocked.beats.busy_seconds, clocked.beats.seconds_since_turn) == (20.0, 0.0)
-    with clocked.beats.activity("load weights", deadline_seconds=60.0):
+    assert (clocked.heartbeat.seconds_without_progress, clocked.heartbeat.seconds_since_tick) == (20.0, 0.0)
+    with clocked.heartbeat.activity("load weights", deadline_seconds=60.0):
         clocked.now += 10.0
-    assert clocked.beats.busy_seconds == 0.0
+    assert clocked.heartbeat.seconds_without_progress == 0.0
 
 
 def test_deadline_of_a_call_counts_from_its_newest_progress_and_that_of_an_outer_one_from_its_own(
     clocked: Clocked,
 ) -> None:
     def overdue() -> str:
-        current = clocked.beats.current_activity
+        current = clocked.heartbeat.current_activity
         return current.name if current is not None and current.is_overdue else ""
 
     with (
-        clocked.beats.activity("start", deadline_seconds=30.0),
-        clocked.beats.activity("score samples", deadline_seconds=20.0),
+        clocked.heartbeat.activity("start", deadline_seconds=30.0),
+        clocked.heartbeat.activity("score samples", deadline_seconds=20.0),
     ):
         for _ in range(2):
             clocked.now += 14.0
-            clocked.beats.advance()
+            clocked.heartbeat.advance()
         assert overdue() == ""
         clocked.now += 3.0
         assert overdue() == "start", "progress inside does not move it"
-    with clocked.beats.activity("score samples", deadline_seconds=20.0):
+    with clocked.heartbeat.activity("score samples", deadline_seconds=20.0):
         clocked.now += 21.0
         assert overdue() == "score samples"
     assert overdue() == ""

@@ -51,7 +51,7 @@ class Stage:
             (lambda: setattr(self, "is_paused", True)),
             (lambda: setattr(self, "is_paused", False)),
         )
-        monkeypatch.setattr(map_role, "GroupConsumer", lambda *_, **__: consumer)
+        monkeypatch.setattr(map_role, "SubscribedConsumer", lambda *_, **__: consumer)
         self.metrics = SimpleNamespace(num_expired=0)
         self.metrics.expired = lambda count: setattr(
             self.metrics, "num_expired", self.metrics.num_expired + count
@@ -132,7 +132,7 @@ class Stage:
             ((SAMPLES, partition, offset), [f"answer {offset}"]) for offset in answered
         ]
         self.done += answers
-        self.role._turn(takes=not self.worker.paused)
+        self.role._turn(takes=not self.worker.control.is_paused)
 
 
 @pytest.fixture
@@ -176,11 +176,11 @@ def test_every_turn_polls_and_nobody_waits_for_records_while_there_is_work(stage
 
 def test_paused_worker_polls_and_begins_nothing(stage: Stage) -> None:
     stage.write(0, 1, 2)
-    stage.worker.paused = True
+    stage.worker.control.is_paused = True
     for _ in range(3):
         stage.turn()
     assert (stage.begun, stage.is_paused, stage.fetches) == ([], True, [(256, True)] * 3)
-    stage.worker.paused = False
+    stage.worker.control.is_paused = False
     stage.turn()
     assert [offset for *_, offset in stage.begun] == [0, 1]
 

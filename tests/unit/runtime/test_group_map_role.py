@@ -31,7 +31,7 @@ class Stage:
         self.dead_letters: list[str] = []
         self.events: dict[bytes, SampleRolledOut | None] = {}
         consumer = SimpleNamespace(commit=self._commit, positions={}, seek=lambda *_: None)
-        monkeypatch.setattr(map_role, "GroupConsumer", lambda *_, **__: consumer)
+        monkeypatch.setattr(map_role, "SubscribedConsumer", lambda *_, **__: consumer)
         nothing = SimpleNamespace(
             send=lambda _: None, flush=lambda: None, expired=lambda _: None, num_in_flight=0
         )

@@ -43,7 +43,7 @@ class Stage:
             (lambda: setattr(self, "is_paused", True)),
             (lambda: setattr(self, "is_paused", False)),
         )
-        monkeypatch.setattr(map_role, "GroupConsumer", lambda *_, **__: consumer)
+        monkeypatch.setattr(map_role, "SubscribedConsumer", lambda *_, **__: consumer)
         self.drain, self.num_ticks = Drain(seconds=60), 0
         self.worker: Any = SimpleNamespace(
             role="reference",
@@ -174,10 +174,10 @@ def test_paused_worker_polls_and_handles_nothing_until_it_goes_on(
     stage = Stage(monkeypatch, max_tokens=10)
     stage.write(10, 10)
     stage.run(num_turns=1)
-    stage.worker.paused = True
+    stage.worker.control.is_paused = True
     assert stage.run(num_turns=4) == ["poll"] * 4
     assert stage.is_paused
-    stage.worker.paused = False
+    stage.worker.control.is_paused = False
     assert stage.run(num_turns=1) == ["poll", ["0@1"], "flush", {0: 2}]
     assert not stage.is_paused
 

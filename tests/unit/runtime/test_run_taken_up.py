@@ -6,7 +6,7 @@ import signal
 from relax_events.events.parts import Command, Outcome
 from relax_events.events.types import PromptGroupEnded, RunCommanded
 from relax_events.projections.run_state import RunState
-from relax_events.runtime.control_view import still_valid
+from relax_events.runtime.control_follower import drop_superseded
 from relax_events.runtime.drain import Drain
 
 
@@ -32,12 +32,12 @@ def failure(index: int, at: int) -> PromptGroupEnded:
 def test_commands_before_a_resume_are_left_out():
     stop, resume, pause = command(Command.STOP), command(Command.RESUME), command(Command.PAUSE)
     other = failure(0, 1)
-    assert still_valid([stop, other, resume, pause]) == [other, resume, pause]
+    assert drop_superseded([stop, other, resume, pause]) == [other, resume, pause]
 
 
 def test_commands_stay_when_nothing_was_resumed():
     events = [command(Command.PAUSE), command(Command.STOP)]
-    assert still_valid(events) == events
+    assert drop_superseded(events) == events
 
 
 def test_state_is_not_ended_after_a_resume():

@@ -85,7 +85,9 @@ def register_media() -> None:
 
 
 def _lazy_hook(module: str, name: str) -> Callable[..., Any]:
-    """Import our module at the first call: SGLang's modules can't be imported while plugins load."""
+    """Import our module at the first call: SGLang's modules can't be imported while plugins
+    load.
+    """
 
     def hook(*arguments: Any, **settings: Any) -> Any:
         return getattr(import_module(f"relax_events.engines.sglang.patches.{module}"), name)(

@@ -1,0 +1,222 @@
+"""Turns records into events and events into records, and keeps unusable records as dead letters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import structlog
+
+from relax_events.errors import (
+    CorruptRecord,
+    ForeignRecord,
+    MediaError,
+    ObjectError,
+    PoisonSample,
+    RelaxError,
+    SchemaError,
+)
+from relax_events.events.codec import EventCodec, UnknownFingerprint
+from relax_events.events.parts import Outcome
+from relax_events.events.types import Event
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
+from relax_events.runtime.control_view import ControlView
+from relax_events.staleness import end_of
+from relax_events.telemetry.metrics import WorkerMetrics
+from relax_events.telemetry.traces import NO_HEADERS, Traces
+from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
+UNUSABLE = (CorruptRecord, SchemaError, ObjectError, PoisonSample, MediaError, ForeignRecord)
+"""Errors that make a record a dead letter."""
+
+
+class ClaimCheck(Protocol):
+    """Keeps large arrays out of records: `check_in` stores them and leaves references, `check_out`
+    fetches them back.
+    """
+
+    def check_in(self, event: Event, *, policy_version: int | None) -> Event:
+        """Return the event with its large arrays stored among the objects of the version; the same
+        event when it has none.
+        """
+
+    def check_out(self, event: Event) -> Event:
+        """Return the event with its stored arrays fetched; the same event when it has none."""
+
+
+class RecordIO:
+    """A worker's records: decodes what it reads, encodes what it writes, and writes dead letters."""
+
+    def __init__(
+        self,
+        role: str,
+        worker_id: str,
+        *,
+        plan: TopicPlan,
+        codec: EventCodec,
+        producer: RecordProducer,
+        control: ControlView,
+        claim_check: ClaimCheck,
+        metrics: WorkerMetrics,
+        traces: Traces,
+    ) -> None:
+        self.codec, self.producer, self.traces = codec, producer, traces
+        self._role, self._worker_id, self._plan = role, worker_id, plan
+        self._control, self._claim_check, self._metrics = control, claim_check, metrics
+        self._has_sent_dead_letters = False
+
+    def build(
+        self,
+        entity: str,
+        event: Event,
+        *,
+        key: str = "",
+        partition: int = -1,
+        policy_version: int | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> ProducerRecord:
+        """Build the record of an event for one of the run's topics.
+
+        Control records hold their arrays themselves, since they must outlive the object store. A
+        record whose key is a traced prompt group carries the trace's context in its headers.
+        """
+        headers = {**headers, **self.traces.get_headers(key)}
+        if policy_version is not None:
+            headers[POLICY_VERSION_HEADER] = str(policy_version)
+        stored = (
+            event
+            if entity.startswith("control.")
+            else self._claim_check.check_in(event, policy_version=policy_version)
+        )
+        return ProducerRecord(
+            self._plan.topic(entity),
+            self.codec.encode(stored),
+            key=key,
+            partition=partition,
+            headers=headers,
+        )
+
+    def build_for_sample(
+        self, entity: str, event: Event, *, prompt_group_id: str, policy_version: int
+    ) -> ProducerRecord:
+        """Build a record for a sample topic: prompt group and version give the partition, the same
+        on all sample topics.
+        """
+        partition = self._plan.partition(prompt_group_id, policy_version)
+        return self.build(
+            entity, event, key=prompt_group_id, partition=partition, policy_version=policy_version
+        )
+
+    def build_end_request(
+        self,
+        prompt_group_id: str,
+        outcome: Outcome,
+        reason: str,
+        *,
+        policy_version: int | None = None,
+        mean_reward: float | None = None,
+    ) -> ProducerRecord:
+        """Build the record that asks the trainer to end a prompt group untrained.
+
+        The record goes into the slot of the newest version, so that the trainer surely reads it.
+        The trainer decides, since only it knows whether the prompt group has been trained meanwhile.
+        """
+        version = max(self._control.policy_version, 0)
+        ended = end_of(
+            prompt_group_id,
+            outcome,
+            reason=reason,
+            policy_version=version if policy_version is None else policy_version,
+            trainer_version=version,
+            mean_reward=mean_reward,
+        )
+        return self.build_for_sample(
+            self._plan.end_requests(self._role),
+            ended,
+            prompt_group_id=prompt_group_id,
+            policy_version=version,
+        )
+
+    def decode(self, record: Record) -> Event | None:
+        """Return a record's event; a record that can't be decoded becomes a dead letter and gives
+        None.
+        """
+        self.traces.add_record(record)
+        if record.is_damaged:
+            self.dead_letter(
+                record,
+                CorruptRecord(
+                    "its record batch fails its checksum: bytes were altered on the broker's disk"
+                ),
+            )
+            return None
+        try:
+            return self.fetch_arrays(self._decode_with_schema_refresh(record.value))
+        except (CorruptRecord, SchemaError, ObjectError) as error:
+            self.dead_letter(record, error)
+            return None
+
+    def fetch_arrays(self, event: Event) -> Event:
+        """Return an event with its stored arrays fetched."""
+        return self._claim_check.check_out(event)
+
+    def _decode_with_schema_refresh(self, value: bytes) -> Event:
+        """Decode; for an unknown schema, read control.schemas once, where every writer publishes
+        its schemas first.
+        """
+        try:
+            return self.codec.decode(value)
+        except UnknownFingerprint:
+            self._control.follower.learn_schemas()
+        return self.codec.decode(value)
+
+    def dead_letter(self, record: Record, error: RelaxError) -> None:
+        """Write an unusable record unchanged to the dead letters, with its origin and the error in
+        the headers.
+        """
+        reason = type(error).__name__
+        origin = {
+            "origin-topic": record.topic,
+            "origin-partition": str(record.partition),
+            "origin-offset": str(record.offset),
+        }
+        headers = {
+            **record.headers,
+            **origin,
+            "error-class": reason,
+            "error-text": str(error)[:2000],
+            "worker-id": self._worker_id,
+        }
+        self.producer.send(
+            ProducerRecord(
+                self._plan.topic(f"{self._role}.dead-letters"),
+                record.value,
+                key=record.key,
+                headers=headers,
+            )
+        )
+        self._has_sent_dead_letters = True
+        self._metrics.dead_lettered(reason)
+        log.error(
+            "record.dead_lettered",
+            place=record.location,
+            prompt_group_id=record.key,
+            reason=reason,
+            error=str(error),
+        )
+
+    def flush_dead_letters(self) -> None:
+        """Wait until the dead letters sent so far are acknowledged: only then may an offset behind
+        their records be committed.
+
+        Only the trainer needs this, whose outputs are transactional; the other roles flush the
+        producer of their outputs before they commit.
+
+        Raises:
+            BrokerError: A dead letter could not be delivered.
+        """
+        if self._has_sent_dead_letters:
+            self.producer.flush()
+            self._has_sent_dead_letters = False
