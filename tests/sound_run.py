@@ -356,8 +356,8 @@ def _again(run: SoundRun, entity: str, index: int, **changes: Any) -> None:
 
 TAMPERINGS: dict[str, Tampering] = {
     "sample trained twice": _train_again,
-    "seat of a train step trained twice": _train_seat_again,
-    "prompt group not trained whole": _train_half,
+    "batch slot of a train step trained twice": _train_seat_again,
+    "prompt group not trained completely": _train_half,
     "sample of a trained prompt group was not trained": lambda run: run.at(
         "rollout.samples", 0
     ).append(rolled_out("000003-0000-0", 2, of=3)),
@@ -374,8 +374,8 @@ TAMPERINGS: dict[str, Tampering] = {
     "prompt group trained that was never issued": lambda run: _drop(
         run, "prompt.groups", prompt_group_id="000003-0000-0"
     ),
-    "prompt group of a guest was trained": _guest_trained,
-    "train step counts staleness otherwise than its samples' versions": lambda run: _step_at(
+    "external prompt group trained": _guest_trained,
+    "train step reports wrong staleness counts": lambda run: _step_at(
         run, 3, staleness_counts=[4]
     ),
     "train step that skipped its update committed other weights": lambda run: (
@@ -385,25 +385,25 @@ TAMPERINGS: dict[str, Tampering] = {
     "train step contradicts itself": lambda run: _step_at(
         run, 3, prompt_group_ids=_step(run, 3).prompt_group_ids[:1]
     ),
-    "prompt group trained without an end on control.prompt-group-outcomes": lambda run: _drop_all(
+    "prompt group trained without an outcome on control.prompt-group-outcomes": lambda run: _drop_all(
         run, "control.prompt-group-outcomes", "000003-0000-0"
     ),
-    "prompt group ended as trained that no step trained": lambda run: (
+    "prompt group with outcome trained that no step trained": lambda run: (
         run.issue(LATE),
         run.end(LATE, Outcome.TRAINED, version=5, step=5),
     )[0],
-    "end of a prompt group contradicts its train step": lambda run: _end_at(
+    "outcome of a prompt group contradicts its train step": lambda run: _end_at(
         run, "000003-0000-0", trainer_version=2
     ),
-    "prompt group ended in two ways": lambda run: run.end(
+    "prompt group with two different outcomes": lambda run: run.end(
         "000003-0000-0", Outcome.FAILED, version=2, step=5
     ),
     "prompt group ended twice": lambda run: _again(run, "control.prompt-group-outcomes", 3),
     "prompt group ended untrained without a reason": lambda run: _end_at(
         run, "000001-0001-0", reason=""
     ),
-    "prompt group of a trained step never ended": _leave_open,
-    "committed offsets passed a prompt group that never ended": _pass_over,
+    "prompt group of a trained step without an outcome": _leave_open,
+    "committed offsets passed a prompt group without an outcome": _pass_over,
     "consumed offset went back": _consumed_back,
     "sample trained below the consumed offset": _below_consumed,
     "train steps not in order": lambda run: _again(
@@ -444,13 +444,13 @@ SEVERAL: dict[str, tuple[Tampering, set[str]]] = {
         lambda run: _regenerate(
             run, "000003-0000-0/0", "rollout.samples", "reward.scores", "advantage.samples"
         ),
-        {"prompt group not trained whole"},
+        {"prompt group not trained completely"},
     ),
     "tokens older than the bound": (
         _older_tokens,
         {
             "staleness above max_staleness",
-            "train step counts staleness otherwise than its samples' versions",
+            "train step reports wrong staleness counts",
         },
     ),
     "tokens newer than the trainer": (
@@ -468,7 +468,7 @@ SEVERAL: dict[str, tuple[Tampering, set[str]]] = {
     ),
     "an end with another mean reward": (
         lambda run: _end_at(run, "000003-0000-0", mean_reward=0.5),
-        {"end of a prompt group contradicts its train step"},
+        {"outcome of a prompt group contradicts its train step"},
     ),
 }
 """What breaks a promise and is seen in two ways, or breaks one in another way than in

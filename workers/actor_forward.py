@@ -16,7 +16,7 @@ from relax_events.errors import PoisonSample, WeightsError
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.roles.logprob_processor import Evaluating, open_scorer
 from relax_events.roles.worker_factory import open_store, open_worker
-from relax_events.runtime.processors import MapRole
+from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.protocol import Scorer
 from relax_events.weights.manifest import Weights
@@ -41,7 +41,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         evaluate = Evaluating(
             worker, scorer, model_role="actor", topic="actor.logprobs", use_version=versions.use
         )
-        MapRole(
+        SampleLoop(
             worker,
             evaluate,
             max_tokens=config.trainer.max_tokens_per_micro_batch,

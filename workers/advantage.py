@@ -120,7 +120,7 @@ class AdvantageLoop:
             # expire it
             self._expiry_is_due |= is_late
             if is_late and record.topic != self._worker.plan.topic("rollout.samples"):
-                self._join.pass_over(record)
+                self._join.skip(record)
             elif (group := self._take(record)) is not None:
                 self._worker.records.traces.record_wait(group.prompt_group_id, "rollout.samples")
                 with self._worker.records.traces.trace_groups(
@@ -147,7 +147,7 @@ class AdvantageLoop:
                 require_belonging(self._worker.plan.parse_entity(record.topic), event)
             except ForeignRecord as error:
                 self._worker.records.dead_letter(record, error)
-                self._join.pass_over(record)
+                self._join.skip(record)
                 return None
         if isinstance(event, SampleScored | LogprobsComputed):
             return self._join.add(record, event)
@@ -163,9 +163,9 @@ class AdvantageLoop:
         try:
             IssuedGroup.parse(record.key)
         except CorruptRecord:
-            self._join.pass_over(record)  # nobody's record: its dead letter is all that can be done
+            self._join.skip(record)  # nobody's record: its dead letter is all that can be done
             return None
-        return self._join.poison(record, reason)
+        return self._join.fail(record, reason)
 
     def _finish(self, group: JoinedGroup) -> None:
         """Send a prompt group that is complete, or over, on its way to the trainer."""
@@ -175,8 +175,8 @@ class AdvantageLoop:
             for score in group.scores.values()
             if score.error is not None or score.reward is None
         ]
-        if group.poisoned or failures:
-            reason = f"poison: {group.poisoned}" if group.poisoned else f"reward: {failures[0]}"
+        if group.failure or failures:
+            reason = f"poison: {group.failure}" if group.failure else f"reward: {failures[0]}"
             self._end(group, Outcome.FAILED, reason)
             return
         rewards = np.array(
@@ -316,7 +316,7 @@ class AdvantageLoop:
         prompt group back.
         """
         oldest = self._worker.control.policy_version - self._worker.config.run.max_staleness
-        for group in self._join.expired(oldest):
+        for group in self._join.evict_older_than(oldest):
             self._join.close(group)
             if group.is_rolled_out:
                 self._end(
@@ -333,7 +333,7 @@ class AdvantageLoop:
     def _commit(self, *, wait: Deadline | None = None) -> None:
         moved = [
             mark
-            for mark in self._join.low_watermarks()
+            for mark in self._join.pending_offsets()
             if self._committed.get((mark.topic, mark.partition)) != mark.offset
         ]
         self._committed |= {(mark.topic, mark.partition): mark.offset for mark in moved}

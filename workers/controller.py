@@ -297,7 +297,7 @@ class ControllerLoop:
                 self._worker.connection, self._worker.plan.consumer_group("rollout")
             )
         except BrokerError as error:
-            log.info("queue.unknown", error=str(error))
+            log.info("queue_lag.unavailable", error=str(error))
             self._metrics.num_queued = None
             self._look_at_queue_after = time.monotonic() + QUEUE_RETRY_SECONDS
 
@@ -311,7 +311,7 @@ class ControllerLoop:
         try:
             self._metrics.partitions = count_unhealthy_partitions(self._admin.partitions(build_run_prefix(self._config.run.id)))
         except BrokerError as error:
-            log.info("partitions.unknown", error=str(error))
+            log.info("partitions.read_failed", error=str(error))
             self._metrics.partitions = {}
 
     def _stop(self, *, reason: str, succeeded: bool = False) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from relax_events.config import RunConfig
 from relax_events.roles.logprob_processor import Evaluating
 from relax_events.roles.worker_factory import open_store, open_worker
-from relax_events.runtime.processors import MapRole
+from relax_events.runtime.processors import SampleLoop
 from relax_events.training.backend.factory import find_backend
 from relax_events.training.critic_learning import CriticLearner
 
@@ -34,9 +34,9 @@ def run(config: RunConfig, *, index: int = 0) -> None:
                 topic="critic.values",
                 use_version=learning.learn_up_to,
             )
-            MapRole(
+            SampleLoop(
                 worker,
                 evaluate,
                 max_tokens=config.trainer.max_tokens_per_micro_batch,
-                between=learning.step_if_ready,
+                after_part=learning.step_if_ready,
             ).run()

@@ -36,7 +36,7 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.weights.manifest import Weights
 from relax_events.weights.transport import StoreReader, WeightsReader
-from workers.rollout import open_speaker
+from workers.rollout import open_rollout_engine
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -70,7 +70,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         )
         worker = stack.enter_context(opened)
         asked = config.model_copy(update={"model": config.model.routing_freely})
-        engine = open_speaker(asked, name=config.engine.name, metrics=worker.metrics.routing)
+        engine = open_rollout_engine(asked, name=config.engine.name, metrics=worker.metrics.routing)
         stack.callback(engine.close)
         EvaluatorLoop(
             worker,

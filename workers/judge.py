@@ -32,7 +32,7 @@ from relax_events.rewards.scores import Score, parse_score
 from relax_events.rewards.scoring import build_sample_scored, build_reward_item, read_source
 from relax_events.roles.engine_monitor import EngineWatch
 from relax_events.roles.worker_factory import open_worker
-from relax_events.runtime.concurrent_processor import Done, FlowMapRole, Key
+from relax_events.runtime.concurrent_processor import Done, ConcurrentLoop, Key
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.telemetry.component_metrics import RoutingMetrics
@@ -47,7 +47,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         judged = load_judge_rewards(config)
         engine = open_judge(config, metrics=worker.metrics.routing)
         try:
-            FlowMapRole(worker, Judging(worker, engine, judged)).run()
+            ConcurrentLoop(worker, JudgeScorer(worker, engine, judged)).run()
         finally:
             engine.close()
 
@@ -70,7 +70,7 @@ def open_judge(config: RunConfig, *, metrics: RoutingMetrics) -> Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PendingSample:
     """A sample that is being judged, since when (monotonic), and how its judgement is read."""
 
     key: Key
@@ -79,8 +79,8 @@ class Asked:
     since: float
 
 
-class Judging:
-    """Has the engine write judgements, and reads scores from them; see `flow_map_role.Flow`."""
+class JudgeScorer:
+    """Has the engine write judgements, and reads scores from them; see `concurrent_processor.ConcurrentProcessor`."""
 
     def __init__(
         self, worker: Worker, engine: Engine, judged: dict[str | None, JudgeReward]
@@ -101,12 +101,12 @@ class Judging:
         self._watch = EngineWatch(worker, engine, config=worker.config.judge.engine)
         self._renderer = load_judge_renderer(worker.config.judge, worker.config.data)
         self._numbers = count()
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, PendingSample] = {}
         self._done: list[Done] = []
 
     @property
-    def room(self) -> int:
-        """Samples that can be begun now."""
+    def capacity(self) -> int:
+        """Samples that can be submitted now."""
         return self._judge.engine.max_running_samples - len(self._asked)
 
     @property
@@ -114,13 +114,13 @@ class Judging:
         """Tokens written so far."""
         return self._engine.num_tokens
 
-    def begin(self, key: Key, sample: SampleRolledOut) -> None:
+    def submit(self, key: Key, sample: SampleRolledOut) -> None:
         """Ask about a sample."""
         reward = self._judged.get(read_source(sample, self._worker.config.reward))
         if reward is None:
             self._done.append((key, ()))
             return
-        asked = Asked(key, sample, reward, time.monotonic())
+        asked = PendingSample(key, sample, reward, time.monotonic())
         name = str(next(self._numbers))
         try:
             self._engine.submit(self._request(name, asked))
@@ -145,7 +145,7 @@ class Judging:
         done, self._done = self._done, []
         return done
 
-    def drop(self, keys: Collection[Key]) -> None:
+    def cancel(self, keys: Collection[Key]) -> None:
         """Give up judgements that nobody waits for."""
         dropped, wanted = (
             [name for name, asked in self._asked.items() if asked.key in keys],
@@ -156,7 +156,7 @@ class Judging:
         self._done = [done for done in self._done if done[0] not in wanted]
         self._engine.abort(dropped)
 
-    def _request(self, name: str, asked: Asked) -> GenerationRequest:
+    def _request(self, name: str, asked: PendingSample) -> GenerationRequest:
         item = build_reward_item(asked.sample)
         metadata = _metadata(item.metadata)
         question = asked.reward.grading.build_prompt(
@@ -181,7 +181,7 @@ class Judging:
             stop_token_ids=self._renderer.stop_token_ids,
         )
 
-    def _judgement(self, asked: Asked, written: GeneratedSample) -> ProducerRecord:
+    def _judgement(self, asked: PendingSample, written: GeneratedSample) -> ProducerRecord:
         self._worker.metrics.tokens(written.num_sampled_tokens)
         if written.finish_reason is FinishReason.ERROR:
             return self._record(asked, RewardError(f"the judge's engine failed: {written.error}"))
@@ -197,7 +197,7 @@ class Judging:
         return self._record(asked, score, text, outcome="scored")
 
     def _unreadable(
-        self, asked: Asked, written: GeneratedSample, text: str, error: RewardError
+        self, asked: PendingSample, written: GeneratedSample, text: str, error: RewardError
     ) -> ProducerRecord:
         """Answer for a judgement without a score: with a failure, or a 0 where the run wants
         that.
@@ -216,7 +216,7 @@ class Judging:
 
     def _record(
         self,
-        asked: Asked,
+        asked: PendingSample,
         result: Score | RewardError,
         judgement: str = "",
         *,

@@ -65,8 +65,8 @@ class MetricsLoop:
         worker = self._worker
         worker.drain.on_start(lambda: self._inbox.put((None, {})))
         with MetricsFile(worker.config.run_directory / "metrics.jsonl") as file:
-            begins = dict.fromkeys(FOLLOWED, 0) | file.positions
-            worker.control.follow(lambda event: self._hear(event, file), begins=begins)
+            start_offsets = dict.fromkeys(FOLLOWED, 0) | file.positions
+            worker.control.follow(lambda event: self._hear(event, file), start_offsets=start_offsets)
             while True:
                 try:
                     event, positions = self._inbox.get(timeout=IDLE_SECONDS)
@@ -90,7 +90,7 @@ class MetricsLoop:
         try:
             self._worker.control.follower.read_remaining()
         except BrokerError as error:
-            log.warning("metrics.rest_unread", error=str(error))
+            log.warning("metrics.read_aborted", error=str(error))
 
     def _hear(self, event: Event, file: MetricsFile) -> None:
         """Take what lay on the log at our start as it is read, so that no more of it is held; what

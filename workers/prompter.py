@@ -125,7 +125,7 @@ class PrompterLoop:
         worker = self._worker
         self._recover()
         worker.drain.on_start(lambda: self._inbox.put((None, 0)))
-        worker.control.follow(self._put, begins={ENDS: self._ends_position})
+        worker.control.follow(self._put, start_offsets={ENDS: self._ends_position})
         while not worker.drain.requested:
             with suppress(queue.Empty):
                 self._take(*self._inbox.get(timeout=IDLE_SECONDS))
@@ -224,7 +224,7 @@ class PrompterLoop:
         self._summed_step = self._next_step
         plan, earned = self._worker.plan, list(self._chooser.history.entries())
         if len(earned) > MAX_EARNED:
-            log.warning("prompts.not_summed", num_earned=len(earned), limit=MAX_EARNED)
+            log.warning("prompter_state.save_failed", num_earned=len(earned), limit=MAX_EARNED)
             return
         queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
         positions = self._admin.end_offsets(queue) | {(plan.topic(ENDS), 0): self._ends_position}
@@ -331,7 +331,7 @@ class PrompterLoop:
         try:
             self._messages_of(self._stream[row])
         except MediaError as error:
-            log.warning("row.lost", row=row, reason=error.reason, error=str(error))
+            log.warning("row.failed", row=row, reason=error.reason, error=str(error))
             return False
         return True
 

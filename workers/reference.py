@@ -8,7 +8,7 @@ from __future__ import annotations
 from relax_events.config import RunConfig
 from relax_events.roles.logprob_processor import Evaluating, open_scorer
 from relax_events.roles.worker_factory import open_worker
-from relax_events.runtime.processors import MapRole
+from relax_events.runtime.processors import SampleLoop
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -22,4 +22,4 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             topic="reference.logprobs",
             use_version=lambda _: 0,
         )
-        MapRole(worker, evaluate, max_tokens=config.trainer.max_tokens_per_micro_batch).run()
+        SampleLoop(worker, evaluate, max_tokens=config.trainer.max_tokens_per_micro_batch).run()

@@ -20,7 +20,7 @@ from relax_events.rewards.pool import RewardPool
 from relax_events.rewards.scores import Score
 from relax_events.rewards.scoring import build_sample_scored, build_reward_item, read_source
 from relax_events.roles.worker_factory import open_worker
-from relax_events.runtime.processors import GroupMapRole, MapRole
+from relax_events.runtime.processors import SampleLoop, SingleSamples, WholePromptGroups
 from relax_events.runtime.worker import Worker
 
 log = structlog.get_logger()
@@ -38,13 +38,15 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             "judge role, or leave judge.model_path out"
         )
     with RewardPool(reward) as pool, open_worker("reward", config, index=index) as worker:
-        loop = GroupMapRole if pool.takes_prompt_group else MapRole
-        loop(
-            worker, Scoring(worker, pool), max_part_records=PART_RECORDS * reward.num_processes
+        SampleLoop(
+            worker,
+            RewardScorer(worker, pool),
+            gatherer=WholePromptGroups(worker) if pool.takes_prompt_group else SingleSamples(),
+            max_part_records=PART_RECORDS * reward.num_processes,
         ).run()
 
 
-class Scoring:
+class RewardScorer:
     """Turns record batches of samples into scores."""
 
     def __init__(self, worker: Worker, pool: RewardPool) -> None:

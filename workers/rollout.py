@@ -65,7 +65,7 @@ DELIVERY_MARGIN = 2
 MAX_REMEMBERED_GROUPS = (
     1024  # a settlement that the broker missed brings its prompt group back within this many
 )
-NUM_ENDED_TOLD = 64
+NUM_REPORTED_GROUPS = 64
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -73,7 +73,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     store = open_store(config)
     with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
         versions = worker.control
-        engine = open_speaker(
+        engine = open_rollout_engine(
             config,
             name=config.rollout_engine,
             metrics=worker.metrics.routing,
@@ -102,7 +102,7 @@ def open_engine(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> Eng
     return engine
 
 
-def open_speaker(
+def open_rollout_engine(
     config: RunConfig,
     *,
     name: str,
@@ -193,7 +193,7 @@ class RolloutLoop:
             self._release_waiting()
             while self._running and worker.drain.elapsed_ratio < FINISHING_RATIO:
                 self._generate()
-                self._tell_what_is_at_work()
+                self._report_in_flight()
                 worker.lifecycle.tick(working=True)
             self._leave_unfinished()
         finally:
@@ -254,19 +254,18 @@ class RolloutLoop:
             if self._config.run.mode == "sync" and not self._waiting and not self._asleep:
                 self._engine.sleep()
                 self._asleep = True
-        self._tell_what_is_at_work()
-        self._worker.lifecycle.tick(working=busy or self._is_kept_from_work())
+        self._report_in_flight()
+        self._worker.lifecycle.tick(working=busy or self._is_blocked_on_weights())
 
-    def _tell_what_is_at_work(self) -> None:
-        beats = self._worker.heartbeat
-        beats.num_in_flight = len(self._running) + len(self._waiting)
-        beats.prompt_groups_in_flight = (
-            *self._running,
-            *(group.issued.prompt_group_id for group in self._waiting),
+    def _report_in_flight(self) -> None:
+        waiting = (group.issued.prompt_group_id for group in self._waiting)
+        self._worker.heartbeat.set_in_flight(
+            len(self._running) + len(self._waiting),
+            prompt_groups=(*self._running, *waiting),
+            written=tuple(islice(reversed(self._written), NUM_REPORTED_GROUPS)),
         )
-        beats.prompt_groups_written = tuple(islice(reversed(self._written), NUM_ENDED_TOLD))
 
-    def _is_kept_from_work(self) -> bool:
+    def _is_blocked_on_weights(self) -> bool:
         """Tell whether a prompt group waits though the version that it needs is out: the engine has
         not loaded it, for whatever reason.
         """
@@ -377,7 +376,7 @@ class RolloutLoop:
         """Start waiting prompt groups, oldest first, while there is room, the engine's version is
         new enough and their media are here.
         """
-        if self._worker.control.is_paused or self._must_finish_first():
+        if self._worker.control.is_paused or self._must_drain():
             return
         self._waiting.sort(key=lambda group: (group.issued.train_step, group.issued.group_index))
         room = self._config.engine.max_running_samples - self._engine.num_running
@@ -394,7 +393,7 @@ class RolloutLoop:
                 room -= size
         self._waiting = kept
 
-    def _must_finish_first(self) -> bool:
+    def _must_drain(self) -> bool:
         """With `finish`, a published version stops admission until what runs has ended and the
         version is loaded, unless it is unfit.
         """

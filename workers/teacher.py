@@ -17,7 +17,7 @@ from relax_events.events.types import SampleRolledOut
 from relax_events.models.token_table import require_same_vocabulary
 from relax_events.roles.logprob_processor import Evaluating, open_scorer
 from relax_events.roles.worker_factory import open_worker
-from relax_events.runtime.processors import MapRole
+from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.protocol import SampleScores, Scorer
 
@@ -25,7 +25,7 @@ from relax_events.training.backend.protocol import SampleScores, Scorer
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("teacher", config, index=index) as worker:
-        MapRole(
+        SampleLoop(
             worker,
             Teaching(worker, open_teacher(worker)),
             max_tokens=config.trainer.max_tokens_per_micro_batch,

@@ -265,7 +265,7 @@ class TrainLoop:
             )
             self._checkpoint = pending.wait(self._config.health.transfer_seconds)
         log.info(
-            "source.loaded",
+            "parent.loaded",
             parent_run=source.config.run.id,
             policy_version=version,
             kind=start.kind,

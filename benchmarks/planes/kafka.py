@@ -20,7 +20,7 @@ from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
-from relax_events.runtime.processors import next_offsets
+from relax_events.runtime.sample_input import next_offsets
 from relax_events.topics import TopicPlan
 
 ENTITY = "advantage.samples"

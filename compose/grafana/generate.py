@@ -45,7 +45,7 @@ class Panel:
 
 def of_step(figure: str) -> str:
     """Return the query of a figure of the newest train step."""
-    return f'relax_train_step_figure{{{RUN}, figure="{figure}"}}'
+    return f'relax_train_step_metric{{{RUN}, metric="{figure}"}}'
 
 
 def quantile(q: float) -> str:
@@ -62,7 +62,7 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
         Panel("Train steps", f"relax_train_steps_total{{{RUN}}}", "committed"),
         Panel(
             "Share of the goal",
-            f"relax_train_steps_total{{{RUN}}} / relax_train_steps_goal{{{RUN}}}",
+            f"relax_train_steps_total{{{RUN}}} / relax_train_steps_target{{{RUN}}}",
             "done",
             "percentunit",
         ),
@@ -181,7 +181,7 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Versions that engines refused",
-            f"increase(relax_weights_refused_total{{{RUN}}}[$__rate_interval])",
+            f"increase(relax_weight_load_failures_total{{{RUN}}}[$__rate_interval])",
             "{{instance}}",
         ),
         Panel(
@@ -191,7 +191,7 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Prompt groups that failed in a row",
-            f"relax_prompt_groups_failed_in_a_row{{{RUN}}}",
+            f"relax_prompt_groups_consecutive_failures{{{RUN}}}",
             "failed",
         ),
         Panel(
@@ -236,7 +236,7 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
             ),
             "{{role}} {{reason}}",
         ),
-        Panel("Workers that there shall be", f"relax_workers_wanted{{{RUN}}}", "{{role}}"),
+        Panel("Workers that there shall be", f"relax_workers_desired{{{RUN}}}", "{{role}}"),
         Panel(
             "Requests to scale that are open",
             f"sum by (role, status) (relax_scale_requests_open{{{RUN}}})",
@@ -274,7 +274,7 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Workers with which something is wrong",
-            f"sum by (role, symptom) (relax_health_troubled_workers{{{RUN}}})",
+            f"sum by (role, symptom) (relax_health_unhealthy_workers{{{RUN}}})",
             "{{role}} {{symptom}}",
         ),
         Panel(
@@ -284,7 +284,7 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Restores of the whole run",
-            f"increase(relax_health_restores_total{{{RUN}}}[$__rate_interval])",
+            f"increase(relax_pipeline_restarts_total{{{RUN}}}[$__rate_interval])",
             "restores",
         ),
     ),

@@ -144,7 +144,7 @@ def sample_text(detail: SampleDetail) -> Iterator[str]:
     yield from indented("completion", sample.completion)
     yield from indented("answer", sample.answer)
     if view.score is not None and view.score.judge_response:
-        yield from indented("judge_response", view.score.judge_response)
+        yield from indented("judge response", view.score.judge_response)
     yield ""
     yield f"reward      {score_text(view.score)}"
     for name, score in detail.other_scores.items():

@@ -232,7 +232,7 @@ class Autoscaler:
                 dry_run=False,
             )
             log.info(
-                "scaling.asked",
+                "scaling.requested",
                 direction=verdict.kind,
                 target=verdict.target,
                 reason=verdict.reason,
@@ -240,7 +240,7 @@ class Autoscaler:
             )
         except RejectedError as refusal:
             log.info(
-                "scaling.refused",
+                "scaling.rejected",
                 direction=verdict.kind,
                 target=verdict.target,
                 reason=str(refusal),

@@ -216,7 +216,7 @@ def _escalate(
     if len(restores) >= limits.max_pipeline_restarts:
         told = (
             f"{reason}; nor did {len(restores)} pipeline restarts (health.max_pipeline_restarts); see "
-            "docs/how-to/alerts/relax-run-given-up.md"
+            "docs/how-to/alerts/relax-run-aborted.md"
         )
         return [
             RunCommanded(

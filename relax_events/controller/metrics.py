@@ -58,7 +58,7 @@ class HealthMetrics(Collector):
             labels=labels,
         )
         sick = GaugeMetricFamily(
-            "relax_health_troubled_workers",
+            "relax_health_unhealthy_workers",
             "Workers with which something is wrong now.",
             labels=labels,
         )
@@ -76,12 +76,12 @@ class HealthMetrics(Collector):
         yield from (restarts, sick, starts)
         num_restores = len({act.at for act in acts if act.level is RecoveryLevel.PIPELINE_RESTART})
         yield CounterMetricFamily(
-            "relax_health_restores",
+            "relax_pipeline_restarts",
             "Times that all workers of the pipeline were made to begin anew.",
             value=num_restores,
         )
         yield GaugeMetricFamily(
-            "relax_health_given_up",
+            "relax_run_aborted",
             "1 when the health manager has ended the run, else 0.",
             value=int(self._state.is_aborted),
         )
@@ -115,7 +115,7 @@ class ScaleMetrics(Collector):
             labels=labels,
         )
         wanted = GaugeMetricFamily(
-            "relax_workers_wanted",
+            "relax_workers_desired",
             "Workers that there shall be, those of the start among them.",
             labels=["role"],
         )
@@ -189,7 +189,7 @@ class RunMetrics(Collector):
         )
         return [
             (
-                "relax_train_steps_goal",
+                "relax_train_steps_target",
                 "Train steps at which the run has reached its goal.",
                 config.num_train_steps,
             ),
@@ -199,7 +199,7 @@ class RunMetrics(Collector):
                 int(state.ended is not None),
             ),
             (
-                "relax_run_at_rest",
+                "relax_run_inactive",
                 "1 when the run has ended or is paused, else 0; alerts go by it.",
                 int(bool(state.ended) or state.is_paused),
             ),
@@ -214,12 +214,12 @@ class RunMetrics(Collector):
                 config.run.max_staleness,
             ),
             (
-                "relax_prompt_groups_failed_in_a_row",
+                "relax_prompt_groups_consecutive_failures",
                 "Prompt groups that failed one after the other, since one was trained last.",
                 state.num_consecutive_failures,
             ),
             (
-                "relax_prompt_groups_failed_bound",
+                "relax_prompt_groups_consecutive_failures_limit",
                 "So many failures in a row end the run.",
                 config.run.max_failed_prompt_groups,
             ),
@@ -229,7 +229,7 @@ class RunMetrics(Collector):
                 config.run.prompts_per_step * config.run.samples_per_prompt,
             ),
             (
-                "relax_checkpoint_every_steps",
+                "relax_checkpoint_interval_steps",
                 "Train steps between checkpoints.",
                 config.trainer.checkpoint_every,
             ),
@@ -245,9 +245,9 @@ class RunMetrics(Collector):
             "relax_train_step_timestamp_seconds", "When the newest train step was committed."
         )
         figures = GaugeMetricFamily(
-            "relax_train_step_figure",
+            "relax_train_step_metric",
             "Figures of the newest train step, by name.",
-            labels=["figure"],
+            labels=["metric"],
         )
         phases = GaugeMetricFamily(
             "relax_train_step_phase_seconds",

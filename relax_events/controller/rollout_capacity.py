@@ -32,7 +32,7 @@ def read_share_group_size(config: RunConfig, admin: Admin) -> int | None:
     try:
         found = admin.broker_settings().get(SHARE_GROUP_SIZE_KEY)
     except BrokerError as error:
-        log.info("share_group_size.unknown", error=str(error))
+        log.info("share_group_size.read_failed", error=str(error))
         return None
     return int(found) if found else None
 

@@ -65,6 +65,6 @@ class MediaFilter:
         try:
             self._read_messages(row)
         except MediaError as error:
-            log.warning("row.passed_over", reason=error.reason, error=str(error))
+            log.warning("row.skipped", reason=error.reason, error=str(error))
             return f"media_{error.reason}"
         return 0.0

@@ -36,7 +36,7 @@ def open_source(config: RowsConfig, *, seed: int, section: str = "data") -> Prom
     source = _open(config, seed=seed, section=section)
     if source.invalid_rows.count:
         log.warning(
-            "rows.left_out",
+            "rows.skipped",
             source=config.source,
             num_rows=source.invalid_rows.count,
             named=source.invalid_rows.examples,

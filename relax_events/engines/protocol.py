@@ -162,11 +162,11 @@ class EngineUsage:
     Attributes:
         num_decoding: Samples being decoded, or sent to a server.
         num_waiting: Samples that wait for a free row or for their server.
-        num_drawn: Sampled tokens, including those of running samples.
+        num_generated: Sampled tokens, including those of running samples.
         num_prefilled: Prefilled tokens: of prompts, and of samples that were continued.
-        num_reused: Tokens whose prefill was saved by the cache of another sample of the prompt or
+        num_cached: Tokens whose prefill was saved by the cache of another sample of the prompt or
             of another request.
-        num_resumed: Generated tokens that were prefilled again when their sample continued: after
+        num_recomputed: Generated tokens that were prefilled again when their sample continued: after
             an abort, a weight update, or the loss of a server.
     """
 

@@ -182,7 +182,7 @@ class LedgerReader:
             self._ledger.finalize(below)
         self._weights.check(self._ledger)
         if self._unreadable:
-            log.warning("records.unreadable", **dict(sorted(self._unreadable.items())))
+            log.warning("records.decode_failed", **dict(sorted(self._unreadable.items())))
         return self._ledger
 
     def _learn(self, record: Record) -> None:
@@ -190,7 +190,7 @@ class LedgerReader:
             self._codec.learn(record.value, key=record.key)
         except SchemaError as error:
             self._unreadable[record.topic] += 1
-            log.debug("record.unreadable", place=record.location, error=str(error))
+            log.debug("record.decode_failed", place=record.location, error=str(error))
 
     def _is_read(self) -> bool:
         return all(
@@ -299,7 +299,7 @@ class LedgerReader:
         except (CorruptRecord, SchemaError) as error:
             self._ledger.count_unreadable()
             self._unreadable[record.topic] += 1
-            log.debug("record.unreadable", place=record.location, error=str(error))
+            log.debug("record.decode_failed", place=record.location, error=str(error))
             return
         self._ledger.apply(event, at)
         self._weights.apply(event)

@@ -239,7 +239,7 @@ class BaseConsumer:
         if error.code() in TRUNCATED_LOG:
             self._resume_truncated_log(message.topic(), message.partition())
         elif error.code() in TRANSIENT or error.retriable():
-            log.debug("fetch.disturbed", error=error.name())
+            log.debug("fetch.failed", error=error.name())
         elif error.code() != KafkaError._PARTITION_EOF:
             raise translate(error, f"reading {message.topic() or 'the log'}")
         return False
@@ -308,7 +308,7 @@ class BaseConsumer:
                 or ""
             )
         except KafkaException as exception:
-            log.debug("cluster.unknown", error=extract_error(exception).name())
+            log.debug("cluster_id.read_failed", error=extract_error(exception).name())
             return ""
 
     def _has_partition(self, topic: str, partition: int = 0) -> bool:

@@ -262,7 +262,7 @@ class BackgroundErrorLog:
             self._logged_at[error.code()] = now
         if is_news:
             log.warning(
-                "broker.disturbed",
+                "broker.client_failed",
                 bootstrap_servers=self._bootstrap_servers,
                 error=error.name(),
                 text=error.str(),

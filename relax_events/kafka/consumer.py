@@ -114,7 +114,7 @@ class SubscribedConsumer(BaseConsumer):
         try:
             self._consumer.commit(offsets=partitions, asynchronous=wait is None)
         except KafkaException as exception:
-            log.warning("offset_commit.refused", error=extract_error(exception).name())
+            log.warning("offset_commit.rejected", error=extract_error(exception).name())
 
     def pause(self) -> None:
         """Stop receiving records. `fetch` must still be called: it keeps the membership and handles
@@ -141,7 +141,7 @@ class SubscribedConsumer(BaseConsumer):
                     ClientPartition(topic, partition), timeout=self._metadata_seconds
                 )
             except KafkaException as exception:
-                log.debug("ends.unknown", error=extract_error(exception).name())
+                log.debug("end_offsets.read_failed", error=extract_error(exception).name())
                 return {}
             if high > max(position, low):
                 unread[topic, partition] = position
@@ -226,4 +226,4 @@ class SubscribedConsumer(BaseConsumer):
 
 def _log_commit_error(error: KafkaError | None, _: Any) -> None:
     if error is not None:
-        log.debug("offset_commit.refused", error=error.name())
+        log.debug("offset_commit.rejected", error=error.name())

@@ -62,7 +62,7 @@ class ConsumerGroupLeases:
             try:
                 self._step()
             except BrokerError as error:
-                log.warning("lease.disturbed", error=str(error))
+                log.warning("lease.failed", error=str(error))
                 if isinstance(error, AccessDenied | ClientFailed):
                     self._connection.auth_failures.report_fatal(error)
                 self._closing.wait(POLL_SECONDS)

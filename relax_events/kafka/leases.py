@@ -50,7 +50,7 @@ def read_delivery_limit(connection: Connection, group: str) -> int:
     try:
         settings = Admin(connection).group_settings(group)
     except BrokerError as error:
-        log.info("deliveries.unknown", error=str(error), assumed=DEFAULT_DELIVERY_LIMIT)
+        log.info("delivery_limit.read_failed", error=str(error), assumed=DEFAULT_DELIVERY_LIMIT)
         return DEFAULT_DELIVERY_LIMIT
     return int(settings.get("share.delivery.count.limit", DEFAULT_DELIVERY_LIMIT))
 

@@ -218,7 +218,7 @@ class _ShareConsumerThread:
             return
         for partition, error in errors.items():
             if error is not None:
-                log.warning("lease.lapsed", partition=str(partition), error=str(error))
+                log.warning("lease.expired", partition=str(partition), error=str(error))
 
     def _settle(self, number: int, accepted: bool) -> None:
         self._settled.put((number, accepted))
@@ -236,12 +236,12 @@ class _ShareConsumerThread:
         """
         if error is None:
             return
-        log.debug("lane.disturbed", error=error.name())
+        log.debug("lane.failed", error=error.name())
         if error.code() == KafkaError.GROUP_MAX_SIZE_REACHED:
             self._handle_full_group()
             return
         if error.fatal() or error.code() == KafkaError._FATAL:
-            log.warning("lane.rejoins", error=error.str())
+            log.warning("lane.rejoined", error=error.str())
             self._leave()
             return
         if isinstance(refused := translate(error, "leasing records"), AccessDenied):
@@ -256,7 +256,7 @@ class _ShareConsumerThread:
         now = time.monotonic()
         self._refused_at = self._refused_at or now
         log.warning(
-            "lane.refused",
+            "lane.rejected",
             reason="the share group is full",
             seconds=round(now - self._refused_at, 1),
         )

@@ -117,7 +117,7 @@ class TransactionalWriter:
             raise
         except BrokerUnavailable as error:
             # it is called again after the client was replaced
-            log.warning("transaction.unsure", error=str(error))
+            log.warning("transaction.outcome_unknown", error=str(error))
 
     def _try(
         self,

@@ -77,7 +77,7 @@ class ForkServer:
                     return worker
                 self.close()
         raise RunFailed(
-            "no worker can be started: the process that forks them ended twice; see "
+            "no worker can be started: the fork server ended twice; see "
             f"{self._log_path}"
         )
 

@@ -319,7 +319,7 @@ class RunSession:
             )
             self._producer.flush()
         except BrokerError as error:
-            log.warning("run.end_not_written", error=str(error))
+            log.warning("run_end.write_failed", error=str(error))
 
     def _progress(self) -> Progress:
         with self._lock:
@@ -365,7 +365,7 @@ class RunSession:
         except (
             BrokerError
         ) as error:  # they count as alive until `workers.heartbeat_timeout_seconds` have passed
-            log.warning("goodbye.not_written", error=str(error))
+            log.warning("final_heartbeat.send_failed", error=str(error))
 
     def _restart_fenced(self, supervisor: Supervisor) -> None:
         """Start a fenced worker again once nobody else does its work."""
@@ -388,7 +388,7 @@ class RunSession:
             # who stopped it may not be done yet, or somebody else starts it: look again at the next
             # turn
             except BrokerBusy as error:
-                log.info("broker.busy", error=str(error))
+                log.info("broker.unavailable", error=str(error))
 
     def _show(self, admin: Admin, display: ProgressDisplay, supervisor: Supervisor) -> None:
         if time.monotonic() - self._lag_read_at > LAG_EVERY_SECONDS:
@@ -396,7 +396,7 @@ class RunSession:
             try:
                 self._lag = read_slot_lag(self._config, admin)
             except BrokerError as error:
-                log.debug("lag.unknown", error=str(error))
+                log.debug("consumer_lag.read_failed", error=str(error))
         with self._lock:
             display.update(self._state, lag=self._lag, alive=dict.fromkeys(supervisor.pids, True))
 

@@ -385,7 +385,7 @@ class Supervisor:
         if ending.error is None:
             text += f", which ends in:\n{read_log_tail(ending.log_path)}"
         log.error(
-            "worker.given_up", worker_id=ending.worker_id, code=ending.code, error=ending.text
+            "worker.abandoned", worker_id=ending.worker_id, code=ending.code, error=ending.text
         )
         if not managed.is_elastic:
             raise {**FATAL_CODES, **ABANDON_ERRORS}.get(ending.code, RunFailed)(text)

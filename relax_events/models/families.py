@@ -160,7 +160,7 @@ class MediaFamily(Family):
         language: nn.Module = module.get_submodule(self.language_name)
         return language
 
-    def headless(self, module: PreTrainedModel) -> nn.Module:
+    def remove_head(self, module: PreTrainedModel) -> nn.Module:
         """Take the output head off; towers and language model keep their names."""
         del module.lm_head
         return module

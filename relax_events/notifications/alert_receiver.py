@@ -96,7 +96,7 @@ class AlertReceiver(ThreadingHTTPServer):
         try:
             text = parse_alerts(posted)
         except ValueError as error:
-            log.warning("alert.refused", error=str(error))
+            log.warning("alert.rejected", error=str(error))
             return 400, str(error)
         missed = [name for name in (self._send_to(target, text) for target in self.targets) if name]
         log.info(

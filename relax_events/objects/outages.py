@@ -97,7 +97,7 @@ class Outages:
                 "to be started again"
             ) from error
         log.info(
-            "objects.awaited",
+            "objects.wait_started",
             store=root,
             away_seconds=round(seconds),
             pause_seconds=round(pause_seconds, 1),

@@ -302,7 +302,7 @@ class Purger:
                 for shard in json.loads(data)["shards"]
             )
         except (ObjectError, ValueError, KeyError) as error:
-            log.debug("checkpoint.unusable", uri=reference.uri, error=str(error))
+            log.debug("checkpoint.rejected", uri=reference.uri, error=str(error))
             return False
 
 

@@ -35,7 +35,7 @@ class Rule(StrEnum):
     BAD_STEP = "train step contradicts itself"
     SKIPPED_MOVED = "train step that skipped its update committed other weights"
     NOT_AS_SOURCE = "replayed train step trained other samples than its source"
-    NO_OUTCOME = "prompt group trained without an end on control.prompt-group-outcomes"
+    NO_OUTCOME = "prompt group trained without an outcome on control.prompt-group-outcomes"
     OUTCOME_WITHOUT_STEP = "prompt group with outcome trained that no step trained"
     OUTCOME_MISMATCH = "outcome of a prompt group contradicts its train step"
     CONFLICTING_OUTCOMES = "prompt group with two different outcomes"

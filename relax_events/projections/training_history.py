@@ -212,7 +212,7 @@ def _read_since_checkpoint(reader: LogReader, worker: Worker) -> list[PolicyVers
     the first step that was trained after that checkpoint leads to the one before it.
     """
     found = read_newest_publications(
-        reader, worker.plan, worker.records.decode, enough=lambda found: len(found) > 1
+        reader, worker.plan, worker.records.decode, is_enough=lambda found: len(found) > 1
     )
     version = max(_checkpoint_versions_since(found, reader, worker), default=-1)
     for _ in range(worker.config.trainer.keep_checkpoints):
@@ -232,7 +232,7 @@ def _read_since_version(
         reader,
         worker.plan,
         worker.records.decode,
-        enough=lambda found: bool(found) and found[0].policy_version <= version,
+        is_enough=lambda found: bool(found) and found[0].policy_version <= version,
     )
     return [event for event in found if event.policy_version >= version]
 

@@ -116,7 +116,7 @@ def render_report_samples(config: RunConfig, train_steps: Iterable[int]) -> str:
                 for step in dict.fromkeys([*steps[:1], *steps[-1:]])
             ]
     except RelaxError as error:
-        log.warning("samples.not_shown", error=str(error))
+        log.warning("sample_page.render_failed", error=str(error))
         return ""
     return "".join(parts)
 

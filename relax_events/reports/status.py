@@ -140,5 +140,5 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         try:
             return read_slot_lag(self._config, self._admin)
         except BrokerError as error:
-            log.debug("lag.unknown", error=str(error))
+            log.debug("consumer_lag.read_failed", error=str(error))
             return {}

@@ -255,8 +255,8 @@ ENGINE_COLUMNS: dict[
     "tokens/s": (0, lambda engine: format_integer(engine.get("tokens_per_second"))),
     "generating": (54, lambda engine: format_percent(engine.get("generating_ratio"))),
     "loading": (64, lambda engine: format_percent(engine.get("loading_ratio"))),
-    "reused": (74, lambda engine: format_percent(engine.get("reused_ratio"))),
-    "resumed": (94, lambda engine: format_integer(engine.get("resumed_tokens"))),
+    "cached": (74, lambda engine: format_percent(engine.get("cached_ratio"))),
+    "recomputed": (94, lambda engine: format_integer(engine.get("recomputed_tokens"))),
 }
 WORKER_COLUMNS: dict[
     str, tuple[int, Callable[[WorkerRow], Text | str]]

@@ -21,9 +21,9 @@ class EngineWatch:
     Figures, of the time since the report before:
         tokens_per_second: Drawn.
         generating_ratio, loading_ratio: Of the time.
-        reused_ratio: Of the tokens before first draws, those that a cache spared; left out when
+        cached_ratio: Of the tokens before first draws, those that a cache spared; left out when
             there were none.
-        resumed_tokens: Drawn earlier, by samples that went on.
+        recomputed_tokens: Drawn earlier, by samples that went on.
         decoding_samples, waiting_samples, capacity_samples: At the instant.
     """
 
@@ -68,15 +68,15 @@ class EngineWatch:
         tokens = tokens_between(self._reported, usage)
         self._reported = usage
         self._seconds.clear()
-        input_tokens = tokens["prefilled"] + tokens["reused"]
+        input_tokens = tokens["prefilled"] + tokens["cached"]
         return {
-            "tokens_per_second": tokens["drawn"] / elapsed,
+            "tokens_per_second": tokens["generated"] / elapsed,
             **{
                 f"{activity}_ratio": min(1.0, seconds.get(activity, 0.0) / elapsed)
                 for activity in ("generating", "loading")
             },
-            **({"reused_ratio": tokens["reused"] / input_tokens} if input_tokens else {}),
-            "resumed_tokens": float(tokens["resumed"]),
+            **({"cached_ratio": tokens["cached"] / input_tokens} if input_tokens else {}),
+            "recomputed_tokens": float(tokens["recomputed"]),
             "decoding_samples": float(usage.num_decoding),
             "waiting_samples": float(usage.num_waiting),
             "capacity_samples": float(self._capacity),
@@ -86,8 +86,8 @@ class EngineWatch:
 def tokens_between(before: EngineUsage, now: EngineUsage) -> dict[str, int]:
     """Return the tokens between two looks, by what the engine did with them."""
     return {
-        "drawn": now.num_generated - before.num_generated,
+        "generated": now.num_generated - before.num_generated,
         "prefilled": now.num_prefilled - before.num_prefilled,
-        "reused": now.num_cached - before.num_cached,
-        "resumed": now.num_recomputed - before.num_recomputed,
+        "cached": now.num_cached - before.num_cached,
+        "recomputed": now.num_recomputed - before.num_recomputed,
     }

@@ -169,7 +169,7 @@ class EvaluationPass:
             )
         except PoisonSample as error:
             self.tally.num_failed_prompts += 1
-            log.warning("prompt.refused", dataset=self._dataset.name, row=index, error=str(error))
+            log.warning("prompt.rejected", dataset=self._dataset.name, row=index, error=str(error))
             return
         self._at_work[name] = (index, row, self._dataset.samples_per_prompt)
 

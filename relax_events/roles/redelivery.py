@@ -70,7 +70,7 @@ class LastDeliveries:
             self._held[prompt_group_id].leases.append(lease)
             return
         log.warning(
-            "prompt_group.held", prompt_group_id=prompt_group_id, delivery=lease.delivery_count
+            "prompt_group.deferred", prompt_group_id=prompt_group_id, delivery=lease.delivery_count
         )
         self._held[prompt_group_id] = _Held([lease], self._clock())
 
@@ -89,7 +89,7 @@ class LastDeliveries:
         seconds, given_up = SILENT_BEATS * self._worker.config.workers.heartbeat_seconds, list[Lease]()
         for prompt_group_id, held in list(self._held.items()):
             if held.is_ended:
-                log.info("prompt_group.ended_elsewhere", prompt_group_id=prompt_group_id)
+                log.info("prompt_group.already_ended", prompt_group_id=prompt_group_id)
                 _settle_all(self._held.pop(prompt_group_id).leases)
             elif held.is_unclaimed(self._clock(), seconds):
                 given_up += self._held.pop(prompt_group_id).leases
@@ -123,7 +123,7 @@ class LastDeliveries:
         except AccessDenied:
             raise
         except BrokerError as error:
-            log.warning("heartbeats.unread", error=str(error))
+            log.warning("heartbeats.read_failed", error=str(error))
             for held in self._held.values():
                 held.since = self._clock()  # nothing is known about the others
             return

@@ -54,7 +54,7 @@ class VersionLoading:
                 )
         except (WeightsError, ObjectError) as error:
             log.error(
-                "weights.refused",
+                "weights.load_failed",
                 policy_version=newest.policy_version,
                 serving=self._engine.policy_version,
                 error=str(error),

@@ -233,7 +233,7 @@ class ControlFollower:
             self._read_publications()
         # a client that was cut off may never find the brokers again, where a new one does
         except BrokerUnavailable as error:
-            log.warning("control.asked_again", error=str(error))
+            log.warning("control.read_retried", error=str(error))
             self._drop_checking()
             self._read_publications()
         return max(self._checked_version, self.policy_version) >= version
@@ -333,7 +333,7 @@ class ControlFollower:
         try:
             records = self._reader.fetch(timeout_seconds=timeout_seconds)
         except BrokerError as error:
-            log.warning("control.disturbed", error=str(error))
+            log.warning("control.read_failed", error=str(error))
             if isinstance(error, AccessDenied | ClientFailed):
                 self._connection.auth_failures.report_fatal(error)
             self._closing.wait(timeout_seconds)  # the next try may fail as fast
@@ -358,7 +358,7 @@ class ControlFollower:
         if not reader.cluster_id(self._schemas_topic):
             reader.close()  # the brokers are away
             return
-        log.warning("control.client_renewed")
+        log.warning("control.client_recreated")
         self._reader, cut_off = reader, self._reader
         self._reader.assign(
             {place: self._positions.get(place, start) for place, start in self._starts.items()}
@@ -394,12 +394,12 @@ class ControlFollower:
             SchemaError,
             BrokerError,
         ) as error:  # of the broker's: a stranger's schema, and a registry that is away
-            log.error("control_record.refused", place=record.location, error=str(error))
+            log.error("control_record.rejected", place=record.location, error=str(error))
             return None
         if belongs_on(entity := self._plan.parse_entity(record.topic), event):
             return event
         log.error(
-            "control_record.refused",
+            "control_record.rejected",
             place=record.location,
             error=f"{entity} holds no {type(event).__name__}: its writer may not say it",
         )
@@ -414,7 +414,7 @@ class ControlFollower:
             try:
                 self._codec.learn(record.value, key=record.key)
             except SchemaError as error:
-                log.error("control_record.refused", place=record.location, error=str(error))
+                log.error("control_record.rejected", place=record.location, error=str(error))
             else:
                 self._published.add((record.key, record.value))
 
@@ -437,7 +437,7 @@ class ControlFollower:
                 listener(event)
             except RelaxError as error:
                 log.error(
-                    "control_event.refused", event_type=type(event).__name__, error=str(error)
+                    "control_event.rejected", event_type=type(event).__name__, error=str(error)
                 )
 
 

@@ -347,4 +347,4 @@ class HeartbeatThread:
             try:
                 self._heartbeat.send_inside_activity()
             except BrokerError as error:  # the work loop meets it too, and decides
-                log.warning("heartbeat.unsent", error=str(error))
+                log.warning("heartbeat.send_failed", error=str(error))

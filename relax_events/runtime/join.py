@@ -33,8 +33,8 @@ class JoinedGroup:
     samples: dict[str, SampleRolledOut] = field(default_factory=dict)
     scores: dict[str, SampleScored] = field(default_factory=dict)
     evaluations: dict[str, dict[str, LogprobsComputed]] = field(default_factory=dict)
-    poisoned: str = ""
-    held: list[tuple[Place, int]] = field(default_factory=list)
+    failure: str = ""
+    records: list[tuple[Place, int]] = field(default_factory=list)
 
     @property
     def is_rolled_out(self) -> bool:
@@ -113,17 +113,17 @@ class GroupJoin:
             group if group.is_complete(self._evaluators, needs_scores=self._needs_scores) else None
         )
 
-    def poison(self, record: Record, reason: str) -> JoinedGroup | None:
+    def fail(self, record: Record, reason: str) -> JoinedGroup | None:
         """Note that a record of a prompt group is unusable: the prompt group is over, in all its
         generations. Return it the first time.
         """
         key = (record.key, -1 if record.policy_version is None else record.policy_version)
         group = self._group_of(record, key, next(iter(self._open.get(key, ("",)))))
         if group is not None:
-            group.poisoned = reason
+            group.failure = reason
         return group
 
-    def pass_over(self, record: Record) -> None:
+    def skip(self, record: Record) -> None:
         """Note a record that was read and is of no use, such as one whose version left the
         window.
         """
@@ -134,17 +134,17 @@ class GroupJoin:
         any of them are ignored.
         """
         key = (group.prompt_group_id, group.policy_version)
-        is_joined = not group.poisoned and group.is_complete(
+        is_joined = not group.failure and group.is_complete(
             self._evaluators, needs_scores=self._needs_scores
         )
         if is_joined:
             self.num_dropped += sum(
-                len(other.held) for other in self._open[key].values() if other is not group
+                len(other.records) for other in self._open[key].values() if other is not group
             )
         self._forget(key)
         self._done[key] = group.generation_digest if is_joined else None
 
-    def expired(self, oldest_version: int) -> list[JoinedGroup]:
+    def evict_older_than(self, oldest_version: int) -> list[JoinedGroup]:
         """Return the open prompt groups of versions below `oldest_version`, and forget finished
         ones of such versions.
 
@@ -169,7 +169,7 @@ class GroupJoin:
         ]:
             self._forget(key)
 
-    def low_watermarks(self) -> list[TopicOffset]:
+    def pending_offsets(self) -> list[TopicOffset]:
         """Return, for each input partition, the position below which nothing is needed any more."""
         marks = []
         for (topic, partition), position in self._positions.items():
@@ -179,7 +179,7 @@ class GroupJoin:
 
     def _forget(self, key: Key) -> None:
         for group in self._open.pop(key).values():
-            for place, offset in group.held:
+            for place, offset in group.records:
                 self._held[place].pop(offset, None)
 
     def _group_of(self, record: Record, key: Key, generation: str) -> JoinedGroup | None:
@@ -196,5 +196,5 @@ class GroupJoin:
             )
         if record.offset not in self._held.setdefault(place, {}):
             self._held[place][record.offset] = key
-            group.held.append((place, record.offset))
+            group.records.append((place, record.offset))
         return group

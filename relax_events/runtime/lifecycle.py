@@ -30,10 +30,10 @@ class Outages(Protocol):
     def seconds(self) -> float:
         """For how long one of them has not answered; 0 when all do."""
 
-    def arm(self, *, deadline_seconds: float, pause: Callable[[float], None]) -> None:
+    def start_waiting(self, *, deadline_seconds: float, pause: Callable[[float], None]) -> None:
         """Wait for them from now on, with `pause` between two calls in this thread."""
 
-    def disarm(self) -> None:
+    def stop_waiting(self) -> None:
         """Give up all waits."""
 
 
@@ -90,7 +90,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         """End all waits for object stores."""
         self._has_ended.set()
         if self._outages is not None:
-            self._outages.disarm()
+            self._outages.stop_waiting()
 
     def tick(self, *, working: bool) -> None:
         """Send a heartbeat from the work loop, if one is due.
@@ -161,7 +161,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         thread of the work loop.
         """
         self._outages, self._loop_thread = outages, threading.get_ident()
-        outages.arm(deadline_seconds=deadline_seconds, pause=self._pause_for_store)
+        outages.start_waiting(deadline_seconds=deadline_seconds, pause=self._pause_for_store)
 
     def liveness_problem(self) -> str:
         """Return why this process should be restarted; empty while it should live on, as when the
@@ -171,7 +171,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         activity = heartbeat.current_activity
         if activity is not None:
             overdue = (
-                f"it has been busy with one call for {activity.seconds:.0f} s, {activity.name}, "
+                f"it has been in one call for {activity.seconds:.0f} s, {activity.name}, "
                 "whose deadline has passed"
             )
             return overdue if activity.is_overdue else ""

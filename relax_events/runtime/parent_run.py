@@ -86,7 +86,7 @@ class SourceRun:
                 try:
                     codec.learn(record.value, key=record.key)
                 except SchemaError as error:
-                    log.warning("record.unreadable", place=record.location, error=str(error))
+                    log.warning("record.decode_failed", place=record.location, error=str(error))
         return codec
 
     def events(self, entity: str) -> Iterator[Event]:
@@ -96,7 +96,7 @@ class SourceRun:
             try:
                 yield codec.decode(record.value)
             except (CorruptRecord, SchemaError) as error:
-                log.warning("record.unreadable", place=record.location, error=str(error))
+                log.warning("record.decode_failed", place=record.location, error=str(error))
 
     def steps(self) -> Iterator[TrainStepCommitted]:
         """Give the train steps that it has committed by now, one by one."""

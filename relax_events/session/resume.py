@@ -108,7 +108,7 @@ def find_changes(described: RunDescribed, config: RunConfig) -> list[Change]:
     try:
         old = described_config(described, run_id=config.run.id, own=config)
     except ConfigError as error:
-        log.warning("description.unreadable", run_id=config.run.id, error=str(error))
+        log.warning("run_description.decode_failed", run_id=config.run.id, error=str(error))
         return []
     trees = (orjson.loads(describe(one).config) for one in (old, config))
     return changes_between(old, config, old_tree=next(trees), new_tree=next(trees))

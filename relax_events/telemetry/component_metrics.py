@@ -51,7 +51,7 @@ class EngineMetrics:
             registry=registry,
         )
         self._refused = Counter(
-            "relax_weights_refused_total",
+            "relax_weight_load_failures_total",
             "Policy versions that an engine did not take; it is tried again.",
             ["role"],
             registry=registry,
@@ -83,13 +83,13 @@ class RoutingMetrics:
     def __init__(self, role: str, registry: CollectorRegistry) -> None:
         self._role = role
         self._losses = Counter(
-            "relax_engine_losses_total",
+            "relax_engine_failures_total",
             "Times that an engine was lost, or did not come up.",
             ["role"],
             registry=registry,
         )
         self._moved = Counter(
-            "relax_engine_moved_samples_total",
+            "relax_engine_migrated_samples_total",
             "Samples taken off an engine that was lost, with their tokens, to go on elsewhere.",
             ["role"],
             registry=registry,
@@ -130,7 +130,7 @@ class SpanMetrics:
             registry=registry,
         )
         self._lost = Counter(
-            "relax_spans_lost_total",
+            "relax_spans_dropped_total",
             (
                 "Spans that the `collector` of traces did not take in time, and such that found "
                 "the `queue` to it full."
@@ -165,7 +165,7 @@ class WeightMetrics:
             registry=registry,
         )
         self._lost = Counter(
-            "relax_weights_lost_prompt_groups_total",
+            "relax_prompt_groups_without_weights_total",
             (
                 "Prompt groups that were ended, and issued again, since the weights of their "
                 "policy version can't be read."

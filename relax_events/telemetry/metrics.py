@@ -40,7 +40,7 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._dropped = Counter(
-            "relax_records_of_dropped_generations_total",
+            "relax_duplicate_generation_records_total",
             (
                 "Records of a second generation of a prompt group, dropped because another one "
                 "was joined."
@@ -133,7 +133,7 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._notice_errors = Counter(
-            "relax_notice_errors_total",
+            "relax_notification_errors_total",
             "Times that a service did not take a notice; it is tried again.",
             ["service"],
             registry=self.registry,
@@ -264,7 +264,7 @@ class ErrorMetrics(Collector):
                 family.add_metric([self._role, name], count)
             yield family
         away = GaugeMetricFamily(
-            "relax_object_store_away_seconds",
+            "relax_object_store_unavailable_seconds",
             "For how long an object store has not answered; 0 when it does.",
             labels=["role"],
         )

@@ -142,7 +142,7 @@ class CriticLearner:
                 reader,
                 plan,
                 decode,
-                enough=lambda found: bool(found) and found[0].policy_version <= oldest,
+                is_enough=lambda found: bool(found) and found[0].policy_version <= oldest,
             )
         finally:
             reader.close()
@@ -167,7 +167,7 @@ class CriticLearner:
             try:
                 self._critic.load_state(self._checkpoints.load(found.reference).state)
             except ObjectError as error:
-                log.warning("critic_checkpoint.unusable", uri=found.reference.uri, error=str(error))
+                log.warning("critic_checkpoint.rejected", uri=found.reference.uri, error=str(error))
                 continue
             self._consumed = dict(found.consumed)
             log.info("checkpoint.loaded", policy_version=self._critic.policy_version)

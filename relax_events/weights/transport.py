@@ -177,7 +177,7 @@ class StoreReader:
             if cached is None:
                 raise
             # read again without the cached version, which may be the altered one
-            log.warning("weights.read_again", error=str(error))
+            log.warning("weights.read_retried", error=str(error))
             weights = read_weights(self._store, reference)
         if self._full_snapshot_interval > 1 and isinstance(weights.tensors, RawTensors):
             self._cached = CachedWeights(weights.digest, weights.tensors)

@@ -91,7 +91,7 @@ def test_checkpoint_that_is_not_whole_is_passed_over_and_said_so(store: ObjectSt
     store.put_at(torn, json.dumps({"policy_version": 4}).encode())
     with structlog.testing.capture_logs() as logged:
         assert found(store) == [2]
-    assert [line["event"] for line in logged] == ["critic_checkpoint.unusable"]
+    assert [line["event"] for line in logged] == ["critic_checkpoint.rejected"]
 
 
 def test_there_is_none_before_the_first(store: ObjectStore) -> None:

@@ -473,7 +473,7 @@ def test_what_goes_wrong_in_an_environment_costs_that_sample_alone(tmp_path: Pat
                 replace(
                     request,
                     stop_token_ids=tuple(range(one.inner._model.vocab_size)),
-                    task=replace(request.environment_context, answer=what),
+                    environment_context=replace(request.environment_context, answer=what),
                 )
             )
         ended = finish(one.engine)
@@ -552,4 +552,4 @@ def test_reply_without_a_task_is_refused_by_name(tmp_path: Path) -> None:
         talk(tmp_path, "echo_twice") as one,
         pytest.raises(PoisonSample, match="g0 brings no task"),
     ):
-        one.engine.submit(replace(one.request(), task=None))
+        one.engine.submit(replace(one.request(), environment_context=None))

@@ -35,7 +35,7 @@ def described(at: int) -> RunDescribed:
 
 def act(tier: RecoveryLevel, worker_id: str, at: int) -> RunCommanded:
     return Intervention(at, tier, Symptom.STUCK, worker_id, worker_id[:-2]).to_command(
-        reason="has had work for 900 s and has not got on with it"
+        reason="has had work for 900 s and has made no progress"
     )
 
 

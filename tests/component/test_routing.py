@@ -431,6 +431,6 @@ def test_losses_are_counted(open_router: OpenRouter) -> None:
     home.lose()
     wait_for(router, lambda: len(router._serving) == 1)
     assert (value("relax_engine_serving"), value("relax_engine_open_circuits")) == (1, 1)
-    assert value("relax_engine_losses_total") in (1, 2)  # lost, and away when it was to be opened
-    assert value("relax_engine_moved_samples_total") == 3
+    assert value("relax_engine_failures_total") in (1, 2)  # lost, and away when it was to be opened
+    assert value("relax_engine_migrated_samples_total") == 3
     assert np.concatenate([sample.tokens for sample in router.abort()]).size == 0

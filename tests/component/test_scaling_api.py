@@ -317,7 +317,7 @@ def test_command_line_finds_api_and_token_in_the_folder_of_the_run(
     ]
     assert shown[-1].split()[:5] == [request_id, "PENDING", "default", "rollout-1", "out"]
     scale.cancel(run_file, request_id)
-    assert capsys.readouterr().out == f"REMOVING {request_id}: taken back: rollout-1\n"
+    assert capsys.readouterr().out == f"REMOVING {request_id}: cancelled: rollout-1\n"
     assert scale.scale_in(run_file, to=1, model="reward") == 0
     assert capsys.readouterr().out == "NOOP: workers of reward there are: 1\n"
     with pytest.raises(ConfigError, match=r"\(404\): there is no request 'nobody'"):

@@ -153,7 +153,7 @@ def test_starter_that_can_not_begin_is_named_with_its_log(tmp_path: Path) -> Non
     starter = ForkServer({"PYTHONHOME": str(tmp_path)}, tmp_path / "starter.log")
     with pytest.raises(
         RunFailed,
-        match=r"no worker can be started: the process that forks them ended twice; see .*starter\.log",
+        match=r"no worker can be started: the fork server ended twice; see .*starter\.log",
     ):
         starter.spawn(ordered("end", "0"), log_path=tmp_path / "worker.log")
     assert "PYTHONHOME" in (tmp_path / "starter.log").read_text()

@@ -125,7 +125,7 @@ def test_worker_that_died_is_named_with_its_error_and_its_log_and_started_again(
     notes = supervisor.poll(Progress())
     assert len(notes) == len(supervisor._processes)
     assert notes[0].startswith(
-        "controller-0 died: OutOfMemoryError: no room for 7.42 GiB; it is started again; log: "
+        "controller-0 died: OutOfMemoryError: no room for 7.42 GiB; it is restarted; log: "
     )
     assert notes[0].endswith("logs/controller-0.log")
     assert {managed.process for managed in supervisor._processes.values()} == {None}
@@ -138,7 +138,7 @@ def test_all_examine_records_once_a_workers_client_has_misread_the_log(
     monkeypatch.setenv(EXAMINE, "")
     supervisor = ended(make_run_config(), "misread")
     assert (
-        f"controller-0 died: {CLIENT_ABORT_TEXT}; it is started again; log: "
+        f"controller-0 died: {CLIENT_ABORT_TEXT}; it is restarted; log: "
         in supervisor.poll(Progress())[0]
     )
     orders = [
@@ -190,7 +190,7 @@ def test_workers_that_the_health_manager_ends_are_its_own_to_count(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     supervisor = ended(make_run_config(workers=NO_RESTART), RESTART_CODE)
-    assert supervisor.poll(Progress())[0].startswith("controller-0 was ended by the health manager")
+    assert supervisor.poll(Progress())[0].startswith("controller-0 was killed by the health manager")
 
 
 def test_reason_is_told_although_the_folder_of_the_run_was_deleted(

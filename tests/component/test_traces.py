@@ -264,7 +264,7 @@ def test_nothing_is_written_without_a_collector(make_run_config: MakeRunConfig) 
 
 def lost(registry: CollectorRegistry, reason: str) -> float:
     return (
-        registry.get_sample_value("relax_spans_lost_total", {"role": "rollout", "reason": reason})
+        registry.get_sample_value("relax_spans_dropped_total", {"role": "rollout", "reason": reason})
         or 0.0
     )
 

@@ -65,7 +65,7 @@ def fails(completion, *, answer, metadata, prompt):
             "engine.max_context_tokens=2",
             [
                 (
-                    "engine.max_context_tokens = 2 leaves no token for an answer: the shortest "
+                    "engine.max_context_tokens = 2 leaves no token for a completion: the shortest "
                     "of the first 8 prompts has"
                 )
             ],

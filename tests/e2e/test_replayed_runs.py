@@ -255,7 +255,7 @@ def test_second_learner_follows_a_fork_while_it_goes_on(
         .splitlines()
         if line[0] == "{"
     ]
-    assert [row["kind"] for row in rows if row["event"] == "source.loaded"] == ["checkpoint"]
+    assert [row["kind"] for row in rows if row["event"] == "parent.loaded"] == ["checkpoint"]
 
 
 def until_described(connection: Connection, run_id: str, process: subprocess.Popen[bytes]) -> None:

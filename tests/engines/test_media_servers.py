@@ -431,7 +431,7 @@ def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
             np.append(prompt, sample.tokens),
             np.append(np.zeros(len(prompt), bool), sample.loss_mask.astype(bool)),
         )
-        talked = replace(request, prompt_tokens=whole[:-1], chosen=is_chosen[:-1], media=media)
+        talked = replace(request, prompt_tokens=whole[:-1], is_sampled=is_chosen[:-1], media=media)
         found = expected(talked, whole[-1:], path=model(), start=len(prompt))
         what = (
             f"{sample.sample_id}: {whole.tolist()}, chosen {np.flatnonzero(is_chosen).tolist()}, "
@@ -460,11 +460,11 @@ def test_placeholder_that_the_policy_wrote_stands_for_nothing(
     chosen = np.zeros(len(prompt), bool)
     chosen[len(turns[0].prompt_tokens) :][: len(answer)] = True
     request = replace(
-        turns[0], prompt_tokens=prompt, media=turns[0].media + turns[1].media, chosen=chosen
+        turns[0], prompt_tokens=prompt, media=turns[0].media + turns[1].media, is_sampled=chosen
     )
     check(engine, [request], path=model())
     with pytest.raises(PoisonSample, match="the sequence holds 26 placeholders"):
-        engine.submit(replace(request, chosen=None))
+        engine.submit(replace(request, is_sampled=None))
 
 
 def test_placeholders_among_the_tokens_that_are_drawn_do_no_harm(

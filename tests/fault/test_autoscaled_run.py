@@ -64,7 +64,7 @@ def test_workers_come_while_prompts_wait_and_go_while_nothing_does(
     assert run.until_ended(run.process) == 0
     ledger = assert_books_balance(run)
     assert (ledger["rollouts_regenerated"], ledger["outcomes"]["failed"]) == (0, 0)
-    assert [line["direction"] for line in run.logged("controller-0", "scaling.asked")][:2] == [
+    assert [line["direction"] for line in run.logged("controller-0", "scaling.requested")][:2] == [
         "out",
         "in",
     ]

@@ -55,7 +55,7 @@ def test_engine_refuses_an_altered_artifact_and_recovers_with_the_next_version(
     run.recovers_within(WORKER_SECONDS)
 
     run.until(
-        lambda: bool(run.logged("rollout-0", "weights.refused")), "the engine refuses the version"
+        lambda: bool(run.logged("rollout-0", "weights.load_failed")), "the engine refuses the version"
     )
     run.until(
         lambda: run.logged("rollout-0", "weights.loaded")[-1]["policy_version"] > altered,
@@ -63,7 +63,7 @@ def test_engine_refuses_an_altered_artifact_and_recovers_with_the_next_version(
     )
     assert run.until_ended(run.process) == 0
     assert_books_balance(run)
-    refused = run.logged("rollout-0", "weights.refused")
+    refused = run.logged("rollout-0", "weights.load_failed")
     loaded = [
         line["policy_version"]
         for line in run.logged("rollout-0", "weights.loaded")

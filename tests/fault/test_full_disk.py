@@ -1,5 +1,5 @@
 """The object store's disk fills up: the trainer says so and waits until there is room; where a file
-may not grow it is started again until it may."""
+may not grow it is restarted until it may."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_run_ends_with_the_error_of_a_worker_that_dies_at_every_try(
     assert run.until_ended(run.start()) == 1
     shown = run.output.read_text()
     assert (
-        shown.count("trainer-0 died: MemoryError: no room for 7.42 GiB; it is started again; log: ")
+        shown.count("trainer-0 died: MemoryError: no room for 7.42 GiB; it is restarted; log: ")
         == 2
     )
     reason = (

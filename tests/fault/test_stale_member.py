@@ -31,7 +31,7 @@ def test_stale_commit_is_refused_and_its_work_is_done_again(
     run.recovers_within(WORKER_SECONDS)
     os.kill(pid, signal.SIGCONT)
     run.until(
-        lambda: bool(run.logged(stale, "offset_commit.refused")), "the late commit is refused"
+        lambda: bool(run.logged(stale, "offset_commit.rejected")), "the late commit is refused"
     )
     assert run.state.num_steps < run.config.run.num_steps, (
         "it came back within the run, not after it"

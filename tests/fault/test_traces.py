@@ -12,7 +12,7 @@ from otlp_receiver import Collector, ReceivedSpan, collecting
 from relax_events.events.types import TrainStepCommitted
 from relax_events.runtime.failpoints import VARIABLE
 
-LOST = 'relax_spans_lost_total{reason="collector",role="trainer"}'
+LOST = 'relax_spans_dropped_total{reason="collector",role="trainer"}'
 PATH = {
     "issue prompt.groups": "relax-prompter",
     "wait prompt.groups": "relax-rollout",

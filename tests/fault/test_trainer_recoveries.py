@@ -96,7 +96,7 @@ def test_trainer_takes_an_older_checkpoint_where_the_newest_is_unreadable(
         shard.write_bytes(shard.read_bytes()[:-1])
     assert run.until_ended(run.start()) == 0, run.output.read_text()
     assert_books_balance(run)
-    (unreadable,) = run.logged("trainer-0", "checkpoint.unreadable")
+    (unreadable,) = run.logged("trainer-0", "checkpoint.read_failed")
     assert unreadable["policy_version"] == newest
     assert run.logged("trainer-0", "checkpoint.loaded")[-1]["policy_version"] == older
     assert all(line["identical"] for line in run.logged("trainer-0", "train_steps.replayed"))

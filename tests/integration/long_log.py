@@ -271,7 +271,7 @@ def start_prompter(config: RunConfig) -> Any:
     ) as worker:
         loop = PrompterLoop(worker, open_stream(config.data, seed=config.run.seed))
         loop._recover()
-        worker.control.follow(loop._put, begins={"control.prompt-group-outcomes": loop._ends_position})
+        worker.control.follow(loop._put, start_offsets={"control.prompt-group-outcomes": loop._ends_position})
         while not loop._inbox.empty():
             loop._take(*loop._inbox.get())
         return {

@@ -98,9 +98,9 @@ def test_follower_that_stopped_reads_what_was_committed_before(
         tell("control.policy-versions", published(0))
         tell("control.prompt-group-outcomes", ended("000000-0000-0", Outcome.FAILED))
         assert heard == []
-        follower.read_rest()
+        follower.read_remaining()
         assert {type(event) for event in heard} == {PolicyVersionPublished, PromptGroupEnded}
-        follower.read_rest()
+        follower.read_remaining()
         assert len(heard) == 2
     finally:
         follower.close()
@@ -154,9 +154,9 @@ def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting
     worker.control.follow()
     turn_until(lambda: worker.control.policy_version == 0)
     waited: list[int] = []
-    wait = worker.control.wait_for_version
+    wait = worker.control.follower.wait_for_version
     monkeypatch.setattr(
-        worker.control,
+        worker.control.follower,
         "wait_for_version",
         lambda version, **how: waited.append(version) or wait(version, **how),
     )
@@ -213,7 +213,7 @@ def test_sample_is_no_poison_where_the_clients_of_a_worker_hear_nothing(
         ),
     ):
         worker.control.wait_until_published(1)
-    monkeypatch.setattr(worker.control, "_connection", cut_off)
+    monkeypatch.setattr(worker.control.follower, "_connection", cut_off)
     worker.control.follower._drop_checking()
     with pytest.raises(BrokerUnavailable):
         worker.control.wait_until_published(1)

@@ -210,7 +210,7 @@ def test_forged_letter_writes_nothing(
     )
     with pytest.raises(
         ConfigError,
-        match=r"dead letter reward@1 says that it came from .*control\.train-steps\[0\]@0: records of reward go back to",
+        match=r"dead letter reward@1 names its origin as .*control\.train-steps\[0\]@0: records of reward go back to",
     ):
         requeue_all(written)
     assert len(records_of(written, "rollout.samples")) == 1
@@ -223,7 +223,7 @@ def test_forged_letter_writes_nothing(
         (
             "rollout.samples",
             0,
-            r"dead letter reward@1 holds other bytes than .*rollout\.samples\[0\]@0, where it says that it came from; drop it",
+            r"dead letter reward@1 holds other bytes than .*rollout\.samples\[0\]@0, where it names its origin as; drop it",
         ),
         (
             "rollout.samples",
@@ -233,7 +233,7 @@ def test_forged_letter_writes_nothing(
         (
             "advantage.samples",
             0,
-            r"dead letter reward@1 says that it came from .*: records of reward go back to rollout\.samples; drop it",
+            r"dead letter reward@1 names its origin as .*: records of reward go back to rollout\.samples; drop it",
         ),
     ],
 )

@@ -22,7 +22,7 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
 from relax_events.roles.worker_factory import StoreClaimCheck
-from relax_events.runtime.concurrent_processor import Done, FlowMapRole, Key
+from relax_events.runtime.concurrent_processor import Done, ConcurrentLoop, Key
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 
@@ -84,7 +84,7 @@ def role(config: RunConfig, tmp_path: Path) -> Callable[[Holding], AbstractConte
         with Worker(
             "reward", config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6)
         ) as flow.worker:
-            thread = threading.Thread(target=FlowMapRole(flow.worker, flow).run)
+            thread = threading.Thread(target=ConcurrentLoop(flow.worker, flow).run)
             thread.start()
             try:
                 yield

@@ -27,7 +27,7 @@ from relax_events.objects import ObjectStore
 from relax_events.objects.claim_check import store_array
 from relax_events.objects.outages import outages
 from relax_events.roles.worker_factory import StoreClaimCheck
-from relax_events.runtime.processors import MapRole
+from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 
@@ -73,7 +73,7 @@ def role(config: RunConfig, tmp_path: Path) -> Callable[[], AbstractContextManag
                     for sample in samples
                 ]
 
-            thread = threading.Thread(target=MapRole(worker, handle).run)
+            thread = threading.Thread(target=SampleLoop(worker, handle).run)
             thread.start()
             try:
                 yield worker
@@ -200,7 +200,7 @@ def test_store_that_is_away_is_waited_for_and_costs_no_sample(
 
         def run() -> None:
             worker.lifecycle.wait_for_stores(outages, deadline_seconds=3600)
-            MapRole(worker, handle).run()
+            SampleLoop(worker, handle).run()
 
         thread = threading.Thread(target=run)
         thread.start()

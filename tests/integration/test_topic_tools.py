@@ -363,7 +363,7 @@ def test_tail_begins_at_a_version_and_reads_strangers(
         assert found[0].fields["tokens"] == [5, 6, 7, 8]
         with pytest.raises(
             ConfigError,
-            match=r"--from 'tomorrow' is no place to begin; it may be beginning, end, an offset",
+            match=r"--from 'tomorrow' is no start; give beginning, end, an offset",
         ):
             find_start_offsets(log, run.admin, places, "tomorrow")
     with pytest.raises(
@@ -401,7 +401,7 @@ def test_check_names_what_is_amiss(run: SmallRun, producer: RecordProducer, run_
     assert all(finding.remedy for finding in findings if not finding.is_good)
     assert (
         "plan",
-        f"relax.{run_id}.reward.scores.other: not in the plan, made by a rescoring",
+        f"relax.{run_id}.reward.scores.other: not in the plan, created by rescoring",
     ) in [(item.what, item.text) for item in findings]
 
 

@@ -46,7 +46,8 @@ from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime import control_follower as control
 from relax_events.runtime import processors as map_role
 from relax_events.runtime import worker
-from relax_events.runtime.processors import MapRole
+from relax_events.runtime.processors import SampleLoop
+from relax_events.runtime.lifecycle import Lifecycle
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.training import commit, publishing
@@ -332,7 +333,7 @@ class SimulatedRun:
         monkeypatch.setattr(worker, "configure_logs", lambda *_, **__: None)
         monkeypatch.setattr(control.ControlFollower, "_follow", lambda _: None)
         monkeypatch.setattr(control.ControlFollower, "wait_for_version", _wait_for_version)
-        monkeypatch.setattr(Worker, "tick", _tick)
+        monkeypatch.setattr(Lifecycle, "tick", _tick)
         for module in (map_role, prompter, advantage, trainer):
             monkeypatch.setattr(module, "IDLE_SECONDS", 0)
 
@@ -374,7 +375,7 @@ class SimulatedRun:
         def score(samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
             return [self._scored(opened, sample) for sample in samples]
 
-        MapRole(opened, score).run()
+        SampleLoop(opened, score).run()
 
     def _scored(self, opened: Worker, sample: SampleRolledOut) -> ProducerRecord:
         failed = sample.answer == UNSCORABLE
@@ -461,18 +462,18 @@ class SimulatedRun:
         structlog.reset_defaults()
 
 
-def _tick(self: Worker, *, working: bool) -> None:
-    """Stand in for `Worker.tick`: the round is over, someone else's turn; then take in what control
+def _tick(self: Lifecycle, *, working: bool) -> None:
+    """Stand in for `Lifecycle.tick`: the round is over, someone else's turn; then take in what control
     says, as the follower's thread would."""
     running = SimulatedProcess.running
     assert running is not None
     running.hand_back()
-    self.control.turn(timeout_seconds=0)
+    self._control.follower.poll_once(timeout_seconds=0)
 
 
 def _wait_for_version(
     self: control.ControlFollower, version: int, *, timeout_seconds: float
 ) -> bool:
     """Stand in for the wait of a thread on another."""
-    self.turn(timeout_seconds=0)
+    self.poll_once(timeout_seconds=0)
     return self.policy_version >= version

@@ -109,7 +109,7 @@ def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(
 
 
 def marks_of(join: GroupJoin) -> dict[tuple[str, int], int]:
-    return {(mark.topic, mark.partition): mark.offset for mark in join.low_watermarks()}
+    return {(mark.topic, mark.partition): mark.offset for mark in join.pending_offsets()}
 
 
 @given(arrivals())
@@ -218,12 +218,12 @@ def record_of(
 def test_poisoned_group_is_over_and_late_records_of_it_are_ignored() -> None:
     join = GroupJoin(evaluators=frozenset())
     assert join.add(record_of(0, "000000-0000-0"), rolled_out()) is None
-    group = join.poison(record_of(1, "000000-0000-0"), "tokens must be finite")
+    group = join.fail(record_of(1, "000000-0000-0"), "tokens must be finite")
     assert group is not None
-    assert group.poisoned == "tokens must be finite"
+    assert group.failure == "tokens must be finite"
     assert list(group.samples) == ["000000-0000-0/0"]
     join.close(group)
-    assert join.poison(record_of(2, "000000-0000-0"), "again") is None
+    assert join.fail(record_of(2, "000000-0000-0"), "again") is None
     assert join.add(record_of(3, "000000-0000-0"), rolled_out(index=1)) is None
     assert marks_of(join) == {("rollout.samples", 0): 4}
 
@@ -234,13 +234,13 @@ def test_expired_groups_are_those_below_the_window() -> None:
         join.add(
             record_of(offset, group_id, version=version), rolled_out(group_id, version=version)
         )
-    assert [(group.prompt_group_id, group.is_rolled_out) for group in join.expired(1)] == [
+    assert [(group.prompt_group_id, group.is_rolled_out) for group in join.evict_older_than(1)] == [
         ("000000-0000-0", False),
         ("000000-0001-0", False),
     ]
-    for group in join.expired(1):
+    for group in join.evict_older_than(1):
         join.close(group)
-    assert join.expired(1) == []
+    assert join.evict_older_than(1) == []
     assert marks_of(join) == {("rollout.samples", 0): 2}
 
 
@@ -256,5 +256,5 @@ def test_evaluations_of_other_samples_do_not_complete_a_group() -> None:
 
 def test_record_that_is_passed_over_moves_the_watermark() -> None:
     join = GroupJoin(evaluators=frozenset())
-    join.pass_over(record_of(4, "g"))
+    join.skip(record_of(4, "g"))
     assert marks_of(join) == {("rollout.samples", 0): 5}

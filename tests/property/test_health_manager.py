@@ -228,7 +228,7 @@ def test_worker_inside_a_long_call_is_left_alone_until_the_deadline_of_the_call_
     assert (command.worker_id, command.arguments["symptom"]) == ("trainer-0", "overdue")
     assert (
         command.reason
-        == "has been busy with one call for 250 s: publish weights, whose deadline passed 10 s ago"
+        == "has been in one call for 250 s: publish weights, whose deadline passed 10 s ago"
     )
 
 
@@ -246,7 +246,7 @@ def test_worker_that_falls_silent_inside_a_long_call_is_missed_and_the_call_name
     )
     world.run(8)
     assert [command.reason for command in world.commands] == [
-        "has sent no beat for 70 s; its last one said: publish weights for 5 s"
+        "has sent no heartbeat for 70 s; in its last one it was in: publish weights for 5 s"
     ]
 
 
@@ -316,7 +316,7 @@ def test_run_in_which_all_wait_for_each_other_is_restored_and_in_the_end_given_u
     assert tally(world, "restore") == LIMITS.max_pipeline_restarts
     assert world.commands[-1].command is Command.STOP
     assert world.commands[-1].reason.startswith(
-        "nobody has had any work for 120 s, and the goal is not reached; and 3 restores were"
+        "no worker has had any work for 120 s, and the goal is not reached; and 3 restores were"
     )
 
 

@@ -271,7 +271,7 @@ def test_end_of_a_worker_that_nobody_tells_of_does_not_hold_the_next_request_up(
     assert world.status(back) in (Status.DRAINING, Status.REMOVING)
     world.run(40)
     assert (world.status(request), world.status(back)) == (Status.ACTIVE, Status.FAILED)
-    assert "nobody has told of the end of rollout-1" in world.fold().requests[back.request_id].error  # type: ignore[union-attr]
+    assert "no exit was reported of rollout-1" in world.fold().requests[back.request_id].error  # type: ignore[union-attr]
 
 
 @settings(max_examples=30)

@@ -40,7 +40,8 @@ from relax_events.events.types import (
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.runtime.join import GroupJoin
-from relax_events.runtime.processors import MapRole, next_offsets
+from relax_events.runtime.processors import SampleLoop
+from relax_events.runtime.sample_input import next_offsets
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import END_REQUESTS, TRAINER_INPUTS, TRAINING_SAMPLES
@@ -475,7 +476,7 @@ def test_promises_hold_under_many_more(machine: type[WorkerMachine]) -> None:
     explore(max_examples=500, is_fixed=False, machine=machine)
 
 
-def commit_before_output(role: MapRole) -> None:
+def commit_before_output(role: SampleLoop) -> None:
     """Commit the input offsets, then write the output."""
     records = list(role._fetched)
     role._fetched.clear()
@@ -511,7 +512,7 @@ def newest_read(assembler: BatchAssembler) -> list[TopicOffset]:
 
 unique = iter(range(1_000_000_000))
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "offsets are committed before the output": (MapRole, "_process", commit_before_output),
+    "offsets are committed before the output": (SampleLoop, "_process", commit_before_output),
     "offsets pass open prompt groups": (GroupJoin, "low_watermarks", newest_positions),
     "offsets pass undecided prompt groups": (BatchAssembler, "consumed", newest_read),
     "the trainer forgets what it decided": (DedupWindow, "__contains__", lambda *_: False),

@@ -131,7 +131,7 @@ ONE_EACH = ("prompter", "rollout", "reward", "reference", "actor-forward", "adva
 HELD_FAULTS = (
     *(stopped(role, "RelaxRoleWithoutWorker", role=role) for role in ONE_EACH),
     frozen("reward", "RelaxRoleWithoutWorker", role="reward"),
-    stopped("controller", "RelaxControllerUnseen"),
+    stopped("controller", "RelaxControllerSilent"),
     stopped("kafka", "RelaxRunStalled"),
     nearly_full("trainer", "RelaxDiskFilling"),
     HeldFault(

@@ -214,7 +214,7 @@ class Router:
         for future, replica in loads.items():
             if future in late:
                 log.warning(
-                    "engine.late", engine=replica.name, policy_version=weights.policy_version
+                    "engine.load_delayed", engine=replica.name, policy_version=weights.policy_version
                 )
                 self._serve_when_loaded(replica, weights, future)
             elif (error := errors[replica]) is None:
@@ -313,7 +313,7 @@ class Router:
                 else:
                     self._catch_up(replica)
             case WeightsLoaded(replica, policy_version, WeightsOverwritten()):
-                log.info("engine.idle", engine=replica.name, policy_version=policy_version)
+                log.info("engine.idled", engine=replica.name, policy_version=policy_version)
                 replica.state = ReplicaState.IDLE
             case WeightsLoaded(replica, policy_version, error):
                 replica.recycle(f"it did not load policy version {policy_version}: {error}")
@@ -345,7 +345,7 @@ class Router:
         if self._is_asleep:
             replica.sleep()
         if replica.circuit_breaker.is_half_open and replica.state is not ReplicaState.SERVING:
-            log.info("engine.returned", engine=replica.name, policy_version=self.policy_version)
+            log.info("engine.recovered", engine=replica.name, policy_version=self.policy_version)
         replica.state = ReplicaState.SERVING
         self._is_without_engines = False
         self._update_metrics()
@@ -426,7 +426,7 @@ class Router:
         if not self._serving and not self._is_without_engines:
             self._is_without_engines = True
             log.warning(
-                "engines.awaited", num_samples=len(self._inflight), num_engines=len(self._replicas)
+                "engines.unavailable", num_samples=len(self._inflight), num_engines=len(self._replicas)
             )
 
     def _update_metrics(self) -> None:

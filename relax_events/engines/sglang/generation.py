@@ -145,7 +145,7 @@ class Generation:
             await self.abort_requests(lambda request: request.sample.sample_id in wanted)
         except (ServerUnavailable, ServerRejected) as error:
             log.warning(
-                "samples.cut_off", error=str(error)
+                "samples.truncated", error=str(error)
             )  # tokens still at the server are lost; it aborts when the stream closes
             for request in [
                 one for one in self._requests.values() if one.sample.sample_id in wanted
@@ -262,7 +262,7 @@ class Generation:
                             [request.sample], num_empty=0 if request.tokens else num_empty + 1
                         )
         except ServerUnavailable as error:
-            log.warning("request.broken", num_samples=len(samples), error=str(error))
+            log.warning("request.failed", num_samples=len(samples), error=str(error))
             is_there = False
         except ServerRejected as error:
             self._fail(samples, str(error))

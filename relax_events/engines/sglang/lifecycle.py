@@ -203,7 +203,7 @@ class ServerLifecycle:
                 "without verification"
             )
         if unverified:
-            log.warning("weights.unproven", tensor=unverified[0], num_tensors=len(unverified))
+            log.warning("weights.unverified", tensor=unverified[0], num_tensors=len(unverified))
 
     async def _verify(self, expected: Mapping[str, str]) -> None:
         """Compare the server's checksums with the expected ones.

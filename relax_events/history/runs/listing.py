@@ -65,7 +65,7 @@ class RunSummary:
                 described_config(self.description, run_id=self.run_id) if self.description else None
             )
         except ConfigError as error:
-            log.warning("description.unreadable", run_id=self.run_id, error=str(error))
+            log.warning("run_description.decode_failed", run_id=self.run_id, error=str(error))
             return None
 
     @property
@@ -259,14 +259,14 @@ def decode_records(
         except UnknownFingerprint:
             unknown.setdefault(parse_run_id(record.topic), []).append(record)
         except (CorruptRecord, SchemaError) as error:
-            log.warning("record.unreadable", place=record.location, error=str(error))
+            log.warning("record.decode_failed", place=record.location, error=str(error))
     for run_id, records in sorted(unknown.items()):
         learnt = _read_codec(reader, run_id)
         for record in records:
             try:
                 yield record, learnt.decode(record.value)
             except (CorruptRecord, SchemaError) as error:
-                log.warning("record.unreadable", place=record.location, error=str(error))
+                log.warning("record.decode_failed", place=record.location, error=str(error))
 
 
 def _read_codec(reader: LogReader, run_id: str) -> EventCodec:
@@ -277,5 +277,5 @@ def _read_codec(reader: LogReader, run_id: str) -> EventCodec:
             try:
                 codec.learn(record.value, key=record.key)
             except SchemaError as error:
-                log.warning("record.unreadable", place=record.location, error=str(error))
+                log.warning("record.decode_failed", place=record.location, error=str(error))
     return codec

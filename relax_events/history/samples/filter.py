@@ -84,7 +84,7 @@ class SampleFilter:
         """Tell where matching samples can lie.
 
         A prompt group lies in one shard; it was generated on no version older than its step allows,
-        and, if it was trained, on the version that its end names. A train step takes no version
+        and, if it was trained, on the version that its outcome names. A train step takes no version
         outside its window.
         """
         low, high = max(self.versions[0], 0), min(self.versions[1], newest_version)

@@ -46,7 +46,7 @@ def evict_predecessors(connection: Connection, consumer_group: str) -> int:
             pause_seconds=RETRY_SECONDS,
         )
     except BrokerError as error:
-        log.warning("predecessors.left", consumer_group=consumer_group, error=str(error))
+        log.warning("predecessors.eviction_failed", consumer_group=consumer_group, error=str(error))
         return 0
 
 

@@ -93,7 +93,7 @@ class MembershipMonitor:
         try:
             members = list_members(self._connection, self._consumer_group)
         except BrokerError as error:
-            log.debug("membership.unknown", consumer_group=self._consumer_group, error=str(error))
+            log.debug("membership.read_failed", consumer_group=self._consumer_group, error=str(error))
             return
         given = next(
             (member.partitions for member in members if member.member_id == member_id), None

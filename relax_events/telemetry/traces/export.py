@@ -99,4 +99,4 @@ class SpanQueue(BatchSpanProcessor):
         closing.start()
         closing.join(CLOSE_SECONDS)
         if left := self._num_given - self._num_dropped - self._sender.num_taken:
-            log.warning("spans.left", num_spans=left)
+            log.warning("spans.dropped", num_spans=left)

@@ -155,7 +155,7 @@ class Checkpoints:
             if restored is not None and not problems:
                 return restored
             log.error(
-                "checkpoint.unreadable",
+                "checkpoint.read_failed",
                 uri=reference.uri,
                 policy_version=reference.policy_version,
                 errors=problems,

@@ -49,7 +49,7 @@ def list_critic_checkpoints(
             found = _read(store, key, digests)
         except (ObjectError, ValueError, KeyError) as error:
             log.warning(
-                "critic_checkpoint.unusable",
+                "critic_checkpoint.rejected",
                 uri=store.uri(key),
                 error=f"{type(error).__name__}: {error}",
             )
@@ -69,7 +69,7 @@ def _manifest_keys(store: ObjectStore) -> list[str]:
     try:
         return [key for key in store.list(FOLDER) if key.endswith(f"/{MANIFEST}")]
     except ObjectError as error:
-        log.warning("critic_checkpoints.unreadable", error=str(error))
+        log.warning("critic_checkpoints.read_failed", error=str(error))
         return []
 
 

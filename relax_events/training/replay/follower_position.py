@@ -45,7 +45,7 @@ class FollowerPosition:
         try:
             found = self._admin.committed_offsets(self._group, self._places)
         except BrokerError as error:
-            log.warning("follower_position.unknown", error=str(error))
+            log.warning("follower_position.read_failed", error=str(error))
             return
         if NO_RECORDS_NEEDED in found.values() or not found:
             self._commit(dict.fromkeys((partition for _, partition in self._places), 0))
@@ -90,4 +90,4 @@ class FollowerPosition:
                 ],
             )
         except BrokerError as error:
-            log.warning("follower_position.untold", consumer_group=self._group, error=str(error))
+            log.warning("follower_position.commit_failed", consumer_group=self._group, error=str(error))

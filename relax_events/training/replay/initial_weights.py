@@ -49,7 +49,7 @@ def read_initial_state(source: SourceRun, version: int, *, ranks: Ranks) -> Init
             try:
                 return InitialState("checkpoint", checkpoints.load(reference).state)
             except ObjectError as error:
-                log.info("checkpoint.gone", policy_version=version, error=str(error))
+                log.info("checkpoint.deleted", policy_version=version, error=str(error))
     published = [
         event
         for event in source.events("control.policy-versions")

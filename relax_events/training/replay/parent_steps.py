@@ -219,7 +219,7 @@ class ReplaySource:
             step = self._decode(record)
         except (CorruptRecord, SchemaError) as error:
             log.warning(
-                "record.unreadable", place=record.location, error=str(error)
+                "record.decode_failed", place=record.location, error=str(error)
             )  # where it was a step, the next one shows the gap
             return
         if (

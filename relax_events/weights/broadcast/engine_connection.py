@@ -168,7 +168,7 @@ class EngineConnection:
         reply = self._control.receive(deadline)
         if not reply.get("accepts"):
             log.info(
-                "weights.declined",
+                "weights.rejected",
                 worker=self.worker_id,
                 policy_version=snapshot.policy_version,
                 reason=reply.get("reason"),

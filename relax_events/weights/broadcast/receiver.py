@@ -151,7 +151,7 @@ class Receiver:
                 self._free_buffers.append(arrived.buffer)
                 self._metrics.failed("torn")
                 log.error(
-                    "weights.torn",
+                    "weights.corrupted",
                     policy_version=policy_version,
                     digest=arrived.digest.hex(),
                     published=digest.hex() if digest else "none",

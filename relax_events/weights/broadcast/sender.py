@@ -174,7 +174,7 @@ class Broadcaster:
                     worker_ids=engines,
                 )
             )
-            log.info("engines.enlisted", membership_version=self._list_version, engines=engines)
+            log.info("broadcast_membership.published", membership_version=self._list_version, engines=engines)
 
 
 def listening_socket(host: str) -> socket.socket:

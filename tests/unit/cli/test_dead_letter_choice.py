@@ -96,7 +96,7 @@ def test_letters_are_chosen_by_name_role_and_reason(
             Selection(ids=["reward@13"]),
             "there is no dead letter reward@13; relax deadletter list shows",
         ),
-        (Selection(ids=["13"]), "'13' names no dead letter; they are called like reward@12"),
+        (Selection(ids=["13"]), "'13' is no id of a dead letter; ids look like reward@12"),
         (
             Selection(ids=["reward@14"]),
             "dead letter reward@14 was dropped before; give --again to do it once more",
@@ -146,7 +146,7 @@ def test_mark_names_the_letter_and_holds_nothing() -> None:
 )
 def test_forged_origin_is_refused(topic: str, partition: int) -> None:
     with pytest.raises(
-        ConfigError, match=r"dead letter reward@12 says that it came from .*; drop it"
+        ConfigError, match=r"dead letter reward@12 names its origin as .*; drop it"
     ):
         require_origin(replace(LETTER, origin_topic=topic, origin_partition=partition), PLAN)
 

@@ -119,7 +119,7 @@ def test_sample_is_a_conversation_with_reward_and_outcome() -> None:
         "file:///objects/sha256/ab/abcd.png]what is it?"
     ) in text
     assert (
-        "completion:\n    a \\x1bcat\n    on a mat\nanswer:\n    cat\njudgement:\n    It is "
+        "completion:\n    a \\x1bcat\n    on a mat\nanswer:\n    cat\njudge response:\n    It is "
         "a cat.\n    Score: 1\n"
     ) in text
     assert (

@@ -45,7 +45,7 @@ def test_object_scales_the_rollout_workers_within_bounds(found: dict[str, Any]) 
 def test_query_asks_for_metrics_that_are_served() -> None:
     trigger = trigger_of("keda.yml", "prometheus")
     asked = set(re.findall(r"\brelax_\w+", trigger["query"]))
-    assert asked == {"relax_prompt_groups_queued", "relax_run_at_rest"}
+    assert asked == {"relax_prompt_groups_queued", "relax_run_inactive"}
     assert asked <= catalogue().keys()
     assert int(trigger["threshold"]) == CONFIG.num_lanes
 

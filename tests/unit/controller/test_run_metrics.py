@@ -65,11 +65,11 @@ def test_newest_step_is_served_with_its_figures_and_phases(make_run_config: Make
     )
     found = served(config, published(0), older, published(1), newest, published(2))
     assert found["relax_train_steps_total"] == {(): 2}
-    assert (found["relax_train_steps_goal"], found["relax_staleness_bound_versions"]) == (
+    assert (found["relax_train_steps_target"], found["relax_staleness_bound_versions"]) == (
         {(): 7},
         {(): 3},
     )
-    assert found["relax_train_step_figure"] == {(("figure", "reward_mean"),): 0.75}
+    assert found["relax_train_step_metric"] == {(("metric", "reward_mean"),): 0.75}
     assert found["relax_train_step_phase_seconds"] == {
         (("phase", "forward"),): 0.5,
         (("phase", "wait"),): 1.5,
@@ -94,9 +94,9 @@ def test_figure_that_is_no_number_is_served_as_it_is(make_run_config: MakeRunCon
     found = served(
         make_run_config(), committed(0, metrics={"loss": math.nan, "grad_norm": math.inf})
     )
-    figures = found["relax_train_step_figure"]
-    assert math.isnan(figures[(("figure", "loss"),)])
-    assert figures[(("figure", "grad_norm"),)] == math.inf
+    figures = found["relax_train_step_metric"]
+    assert math.isnan(figures[(("metric", "loss"),)])
+    assert figures[(("metric", "grad_norm"),)] == math.inf
 
 
 @pytest.mark.parametrize(("checkpoints", "behind"), [([], 4), ([0], 3), ([0, 2], 1), ([3], 0)])
@@ -181,8 +181,8 @@ def test_failures_and_the_end_are_served(make_run_config: MakeRunConfig) -> None
     failures = [ended(f"000000-{index:04d}-0", Outcome.FAILED, reason="r") for index in range(3)]
     going = served(config, *failures)
     assert (
-        going["relax_prompt_groups_failed_in_a_row"],
-        going["relax_prompt_groups_failed_bound"],
+        going["relax_prompt_groups_consecutive_failures"],
+        going["relax_prompt_groups_consecutive_failures_limit"],
     ) == ({(): 3}, {(): 9})
     assert going["relax_run_ended"] == {(): 0}
     assert served(config, RunCommanded(command=Command.STOP, reason="goal", succeeded=True))[

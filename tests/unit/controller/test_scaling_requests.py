@@ -117,7 +117,7 @@ def test_call_that_is_repeated_with_its_key_makes_no_second_request() -> None:
     assert (again.request, again.is_new) == (state.requests[first.request_id], False)
     with pytest.raises(
         ConflictError,
-        match=r"the key k belongs to request scale-out-.*, which asked for something else; take another key",
+        match=r"the key k belongs to request scale-out-.*, with other arguments; take another key",
     ):
         admit(state, BOUNDS, ScaleCommand(kind=Kind.OUT, target=4, key="k"), now=99)
 
@@ -359,6 +359,6 @@ def test_figures_tell_of_requests_and_of_workers() -> None:
     assert figures["relax_scale_requests_total", "rollout", "out", "ACTIVE"] == 1
     assert figures["relax_scale_requests_open", "rollout", "in", "PENDING"] == 1
     assert (
-        figures["relax_workers_wanted", "rollout"],
-        figures["relax_workers_wanted", "reward"],
+        figures["relax_workers_desired", "rollout"],
+        figures["relax_workers_desired", "reward"],
     ) == (3, 1)

@@ -67,11 +67,11 @@ def test_engine_hands_out_each_answer_once_as_it_came() -> None:
         (
             (1, 5),
             (
-                "sample g/1: prompt and answer have 7 tokens; raise engine.max_context_tokens = "
+                "sample g/1: prompt and completion have 7 tokens; raise engine.max_context_tokens = "
                 "6 or drop the row"
             ),
         ),
-        ((1, 0), "sample g/1: engine 'dataset' needs a prompt and an answer"),
+        ((1, 0), "sample g/1: engine 'dataset' needs a prompt and a completion"),
     ],
 )
 def test_engine_refuses_a_prompt_group_whole(lengths: tuple[int, ...], text: str) -> None:

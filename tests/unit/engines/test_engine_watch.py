@@ -85,10 +85,10 @@ def test_metrics_follow_the_engine_with_every_beat(watched: Watched) -> None:
     watched.beat()
     assert watched.told("relax_engine_samples") == {"decoding": 12, "waiting": 3}
     assert watched.told("relax_engine_tokens_total") == {
-        "drawn": 200,
+        "generated": 200,
         "prefilled": 30,
-        "reused": 70,
-        "resumed": 5,
+        "cached": 70,
+        "recomputed": 5,
     }
     watched.engine.usage = EngineUsage(
         num_decoding=1, num_generated=1300, num_prefilled=80, num_cached=70, num_recomputed=5
@@ -96,10 +96,10 @@ def test_metrics_follow_the_engine_with_every_beat(watched: Watched) -> None:
     watched.beat()
     assert watched.told("relax_engine_samples") == {"decoding": 1, "waiting": 0}
     assert watched.told("relax_engine_tokens_total") == {
-        "drawn": 300,
+        "generated": 300,
         "prefilled": 30,
-        "reused": 70,
-        "resumed": 5,
+        "cached": 70,
+        "recomputed": 5,
     }
     assert watched.told("relax_engine_capacity_samples") == {"": 64}
 
@@ -129,11 +129,11 @@ def test_report_tells_what_happened_since_the_one_before(watched: Watched) -> No
         pytest.approx(2.5 / elapsed),
         pytest.approx(0.5 / elapsed),
     )
-    assert (first["reused_ratio"], first["resumed_tokens"]) == (0.75, 4.0)
+    assert (first["cached_ratio"], first["recomputed_tokens"]) == (0.75, 4.0)
     assert (first["decoding_samples"], first["capacity_samples"]) == (8.0, 64.0)
-    assert (second["tokens_per_second"], second["generating_ratio"], second["resumed_tokens"]) == (
+    assert (second["tokens_per_second"], second["generating_ratio"], second["recomputed_tokens"]) == (
         0.0,
         0.0,
         0.0,
     )
-    assert "reused_ratio" not in second
+    assert "cached_ratio" not in second

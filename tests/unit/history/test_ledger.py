@@ -170,10 +170,10 @@ def test_request_to_end_a_prompt_group_is_no_end(entity: str) -> None:
 
 def test_straggler_may_be_overtaken_until_the_goal_where_batches_are_not_in_order() -> None:
     run = SoundRun(6)
-    TAMPERINGS["prompt group of a trained step never ended"](run)
+    TAMPERINGS["prompt group of a trained step without an outcome"](run)
     assert rules(run.ledger(in_order=False, last_version=7)) == set()
     assert rules(run.ledger(in_order=False, last_version=6)) == {
-        "prompt group of a trained step never ended"
+        "prompt group of a trained step without an outcome"
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from relax_events.errors import CorruptRecord
 from relax_events.kafka.records import Record
-from relax_events.runtime.processors import next_offsets
+from relax_events.runtime.sample_input import next_offsets
 from relax_events.staleness import IssuedGroup
 
 

@@ -60,7 +60,9 @@ def test_fatal_error_that_tripped_a_callback_is_the_one_that_is_told() -> None:
 
 def test_fatal_error_whose_exception_was_lost_makes_the_worker_start_again() -> None:
     with (
-        pytest.raises(ClientFailed, match="delivering records: the client met an unnamed fatal error"),
+        pytest.raises(
+            ClientFailed, match="delivering records: the client met an unnamed fatal error"
+        ),
         translate_fatal_errors("delivering records"),
     ):
         raise SystemError(

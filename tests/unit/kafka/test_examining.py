@@ -60,7 +60,7 @@ class Answers:
     def __init__(self, found: dict[int, RecordBatch]) -> None:
         self.found = found
 
-    def batch_of(self, offset: int) -> RecordBatch | None:
+    def find_batch(self, offset: int) -> RecordBatch | None:
         return next(
             (batch for batch in self.found.values() if batch.first <= offset < batch.stop), None
         )

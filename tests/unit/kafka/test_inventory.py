@@ -73,7 +73,9 @@ def listed(
 ) -> list[str]:
     """List groups over a client as either class does."""
     connection = Connection("127.0.0.1:1", request_timeout_seconds=seconds, client_id="test")
-    module, face = (inventory, inventory.Inventory) if kind == "inventory" else (offset_admin, admin.Admin)
+    module, face = (
+        (inventory, inventory.Inventory) if kind == "inventory" else (offset_admin, admin.Admin)
+    )
     monkeypatch.setattr(module, "AdminClient", lambda settings: client)
     return list(face(connection).groups("relax."))
 

@@ -8,12 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.kafka.admin import (
-    ConsumerGroupMember,
-    ConsumerGroupState,
-    PartitionState,
-    TopicState,
-)
+from relax_events.kafka.admin import PartitionState, TopicState
+from relax_events.kafka.offset_admin import ConsumerGroupMember, ConsumerGroupState
 from relax_events.ops.topic_check import group_findings, partition_findings
 
 TOPICS = {"t": TopicState("t", 1, 3, {"min.insync.replicas": "2"})}

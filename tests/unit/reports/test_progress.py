@@ -170,8 +170,8 @@ ENGINE = {
     "tokens_per_second": 812.4,
     "generating_ratio": 0.75,
     "loading_ratio": 0.02,
-    "reused_ratio": 0.875,
-    "resumed_tokens": 40.0,
+    "cached_ratio": 0.875,
+    "recomputed_tokens": 40.0,
 }
 
 

@@ -15,7 +15,7 @@ from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.runtime import processors as map_role
-from relax_events.runtime.concurrent_processor import Done, FlowMapRole, Key
+from relax_events.runtime.concurrent_processor import Done, ConcurrentLoop, Key
 from relax_events.runtime.drain import Drain
 from relax_events.telemetry.traces import Traces
 
@@ -87,7 +87,7 @@ class Stage:
             traces=Traces(),
             reads=lambda _: None,
         )
-        self.role = FlowMapRole(self.worker, self)
+        self.role = ConcurrentLoop(self.worker, self)
 
     @property
     def room(self) -> int:

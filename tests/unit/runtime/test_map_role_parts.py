@@ -17,7 +17,7 @@ from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.runtime import processors as map_role
 from relax_events.runtime.drain import Drain
-from relax_events.runtime.processors import MapRole
+from relax_events.runtime.processors import SampleLoop
 from relax_events.telemetry.traces import Traces
 
 pytestmark = pytest.mark.unit
@@ -67,7 +67,7 @@ class Stage:
             traces=Traces(),
             reads=lambda _: None,
         )
-        self.role = MapRole(self.worker, self._handle, **limits)
+        self.role = SampleLoop(self.worker, self._handle, **limits)
 
     def run(self, *, num_turns: int) -> list[Any]:
         """Let the loop take so many turns, and return what it did."""

@@ -38,10 +38,10 @@ def written_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 def test_event_is_written_whatever_is_in_it(
     written_log: io.StringIO, value: object, written: object
 ) -> None:
-    structlog.get_logger().error("checkpoint.unreadable", errors=value)
+    structlog.get_logger().error("checkpoint.read_failed", errors=value)
     line = json.loads(written_log.getvalue())
     assert (line["event"], line["errors"], line["role"]) == (
-        "checkpoint.unreadable",
+        "checkpoint.read_failed",
         written,
         "trainer",
     )

@@ -98,7 +98,7 @@ def test_lost_version_ends_its_own_prompt_groups_and_others_are_evaluated() -> N
     ]
     assert transport.asked == [1, 2, 3], "what is lost is not read again and again"
     assert (
-        b'relax_weights_lost_prompt_groups_total{role="actor-forward"} 2.0'
+        b'relax_prompt_groups_without_weights_total{role="actor-forward"} 2.0'
         in worker.metrics.exposition()
     )
     with pytest.raises(
