@@ -36,7 +36,9 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("actor-forward", config, index=index, store=store) as worker:
         scorer = open_scorer(worker)
         versions = VersionedWeights(
-            worker, scorer, StoreReader(store, full_snapshot_interval=config.weights.full_snapshot_interval)
+            worker,
+            scorer,
+            StoreReader(store, full_snapshot_interval=config.weights.full_snapshot_interval),
         )
         evaluate = Evaluating(
             worker, scorer, model_role="actor", topic="actor.logprobs", use_version=versions.use

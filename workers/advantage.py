@@ -23,8 +23,8 @@ from relax_events.events.parts import Array, FinishReason, Outcome, TopicOffset
 from relax_events.events.tensors import dense
 from relax_events.events.types import (
     Event,
-    PolicyVersionPublished,
     LogprobsComputed,
+    PolicyVersionPublished,
     SampleReady,
     SampleRolledOut,
     SampleScored,

@@ -34,7 +34,7 @@ from relax_events.kafka.inventory import count_unhealthy_partitions
 from relax_events.kafka.protocol.queue_lag import read_queue_lag
 from relax_events.kafka.security.acls import build_run_prefix
 from relax_events.launcher.parent_watch import SUPERVISOR_PID_VARIABLE
-from relax_events.objects.marker import claim_store, require_marker, find_logged_marker
+from relax_events.objects.marker import claim_store, find_logged_marker, require_marker
 from relax_events.ops.run_purger import Purger
 from relax_events.projections.base import ProjectionGroup
 from relax_events.projections.health import HealthState
@@ -42,10 +42,10 @@ from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.scaling import ScaleState
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.control_follower import RECENT_VERSIONS, ControlFollower
+from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.parent_run import SourceRun
 from relax_events.runtime.run_description import describe, is_told
-from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.worker import Worker
 
 log = structlog.get_logger()
@@ -72,7 +72,12 @@ def open_controller(config: RunConfig, *, index: int) -> Worker:
     """
     num_versions = max(RECENT_VERSIONS, num_versions_needed(config))
     return open_worker(
-        "controller", config, index=index, follow=RUN_STATE_TOPICS, num_versions=num_versions, linger_ms=0
+        "controller",
+        config,
+        index=index,
+        follow=RUN_STATE_TOPICS,
+        num_versions=num_versions,
+        linger_ms=0,
     )
 
 
@@ -105,7 +110,10 @@ class ControllerLoop:
         self._autoscaler = Autoscaler(self._config, self._state, self._scaling)
         worker.metrics.registry.register(ScaleMetrics(self._scaling.state, bounds))
         self._purger = Purger(
-            self._config, worker.connection, open_store(self._config, waits=False), worker.records.codec
+            self._config,
+            worker.connection,
+            open_store(self._config, waits=False),
+            worker.records.codec,
         )
         self._retention = RetentionManager(self._purger, self._config)
         self._all_trained_at = 0.0
@@ -168,7 +176,10 @@ class ControllerLoop:
         descriptions = [event for event in history if isinstance(event, RunDescribed)]
         told = find_logged_marker(descriptions)
         mark = claim_store(
-            store, run_id=self._config.run.id, cluster_id=self._worker.control.follower.cluster_id, told=told
+            store,
+            run_id=self._config.run.id,
+            cluster_id=self._worker.control.follower.cluster_id,
+            told=told,
         )
         require_marker(mark, told=told, store_uri=store.uri(""))
         versions = [
@@ -178,7 +189,9 @@ class ControllerLoop:
             self._config, from_version=max(versions, default=None), store_marker=mark.value
         )
         if not is_told(described, history):
-            self._worker.records.producer.write([self._worker.records.build("control.commands", described)])
+            self._worker.records.producer.write(
+                [self._worker.records.build("control.commands", described)]
+            )
 
     def _follow_leader(self) -> None:
         """Watch the run whose steps our trainer follows: when it has ended, so shall we, once all
@@ -219,9 +232,7 @@ class ControllerLoop:
             done = f"all {state.num_steps} train steps of run {self._config.parent.run} are trained"
             self._stop(reason=f"{done}; it had ended: {self._leader.ended.reason}", succeeded=True)
         elif state.num_consecutive_failures >= run.max_failed_prompt_groups:
-            failed = (
-                f"{state.num_consecutive_failures} prompt groups failed in a row (run.max_failed_prompt_groups)"
-            )
+            failed = f"{state.num_consecutive_failures} prompt groups failed in a row (run.max_failed_prompt_groups)"
             self._stop(reason=f"{failed}; the last one: {state.last_failure}")
         elif state.num_consecutive_skips >= self._config.trainer.max_steps_not_finite:
             what = (
@@ -309,7 +320,9 @@ class ControllerLoop:
             return
         self._look_at_partitions_after = time.monotonic() + PARTITIONS_SECONDS
         try:
-            self._metrics.partitions = count_unhealthy_partitions(self._admin.partitions(build_run_prefix(self._config.run.id)))
+            self._metrics.partitions = count_unhealthy_partitions(
+                self._admin.partitions(build_run_prefix(self._config.run.id))
+            )
         except BrokerError as error:
             log.info("partitions.read_failed", error=str(error))
             self._metrics.partitions = {}

@@ -29,10 +29,10 @@ from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.records import ProducerRecord
 from relax_events.rewards.run_judge import JudgeReward, load_judge_rewards
 from relax_events.rewards.scores import Score, parse_score
-from relax_events.rewards.scoring import build_sample_scored, build_reward_item, read_source
+from relax_events.rewards.scoring import build_reward_item, build_sample_scored, read_source
 from relax_events.roles.engine_monitor import EngineWatch
 from relax_events.roles.worker_factory import open_worker
-from relax_events.runtime.concurrent_processor import Done, ConcurrentLoop, Key
+from relax_events.runtime.concurrent_processor import ConcurrentLoop, Done, Key
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.telemetry.component_metrics import RoutingMetrics
@@ -211,7 +211,10 @@ class JudgeScorer:
         )
         zero = Score(0.0, {}, time.monotonic() - asked.since)
         return self._record(
-            asked, zero if self._judge.on_parse_error == "zero" else failure, text, outcome="unreadable"
+            asked,
+            zero if self._judge.on_parse_error == "zero" else failure,
+            text,
+            outcome="unreadable",
         )
 
     def _record(

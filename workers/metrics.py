@@ -54,7 +54,9 @@ class MetricsLoop:
         self._inbox: queue.SimpleQueue[tuple[Event | None, dict[str, int]]] = queue.SimpleQueue()
         self._trackers = open_tracker_queues(worker.config, failed=worker.metrics.tracker_failed)
         self._tellers = open_notifiers(worker.config, failed=worker.metrics.notice_failed)
-        self._desk = NotificationBuilder(worker.config.run.id, first_version=worker.config.first_version)
+        self._desk = NotificationBuilder(
+            worker.config.run.id, first_version=worker.config.first_version
+        )
         self._starting_thread = threading.current_thread()
         self._saved_at = time.monotonic()
 
@@ -66,7 +68,9 @@ class MetricsLoop:
         worker.drain.on_start(lambda: self._inbox.put((None, {})))
         with MetricsFile(worker.config.run_directory / "metrics.jsonl") as file:
             start_offsets = dict.fromkeys(FOLLOWED, 0) | file.positions
-            worker.control.follow(lambda event: self._hear(event, file), start_offsets=start_offsets)
+            worker.control.follow(
+                lambda event: self._hear(event, file), start_offsets=start_offsets
+            )
             while True:
                 try:
                     event, positions = self._inbox.get(timeout=IDLE_SECONDS)

@@ -25,10 +25,15 @@ import numpy as np
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.data.prompt_filter import PromptFilter, needs_token_counts, build_filters, needs_history
-from relax_events.data.prompt_sampler import SelectedRow, PromptSampler
+from relax_events.data.prompt_filter import (
+    PromptFilter,
+    build_filters,
+    needs_history,
+    needs_token_counts,
+)
+from relax_events.data.prompt_sampler import PromptSampler, SelectedRow
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.row_media import MessageReader, plain_messages, build_storing_reader
+from relax_events.data.row_media import MessageReader, build_storing_reader, plain_messages
 from relax_events.data.sources import open_stream
 from relax_events.data.stream import DatasetRow, PromptStream
 from relax_events.errors import CorruptRecord, MediaError, PoisonSample, SchemaError
@@ -36,9 +41,9 @@ from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
+    PrompterStateSaved,
     PromptGroupEnded,
     PromptGroupIssued,
-    PrompterStateSaved,
 )
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.log_reader import LogReader
@@ -112,7 +117,9 @@ class PrompterLoop:
         self._chooser = PromptSampler(
             stream,
             judges,
-            block_rows=self._config.data.filter_window_rows if self._config.data.prompt_filter else 1,
+            block_rows=self._config.data.filter_window_rows
+            if self._config.data.prompt_filter
+            else 1,
             first_row=self._config.parent.from_row,
             beat=self._beat,
         )
@@ -189,7 +196,9 @@ class PrompterLoop:
             )
 
     def _read_summary(self, reader: LogReader) -> PrompterStateSaved | None:
-        for records in reader.read_backwards((self._worker.plan.topic(SUMMARIES), 0), num_offsets=1):
+        for records in reader.read_backwards(
+            (self._worker.plan.topic(SUMMARIES), 0), num_offsets=1
+        ):
             for record in reversed(records):
                 with suppress(CorruptRecord, SchemaError):
                     event = self._worker.records.codec.decode(record.value)
@@ -240,7 +249,9 @@ class PrompterLoop:
             ).reshape(-1, 2),
             reward_history_values=np.array([reward for _, reward in earned], np.float64),
         )
-        self._worker.records.producer.write([self._worker.records.build(SUMMARIES, summary, key="prompter")])
+        self._worker.records.producer.write(
+            [self._worker.records.build(SUMMARIES, summary, key="prompter")]
+        )
 
     def _known(self, record: Record) -> Event | None:
         """Return a record's event; None for a stranger's, which the rollout role keeps among its
@@ -349,9 +360,7 @@ class PrompterLoop:
             self._remember(group, choice.skipped)
         self._worker.lifecycle.record_processed(len(groups), started)
         first, last = groups[0][0].prompt_group_id, groups[-1][0].prompt_group_id
-        skipped_rows = Counter(
-            reason for _, choice in groups for reason in choice.skipped.values()
-        )
+        skipped_rows = Counter(reason for _, choice in groups for reason in choice.skipped.values())
         log.info(
             "prompt_groups.issued",
             num_prompt_groups=len(groups),

@@ -18,7 +18,7 @@ from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.kafka.records import ProducerRecord
 from relax_events.rewards.pool import RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.rewards.scoring import build_sample_scored, build_reward_item, read_source
+from relax_events.rewards.scoring import build_reward_item, build_sample_scored, read_source
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.processors import SampleLoop, SingleSamples, WholePromptGroups
 from relax_events.runtime.worker import Worker
@@ -69,7 +69,9 @@ class RewardScorer:
 
     def _scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScored]:
         items = [build_reward_item(sample) for sample in samples]
-        with self._worker.lifecycle.activity("score samples", deadline_seconds=self._pool.max_response_seconds):
+        with self._worker.lifecycle.activity(
+            "score samples", deadline_seconds=self._pool.max_response_seconds
+        ):
             results = self._pool.score_batch(items, on_answer=self._worker.heartbeat.advance)
         return [
             self._scored(sample, result) for sample, result in zip(samples, results, strict=True)

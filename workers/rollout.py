@@ -24,14 +24,24 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sft_targets import tokenize_group_targets
-from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest, EnvironmentContext
+from relax_events.engines.protocol import (
+    Engine,
+    EnvironmentContext,
+    GenerationRequest,
+    SampleRequest,
+)
 from relax_events.engines.replicas.router import Router
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.generations import with_generation_digest
 from relax_events.events.parts import Outcome, VersionSegment
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued
 from relax_events.kafka.group_leases import ConsumerGroupLeases
-from relax_events.kafka.leases import DEFAULT_DELIVERY_LIMIT, Lease, LeaseSource, read_delivery_limit
+from relax_events.kafka.leases import (
+    DEFAULT_DELIVERY_LIMIT,
+    Lease,
+    LeaseSource,
+    read_delivery_limit,
+)
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.media.library import MediaLibrary
@@ -128,7 +138,11 @@ def open_rollout_engine(
     from relax_events.environments.pool import EnvironmentPool
 
     with ExitStack() as on_failure:
-        folder = (lambda: build_version_folder(max(newest_version(), 0))) if newest_version else lambda: ""
+        folder = (
+            (lambda: build_version_folder(max(newest_version(), 0)))
+            if newest_version
+            else lambda: ""
+        )
         pool = EnvironmentPool(config, libraries=lambda: MediaLibrary(config, folder=folder))
         on_failure.callback(pool.close)
         renderer = PromptRenderer.from_folder(
@@ -184,7 +198,9 @@ class RolloutLoop:
         """Work until the drain starts, finish what runs, release what waits."""
         worker = self._worker
         worker.drain.on_start(lambda: self._put(None))
-        worker.control.follow(self._wake_on_version, self._transport.subscribe(lambda: self._put(None)))
+        worker.control.follow(
+            self._wake_on_version, self._transport.subscribe(lambda: self._put(None))
+        )
         leases = self._open_leases()
         try:
             while not worker.drain.requested:
@@ -223,7 +239,11 @@ class RolloutLoop:
         )
 
     def _open_leases(self) -> LeaseSource:
-        kind: Any = ShareGroupLeases if self._config.broker.prompt_queue == "share_group" else ConsumerGroupLeases
+        kind: Any = (
+            ShareGroupLeases
+            if self._config.broker.prompt_queue == "share_group"
+            else ConsumerGroupLeases
+        )
         plan = self._worker.plan
         if kind is ShareGroupLeases:
             limit = read_delivery_limit(self._worker.connection, plan.consumer_group("rollout"))
@@ -330,7 +350,9 @@ class RolloutLoop:
                 self._partials.find(issued.prompt_group_id, num_samples=issued.samples_per_prompt)
             )
         shown = [
-            reference for sample in group.partials.values() for reference in list_message_media(sample.turns)
+            reference
+            for sample in group.partials.values()
+            for reference in list_message_media(sample.turns)
         ]
         group.media = self._ahead.bring([*list_message_media(issued.messages), *shown])
         return group
@@ -512,7 +534,11 @@ class RolloutLoop:
         for group in groups:
             prompt_group_id, errors = group.issued.prompt_group_id, group.errors
             failure = (
-                [self._worker.records.build_end_request(prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}")]
+                [
+                    self._worker.records.build_end_request(
+                        prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}"
+                    )
+                ]
                 if errors
                 else []
             )

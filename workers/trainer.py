@@ -45,6 +45,7 @@ from relax_events.projections.training_history import TrainingHistory
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.record_io import UNUSABLE
 from relax_events.runtime.validation import (
     check_ended,
     check_ready,
@@ -52,18 +53,17 @@ from relax_events.runtime.validation import (
     outcomes_on,
     require_belonging,
 )
-from relax_events.runtime.record_io import UNUSABLE
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup, ReadyGroup, select_groups
 from relax_events.telemetry.traces import TracedWork
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import TRAINING_SAMPLES, TRAINER_INPUTS
+from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES
 from relax_events.training.backend.factory import open_backend
 from relax_events.training.backend.master_weights import reconcile
 from relax_events.training.backend.protocol import TrainerBackend, TrainerState
 from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
 from relax_events.training.batch.packing import MicroBatcher
-from relax_events.training.batch.step_batch import UntrainableGroup, StepBatch
+from relax_events.training.batch.step_batch import StepBatch, UntrainableGroup
 from relax_events.training.batch.token_sequence import read_array
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.checkpoint.pending import PendingCheckpoint
@@ -294,7 +294,10 @@ class TrainLoop:
         )
 
     def _owns(self, partition: int) -> bool:
-        return partition % self._worker.plan.partitions_per_version % self._ranks.size == self._ranks.rank
+        return (
+            partition % self._worker.plan.partitions_per_version % self._ranks.size
+            == self._ranks.rank
+        )
 
     def _take_published(self, history: TrainingHistory) -> None:
         """Where kernels are not deterministic, replay ends near the published weights: those are
@@ -502,7 +505,9 @@ class TrainLoop:
         self._library.prefetch(sample.media)
         try:
             self._library.require_fit(
-                read_array(sample, "tokens"), ~read_array(sample, "loss_mask").astype(bool), sample.media
+                read_array(sample, "tokens"),
+                ~read_array(sample, "loss_mask").astype(bool),
+                sample.media,
             )
         except PoisonSample as error:
             raise PoisonSample(f"sample {sample.sample_id}: {error}") from error
@@ -529,7 +534,11 @@ class TrainLoop:
     def _settle(self, *, wait: bool = True) -> None:
         """Commit the step before, if it is not: its weights were written beside this one."""
         publisher = self._publisher
-        if publisher is None or not publisher.has_uncommitted_step or not (wait or publisher.weights_are_written):
+        if (
+            publisher is None
+            or not publisher.has_uncommitted_step
+            or not (wait or publisher.weights_are_written)
+        ):
             return
         with self._phases.measure("weights"), self._worker.lifecycle.transfer("write weights"):
             publisher.wait_until_written()
@@ -590,11 +599,16 @@ class TrainLoop:
         self._begin_trace(group, batch.share)
         records = self._assembler.take(group)
         try:
-            with self._phases.measure("decode"), self._worker.lifecycle.piece("read a prompt group"):
+            with (
+                self._phases.measure("decode"),
+                self._worker.lifecycle.piece("read a prompt group"),
+            ):
                 samples = [self._placed(record) for record in records]
         except UNUSABLE as error:  # it could be had when its record came
             places = [(record.partition, record.offset) for record in records]
-            batch.exclude(UntrainableGroup(group.prompt_group_id, group.policy_version, places, error))
+            batch.exclude(
+                UntrainableGroup(group.prompt_group_id, group.policy_version, places, error)
+            )
         else:
             batch.feed(samples)
 
@@ -602,7 +616,9 @@ class TrainLoop:
         """Decode a record again that was found trainable when it came, so that only the samples in
         training lie in memory with their arrays.
         """
-        sample = check_ready(self._worker.records.fetch_arrays(self._worker.records.codec.decode(record.value)))
+        sample = check_ready(
+            self._worker.records.fetch_arrays(self._worker.records.codec.decode(record.value))
+        )
         return LocatedSample(sample, record.partition, record.offset)
 
     def _begin_trace(self, group: ReadyGroup, share: RankStepResult) -> None:
@@ -636,7 +652,10 @@ class TrainLoop:
                 num_tokens=num_tokens,
                 max_tokens=max_tokens,
             )
-        with self._phases.measure("forward_backward"), self._worker.lifecycle.piece("train a micro-batch"):
+        with (
+            self._phases.measure("forward_backward"),
+            self._worker.lifecycle.piece("train a micro-batch"),
+        ):
             self._backend.accumulate(micro_batch)
         self._worker.metrics.tokens(num_tokens)
         self._worker.lifecycle.record_processed(len(micro_batch), started)
@@ -710,7 +729,8 @@ class TrainLoop:
         if self._ranks.size == 1:
             return [share]
         return [
-            RankStepResult.from_bytes(data) for data in self._ranks.all_gather_bytes(share.to_bytes())
+            RankStepResult.from_bytes(data)
+            for data in self._ranks.all_gather_bytes(share.to_bytes())
         ]
 
     def _poll_checkpoint(self) -> None:
@@ -747,5 +767,8 @@ class TrainLoop:
             "id_window": self._assembler.done_group_ids(),
             "forgotten_step": self._assembler.forgotten_step,
         }
-        with self._phases.measure("checkpoint"), self._worker.lifecycle.transfer("copy the checkpoint"):
+        with (
+            self._phases.measure("checkpoint"),
+            self._worker.lifecycle.transfer("copy the checkpoint"),
+        ):
             self._pending = self._checkpoints.save(self._backend.state(), extra=extra)

@@ -16,10 +16,10 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.engines.protocol import (
     Engine,
+    EnvironmentContext,
     GeneratedSample,
     GenerationRequest,
     SampleRequest,
-    EnvironmentContext,
 )
 from relax_events.errors import PoisonSample, RewardError, RunFailed
 from relax_events.events.parts import FinishReason

@@ -15,7 +15,7 @@ from relax_events.engines.protocol import GeneratedSample
 from relax_events.events.parts import FinishReason
 from relax_events.events.types import PromptGroupIssued
 from relax_events.kafka.leases import Lease
-from relax_events.telemetry.traces import NOT_TRACED, Value, TracedWork
+from relax_events.telemetry.traces import NOT_TRACED, TracedWork, Value
 
 
 @dataclass(slots=True)

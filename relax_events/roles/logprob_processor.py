@@ -75,7 +75,9 @@ class Evaluating:
             self._worker.metrics.tokens(sum(len(sample.tokens) for sample in members))
         return records
 
-    def _ended(self, samples: Sequence[SampleRolledOut], error: WeightsError) -> list[ProducerRecord]:
+    def _ended(
+        self, samples: Sequence[SampleRolledOut], error: WeightsError
+    ) -> list[ProducerRecord]:
         """Ask the trainer to end the prompt groups of a version whose weights are lost, so that
         they are issued again on another one.
         """
@@ -89,7 +91,9 @@ class Evaluating:
         self._worker.metrics.weights.lost(len(groups))
         reason = f"{self._worker.role}: the weights of version {version} can't be used"
         return [
-            self._worker.records.build_end_request(group, Outcome.EXPIRED, reason, policy_version=version)
+            self._worker.records.build_end_request(
+                group, Outcome.EXPIRED, reason, policy_version=version
+            )
             for group in groups
         ]
 

@@ -25,8 +25,8 @@ import structlog
 from relax_events.errors import AccessDenied, BrokerError, CorruptRecord, SchemaError
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.leases import Lease
+from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.worker import Worker
 from relax_events.topics.contents import belongs_on
 from relax_events.topics.plan import HEARTBEATS
@@ -47,7 +47,10 @@ class _Held:
 
     def apply(self, prompt_group_id: str, beat: WorkerHeartbeat, now: float) -> None:
         self.is_ended = self.is_ended or prompt_group_id in beat.prompt_groups_written
-        if prompt_group_id in beat.prompt_groups_in_flight and beat.state is not WorkerState.STOPPED:
+        if (
+            prompt_group_id in beat.prompt_groups_in_flight
+            and beat.state is not WorkerState.STOPPED
+        ):
             self.claimed_at[beat.worker_id] = now
         else:
             self.claimed_at.pop(beat.worker_id, None)
@@ -86,7 +89,10 @@ class LastDeliveries:
         for beat in self._beats():
             for prompt_group_id, held in self._held.items():
                 held.apply(prompt_group_id, beat, self._clock())
-        seconds, given_up = SILENT_BEATS * self._worker.config.workers.heartbeat_seconds, list[Lease]()
+        seconds, given_up = (
+            SILENT_BEATS * self._worker.config.workers.heartbeat_seconds,
+            list[Lease](),
+        )
         for prompt_group_id, held in list(self._held.items()):
             if held.is_ended:
                 log.info("prompt_group.already_ended", prompt_group_id=prompt_group_id)

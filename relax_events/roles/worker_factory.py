@@ -42,7 +42,9 @@ class StoreClaimCheck:
     def check_in(self, event: Event, *, policy_version: int | None) -> Event:
         """Store arrays above the limit with the objects of the version."""
         folder = "" if policy_version is None else build_version_folder(policy_version)
-        return check_in(event, self._store, claim_check_threshold_bytes=self._inline_max_bytes, folder=folder)
+        return check_in(
+            event, self._store, claim_check_threshold_bytes=self._inline_max_bytes, folder=folder
+        )
 
     def check_out(self, event: Event) -> Event:
         """Fetch stored arrays that the role computes with, once all media are found to lie where

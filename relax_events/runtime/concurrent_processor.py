@@ -92,7 +92,9 @@ class ConcurrentLoop:
 
     def _step(self, *, takes: bool) -> None:
         started, is_busy = time.monotonic(), self._num_held > 0
-        self._input.fetch(timeout_seconds=0.0 if is_busy or (takes and self._input.fetched) else IDLE_SECONDS)
+        self._input.fetch(
+            timeout_seconds=0.0 if is_busy or (takes and self._input.fetched) else IDLE_SECONDS
+        )
         while takes and self._input.fetched and self._processor.capacity > 0:
             self._take(self._input.fetched.popleft())
             self._worker.lifecycle.record_progress()

@@ -34,7 +34,12 @@ from relax_events.errors import (
 )
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command
-from relax_events.events.types import BroadcastMembership, Event, PolicyVersionPublished, RunCommanded
+from relax_events.events.types import (
+    BroadcastMembership,
+    Event,
+    PolicyVersionPublished,
+    RunCommanded,
+)
 from relax_events.kafka.auth_errors import AuthFailureTracker
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -43,7 +48,11 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.contents import belongs_on
 from relax_events.topics.plan import METRICS_TOPICS
 
-SUMMED_ENTITIES = ("control.train-steps", "control.prompt-group-outcomes", "control.policy-versions")
+SUMMED_ENTITIES = (
+    "control.train-steps",
+    "control.prompt-group-outcomes",
+    "control.policy-versions",
+)
 """Topics that the trainer writes in the transactions that publish versions."""
 PUBLICATIONS = "control.policy-versions"
 RECENT_VERSIONS = 48
@@ -77,7 +86,9 @@ def read_newest_publications(
     return found
 
 
-def find_start_offsets(published: Sequence[PolicyVersionPublished], plan: TopicPlan) -> Mapping[str, int]:
+def find_start_offsets(
+    published: Sequence[PolicyVersionPublished], plan: TopicPlan
+) -> Mapping[str, int]:
     """Return where a reader begins that is to miss nothing since the first of these publications,
     by entity; 0 is the oldest record left.
     """
@@ -167,11 +178,16 @@ class ControlFollower:
 
     def _read_versions(self, num_versions: int) -> list[PolicyVersionPublished]:
         found = read_newest_publications(
-            self._reader, self._plan, self._decode, is_enough=lambda found: len(found) >= num_versions
+            self._reader,
+            self._plan,
+            self._decode,
+            is_enough=lambda found: len(found) >= num_versions,
         )
         return [event for event in found if self._is_newer(event)]
 
-    def start(self, *listeners: Listener, start_offsets: Mapping[str, int] = NO_START_OFFSETS) -> None:
+    def start(
+        self, *listeners: Listener, start_offsets: Mapping[str, int] = NO_START_OFFSETS
+    ) -> None:
         """Tell the listeners what was read so far and what there is of the other topics, then go on
         live.
 
@@ -184,7 +200,10 @@ class ControlFollower:
         history, self.history = self.history, []
         for event in history:
             self._notify(event)
-        spans = {(self._plan.topic(entity), 0): self._span(entity, start_offsets) for entity in self._also}
+        spans = {
+            (self._plan.topic(entity), 0): self._span(entity, start_offsets)
+            for entity in self._also
+        }
         for record in self._reader.stream(spans):
             self._receive(record)
         starts = {place: start for place, (start, _) in spans.items()} | dict.fromkeys(
@@ -379,7 +398,8 @@ class ControlFollower:
         if isinstance(event, PolicyVersionPublished) and not self._is_newer(event):
             return None
         if isinstance(event, BroadcastMembership) and (
-            self.broadcast_membership is None or event.membership_version > self.broadcast_membership.membership_version
+            self.broadcast_membership is None
+            or event.membership_version > self.broadcast_membership.membership_version
         ):
             self.broadcast_membership = event
         return event

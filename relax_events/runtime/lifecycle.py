@@ -65,9 +65,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         self._control, self._connection, self._producer = control, connection, producer
         self._metrics, self._plan = metrics, plan
         self._on_heartbeat: list[Callable[[], None]] = []
-        self._thread = HeartbeatThread(
-            heartbeat, interval_seconds=config.workers.heartbeat_seconds
-        )
+        self._thread = HeartbeatThread(heartbeat, interval_seconds=config.workers.heartbeat_seconds)
         self._starting = ExitStack()
         self._outages: Outages | None = None
         self._loop_thread = threading.get_ident()
@@ -199,9 +197,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
             "no policy version is known yet": self._control.policy_version < 0,
             "the broker does not answer": self._is_broker_away,
         }
-        return next(
-            (reason for reason, holds in reasons.items() if holds), self.liveness_problem()
-        )
+        return next((reason for reason, holds in reasons.items() if holds), self.liveness_problem())
 
     @property
     def _is_broker_away(self) -> bool:

@@ -76,7 +76,9 @@ class SourceRun:
                 f"releases; {remedy}"
             )
         config = described_config(described, run_id=run_id, own=own)
-        return cls(config, TopicPlan.from_config(config), connection, own.parent.objects_uri if own else "")
+        return cls(
+            config, TopicPlan.from_config(config), connection, own.parent.objects_uri if own else ""
+        )
 
     def codec(self) -> EventCodec:
         """Return a codec that knows the schemas of the run's writers."""

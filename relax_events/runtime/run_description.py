@@ -25,10 +25,10 @@ from relax_events.topics import TopicPlan
 
 PLACE_KEYS = {"broker": {"bootstrap_servers", "client", "embedded_password_file"}}
 SHAPE_KEYS = (
-"partitions_per_version",
+    "partitions_per_version",
     "queue_partitions",
     "replication_factor",
-"prompt_queue",
+    "prompt_queue",
     "lease_seconds",
     "compression",
 )

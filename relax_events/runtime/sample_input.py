@@ -126,9 +126,7 @@ class SampleInput:
                 self._consumer.seek(self._topic, partition, offset)
         return bool(published)
 
-    def flush_and_commit(
-        self, offsets: list[TopicOffset], *, wait: Deadline | None = None
-    ) -> None:
+    def flush_and_commit(self, offsets: list[TopicOffset], *, wait: Deadline | None = None) -> None:
         """Commit inputs once all outputs sent so far are acknowledged."""
         failpoint(f"{self._worker.role}.before_flush")
         self._worker.records.producer.flush()

@@ -232,7 +232,12 @@ def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...])
             f"{where}: sample_id must be {event.prompt_group_id}/{event.key.sample_index}, got "
             f"{event.sample_id}"
         )
-    if not 0 <= event.policy_version <= event.key.min_policy_version <= event.key.max_policy_version:
+    if (
+        not 0
+        <= event.policy_version
+        <= event.key.min_policy_version
+        <= event.key.max_policy_version
+    ):
         versions = f"{event.policy_version}, {event.key.min_policy_version}, {event.key.max_policy_version}"
         raise PoisonSample(
             f"{where}: policy_version <= min_policy_version <= max_policy_version must hold, "

@@ -46,7 +46,9 @@ def judged(
     ]
     return [
         values.tolist()
-        for values in AdvantageEstimator(AlgorithmConfig.model_validate(settings), max_new_tokens=8)(samples)
+        for values in AdvantageEstimator(
+            AlgorithmConfig.model_validate(settings), max_new_tokens=8
+        )(samples)
     ]
 
 
@@ -104,7 +106,9 @@ def test_deviation_of_a_step_is_divided_by_n_or_one_less() -> None:
     ]
     assert of_tokens == pytest.approx([math.sqrt(12 / 4), math.sqrt(12 / 3)])
     of_rewards = [
-        compute_reward_scaling([np.array([1.0, 2.0, 3.0])], correction=correction, ranks=SingleRank()).std
+        compute_reward_scaling(
+            [np.array([1.0, 2.0, 3.0])], correction=correction, ranks=SingleRank()
+        ).std
         for correction in (0, 1)
     ]
     assert of_rewards == pytest.approx([math.sqrt(2 / 3), 1.0])
@@ -152,7 +156,9 @@ def test_length_weighted_baseline_leaves_the_sum_over_all_tokens_zero_and_is_the
         rtol=1e-9,
     )
     same = GroupRewards(rewards, lengths=np.full(8, 7.0))
-    np.testing.assert_allclose(opo_advantages(same), centred_advantages(same), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        opo_advantages(same), centred_advantages(same), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_length_weighted_baseline_of_equal_rewards_lone_or_empty_samples_is_exact() -> None:
@@ -168,7 +174,9 @@ def test_length_weighted_baseline_of_equal_rewards_lone_or_empty_samples_is_exac
 def test_advantages_over_the_mean_worked_out_by_hand() -> None:
     # One of four right: (1 - 1/4) / (1/4) = 3 and -1; three of four: 1/3 and -1.
     assert maxrl_advantages(group([1, 0, 0, 0])).tolist() == [3, -1, -1, -1]
-    assert maxrl_advantages(group([1, 1, 1, 0])).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
+    assert maxrl_advantages(group([1, 1, 1, 0])).tolist() == pytest.approx(
+        [1 / 3, 1 / 3, 1 / 3, -1]
+    )
     assert (
         maxrl_advantages(group([0, 0])).tolist()
         == maxrl_advantages(group([0.1, 0.1])).tolist()
@@ -209,7 +217,9 @@ def test_deviation_of_a_steps_rewards_scales_and_centres_nothing() -> None:
     # squares 1.96 + 0.16 + 0.36 + 12.96 + 5.76 = 21.2.
     scaling = compute_reward_scaling([np.array([3.0, 1.0]), np.array([2.0])], ranks=SingleRank())
     assert (scaling.mean, scaling.std) == (0.0, 1.0)
-    scaling = compute_reward_scaling([np.array([3.0, 1.0, 6.0]), np.array([2.0, 0.0])], ranks=SingleRank())
+    scaling = compute_reward_scaling(
+        [np.array([3.0, 1.0, 6.0]), np.array([2.0, 0.0])], ranks=SingleRank()
+    )
     assert scaling.std == pytest.approx(math.sqrt(21.2 / 4))
     assert scaling.apply(np.array([0.5, 4.0])).tolist() == pytest.approx(
         [0.5 / math.sqrt(5.3), 4 / math.sqrt(5.3)]

@@ -13,7 +13,10 @@ from relax_events.algorithms.description import installed_algorithms
 from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
-from relax_events.training.batch.step_statistics import compute_second_moment_cutoff, compute_whitening
+from relax_events.training.batch.step_statistics import (
+    compute_second_moment_cutoff,
+    compute_whitening,
+)
 from relax_events.training.ranks import SingleRank
 
 NUM_TOKENS, LENGTH, GROUPS, SAMPLES = 5, 3, 8, 4
@@ -59,7 +62,10 @@ def judged(draws: np.ndarray, logprobs: np.ndarray, judge: AdvantageEstimator) -
 )
 def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": name} | settings)
-    judge, objective = AdvantageEstimator(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)
+    judge, objective = (
+        AdvantageEstimator(algorithm, max_new_tokens=8),
+        Objective(algorithm, max_new_tokens=8),
+    )
     logits = torch.zeros(NUM_TOKENS, requires_grad=True)
     optimizer, generator = torch.optim.Adam([logits], lr=0.15), torch.Generator().manual_seed(1)
     lengths = torch.full((GROUPS * SAMPLES,), LENGTH)
@@ -128,7 +134,10 @@ WAYS: list[dict[str, Any]] = [
 )
 def test_policy_comes_to_choose_as_its_teacher_does(settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": "opd"} | settings)
-    judge, objective = AdvantageEstimator(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)
+    judge, objective = (
+        AdvantageEstimator(algorithm, max_new_tokens=8),
+        Objective(algorithm, max_new_tokens=8),
+    )
     teacher = torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04])
     logits = torch.tensor([-0.5, 0.0, 0.5, 1.0, 0.0], requires_grad=True)
     optimizer, generator = torch.optim.Adam([logits], lr=0.1), torch.Generator().manual_seed(1)

@@ -14,7 +14,10 @@ from relax_events.algorithms.corrections import (
     reject_samples,
 )
 from relax_events.algorithms.step_statistics import Whitening, second_moment_cutoff
-from relax_events.training.batch.step_statistics import compute_second_moment_cutoff, compute_whitening
+from relax_events.training.batch.step_statistics import (
+    compute_second_moment_cutoff,
+    compute_whitening,
+)
 from relax_events.training.ranks import SingleRank
 
 RATIOS = [0.25, 1.0, 4.0, 0.5, 2.0, 1.5]

@@ -14,7 +14,7 @@ from torch.distributions import Categorical, kl_divergence
 from relax_events.algorithms.distillation import MIN_TAIL, TokenSet, divergence, sampled_divergence
 
 GENERATOR = torch.Generator().manual_seed(8)
-STUDENT, TEACHER, DRAWN = (
+STUDENT, TEACHER, BEHAVIOUR = (
     torch.randn(4, 9, generator=GENERATOR, dtype=torch.float64).log_softmax(-1) for _ in range(3)
 )
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.3), ("jsd", 0.0), ("jsd", 1.0)]
@@ -133,11 +133,11 @@ def test_estimate_of_the_drawn_token_is_unbiased_with_its_gradient_whoever_drew_
     estimates = sampled_divergence(
         logits.log_softmax(-1).flatten(),
         teacher_logprobs=TEACHER.flatten(),
-        drawn_logprobs=DRAWN.flatten(),
+        behaviour_logprobs=BEHAVIOUR.flatten(),
         kind=kind,
         mixture=mixture,
     )
-    means = (DRAWN.exp() * estimates.reshape(DRAWN.shape)).sum(-1)
+    means = (BEHAVIOUR.exp() * estimates.reshape(BEHAVIOUR.shape)).sum(-1)
     torch.testing.assert_close(means, whole(STUDENT, TEACHER, kind, mixture), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(
         torch.autograd.grad(means.sum(), logits)[0], expected_gradient, rtol=1e-9, atol=1e-12
@@ -154,7 +154,7 @@ def test_gradient_of_the_reverse_estimate_is_that_of_the_policy_gradient_with_th
     )
     logprobs.requires_grad_()
     sampled_divergence(
-        logprobs, teacher_logprobs=teacher, drawn_logprobs=drawn, kind="reverse_kl", mixture=0.5
+        logprobs, teacher_logprobs=teacher, behaviour_logprobs=drawn, kind="reverse_kl", mixture=0.5
     ).sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([np.exp(0.2) * 0.5, np.exp(-0.1) * -1.5])
@@ -164,7 +164,7 @@ def test_estimate_stays_finite_when_the_teacher_is_far_off() -> None:
     far = sampled_divergence(
         torch.tensor([-500.0, -0.1]),
         teacher_logprobs=torch.tensor([0.0, -900.0]),
-        drawn_logprobs=torch.tensor([0.0, -0.1]),
+        behaviour_logprobs=torch.tensor([0.0, -0.1]),
         kind="reverse_kl",
         mixture=0.5,
     )

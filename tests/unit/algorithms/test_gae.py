@@ -178,7 +178,9 @@ def test_critic_learns_from_its_own_lambda_computed_from_the_recorded_samples() 
         {"name": "ppo", "critic_gae_lambda": 1.0, "length_adaptive_alpha": 0.05}
     )
     assert algorithm.of_critic is not None
-    [learned] = AdvantageRelabeller(algorithm.of_critic, max_new_tokens=8)([LocatedSample(recorded, 0, 0)])
+    [learned] = AdvantageRelabeller(algorithm.of_critic, max_new_tokens=8)(
+        [LocatedSample(recorded, 0, 0)]
+    )
     assert (learned.sample.advantages + values).tolist() == [0.0, 2.0, 2.0]
 
 
@@ -244,4 +246,7 @@ def test_teacher_is_taken_off_discounted_returns() -> None:
         distill_coefficient=1.0,
         distill_placement="advantage",
     )
-    assert AdvantageEstimator(algorithm, max_new_tokens=8)([one])[0].tolist() == [0.5 - 1.0, 1.0 + 0.5]
+    assert AdvantageEstimator(algorithm, max_new_tokens=8)([one])[0].tolist() == [
+        0.5 - 1.0,
+        1.0 + 0.5,
+    ]

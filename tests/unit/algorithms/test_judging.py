@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample, overlong_penalties
-from relax_events.algorithms.advantages import GroupRewards, centred_advantages, gdpo_advantages, rloo_advantages
+from relax_events.algorithms.advantage_estimator import (
+    AdvantageEstimator,
+    RewardedSample,
+    overlong_penalties,
+)
+from relax_events.algorithms.advantages import (
+    GroupRewards,
+    centred_advantages,
+    gdpo_advantages,
+    rloo_advantages,
+)
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, RewardError
 
@@ -48,7 +57,10 @@ def judge(
     given: list[RewardedSample], max_new_tokens: int = 8, **settings: Any
 ) -> list[list[float]]:
     algorithm = AlgorithmConfig.model_validate(settings)
-    return [values.tolist() for values in AdvantageEstimator(algorithm, max_new_tokens=max_new_tokens)(given)]
+    return [
+        values.tolist()
+        for values in AdvantageEstimator(algorithm, max_new_tokens=max_new_tokens)(given)
+    ]
 
 
 def test_leave_one_out_takes_the_others_mean() -> None:
@@ -74,7 +86,9 @@ def test_components_are_normalised_apart_and_summed_by_weight() -> None:
     unit = 0.5 / np.sqrt(1 / 3)  # deviation with n - 1 of two zeros and two ones
     plain = gdpo_advantages(rewards, normalise_std=True, reward_weights={})
     assert plain.tolist() == pytest.approx([0.0, -2 * unit, 2 * unit, 0.0], rel=1e-5, abs=1e-5)
-    weighted = gdpo_advantages(rewards, normalise_std=True, reward_weights={"right": 1.0, "form": 0.5})
+    weighted = gdpo_advantages(
+        rewards, normalise_std=True, reward_weights={"right": 1.0, "form": 0.5}
+    )
     assert weighted.tolist() == pytest.approx(
         [0.5 * unit, -1.5 * unit, 1.5 * unit, -0.5 * unit], rel=1e-5
     )

@@ -144,9 +144,7 @@ def test_token_weights_sum_to_one_for_each_sample_for_sample_mean():
 SEQUENCES = {"clip_low": 3e-4, "clip_high": 4e-4}
 
 
-def sequence_surrogate(
-    log_ratios: list[list[float]], advantages: list[float], function=gspo_loss
-):
+def sequence_surrogate(log_ratios: list[list[float]], advantages: list[float], function=gspo_loss):
     lengths = [len(sample) for sample in log_ratios]
     logprobs = torch.tensor(
         [value for sample in log_ratios for value in sample],
@@ -203,9 +201,7 @@ def test_sequence_surrogate_is_the_token_surrogate_for_samples_of_one_token():
 def test_sequence_surrogate_by_token_has_the_samples_ratio_and_the_tokens_gradient():
     log_ratios, advantages = [[3e-4, -1e-4, 1e-4], [1e-3], [0.0, 2e-3]], [1.5, 2.0, -1.0]
     _, whole, _ = sequence_surrogate(log_ratios, advantages)
-    logprobs, result, _ = sequence_surrogate(
-        log_ratios, advantages, function=gspo_token_loss
-    )
+    logprobs, result, _ = sequence_surrogate(log_ratios, advantages, function=gspo_token_loss)
     assert result.losses.tolist() == pytest.approx(whole.losses.tolist(), rel=1e-14)
     assert gradient_of(logprobs, result.losses) == pytest.approx(
         [-1.5 * math.exp(1e-4)] * 3 + [0.0] + [math.exp(1e-3)] * 2, rel=1e-12
@@ -299,7 +295,7 @@ def test_low_variance_estimate_is_bounded_after_the_ratio():
     plain = kl_estimate(logprobs, base_logprobs=base, estimator="low_variance")
     assert plain.tolist() == pytest.approx([10.0, k3[1], k3[2]])
     weighted = kl_estimate(
-        logprobs, base_logprobs=base, estimator="low_variance", drawn_logprobs=drawn
+        logprobs, base_logprobs=base, estimator="low_variance", behaviour_logprobs=drawn
     )
     assert weighted.tolist() == pytest.approx([10.0, math.e * k3[1], math.exp(3) * k3[2]], rel=1e-5)
 
@@ -316,7 +312,9 @@ def test_unbiased_estimate_has_the_value_and_gradient_of_the_divergence_whoever_
     policy = logits.log_softmax(-1)
     exact = (policy.exp() * (policy - base)).sum()
     (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
-    estimates = kl_estimate(policy, base_logprobs=base, estimator=estimator, drawn_logprobs=drawn)
+    estimates = kl_estimate(
+        policy, base_logprobs=base, estimator=estimator, behaviour_logprobs=drawn
+    )
     mean = (drawn.exp() * estimates).sum()
     assert mean.item() == pytest.approx(exact.item(), rel=1e-12)
     torch.testing.assert_close(
@@ -359,9 +357,7 @@ def test_geometric_mean_is_the_policy_gradient_on_policy_and_finite_far_off_it()
     )
     assert gradient_of(logprobs, result.losses) == pytest.approx([-0.5, 3.0, 3.0])
     far = torch.tensor([500.0, 500.0], requires_grad=True)
-    result = gmpo_loss(
-        loss_tokens(far, advantages=[1.0, -1.0]), clip_low=0.4, clip_high=0.4
-    )
+    result = gmpo_loss(loss_tokens(far, advantages=[1.0, -1.0]), clip_low=0.4, clip_high=0.4)
     assert result.losses.tolist() == pytest.approx([-math.exp(0.4), math.exp(MAX_LOG_RATIO)])
     assert all(map(math.isfinite, gradient_of(far, result.losses)))
 

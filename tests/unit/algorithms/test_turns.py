@@ -37,9 +37,9 @@ def sample(
 
 
 def judged(one: RewardedSample, **settings: Any) -> list[float]:
-    values: list[float] = AdvantageEstimator(AlgorithmConfig.model_validate(settings), max_new_tokens=16)([one])[
-        0
-    ].tolist()
+    values: list[float] = AdvantageEstimator(
+        AlgorithmConfig.model_validate(settings), max_new_tokens=16
+    )([one])[0].tolist()
     return values
 
 
@@ -384,7 +384,9 @@ def test_recorded_rewards_by_turn_are_judged_anew_and_those_of_a_rescoring_in_th
     [own] = AdvantageRelabeller(algorithm, max_new_tokens=8)([placed])
     assert own.sample.advantages.tolist() == [0.0, 3.0, 0.0, 2.0]
     others = {(placed.sample.sample_id, 0, ""): RelabelledReward(5.0, np.array([4.0, 0.0]))}
-    [other] = AdvantageRelabeller(algorithm, max_new_tokens=8, rewards=others, scores="strict")([placed])
+    [other] = AdvantageRelabeller(algorithm, max_new_tokens=8, rewards=others, scores="strict")(
+        [placed]
+    )
     assert (other.sample.advantages.tolist(), np.asarray(other.sample.turn_rewards).tolist()) == (
         [0.0, 5.0, 0.0, 1.0],
         [4.0, 0.0],

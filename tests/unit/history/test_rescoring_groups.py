@@ -48,7 +48,7 @@ def rescore(
         ]
 
     log: Any = SimpleNamespace(
-        found=found, whole=lambda *_: {}, plan=SimpleNamespace(topic=lambda entity: entity)
+        read=found, full_ranges=lambda *_: {}, plan=SimpleNamespace(topic=lambda entity: entity)
     )
     producer: Any = SimpleNamespace(
         write=lambda records: written.extend(record.value for record in records)

@@ -109,7 +109,7 @@ def test_tokens_come_along_when_asked_for_also_from_the_store(
 def test_parquet_holds_the_rows_of_json_lines(
     log: RunLog, store: ObjectStore, tmp_path: Path
 ) -> None:
-    views = [with_image(store, 0), replace(view(1), score=None, ended=None)]
+    views = [with_image(store, 0), replace(view(1), score=None, outcome_event=None)]
     for suffix in ("jsonl", "parquet"):
         with Export(log, tmp_path / f"samples.{suffix}", media=tmp_path / "media") as exported:
             for item in views:

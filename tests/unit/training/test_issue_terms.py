@@ -92,7 +92,11 @@ def test_end_is_refused_where_another_rank_reads_than_the_samples() -> None:
             else pytest.raises(ForeignRecord, match="stands on partitions of shard")
         ):
             TERMS.check_shard(record, "000001-0002-0")
-    assert len(own) == plan.num_sample_partitions // plan.partitions_per_version < plan.num_sample_partitions
+    assert (
+        len(own)
+        == plan.num_sample_partitions // plan.partitions_per_version
+        < plan.num_sample_partitions
+    )
 
 
 def test_advantage_beyond_the_bound_is_poison() -> None:

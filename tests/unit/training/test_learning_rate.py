@@ -13,7 +13,9 @@ from tests.unit.trainer_samples import run_config
 
 def rates(schedule: str, warmup_steps: int, steps: range, num_steps: int = 10) -> list[float]:
     trainer = TrainerConfig(learning_rate=1.0, warmup_steps=warmup_steps, schedule=schedule)
-    return [compute_scheduled_learning_rate(trainer, step=step, num_steps=num_steps) for step in steps]
+    return [
+        compute_scheduled_learning_rate(trainer, step=step, num_steps=num_steps) for step in steps
+    ]
 
 
 def test_constant_stays_at_the_peak_after_the_warm_up():

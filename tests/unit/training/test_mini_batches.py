@@ -121,7 +121,9 @@ def ppo_step(plain, *, step, advantages, old_is_trainers, correction_high):
     )
     losses, norms, lengths, far, kls = [], [], [], [], []
     for epoch in range(3):
-        for group_ids in split_into_mini_batches(GROUPS, num_mini_batches=2, seed=11, train_step=step, epoch=epoch):
+        for group_ids in split_into_mini_batches(
+            GROUPS, num_mini_batches=2, seed=11, train_step=step, epoch=epoch
+        ):
             batch = members(group_ids)
             lp = torch.cat([plain.logprobs(sample) for sample in batch])
             lo = torch.cat([old[sample.sample_id] for sample in batch])
@@ -198,18 +200,27 @@ def test_train_steps_equal_a_plain_loop_of_passes_over_mini_batches(algorithm):
 
 def test_prompt_groups_are_dealt_whole_evenly_and_in_another_order_in_each_pass():
     dealt = [
-        split_into_mini_batches(GROUPS, num_mini_batches=2, seed=11, train_step=3, epoch=epoch) for epoch in range(4)
+        split_into_mini_batches(GROUPS, num_mini_batches=2, seed=11, train_step=3, epoch=epoch)
+        for epoch in range(4)
     ]
     for mini_batches in dealt:
         assert [len(one) for one in mini_batches] == [3, 2]
         assert sorted(itertools.chain(*mini_batches)) == GROUPS
     assert len({str(one) for one in dealt}) == 4
-    assert split_into_mini_batches(reversed(GROUPS), num_mini_batches=2, seed=11, train_step=3, epoch=1) == dealt[1]
-    assert split_into_mini_batches(GROUPS, num_mini_batches=9, seed=1, train_step=3, epoch=0) != split_into_mini_batches(
-        GROUPS, num_mini_batches=9, seed=2, train_step=3, epoch=0
+    assert (
+        split_into_mini_batches(
+            reversed(GROUPS), num_mini_batches=2, seed=11, train_step=3, epoch=1
+        )
+        == dealt[1]
     )
+    assert split_into_mini_batches(
+        GROUPS, num_mini_batches=9, seed=1, train_step=3, epoch=0
+    ) != split_into_mini_batches(GROUPS, num_mini_batches=9, seed=2, train_step=3, epoch=0)
     assert [
-        len(one) for one in split_into_mini_batches(GROUPS, num_mini_batches=9, seed=0, train_step=0, epoch=0)
+        len(one)
+        for one in split_into_mini_batches(
+            GROUPS, num_mini_batches=9, seed=0, train_step=0, epoch=0
+        )
     ] == [1] * 5
     assert split_into_mini_batches([], num_mini_batches=2, seed=0, train_step=0, epoch=0) == []
 
@@ -293,7 +304,11 @@ def test_mini_batch_that_is_not_finite_is_left_out_and_the_others_are_trained():
         train(calm, [[sample for sample in SAMPLES if sample.prompt_group_id != "g1"]]),
     )
     assert figures.algorithm_metrics["num_mini_batches_not_finite"] == 1
-    assert figures.algorithm_metrics["num_optimizer_steps"] == expected.algorithm_metrics["num_optimizer_steps"] == 4
+    assert (
+        figures.algorithm_metrics["num_optimizer_steps"]
+        == expected.algorithm_metrics["num_optimizer_steps"]
+        == 4
+    )
     assert figures.loss == pytest.approx(expected.loss)
     assert_equal(mine, calm)
 
@@ -340,8 +355,14 @@ def test_prompt_group_without_a_loss_token_has_no_seat_in_a_mini_batch():
 def test_passes_end_before_the_mini_batch_on_which_the_policy_is_too_far():
     whole, bounded = backend(), backend(trainer=THREE_BY_TWO | {"max_kl": 1e-9})
     figures, free = train(bounded), train(whole)
-    assert (figures.algorithm_metrics["is_stopped_by_kl"], figures.algorithm_metrics["num_optimizer_steps"]) == (1, 1)
-    assert (free.algorithm_metrics["is_stopped_by_kl"], free.algorithm_metrics["num_optimizer_steps"]) == (0, 6)
+    assert (
+        figures.algorithm_metrics["is_stopped_by_kl"],
+        figures.algorithm_metrics["num_optimizer_steps"],
+    ) == (1, 1)
+    assert (
+        free.algorithm_metrics["is_stopped_by_kl"],
+        free.algorithm_metrics["num_optimizer_steps"],
+    ) == (0, 6)
     (first, _) = split_into_mini_batches(GROUPS, num_mini_batches=2, seed=11, train_step=0, epoch=0)
     alone = backend(trainer=THREE_BY_TWO | {"num_epochs": 1, "num_mini_batches": 1})
     train(alone, [members(first)])

@@ -56,7 +56,9 @@ def test_micro_batcher_cuts_like_pack_order(seed, max_tokens):
     stream += [batch] if (batch := batcher.flush()) else []
     whole = [
         samples[part]
-        for part in micro_batch_slices([len(sample.tokens) for sample in samples], max_tokens=max_tokens)
+        for part in micro_batch_slices(
+            [len(sample.tokens) for sample in samples], max_tokens=max_tokens
+        )
     ]
     assert [[sample.sample_id for sample in batch] for batch in stream] == [
         [sample.sample_id for sample in batch] for batch in whole

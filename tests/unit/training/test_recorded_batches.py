@@ -57,7 +57,9 @@ def test_steps_are_read_within_a_bound_of_bytes_and_decoded_one_by_one(
         decoded.append(record.offset)
         return ready(f"{record.offset // 2:06d}-0000-0", record.offset % 2)
 
-    worker: Any = SimpleNamespace(plan=SimpleNamespace(partitions_per_version=1, topic=lambda entity: entity))
+    worker: Any = SimpleNamespace(
+        plan=SimpleNamespace(partitions_per_version=1, topic=lambda entity: entity)
+    )
     log: Any = Log()
     batches = RecordedBatches(worker, SingleRank(), decode=decode).read(
         log, [step(number) for number in range(10)]

@@ -108,7 +108,9 @@ def test_step_starts_again_when_a_part_of_the_group_was_trained() -> None:
 def test_group_whose_samples_can_not_be_had_is_left_out() -> None:
     backend = Backend(set())
     batch = run_step([group(0)], backend, num_samples=4, whole=True)
-    batch.exclude(UntrainableGroup("000000-0001-0", 0, [(0, 4)], ObjectError("an object is missing")))
+    batch.exclude(
+        UntrainableGroup("000000-0001-0", 0, [(0, 4)], ObjectError("an object is missing"))
+    )
     assert [item.prompt_group_id for item in batch.pop_untrainable()] == ["000000-0001-0"]
     assert batch.share.prompt_group_ids == ["000000-0000-0"]
 

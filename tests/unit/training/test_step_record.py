@@ -81,7 +81,9 @@ def test_layout_has_no_figures_of_rewards_where_nothing_is_rewarded(
     figures = StepRecord.merge(shares, has_rewards=False).metrics
     assert not [name for name in figures if name.startswith("reward")]
     assert figures["staleness_mean"] == 1.0
-    assert {end.mean_reward for end in build_trained_outcomes(shares, 3, has_rewards=False)} == {None}
+    assert {end.mean_reward for end in build_trained_outcomes(shares, 3, has_rewards=False)} == {
+        None
+    }
 
 
 def test_layout_stands_when_a_rank_trained_nothing(shares: list[RankStepResult]) -> None:

@@ -10,7 +10,11 @@ import torch
 
 from relax_events.weights.broadcast.channel import ConnectionLost
 from relax_events.weights.broadcast.receive_buffers import ReceiveBuffer
-from relax_events.weights.broadcast.shared_memory import SameHostProbe, is_on_same_host, map_remote_buffer
+from relax_events.weights.broadcast.shared_memory import (
+    SameHostProbe,
+    is_on_same_host,
+    map_remote_buffer,
+)
 
 
 def test_what_is_written_by_the_name_lies_in_the_row() -> None:
@@ -67,7 +71,8 @@ def test_memory_is_here_when_its_key_is_found_in_it() -> None:
     assert not is_on_same_host(sample.handle | {"key": "00" * 16})
     assert not is_on_same_host(sample.handle | {"process": 2**30})
     assert not any(
-        is_on_same_host(name) for name in ({}, None, "memory", [1], sample.handle | {"key": "\u00fc"})
+        is_on_same_host(name)
+        for name in ({}, None, "memory", [1], sample.handle | {"key": "\u00fc"})
     )
     sample.data[0] = 255 - int(sample.data[0])
     assert not is_on_same_host(sample.handle)

@@ -138,7 +138,9 @@ def test_changes_are_positions_and_values() -> None:
     new[1, 0] = 40.0
     positions, values = compute_delta(old, new) or (None, None)
     assert (positions.tolist(), values.tolist()) == ([3], [40.0])
-    assert compute_delta(old, new + 1) is None, "six positions and six values are more than six values"
+    assert compute_delta(old, new + 1) is None, (
+        "six positions and six values are more than six values"
+    )
 
 
 def test_changed_version_is_small_and_every_so_often_one_is_whole(store: ObjectStore) -> None:
@@ -164,7 +166,9 @@ def test_versions_can_be_fetched_in_any_order(
     store: ObjectStore, order: list[int], full_snapshot_interval: int
 ) -> None:
     weights = versions(9)
-    announced = published(StoreReader(store, full_snapshot_interval=full_snapshot_interval), weights)
+    announced = published(
+        StoreReader(store, full_snapshot_interval=full_snapshot_interval), weights
+    )
     reader = StoreReader(store, full_snapshot_interval=full_snapshot_interval)
     for version in order:
         fetched = reader.fetch(announced[version])
